@@ -1,0 +1,89 @@
+"""Everstep's own sections of a config, in the form torchtitan's sections have: a field, then what a user reads
+about it in `--help`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(kw_only=True, slots=True)
+class FaultTolerance:
+    """`[fault_tolerance]`: replica groups, quorums and how a run survives its failures."""
+
+    enable: bool = False
+    """Train as one of several replica groups, with the slot ledger. Off: torchtitan's own trainer, unchanged."""
+
+    groups: int = 1
+    """Nominal number of replica groups. More may join as spares; fewer is survived down to min_groups."""
+
+    min_groups: int = 1
+    """The smallest number of groups that may commit a step. With fewer, the run waits."""
+
+    group_id: int = 0
+    """This group's id, 0 to groups - 1, the same after every restart. `everstep run` and `everstep agent` set it."""
+
+    lighthouse: str = ""
+    """Address of torchft's lighthouse, `http://host:port`. Empty: the environment's TORCHFT_LIGHTHOUSE."""
+
+    process_group: Literal["gloo", "nccl"] = "gloo"
+    """What carries the gradient sums between groups. gloo aborts cleanly and runs everywhere; nccl is faster
+    between GPUs and needs NCCL >= 2.26 to abort."""
+
+    on_loss: Literal["redistribute", "shrink"] = "redistribute"
+    """When a group is lost: `redistribute` computes its slots on the others, so that every step has its whole
+    global batch; `shrink` commits the step with the slots that are there (torchft's behaviour)."""
+
+    bind_host: str = ""
+    """Host name or address that this group's servers (quorum manager, heal source, gradient sums) listen on and
+    advertise. Empty: the host name's address. `everstep run` sets 127.0.0.1."""
+
+    heartbeat_timeout_s: float = 2.0
+    """A group whose heartbeats stop for this long is left out of the next quorum. Lower: shorter stalls when a
+    group dies; too low: a busy host is taken for a dead one."""
+
+    connect_timeout_s: float = 2.0
+    """Longest wait for the other groups of a new quorum to connect their process group."""
+
+    reduce_timeout_s: float = 10.0
+    """Longest wait for one gradient sum across groups. A hung peer is noticed after this."""
+
+    quorum_timeout_s: float = 60.0
+    """Longest wait for one quorum before it is asked for again, with the reason in an event."""
+
+    stall_timeout_s: float = 120.0
+    """A group whose ranks make no progress for this long is killed and restarted by its agent. Must be longer
+    than reduce_timeout_s and quorum_timeout_s and the longest slot."""
+
+    startup_timeout_s: float = 900.0
+    """The same before a group's first step: imports, model, compilation, checkpoint."""
+
+    give_up_after_s: float = 3600.0
+    """A group that could not commit a step for this long (no quorum, no lighthouse) ends with an error."""
+
+    max_restarts: int = 1_000_000
+    """How often an agent restarts its group's workers within restart_window_s before it gives up."""
+
+    restart_window_s: float = 3600.0
+    """The window in which max_restarts counts."""
+
+    audit_interval: int = 50
+    """Every so many committed steps the groups compare a checksum of their parameters; one that differs is named
+    and heals. 0: never."""
+
+    bucket_mb: float = 32.0
+    """Size of the pieces in which gradients are summed across groups while the last backward still runs."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Data:
+    """`[data]`: where the slots' tokens come from."""
+
+    source: Literal["dataloader", "stdlib", "tokens"] = "dataloader"
+    """`dataloader`: the torchtitan dataloader of `[dataloader]`, one stream per slot. `stdlib`: the Python
+    standard library's own sources, byte by byte, no download. `tokens`: a memory-mapped token file of
+    `everstep pack`."""
+
+    path: str = ""
+    """The token file, for source = "tokens"."""
+
+    shuffle: bool = True
+    """Shuffle rows by debug.seed and epoch. For stdlib and tokens."""
