@@ -34,11 +34,14 @@ READ_FIELDS: dict[str, tuple[str, ...]] = {
 }
 """The events that are read, with the fields used besides t, group, rank and step."""
 
-GOODPUT_DEFINITION = "steps in the final state × median healthy step time, over the wall time from the start of training to its end"
+GOODPUT_DEFINITION = "steps in the final state times the median healthy step, over the wall time of training"
+
+OUTCOMES = ("corrected", "recomputed", "refused")
+"""What the attention check can do about what it finds."""
 
 LOSS_TOLERANCE = 1e-3
-"""Largest difference of a loss to the other run's that `verdict` accepts: sums in another order stay far below
-it, a missing or repeated batch does not."""
+"""Largest difference of a loss to the other run's that `verdict` accepts: sums in another order stay far
+below it, a missing or repeated batch does not."""
 
 
 def load_events(run_dir: Path) -> list[dict[str, Any]]:
@@ -119,7 +122,7 @@ def _measure(
         "attempts_thrown_away": away,
         "committed_ratio": len(steps) / (len(steps) + away) if steps else None,
         "slots_recomputed": slots_recomputed(attempts),
-        "samples": samples(((commit, commit.owners) for commit in final), batch),
+        "samples": samples(((c, [owner for owner in c.owners if owner >= 0]) for c in final), batch),
         "samples_lost": samples(((commit, commit.lost) for commit in final), batch),
         "samples_repeated": samples(((commit, commit.repeated) for commit in final), batch),
         "kills": sum(1 for fault in faults if fault.kills and fault.name != UNPROVOKED),
@@ -151,7 +154,7 @@ def loss_by_step(commits: Iterable[Commit]) -> dict[int, float]:
 
 def loss_delta(mine: dict[int, float], theirs: dict[int, float]) -> dict[str, Any]:
     """How far apart two loss curves are: loss_delta_max over the loss_delta_steps that both have, and
-    loss_delta_undefined, the number of those steps in which only one loss is finite or the infinities differ."""
+    loss_delta_undefined, in how many of those only one loss is finite or the two are not alike."""
     both = mine.keys() & theirs.keys()
     pairs = [(mine[step], theirs[step]) for step in both]
     finite = [abs(a - b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
@@ -175,7 +178,7 @@ def replicas_diverged(events: Iterable[dict[str, Any]]) -> int:
 def findings(events: Iterable[dict[str, Any]]) -> dict[str, int]:
     """The attention check's findings by outcome. Reads all ranks."""
     seen = Counter(event.get("outcome") for event in events if event["kind"] == "finding")
-    return {f"findings_{outcome}": seen[outcome] for outcome in ("corrected", "recomputed", "refused")}
+    return {f"findings_{outcome}": seen[outcome] for outcome in OUTCOMES}
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
@@ -192,7 +195,7 @@ def verdict(figures: dict[str, Any]) -> list[str]:
     asked, reached = figures["steps_asked"], figures["last_step"] or 0
     expect(not done or asked is None or reached >= asked, f"The run ended at step {reached} of {asked}.")
     count = figures["steps_unseen"]
-    expect(count == 0, f"{_count(count, 'step')} between the first and the last shows no commit.")
+    expect(count == 0, f"The log has no commit of {_count(count, 'step')} between the first and the last.")
     count = figures["attempts_thrown_away"]
     expect(count == 0, f"{_count(count, 'attempt')} had work of a survivor thrown away.")
     count = figures["samples_lost"]
@@ -202,10 +205,8 @@ def verdict(figures: dict[str, Any]) -> list[str]:
     count = figures["replicas_diverged"]
     expect(count == 0, f"{_count(count, 'audit')} found a group whose parameters differ from the others'.")
     delta, count = figures["loss_delta_max"], figures["loss_delta_undefined"]
-    expect(
-        delta is None or delta <= LOSS_TOLERANCE, f"The loss differs by up to {delta} from the other run's."
-    )
-    expect(count == 0, f"{_count(count, 'step')} has a loss that is finite in only one of the runs.")
+    expect((delta or 0.0) <= LOSS_TOLERANCE, f"The loss differs by up to {delta} from the other run's.")
+    expect(count == 0, f"In {_count(count, 'step')} the loss is finite in one run only.")
     return broken
 
 
@@ -213,34 +214,26 @@ def summary(figures: dict[str, Any]) -> str:
     """The figures of `score` for a terminal: some lines of plain text, then what `verdict` says."""
     f = figures
     faults = ", ".join(f"{count} {name}" for name, count in sorted(f["faults"].items())) or "none"
+    reason = f" ({f['reason']})" if f["reason"] else ""
     asked = f" of {f['steps_asked']}" if f["steps_asked"] is not None else ""
     lines = [
-        ("run", f"{f['status']} after {_seconds(f['wall_s'])}{f': {f["reason"]}' if f['reason'] else ''}"),
+        ("run", f"{f['status']}{reason} after {_seconds(f['wall_s'])}"),
         ("faults", faults),
-        (
-            "steps",
-            f"{f['steps']}{asked} in {_count(f['attempts'], 'attempt')}, {f['attempts_thrown_away']} thrown away",
-        ),
+        ("steps", f"{f['steps']}{asked}"),
+        ("attempts", f"{f['attempts']}, {f['attempts_thrown_away']} thrown away"),
         ("samples", f"{f['samples']} trained, {f['samples_lost']} lost, {f['samples_repeated']} repeated"),
         ("slots", f"{f['slots_recomputed']} computed again"),
-        (
-            "step",
-            f"{_seconds(f['step_s_median'])} when healthy, {_number(f['groups_mean'])} groups on average",
-        ),
+        ("step", f"{_seconds(f['step_s_median'])} when healthy"),
+        ("groups", f"{_number(f['groups_mean'])} on average"),
         ("stall", _spread(f, "stall_s")),
         ("rejoin", _spread(f, "rejoin_s")),
         ("goodput", f"{_number(f['goodput'])} ({f['goodput_definition']})"),
     ]
     if f["loss_delta_steps"]:
-        largest = f["loss_delta_max"]
-        lines.append(
-            ("loss", f"differs by at most {largest:.3g} over {_count(f['loss_delta_steps'], 'step')}")
-        )
-    if any(f[f"findings_{outcome}"] for outcome in ("corrected", "recomputed", "refused")):
-        found = (
-            f"{f[f'findings_{outcome}']} {outcome}" for outcome in ("corrected", "recomputed", "refused")
-        )
-        lines.append(("findings", ", ".join(found)))
+        largest = "unknown" if f["loss_delta_max"] is None else f"{f['loss_delta_max']:.3g}"
+        lines.append(("loss", f"differs by at most {largest} over {_count(f['loss_delta_steps'], 'step')}"))
+    if any(f[f"findings_{outcome}"] for outcome in OUTCOMES):
+        lines.append(("findings", ", ".join(f"{f[f'findings_{outcome}']} {outcome}" for outcome in OUTCOMES)))
     text = [f"{name:<9} {value}" for name, value in lines]
     return "\n".join([*text, *(verdict(f) or ["Every step happened with its whole batch, exactly once."])])
 
