@@ -64,8 +64,14 @@ def next_incarnation(run_dir: Path, group: int) -> int:
     return sum(e["kind"] == "workers_started" and e["group"] == group for e in read_events(run_dir))
 
 
+def _last_word(run_dir: Path, group: int) -> str:
+    """How the group's workers say they ended: "training_done", or "left" when a stop reached them directly."""
+    kinds = [e["kind"] for e in read_events(run_dir) if e["role"] == "worker" and e["group"] == group]
+    return next((kind for kind in reversed(kinds) if kind in ("left", "training_done")), "")
+
+
 def main(settings: dict) -> int:
-    """Run the agent described by `AgentSettings.to_json()`, in a fork of the warm process; see `run_agent`."""
+    """Run the agent of `AgentSettings.to_json()` in a fork of the warm process; see `run_agent`."""
     return run_agent(AgentSettings(**settings), preload=())
 
 
@@ -127,6 +133,9 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
         events.emit("agent_ended", status="failed", reason=agent.gave_up)
         print(agent.gave_up, flush=True)
         status = GAVE_UP_EXIT
+    elif _last_word(run_dir, settings.group) == "left":
+        events.emit("agent_ended", status="stopped", reason="its workers were asked to stop")
+        status = 0
     else:
         events.emit("agent_ended", status="done", reason="its workers finished")
         status = 0

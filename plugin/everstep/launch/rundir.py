@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import secrets
 import shutil
 import time
 import tomllib
@@ -101,12 +100,3 @@ class RunDir:
                 "Give another --run-dir, or undo the changes."
             )
         return True
-
-    def make_token(self) -> None:
-        """The secret by which processes of this run know each other; made once."""
-        try:
-            fd = os.open(self.path / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            return
-        with os.fdopen(fd, "w") as file:
-            file.write(secrets.token_hex(32))

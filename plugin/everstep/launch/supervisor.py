@@ -25,6 +25,7 @@ from everstep.launch.agent import GAVE_UP_EXIT, AgentSettings
 from everstep.launch.lifeline import adopt_orphans
 from everstep.launch.rundir import LaunchError, RunDir
 from everstep.launch.warm import PRELOAD, WarmProcess
+from everstep.quorum.token import run_token
 from everstep.report.events import EventLog, EventTail
 
 HOST = "127.0.0.1"
@@ -63,6 +64,8 @@ class _Group:
     pid: int | None = None
     ended: str | None = None
     """"done", "stopped" or "failed" once its agent has ended for good."""
+    last_word: str = "done"
+    """What its agent said when it ended."""
 
 
 def free_port(host: str = HOST) -> int:
@@ -112,9 +115,9 @@ class Supervisor:
                 self._take_answers()
                 self._start_missing()
                 self._obey_stop()
-                self._on_events(self._tail.new())
+                self._look()
                 time.sleep(TICK_S)
-            self._on_events(self._tail.new())
+            self._look()
             return self._finish()
         finally:
             self._kill_everything()
@@ -122,6 +125,13 @@ class Supervisor:
                 signal.signal(signum, handler)
             shutil.rmtree(self._socket_dir, ignore_errors=True)
             self._events.close()
+
+    def _look(self) -> None:
+        events = self._tail.new()
+        for event in events:
+            if event["kind"] == "agent_ended" and event["group"] < len(self.groups):
+                self.groups[event["group"]].last_word = event["status"]
+        self._on_events(events)
 
     def _emit_started(self) -> None:
         settings = self.settings
@@ -139,12 +149,12 @@ class Supervisor:
         return bool(self._failure) or self._stops > 1 or all(group.ended for group in self.groups)
 
     def _finish(self) -> int:
-        ends = {group.ended for group in self.groups}
+        ends = {group.last_word if group.ended == "done" else group.ended for group in self.groups}
         if self._failure:
             status, reason = "failed", self._failure
         elif self._stops > 1:
             status, reason = "stopped", "stopped at once, without a final checkpoint"
-        elif self._stops:
+        elif self._stops or ("stopped" in ends and "done" not in ends):
             status, reason = "stopped", "stopped cleanly"
         elif ends == {"done"}:
             status, reason = "done", "every group finished"
@@ -187,7 +197,7 @@ class Supervisor:
         ft = self.settings.fault_tolerance
         return [
             "--bind", f"{HOST}:{self._port}", "--min-groups", str(ft.min_groups),
-            "--heartbeat-timeout-s", str(ft.heartbeat_timeout_s),
+            "--heartbeat-timeout-s", str(ft.heartbeat_timeout_s), "--join-timeout-s", str(ft.join_timeout_s),
         ]  # fmt: skip
 
     def _agent_settings(self, group: int) -> AgentSettings:
@@ -256,7 +266,7 @@ class Supervisor:
             if pid == group.pid:
                 group.pid = None
                 if exitcode == 0:
-                    group.ended = "stopped" if self._stops else "done"
+                    group.ended = "done"
                 elif exitcode == GAVE_UP_EXIT:
                     group.ended = "failed"
                 else:
@@ -316,7 +326,7 @@ def run(settings: RunSettings, on_events: Callable[[list[dict]], None] | None = 
     run_dir.lock()
     try:
         run_dir.adopt_config(settings.config)
-        run_dir.make_token()
+        run_token(run_dir.path)
         return Supervisor(settings, run_dir, on_events).run()
     finally:
         run_dir.unlock()

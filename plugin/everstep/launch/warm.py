@@ -25,6 +25,8 @@ PRELOAD = (
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "torchtitan.train",
     "everstep.train",
+    "everstep.config_registry",
+    "everstep.training.trainer",
     "everstep.launch.elastic",
     "everstep.launch.worker",
     "everstep.quorum.lighthouse",
@@ -39,6 +41,11 @@ def preload(modules: Sequence[str] = PRELOAD) -> None:
     # Without it, asking whether CUDA is there would initialise it, and a forked worker could not use it any
     # more.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    if any(module.startswith("torchtitan") for module in modules):
+        from everstep.platform import cpu
+
+        if not cpu.has_accelerator():
+            cpu.stand_in()  # torchtitan asks for its device while it is imported
     for module in modules:
         importlib.import_module(module)
 

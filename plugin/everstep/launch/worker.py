@@ -55,7 +55,7 @@ def start(place: Place, argv: list[str]) -> None:
     )
     events = EventLog(place.run_dir, place.group, rank, "worker")
     startup_s = time.monotonic() - float(os.environ["EVERSTEP_WORKERS_STARTED"])
-    events.emit("worker_ready", incarnation=incarnation, pid=os.getpid(), startup_s=startup_s)
+    events.emit("worker_up", incarnation=incarnation, pid=os.getpid(), startup_s=startup_s)
     main(argv, place.entry)
     heart.beat(DONE)
     util.Finalize(None, _leave_soon, exitpriority=100)
