@@ -2,7 +2,6 @@
 model."""
 
 import importlib
-import importlib.util
 import inspect
 from types import ModuleType
 from typing import Any
@@ -61,30 +60,35 @@ def base_config(job: Job, source: Source) -> Trainer.Config:
 
 def _registry(module: str, source: Source) -> ModuleType:
     """The registry of a torchtitan model by its short name, or of any package by its import path."""
+    place = ("job", "module")
     if module in _supported_models:
-        return importlib.import_module(f"torchtitan.models.{module}.config_registry")
-    for name in (f"{module}.config_registry", module):
+        names = [f"torchtitan.models.{module}.config_registry"]
+    else:
+        names = [f"{module}.config_registry", module]
+    for name in names:
         try:
-            if importlib.util.find_spec(name) is not None:
-                return importlib.import_module(name)
+            return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if error.name is None or not module.startswith(error.name):
-                raise
-        except ValueError:
-            continue
+            # one of the names itself may be missing; anything else is a library that the registry needs
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise source.error(place, f'[job] module = "{module}" cannot be imported: {error}') from error
     near = nearest(module, _supported_models)
     raise source.error(
-        ("job", "module"),
+        place,
         f'[job] module = "{module}" is neither a model of torchtitan nor a module that can be imported; '
         f'the nearest model is "{near}"',
     )
 
 
 def _config_functions(registry: ModuleType) -> list[str]:
+    """Names of the registry's own functions that make a config: public, and without required arguments."""
     return [
         name
         for name, function in vars(registry).items()
-        if inspect.isfunction(function) and function.__module__ == registry.__name__ and name[0].islower()
+        if inspect.isfunction(function)
+        and function.__module__ == registry.__name__
+        and name[0].islower()
+        and all(p.default is not p.empty for p in inspect.signature(function).parameters.values())
     ]
 
 
@@ -96,7 +100,12 @@ def _call_config(registry: ModuleType, job: Job, source: Source) -> Trainer.Conf
             ("job", "config"),
             f'[job] config = "{job.config}" is not in the registry of {job.module}; the nearest is "{near}"',
         )
-    config = getattr(registry, job.config)()
+    try:
+        config = getattr(registry, job.config)()
+    except (ImportError, ValueError) as error:  # a library or device that this config needs
+        raise source.error(
+            ("job", "config"), f'[job] config = "{job.config}" cannot be made here: {error}'
+        ) from error
     if not isinstance(config, Trainer.Config):
         raise source.error(
             ("job", "config"), f'[job] config = "{job.config}" is not the config of a torchtitan Trainer'

@@ -1,7 +1,7 @@
 """Combinations of settings that cannot work, refused before anything starts.
 
-Each check is a function of the whole config that yields what is wrong. Sections check their own values;
-here stands what takes two sections, or two keys of one of ours.
+Each check is a function of the whole config that yields what is wrong. torchtitan's sections check their own
+values; here stands what takes two sections, or is ours. What nothing reads is not checked.
 """
 
 import re
@@ -94,6 +94,8 @@ def check_config(config: Any) -> None:
 
 def _groups(config: Any) -> Iterator[Problem]:
     ft = config.fault_tolerance
+    if not ft.enable:
+        return
     for key, least in (
         ("groups", 1),
         ("min_groups", 1),
@@ -126,6 +128,8 @@ def _groups(config: Any) -> Iterator[Problem]:
 
 def _timeouts(config: Any) -> Iterator[Problem]:
     ft = config.fault_tolerance
+    if not ft.enable:
+        return
     for shorter, longer, why in _TIMEOUTS:
         if getattr(ft, shorter) >= getattr(ft, longer):
             yield Problem(
@@ -191,8 +195,8 @@ def _batch(config: Any) -> Iterator[Problem]:
 
 def _indivisible(training: Any, ranks: int) -> str:
     return (
-        f"[training] global_batch_size = {training.global_batch_size} must be a multiple of local_batch_size x "
-        f"DP ranks of a group = {training.local_batch_size} x {ranks}"
+        f"[training] global_batch_size = {training.global_batch_size} must be a multiple of local_batch_size "
+        f"x DP ranks of a group = {training.local_batch_size} x {ranks}"
     )
 
 

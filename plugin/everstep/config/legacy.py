@@ -156,6 +156,9 @@ def translate(source: Source) -> list[Dropped]:
         _pop(source.table, path)
         dropped.append(Dropped(path, source.lines.get(path), went))
 
+    if "flavor" in source.table.get("model", {}):
+        # a file for 0.2, which had no CUDA graphs to disable
+        source.table.setdefault("training", {}).setdefault("disable_cuda_graphs", True)
     _refuse_semi_sync(source)
     _settle_activation_checkpoint(source, drop)
     for path in list(_leaves(source.table)):
