@@ -61,18 +61,26 @@ class FaultTolerance:
     """A group whose heartbeats stop for this long is left out of the next quorum. Lower: shorter stalls
     when a group dies; too low: a busy host is taken for a dead one."""
 
+    join_timeout_s: float = 10.0
+    """Longest that the groups of a quorum wait for another one that is alive but does not ask to join, a group that
+    hangs for instance."""
+
     connect_timeout_s: float = 2.0
     """Longest wait for the other groups of a new quorum to connect their process group."""
 
     reduce_timeout_s: float = 10.0
     """Longest wait for one gradient sum across groups. A hung peer is noticed after this."""
 
+    heal_timeout_s: float = 60.0
+    """Longest wait for a joiner to receive the state of a group that lives. The other groups finish their step
+    with it."""
+
     quorum_timeout_s: float = 60.0
     """Longest wait for one quorum before it is asked for again, with the reason in an event."""
 
     stall_timeout_s: float = 120.0
     """A group whose ranks make no progress for this long is killed and restarted by its agent. Must be longer
-    than reduce_timeout_s and quorum_timeout_s and the longest slot."""
+    than quorum_timeout_s, heal_timeout_s, reduce_timeout_s and the longest slot."""
 
     startup_timeout_s: float = 900.0
     """The same before a group's first step: imports, model, compilation, checkpoint."""
