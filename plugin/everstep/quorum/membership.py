@@ -128,7 +128,7 @@ class Membership:
             raise QuorumUnavailable(str(error).splitlines()[0][:300]) from error
         members = ",".join(answer.replica_ids)
         # The id alone may repeat after a lighthouse restart, and old keys stay in the members' stores.
-        key = f"{answer.quorum_id}/{answer.max_step}/{answer.commit_failures}/{uuid.uuid5(uuid.NAMESPACE_OID, members)}"
+        key = f"{answer.quorum_id}/{answer.max_step}/{uuid.uuid5(uuid.NAMESPACE_OID, members)}"
         return Quorum(
             id=answer.quorum_id,
             key=key,
