@@ -1,4 +1,4 @@
-"""`--chaos-every S`: every S seconds all workers of one random group are killed, while the others can carry on."""
+"""`--chaos-every S`: every S seconds all workers of one random group are killed."""
 
 import os
 import random
@@ -14,8 +14,8 @@ from everstep.report.events import EventLog
 def choose_victim(chooser: random.Random, taking_part: Iterable[int], groups: int) -> int | None:
     """A group to kill, or None while none may be.
 
-    Only groups that take part now are hit: one that is still coming back is not hit again. The last of several is
-    spared: nobody would hold the state.
+    Only groups that take part now are hit: one that is still coming back is not hit again. The last of
+    several is spared: nobody would hold the state.
     """
     candidates = sorted(taking_part)
     if not candidates or (groups > 1 and len(candidates) < 2):
@@ -73,7 +73,7 @@ class RandomKills:
 
 
 def _is_worker(pid: int, announced: float) -> bool:
-    """Whether `pid` is still the process announced at that wall time, not a later one with the same number."""
+    """Whether `pid` is still the process announced at that wall time, not a later one of the same number."""
     try:
         return psutil.Process(pid).create_time() <= announced + 1.0
     except psutil.NoSuchProcess:

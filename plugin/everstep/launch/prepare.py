@@ -1,4 +1,5 @@
-"""What only torchtitan can tell about a run before it starts: is the config valid, and is it this run directory's.
+"""What only torchtitan can tell about a run before it starts: is the config valid, and is it this run
+directory's.
 
 Runs in a fork of the warm process, so that the processes of the run start from untouched modules.
 """
@@ -8,6 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from everstep.config.checks import slots_per_step
 from everstep.config.errors import ConfigError
 from everstep.config.load import load_config
 from everstep.config.resolved import config_identity, differing_keys, resolved_toml
@@ -22,7 +24,7 @@ def main(config: str, run_dir: str, flags: Sequence[str], ranks: int, answer: st
     """
     os.environ["WORLD_SIZE"] = str(ranks)  # what the workers will see
     try:
-        found, status = _settle(Path(config), Path(run_dir), flags), 0
+        found, status = _settle(Path(config), Path(run_dir), flags, ranks), 0
     except ConfigError as error:
         found, status = {"error": str(error)}, CONFIG_ERROR_EXIT
     draft = Path(f"{answer}.tmp")
@@ -31,10 +33,17 @@ def main(config: str, run_dir: str, flags: Sequence[str], ranks: int, answer: st
     return status
 
 
-def _settle(source: Path, run_dir: Path, flags: Sequence[str]) -> dict:
+def _settle(source: Path, run_dir: Path, flags: Sequence[str], ranks: int) -> dict:
     from everstep.training.trainer import EverstepTrainer
 
     config = load_config(source, EverstepTrainer.Config, flags)
+    if not config.fault_tolerance.enable and config.fault_tolerance.groups > 1:
+        raise ConfigError(
+            f"{source}: {config.fault_tolerance.groups} groups need fault tolerance, or each trains alone: "
+            "set [fault_tolerance] enable = true, or give --groups 1"
+        )
+    if config.fault_tolerance.enable:
+        slots_per_step(config, ranks)  # raises where the batch does not go into slots of this many ranks
     settled = run_dir / "config.toml"
     if settled.exists():
         differing = differing_keys(load_config(settled, EverstepTrainer.Config, check=False), config)
