@@ -40,7 +40,7 @@ KILL_GRACE_S = 10.0
 LIGHTHOUSE_PAUSE_S = 0.2
 LIGHTHOUSE_ATTEMPTS = 5
 AGENT_SILENCE_S = 30.0
-AGENT_ATTEMPTS = 3
+AGENT_CRASHES = 3
 
 
 @dataclass
@@ -73,8 +73,8 @@ class _Group:
     ended: str = ""
     """"done", "stopped" or "failed" once its agent has ended for good."""
     started_mono: float = 0.0
-    attempts: int = 0
-    """Agents started since workers last came up."""
+    crashes: int = 0
+    """How often its agents crashed since the group's last step."""
 
 
 def free_port(host: str = HOST) -> int:
@@ -127,6 +127,7 @@ class Supervisor:
         self._kills: RandomKills | None = None
         self._stops = self._stops_obeyed = 0
         self._failure = ""
+        self._given_up = ""
         self._unusable = ""
         self._private = Path(tempfile.mkdtemp(prefix="everstep-"))
 
@@ -179,7 +180,7 @@ class Supervisor:
         elif "stopped" in ends:
             status, reason = "stopped", "its workers were asked to stop"
         else:
-            status, reason = "failed", "every group was given up"
+            status, reason = "failed", f"every group was given up; {self._given_up}"
         if self._prepared:
             self._on_events([self._events.emit("run_ended", status=status, reason=reason)])
         if self._stops > 1:
@@ -266,7 +267,6 @@ class Supervisor:
             elif name.startswith("agent-"):
                 index = int(name.removeprefix("agent-"))
                 self.groups[index].started_mono = time.monotonic()
-                self.groups[index].attempts += 1
                 self._events.emit("agent_started", target_group=index, pid=pid)
             if pid in self._early:
                 self._ended(pid, self._early.pop(pid))
@@ -349,10 +349,13 @@ class Supervisor:
             group.ended = "failed"
         else:
             self._events.emit("agent_died", target_group=index, exitcode=exitcode)
+            group.crashes += exitcode > 0  # a signal came from outside, and another agent helps
             if self._stops:
                 group.ended = "stopped"
-            elif group.attempts >= AGENT_ATTEMPTS:
+            elif group.crashes >= AGENT_CRASHES:
                 group.ended = "failed"
+                log = self.run_dir.path / "logs" / f"group-{index}" / "agent.log"
+                self._given_up = f"the agent of group {index} crashed {group.crashes} times, see {log}"
 
     def _kill_strangers(self) -> None:
         """A warm process may die between a fork and its answer: nobody would know that child."""
@@ -377,12 +380,14 @@ class Supervisor:
         events = self._tail.new()
         for event in events:
             group = event["group"]
-            if event["role"] != "agent" or group >= len(self.groups):
+            if group is None or group >= len(self.groups):
                 continue
-            if event["kind"] == "workers_started":
-                self.groups[group].attempts = 0
+            if event["kind"] == "commit":
+                self.groups[group].crashes = 0
             elif event["kind"] == "agent_ended" and event["status"] == "stopped":
                 self.groups[group].ended = "stopped"
+            elif event["kind"] == "agent_ended" and event["status"] == "failed":
+                self._given_up = event["reason"]
         if self._kills is not None and not self._stops:
             self._kills.follow(events)
             self._kills.tick(time.monotonic())
