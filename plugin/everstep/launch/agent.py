@@ -1,6 +1,7 @@
 """The agent: owns one replica group's workers on this machine, and is what `everstep agent` runs."""
 
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from everstep.report.events import EventLog, read_events
 
 GAVE_UP_EXIT = 3
 """Exit status of an agent that should not be started again."""
+
+_LAST_WORDS = ("training_done", "left")
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,9 @@ def next_incarnation(run_dir: Path, group: int) -> int:
 
 
 def _last_word(run_dir: Path, group: int) -> str:
-    """How the group's workers say they ended: "training_done", or "left" when a stop reached them directly."""
-    kinds = [e["kind"] for e in read_events(run_dir) if e["role"] == "worker" and e["group"] == group]
-    return next((kind for kind in reversed(kinds) if kind in ("left", "training_done")), "")
+    """How the group's workers ended: "training_done", or "left" when a stop reached them directly."""
+    endings = [e["kind"] for e in read_events(run_dir) if e["group"] == group and e["kind"] in _LAST_WORDS]
+    return endings[-1] if endings else ""
 
 
 def main(settings: dict) -> int:
@@ -88,8 +91,8 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
     run_dir = Path(settings.run_dir)
     if settings.devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = settings.devices
-    own_dir = None if settings.socket_dir else tempfile.TemporaryDirectory(prefix="everstep-")
-    socket_dir = Path(settings.socket_dir or own_dir.name)
+    own_dir = "" if settings.socket_dir else tempfile.mkdtemp(prefix="everstep-")
+    socket_dir = Path(settings.socket_dir or own_dir)
     fork_point_pid = start_fork_point(socket_dir)
     tempfile.tempdir = str(
         socket_dir
@@ -139,6 +142,6 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
     else:
         events.emit("agent_ended", status="done", reason="its workers finished")
         status = 0
-    if own_dir is not None:
-        own_dir.cleanup()
+    if own_dir:
+        shutil.rmtree(own_dir, ignore_errors=True)
     return status

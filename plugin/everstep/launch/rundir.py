@@ -1,8 +1,7 @@
-"""A run directory: one run of one config, at most one supervisor at a time."""
+"""A run directory: everything of one run, and at most one supervisor at a time."""
 
 import fcntl
 import os
-import shutil
 import time
 import tomllib
 from pathlib import Path
@@ -27,22 +26,6 @@ def read_toml(path: Path) -> dict:
         raise LaunchError(f"{path}: cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise LaunchError(f"{path}: not valid TOML: {error}.") from None
-
-
-def flatten(config: dict, prefix: str = "") -> dict:
-    """`{"training": {"steps": 3}}` as `{"training.steps": 3}`."""
-    flat = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        flat |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return flat
-
-
-def differing_keys(ours: dict, theirs: dict) -> list[str]:
-    """Dotted names of the keys that are not equal in two configs, sorted."""
-    a, b = flatten(ours), flatten(theirs)
-    missing = object()
-    return sorted(key for key in a.keys() | b.keys() if a.get(key, missing) != b.get(key, missing))
 
 
 class RunDir:
@@ -79,24 +62,5 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        """The config this directory was started with; the workers load this one."""
+        """The run's config with everything resolved; the workers load this one."""
         return self.path / "config.toml"
-
-    def adopt_config(self, source: Path) -> bool:
-        """Copy `source` in, or check that it is what is there already; returns whether the run continues.
-
-        Raises LaunchError naming the keys that differ.
-        """
-        ours = read_toml(source)
-        if not self.config.exists():
-            scratch = self.config.with_suffix(".tmp")
-            shutil.copyfile(source, scratch)
-            scratch.replace(self.config)
-            return False
-        differing = differing_keys(ours, read_toml(self.config))
-        if differing:
-            raise LaunchError(
-                f"{self.path}: holds a run of another config; these keys differ: {', '.join(differing)}. "
-                "Give another --run-dir, or undo the changes."
-            )
-        return True

@@ -106,7 +106,6 @@ def run_settings(
         run_dir=run_dir,
         groups=groups,
         ranks_per_group=ranks_per_group,
-        steps=whole_number(toml, flags, "training", "steps"),
         seed=seed,
         fault_tolerance=section,
         flags=flags,

@@ -1,13 +1,13 @@
-"""`everstep run`: one machine, one run. Starts the lighthouse and the agents, starts again what dies, ends
-with them.
+"""`everstep run`: one machine, one run. Starts lighthouse and agents, starts again what dies, ends with them.
 
-One loop, one thread: reap children, take the warm process's answers, read new events, act. What is
-remembered about a child is its pid; all state of the run itself is in the run directory, so a supervisor
-that was killed can be started again.
+One loop, one thread: reap children, take the warm process's answers, start what is missing, read new
+events, act. Of a child only the pid is remembered; the state of the run is in the run directory, so that a
+supervisor that was killed can simply be started again.
 """
 
-import hashlib
+import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -22,6 +22,8 @@ import psutil
 import everstep
 from everstep.config.sections import FaultTolerance
 from everstep.launch.agent import GAVE_UP_EXIT, AgentSettings
+from everstep.launch.heartbeat import agent_beat_path, read_beat
+from everstep.launch.kills import RandomKills
 from everstep.launch.lifeline import adopt_orphans
 from everstep.launch.rundir import LaunchError, RunDir
 from everstep.launch.warm import PRELOAD, WarmProcess
@@ -29,9 +31,16 @@ from everstep.quorum.token import run_token
 from everstep.report.events import EventLog, EventTail
 
 HOST = "127.0.0.1"
+PORTS = range(20_000, 32_000)
+"""Below the range from which Linux takes the ports of outgoing connections: the lighthouse must get its
+port back.
+"""
 TICK_S = 0.02
 KILL_GRACE_S = 10.0
-LIGHTHOUSE_RETRY_S = 0.2
+LIGHTHOUSE_PAUSE_S = 0.2
+LIGHTHOUSE_ATTEMPTS = 5
+AGENT_SILENCE_S = 30.0
+AGENT_ATTEMPTS = 3
 
 
 @dataclass
@@ -42,7 +51,6 @@ class RunSettings:
     run_dir: Path
     groups: int
     ranks_per_group: int = 1
-    steps: int | None = None
     seed: int = 0
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     flags: list[str] = field(default_factory=list)
@@ -52,6 +60,8 @@ class RunSettings:
     stop_grace_s: float = 120.0
     entry: str = "everstep.train:main"
     """`module:function` that a worker calls with its argv."""
+    prepare: str = "everstep.launch.prepare:main"
+    """`module:function` that checks the config and settles it in the run directory."""
     preload: Sequence[str] = PRELOAD
     """Modules that the warm process imports."""
 
@@ -60,25 +70,42 @@ class RunSettings:
 class _Group:
     """One group as the supervisor sees it."""
 
-    request: int | None = None
-    pid: int | None = None
-    ended: str | None = None
+    ended: str = ""
     """"done", "stopped" or "failed" once its agent has ended for good."""
-    last_word: str = "done"
-    """What its agent said when it ended."""
+    started_mono: float = 0.0
+    attempts: int = 0
+    """Agents started since workers last came up."""
 
 
 def free_port(host: str = HOST) -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.create_server((host, 0)) as probe:
-        return probe.getsockname()[1]
+    """A TCP port of PORTS that nobody has now. Raises LaunchError when there is none."""
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise LaunchError(f"no free port between {PORTS.start} and {PORTS.stop} on {host}.")
+
+
+def listens(host: str, port: int) -> bool:
+    """Whether a server accepts connections there."""
+    try:
+        socket.create_connection((host, port), timeout=0.2).close()
+    except OSError:
+        return False
+    return True
 
 
 class Supervisor:
-    """Runs one run to its end. `on_events` is called with each batch of new events."""
+    """Runs one run to its end. `on_events` is called at every tick with the new events, none included."""
 
     def __init__(
-        self, settings: RunSettings, run_dir: RunDir, on_events: Callable[[list[dict]], None] | None = None
+        self,
+        settings: RunSettings,
+        run_dir: RunDir,
+        on_events: Callable[[list[dict]], None] | None = None,
     ):
         self.settings = settings
         self.run_dir = run_dir
@@ -87,27 +114,32 @@ class Supervisor:
         self._events = EventLog(run_dir.path, None, None, "supervisor")
         self._tail = EventTail(run_dir.path)
         self._warm: WarmProcess | None = None
-        self._lighthouse_request: int | None = None
-        self._lighthouse_pid: int | None = None
+        self._asked: dict[int, str] = {}
+        self._pids: dict[str, int] = {}
+        self._early: dict[
+            int, int
+        ] = {}  # exit codes of children that ended before the answer that names them
+        self._prepared = False
+        self._port = 0
+        self._lighthouse_up = False
+        self._lighthouse_attempts = 0
         self._lighthouse_next = 0.0
-        self._port = free_port()
-        self._stops = 0
-        self._stop_seen = 0
+        self._kills: RandomKills | None = None
+        self._stops = self._stops_obeyed = 0
         self._failure = ""
-        self._socket_dir = Path(tempfile.mkdtemp(prefix="everstep-"))
-
-    # ---- the run
+        self._unusable = ""
+        self._private = Path(tempfile.mkdtemp(prefix="everstep-"))
 
     def run(self) -> int:
         """Until all groups have ended; returns the exit status: 0 for done or a clean stop, 130 when cut
         short.
+
+        Raises LaunchError when the config or the run directory cannot be used.
         """
         adopt_orphans()
-        old_handlers = {
-            s: signal.signal(s, self._ask_to_stop) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
+        stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        old_handlers = {signum: signal.signal(signum, self._ask_to_stop) for signum in stops}
         try:
-            self._emit_started()
             self._tail.skip_to_end()
             self._start_warm()
             while not self._over():
@@ -116,89 +148,89 @@ class Supervisor:
                 self._start_missing()
                 self._obey_stop()
                 self._look()
+                self._kill_silent_agents()
                 time.sleep(TICK_S)
             self._look()
+            if self._unusable:
+                raise LaunchError(self._unusable)
             return self._finish()
         finally:
             self._kill_everything()
             for signum, handler in old_handlers.items():
                 signal.signal(signum, handler)
-            shutil.rmtree(self._socket_dir, ignore_errors=True)
+            shutil.rmtree(self._private, ignore_errors=True)
             self._events.close()
 
-    def _look(self) -> None:
-        events = self._tail.new()
-        for event in events:
-            if event["kind"] == "agent_ended" and event["group"] < len(self.groups):
-                self.groups[event["group"]].last_word = event["status"]
-        self._on_events(events)
-
-    def _emit_started(self) -> None:
-        settings = self.settings
-        self._events.emit(
-            "run_started",
-            groups=settings.groups,
-            ranks_per_group=settings.ranks_per_group,
-            steps=settings.steps,
-            seed=settings.seed,
-            config_sha=hashlib.sha256(self.run_dir.config.read_bytes()).hexdigest(),
-            version=everstep.__version__,
-        )
-
     def _over(self) -> bool:
-        return bool(self._failure) or self._stops > 1 or all(group.ended for group in self.groups)
+        return bool(self._failure or self._unusable) or self._stops > 1 or all(g.ended for g in self.groups)
 
     def _finish(self) -> int:
-        ends = {group.last_word if group.ended == "done" else group.ended for group in self.groups}
+        ends = {group.ended for group in self.groups}
         if self._failure:
             status, reason = "failed", self._failure
         elif self._stops > 1:
             status, reason = "stopped", "stopped at once, without a final checkpoint"
-        elif self._stops or ("stopped" in ends and "done" not in ends):
+        elif self._stops:
             status, reason = "stopped", "stopped cleanly"
         elif ends == {"done"}:
             status, reason = "done", "every group finished"
         elif "done" in ends:
-            status, reason = "done", "finished, though some groups were given up"
+            status, reason = "done", "finished, though not by every group"
+        elif "stopped" in ends:
+            status, reason = "stopped", "its workers were asked to stop"
         else:
             status, reason = "failed", "every group was given up"
-        self._on_events([self._events.emit("run_ended", status=status, reason=reason)])
+        if self._prepared:
+            self._on_events([self._events.emit("run_ended", status=status, reason=reason)])
         if self._stops > 1:
             return 130
         return 0 if status in ("done", "stopped") else 1
 
-    # ---- starting things
+    # What is started
 
     def _start_warm(self) -> None:
         self._warm = WarmProcess(self.settings.preload, self.run_dir.path / "logs" / "warm.log")
-        self._lighthouse_request = None
-        for group in self.groups:
-            group.request = None
+        self._asked = {}
+
+    def _fork(self, name: str, run: str, args: Sequence, log: str) -> None:
+        if self._warm is not None and name not in self._pids and name not in self._asked.values():
+            request = self._warm.fork(run, args, self.run_dir.path / "logs" / log)
+            self._asked[request] = name
 
     def _start_missing(self) -> None:
-        if self._stops or self._warm is None:
+        if self._stops:
             return
-        if self._lighthouse_pid is None and self._lighthouse_request is None:
-            if time.monotonic() < self._lighthouse_next:
-                return
-            self._lighthouse_request = self._warm.fork(
-                "everstep.quorum.lighthouse:main",
-                [self._lighthouse_args()],
-                self.run_dir.path / "logs/lighthouse.log",
-            )
-        for index, group in enumerate(self.groups):
-            if group.pid is None and group.request is None and group.ended is None:
-                log = self.run_dir.path / "logs" / f"group-{index}" / "agent.log"
-                group.request = self._warm.fork(
-                    "everstep.launch.agent:main", [self._agent_settings(index).to_json()], log
-                )
+        settings = self.settings
+        if not self._prepared:
+            args = [str(settings.config), str(self.run_dir.path), self._run_flags(), settings.ranks_per_group]
+            self._fork("prepare", settings.prepare, [*args, str(self._private / "prepared")], "prepare.log")
+        elif not self._lighthouse_up:
+            self._start_lighthouse()
+        else:
+            for index, group in enumerate(self.groups):
+                if not group.ended:
+                    args, log = [self._agent_settings(index).to_json()], f"group-{index}/agent.log"
+                    self._fork(f"agent-{index}", "everstep.launch.agent:main", args, log)
 
-    def _lighthouse_args(self) -> list[str]:
-        ft = self.settings.fault_tolerance
-        return [
-            "--bind", f"{HOST}:{self._port}", "--min-groups", str(ft.min_groups),
-            "--heartbeat-timeout-s", str(ft.heartbeat_timeout_s), "--join-timeout-s", str(ft.join_timeout_s),
-        ]  # fmt: skip
+    def _start_lighthouse(self) -> None:
+        if "lighthouse" in self._pids:
+            self._lighthouse_up = listens(HOST, self._port)
+        elif time.monotonic() >= self._lighthouse_next:
+            ft = self.settings.fault_tolerance
+            self._port = self._port or free_port()
+            options = {
+                "--bind": f"{HOST}:{self._port}",
+                "--min-groups": ft.min_groups,
+                "--heartbeat-timeout-s": ft.heartbeat_timeout_s,
+                "--join-timeout-s": ft.join_timeout_s,
+            }
+            args = [str(word) for option in options.items() for word in option]
+            self._fork("lighthouse", "everstep.quorum.lighthouse:main", [args], "lighthouse.log")
+
+    def _run_flags(self) -> list[str]:
+        """torchtitan flags as every group gets them; the user's come last and win."""
+        settings = self.settings
+        return ["--fault_tolerance.groups", str(settings.groups), *settings.flags]
 
     def _agent_settings(self, group: int) -> AgentSettings:
         settings, ft = self.settings, self.settings.fault_tolerance
@@ -212,7 +244,7 @@ class Supervisor:
             flags=settings.flags,
             host=HOST,
             devices=settings.devices[group] if settings.devices else None,
-            socket_dir=str(self._socket_dir),
+            socket_dir=str(self._private),
             stall_timeout_s=ft.stall_timeout_s,
             startup_timeout_s=ft.startup_timeout_s,
             stop_grace_s=settings.stop_grace_s,
@@ -224,21 +256,24 @@ class Supervisor:
     def _take_answers(self) -> None:
         for answer in self._warm.answers() if self._warm else ():
             if "fatal" in answer:
-                self._failure = f"an import failed, {answer['fatal']} (see {self.run_dir.path}/logs/warm.log)"
-            elif answer.get("id") is None:
+                self._unusable = f"{answer['fatal']}. More in {self.run_dir.path}/logs/warm.log."
+            name = self._asked.pop(answer.get("id", 0), None)
+            if name is None:
                 continue
-            elif answer["id"] == self._lighthouse_request:
-                self._lighthouse_request, self._lighthouse_pid = None, answer["pid"]
-                self._events.emit(
-                    "lighthouse_started", address=f"http://{HOST}:{self._port}", pid=answer["pid"]
-                )
-            else:
-                for index, group in enumerate(self.groups):
-                    if group.request == answer["id"]:
-                        group.request, group.pid = None, answer["pid"]
-                        self._events.emit("agent_started", target_group=index, pid=answer["pid"])
+            pid = self._pids[name] = answer["pid"]
+            if name == "lighthouse":
+                self._events.emit("lighthouse_started", address=f"http://{HOST}:{self._port}", pid=pid)
+            elif name.startswith("agent-"):
+                index = int(name.removeprefix("agent-"))
+                self.groups[index].started_mono = time.monotonic()
+                self.groups[index].attempts += 1
+                self._events.emit("agent_started", target_group=index, pid=pid)
+            if pid in self._early:
+                self._ended(pid, self._early.pop(pid))
+        if not self._asked:
+            self._early.clear()
 
-    # ---- what ends
+    # What ends
 
     def _reap(self) -> None:
         while True:
@@ -252,61 +287,133 @@ class Supervisor:
 
     def _ended(self, pid: int, exitcode: int) -> None:
         if self._warm is not None and pid == self._warm.pid:
-            self._take_answers()  # what it said last
             self._warm.close()
             self._warm = None
-            if not self._failure:
-                self._kill_strangers()
+            self._kill_strangers()
+            if not self._unusable:
                 self._start_warm()
-        elif pid == self._lighthouse_pid:
-            self._lighthouse_pid = None
-            self._lighthouse_next = time.monotonic() + LIGHTHOUSE_RETRY_S
-            self._events.emit("lighthouse_died", exitcode=exitcode)
-        for index, group in enumerate(self.groups):
-            if pid == group.pid:
-                group.pid = None
-                if exitcode == 0:
-                    group.ended = "done"
-                elif exitcode == GAVE_UP_EXIT:
-                    group.ended = "failed"
-                else:
-                    self._events.emit("agent_died", target_group=index, exitcode=exitcode)
-                    group.ended = "stopped" if self._stops else None
+            return
+        name = next((name for name, known in self._pids.items() if known == pid), "")
+        if not name and self._asked:
+            self._early[pid] = exitcode
+            return
+        self._pids.pop(name, None)
+        if name == "prepare":
+            self._prepare_ended(exitcode)
+        elif name == "lighthouse":
+            self._lighthouse_ended(exitcode)
+        elif name:
+            self._agent_ended(int(name.removeprefix("agent-")), exitcode)
+
+    def _prepare_ended(self, exitcode: int) -> None:
+        try:
+            found = json.loads((self._private / "prepared").read_text())
+        except FileNotFoundError:
+            found = {
+                "error": f"checking the config failed ({exitcode}), see {self.run_dir.path}/logs/prepare.log."
+            }
+        if "error" in found:
+            self._unusable = found["error"]
+            return
+        self._prepared = True
+        settings = self.settings
+        self._events.emit(
+            "run_started",
+            groups=settings.groups,
+            ranks_per_group=settings.ranks_per_group,
+            seed=settings.seed,
+            version=everstep.__version__,
+            **found,
+        )
+        if settings.chaos_every_s is not None:
+            run_dir = self.run_dir.path
+            self._kills = RandomKills(run_dir, settings.groups, settings.chaos_every_s, settings.seed)
+
+    def _lighthouse_ended(self, exitcode: int) -> None:
+        self._lighthouse_next = time.monotonic() + LIGHTHOUSE_PAUSE_S
+        self._events.emit("lighthouse_died", exitcode=exitcode)
+        if self._lighthouse_up:
+            self._lighthouse_up = False
+            return
+        if not any(group.started_mono for group in self.groups):
+            self._port = 0  # taken between looking and binding; nobody knows it yet
+            self._lighthouse_attempts += 1
+        if self._lighthouse_attempts >= LIGHTHOUSE_ATTEMPTS:
+            self._failure = f"the lighthouse does not start, see {self.run_dir.path}/logs/lighthouse.log"
+
+    def _agent_ended(self, index: int, exitcode: int) -> None:
+        group = self.groups[index]
+        if exitcode == 0:
+            group.ended = group.ended or "done"
+        elif exitcode == GAVE_UP_EXIT:
+            group.ended = "failed"
+        else:
+            self._events.emit("agent_died", target_group=index, exitcode=exitcode)
+            if self._stops:
+                group.ended = "stopped"
+            elif group.attempts >= AGENT_ATTEMPTS:
+                group.ended = "failed"
 
     def _kill_strangers(self) -> None:
         """A warm process may die between a fork and its answer: nobody would know that child."""
-        known = {group.pid for group in self.groups} | {self._lighthouse_pid}
         for child in psutil.Process().children():
-            if child.pid not in known:
+            if child.pid not in self._pids.values():
                 child.kill()
+
+    def _kill_silent_agents(self) -> None:
+        """An agent that hangs cannot look after its workers: another one takes over."""
+        now = time.monotonic()
+        for index, group in enumerate(self.groups):
+            pid = self._pids.get(f"agent-{index}")
+            if pid is None or now - group.started_mono < AGENT_SILENCE_S:
+                continue
+            beat = read_beat(agent_beat_path(self.run_dir.path, index))
+            if beat is None or beat.pid != pid or now - beat.mono > AGENT_SILENCE_S:
+                self._signal(f"agent-{index}", signal.SIGKILL)
+
+    # What is asked and seen
+
+    def _look(self) -> None:
+        events = self._tail.new()
+        for event in events:
+            group = event["group"]
+            if event["role"] != "agent" or group >= len(self.groups):
+                continue
+            if event["kind"] == "workers_started":
+                self.groups[group].attempts = 0
+            elif event["kind"] == "agent_ended" and event["status"] == "stopped":
+                self.groups[group].ended = "stopped"
+        if self._kills is not None and not self._stops:
+            self._kills.follow(events)
+            self._kills.tick(time.monotonic())
+        self._on_events(events)
 
     def _ask_to_stop(self, *_: object) -> None:
         self._stops += 1
 
     def _obey_stop(self) -> None:
-        if self._stops == self._stop_seen:
+        if self._stops == self._stops_obeyed:
             return
-        self._stop_seen = self._stops
-        for group in self.groups:
-            if group.pid is not None:
-                os.kill(group.pid, signal.SIGTERM)
-            elif group.ended is None:
-                group.ended = "stopped"
+        self._stops_obeyed = self._stops
+        for index, group in enumerate(self.groups):
+            if f"agent-{index}" in self._pids:
+                self._signal(f"agent-{index}", signal.SIGTERM)
+            else:
+                group.ended = group.ended or "stopped"
+
+    def _signal(self, name: str, signum: signal.Signals) -> None:
+        try:
+            os.kill(self._pids[name], signum)
+        except ProcessLookupError:
+            return
 
     def _kill_everything(self) -> None:
         """Nothing that this run started outlives it. The kernel takes the workers with their agents."""
-        pids = [group.pid for group in self.groups] + [
-            self._lighthouse_pid,
-            self._warm.pid if self._warm else None,
-        ]
-        for pid in pids:
-            if pid is not None:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
         if self._warm is not None:
+            self._pids["warm"] = self._warm.pid
             self._warm.close()
+        for name in self._pids:
+            self._signal(name, signal.SIGKILL)
         deadline = time.monotonic() + KILL_GRACE_S
         while time.monotonic() < deadline:
             try:
@@ -317,15 +424,10 @@ class Supervisor:
 
 
 def run(settings: RunSettings, on_events: Callable[[list[dict]], None] | None = None) -> int:
-    """Prepare the run directory and run. Raises LaunchError for what the user can put right, before
-    anything starts.
-    """
-    if settings.groups < 1 or settings.ranks_per_group < 1:
-        raise LaunchError("--groups and --ranks-per-group must be at least 1.")
+    """Run to the end; returns the exit status. Raises LaunchError for what the user can put right."""
     run_dir = RunDir(settings.run_dir.resolve())
     run_dir.lock()
     try:
-        run_dir.adopt_config(settings.config)
         run_token(run_dir.path)
         return Supervisor(settings, run_dir, on_events).run()
     finally:
