@@ -18,11 +18,11 @@ def bind_data(config: Any) -> None:
     from everstep.data.streams import SlotStreams
     from everstep.data.tokens import TokenFile
 
-    data = config.data
+    data, seed = config.data, config.debug.seed or 0
     if data.source == "stdlib":
-        config.dataloader = StdlibText.Config(shuffle=data.shuffle)
+        config.dataloader = StdlibText.Config(shuffle=data.shuffle, seed=seed)
         config.tokenizer = ByteTokenizer.Config()
     elif data.source == "tokens":
-        config.dataloader = TokenFile.Config(path=data.path, shuffle=data.shuffle)
+        config.dataloader = TokenFile.Config(path=data.path, shuffle=data.shuffle, seed=seed)
     elif config.fault_tolerance.enable and not isinstance(config.dataloader, SlotStreams.Config):
         config.dataloader = SlotStreams.Config(base=config.dataloader)

@@ -62,8 +62,8 @@ class FaultTolerance:
     when a group dies; too low: a busy host is taken for a dead one."""
 
     join_timeout_s: float = 10.0
-    """Longest that the groups of a quorum wait for another one that is alive but does not ask to join, a group that
-    hangs for instance."""
+    """Longest that the groups of a quorum wait for another one that is alive but does not ask to join, a
+    group that hangs for instance."""
 
     connect_timeout_s: float = 2.0
     """Longest wait for the other groups of a new quorum to connect their process group."""
@@ -72,8 +72,8 @@ class FaultTolerance:
     """Longest wait for one gradient sum across groups. A hung peer is noticed after this."""
 
     heal_timeout_s: float = 60.0
-    """Longest wait for a joiner to receive the state of a group that lives. The other groups finish their step
-    with it."""
+    """Longest wait for a joiner to receive the state of a group that lives. The other groups finish their
+    step with it."""
 
     quorum_timeout_s: float = 60.0
     """Longest wait for one quorum before it is asked for again, with the reason in an event."""

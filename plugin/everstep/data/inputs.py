@@ -4,7 +4,7 @@ import gzip
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,18 @@ _KNOWN = {*_JSONL, ".parquet", ".txt", ".md"}
 
 class InputError(ValueError):
     """Input that cannot be packed, in one sentence that names its file and line."""
+
+
+class DocumentError(InputError):
+    """One document that cannot be packed, in input that is fine otherwise."""
+
+
+def refuse(error: DocumentError) -> None:
+    """What is done about a bad document unless somebody wants to go on without it."""
+    raise error
+
+
+OnBad = Callable[[DocumentError], None]
 
 
 @dataclass(frozen=True)
@@ -67,18 +79,25 @@ def identity(file: Path) -> dict[str, Any]:
     return {"name": file.name, "bytes": size, "sample_sha256": digest.hexdigest()}
 
 
-def read_documents(files: Sequence[Path], text_key: str, start: Place) -> Iterator[tuple[str, Place]]:
-    """The documents from `start` on, each with the place behind it. Raises InputError at the first bad
-    one."""
+def read_documents(
+    files: Sequence[Path], text_key: str, start: Place, on_bad: OnBad = refuse
+) -> Iterator[tuple[str, Place]]:
+    """The documents from `start` on, each with the place behind it.
+
+    Args:
+        on_bad: called with each document that cannot be read; if it returns, the document's text is empty.
+    Raises:
+        InputError: for a file that cannot be read on.
+    """
     for number in range(start.file, len(files)):
         place = start if number == start.file else Place(file=number)
         suffix = _suffix(files[number])
         if suffix in _JSONL:
-            yield from _jsonl(files[number], text_key, place)
+            yield from _jsonl(files[number], text_key, place, on_bad)
         elif suffix == ".parquet":
-            yield from _parquet(files[number], text_key, place)
+            yield from _parquet(files[number], text_key, place, on_bad)
         else:
-            yield from _text(files[number], place)
+            yield from _text(files[number], place, on_bad)
 
 
 def share_read(file: Path, place: Place, size: int) -> int:
@@ -96,7 +115,7 @@ def _open(file: Path) -> Any:
     return gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb")
 
 
-def _text(file: Path, place: Place) -> Iterator[tuple[str, Place]]:
+def _text(file: Path, place: Place, on_bad: OnBad) -> Iterator[tuple[str, Place]]:
     if place.offset:
         return
     with _open(file) as stream:
@@ -104,11 +123,12 @@ def _text(file: Path, place: Place) -> Iterator[tuple[str, Place]]:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise InputError(
+        text, line = "", data.count(b"\n", 0, error.start) + 1
+        bad = DocumentError(
             f"{file}:{line}: byte {data[error.start]:#04x} is not UTF-8. Convert the file, for "
             "instance with iconv."
-        ) from None
+        )
+        on_bad(bad)
     yield text, replace(place, offset=1)
 
 
@@ -119,7 +139,7 @@ def _read(file: Path, stream: Any) -> bytes:
         raise InputError(f"{file}: the gzip data is damaged or cut off ({error}).") from None
 
 
-def _jsonl(file: Path, text_key: str, place: Place) -> Iterator[tuple[str, Place]]:
+def _jsonl(file: Path, text_key: str, place: Place, on_bad: OnBad) -> Iterator[tuple[str, Place]]:
     with _open(file) as stream:
         stream.seek(place.offset)
         while True:
@@ -133,21 +153,26 @@ def _jsonl(file: Path, text_key: str, place: Place) -> Iterator[tuple[str, Place
                 return
             place = replace(place, offset=place.offset + len(line), line=place.line + 1)
             if line.strip():
-                yield _json_text(line, text_key, f"{file}:{place.line}"), place
+                try:
+                    text = _json_text(line, text_key, f"{file}:{place.line}")
+                except DocumentError as error:
+                    on_bad(error)
+                    text = ""
+                yield text, place
 
 
 def _json_text(line: bytes, text_key: str, where: str) -> str:
     try:
-        record = json.loads(line)
+        record = json.loads(line.rstrip())
     except UnicodeDecodeError:
-        raise InputError(f"{where}: not UTF-8.") from None
+        raise DocumentError(f"{where}: not UTF-8.") from None
     except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON ({error.msg} at column {error.colno}).") from None
+        raise DocumentError(f"{where}: not JSON ({error.msg} at column {error.colno}).") from None
     if not isinstance(record, dict):
-        raise InputError(f"{where}: a JSON object with the key {text_key!r} is needed.")
+        raise DocumentError(f"{where}: a JSON object with the key {text_key!r} is needed.")
     if text_key not in record:
         keys = ", ".join(map(repr, record)) or "none"
-        raise InputError(
+        raise DocumentError(
             f"{where}: no key {text_key!r} (there: {keys}). Name the text's key with --text-key."
         )
     return _checked(record[text_key], text_key, where)
@@ -155,17 +180,17 @@ def _json_text(line: bytes, text_key: str, where: str) -> str:
 
 def _checked(text: Any, text_key: str, where: str) -> str:
     if not isinstance(text, str):
-        raise InputError(f"{where}: {text_key!r} holds {type(text).__name__}, not text.")
+        raise DocumentError(f"{where}: {text_key!r} holds {type(text).__name__}, not text.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(
+        raise DocumentError(
             f"{where}: {text_key!r} has half a surrogate pair at character {error.start}."
         ) from None
     return text
 
 
-def _parquet(file: Path, text_key: str, place: Place) -> Iterator[tuple[str, Place]]:
+def _parquet(file: Path, text_key: str, place: Place, on_bad: OnBad) -> Iterator[tuple[str, Place]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -185,7 +210,11 @@ def _parquet(file: Path, text_key: str, place: Place) -> Iterator[tuple[str, Pla
                         for value in batch.column(0):
                             row += 1
                             if row > place.offset:
-                                text = _checked(value.as_py(), text_key, f"{file}: row {row}")
+                                try:
+                                    text = _checked(value.as_py(), text_key, f"{file}: row {row}")
+                                except DocumentError as error:
+                                    on_bad(error)
+                                    text = ""
                                 yield text, replace(place, offset=row)
                 first_row += group_rows
     except (pyarrow.ArrowInvalid, OSError) as error:

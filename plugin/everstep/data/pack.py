@@ -32,11 +32,22 @@ from rich.progress import (
 
 from everstep.data import token_format
 from everstep.data.encoders import Encoder, encoder_for
-from everstep.data.inputs import InputError, Place, identity, input_files, read_documents, share_read
+from everstep.data.inputs import (
+    DocumentError,
+    InputError,
+    OnBad,
+    Place,
+    identity,
+    input_files,
+    read_documents,
+    refuse,
+    share_read,
+)
 from everstep.data.token_format import HEAD, Footer, TokenFileError
 
 _CHUNK_TOKENS = 8 << 20
 _BATCH_CHARACTERS = 1 << 20
+_BATCH_DOCUMENTS = 1 << 12
 
 
 @dataclass
@@ -56,6 +67,9 @@ class Pack:
     text_key: str = "text"
     """The key or column that holds the text, in JSONL and parquet."""
 
+    skip_bad: bool = False
+    """Go on without documents that cannot be read, naming each. Also for a run that has stopped at one."""
+
     verify: bool = False
     """Make nothing; compare all of --out with its checksums."""
 
@@ -66,57 +80,55 @@ class _Packed:
 
     tokens: int = 0
     documents: int = 0
-    dropped: int = 0
+    left_out: int = 0
     max_id: int = 0
     place: Place = field(default_factory=Place)
     chunks: list[tuple[int, str]] = field(default_factory=list)
 
 
 def run(args: Pack) -> int:
-    """Does what the command line asks, tells about it on stderr, and returns the exit status."""
+    """Does what the command line asks, tells about it on stderr, and returns the exit status: 0, 2 for
+    something that the user can put right, 1 for what the system refused, 130 after Ctrl-C."""
     console = Console(stderr=True)
+
+    def say(message: object) -> None:
+        console.print(str(message), markup=False, highlight=False, soft_wrap=True)
+
     try:
         with _progress(console) as on_progress:
             if args.verify:
                 if args.inputs:
                     raise InputError("--verify checks --out and takes no input files.")
-                footer = token_format.verify(
-                    args.out,
-                    _counter(on_progress, "checking", _size(args.out)),
-                )
+                size = args.out.stat().st_size if args.out.exists() else 0
+                footer = token_format.verify(args.out, _counter(on_progress, "checking", size))
                 result = "is whole"
             else:
-                before = args.out.exists()
+                result = "was already made from this input" if args.out.exists() else "is made and checked"
                 footer = pack(
                     args.inputs,
                     args.out,
                     tokenizer=args.tokenizer,
                     text_key=args.text_key,
+                    on_bad=say if args.skip_bad else refuse,
                     on_progress=on_progress,
                 )
-                result = "was already made from this input" if before else "is made and checked"
     except KeyboardInterrupt:
-        console.print("Stopped. The same command goes on where it was.")
+        say("Stopped. The same command goes on where it was.")
         return 130
+    except DocumentError as error:
+        say(f"everstep pack: {error} Or add --skip-bad, which goes on here without such documents.")
+        return 2
     except ValueError as error:
-        console.print(f"everstep pack: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        say(f"everstep pack: {error}")
         return 2
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        console.print(
-            f"everstep pack: {what}. What is packed stays; the same command goes on with it.",
-            style="red",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(f"everstep pack: {what}. What is packed stays; the same command goes on with it.")
         return 1
-    console.print(
-        f"{args.out} {result}: {footer.documents:,} documents, {footer.tokens:,} tokens ({footer.dtype}), "
-        f"ids up to {footer.max_id}.",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
+    left_out = f", {footer.left_out:,} left out as empty or bad" if footer.left_out else ""
+    say(
+        f"{args.out} {result}: {footer.documents:,} documents{left_out}, {footer.tokens:,} tokens "
+        f"({footer.dtype}), ids up to {footer.max_id}."
     )
     return 0
 
@@ -127,12 +139,14 @@ def pack(
     *,
     tokenizer: str = "bytes",
     text_key: str = "text",
+    on_bad: OnBad = refuse,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     chunk_tokens: int = _CHUNK_TOKENS,
 ) -> Footer:
     """Makes `out` from `inputs`, or returns the footer of `out` if it was made from them before.
 
     Args:
+        on_bad: called with each document that cannot be read; if it returns, the document is left out.
         on_progress: called with what is being done, bytes done, bytes in all.
         chunk_tokens: a chunk ends with the first document that brings it to as many tokens.
     Raises:
@@ -157,7 +171,8 @@ def pack(
         return footer
     out.parent.mkdir(parents=True, exist_ok=True)
     with _Partial(out, source, token_format.dtype_for(encoder.vocab_size)) as partial:
-        _fill(partial, files, text_key, encoder, chunk_tokens, on_progress)
+        documents = read_documents(files, text_key, partial.packed.place, on_bad)
+        _fill(partial, files, documents, encoder, chunk_tokens, on_progress)
         if not partial.packed.documents:
             _remove_traces(out)
             raise InputError(f"no document with text in {', '.join(map(str, inputs))}.")
@@ -179,45 +194,42 @@ def pack(
 def _fill(
     partial: "_Partial",
     files: Sequence[Path],
-    text_key: str,
+    documents: Iterator[tuple[str, Place]],
     encoder: Encoder,
     chunk_tokens: int,
     on_progress: Callable[[str, int, int], None],
 ) -> None:
     sizes = [item["bytes"] for item in partial.source["inputs"]]
-    packed = partial.packed
     chunk: list[np.ndarray] = []
-    chunk_length = dropped = 0
-    place = packed.place
-    for texts, places in _batches(read_documents(files, text_key, packed.place)):
-        for ids, place in zip(encoder.encode(texts), places, strict=True):
-            # A document of one token has no next token to learn; an empty one only its marks.
-            if len(ids) < 2:
-                dropped += 1
+    chunk_length = left_out = 0
+    place = partial.packed.place
+    for texts, places in _batches(documents):
+        for text, ids, place in zip(texts, encoder.encode(texts), places, strict=True):
+            # A document of one token has no next token to learn.
+            if not text or len(ids) < 2:
+                left_out += 1
                 continue
             chunk.append(ids)
             chunk_length += len(ids)
             if chunk_length >= chunk_tokens:
-                partial.append(chunk, place, dropped)
-                chunk, chunk_length, dropped = [], 0, 0
+                partial.append(chunk, place, left_out)
+                chunk, chunk_length, left_out = [], 0, 0
                 read = share_read(files[place.file], place, sizes[place.file])
                 on_progress("packing", sum(sizes[: place.file]) + read, sum(sizes))
-    if chunk or dropped:
-        partial.append(chunk, place, dropped)
+    if chunk or left_out:
+        partial.append(chunk, place, left_out)
 
 
 def _batches(documents: Iterator[tuple[str, Place]]) -> Iterator[tuple[list[str], list[Place]]]:
-    """Documents in batches large enough to be encoded on all cores. Documents without text are left out."""
+    """Documents in batches large enough to be encoded on all cores."""
     texts: list[str] = []
     places: list[Place] = []
     characters = 0
     for text, place in documents:
-        if not text:
-            continue
         texts.append(text)
         places.append(place)
         characters += len(text)
-        if characters >= _BATCH_CHARACTERS:
+        if characters >= _BATCH_CHARACTERS or len(texts) >= _BATCH_DOCUMENTS:
             yield texts, places
             texts, places, characters = [], [], 0
     if texts:
@@ -261,32 +273,29 @@ class _Partial:
     def _read_journal(self) -> None:
         """Takes up what the journal says and cuts off a line that was not finished."""
         self._journal.seek(0)
-        whole = 0
-        for number, line in enumerate(self._journal):
-            if not line.endswith(b"\n"):
-                break
-            entry = json.loads(line)
-            if number == 0:
-                if entry != self.source:
-                    raise TokenFileError(
-                        f"{self.path} was begun from other input or with another tokenizer: choose another "
-                        f"--out, or delete {self.path}* to begin anew."
-                    )
-            else:
-                chunks = self.packed.chunks
-                if sha256 := entry.pop("sha256"):
-                    chunks.append((entry["tokens"], sha256))
-                self.packed = _Packed(**{**entry, "place": Place(**entry["place"])}, chunks=chunks)
-            whole += len(line)
-        self._journal.truncate(whole)
-        if not whole:
+        begun_from, *lines = self._journal.read().split(b"\n")[:-1] or [b"null"]
+        if json.loads(begun_from) != self.source:
+            if lines:
+                raise TokenFileError(
+                    f"{self.path} was begun from other input or with another tokenizer: choose another "
+                    f"--out, or delete {self.path}* to begin anew."
+                )
+            self._journal.truncate(0)
             self._write_line(self.source)
+            return
+        chunks = self.packed.chunks
+        for line in lines:
+            entry = json.loads(line)
+            if sha256 := entry.pop("sha256"):
+                chunks.append((entry["tokens"], sha256))
+            self.packed = _Packed(**{**entry, "place": Place(**entry["place"])}, chunks=chunks)
+        self._journal.truncate(len(begun_from) + 1 + sum(len(line) + 1 for line in lines))
 
     def _write_line(self, entry: dict[str, Any]) -> None:
         self._journal.write(json.dumps(entry, sort_keys=True).encode() + b"\n")
         _sync(self._journal)
 
-    def append(self, documents: Sequence[np.ndarray], place: Place, dropped: int) -> None:
+    def append(self, documents: Sequence[np.ndarray], place: Place, left_out: int) -> None:
         """Puts one chunk of documents on disk, then into the journal. `place` is where the next one
         begins."""
         packed = self.packed
@@ -303,7 +312,7 @@ class _Partial:
             packed.documents += len(documents)
             packed.max_id = max(packed.max_id, int(tokens.max()))
             packed.chunks.append((packed.tokens, hashlib.sha256(data).hexdigest()))
-        packed.dropped += dropped
+        packed.left_out += left_out
         packed.place = place
         entry = {name: value for name, value in asdict(packed).items() if name != "chunks"}
         self._write_line({**entry, "sha256": packed.chunks[-1][1] if documents else None})
@@ -322,6 +331,7 @@ class _Partial:
             dtype=self._dtype.name,
             tokens=packed.tokens,
             documents=packed.documents,
+            left_out=packed.left_out,
             vocab_size=vocab_size,
             max_id=packed.max_id,
             source=self.source,
@@ -366,10 +376,6 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _counter(on_progress: Callable[[str, int, int], None], what: str, total: int) -> Callable[[int], None]:

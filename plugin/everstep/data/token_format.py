@@ -39,6 +39,8 @@ class Footer:
     """"uint16" or "uint32"."""
     tokens: int
     documents: int
+    left_out: int
+    """Documents of the input that are not in the file: without text, or too bad to read."""
     vocab_size: int
     """The tokenizer's."""
     max_id: int

@@ -16,7 +16,9 @@ from torchtitan import trainer as titan
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from everstep.config.sections import Data, FaultTolerance
+from everstep.config.binding import bind_data
+from everstep.config.checks import check_config
+from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.data.slots import SlotSource
 from everstep.launch.heartbeat import Heartbeat
 from everstep.platform import cpu
@@ -43,14 +45,23 @@ class EverstepTrainer(titan.Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.Trainer.Config):
+        job: Job = field(default_factory=Job)
+        """The config that a file starts from."""
+
         fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
         """Replica groups, quorums and how a run survives its failures."""
 
         data: Data = field(default_factory=Data)
         """Where the slots' tokens come from."""
 
+        def __post_init__(self) -> None:
+            # not super(): `slots=True` makes a second class, which the first one's super() does not know
+            titan.Trainer.Config.__post_init__(self)
+            check_config(self)
+
     def __init__(self, config: Config) -> None:
         begin = time.monotonic()
+        bind_data(config)
         on_cpu = not cpu.has_accelerator()
         if on_cpu:
             assert config.model_spec is not None
