@@ -60,7 +60,7 @@ def start(place: Place, argv: list[str]) -> None:
     try:
         main(argv, place.entry)
     except Exception:
-        traceback.print_exc()  # TorchElastic takes it to the agent's log; the rank's own should have it as well
+        traceback.print_exc()  # TorchElastic takes it to the agent's log; this rank's own has it as well
         raise
     heart.beat(DONE)
     util.Finalize(None, _leave_soon, exitpriority=100)
