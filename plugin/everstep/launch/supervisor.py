@@ -41,6 +41,8 @@ LIGHTHOUSE_PAUSE_S = 0.2
 LIGHTHOUSE_ATTEMPTS = 5
 AGENT_SILENCE_S = 30.0
 AGENT_CRASHES = 3
+STOPPED_AT_ONCE_EXIT = 130
+"""What a shell gives for a command that Ctrl-C ended."""
 
 
 @dataclass
@@ -96,6 +98,10 @@ def listens(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+class _StopNow(Exception):  # noqa: N818  nothing is wrong
+    """The second Ctrl-C."""
 
 
 class Supervisor:
@@ -155,6 +161,12 @@ class Supervisor:
             if self._unusable:
                 raise LaunchError(self._unusable)
             return self._finish()
+        except _StopNow:
+            for signum in stops:
+                signal.signal(signum, signal.SIG_IGN)
+            self._kill_everything()
+            self._end("stopped", "stopped at once, without a final checkpoint")
+            return STOPPED_AT_ONCE_EXIT
         finally:
             self._kill_everything()
             for signum, handler in old_handlers.items():
@@ -163,14 +175,12 @@ class Supervisor:
             self._events.close()
 
     def _over(self) -> bool:
-        return bool(self._failure or self._unusable) or self._stops > 1 or all(g.ended for g in self.groups)
+        return bool(self._failure or self._unusable) or all(g.ended for g in self.groups)
 
     def _finish(self) -> int:
         ends = {group.ended for group in self.groups}
         if self._failure:
             status, reason = "failed", self._failure
-        elif self._stops > 1:
-            status, reason = "stopped", "stopped at once, without a final checkpoint"
         elif self._stops:
             status, reason = "stopped", "stopped cleanly"
         elif ends == {"done"}:
@@ -181,11 +191,12 @@ class Supervisor:
             status, reason = "stopped", "its workers were asked to stop"
         else:
             status, reason = "failed", f"every group was given up; {self._given_up}"
+        self._end(status, reason)
+        return 0 if status in ("done", "stopped") else 1
+
+    def _end(self, status: str, reason: str) -> None:
         if self._prepared:
             self._on_events([self._events.emit("run_ended", status=status, reason=reason)])
-        if self._stops > 1:
-            return 130
-        return 0 if status in ("done", "stopped") else 1
 
     # What is started
 
@@ -395,11 +406,14 @@ class Supervisor:
 
     def _ask_to_stop(self, *_: object) -> None:
         self._stops += 1
+        if self._stops > 1:
+            raise _StopNow  # wherever we are: this may be a write to a terminal that takes nothing
 
     def _obey_stop(self) -> None:
         if self._stops == self._stops_obeyed:
             return
         self._stops_obeyed = self._stops
+        self._events.emit("stopping")
         for index, group in enumerate(self.groups):
             if f"agent-{index}" in self._pids:
                 self._signal(f"agent-{index}", signal.SIGTERM)

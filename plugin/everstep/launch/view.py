@@ -31,6 +31,8 @@ def describe(event: dict) -> str:
             return f"{event['groups']} groups of {event['ranks_per_group']}, seed {event['seed']}"
         case "run_ended":
             return f"run {event['status']}: {event['reason']}"
+        case "stopping":
+            return "stopping: workers finish their step and save; Ctrl-C again ends the run at once"
         case "lighthouse_started":
             return f"lighthouse at {event['address']}"
         case "lighthouse_died":
