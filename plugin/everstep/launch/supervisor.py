@@ -57,8 +57,6 @@ class RunSettings:
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     flags: list[str] = field(default_factory=list)
     chaos_every_s: float | None = None
-    devices: list[str | None] = field(default_factory=list)
-    """CUDA_VISIBLE_DEVICES by group; empty: as inherited."""
     stop_grace_s: float = 120.0
     entry: str = "everstep.train:main"
     """`module:function` that a worker calls with its argv."""
@@ -77,6 +75,19 @@ class _Group:
     started_mono: float = 0.0
     crashes: int = 0
     """How often its agents crashed since the group's last step."""
+
+
+def devices_of_groups(visible: Sequence[str], groups: int, ranks_per_group: int) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of each group: devices of its own while they last, then shared from the first.
+
+    None, as inherited, where there are no devices.
+    """
+    if not visible:
+        return [None] * groups
+    return [
+        ",".join(visible[(group * ranks_per_group + rank) % len(visible)] for rank in range(ranks_per_group))
+        for group in range(groups)
+    ]
 
 
 def free_port(host: str = HOST) -> int:
@@ -126,6 +137,7 @@ class Supervisor:
             int, int
         ] = {}  # exit codes of children that ended before the answer that names them
         self._prepared = False
+        self._devices: list[str | None] = []
         self._port = 0
         self._lighthouse_up = False
         self._lighthouse_attempts = 0
@@ -201,7 +213,7 @@ class Supervisor:
     # What is started
 
     def _start_warm(self) -> None:
-        # As torchrun does, and for its reason: ranks whose thread pools together outnumber the cores slow each
+        # As torchrun does, and for its reason: ranks whose thread pools outnumber the cores slow each
         # other down tenfold.
         ranks = self.settings.groups * self.settings.ranks_per_group
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
@@ -259,7 +271,7 @@ class Supervisor:
             lighthouse=f"http://{HOST}:{self._port}",
             flags=settings.flags,
             host=HOST,
-            devices=settings.devices[group] if settings.devices else None,
+            devices=self._devices[group],
             socket_dir=str(self._private),
             stall_timeout_s=ft.stall_timeout_s,
             startup_timeout_s=ft.startup_timeout_s,
@@ -332,6 +344,8 @@ class Supervisor:
             return
         self._prepared = True
         settings = self.settings
+        visible = found.pop("devices", [])
+        self._devices = devices_of_groups(visible, settings.groups, settings.ranks_per_group)
         self._events.emit(
             "run_started",
             groups=settings.groups,
