@@ -3,6 +3,7 @@
 docs/report.md defines each field. A run that is still going can be scored too.
 """
 
+import gc
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -52,11 +53,16 @@ def load_events(run_dir: Path) -> list[dict[str, Any]]:
     if not (Path(run_dir) / "events").is_dir():
         raise FileNotFoundError(f"{run_dir} has no events/ folder; give the directory of a run")
     wanted = {kind: ("t", "kind", "group", "rank", "step", *fields) for kind, fields in READ_FIELDS.items()}
-    return [
-        {name: event[name] for name in names if name in event}
-        for event in read_events(run_dir)
-        if (names := wanted.get(event["kind"])) is not None
-    ]
+    collecting = gc.isenabled()
+    gc.disable()  # a million new objects without a cycle would be searched for cycles again and again
+    try:
+        return [
+            {name: event[name] for name in wanted[event["kind"]] if name in event}
+            for event in read_events(run_dir, wanted.keys())
+        ]
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def score(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
