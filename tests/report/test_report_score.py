@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
 from everstep.report.score import (
     curve,
     kill_table,

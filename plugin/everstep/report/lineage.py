@@ -34,6 +34,7 @@ class Commit:
     t: float
     """Wall time in seconds of the first group's event."""
     groups: tuple[int, ...]
+    quorum_id: int | None
     owners: tuple[int, ...]
     """Per slot the group that computed it, as the first group said; -1: the slot is not in the step."""
     loss: float | None
@@ -133,16 +134,17 @@ class _Tracer:
         process = self._process(group)
         origin, parent = self._parent(step, process)
         groups, owners = tuple(event.get("groups") or ()), tuple(event.get("owners") or ())
+        quorum_id = event.get("quorum_id")
         commit = self.newest.get(step)
-        # One vote has one list of groups, each group emits once, and none that started only afterwards.
+        # One vote has one quorum; each group emits once, and none that started only afterwards.
         if (
             commit is None
             or group in commit.emitters
-            or groups != commit.groups
+            or (groups, quorum_id) != (commit.groups, commit.quorum_id)
             or commit.order < process.first_vote
         ):
-            took_s, loss = event.get("took_s"), event.get("loss")
-            commit = Commit(len(self.commits), step, event["t"], groups, owners, loss, took_s)
+            order, t, loss, took_s = len(self.commits), event["t"], event.get("loss"), event.get("took_s")
+            commit = Commit(order, step, t, groups, quorum_id, owners, loss, took_s)
             self.commits.append(commit)
             self.newest[step] = commit
         if not commit.emitters or origin > commit.origin:

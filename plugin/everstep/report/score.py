@@ -28,7 +28,7 @@ READ_FIELDS: dict[str, tuple[str, ...]] = {
     "training_done": (),
     "heal": ("source_group",),
     "attempt": ("computed", "recomputed", "took_s"),
-    "commit": ("owners", "groups", "loss", "took_s", "coverage_ok"),
+    "commit": ("owners", "groups", "quorum_id", "loss", "took_s", "coverage_ok"),
     "audit": ("agreed", "differing"),
     "finding": ("outcome",),
     "checkpoint_saved": (),
