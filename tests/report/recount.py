@@ -1,7 +1,7 @@
 """The main figures of a run computed a second time, in another way, to check the score against.
 
-The score walks back from the newest commit and finds attempts by their times. Here every group's whole history
-is carried forward through heals, checkpoints and restarts, and attempts are told apart by their quorum.
+The score walks back from the newest commit and finds attempts by their times. Here every group's whole
+history is carried forward through heals, checkpoints and restarts, and quorums tell the attempts apart.
 `python tests/report/recount.py RUN_DIR` compares both on a real run.
 """
 
@@ -25,7 +25,7 @@ def quorums(events):
 
 def final_history(events):
     """Step -> quorum of the state that the last commit leads to."""
-    holds, stored, healing, last = defaultdict(dict), {"fresh": {}, "disk": {}, "memory": {}}, {}, {}
+    holds, stored, last = defaultdict(dict), {"fresh": {}, "disk": {}, "memory": {}}, {}
     votes = {id(event): quorum for event, quorum in quorums(events)}
     for event in events:
         kind, group, step = event["kind"], event["group"], event["step"]
@@ -33,12 +33,10 @@ def final_history(events):
             kept = stored[event["source"]]
             holds[group] = {s: quorum for s, quorum in kept.items() if s < step}
         elif kind == "heal":
-            healing[group] = dict(holds[event["source_group"]])
+            holds[group] = dict(holds[event["source_group"]])
         elif kind == "checkpoint_saved":
             stored["disk"] = dict(holds[group])
         elif kind == "commit" and event["rank"] == 0:
-            if group in healing:
-                holds[group] = {s: quorum for s, quorum in healing.pop(group).items() if s < step}
             holds[group][step] = votes[id(event)]
             last = stored["memory"] = dict(holds[group])
     return last

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 class Timeline:
-    """Collects events; `events` gives them in order of time. Steps have four slots unless `owners` differs."""
+    """Collects events; `events` gives them in order of time. Four slots in a step unless `owners` differ."""
 
     def __init__(self):
         self.logged = []

@@ -92,9 +92,11 @@ class _Process:
     first_vote: int = 0
     """Order of the first commit that this process can have voted for."""
     ready: bool = False
-    source: str = ""
+    """Started, and nothing committed yet."""
     healed_from: int | None = None
-    previous: Commit | None = None
+    """The group that the state came from, when it was not committed or loaded by this process."""
+    state: Commit | None = None
+    """The commit that the state is after; None: not known, or before the first step."""
 
 
 class _Tracer:
@@ -114,13 +116,18 @@ class _Tracer:
         elif kind == "training_started":
             if not self._process(group).ready:  # the worker_ready that precedes it is not in the log
                 self._started(group)
-            self._process(group).source = event.get("source") or ""
+            self._loaded(self._process(group), event.get("source"), step)
         elif kind == "heal":
-            self._process(group).healed_from = event.get("source_group", -1)
+            process, source = self._process(group), event.get("source_group", -1)
+            process.healed_from, process.state = source, self._process(source).state
         elif not isinstance(step, int):
             return
-        elif kind == "checkpoint_saved" and (group, step) in self.newest_of:
-            self.saved[step] = self.newest_of[group, step]
+        elif kind == "checkpoint_saved":
+            state = self._process(group).state
+            if state is not None and state.step != step:  # a save in the background, logged after later steps
+                state = self.newest_of.get((group, step))
+            if state is not None:
+                self.saved[step] = state
         elif kind == "commit":
             self._committed(event, group, step)
 
@@ -129,6 +136,11 @@ class _Tracer:
 
     def _started(self, group: int) -> None:
         self.processes[group] = _Process(first_vote=len(self.commits), ready=True)
+
+    def _loaded(self, process: _Process, source: str | None, step: Any) -> None:
+        if source in ("disk", "memory") and isinstance(step, int) and process.healed_from is None:
+            on_disk = self.saved.get(step - 1) if source == "disk" else None
+            process.state = on_disk or self._before(step)
 
     def _committed(self, event: dict[str, Any], group: int, step: int) -> None:
         process = self._process(group)
@@ -155,16 +167,18 @@ class _Tracer:
         if origin is Origin.CONTINUED and parent is not None and parent.step >= step:
             commit.repeated.update(range(len(owners)))
         self.newest_of[group, step] = commit
-        process.previous, process.healed_from, process.ready = commit, None, False
+        process.state, process.healed_from, process.ready = commit, None, False
 
     def _parent(self, step: int, process: _Process) -> tuple[Origin, Commit | None]:
+        state = process.state
+        fits = state is not None and state.step == step - 1
         if process.healed_from is not None:
-            return Origin.HEALED, self.newest_of.get((process.healed_from, step - 1)) or self._before(step)
-        if process.previous is None:
-            on_disk = self.saved.get(step - 1) if process.source == "disk" else None
-            return Origin.RESTORED, on_disk or self._before(step)
-        if process.previous.step >= step - 1:
-            return Origin.CONTINUED, process.previous
+            given = state if fits else self.newest_of.get((process.healed_from, step - 1))
+            return Origin.HEALED, given or self._before(step)
+        if state is None or process.ready:
+            return Origin.RESTORED, state if fits else self._before(step)
+        if state.step >= step - 1:
+            return Origin.CONTINUED, state
         return Origin.HEALED, self._before(step)  # it skipped steps: a heal that is not in the log
 
     def _before(self, step: int) -> Commit | None:
