@@ -53,6 +53,26 @@ def test_when_everybody_reloads_and_one_heals_from_another_it_is_still_a_way_bac
     assert final(run) == [(1, 1), (2, 2), (3, 21)]
 
 
+def test_a_way_back_shows_even_when_only_the_group_that_healed_from_the_reloaded_one_commits():
+    run = Timeline().start(0, 0, 1)
+    for step in range(1, 6):
+        run.commit(step, step, [0, 1])
+    run.add(2.5, "checkpoint_saved", 0, 2, path="step-2")
+    run.start(20, 0, step=3, source="disk").start(20, 1, step=1, source="fresh").heal(20.5, 1, source=0)
+    run.commit(21, 3, [0], by=[1])
+    assert final(run) == [(1, 1), (2, 2), (3, 21)]
+
+
+def test_a_state_that_was_healed_but_not_committed_on_passes_on_with_the_next_heal():
+    run = Timeline().start(0, 0, 1).commit(1, 1, [0, 1]).commit(2, 2, [0, 1], by=[1])
+    run.heal(2.5, 0, source=1).commit(
+        3, 3, [1], by=[1]
+    )  # both commits died with group 1, but 0 has the first
+    run.commit(3.5, 2, [2], by=[2])  # a stray that nobody builds on
+    run.start(4, 1).heal(4.5, 1, source=0).commit(5, 3, [0], by=[1])
+    assert final(run) == [(1, 1), (2, 2), (3, 5)]
+
+
 def test_a_commit_that_died_with_its_only_group_is_not_in_the_final_state():
     run = Timeline().start(0, 0, 1, 2).commit(1, 1, [0, 1, 2])
     run.commit(2, 2, [0, 1, 2], by=[2])  # and dies

@@ -93,6 +93,8 @@ class _Process:
     """Order of the first commit that this process can have voted for."""
     ready: bool = False
     """Started, and nothing committed yet."""
+    loaded: bool = False
+    """The state was loaded at the start, here or in the group it came from, and no step was built on it."""
     healed_from: int | None = None
     """The group that the state came from, when it was not committed or loaded by this process."""
     state: Commit | None = None
@@ -120,6 +122,7 @@ class _Tracer:
         elif kind == "heal":
             process, source = self._process(group), event.get("source_group", -1)
             process.healed_from, process.state = source, self._process(source).state
+            process.loaded = self._process(source).loaded
         elif not isinstance(step, int):
             return
         elif kind == "checkpoint_saved":
@@ -135,7 +138,7 @@ class _Tracer:
         return self.processes.setdefault(group, _Process())
 
     def _started(self, group: int) -> None:
-        self.processes[group] = _Process(first_vote=len(self.commits), ready=True)
+        self.processes[group] = _Process(first_vote=len(self.commits), ready=True, loaded=True)
 
     def _loaded(self, process: _Process, source: str | None, step: Any) -> None:
         if source in ("disk", "memory") and isinstance(step, int) and process.healed_from is None:
@@ -167,14 +170,15 @@ class _Tracer:
         if origin is Origin.CONTINUED and parent is not None and parent.step >= step:
             commit.repeated.update(range(len(owners)))
         self.newest_of[group, step] = commit
-        process.state, process.healed_from, process.ready = commit, None, False
+        self.processes[group] = _Process(process.first_vote, state=commit)
 
     def _parent(self, step: int, process: _Process) -> tuple[Origin, Commit | None]:
         state = process.state
         fits = state is not None and state.step == step - 1
         if process.healed_from is not None:
             given = state if fits else self.newest_of.get((process.healed_from, step - 1))
-            return Origin.HEALED, given or self._before(step)
+            origin = Origin.RESTORED if process.loaded else Origin.HEALED
+            return origin, given or self._before(step)
         if state is None or process.ready:
             return Origin.RESTORED, state if fits else self._before(step)
         if state.step >= step - 1:
