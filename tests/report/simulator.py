@@ -100,9 +100,9 @@ class Simulator:
         self.t += 1
         source = ("disk", "memory", "fresh")[which % 3]
         history = self.saved.get(source, ())
-        self.saved["memory"] = (
-            history  # what else was in memory died with the hosts, or it would have been used
-        )
+        self.saved["memory"] = history  # a better source that survived would have been used
+        if not history:
+            self.saved["disk"] = ()
         for number in sorted(self.killed_at):
             if history and (number == 0 or which % 2):
                 self.start(number, history, source)

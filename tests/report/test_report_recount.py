@@ -18,7 +18,7 @@ def simulated(groups, slots, seed, moves):
     return simulator.events(), simulator.truth
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**32), plays)
 def test_the_score_tells_the_truth_about_any_run(groups, slots, seed, moves):
     events, truth = simulated(groups, slots, seed, moves)
@@ -32,14 +32,14 @@ def test_the_score_tells_the_truth_about_any_run(groups, slots, seed, moves):
     assert figures["samples_repeated"] == truth.samples("repeated")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**32), plays)
 def test_a_second_computation_agrees(groups, slots, seed, moves):
     events, _ = simulated(groups, slots, seed, moves)
     assert differences(events) == {}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**32), plays)
 def test_every_kill_after_which_the_group_took_part_again_has_its_rejoin(groups, slots, seed, moves):
     events, truth = simulated(groups, slots, seed, moves)
