@@ -129,6 +129,12 @@ def test_a_heal_that_is_not_in_the_log_is_bridged_by_the_newest_commit_of_the_st
     assert final(run) == [(1, 1), (2, 2), (3, 3), (4, 4)]
 
 
+def test_a_group_that_went_on_knows_better_than_one_that_started_where_their_state_came_from():
+    run = Timeline().start(0, 0, 1).commit(1, 1, [0, 1]).commit(2, 2, [0]).commit(2.5, 2, [9])
+    run.start(3, 1).commit(4, 3, [0], by=[1]).commit(4.1, 3, [0], by=[0])
+    assert final(run) == [(1, 1), (2, 2), (3, 4)]
+
+
 def test_a_commit_lost_from_the_log_leaves_a_gap_but_breaks_no_chain():
     run = Timeline().start(0, 0, 1).commit(1, 1, [0, 1]).commit(3, 3, [0, 1])
     run.start(4, 1, step=1).heal(4.5, 1, source=0).commit(5, 5, [0, 1], by=[1])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from everstep.report.events import read_events
 from everstep.report.score import (
     curve,
     kill_table,
@@ -118,6 +119,15 @@ def test_the_kill_table_has_a_row_per_fault_and_group(tmp_path):
     assert figures["rejoins_open"] == 2
 
 
+def test_a_fault_of_two_groups_stalls_the_run_once():
+    run = Timeline().start(0, 0, 1, 2).commit(1, 1, [0, 1, 2]).commit(2, 2, [0, 1, 2])
+    run.fault(2.1, "kill-group", [1, 2]).commit(6, 3, [0]).fault(6.5, "kill-group", [0])
+    run.start(7, 0, step=4, source="memory").commit(8.5, 4, [0]).fault(9, "kill-all", [0, 1])
+    figures, _ = score_events(run.events)
+    assert figures["stall_s_median"] == pytest.approx((2.9 + 1.0) / 2)
+    assert figures["stalls_unmeasured"] == 1
+
+
 def test_the_curve_follows_the_final_lineage(tmp_path):
     run = Timeline().start(0, 0).commit(1, 1, [0], loss=5.0).commit(2, 2, [0], loss=4.0)
     run.start(5, 0, step=2, source="memory").commit(6, 2, [0], loss=4.5).commit(7, 3, [0], loss=math.nan)
@@ -188,6 +198,13 @@ def test_a_run_that_is_still_going_or_has_not_begun_can_be_scored(tmp_path):
         file.write('{"t": 3.0, "kind": "commit", "group": 0, "ran')
     figures = score(run_dir)
     assert (figures["status"], figures["steps"], figures["training_s"]) == ("running", 2, 2)
+
+
+def test_events_are_read_by_kind_however_their_json_is_spaced(tmp_path):
+    run_dir = Timeline().start(0, 0).commit(1, 1, [0]).heal(2, 0, source=0).write(tmp_path)
+    log = run_dir / "events" / "group-0.rank-0.jsonl"
+    log.write_text(log.read_text() + json.dumps({"t": 3, "kind": "commit"}) + '\n{"t": 4, "kind": "heal"}\n')
+    assert [event["t"] for event in read_events(run_dir, {"commit"})] == [1, 3]
 
 
 def test_a_directory_that_is_no_run_is_named(tmp_path):
