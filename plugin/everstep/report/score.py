@@ -6,7 +6,8 @@ docs/report.md defines each field. A run that is still going can be scored too.
 import gc
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,20 @@ def load_events(run_dir: Path) -> list[dict[str, Any]]:
     if not (Path(run_dir) / "events").is_dir():
         raise FileNotFoundError(f"{run_dir} has no events/ folder; give the directory of a run")
     wanted = {kind: ("t", "kind", "group", "rank", "step", *fields) for kind, fields in READ_FIELDS.items()}
+    return [
+        {name: event[name] for name in wanted[event["kind"]] if name in event}
+        for event in read_events(run_dir, wanted.keys())
+    ]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection, which would search millions of events again and again for cycles that they
+    cannot have, and double the time that a long run's score takes."""
     collecting = gc.isenabled()
-    gc.disable()  # a million new objects without a cycle would be searched for cycles again and again
+    gc.disable()
     try:
-        return [
-            {name: event[name] for name in wanted[event["kind"]] if name in event}
-            for event in read_events(run_dir, wanted.keys())
-        ]
+        yield
     finally:
         if collecting:
             gc.enable()
@@ -71,18 +79,21 @@ def score(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
     against: the directory of another run of the same config, to compare the losses with. Raises
     FileNotFoundError when a directory holds no event log.
     """
-    figures, losses = score_events(load_events(run_dir))
+    with _uncollected():
+        figures, losses = score_events(load_events(run_dir))
     return figures | loss_delta(losses, curve(against) if against is not None else {})
 
 
 def curve(run_dir: Path) -> dict[int, float]:
     """Loss by step along the commits that the final state contains."""
-    return loss_by_step(trace(load_events(run_dir)).final)
+    with _uncollected():
+        return loss_by_step(trace(load_events(run_dir)).final)
 
 
 def kill_table(run_dir: Path) -> list[dict[str, Any]]:
     """What each fault cost, one row per fault and group hit: see `fault_rows`."""
-    return _measure(load_events(run_dir))[1]
+    with _uncollected():
+        return _measure(load_events(run_dir))[1]
 
 
 def score_events(events: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[int, float]]:
