@@ -20,7 +20,7 @@ def quorums(events):
         if event["kind"] == "quorum":
             newest[event["group"]] = event["quorum_id"]
         elif event["kind"] in ("commit", "attempt") and event["rank"] == 0:
-            yield event, (event["step"], newest.get(event["group"]))
+            yield event, (event["step"], event.get("quorum_id", newest.get(event["group"])))
 
 
 def final_history(events):

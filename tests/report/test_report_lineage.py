@@ -111,6 +111,14 @@ def test_a_joiner_that_started_after_a_commit_cannot_belong_to_it():
     assert [(c.t, c.emitters) for c in history.commits if c.step == 2] == [(2, {0}), (6, {0, 1})]
 
 
+def test_a_living_group_that_heals_and_says_so_stays_in_the_vote_it_heals_for():
+    run = Timeline().start(0, 0, 1).commit(1, 1, [0, 1]).commit(2, 2, [0, 1], by=[0])
+    run.commit(3, 3, [0, 1], by=[0]).heal(3.01, 1, source=0, step=3)
+    run.add(3.02, "training_started", 1, 3, source="peer", slots=4).commit(3.03, 3, [0, 1], by=[1])
+    history = trace(run.events)
+    assert [(c.step, c.emitters) for c in history.final] == [(1, {0, 1}), (2, {0}), (3, {0, 1})]
+
+
 def test_a_group_that_logs_an_old_commit_late_does_not_move_the_tip():
     run = Timeline().start(0, 0, 1).commit(1, 1, [0, 1]).commit(2, 2, [0, 1], by=[0])
     run.commit(3, 3, [0]).commit(4, 4, [0])

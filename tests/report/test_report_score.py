@@ -178,9 +178,9 @@ def test_diverged_replicas_are_counted_once_per_audit_and_group_and_findings_on_
     for group in (0, 1):
         for rank in (0, 1):
             run.add(2, "audit", group, 1, rank=rank, checksum="a", agreed=False, differing=[1])
-            run.add(2, "finding", group, 1, rank=rank, outcome="corrected")
+            run.add(2, "finding", group, 1, rank=rank, action="corrected")
         run.add(3, "audit", group, 2, checksum="a", agreed=True, differing=[])
-    run.add(2, "finding", 0, 1, rank=3, outcome="refused")
+    run.add(2, "finding", 0, 1, rank=3, action="refused")
     figures, _ = score_events(run.events)
     assert figures["replicas_diverged"] == 1
     found = {name: figures[f"findings_{name}"] for name in ("corrected", "recomputed", "refused")}

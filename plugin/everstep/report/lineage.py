@@ -115,7 +115,7 @@ class _Tracer:
             return
         if kind == "worker_ready":
             self._started(group)
-        elif kind == "training_started":
+        elif kind == "training_started" and event.get("source") != "peer":  # heal tells that one better
             if not self._process(group).ready:  # the worker_ready that precedes it is not in the log
                 self._started(group)
             self._loaded(self._process(group), event.get("source"), step)

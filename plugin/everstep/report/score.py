@@ -31,14 +31,14 @@ READ_FIELDS: dict[str, tuple[str, ...]] = {
     "attempt": ("computed", "recomputed", "took_s"),
     "commit": ("owners", "groups", "quorum_id", "loss", "took_s", "coverage_ok"),
     "audit": ("agreed", "differing"),
-    "finding": ("outcome",),
+    "finding": ("action",),
     "checkpoint_saved": (),
 }
 """The events that are read, with the fields used besides t, group, rank and step."""
 
 GOODPUT_DEFINITION = "steps in the final state times the median healthy step, over the wall time of training"
 
-OUTCOMES = ("corrected", "recomputed", "refused")
+ACTIONS = ("corrected", "recomputed", "refused")
 """What the attention check can do about what it finds."""
 
 LOSS_TOLERANCE = 1e-3
@@ -113,8 +113,9 @@ def _measure(
     by_session = commits_by_session(runs, history.commits)
     groups = stated(events, "groups", "run_started")
     tries = Counter(attempt.step for attempt in attempts)
-    retried = {step for step, count in tries.items() if count > 1}
-    step_s = normal_step_s(history.commits, faults, retried, groups)
+    disturbed = {step for step, count in tries.items() if count > 1}
+    disturbed |= {event.get("step") for event in events if event["kind"] == "heal"}
+    step_s = normal_step_s(history.commits, faults, disturbed, groups)
     rows = fault_rows(events, faults, runs, by_session, step_s)
 
     final = history.final
@@ -193,9 +194,9 @@ def replicas_diverged(events: Iterable[dict[str, Any]]) -> int:
 
 
 def findings(events: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """The attention check's findings by outcome. Reads all ranks."""
-    seen = Counter(event.get("outcome") for event in events if event["kind"] == "finding")
-    return {f"findings_{outcome}": seen[outcome] for outcome in OUTCOMES}
+    """The attention check's findings by what it did. Reads all ranks."""
+    seen = Counter(event.get("action") for event in events if event["kind"] == "finding")
+    return {f"findings_{action}": seen[action] for action in ACTIONS}
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
@@ -249,8 +250,8 @@ def summary(figures: dict[str, Any]) -> str:
     if f["loss_delta_steps"]:
         largest = "unknown" if f["loss_delta_max"] is None else f"{f['loss_delta_max']:.3g}"
         lines.append(("loss", f"differs by at most {largest} over {_count(f['loss_delta_steps'], 'step')}"))
-    if any(f[f"findings_{outcome}"] for outcome in OUTCOMES):
-        lines.append(("findings", ", ".join(f"{f[f'findings_{outcome}']} {outcome}" for outcome in OUTCOMES)))
+    if any(f[f"findings_{action}"] for action in ACTIONS):
+        lines.append(("findings", ", ".join(f"{f[f'findings_{action}']} {action}" for action in ACTIONS)))
     text = [f"{name:<9} {value}" for name, value in lines]
     return "\n".join([*text, *(verdict(f) or ["Every step happened with its whole batch, exactly once."])])
 
