@@ -114,7 +114,7 @@ def _measure(
     groups = stated(events, "groups", "run_started")
     tries = Counter(attempt.step for attempt in attempts)
     disturbed = {step for step, count in tries.items() if count > 1}
-    disturbed |= {event.get("step") for event in events if event["kind"] == "heal"}
+    disturbed |= {event["step"] for event in events if event["kind"] == "heal" and "step" in event}
     step_s = normal_step_s(history.commits, faults, disturbed, groups)
     rows = fault_rows(events, faults, runs, by_session, step_s)
 
