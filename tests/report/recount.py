@@ -17,7 +17,7 @@ def quorums(events):
     """(event, quorum) of each commit and attempt of rank 0: the step and its group's newest quorum id."""
     newest = {}
     for event in events:
-        if event["kind"] == "quorum":
+        if event["kind"] == "quorum" and event["rank"] == 0:
             newest[event["group"]] = event["quorum_id"]
         elif event["kind"] in ("commit", "attempt") and event["rank"] == 0:
             yield event, (event["step"], event.get("quorum_id", newest.get(event["group"])))
@@ -29,12 +29,12 @@ def final_history(events):
     votes = {id(event): quorum for event, quorum in quorums(events)}
     for event in events:
         kind, group, step = event["kind"], event["group"], event["step"]
-        if kind == "training_started":
+        if kind == "training_started" and event["rank"] == 0 and event["source"] != "peer":
             kept = stored[event["source"]]
             holds[group] = {s: quorum for s, quorum in kept.items() if s < step}
-        elif kind == "heal":
+        elif kind == "heal" and event["rank"] == 0:
             holds[group] = dict(holds[event["source_group"]])
-        elif kind == "checkpoint_saved":
+        elif kind == "checkpoint_saved" and event["rank"] == 0:
             stored["disk"] = dict(holds[group])
         elif kind == "commit" and event["rank"] == 0:
             holds[group][step] = votes[id(event)]
@@ -48,7 +48,7 @@ def recount(events):
     for event, quorum in quorums(events):
         (commits if event["kind"] == "commit" else attempts)[quorum].append(event)
     final = final_history(events)
-    batch = next(event["global_batch_size"] for event in events if event["kind"] == "run_started")
+    batch = next(event["global_batch_size"] for event in events if "global_batch_size" in event)
     lost = repeated = 0.0
     for quorum in final.values():
         slots = list(zip(*(event["owners"] for event in commits[quorum]), strict=True))
@@ -87,7 +87,7 @@ def rejoins(events):
             for hit in target if isinstance(target, list) else [target]:
                 away[hit].append(event["t"])
                 started.discard(hit)
-        elif kind == "worker_ready":
+        elif kind == "worker_ready" and event["rank"] == 0:
             started.add(group)
         elif kind == "commit" and event["rank"] == 0 and group in started:
             spare = len(event["groups"]) > len(event["owners"])
