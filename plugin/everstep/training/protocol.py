@@ -300,6 +300,7 @@ class StepProtocol:
         error: CrossGroupError | None = None
         if key != self._connected:
             self._connected = ""
+            self._beat("connect", quorum.step + 1)
             try:
                 self._cross.connect(
                     f"{quorum.store}/everstep/{quorum.key}/{self._membership.rank}",
@@ -315,6 +316,7 @@ class StepProtocol:
 
     def _healed_first(self, heal: _Heal, quorum: Quorum) -> bool:
         """Whether all ranks of this group have their new state already, and took it over."""
+        self._beat("heal", quorum.step + 1)
         heal.join(HEAL_FIRST_S)
         if not self._all_in_group(heal.state is not None):
             return False
