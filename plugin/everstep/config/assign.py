@@ -108,7 +108,7 @@ def convert(declared: Any, value: Any, current: Any, source: Source, path: Path)
         if len(members) == len(value):
             pairs = enumerate(zip(members, value, strict=True))
             return tuple(convert(kind, item, None, source, (*path, i)) for i, (kind, item) in pairs)
-    raise source.error(path, f"{describe(path)} must be {expected(declared)}, got {shown(value)}")
+    raise source.error(path, f"{source.name(path)} must be {expected(declared)}, got {shown(value)}")
 
 
 def expected(declared: Any) -> str:
@@ -207,13 +207,13 @@ def _to_list(declared: Any, value: Any, source: Source, path: Path) -> list[Any]
     if isinstance(value, str) and member is str:
         return [part.strip() for part in value.split(",") if part.strip()]
     if not isinstance(value, list):
-        raise source.error(path, f"{describe(path)} must be {expected(declared)}, got {shown(value)}")
+        raise source.error(path, f"{source.name(path)} must be {expected(declared)}, got {shown(value)}")
     return [convert(member, item, None, source, (*path, i)) for i, item in enumerate(value)]
 
 
 def _set_section(declared: type, value: Any, current: Any, source: Source, path: Path) -> Any:
     if not isinstance(value, dict):
-        raise source.error(path, f"{describe(path)} must be a table, got {shown(value)}")
+        raise source.error(path, f"{source.name(path)} must be a table, got {shown(value)}")
     keys = dict(value)
     wanted = keys.pop("class", None)
     if wanted is not None and (current is None or wanted != class_name(current)):
@@ -249,7 +249,7 @@ def _set_variant(
     variants: dict[str, type | None], value: Any, current: Any, source: Source, path: Path
 ) -> Any:
     if not isinstance(value, dict):
-        raise source.error(path, f"{describe(path)} must be a table, got {shown(value)}")
+        raise source.error(path, f"{source.name(path)} must be a table, got {shown(value)}")
     keys = dict(value)
     mode = keys.pop("mode", None)
     choices = ", ".join(f'"{name}"' for name in variants)
@@ -260,7 +260,7 @@ def _set_variant(
         name = mode.replace("_", "-") if isinstance(mode, str) else mode
         if name not in variants:
             place = (*path, "mode")
-            raise source.error(place, f"{describe(place)} must be one of {choices}, got {shown(mode)}")
+            raise source.error(place, f"{source.name(place)} must be one of {choices}, got {shown(mode)}")
         chosen = variants[name]
     for key in keys:
         if chosen is not None and key in field_types(chosen):
@@ -288,13 +288,15 @@ def _component_config(name: Any, declared: type, source: Source, path: Path) -> 
     try:
         component = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise source.error(path, f"{describe(path)} = {shown(name)} cannot be imported: {error}") from error
+        raise source.error(
+            path, f"{source.name(path)} = {shown(name)} cannot be imported: {error}"
+        ) from error
     config_class = getattr(component, "Config", None)
     # the section must be able to stand for any other of its kind, so what counts is the root of the kind
     root = [c for c in declared.__mro__ if dataclasses.is_dataclass(c) and c is not Configurable.Config][-1]
     if config_class is None or not issubclass(config_class, root):
         kind = getattr(root, "_owner", None) or root
-        raise source.error(path, f"{describe(path)} must name a {kind.__name__}, got {shown(name)}")
+        raise source.error(path, f"{source.name(path)} must name a {kind.__name__}, got {shown(name)}")
     return config_class
 
 
@@ -308,6 +310,8 @@ def _unknown_key(
         is_table = near is not None and expected(known.get(near, Any)) == "a table"
         return source.error(path, f"{what}; the nearest is {f'[{near}]' if is_table else repr(near)}")
     message = f"{describe_table(path[:-1])} has no key '{key}'"
+    if key in source.elsewhere:
+        return source.error(path, f"{message}; [{source.elsewhere[key]}] has it")
     if near is None:
         return source.error(path, message)
     kind = f" ({expected(known[near])})" if near in known else ""

@@ -177,7 +177,9 @@ def translate(source: Source) -> list[Dropped]:
 
 def dropped_warning(source: Source, dropped: list[Dropped]) -> str:
     """One message that names every dropped key, its line and what to use instead."""
-    rows = [f"  line {d.line}: {describe(d.path)} → {d.went}" for d in dropped]
+    rows = [
+        f"  line {d.line}: {describe(d.path)} → {d.went}" for d in sorted(dropped, key=lambda d: d.line or 0)
+    ]
     return "\n".join(
         [f"{source.file}: these keys of torchtitan 0.2 have no counterpart and are not used:", *rows]
     )
@@ -188,11 +190,11 @@ def _refuse_semi_sync(source: Source) -> None:
     if not isinstance(section, dict) or "semi_sync_method" not in section:
         return
     path = ("fault_tolerance", "semi_sync_method")
-    if section["semi_sync_method"] not in ("", "None"):
+    method = section["semi_sync_method"]
+    if method not in ("", "None"):
         raise source.error(
             path,
-            f"[fault_tolerance] semi_sync_method = {section['semi_sync_method']!r} is not supported: every "
-            "step is synchronous; remove the key",
+            f'{describe(path)} = "{method}" is not supported: every step is synchronous; remove the key',
         )
     _pop(source.table, path)
 
