@@ -189,6 +189,10 @@ class Supervisor:
     # What is started
 
     def _start_warm(self) -> None:
+        # As torchrun does, and for its reason: ranks whose thread pools together outnumber the cores slow each
+        # other down tenfold.
+        ranks = self.settings.groups * self.settings.ranks_per_group
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
         self._warm = WarmProcess(self.settings.preload, self.run_dir.path / "logs" / "warm.log")
         self._asked = {}
 
