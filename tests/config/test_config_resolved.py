@@ -140,6 +140,13 @@ def test_what_decides_the_result_does(demo, tmp_path, flag, difference):
     assert differing_keys(before, after) == [difference]
 
 
+def test_a_run_may_be_prolonged_if_its_schedule_has_a_length_of_its_own(demo, tmp_path):
+    before, after = (
+        demo(tmp_path, "--lr_scheduler.total_steps=120", f"--training.steps={n}") for n in (120, 240)
+    )
+    assert differing_keys(before, after) == []
+
+
 def test_the_dataset_and_tokenizer_decide_the_result_where_they_are_read(load):
     before = load("")
     assert differing_keys(before, load('[dataloader]\ndataset = "c4"\n')) == [
