@@ -1,8 +1,13 @@
 """What the keys of a file mean: sections that are one of several classes, parameter groups, base and
 flavor."""
 
+from dataclasses import dataclass, field
+
 import pytest
+from conftest import SectionedTrainer
 from everstep.config.errors import ConfigError
+from everstep.config.load import load_config
+from everstep.config.resolved import resolved_toml
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 from torchtitan.hf_datasets.text_datasets import HFDataSource, InterleavedHuggingFaceTextDataLoader
@@ -120,6 +125,29 @@ def test_a_package_of_ones_own_can_be_the_base(load, tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert load("", base='[job]\nmodule = "my_models"\nconfig = "mine"\n').training.steps == 77
+
+
+@dataclass(kw_only=True, slots=True)
+class MySection:
+    depth: int = 1
+
+
+class MyTrainer(SectionedTrainer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(SectionedTrainer.Config):
+        my_section: MySection = field(default_factory=MySection)
+
+
+def test_one_more_field_is_one_more_section(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n[my_section]\ndepth = 2\n')
+    config = load_config(path, MyTrainer.Config)
+    assert config.my_section == MySection(depth=2)
+    path.write_text(resolved_toml(config))
+    assert load_config(path, MyTrainer.Config, ["--my_section.depth", "3"]).my_section.depth == 3
+    path.write_text('[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n[my_section]\ndept = 2\n')
+    with pytest.raises(ConfigError, match="has no key 'dept'; the nearest is 'depth'"):
+        load_config(path, MyTrainer.Config)
 
 
 @pytest.mark.parametrize(

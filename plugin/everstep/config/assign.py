@@ -19,6 +19,9 @@ from .errors import ConfigError, nearest
 from .positions import Path
 from .source import Source, describe, describe_table
 
+MODEL = "model_spec"
+"""The one field of a trainer's Config that files do not set: `[job]` says which model it is."""
+
 NONE = "None"
 """How TOML, which has no null, spells None; as torchtitan's command line does."""
 
@@ -27,7 +30,8 @@ NONE = "None"
 def field_types(config_class: type) -> dict[str, Any]:
     """Names and types, annotations included, of the fields of a config dataclass that a file may set."""
     hints = typing.get_type_hints(config_class, include_extras=True)
-    return {f.name: hints[f.name] for f in dataclasses.fields(config_class) if not f.name.startswith("_")}
+    names = [f.name for f in dataclasses.fields(config_class) if not f.name.startswith("_")]
+    return {name: hints[name] for name in names if name != MODEL}
 
 
 def assign_table(
@@ -257,8 +261,8 @@ def _set_variant(
         name = next((n for n, kind in variants.items() if kind is (type(current) if current else None)), None)
         chosen = type(current) if current else None
     else:
-        name = mode.replace("_", "-") if isinstance(mode, str) else mode
-        if name not in variants:
+        name = mode.replace("_", "-") if isinstance(mode, str) else None
+        if name is None or name not in variants:
             place = (*path, "mode")
             raise source.error(place, f"{source.name(place)} must be one of {choices}, got {shown(mode)}")
         chosen = variants[name]

@@ -80,7 +80,7 @@ def _sections_by_key(config: Any) -> dict[str, str]:
     sections: dict[str, set[str]] = {key: {"optimizer"} for key in _GROUP_KEYS}
     for section in field_types(type(config)):
         value = getattr(config, section)
-        if section != "model_spec" and dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value):
             for key in field_types(type(value)):
                 sections.setdefault(key, set()).add(section)
     return {key: owners.pop() for key, owners in sections.items() if len(owners) == 1}

@@ -150,8 +150,6 @@ def _to_table(config: Any, path: Path, left_out: list[str]) -> dict[str, Any]:
     """A config dataclass as a table of TOML values; what cannot be written is named in `left_out`."""
     table = {}
     for name, declared in field_types(type(config)).items():
-        if path == () and name == "model_spec":
-            continue  # [job] names it
         try:
             table[name] = _to_value(getattr(config, name), declared, (*path, name), left_out)
         except _UnsayableError:
