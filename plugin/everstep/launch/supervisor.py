@@ -21,7 +21,7 @@ import psutil
 
 import everstep
 from everstep.config.sections import FaultTolerance
-from everstep.launch.agent import GAVE_UP_EXIT, AgentSettings
+from everstep.launch.agent import GAVE_UP_EXIT, KILLED_EXIT, AgentSettings
 from everstep.launch.heartbeat import agent_beat_path, read_beat
 from everstep.launch.kills import RandomKills
 from everstep.launch.lifeline import adopt_orphans
@@ -71,7 +71,7 @@ class _Group:
     """One group as the supervisor sees it."""
 
     ended: str = ""
-    """"done", "stopped" or "failed" once its agent has ended for good."""
+    """"done", "stopped", "killed" (when asked to stop) or "failed" once its agent has ended for good."""
     started_mono: float = 0.0
     crashes: int = 0
     """How often its agents crashed since the group's last step."""
@@ -193,6 +193,8 @@ class Supervisor:
         ends = {group.ended for group in self.groups}
         if self._failure:
             status, reason = "failed", self._failure
+        elif "killed" in ends:
+            status, reason = "failed", "some workers did not end by themselves when asked to stop"
         elif self._stops:
             status, reason = "stopped", "stopped cleanly"
         elif ends == {"done"}:
@@ -376,6 +378,8 @@ class Supervisor:
             group.ended = group.ended or "done"
         elif exitcode == GAVE_UP_EXIT:
             group.ended = "failed"
+        elif exitcode == KILLED_EXIT:
+            group.ended = "killed"
         else:
             self._events.emit("agent_died", target_group=index, exitcode=exitcode)
             group.crashes += exitcode > 0  # a signal came from outside, and another agent helps
