@@ -69,7 +69,7 @@ def test_a_killed_worker_takes_its_group_down_and_is_replaced_warm(run):
     died = run.wait_for("workers_died", after=killed, group=0)
     assert "rank 1 was killed by SIGKILL" in died["reason"]
     up = run.wait_for("worker_up", after=killed, group=0)
-    assert up["t"] - killed < 5.0, "a worker that imports torchtitan again takes longer"
+    assert up["cpu_s"] < 0.5, "a worker that imports torch alone computes for longer"
     assert not alive(first)
     run.wait_for("commit", after=up["t"], group=0, rank=1)
     assert run.workers(1) == others, "the other group goes on"
