@@ -196,3 +196,7 @@ def test_nothing_outlives_a_killed_supervisor(start):
     run.process.kill()
     run.process.wait()
     until(lambda: not any(alive(process.pid) for process in tree), "all processes to die", deadline_s=5.0)
+
+    again = type(run)(run.run_dir, 1, 1, "--training.steps", "5")
+    assert again.process.wait(60) == 0
+    assert list(run.temporary.iterdir()) == [], "what the killed one left behind is cleared away as well"

@@ -41,6 +41,7 @@ LIGHTHOUSE_PAUSE_S = 0.2
 LIGHTHOUSE_ATTEMPTS = 5
 AGENT_SILENCE_S = 30.0
 AGENT_CRASHES = 3
+PRIVATE_PREFIX = "everstep-"
 STOPPED_AT_ONCE_EXIT = 130
 """What a shell gives for a command that Ctrl-C ended."""
 
@@ -102,6 +103,22 @@ def free_port(host: str = HOST) -> int:
     raise LaunchError(f"no free port between {PORTS.start} and {PORTS.stop} on {host}.")
 
 
+def private_folder(run_dir: Path) -> Path:
+    """A fresh folder that only this user can enter, for sockets, on a local disk.
+
+    Removes the one that an earlier supervisor of this run directory left when it was killed.
+    """
+    note = run_dir / "state" / "private"
+    note.parent.mkdir(parents=True, exist_ok=True)
+    if note.exists():
+        left = Path(note.read_text())
+        if left.name.startswith(PRIVATE_PREFIX):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=PRIVATE_PREFIX))
+    note.write_text(str(folder))
+    return folder
+
+
 def listens(host: str, port: int) -> bool:
     """Whether a server accepts connections there."""
     try:
@@ -147,7 +164,7 @@ class Supervisor:
         self._failure = ""
         self._given_up = ""
         self._unusable = ""
-        self._private = Path(tempfile.mkdtemp(prefix="everstep-"))
+        self._private = private_folder(run_dir.path)
 
     def run(self) -> int:
         """Until all groups have ended; returns the exit status: 0 for done or a clean stop, 130 when cut
