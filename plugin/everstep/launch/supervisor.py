@@ -21,7 +21,7 @@ import psutil
 
 import everstep
 from everstep.config.sections import FaultTolerance
-from everstep.launch.agent import GAVE_UP_EXIT, AgentSettings
+from everstep.launch.agent import GAVE_UP_EXIT, KILLED_EXIT, AgentSettings
 from everstep.launch.heartbeat import agent_beat_path, read_beat
 from everstep.launch.kills import RandomKills
 from everstep.launch.lifeline import adopt_orphans
@@ -41,6 +41,7 @@ LIGHTHOUSE_PAUSE_S = 0.2
 LIGHTHOUSE_ATTEMPTS = 5
 AGENT_SILENCE_S = 30.0
 AGENT_CRASHES = 3
+PRIVATE_PREFIX = "everstep-"
 STOPPED_AT_ONCE_EXIT = 130
 """What a shell gives for a command that Ctrl-C ended."""
 
@@ -71,7 +72,7 @@ class _Group:
     """One group as the supervisor sees it."""
 
     ended: str = ""
-    """"done", "stopped" or "failed" once its agent has ended for good."""
+    """"done", "stopped", "killed" (when asked to stop) or "failed" once its agent has ended for good."""
     started_mono: float = 0.0
     crashes: int = 0
     """How often its agents crashed since the group's last step."""
@@ -100,6 +101,22 @@ def free_port(host: str = HOST) -> int:
                 continue
             return port
     raise LaunchError(f"no free port between {PORTS.start} and {PORTS.stop} on {host}.")
+
+
+def private_folder(run_dir: Path) -> Path:
+    """A fresh folder that only this user can enter, for sockets, on a local disk.
+
+    Removes the one that an earlier supervisor of this run directory left when it was killed.
+    """
+    note = run_dir / "state" / "private"
+    note.parent.mkdir(parents=True, exist_ok=True)
+    if note.exists():
+        left = Path(note.read_text())
+        if left.name.startswith(PRIVATE_PREFIX):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=PRIVATE_PREFIX))
+    note.write_text(str(folder))
+    return folder
 
 
 def listens(host: str, port: int) -> bool:
@@ -147,7 +164,7 @@ class Supervisor:
         self._failure = ""
         self._given_up = ""
         self._unusable = ""
-        self._private = Path(tempfile.mkdtemp(prefix="everstep-"))
+        self._private = private_folder(run_dir.path)
 
     def run(self) -> int:
         """Until all groups have ended; returns the exit status: 0 for done or a clean stop, 130 when cut
@@ -193,6 +210,8 @@ class Supervisor:
         ends = {group.ended for group in self.groups}
         if self._failure:
             status, reason = "failed", self._failure
+        elif "killed" in ends:
+            status, reason = "failed", "some workers did not end by themselves when asked to stop"
         elif self._stops:
             status, reason = "stopped", "stopped cleanly"
         elif ends == {"done"}:
@@ -376,6 +395,8 @@ class Supervisor:
             group.ended = group.ended or "done"
         elif exitcode == GAVE_UP_EXIT:
             group.ended = "failed"
+        elif exitcode == KILLED_EXIT:
+            group.ended = "killed"
         else:
             self._events.emit("agent_died", target_group=index, exitcode=exitcode)
             group.crashes += exitcode > 0  # a signal came from outside, and another agent helps
