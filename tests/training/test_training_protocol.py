@@ -81,7 +81,7 @@ class Run:
         code = (
             "import time\n"
             "from torchft.coordination import LighthouseServer\n"
-            f"server = LighthouseServer(bind='127.0.0.1:{self.port}', min_replicas=1, join_timeout_ms=2000,"
+            f"server = LighthouseServer(bind='127.0.0.1:{self.port}', min_replicas=1, join_timeout_ms=30000,"
             " quorum_tick_ms=20, heartbeat_timeout_ms=500)\n"
             "print(server.address(), flush=True)\n"
             "time.sleep(600)\n"

@@ -52,11 +52,15 @@ class SlotSums:
     refused: bool = False
 
 
+class OutOfData(Exception):  # noqa: N818 the end of a run, not an error
+    """The data ended before this step: the run is over for all groups."""
+
+
 class Work(Protocol):
     """What the protocol needs from a trainer."""
 
     def compute(self, step: int, slot: int) -> None:
-        """Forward and backward of one slot of `step`; the gradient is added to `param.grad`."""
+        """Forward and backward of one slot of `step`; the gradient is added to `param.grad`. Raises OutOfData."""
 
     def results(self) -> "SlotSums":
         """Of all slots computed since `discard`, summed over the group's ranks; a collective of the group."""
@@ -98,6 +102,8 @@ class Commit:
         extra: `SlotSums.extra` over all groups.
         owners: for each slot the group that computed it, -1 if none did.
         groups: groups taking part, in rank order.
+        quorum_id: torchft's id of the quorum.
+        once: whether every slot is in the sum exactly once; a slot may be missing under `shrink`.
         saver: the group that writes what a run writes once.
         all_leave: every group asked to stop after this step.
         attempts: how many this group needed.
@@ -110,6 +116,8 @@ class Commit:
     extra: torch.Tensor
     owners: tuple[int, ...]
     groups: tuple[int, ...]
+    quorum_id: int
+    once: bool
     saver: int
     all_leave: bool
     attempts: int
@@ -214,7 +222,8 @@ class StepProtocol:
         `committed()`.
 
         Raises:
-            Blank: no group has a state; set `step` from elsewhere and call again.
+            Blank: no group has a state; load one from elsewhere, call `restored`, then this again.
+            OutOfData: on all groups, when one of them found no more.
             GaveUp: see `Timeouts.give_up`.
         """
         attempt = 0
@@ -285,6 +294,7 @@ class StepProtocol:
             "attempt",
             step,
             attempt=attempt,
+            quorum_id=quorum.id,
             committed=commit is not None,
             reason=reason,
             computed=computed,
@@ -402,13 +412,18 @@ class StepProtocol:
         self._reducer.begin(self._cross)
         compute_begin = time.monotonic()
         share = plan.shares.get(self._group, ())
+        exhausted = False
         for slot in share:
             self._beat("compute", step)
             if slot == share[-1]:
                 self._reducer.arm()
-            self._work.compute(step, slot)
+            try:
+                self._work.compute(step, slot)
+            except OutOfData:
+                exhausted = True
+                break
             computed.append(slot)
-        self._held.slots.update(share)
+        self._held.slots.update(computed)
         reduce_begin = time.monotonic()
         # The group's own collectives come in the same order on all its ranks, whatever fails between groups.
         sums = self._work.results()
@@ -423,11 +438,13 @@ class StepProtocol:
         total, coverage = torch.zeros(0), []
         if not error:
             try:
-                total = self._sum_ledger(sums, any(not row.computes for row in rows))
+                total = self._sum_ledger(sums, exhausted, any(not row.computes for row in rows))
                 coverage = [round(count) for count in total[: self._slots].tolist()]
                 self._exchange_notes(quorum)
             except CrossGroupError as raised:
                 error = str(raised)
+        if not error and total[4 * self._slots + 1] > 0:
+            raise OutOfData
         reduce_s = time.monotonic() - reduce_begin
         reason = error or ledger.verdict(coverage, self._on_loss) or (heal.error if heal else "")
         self._beat("vote", step)
@@ -445,9 +462,11 @@ class StepProtocol:
                 step=step,
                 tokens=tokens,
                 loss=loss,
-                extra=rest[1:],
+                extra=rest[2:],
                 owners=tuple(round(o) - 1 if c else -1 for o, c in zip(owners.tolist(), coverage, strict=True)),
                 groups=quorum.groups,
+                quorum_id=quorum.id,
+                once=all(count == 1 for count in coverage),
                 saver=min(plan.shares),
                 all_leave=round(float(rest[0])) == len(rows),
                 attempts=attempt,
@@ -471,13 +490,13 @@ class StepProtocol:
         self._cross.abort()
         self._connected = ""
 
-    def _sum_ledger(self, sums: SlotSums, somebody_heals: bool) -> torch.Tensor:
+    def _sum_ledger(self, sums: SlotSums, exhausted: bool, somebody_heals: bool) -> torch.Tensor:
         """Over the groups: for each slot the times it is in the sum, its owner's id + 1, its tokens, its loss (4 S
-        numbers), then the number of groups that leave and `SlotSums.extra`. float64 on CPU."""
+        numbers), then the number of groups that leave and that ran out of data, then `SlotSums.extra`. float64."""
         held = torch.zeros(self._slots, dtype=torch.float64)
         held[sorted(self._held.slots)] = 1
-        leaves = torch.tensor([float(self.leaving)], dtype=torch.float64)
-        vector = torch.cat([held, held * (self._group + 1), sums.tokens, sums.loss, leaves, sums.extra])
+        flags = torch.tensor([float(self.leaving), float(exhausted)], dtype=torch.float64)
+        vector = torch.cat([held, held * (self._group + 1), sums.tokens, sums.loss, flags, sums.extra])
         # A joiner comes here only when it has its state.
         timeout = self._timeouts.heal if somebody_heals else self._timeouts.reduce
         return self._cross.sum(vector.to(self._device), timeout).cpu()
