@@ -7,11 +7,8 @@ supervisor that was killed can simply be started again.
 
 import json
 import os
-import random
 import shutil
 import signal
-import socket
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,23 +22,18 @@ from everstep.launch.agent import GAVE_UP_EXIT, KILLED_EXIT, AgentSettings
 from everstep.launch.heartbeat import agent_beat_path, read_beat
 from everstep.launch.kills import RandomKills
 from everstep.launch.lifeline import adopt_orphans
+from everstep.launch.machine import HOST, devices_of_groups, free_port, listens, private_folder
 from everstep.launch.rundir import LaunchError, RunDir
 from everstep.launch.warm import PRELOAD, WarmProcess
 from everstep.quorum.token import run_token
 from everstep.report.events import EventLog, EventTail
 
-HOST = "127.0.0.1"
-PORTS = range(20_000, 32_000)
-"""Below the range from which Linux takes the ports of outgoing connections: the lighthouse must get its
-port back.
-"""
 TICK_S = 0.02
 KILL_GRACE_S = 10.0
 LIGHTHOUSE_PAUSE_S = 0.2
 LIGHTHOUSE_ATTEMPTS = 5
 AGENT_SILENCE_S = 30.0
 AGENT_CRASHES = 3
-PRIVATE_PREFIX = "everstep-"
 STOPPED_AT_ONCE_EXIT = 130
 """What a shell gives for a command that Ctrl-C ended."""
 
@@ -76,56 +68,6 @@ class _Group:
     started_mono: float = 0.0
     crashes: int = 0
     """How often its agents crashed since the group's last step."""
-
-
-def devices_of_groups(visible: Sequence[str], groups: int, ranks_per_group: int) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each group: devices of its own while they last, then shared from the first.
-
-    None, as inherited, where there are no devices.
-    """
-    if not visible:
-        return [None] * groups
-    return [
-        ",".join(visible[(group * ranks_per_group + rank) % len(visible)] for rank in range(ranks_per_group))
-        for group in range(groups)
-    ]
-
-
-def free_port(host: str = HOST) -> int:
-    """A TCP port of PORTS that nobody has now. Raises LaunchError when there is none."""
-    for port in random.sample(PORTS, len(PORTS)):
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            return port
-    raise LaunchError(f"no free port between {PORTS.start} and {PORTS.stop} on {host}.")
-
-
-def private_folder(run_dir: Path) -> Path:
-    """A fresh folder that only this user can enter, for sockets, on a local disk.
-
-    Removes the one that an earlier supervisor of this run directory left when it was killed.
-    """
-    note = run_dir / "state" / "private"
-    note.parent.mkdir(parents=True, exist_ok=True)
-    if note.exists():
-        left = Path(note.read_text())
-        if left.name.startswith(PRIVATE_PREFIX):
-            shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=PRIVATE_PREFIX))
-    note.write_text(str(folder))
-    return folder
-
-
-def listens(host: str, port: int) -> bool:
-    """Whether a server accepts connections there."""
-    try:
-        socket.create_connection((host, port), timeout=0.2).close()
-    except OSError:
-        return False
-    return True
 
 
 class _StopNow(Exception):  # noqa: N818  nothing is wrong
