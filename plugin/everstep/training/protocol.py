@@ -415,13 +415,13 @@ class StepProtocol:
         exhausted = False
         for slot in share:
             self._beat("compute", step)
-            if slot == share[-1]:
-                self._reducer.arm()
+            self._reducer.begin_slot(last=slot == share[-1])
             try:
                 self._work.compute(step, slot)
             except OutOfData:
                 exhausted = True
                 break
+            self._reducer.end_slot()
             computed.append(slot)
         self._held.slots.update(computed)
         reduce_begin = time.monotonic()

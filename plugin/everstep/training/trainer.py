@@ -118,7 +118,7 @@ class EverstepTrainer(titan.Trainer):
         self.source: SlotSource = self.dataloader
         self.source.require_vocab(decoder_vocab_size(config.model_spec))
         self.source.open_slots(self._slots, self.dp_rank, dp_size)
-        self._tokens_per_step = config.training.local_batch_size * config.training.seq_len * dp_size * self._slots
+        self.tokens_per_step = config.training.local_batch_size * config.training.seq_len * dp_size * self._slots
         self._state = TrainingState(self.model_parts, self.optimizers, self.lr_schedulers, self)
         self._reducer = GradientReducer(
             (p for part in self.model_parts for p in part.parameters() if p.requires_grad),
@@ -254,7 +254,7 @@ class EverstepTrainer(titan.Trainer):
         if not math.isfinite(mean_loss):
             self._events.emit("diverged", commit.step, loss=str(mean_loss))
             raise RuntimeError(f"The loss of step {commit.step} is {mean_loss}: training diverged and stops here")
-        self._reducer.assign(1.0 / tokens)
+        self._reducer.assign(self._work.nominal_tokens / tokens)
         self._work.assign_expert_loads(commit.extra)
         torch.manual_seed(slot_seed(self.seed, commit.step, OPTIMIZER_SLOT, self.dp_rank))
         grad_norm = dist_utils.clip_grad_norm_(
@@ -268,7 +268,7 @@ class EverstepTrainer(titan.Trainer):
         self.optimizers.step()
         self.lr_schedulers.step()
         self.step = commit.step
-        self.ntokens_seen += self._tokens_per_step
+        self.ntokens_seen += self.tokens_per_step
         self.source.committed(self.step)
         self._protocol.committed()
         if config.fault_tolerance.audit_interval and self.step % config.fault_tolerance.audit_interval == 0:

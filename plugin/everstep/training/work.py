@@ -35,7 +35,11 @@ class TitanWork:
 
     def __init__(self, trainer: "EverstepTrainer", slots: int, state: TrainingState) -> None:
         self._trainer, self._slots, self._state = trainer, slots, state
-        self._one = torch.tensor(1.0, device=trainer.device)
+        self.nominal_tokens = float(trainer.tokens_per_step)
+        """Tokens of a step if all were valid. Backward divides by this number, the commit corrects it: what the valid
+        ones are is known only when all slots are there, and gradients in bfloat16 round differently at another
+        scale, torchtitan's in particular."""
+        self._scale = torch.tensor(self.nominal_tokens, device=trainer.device)
         self._tokens: dict[int, int] = {}
         self._losses: dict[int, torch.Tensor] = {}
         self.expert_loads = [
@@ -59,13 +63,12 @@ class TitanWork:
         device = trainer.device
         inputs = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
         seen = trainer.ntokens_seen
-        # Losses stay sums: one division by the step's tokens comes at the commit.
         loss = trainer.forward_backward_step(
-            input_dict=inputs, labels=labels.to(device), global_valid_tokens=self._one
+            input_dict=inputs, labels=labels.to(device), global_valid_tokens=self._scale
         )
         trainer.metrics_processor.ntokens_since_last_log += labels.numel()
         trainer.ntokens_seen = seen  # counts committed slots only
-        self._losses[slot] = loss.detach().to(torch.float64)
+        self._losses[slot] = loss.detach().to(torch.float64) * self.nominal_tokens
 
     def _fetch(self, step: int, slot: int) -> Batch | None:
         """The slot's batch, or None on all ranks of the group if one of them has none."""
