@@ -22,6 +22,7 @@ from everstep.config.checks import check_config
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.data.slots import SlotSource
 from everstep.launch.heartbeat import Heartbeat, beats_of_groups
+from everstep.launch.watchdog import DONE, HOPELESS_EXIT, STARTUP
 from everstep.platform import cpu
 from everstep.quorum.heal import HealServer
 from everstep.quorum.membership import Membership, incarnation
@@ -35,7 +36,7 @@ from everstep.training.state import TrainingState, slot_seed
 from everstep.training.work import TitanWork, all_in_group, sum_in_group
 
 OPTIMIZER_SLOT = -1
-AWAY = ("left", "startup")
+AWAY = (DONE, STARTUP)
 """Phases of a group that has no state to offer."""
 
 
@@ -95,7 +96,7 @@ class EverstepTrainer(titan.Trainer):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._events = EventLog(self._run_dir, ft.group_id, rank, "worker")
         self._heartbeat = Heartbeat(self._run_dir, ft.group_id, rank)
-        self._heartbeat.beat("startup", 0)
+        self._heartbeat.beat(STARTUP, 0)
         self._asked_to_leave = False
         signal.signal(signal.SIGTERM, self._on_terminate)
 
@@ -199,7 +200,7 @@ class EverstepTrainer(titan.Trainer):
         if not leaves and self._commits:
             self._finish()
         self._events.emit("left" if leaves else "training_done", self.step)
-        self._heartbeat.beat("left", self.step)
+        self._heartbeat.beat(DONE, self.step)
         self._membership.leave()
         self._heal_server.shutdown()
         logger.info(f"Left the run after step {self.step}, as asked" if leaves else "Training completed")
@@ -253,7 +254,9 @@ class EverstepTrainer(titan.Trainer):
         mean_loss = loss / tokens
         if not math.isfinite(mean_loss):
             self._events.emit("diverged", commit.step, loss=str(mean_loss))
-            raise RuntimeError(f"The loss of step {commit.step} is {mean_loss}: training diverged and stops here")
+            logger.error(f"The loss of step {commit.step} is {mean_loss}: training diverged and stops here")
+            # Every group sees the same, and would again after a restart.
+            raise SystemExit(HOPELESS_EXIT)
         self._reducer.assign(self._work.nominal_tokens / tokens)
         self._work.assign_expert_loads(commit.extra)
         torch.manual_seed(slot_seed(self.seed, commit.step, OPTIMIZER_SLOT, self.dp_rank))
