@@ -1,0 +1,68 @@
+"""How far a correct result may be from its checksum.
+
+A product y = a @ b of inner length K, accumulated in a dtype of unit roundoff u, is off by at most
+`growth(K) · Σ_k |a_ik| |b_kj|` in element (i, j). The classical bound has K·u for the growth; rounding errors of
+different steps are not all of one sign, and λ√K·u with λ = 8 is exceeded with probability below 1e-13 (Higham and
+Mary, SIAM J. Sci. Comput. 41(5), 2019). The smaller of both is used, with a floor of 64 u for the sums themselves.
+
+A result that is stored in a narrower dtype is off by a further u_store·|y_ij|, and nothing averages out for certain: a
+constant row is rounded the same way everywhere. Sums of such a result are therefore bounded by u_store·Σ|y_ij|,
+which no input can exceed. Checksums are kept over tiles of 64 elements, not whole rows, because that sum, and with it
+the smallest error that can be seen, grows with the number of elements.
+"""
+
+import math
+
+import torch
+
+TILE = 64
+"""Widest run of elements under one checksum."""
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Largest relative error of rounding to `dtype` (round to nearest)."""
+    return torch.finfo(dtype).eps / 2
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which products of `dtype` are summed, and in which checksums are kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def growth(inner: int, dtype: torch.dtype) -> float:
+    """Relative error of a product of inner length `inner`, accumulated in `accumulator(dtype)`, against Σ|a||b|."""
+    return unit_roundoff(accumulator(dtype)) * (64 + min(inner, 8 * math.sqrt(inner)))
+
+
+def operand_roundoff(dtype: torch.dtype, device: torch.device) -> float:
+    """Relative error with which the device reads the operands of a product: 0 but for fp32 as TF32 on CUDA."""
+    tf32 = device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return 2.0**-10 if tf32 else 0.0
+
+
+def store_roundoff(dtype: torch.dtype, device: torch.device) -> float:
+    """Relative error of storing an accumulated product in `dtype`.
+
+    Twice the unit roundoff where CUDA may reduce split products in the narrow dtype.
+    """
+    if dtype == accumulator(dtype):
+        return 0.0
+    matmul = torch.backends.cuda.matmul
+    reduced = {
+        torch.bfloat16: matmul.allow_bf16_reduced_precision_reduction,
+        torch.float16: matmul.allow_fp16_reduced_precision_reduction,
+    }
+    twice = device.type == "cuda" and bool(reduced.get(dtype, False))
+    return unit_roundoff(dtype) * (2 if twice else 1)
+
+
+def tile_width(length: int) -> int:
+    """Elements under one checksum: the largest divisor of `length` up to TILE, or all where only a small one divides."""
+    best = max(width for width in range(1, min(length, TILE) + 1) if length % width == 0)
+    return best if best >= min(32, length) else length
+
+
+def tiles(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """x with `dim` split into (tiles, width)."""
+    width = tile_width(x.shape[dim])
+    return x.unflatten(dim, (x.shape[dim] // width, width))
