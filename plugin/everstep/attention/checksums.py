@@ -1,11 +1,13 @@
-"""Checksums of vectors: encode, verify, locate, correct (ATTNChecker's extreme-error correction, arXiv 2410.11720).
+"""Checksums of vectors: encode, verify, locate, correct (ATTNChecker's extreme-error correction, arXiv
+2410.11720).
 
-A vector a of n elements carries two sums: c1 = Σ a_j and c2 = Σ j·a_j, j = 1..n. Through a product they can be had
-without the product itself, and then tell whether, where, and by how much the product is wrong. Everything here is pure
-tensor arithmetic: masks and `torch.where`, no host synchronisation, any device, any leading shape.
+A vector a of n elements carries two sums: c1 = Σ a_j and c2 = Σ j·a_j, j = 1..n. Through a product they can
+be had without the product itself, and then tell whether, where, and by how much the product is wrong.
+Everything here is pure tensor arithmetic: masks and `torch.where`, no host synchronisation, any device, any
+leading shape.
 
-An element is *extreme* when no correct result could be that large: the caller gives `limit`, the largest magnitude that
-the operands allow (their norms' product). A fixed limit, as 1e10, cannot be reached in fp16.
+An element is *extreme* when no correct result could be that large: the caller gives `limit`, the largest
+magnitude that the operands allow (their norms' product). A fixed limit, as 1e10, cannot be reached in fp16.
 """
 
 from typing import NamedTuple
@@ -15,8 +17,8 @@ import torch
 from .roundoff import accumulator
 
 CLEAN, CORRECTED, CHECKSUM, BEYOND = 0, 1, 2, 3
-"""Status of a vector: nothing wrong; one element was wrong and is rebuilt; the vector is right and a checksum of it was
-wrong; more is wrong than one vector's checksums can tell."""
+"""Status of a vector: nothing wrong; one element was wrong and is rebuilt; the vector is right and a checksum
+of it was wrong; more is wrong than one vector's checksums can tell."""
 
 
 class Sums(NamedTuple):
@@ -45,7 +47,8 @@ def encode(x: torch.Tensor) -> Sums:
 
 
 def verify(vectors: torch.Tensor, sums: Sums, bound: torch.Tensor) -> torch.Tensor:
-    """True where a vector (..., n) disagrees with its plain checksum by more than `bound` (...). NaN disagrees."""
+    """True where a vector (..., n) disagrees with its plain checksum by more than `bound` (...). NaN
+    disagrees."""
     return ~((sums.plain - vectors.to(sums.plain.dtype).sum(-1)).abs() <= bound)
 
 
@@ -59,9 +62,9 @@ def correct(vectors: torch.Tensor, sums: Sums, bound: torch.Tensor, limit: torch
         limit: (...), largest |a_j| that a correct result can have.
 
     Returns:
-        The vectors and their status. A rebuilt element is c1 less the sum of the others, so its error is at most
-        `bound`; it is only accepted when the weighted checksum then agrees. Two or more extreme elements are BEYOND:
-        they are the other direction's to correct.
+        The vectors and their status. A rebuilt element is c1 less the sum of the others, so its error is at
+        most `bound`; it is only accepted when the weighted checksum then agrees. Two or more extreme elements
+        are BEYOND: they are the other direction's to correct.
     """
     plain, weighted = sums
     n = vectors.shape[-1]
@@ -116,8 +119,10 @@ class Direction(NamedTuple):
 class MatrixCorrection(NamedTuple):
     """What `correct_both` did to matrices.
 
-    matrix: (..., M, N). corrected: number of elements rebuilt. checksums: number of checksums that were wrong.
-    beyond: number of row vectors that are still wrong: 2-D damage. All counts are 0-dim tensors on the device.
+    matrix: (..., M, N). corrected: number of elements rebuilt. checksums: number of checksums that were
+    wrong.
+    beyond: number of row vectors that are still wrong: 2-D damage. All counts are 0-dim tensors on the
+    device.
     """
 
     matrix: torch.Tensor
@@ -129,7 +134,8 @@ class MatrixCorrection(NamedTuple):
 def correct_both(matrix: torch.Tensor, rows: Direction, columns: Direction, width: int) -> MatrixCorrection:
     """Correct by rows, then by columns what rows could not, then verify the rows.
 
-    The passes follow each other on one tensor: two at once on two streams would race for the element both see.
+    The passes follow each other on one tensor: two at once on two streams would race for the element both
+    see.
 
     Args:
         matrix: (..., M, N).

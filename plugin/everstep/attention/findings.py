@@ -1,8 +1,8 @@
 """What the checks saw in a slot.
 
 A check leaves a small vector on the device and goes on; nothing waits for it. At the end of the slot
-`FindingLog.refused()` brings all of them to the host at once, the only synchronisation there is, and says whether
-the slot must be computed again. `drain()` then hands out the findings as events.
+`FindingLog.refused()` brings all of them to the host at once, the only synchronisation there is, and says
+whether the slot must be computed again. `drain()` then hands out the findings as events.
 """
 
 import math
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 KINDS = ("nan", "inf", "near-inf", "moderate", "checksum")
-"""What a finding looked like, worst first. `near-inf`: finite, but larger than the operands allow. `checksum`: the
-result was right, its checksum was not."""
+"""What a finding looked like, worst first. `near-inf`: finite, but larger than the operands allow.
+`checksum`: the result was right, its checksum was not."""
 
 _FIELDS = ("corrected", "recomputed", "refused", *KINDS, "magnitude")
 
@@ -22,8 +22,8 @@ _FIELDS = ("corrected", "recomputed", "refused", *KINDS, "magnitude")
 class Deviation:
     """How results compare with their checksums, on the device.
 
-    residual: checksum less sum, any shape. bound: what round-off explains. scale: the largest that the sum of a
-    correct result can be. bound and scale broadcast against residual.
+    residual: checksum less sum, any shape. bound: what round-off explains. scale: the largest that the sum of
+    a correct result can be. bound and scale broadcast against residual.
     """
 
     __slots__ = ("bound", "residual", "scale")
@@ -44,7 +44,8 @@ def outcome(
     refused: torch.Tensor | int = 0,
     checksum: torch.Tensor | bool = False,
 ) -> torch.Tensor:
-    """One check's record: counts by action, counts by kind and the largest finite deviation, float64, on the device.
+    """One check's record: counts by action, counts by kind and the largest finite deviation, float64, on the
+    device.
 
     checksum: the checksum was what broke; all of `seen` then counts as that.
     """
@@ -94,7 +95,8 @@ class FindingLog:
         self._records.clear()
 
     def record(self, layer: int, section: str, vector: torch.Tensor, *, again: bool = False) -> None:
-        """Keep one check's `outcome`. again: from a forward that activation checkpointing computes a second time."""
+        """Keep one check's `outcome`. again: from a forward that activation checkpointing computes a second
+        time."""
         self._records.append((layer, section, again, vector))
 
     def refused(self) -> bool:
@@ -118,26 +120,31 @@ class FindingLog:
                 passes = merged[layer, section]
                 passes[again] = _merge(passes.get(again), values[i])
         self._records.clear()
-        # A finding of the first pass that checkpointing's second pass sees too is one finding. One that only the
-        # second pass sees is a fault of its own: that pass feeds the backward.
+        # A finding of the first pass that checkpointing's second pass sees too is one finding. One that only
+        # the second pass sees is a fault of its own: that pass feeds the backward.
         found = [
-            self._finding(layer, section, passes[min(passes)]) for (layer, section), passes in sorted(merged.items())
+            self._finding(layer, section, passes[min(passes)])
+            for (layer, section), passes in sorted(merged.items())
         ]
         self.last = found
         self._findings += found
-        refusing = [f"layer {f['layer']} {f['section']} ({f['kind']})" for f in found if f["action"] == "refused"]
+        refusing = [
+            f"layer {f['layer']} {f['section']} ({f['kind']})" for f in found if f["action"] == "refused"
+        ]
         if refusing:
             self._refusals[self._step, self._slot].append(", ".join(refusing))
         return bool(refusing)
 
     def reason_to_leave(self) -> str | None:
-        """Why this rank's group must leave: the same slot was refused twice here. None as long as it was not."""
+        """Why this rank's group must leave: the same slot was refused twice here. None as long as it was
+        not."""
         reasons = self._refusals.get((self._step, self._slot), [])
         if len(reasons) < 2:
             return None
         return (
             f"rank {self.rank} on host {socket.gethostname()} refused slot {self._slot} of step {self._step} "
-            f"{len(reasons)} times: {'; then '.join(reasons)}. The error recurs on this device: take it out of service."
+            f"{len(reasons)} times: {'; then '.join(reasons)}. "
+            "The error recurs on this device: take it out of service."
         )
 
     def drain(self) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ from .section import AttentionCheck
 class Checks:
     """The attention check of one rank: what the training step talks to.
 
-    `begin` before a slot's forward, `refused` after its backward, `committed` after the step. Nothing else is needed.
+    `begin` before a slot's forward, `refused` after its backward, `committed` after the step. Nothing else is
+    needed.
 
     Args:
         section: the config's `[attention_check]`.
@@ -72,8 +73,8 @@ class Guard:
     def checking(self, section: str, *, flops: float, cost: float, backward: bool = False) -> bool:
         """Whether this call's `section` is to be checked.
 
-        flops: of what the check protects. cost: elements that the check reads. The answer is the same for every
-        call in one slot, so that activation checkpointing runs the same operations twice.
+        flops: of what the check protects. cost: elements that the check reads. The answer is the same for
+            every call in one slot, so that activation checkpointing runs the same operations twice.
         """
         again = not backward and recomputing()
         return self.checks.schedule.checking(self.layer, section, flops=0.0 if again else flops, cost=cost)

@@ -47,8 +47,8 @@ class Fault:
 def inject(tensor: torch.Tensor, fault: Fault) -> torch.Tensor:
     """A copy of `tensor` (..., M, N) with the fault in it.
 
-    `row` hits the last dimension through the element, `tile` the aligned 16 x 16 tile around it, every other kind
-    the element alone.
+    `row` hits the last dimension through the element, `tile` the aligned 16 x 16 tile around it, every other
+    kind the element alone.
     """
     out = tensor.clone(memory_format=torch.contiguous_format)
     flat = fault.index(tensor)
@@ -92,7 +92,10 @@ class Injector:
         plan = self.plan
         due = step >= plan.first_step and (step - plan.first_step) % plan.every == 0
         places = [
-            (layer, name) for layer, names in self._sections.items() if plan.layer in (-1, layer) for name in names
+            (layer, name)
+            for layer, names in self._sections.items()
+            if plan.layer in (-1, layer)
+            for name in names
         ]
         if (
             not (plan.kind and due and places)

@@ -1,7 +1,8 @@
 """A projection y = x Wᵀ + b that checks its three products: y, dX and dW.
 
-Sums of W are kept while the weights do not change; those of x, for dW, are made when the gradient is. The products are
-the ones torch.nn.functional.linear runs, on the same operands in the same order, so results are equal to the last bit.
+Sums of W are kept while the weights do not change; those of x, for dW, are made when the gradient is. The
+products are the ones torch.nn.functional.linear runs, on the same operands in the same order, so results are
+equal to the last bit.
 """
 
 from typing import Any
@@ -11,12 +12,12 @@ import torch.nn.functional as F
 
 from .guard import Guard
 from .product import TileSums, row_deviation, settle_rows, tile_sums
-from .roundoff import accumulator, tiles
+from .roundoff import tile_totals
 
 
 class WeightSums:
-    """Sums of one weight (out, in), kept until the weights change: `rows` over tiles of outputs, for y; `columns` over
-    tiles of inputs, for dX."""
+    """Sums of one weight (out, in), kept until the weights change: `rows` over tiles of outputs, for y;
+    `columns` over tiles of inputs, for dX."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Any, TileSums]] = {}
@@ -68,7 +69,7 @@ class _Linear(torch.autograd.Function):
         flops, cost = 2.0 * y.numel() * flat.shape[1], float(flat.numel() + 2 * y.numel())
         if guard.checking(section, flops=flops, cost=cost):
             kept = sums.rows(weight, guard.weights_version)
-            offset = None if bias is None else tiles(bias.to(accumulator(bias.dtype))).sum(-1)
+            offset = None if bias is None else tile_totals(bias)
             y = settle_rows(
                 guard,
                 section,

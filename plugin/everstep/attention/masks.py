@@ -12,8 +12,8 @@ MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 class Visible:
     """Query i sees key j when every field allows it.
 
-    causal: j <= i. window: i - j <= window. documents: (B, L) ids that must be equal. mod: any further rule, as
-    flex_attention's mask_mod, called with broadcasting indices (batch, head, query, key).
+    causal: j <= i. window: i - j <= window. documents: (B, L) ids that must be equal. mod: any further rule,
+    as flex_attention's mask_mod, called with broadcasting indices (batch, head, query, key).
     """
 
     causal: bool = True
@@ -29,8 +29,8 @@ class Visible:
     def block(
         self, start: int, stop: int, low: int, high: int, *, batch: int, heads: int, device: torch.device
     ) -> torch.Tensor | None:
-        """Mask of queries start..stop against keys low..high: True where seen, broadcastable to (B, heads, queries,
-        keys); None where all is seen."""
+        """Mask of queries start..stop against keys low..high: True where seen, broadcastable to (B, heads,
+        queries, keys); None where all is seen."""
         i = torch.arange(start, stop, device=device).view(1, 1, -1, 1)
         j = torch.arange(low, high, device=device).view(1, 1, 1, -1)
         seen: torch.Tensor | None = None
@@ -51,6 +51,7 @@ class Visible:
 
 
 def documents_of(cu_seq: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-    """Document ids (batch, length) of packed sequences with cumulative lengths `cu_seq` over batch·length tokens."""
+    """Document ids (batch, length) of packed sequences with cumulative lengths `cu_seq` over batch·length
+    tokens."""
     token = torch.arange(batch * length, device=cu_seq.device, dtype=cu_seq.dtype)
     return torch.searchsorted(cu_seq, token, right=True).view(batch, length)

@@ -1,12 +1,13 @@
 """One matrix product, checked and, where it is wrong, repaired.
 
-Two kinds of repair. Scores, context and their gradients are large, live for one block only, and are kept in the
-accumulator's precision: there the checksums rebuild the element (`settle`). Projections are stored rounded, often to
-bf16, so a rebuilt element would carry the rounding of a whole tile: there the rows that are wrong are computed again
-from their inputs, which is exact and costs little (`settle_rows`).
+Two kinds of repair. Scores, context and their gradients are large, live for one block only, and are kept in
+the accumulator's precision: there the checksums rebuild the element (`settle`). Projections are stored
+rounded, often to bf16, so a rebuilt element would carry the rounding of a whole tile: there the rows that are
+wrong are computed again from their inputs, which is exact and costs little (`settle_rows`).
 
-On a CPU nothing is asynchronous, so `settle` looks at the verdict and does more only when there is something to do. On
-an accelerator it never looks: the same repair runs on every call, on the device, and changes only what is wrong.
+On a CPU nothing is asynchronous, so `settle` looks at the verdict and does more only when there is something
+to do. On an accelerator it never looks: the same repair runs on every call, on the device, and changes only
+what is wrong.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .checksums import Direction, Sums, correct_both, weights
 from .findings import Deviation, outcome
 from .guard import Guard
-from .roundoff import accumulator, growth, operand_roundoff, store_roundoff, tile_width, tiles
+from .roundoff import growth, norms, operand_roundoff, store_roundoff, tile_totals, tile_width, tiles
 
 REPAIR_ROWS = 16
 """Rows of a projection that an accelerator computes again in each checked call, wrong or not."""
@@ -27,8 +28,8 @@ REPAIR_ROWS = 16
 def unseen_by_checkpointing():
     """Context in which selective activation checkpointing sees no operation.
 
-    It replays the n-th product of the first forward as the n-th of the second. A repair adds products to one of the two
-    only, and every later product would be given another's result.
+    It replays the n-th product of the first forward as the n-th of the second. A repair adds products to one
+    of the two only, and every later product would be given another's result.
     """
     return _disable_current_modes()
 
@@ -42,13 +43,12 @@ class TileSums(NamedTuple):
 
 def tile_sums(b: torch.Tensor) -> TileSums:
     """TileSums of b (..., K, N), in the accumulator dtype."""
-    acc = accumulator(b.dtype)
-    norms = torch.linalg.vector_norm(b, dim=-2, dtype=acc)
-    return TileSums(tiles(b).sum(-1, dtype=acc), tiles(norms).sum(-1))
+    return TileSums(tile_totals(b), tile_totals(norms(b, -2)))
 
 
 def halves(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x (K, T) in fp32 as two matrices of `dtype` side by side (K, 2 T) whose sum is x to twice the digits."""
+    """x (K, T) in fp32 as two matrices of `dtype` side by side (K, 2 T) whose sum is x to twice the
+    digits."""
     high = x.to(dtype)
     return torch.cat([high, (x - high.to(x.dtype)).to(dtype)], dim=-1)
 
@@ -56,7 +56,8 @@ def halves(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def apply_sums(a: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     """a (M, K) @ plain (K, T) in plain's dtype.
 
-    On CUDA a narrow `a` stays narrow, and the sums are split in two: copying `a` to fp32 would cost more than the product.
+    On CUDA a narrow `a` stays narrow, and the sums are split in two: copying `a` to fp32 would cost more than
+    the product.
     """
     if a.dtype == plain.dtype:
         return a @ plain
@@ -66,7 +67,9 @@ def apply_sums(a: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     return a.to(plain.dtype) @ plain
 
 
-def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, offset: torch.Tensor | None = None) -> Deviation:
+def row_deviation(
+    y: torch.Tensor, a: torch.Tensor, sums: TileSums, offset: torch.Tensor | None = None
+) -> Deviation:
     """How the row tiles of y = a @ b (+ bias) compare with their checksums; residual (M, T).
 
     Args:
@@ -78,17 +81,18 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, offset: torc
     acc = sums.plain.dtype
     inner = a.shape[-1]
     expected = apply_sums(a, sums.plain)
-    reach = torch.linalg.vector_norm(a, dim=-1, keepdim=True, dtype=acc) * sums.norms
+    reach = norms(a, -1).unsqueeze(-1) * sums.norms
     if offset is not None:
         expected = expected + offset
         reach = reach + offset.abs()
-    y_tiles = tiles(y)
     bound = (growth(inner, y.dtype) + operand_roundoff(y.dtype, y.device)) * reach
     store = store_roundoff(y.dtype, y.device)
     if store:
         # Half the digits of the checksum product itself may be lost on CUDA (`halves`), hence 1 / 64 more.
-        bound = bound + store * torch.linalg.vector_norm(y_tiles, ord=1, dim=-1, dtype=acc) + store**2 * reach
-    return Deviation(expected - y_tiles.sum(-1, dtype=acc), bound + torch.finfo(y.dtype).tiny, reach)
+        bound = (
+            bound + store * torch.linalg.vector_norm(tiles(y), ord=1, dim=-1, dtype=acc) + store**2 * reach
+        )
+    return Deviation(expected - tile_totals(y), bound + torch.finfo(y.dtype).tiny, reach)
 
 
 def settle_rows(
@@ -151,23 +155,23 @@ def _settle_rows_on_device(guard, section, y, seen, bad, check, compute, *, back
 
 
 def rebuild(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor):
-    """EEC in both directions on y = a @ b; y (..., M, N), a (..., M, K), b (..., K, N), in the accumulator dtype.
+    """EEC in both directions on y = a @ b; y (..., M, N), a (..., M, K), b (..., K, N), in the accumulator
+    dtype.
 
     Returns:
         `checksums.MatrixCorrection`.
     """
     width = tile_width(b.shape[-1])
-    rows_of_a = torch.linalg.vector_norm(a, dim=-1)
-    columns_of_b = torch.linalg.vector_norm(b, dim=-2)
+    rows_of_a, columns_of_b = norms(a, -1), norms(b, -2)
     b_tiles = tiles(b)
     w_b, w_a = weights(width, b), weights(a.shape[-2], a)
     loss = growth(a.shape[-1], y.dtype) + operand_roundoff(y.dtype, y.device)
-    norms = tiles(columns_of_b)
+    reach = tiles(columns_of_b)
     tiny = torch.finfo(y.dtype).tiny
     rows = Direction(
         Sums(a @ b_tiles.sum(-1), a @ (b_tiles @ w_b)),
-        loss * rows_of_a.unsqueeze(-1) * norms.sum(-1).unsqueeze(-2) + tiny,
-        1.01 * rows_of_a.unsqueeze(-1) * norms.amax(-1).unsqueeze(-2) + tiny,
+        loss * rows_of_a.unsqueeze(-1) * reach.sum(-1).unsqueeze(-2) + tiny,
+        1.01 * rows_of_a.unsqueeze(-1) * reach.amax(-1).unsqueeze(-2) + tiny,
     )
     a_plain, a_weighted = a.sum(-2, keepdim=True), (w_a @ a).unsqueeze(-2)
     columns = Direction(
@@ -218,5 +222,7 @@ def _settle(guard, section, y, a, b, check, *, backward):
         left = check(fixed).bad().sum()
         recomputed = recomputed + 1
     corrected = repaired.corrected * (recomputed == 0)
-    guard.report(section, outcome(seen, corrected=corrected, recomputed=recomputed, refused=left), backward=backward)
+    guard.report(
+        section, outcome(seen, corrected=corrected, recomputed=recomputed, refused=left), backward=backward
+    )
     return fixed

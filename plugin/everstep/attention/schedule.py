@@ -1,9 +1,10 @@
 """How often each section of each layer is checked.
 
-Section S of a layer does F_S FLOPs a step, its check costs t_S, λ errors happen per FLOP, and an error there ruins
-training with probability φ_S. Checked at rate f_S it leaves (1 - f_S)·λ·F_S·φ_S harmful errors a step unseen. The rates
-minimise Σ f_S t_S subject to Σ (1 - f_S) λ F_S φ_S <= ε: a fractional knapsack, solved exactly by taking sections in
-the order of λ F_S φ_S / t_S until what is left unseen is ε. docs/attention.md derives it, with units.
+Section S of a layer does F_S FLOPs a step, its check costs t_S, λ errors happen per FLOP, and an error there
+ruins training with probability φ_S. Checked at rate f_S it leaves (1 - f_S)·λ·F_S·φ_S harmful errors a step
+unseen. The rates minimise Σ f_S t_S subject to Σ (1 - f_S) λ F_S φ_S <= ε: a fractional knapsack, solved
+exactly by taking sections in the order of λ F_S φ_S / t_S until what is left unseen is ε. docs/attention.md
+derives it, with units.
 """
 
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ RISK_STEPS = 1_000_000
 
 
 class Load(NamedTuple):
-    """One section: FLOPs a step that it protects, what checking all of them costs (any one unit), and the probability
-    that an error in it ruins training."""
+    """One section: FLOPs a step that it protects, what checking all of them costs (any one unit), and the
+    probability that an error in it ruins training."""
 
     flops: float
     cost: float
@@ -103,7 +104,8 @@ class Schedule:
         self._step, self._slot = step, slot
 
     def checking(self, layer: int, section: str, *, flops: float, cost: float) -> bool:
-        """Whether this call is checked: a pure function of seed, step, slot, layer, section and the current rate."""
+        """Whether this call is checked: a pure function of seed, step, slot, layer, section and the current
+        rate."""
         if self.fixed is not None and self.fixed in (0.0, 1.0):
             return self.fixed == 1.0
         entry = self._sections.get((layer, section))

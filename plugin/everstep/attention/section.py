@@ -16,8 +16,9 @@ class Inject:
     """`[attention_check.inject]`: faults on purpose, to see the checks at work."""
 
     kind: Literal["", "bitflip", "inf", "nan", "near-inf", "scale", "row", "tile"] = ""
-    """What is written into a result: one flipped bit, an infinity, a NaN, a value near the largest of the dtype, a
-    value times `magnitude`, a row or a 16 x 16 tile of values times `magnitude`. Empty: nothing is injected."""
+    """What is written into a result: one flipped bit, an infinity, a NaN, a value near the largest of the
+    dtype, a value times `magnitude`, a row or a 16 x 16 tile of values times `magnitude`. Empty: nothing is
+    injected."""
 
     section: str = "*"
     """Which results, as a pattern over the names in findings, e.g. `scores`, `context`, `*.dw`, `*`."""
@@ -52,9 +53,15 @@ class Inject:
             f"attention_check.inject.kind = {self.kind!r}: must be one of {', '.join(FAULT_KINDS)}.",
         )
         _require(self.every >= 1, f"attention_check.inject.every = {self.every}: must be 1 or more.")
-        _require(self.first_step >= 1, f"attention_check.inject.first_step = {self.first_step}: steps count from 1.")
+        _require(
+            self.first_step >= 1,
+            f"attention_check.inject.first_step = {self.first_step}: steps count from 1.",
+        )
         _require(self.count >= 0, f"attention_check.inject.count = {self.count}: must be 0 or more.")
-        _require(-1 <= self.bit <= 63, f"attention_check.inject.bit = {self.bit}: must be -1 or a bit of the dtype.")
+        _require(
+            -1 <= self.bit <= 63,
+            f"attention_check.inject.bit = {self.bit}: must be -1 or a bit of the dtype.",
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,18 +72,21 @@ class AttentionCheck:
     """Check the attention of every layer. Off: the model is torchtitan's own, unchanged."""
 
     mode: Literal["correct", "detect"] = "correct"
-    """`correct`: repair what can be repaired, refuse the slot otherwise. `detect`: refuse the slot on every finding."""
+    """`correct`: repair what can be repaired, refuse the slot otherwise. `detect`: refuse the slot on every
+    finding."""
 
     frequency: Literal["adaptive"] | float = "adaptive"
-    """Share of the calls of each section that are checked: 0.0 to 1.0, or `adaptive`: derived for each section and
-    layer from its cost, its FLOPs and the measured error rate, to stay below residual_risk."""
+    """Share of the calls of each section that are checked: 0.0 to 1.0, or `adaptive`: derived for each
+    section and layer from its cost, its FLOPs and the measured error rate, to stay below residual_risk."""
 
     residual_risk: float = 1e-5
-    """For frequency = "adaptive": harmful errors expected to pass unseen on this rank in one million committed steps."""
+    """For frequency = "adaptive": harmful errors expected to pass unseen on this rank in one million
+    committed steps."""
 
     path: Literal["auto", "explicit", "fused"] = "auto"
-    """How attention is computed. `explicit`: scores, softmax and context as matrices, each checked and corrected.
-    `fused`: the stock kernel, watched through identities. `auto`: fused on an accelerator, explicit on CPU."""
+    """How attention is computed. `explicit`: scores, softmax and context as matrices, each checked and
+    corrected. `fused`: the stock kernel, watched through identities. `auto`: fused on an accelerator,
+    explicit on CPU."""
 
     allow_injection: bool = False
     """Permit `[attention_check.inject]`. Never in a run whose result matters."""
@@ -96,11 +106,12 @@ class AttentionCheck:
         self.rate()
         _require(
             0 < self.residual_risk <= 1e6,
-            f"attention_check.residual_risk = {self.residual_risk}: must be above 0 and at most 1e6 (every error).",
+            f"attention_check.residual_risk = {self.residual_risk}: must be above 0 and at most 1e6.",
         )
         _require(
             self.allow_injection or not self.inject.kind,
-            f"attention_check.inject.kind = {self.inject.kind!r}: refused, because attention_check.allow_injection is false.",
+            f"attention_check.inject.kind = {self.inject.kind!r}: refused, because "
+            "attention_check.allow_injection is false.",
         )
 
     def rate(self) -> float | None:
