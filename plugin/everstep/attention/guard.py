@@ -79,6 +79,11 @@ class Guard:
         again = not backward and recomputing()
         return self.checks.schedule.checking(self.layer, section, flops=0.0 if again else flops, cost=cost)
 
+    @property
+    def injecting(self) -> bool:
+        """Whether this run injects faults at all."""
+        return bool(self.checks.injector.plan.kind)
+
     def fault(self, section: str, *, backward: bool = False, part: int = 0, parts: int = 1) -> Fault | None:
         """The fault to inject into this result, if one is due. A forward's second run is spared."""
         if not backward and recomputing():
