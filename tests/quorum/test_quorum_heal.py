@@ -1,0 +1,371 @@
+"""The heal transport between real processes: what arrives is what was sent, or there is one clear error."""
+
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import pytest
+import torch
+
+from everstep import wire
+from everstep.quorum.heal import HealError, HealServer, HealState, fetch
+
+TOKEN = bytes(range(32))
+SOON = timedelta(seconds=10)
+
+
+def a_state(seed: int = 0, big: int = 1000) -> HealState:
+    generator = torch.Generator().manual_seed(seed)
+    return HealState(
+        tensors={
+            "layers.0.weight": torch.randn(37, 53, generator=generator),
+            "layers.0.bias": torch.randn(53, generator=generator).to(torch.bfloat16),
+            "big": torch.randn(big, 256, generator=generator),
+            "step": torch.tensor(float(seed)),
+            "mask": torch.rand(11, generator=generator) > 0.5,
+            "counts": torch.randint(0, 9, (3, 5), generator=generator),
+            "nothing": torch.empty(0, 4),
+        },
+        meta={"lr": 3e-4, "names": ["a", "b"], "seed": seed},
+        blobs={"rng": os.urandom(5056), "empty": b""},
+    )
+
+
+def assert_same(got: HealState, sent: HealState) -> None:
+    assert list(got.tensors) == list(sent.tensors)
+    for name, tensor in sent.tensors.items():
+        assert got.tensors[name].dtype == tensor.dtype
+        assert torch.equal(got.tensors[name], tensor), name
+    assert got.meta == sent.meta
+    assert got.blobs == sent.blobs
+
+
+@pytest.fixture
+def server():
+    server = HealServer("127.0.0.1", TOKEN, SOON)
+    yield server
+    server.shutdown()
+
+
+def test_a_joiner_receives_the_state_bit_for_bit(server):
+    state = a_state(big=40_000)  # several ranges, so several connections
+    server.serve(7, state)
+    assert_same(fetch(server.address, TOKEN, 7, None, SOON), state)
+
+
+def test_tensors_arrive_in_the_buffers_that_were_given(server):
+    state = a_state()
+    server.serve(7, state)
+    into = {name: torch.zeros_like(t) for name, t in state.tensors.items()}
+    got = fetch(server.address, TOKEN, 7, into, SOON)
+    assert all(got.tensors[n].data_ptr() == into[n].data_ptr() for n in into)
+    assert_same(got, state)
+
+
+def test_concurrent_joiners_all_receive_it(server):
+    state, got = a_state(big=20_000), []
+    server.serve(3, state)
+    joiners = [
+        threading.Thread(target=lambda: got.append(fetch(server.address, TOKEN, 3, None, SOON)))
+        for _ in range(5)
+    ]
+    for joiner in joiners:
+        joiner.start()
+    for joiner in joiners:
+        joiner.join()
+    assert len(got) == 5
+    for one in got:
+        assert_same(one, state)
+
+
+def test_a_joiner_that_asks_early_waits_for_the_step(server):
+    got = []
+    joiner = threading.Thread(target=lambda: got.append(fetch(server.address, TOKEN, 8, None, SOON)))
+    server.serve(7, a_state(7))
+    joiner.start()
+    time.sleep(0.05)  # lets the request arrive first; the assertion holds in either order
+    server.serve(8, a_state(8))
+    joiner.join()
+    assert got[0].meta["seed"] == 8
+
+
+def test_another_token_is_refused_and_is_never_sent(server):
+    server.serve(1, a_state())
+    with pytest.raises(HealError, match="did not accept the run's token"):
+        fetch(server.address, b"x" * 32, 1, None, SOON)
+
+
+def test_the_token_is_not_on_the_wire(server):
+    server.serve(1, a_state())
+    with proxy(server.address) as (address, seen):
+        fetch(address, TOKEN, 1, None, SOON)
+    traffic = bytes(seen)
+    assert len(traffic) > 1000
+    assert TOKEN not in traffic
+    assert TOKEN.hex().encode() not in traffic
+
+
+def test_a_listener_without_the_token_is_not_believed():
+    """It can copy the greeting, but not prove that it holds the token."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def impostor():
+        peer, _ = listener.accept()
+        peer.sendall(wire.MAGIC + bytes(32))
+        peer.recv(64)
+        peer.sendall(bytes(32))
+        peer.close()
+
+    thread = threading.Thread(target=impostor)
+    thread.start()
+    with pytest.raises(HealError, match="does not hold the run's token"):
+        fetch(f"127.0.0.1:{listener.getsockname()[1]}", TOKEN, 1, None, SOON)
+    thread.join()
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda t: t.pop("big"), "offers 'big', which this group does not have"),
+        (lambda t: t.update(more=torch.zeros(1)), "does not offer 'more'"),
+        (lambda t: t.update(big=t["big"].double()), "'big' is torch.float32 .* there and torch.float64"),
+        (lambda t: t.update(big=t["big"].reshape(-1)), "'big' is torch.float32 .* here"),
+    ],
+)
+def test_a_schema_that_differs_is_named(server, change, sentence):
+    state = a_state()
+    server.serve(1, state)
+    into = {name: torch.zeros_like(t) for name, t in state.tensors.items()}
+    change(into)
+    with pytest.raises(HealError, match=sentence):
+        fetch(server.address, TOKEN, 1, into, SOON)
+
+
+def test_a_step_that_is_over_is_refused(server):
+    server.serve(4, a_state())
+    server.serve(5, a_state())
+    with pytest.raises(HealError, match="step 4 is over here: step 5"):
+        fetch(server.address, TOKEN, 4, None, SOON)
+
+
+def test_a_step_that_never_comes_is_refused_with_the_last_one(server):
+    server.serve(4, a_state())
+    with pytest.raises(HealError, match=r"step 6 was not opened here within .* the last was 4"):
+        fetch(server.address, TOKEN, 6, None, timedelta(seconds=0.3))
+
+
+def test_after_the_gate_is_closed_nobody_is_let_in(server):
+    server.serve(4, a_state())
+    assert server.close_gate(SOON)
+    with pytest.raises(HealError, match="its optimizer step has begun"):
+        fetch(server.address, TOKEN, 4, None, SOON)
+
+
+def test_nobody_listening_is_an_error_with_the_address():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(HealError, match=f"no connection to 127.0.0.1:{port}"):
+        fetch(f"127.0.0.1:{port}", TOKEN, 1, None, SOON)
+
+
+@contextmanager
+def proxy(address: str, on_bytes=lambda data, total: data):
+    """A TCP proxy: yields its address and what passed it; `on_bytes` sees and may change what the source
+    sends."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    seen, sockets = bytearray(), []
+
+    def pump(source, sink, change):
+        total = 0
+        try:
+            while data := source.recv(1 << 16):
+                seen.extend(data)
+                data = change(data, total)
+                total += len(data)
+                sink.sendall(data)
+        except OSError:
+            pass
+        for s in (source, sink):
+            with suppress(OSError):
+                s.shutdown(socket.SHUT_RDWR)
+
+    def accept():
+        while True:
+            try:
+                inner, _ = listener.accept()
+            except OSError:
+                return
+            outer = socket.create_connection(wire.parse_address(address))
+            sockets.extend((inner, outer))
+            threading.Thread(target=pump, args=(inner, outer, lambda d, _: d), daemon=True).start()
+            threading.Thread(target=pump, args=(outer, inner, on_bytes), daemon=True).start()
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    yield f"127.0.0.1:{listener.getsockname()[1]}", seen
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    for s in sockets:
+        with suppress(OSError):
+            s.shutdown(socket.SHUT_RDWR)  # closing alone would leave a pump in recv, and the connection open
+        s.close()
+
+
+@pytest.mark.parametrize("at", [150, 400, 3_000, 700_000])
+def test_a_flipped_byte_is_noticed_wherever_it_is(server, at):
+    """In a message or in a chunk, of tensors or of their headers."""
+
+    def flip(data, total):
+        if total <= at < total + len(data):
+            data = bytearray(data)
+            data[at - total] ^= 0x10
+        return data
+
+    server.serve(1, a_state())
+    with proxy(server.address, flip) as (address, _), pytest.raises(HealError):
+        fetch(address, TOKEN, 1, None, timedelta(seconds=2), connections=1)
+
+
+def test_a_flipped_payload_byte_is_a_checksum_error(server):
+    def flip(data, total):
+        return bytes([data[0] ^ 1]) + data[1:] if total > 500_000 else data
+
+    server.serve(1, a_state())
+    with (
+        proxy(server.address, flip) as (address, _),
+        pytest.raises(HealError, match="does not match its checksum"),
+    ):
+        fetch(address, TOKEN, 1, None, SOON)
+
+
+def _source(pipe, big):
+    server = HealServer("127.0.0.1", TOKEN, SOON)
+    server.serve(1, a_state(big=big))
+    pipe.send(server.address)
+    signal.pause()
+
+
+@pytest.fixture
+def source_process():
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_source, args=(theirs, 100_000))
+    process.start()
+    yield process, ours.recv()
+    process.kill()
+    process.join()
+
+
+def test_a_source_killed_during_the_transfer_is_one_error(source_process):
+    process, address = source_process
+
+    def kill_halfway(data, total):
+        if total > 20_000_000 and process.is_alive():
+            process.kill()
+            process.join()
+        return data
+
+    with (
+        proxy(address, kill_halfway) as (through, _),
+        pytest.raises(HealError, match=r"closed the connection|broke"),
+    ):
+        fetch(through, TOKEN, 1, None, SOON)
+    assert not process.is_alive()
+
+
+def test_a_stopped_source_is_one_error_after_the_timeout(source_process):
+    process, address = source_process
+    stopped = threading.Event()
+
+    def stop_halfway(data, total):
+        if total > 20_000_000 and not stopped.is_set():
+            os.kill(process.pid, signal.SIGSTOP)
+            stopped.set()
+        return data
+
+    with (
+        proxy(address, stop_halfway) as (through, _),
+        pytest.raises(HealError, match="was silent for 1 s"),
+    ):
+        fetch(through, TOKEN, 1, None, timedelta(seconds=1))
+
+
+def test_a_state_comes_from_another_process(source_process):
+    _, address = source_process
+    got = fetch(address, TOKEN, 1, None, SOON)
+    want = a_state(big=100_000)
+    assert all(torch.equal(got.tensors[n], want.tensors[n]) for n in want.tensors)
+
+
+class SlowReader:
+    """A joiner held up after its first bytes until told to go on."""
+
+    def __init__(self, address: str) -> None:
+        self.go_on, self.started = threading.Event(), threading.Event()
+        self.outcome: HealState | HealError | None = None
+        self._through = proxy(address, self._hold)
+        self.address, _ = self._through.__enter__()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        assert self.started.wait(10)
+
+    def _hold(self, data, total):
+        if total > 1_000_000:
+            self.started.set()
+            self.go_on.wait(10)
+        return data
+
+    def _run(self):
+        try:
+            self.outcome = fetch(self.address, TOKEN, 1, None, SOON, connections=1)
+        except HealError as error:
+            self.outcome = error
+
+    def end(self):
+        self.go_on.set()
+        self._thread.join()
+        self._through.__exit__(None, None, None)
+        return self.outcome
+
+
+def test_the_gate_waits_for_a_running_transfer(server):
+    state = a_state(big=60_000)
+    server.serve(1, state)
+    reader = SlowReader(server.address)
+    closed = []
+    gate = threading.Thread(target=lambda: closed.append(server.close_gate(SOON)))
+    gate.start()
+    gate.join(0.2)
+    assert gate.is_alive(), "the gate closed over a running transfer"
+    got = reader.end()
+    gate.join()
+    assert closed == [True]
+    assert isinstance(got, HealState)
+    assert_same(got, state)
+
+
+def test_a_reader_that_is_too_slow_is_cut_and_gets_no_state(server):
+    server.serve(1, a_state(big=60_000))
+    reader = SlowReader(server.address)
+    began = time.monotonic()
+    assert not server.close_gate(timedelta(seconds=0.2))
+    assert time.monotonic() - began < 2
+    assert re.search("closed the connection|broke", str(reader.end()))
+
+
+def test_closing_a_gate_that_nobody_uses_costs_next_to_nothing(server):
+    began = time.perf_counter()
+    for _ in range(1000):
+        server.close_gate(SOON)
+    assert (time.perf_counter() - began) / 1000 < 1e-3
+
+
+def test_a_tensor_that_is_not_contiguous_is_refused_at_the_source(server):
+    with pytest.raises(HealError, match="'w' is not contiguous"):
+        server.serve(1, HealState(tensors={"w": torch.zeros(4, 5).T}))
