@@ -20,9 +20,14 @@ class Visible:
     window: int | None = None
     documents: torch.Tensor | None = None
     mod: MaskMod | None = None
+    ranges: tuple[int, tuple[tuple[int, int], ...]] | None = None
 
     def keys(self, start: int, stop: int, length: int) -> tuple[int, int]:
         """The range of keys that queries start..stop can see at all."""
+        if self.ranges is not None:
+            size, ranges = self.ranges
+            touched = ranges[start // size : -(-stop // size)]
+            return min(low for low, _ in touched), max(high for _, high in touched)
         low = 0 if self.window is None else max(0, start - self.window) // 64 * 64
         return low, min(stop, length) if self.causal else length
 
