@@ -133,11 +133,14 @@ def backward_deviation(
     # Sums of equal terms are rounded the same way at every step.
     alike = unit32 * (64 + 2 * length)
 
-    dv_norm = dv_.square().sum(1).sqrt()
+    # Norms of gradients are capped by what dO and the operands allow: an infinite gradient must not excuse
+    # itself.
+    most_v = side.norm * math.sqrt(length * groups)
+    dv_norm = torch.minimum(dv_.square().sum(1).sqrt(), most_v)
     dv_total = dv_.sum(1)
     sigma_v = (stored + scores) * (dv_norm + side.norm / math.sqrt(length)) + (scores + summed) * side.norm
     shared_v = (stored + scores + alike) * side.total.abs()
-    parts = [_columns(dv_total - side.total, sigma_v, shared_v, side.norm * math.sqrt(length * groups))]
+    parts = [_columns(dv_total - side.total, sigma_v, shared_v, most_v)]
 
     if plain_scores:
         dk_, dq_ = dk.to(acc), dq.to(acc)
@@ -150,22 +153,25 @@ def backward_deviation(
             side.rounding.reshape(by_group)
             + 2 * unit32 * side.magnitude.reshape(by_group) * v_most[:, None, :, None]
         )
-        rows = torch.einsum("blng,blngh->bnh", row.square(), q_grouped.square()).sqrt()
-        dk_norm = dk_.square().sum(1).sqrt()
+        q_squares = q_grouped.square()
+        rows = torch.einsum("blng,blngh->bnh", row.square(), q_squares).sqrt()
+        all_do = side.magnitude.reshape(by_group).square().sum((1, 3)).sqrt()
+        most_k = 2 * scale * (all_do * v_most).unsqueeze(-1) * q_squares.sum((1, 3)).sqrt()
+        dk_norm = torch.minimum(dk_.square().sum(1).sqrt(), most_k)
         sigma_k = (stored + scores + summed) * dk_norm + scale * rows
         mean_q = q_grouped.mean((1, 3)).abs()
         together = math.sqrt(v.shape[-1]) * row.sum((1, 3)) + alike * side.inner.abs()
         shared_k = scale * mean_q * together.unsqueeze(-1)
-        span = scale * side.magnitude.reshape(by_group).amax((1, 3)) * v_most
-        reach = 2 * length * groups * (span * q_norm.reshape(by_group).amax((1, 3))).unsqueeze(-1)
-        parts.append(_columns(dk_.sum(1) - expected, sigma_k, shared_k, reach.expand_as(sigma_k)))
+        parts.append(_columns(dk_.sum(1) - expected, sigma_k, shared_k, most_k))
 
         of_q = (dq_ * q_).reshape(*by_group, -1)
         of_k = dk_ * k_
         inner_q, inner_k = of_q.sum((1, 3, 4)), of_k.sum((1, 3))
-        sigma = (stored + summed) * (of_q.square().sum((1, 3, 4)).sqrt() + of_k.square().sum((1, 3)).sqrt())
-        shared = (stored + summed + alike) * torch.maximum(inner_q.abs(), inner_k.abs())
-        limit = reach.squeeze(-1) * k_most
+        limit = torch.linalg.vector_norm(most_k, dim=-1) * k_most
+        size = of_q.square().sum((1, 3, 4)).sqrt() + of_k.square().sum((1, 3)).sqrt()
+        sigma = (stored + summed) * torch.minimum(size, 2 * limit)
+        inner = torch.minimum(torch.maximum(inner_q.abs(), inner_k.abs()), limit)
+        shared = (stored + summed + alike) * inner
         parts.append(
             Deviation(
                 (inner_q - inner_k).unsqueeze(-1),

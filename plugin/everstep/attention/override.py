@@ -30,8 +30,8 @@ from .linear import WeightSums, linear, result_names
 from .masks import Visible, documents_of
 from .section import AttentionCheck
 
-_PROJECTIONS = ["layers.*.attention.*"]
-_INNER = ["layers.*.attention.inner_attention"]
+_PROJECTIONS = ["model_spec.model.layers.*.attention.*"]
+_INNER = ["model_spec.model.layers.*.attention.inner_attention"]
 
 
 class CheckedLinear(Linear):
@@ -310,7 +310,9 @@ def apply(config: Any, section: AttentionCheck) -> None:
         ScaledDotProductAttention.Config: "checked_sdpa",
     }
     if not kinds:
-        raise ValueError(f"attention_check.enable: the model {config.model_spec.name} has no attention to check.")
+        raise ValueError(
+            f"attention_check.enable: the model {config.model_spec.name} has no attention to check."
+        )
     unknown = [kind.__qualname__ for kind in kinds if kind not in names]
     if unknown:
         raise ValueError(f"attention_check.enable: inner attention {', '.join(unknown)} cannot be checked.")
@@ -319,8 +321,8 @@ def apply(config: Any, section: AttentionCheck) -> None:
     path = ("explicit" if on_cpu else "fused") if section.path == "auto" else section.path
     if on_cpu and path == "fused" and kinds != {ScaledDotProductAttention.Config}:
         raise ValueError(
-            'attention_check.path = "fused": this model\'s attention kernel does not run on a CPU; use
-            "explicit".'
+            'attention_check.path = "fused": the attention kernel of this model does not run on a CPU; use '
+            '"explicit".'
         )
     if on_cpu:
         # Compiling the mask takes longer than a CPU run's masks take without.
@@ -346,7 +348,9 @@ def _refuse(config: Any) -> None:
             f'parallelism.spmd_backend = "spmd_types", not "{parallelism.spmd_backend}".'
         )
     if parallelism.spmd_backend == "full_dtensor":
-        raise ValueError('attention_check.enable: parallelism.spmd_backend = "full_dtensor" is not supported.')
+        raise ValueError(
+            'attention_check.enable: parallelism.spmd_backend = "full_dtensor" is not supported.'
+        )
     if config.debug.spmd_typechecking:
         raise ValueError(
             "attention_check.enable: debug.spmd_typechecking = true is not supported: sums have no SPMD type."
@@ -358,8 +362,8 @@ def _refuse(config: Any) -> None:
         )
     if torch.accelerator.is_available() and not config.training.disable_cuda_graphs:
         raise ValueError(
-            "attention_check.enable: set training.disable_cuda_graphs = true; a replayed graph would repeat
-            one " "slot's choice of checks for ever."
+            "attention_check.enable: set training.disable_cuda_graphs = true; a replayed graph would "
+            "repeat one slot's choice of checks for ever."
         )
 
 

@@ -10,6 +10,7 @@ to do. On an accelerator it never looks: the same repair runs on every call, on 
 what is wrong.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -88,10 +89,10 @@ def row_deviation(
     bound = (growth(inner, y.dtype) + operand_roundoff(y.dtype, y.device)) * reach
     store = store_roundoff(y.dtype, y.device)
     if store:
-        # Half the digits of the checksum product itself may be lost on CUDA (`halves`), hence 1 / 64 more.
-        bound = (
-            bound + store * torch.linalg.vector_norm(tiles(y), ord=1, dim=-1, dtype=acc) + store**2 * reach
-        )
+        # No correct tile's magnitudes sum to more than `reach`; an infinite one must not excuse itself. Half the
+        # digits of the checksum product may be lost on CUDA (`halves`), hence store² more.
+        magnitude = torch.linalg.vector_norm(tiles(y), ord=1, dim=-1, dtype=acc).nan_to_num(nan=math.inf)
+        bound = bound + store * torch.minimum(magnitude, 1.01 * reach) + store**2 * reach
     return Deviation(expected - tile_totals(y), bound + torch.finfo(y.dtype).tiny, reach)
 
 
