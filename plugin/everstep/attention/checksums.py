@@ -121,7 +121,7 @@ class MatrixCorrection(NamedTuple):
 
     matrix: (..., M, N). corrected: number of elements rebuilt. checksums: number of checksums that were
     wrong.
-    beyond: number of row vectors that are still wrong: 2-D damage. All counts are 0-dim tensors on the
+    beyond: number of vectors that are still wrong: 2-D damage. All counts are 0-dim tensors on the
     device.
     """
 
@@ -149,9 +149,10 @@ def correct_both(matrix: torch.Tensor, rows: Direction, columns: Direction, widt
     fixed = by_columns.vectors.transpose(-1, -2)
     # A row whose checksum was wrong would fail for ever; its columns vouch for it.
     still = verify(fixed.unflatten(-1, (-1, width)), rows.sums, rows.bound) & (by_rows.status != CHECKSUM)
+    still_columns = verify(by_columns.vectors, columns.sums, columns.bound) & (by_columns.status != CHECKSUM)
     return MatrixCorrection(
         fixed,
         (by_rows.status == CORRECTED).sum() + (by_columns.status == CORRECTED).sum(),
         (by_rows.status == CHECKSUM).sum() + (by_columns.status == CHECKSUM).sum(),
-        still.sum(),
+        still.sum() + still_columns.sum(),
     )

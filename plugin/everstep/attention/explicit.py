@@ -6,9 +6,9 @@ products forward and five backward; each is checked by the cheapest sums that se
     scores   S = Q Kᵀ      rows, over tiles of keys: Σ_j S_ij = q_i · Σ_j k_j
     context  O = P V       rows: Σ_h O_ih = Σ_j P_ij (Σ_h V_jh)
     dp       dP = dO Vᵀ    rows, over tiles of keys
-    dv       dV = Pᵀ dO    columns: Σ_j dV_jh = Σ_i (Σ_j P_ij) dO_ih
+    dv       dV = Pᵀ dO    columns, with a sign for each key: Σ_j ±dV_jh = Σ_i (Σ_j ±P_ij) dO_ih
     dq       dQ = dS K     rows
-    dk       dK = dSᵀ Q    columns
+    dk       dK = dSᵀ Q    columns, likewise
 
 Softmax breaks checksums, so the sums begin anew behind it, as in ATTNChecker; the backward makes the scores a
 second time and requires that every row of P = exp(S - lse) sums to 1, which compares it with the forward.
@@ -179,13 +179,24 @@ def _signed_row_sums(
     return Deviation(expected - y.sum(-1), loss * reach + torch.finfo(y.dtype).tiny, reach)
 
 
+def _signs(n: int, like: torch.Tensor) -> torch.Tensor:
+    """n signs without a pattern, always the same ones (n,).
+
+    Plain column sums of dK are 0 over every document, so an error that scales all of a document's dK would leave
+    them as they are.
+    """
+    index = torch.arange(n, device=like.device, dtype=torch.int64)
+    return (((index * 0x9E3779B1 + 0x7F4A7C15) >> 15) % 2 * 2 - 1).to(like.dtype)
+
+
 def _column_sums(
     y: torch.Tensor, row_sums: torch.Tensor, size: torch.Tensor, x: torch.Tensor, loss: float
 ) -> Deviation:
-    """Columns of y = sᵀ x, with row_sums = Σ_j s_ij and size = Σ_j |s_ij|."""
+    """Columns of y = sᵀ x under `_signs`, with row_sums = Σ_j ±s_ij and size = Σ_j |s_ij|."""
     expected = (row_sums.unsqueeze(-2) @ x).squeeze(-2)
     reach = (size.unsqueeze(-2) @ x.abs()).squeeze(-2)
-    return Deviation(expected - y.sum(-2), loss * reach + torch.finfo(y.dtype).tiny, reach)
+    total = (_signs(y.shape[-2], y).unsqueeze(-2) @ y).squeeze(-2)
+    return Deviation(expected - total, loss * reach + torch.finfo(y.dtype).tiny, reach)
 
 
 class _Attention(torch.autograd.Function):
@@ -284,9 +295,10 @@ class _Products:
         ops = self.ops
         q, k, v = block.of_rows(ops.q), block.of_keys(ops.k), block.of_keys(ops.v)
         p, p_sums = self._probabilities(block, q, k, lse)
+        signed = p @ _signs(k.shape[-2], k) if self.checking else p_sums
         outer = ops.growth(q.shape[-2] + k.shape[-2])
         dv = self._product(
-            "dv", p.transpose(-1, -2), d_out, lambda y: _column_sums(y, p_sums, p_sums, d_out, outer)
+            "dv", p.transpose(-1, -2), d_out, lambda y: _column_sums(y, signed, p_sums, d_out, outer)
         )
         dp = self._product(
             "dp",
@@ -298,8 +310,8 @@ class _Products:
         size = expected = ds_sums = p_sums
         if self.checking:
             size = ds.abs().sum(-1)
-            # The sums of dQ's rows and those of dS in one pass over dS.
-            both = ds @ torch.stack([k.sum(-1), torch.ones_like(k[..., 0])], dim=-1)
+            # Sums of dQ's rows and signed sums of dS in one pass over dS.
+            both = ds @ torch.stack([k.sum(-1), _signs(k.shape[-2], k).expand(k.shape[:-1])], dim=-1)
             expected, ds_sums = both.unbind(-1)
         inner = ops.growth(k.shape[-2] + k.shape[-1])
         dq = self._product("dq", ds, k, lambda y: _signed_row_sums(y, expected, size, k, inner))

@@ -128,7 +128,7 @@ def _settle_rows(guard, section, y, check, compute, *, backward):
     if not guard.correct:
         guard.report(section, outcome(seen, refused=bad.sum()), backward=backward)
         return y
-    rows = bad.any(-1).nonzero().squeeze(-1)
+    rows = _suspects(seen, bad).nonzero().squeeze(-1)
     if not check(y[rows], rows).bad().any():
         guard.report(section, outcome(seen, corrected=rows.numel(), checksum=True), backward=backward)
         return y
@@ -139,14 +139,23 @@ def _settle_rows(guard, section, y, check, compute, *, backward):
     return fixed
 
 
+def _suspects(seen: Deviation, bad: torch.Tensor) -> torch.Tensor:
+    """Rows to compute again: none when no row is bad, else those too that deviate by an eighth of the bound.
+
+    An error that hit several rows may be beyond the bound in one and just below it in its neighbours.
+    """
+    near = ~(seen.residual.abs() <= seen.bound / 8)
+    return (near & bad.any()).any(-1)
+
+
 def _settle_rows_on_device(guard, section, y, seen, bad, check, compute, *, backward):
-    wrong = bad.any(-1)
-    count = wrong.sum()
+    suspects = _suspects(seen, bad)
+    count = bad.any(-1).sum()
     if not guard.correct:
         guard.report(section, outcome(seen, refused=count), backward=backward)
         return y
-    rows = wrong.to(torch.float32).topk(min(REPAIR_ROWS, y.shape[0])).indices
-    fixed = torch.where(wrong[rows].unsqueeze(-1), compute(rows), y[rows])
+    rows = suspects.to(torch.float32).topk(min(REPAIR_ROWS, y.shape[0])).indices
+    fixed = torch.where(suspects[rows].unsqueeze(-1), compute(rows), y[rows])
     left = check(fixed, rows).bad().any(-1).sum() + (count - rows.numel()).clamp_min(0)
     # Selective checkpointing keeps y and refuses a tensor whose version moved; what it keeps should be the
     # repaired one, so the write goes past the version counter.
@@ -216,7 +225,7 @@ def _settle(guard, section, y, a, b, check, *, backward):
         return y
     repaired = rebuild(y, a, b)
     fixed, recomputed = repaired.matrix, torch.zeros((), dtype=torch.int64, device=y.device)
-    left = check(fixed).bad().sum()
+    left = check(fixed).bad().sum() + repaired.beyond
     if on_host and left:
         # 2-D damage, or an error below what the rebuilding sums can tell apart: from the inputs, again.
         fixed = a @ b

@@ -39,10 +39,13 @@ def growth(inner: int, dtype: torch.dtype) -> float:
 
 
 def operand_roundoff(dtype: torch.dtype, device: torch.device) -> float:
-    """Relative error with which the device reads the operands of a product: 0 but for fp32 as TF32 on
-    CUDA."""
-    tf32 = device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return 2.0**-10 if tf32 else 0.0
+    """Relative error, beyond the accumulator's, with which the device multiplies: fp32 read as TF32 on CUDA, and
+    fp16 summed in fp16 on CPUs that can."""
+    if device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        return 2.0**-10
+    if device.type == "cpu" and dtype == torch.float16:
+        return 2.0**-7
+    return 0.0
 
 
 def store_roundoff(dtype: torch.dtype, device: torch.device) -> float:
