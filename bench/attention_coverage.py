@@ -33,7 +33,7 @@ from everstep.attention.injection import Fault, Injector
 from everstep.attention.masks import Visible
 from everstep.attention.section import AttentionCheck, Inject
 
-EXTREME = ("inf", "nan", "near-inf")
+EXTREME = ("inf", "nan", "near-inf", "-inf", "-near-inf")
 SIZES = (1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0, 1e4, math.inf)
 LENGTHS = ((16, 30), (32, 25), (64, 20), (100, 8), (128, 8), (256, 5), (512, 2), (1024, 1), (2048, 1))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -239,7 +239,9 @@ def inject_all(count: int, seed: int) -> tuple[dict, float]:
             else:
                 outcome = "unharmed" if near else "missed"
             size = next(i for i, top in enumerate(SIZES) if checks.injector.size <= top)
-            table[name, case.name.split()[0], result, fault.kind, size][outcome] += 1
+            # Below zero, an extreme score only hides its key.
+            sign = "-" if fault.sign < 0 and fault.kind in ("inf", "near-inf") and "scores" in result else ""
+            table[name, case.name.split()[0], result, sign + fault.kind, size][outcome] += 1
             done += 1
     return table, worst
 

@@ -182,8 +182,8 @@ def _signed_row_sums(
 def _signs(n: int, like: torch.Tensor) -> torch.Tensor:
     """n signs without a pattern, always the same ones (n,).
 
-    Plain column sums of dK are 0 over every document, so an error that scales all of a document's dK would leave
-    them as they are.
+    Plain column sums of dK are 0 over every document, so an error that scales all of a document's dK would
+    leave them as they are.
     """
     index = torch.arange(n, device=like.device, dtype=torch.int64)
     return (((index * 0x9E3779B1 + 0x7F4A7C15) >> 15) % 2 * 2 - 1).to(like.dtype)

@@ -12,9 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from .findings import outcome
+from .findings import Deviation, outcome
 from .guard import Guard
-from .identities import OutputSide, backward_deviation, forward_deviation, output_side
+from .identities import (
+    OutputSide,
+    backward_deviation,
+    forward_deviation,
+    joined,
+    lse_deviation,
+    output_side,
+)
 from .injection import Fault, inject
 from .product import unseen_by_checkpointing
 
@@ -121,16 +128,24 @@ def attention(
     out, lse = attend(q, k, v)
     _strike(guard, out, q, k, v, scale)
     if forward:
-        out, lse = _forward_check(attend, q, k, v, out, lse, guard)
+        out, lse = _forward_check(attend, q, k, v, out, lse, watch)
     if watched:
         out, lse = _Output.apply(out, lse, k.shape[2], watch)
     return out, lse
 
 
-def _forward_check(attend: Attend, q, k, v, out, lse, guard: Guard):
+def _forward_check(attend: Attend, q, k, v, out, lse, watch: _Watch):
+    guard = watch.guard
     on_host = out.device.type == "cpu"
-    with torch.no_grad(), unseen_by_checkpointing():
+
+    def look(out: torch.Tensor, lse: torch.Tensor | None) -> Deviation:
         found = forward_deviation(out.detach(), v.detach())
+        if lse is None or not watch.plain_scores:
+            return found
+        return joined(found, lse_deviation(lse.detach(), q.detach(), k.detach(), watch.scale))
+
+    with torch.no_grad(), unseen_by_checkpointing():
+        found = look(out, lse)
         bad = found.bad()
         if on_host and not bad.any():
             return out, lse
@@ -138,7 +153,9 @@ def _forward_check(attend: Attend, q, k, v, out, lse, guard: Guard):
             guard.report(FORWARD, outcome(found, refused=bad.sum()))
             return out, lse
         if not on_host:
-            left = _repair_head(attend, q, k, v, out, bad)
+            left = _repair_head(attend, q, k, v, out, bad[..., : v.shape[-1]])
+            # A wrong lse stays with the kernel for its backward: no repair from here.
+            left = left + bad[..., v.shape[-1] :].sum()
             guard.report(FORWARD, outcome(found, recomputed=bad.any(-1).sum(), refused=left))
             return out, lse
     if _len_torch_dispatch_stack():
@@ -148,7 +165,7 @@ def _forward_check(attend: Attend, q, k, v, out, lse, guard: Guard):
     else:
         out, lse = attend(q, k, v)
     with torch.no_grad(), unseen_by_checkpointing():
-        left = forward_deviation(out.detach(), v.detach()).bad().sum()
+        left = look(out, lse).bad().sum()
         guard.report(FORWARD, outcome(found, recomputed=bad.any(-1).sum(), refused=left))
     return out, lse
 

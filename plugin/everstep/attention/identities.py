@@ -4,6 +4,7 @@ inside.
 For O = P V with P = softmax(scale · Q Kᵀ + mask), without dropout, and given dO, dQ, dK, dV:
 
     each column of O lies between the least and the greatest of the column of V
+    |lse_i| <= scale · |q_i| max_j |k_j| + log L, where the kernel hands lse out
     Σ_j dV_j = Σ_i dO_i                      rows of P sum to 1 (rows that see nothing left out)
     Σ_j dK_j = scale · Σ_i dlse_i Q_i        rows of dS sum to dlse, which is 0 where lse has no gradient
     <dQ, Q> = <dK, K>                        both are Σ_ij dS_ij S_ij
@@ -26,10 +27,11 @@ import torch
 from .findings import Deviation
 from .roundoff import accumulator, growth, unit_roundoff
 
-SIGMAS = 6.0
-"""Rounding errors of one column are taken to stay below so many standard deviations."""
+SIGMAS = 3.5
+"""Rounding errors of one column stay below so many times the estimate, which takes every rounding for the
+largest possible: about three standard deviations of what they are."""
 
-NORM_SIGMAS = 3.0
+NORM_SIGMAS = 1.2
 """The same for the norm over all columns of a head, which varies less."""
 
 
@@ -50,6 +52,36 @@ def forward_deviation(out: torch.Tensor, v: torch.Tensor) -> Deviation:
     size = torch.maximum(high, -low)
     bound = (unit_roundoff(out.dtype) + growth(v.shape[1], out.dtype)) * size + torch.finfo(out.dtype).tiny
     return Deviation(beyond, bound, 16 * size)
+
+
+def lse_deviation(lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: float) -> Deviation:
+    """How far lse is beyond what the largest possible score allows; residual (B, N, 1).
+
+    |lse_i| <= scale · |q_i|₂ · max_j |k_j|₂ + log L; -inf belongs to a row that sees nothing. Not for scores
+    that are changed by more than scale and mask.
+
+    Args:
+        lse: (B, L, N).
+        q: (B, L, N, H).
+        k: (B, L, N_kv, H).
+    """
+    acc = accumulator(q.dtype)
+    groups = q.shape[2] // k.shape[2]
+    most = torch.linalg.vector_norm(k, dim=-1, dtype=acc).amax(1, keepdim=True).repeat_interleave(groups, 2)
+    limit = scale * torch.linalg.vector_norm(q, dim=-1, dtype=acc) * most + math.log(k.shape[1])
+    size = torch.where(lse == -torch.inf, torch.zeros_like(lse), lse).to(acc).abs()
+    beyond = (size - limit).amax(1).unsqueeze(-1)
+    largest = limit.amax(1).unsqueeze(-1)
+    return Deviation(beyond.clamp_min(0), 1e-3 * (1 + largest), 16 * (1 + largest))
+
+
+def joined(a: Deviation, b: Deviation) -> Deviation:
+    """Both, along the last dimension."""
+    return Deviation(
+        torch.cat([a.residual, b.residual], -1),
+        torch.cat([a.bound, b.bound], -1),
+        torch.cat([a.scale, b.scale], -1),
+    )
 
 
 @dataclass(slots=True)

@@ -87,10 +87,11 @@ def row_deviation(
         expected = expected + offset
         reach = reach + offset.abs()
     bound = (growth(inner, y.dtype) + operand_roundoff(y.dtype, y.device)) * reach
-    store = store_roundoff(y.dtype, y.device)
+    # A product may be rounded once before its bias is added, and once more behind it.
+    store = store_roundoff(y.dtype, y.device) * (1 if offset is None else 2)
     if store:
-        # No correct tile's magnitudes sum to more than `reach`; an infinite one must not excuse itself. Half the
-        # digits of the checksum product may be lost on CUDA (`halves`), hence store² more.
+        # No correct tile's magnitudes add up to more than `reach`: infinity must not excuse itself.
+        # Half the digits of the checksum product may be lost on CUDA (`halves`), hence store² more.
         magnitude = torch.linalg.vector_norm(tiles(y), ord=1, dim=-1, dtype=acc).nan_to_num(nan=math.inf)
         bound = bound + store * torch.minimum(magnitude, 1.01 * reach) + store**2 * reach
     return Deviation(expected - tile_totals(y), bound + torch.finfo(y.dtype).tiny, reach)

@@ -39,8 +39,8 @@ def growth(inner: int, dtype: torch.dtype) -> float:
 
 
 def operand_roundoff(dtype: torch.dtype, device: torch.device) -> float:
-    """Relative error, beyond the accumulator's, with which the device multiplies: fp32 read as TF32 on CUDA, and
-    fp16 summed in fp16 on CPUs that can."""
+    """Relative error, beyond the accumulator's, with which the device multiplies: fp32 read as TF32 on CUDA,
+    and fp16 summed in fp16 on CPUs that can."""
     if device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
         return 2.0**-10
     if device.type == "cpu" and dtype == torch.float16:
@@ -85,7 +85,9 @@ def tile_totals(x: torch.Tensor) -> torch.Tensor:
     # On a CPU short reductions are several times slower than a product with zeros and ones.
     width = tile_width(x.shape[-1])
     member = torch.eye(x.shape[-1] // width, dtype=acc).repeat_interleave(width, 0)
-    return x.to(acc) @ member
+    totals = x.to(acc) @ member
+    # inf times 0 spreads one bad element over its row's tiles; then it is worth the time.
+    return totals if totals.isfinite().all() else tiles(x).sum(-1, dtype=acc)
 
 
 def norms(x: torch.Tensor, dim: int) -> torch.Tensor:
