@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from .guard import Guard
-from .product import TileSums, row_deviation, settle_rows, tile_sums
+from .product import TileSums, row_deviation, settle_rows, tile_sums, unseen_by_checkpointing
 from .roundoff import tile_totals
 
 
@@ -68,8 +68,9 @@ class _Linear(torch.autograd.Function):
         y = guard.touch(section, y)
         flops, cost = 2.0 * y.numel() * flat.shape[1], float(flat.numel() + 2 * y.numel())
         if guard.checking(section, flops=flops, cost=cost):
-            kept = sums.rows(weight, guard.weights_version)
-            offset = None if bias is None else tile_totals(bias)
+            with unseen_by_checkpointing():
+                kept = sums.rows(weight, guard.weights_version)
+                offset = None if bias is None else tile_totals(bias)
             y = settle_rows(
                 guard,
                 section,
