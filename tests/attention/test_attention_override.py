@@ -24,7 +24,7 @@ from everstep.attention.section import AttentionCheck
 MODELS = {
     "llama3": lambda: llama3.model_registry("debugmodel"),
     "qwen3": lambda: qwen3.model_registry("debugmodel"),
-    "gpt_oss": lambda: gpt_oss.model_registry("debugmodel"),
+    "gpt_oss": lambda: gpt_oss.model_registry("debugmodel", attn_backend="flex"),
     "deepseek_v3": lambda: deepseek_v3.model_registry("debugmodel"),
 }
 L = 64
@@ -104,6 +104,30 @@ def test_the_explicit_path_computes_what_flex_does(name, eager_flex):
     assert compared >= 2
     assert not checks.refused()
     assert checks.drain() == []
+
+
+@pytest.mark.parametrize("registry", [llama3, gpt_oss], ids=["documents", "windows and sinks"])
+def test_varlen_masks_mean_what_block_masks_mean(registry):
+    section = AttentionCheck(enable=True, frequency=1.0, path="explicit")
+    flex_spec, varlen_spec = (
+        registry.model_registry("debugmodel", attn_backend=x) for x in ("flex", "varlen")
+    )
+    (flex, _), (varlen, checks) = build(flex_spec, section), build(varlen_spec, section)
+    varlen.load_state_dict(flex.state_dict())
+    _, positions = batch(flex_spec)
+    x = torch.randn(2, L, flex_spec.model.dim)
+    checks.begin(1, 0)
+    of_flex = flex.get_attention_masks(positions=positions)
+    of_varlen = varlen.get_attention_masks(positions=positions)
+    for layer in ("0", "1"):
+        window = getattr(varlen.layers[layer].attention.inner_attention, "window_size", (-1, 0))[0]
+        mask = of_flex
+        if isinstance(of_flex, dict):
+            mask = of_flex["basic_mask" if window < 0 else "sliding_window_mask"]
+        expected = flex.layers[layer].attention(x, mask, positions)
+        got = varlen.layers[layer].attention(x, of_varlen, positions)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    assert not checks.refused()
 
 
 def test_the_watched_kernel_computes_what_the_stock_one_does_to_the_last_bit():

@@ -50,7 +50,8 @@ def allot(loads: list[Load], errors_per_flop: float, risk_per_step: float, least
     unseen = sum((1 - least) * h for h in harm)
     order = sorted(range(len(loads)), key=lambda i: harm[i] / max(loads[i].cost, 1e-30), reverse=True)
     for i in order:
-        if unseen <= risk_per_step or not harm[i]:
+        # The last digits of a difference of large sums are not worth a check.
+        if unseen <= risk_per_step * (1 + 1e-9) or not harm[i]:
             break
         raised = min(1 - least, (unseen - risk_per_step) / harm[i])
         rates[i] = least + raised
