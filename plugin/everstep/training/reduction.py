@@ -98,6 +98,22 @@ class GradientReducer:
             bucket.usual = bucket.additions
         self._counted, self._armed = True, False
 
+    def keep(self) -> None:
+        """Remember the gradients as they are, in the buckets' memory; only while no sum has started."""
+        with torch.no_grad():
+            for bucket in self._buckets:
+                for index in range(len(bucket.params)):
+                    bucket.fill(index)
+                bucket.filled = [False] * len(bucket.params)
+
+    def take_back(self) -> None:
+        """Make the gradients what they were at the last `keep`."""
+        with torch.no_grad():
+            for bucket in self._buckets:
+                for param, view in zip(bucket.params, bucket.views, strict=True):
+                    if param.grad is not None:
+                        local(param.grad).copy_(view)
+
     def finish(self) -> None:
         """Sum what is not summed yet and wait for all of it. Raises CrossGroupError."""
         assert self._cross is not None, "begin() comes first"
