@@ -33,7 +33,7 @@ from everstep.quorum.process_group import CrossGroup
 from everstep.quorum.token import run_token
 from everstep.report.events import EventLog
 from everstep.training import finish
-from everstep.training.protocol import Blank, Commit, OutOfData, StepProtocol, Timeouts
+from everstep.training.protocol import Blank, Commit, Left, OutOfData, StepProtocol, Timeouts
 from everstep.training.reduction import GradientReducer
 from everstep.training.state import TrainingState, slot_seed
 from everstep.training.work import TitanWork, all_in_group, sum_in_group
@@ -181,6 +181,7 @@ class EverstepTrainer(titan.Trainer):
             events=self.events,
             beat=self._heartbeat.beat,
             all_in_group=all_in_group,
+            asked_to_leave=lambda: self._asked_to_leave,
             device=self.device if ft.process_group == "nccl" else torch.device("cpu"),
         )
 
@@ -194,14 +195,16 @@ class EverstepTrainer(titan.Trainer):
         with self.config.profiler.build(global_step=self.step, base_folder=self.config.dump_folder) as profiler:
             while self.should_continue_training() and not leaves and not over:
                 self.gc_handler.run(self.step)
-                # The signal reaches a group's ranks at different moments.
-                self._protocol.leaving = not all_in_group(not self._asked_to_leave)
                 try:
                     commit = self._protocol.next()
                 except Blank:
                     over = all_in_group(finish.is_over(self._run_dir, self.config.training.steps))
-                    if not over:
+                    leaves = self._protocol.leaving
+                    if not over and not leaves:
                         self._restore_or_wait()
+                    continue
+                except Left:
+                    leaves = True
                     continue
                 except OutOfData:
                     logger.warning(f"Ran out of data after step {self.step}")
