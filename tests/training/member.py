@@ -111,6 +111,7 @@ class Options:
     refuse: tuple[int, int] = (-1, -1)
     flip_at: int = -1
     give_up_s: float = 60
+    reduce_s: float = 5
     pause_after: int = -1
 
 
@@ -135,7 +136,7 @@ def main(args: Options, connection: Connection) -> None:
         "gloo",
         host="127.0.0.1",
         connect_timeout=timedelta(seconds=2),
-        reduce_timeout=timedelta(seconds=5),
+        reduce_timeout=timedelta(seconds=args.reduce_s),
     )
 
     asked_to_leave = False
@@ -161,8 +162,9 @@ def main(args: Options, connection: Connection) -> None:
         token=TOKEN,
         timeouts=Timeouts(
             quorum=timedelta(seconds=5),
-            reduce=timedelta(seconds=5),
+            reduce=timedelta(seconds=args.reduce_s),
             heal=timedelta(seconds=10),
+            compute=timedelta(seconds=20),
             give_up=timedelta(seconds=args.give_up_s),
         ),
         events=events,

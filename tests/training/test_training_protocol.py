@@ -253,6 +253,14 @@ def test_more_groups_than_slots_leaves_spares_that_step_in(run):
     assert set(groups[0].commits[30]["owners"]) == {0, 2}
 
 
+def test_a_spare_waits_for_as_long_as_the_others_compute(run):
+    first, spare = run.together(2, steps=5, slots=1, slot_s=2.0, reduce_s=0.7)
+    check(first, 5, slots=1)
+    check(spare, 5, slots=1)
+    failed = [event["reason"] for event in run.events("attempt") if not event["committed"]]
+    assert not [reason for reason in failed if "Timed out" in reason or "lost" in reason], failed
+
+
 def test_the_audit_finds_the_group_whose_parameters_changed_and_heals_it(run):
     first = run.group(0, steps=30, slot_s=0.02, pause_after=2)
     first.until(2)

@@ -93,11 +93,20 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Named waits of the protocol."""
+    """Named waits of the protocol.
+
+    Attributes:
+        quorum: for one quorum.
+        reduce: for one sum over the groups, once all of them have computed their share.
+        heal: for a joiner's state.
+        compute: longest that a group with nothing to compute waits for the others' share.
+        give_up: see `GaveUp`.
+    """
 
     quorum: timedelta
     reduce: timedelta
     heal: timedelta
+    compute: timedelta
     give_up: timedelta
 
 
@@ -230,6 +239,7 @@ class StepProtocol:
         self._held = _Held(step=-1)
         self._failures = 0
         self._connected = ""
+        self._slot_s: float | None = None
         self._progress = time.monotonic()
 
     def next(self) -> Commit:
@@ -431,9 +441,9 @@ class StepProtocol:
             self._drop()
             self._disconnect()
             return None, "this group's parameters differ from the other groups'; it heals"
-        self._reducer.begin(self._cross)
-        compute_begin = time.monotonic()
         share = plan.shares.get(self._group, ())
+        self._reducer.begin(self._cross, self._patience(share, plan))
+        compute_begin = time.monotonic()
         exhausted = False
         for slot in share:
             self._beat("compute", step)
@@ -451,6 +461,7 @@ class StepProtocol:
                 continue
             self._reducer.end_slot()
             computed.append(slot)
+            self._slot_s = (time.monotonic() - compute_begin) / len(computed)
         self._held.slots.update(computed)
         reduce_begin = time.monotonic()
         # The group's own collectives come in the same order on all its ranks, whatever fails between groups.
@@ -500,6 +511,15 @@ class StepProtocol:
             ),
             "",
         )
+
+    def _patience(self, share: Sequence[int], plan: ledger.Plan) -> timedelta:
+        """For the gradients' sums: groups with a smaller share than others are there earlier."""
+        ahead = max(map(len, plan.shares.values()), default=0) - len(share)
+        if ahead == 0:
+            return self._timeouts.reduce
+        if not share or self._slot_s is None:
+            return max(self._timeouts.compute, self._timeouts.reduce)
+        return self._timeouts.reduce + 2 * ahead * timedelta(seconds=self._slot_s)
 
     def _finish_gradients(self, step: int) -> str:
         """Wait for the gradients' sums; why they failed, or nothing."""

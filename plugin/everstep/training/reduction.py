@@ -10,6 +10,7 @@ How often is counted in each slot, and a gradient is taken to be there when it w
 """
 
 from collections.abc import Iterable
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -64,6 +65,7 @@ class GradientReducer:
     def __init__(self, params: Iterable[torch.nn.Parameter], bucket_bytes: int) -> None:
         self._buckets = [_Bucket(part) for part in _split(list(params), bucket_bytes)]
         self._cross: CrossGroup | None = None
+        self._timeout: timedelta | None = None
         self._started = 0
         self._armed = self._counted = False
         self._error: CrossGroupError | None = None
@@ -72,9 +74,10 @@ class GradientReducer:
                 # FSDP2 runs these hooks itself once the sharded gradient is accumulated.
                 param.register_post_accumulate_grad_hook(partial(self._on_grad, bucket, index))
 
-    def begin(self, cross: CrossGroup) -> None:
-        """Start an attempt over the groups of `cross`."""
+    def begin(self, cross: CrossGroup, timeout: timedelta | None = None) -> None:
+        """Start an attempt over the groups of `cross`, whose sums may each take `timeout` (None: what `cross` has)."""
         self._cross, self._started, self._armed, self._error = cross, 0, False, None
+        self._timeout = timeout
         for bucket in self._buckets:
             bucket.filled = [False] * len(bucket.params)
             bucket.work = None
@@ -160,7 +163,7 @@ class GradientReducer:
             if not all(bucket.filled):
                 return
             try:
-                bucket.work = self._cross.sum_async(bucket.flat)
+                bucket.work = self._cross.sum_async(bucket.flat, self._timeout)
             except CrossGroupError as error:
                 # Backward goes on: what it computes is held for the next attempt.
                 self._error = error

@@ -176,6 +176,8 @@ class EverstepTrainer(titan.Trainer):
                 quorum=timedelta(seconds=ft.quorum_timeout_s),
                 reduce=timedelta(seconds=ft.reduce_timeout_s),
                 heal=timedelta(seconds=ft.heal_timeout_s),
+                # Whoever waits longer would be taken for stalled.
+                compute=timedelta(seconds=0.8 * ft.stall_timeout_s),
                 give_up=timedelta(seconds=ft.give_up_after_s),
             ),
             events=self.events,
