@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -296,7 +297,7 @@ class Supervisor:
 
     def _prepare_ended(self, exitcode: int) -> None:
         try:
-            found = json.loads((self._private / "prepared").read_text())
+            found: dict[str, Any] = json.loads((self._private / "prepared").read_text())
         except FileNotFoundError:
             found = {
                 "error": f"checking the config failed ({exitcode}), see {self.run_dir.path}/logs/prepare.log."

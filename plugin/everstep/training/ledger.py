@@ -59,8 +59,8 @@ def encode(row: Row, slots: int) -> list[int]:
     packed = [0] * (words(slots) - ROW_HEADER)
     for slot in row.held:
         packed[slot // BITS_PER_WORD] |= 1 << slot % BITS_PER_WORD
-    audited = row.checksum is not None
-    return [row.group + 1, row.step, int(row.computes), int(audited), row.checksum if audited else 0, *packed]
+    audited, checksum = (0, 0) if row.checksum is None else (1, row.checksum)
+    return [row.group + 1, row.step, int(row.computes), audited, checksum, *packed]
 
 
 def decode(values: Sequence[int], slots: int) -> Row:

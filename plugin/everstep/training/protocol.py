@@ -61,8 +61,10 @@ class OutOfData(Exception):  # noqa: N818 the end of a run, not an error
 class Work(Protocol):
     """What the protocol needs from a trainer."""
 
-    may_refuse: bool
-    """Whether `compute` may raise SlotRefused."""
+    @property
+    def may_refuse(self) -> bool:
+        """Whether `compute` may raise SlotRefused."""
+        ...
 
     def compute(self, step: int, slot: int) -> None:
         """Forward and backward of one slot of `step`; the gradient is added to `param.grad`.
