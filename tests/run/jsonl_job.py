@@ -1,4 +1,4 @@
-"""A user's own module for `[job] module`: torchtitan's debug Llama 3 on a dataset of their own, a JSONL file."""
+"""A user's own module for `[job] module`: torchtitan's debug Llama 3 on their own dataset, a JSONL file."""
 
 from datasets import load_dataset
 from everstep.data.byte_tokenizer import ByteTokenizer

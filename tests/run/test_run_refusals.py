@@ -16,8 +16,12 @@ MISTAKES = {
     "wrong type": ({"training": {"steps": "many"}}, (), ("steps", "many")),
     "unknown model": ({"job": {"config": "llama3_huge"}}, (), ("llama3_huge", "the nearest is")),
     "unknown module": ({"job": {"module": "llama33"}}, (), ("llama33", '"llama3"')),
-    "no tokenizer": ({"data": {"source": "dataloader"}, "": {"hf_assets_path": "none/here"}}, (), ("none/here",)),
-    "no token file": ({"data": {"source": "tokens", "path": "none.tokens"}}, (), ("none.tokens", "no such file")),
+    "no tokenizer": (
+        {"data": {"source": "dataloader"}, "": {"hf_assets_path": "none/here"}}, (), ("none/here",),
+    ),
+    "no token file": (
+        {"data": {"source": "tokens", "path": "none.tokens"}}, (), ("none.tokens", "no such file"),
+    ),
     "too few slots": ({"training": {"global_batch_size": 2}}, (), ("2 slots", "3 groups")),
     "too few slots for ranks": (
         {"training": {"global_batch_size": 4}}, ("--ranks-per-group", "2"), ("2 slots", "3 groups"),

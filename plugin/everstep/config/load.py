@@ -14,7 +14,7 @@ from torchtitan.config.manager import ConfigManager, custom_registry
 
 from .assign import assign_table, convert, field_types, run_own_checks, shown
 from .base import base_config
-from .checks import problems
+from .checks import deferred_checks, problems
 from .errors import ConfigError
 from .legacy import dropped_warning, translate
 from .sections import Job
@@ -140,11 +140,12 @@ def _set_group_value(group: Any, key: str, value: Any) -> None:
 
 
 def _override(config: Any, arguments: Sequence[str]) -> Any:
-    """Apply command line arguments as torchtitan does, without its help screens."""
+    """Apply command line arguments as torchtitan does, without its help screens and without our checks: tyro
+    would tell of what they find, but not in which file."""
     ConfigManager()  # registers torchtitan's rules for lists with custom_registry
     screen = io.StringIO()
     try:
-        with contextlib.redirect_stderr(screen), contextlib.redirect_stdout(screen):
+        with deferred_checks(), contextlib.redirect_stderr(screen), contextlib.redirect_stdout(screen):
             return tyro.cli(type(config), args=list(arguments), default=config, registry=custom_registry)
     except SystemExit:
         raise ConfigError(f"command line: {_message(screen.getvalue())}") from None
@@ -152,13 +153,20 @@ def _override(config: Any, arguments: Sequence[str]) -> Any:
 
 def _message(screen: str) -> str:
     """What a tyro error panel says, without its title, its frame and the help it refers to."""
-    lines = [line.strip(" │╭╮╰╯").strip() for line in screen.splitlines()[1:]]
+    panel = screen.splitlines()
+    # Warnings may have been printed before it. The title is in the frame, or has a rule below it.
+    framed = [n for n, line in enumerate(panel) if line.lstrip().startswith("╭")]
+    ruled = [n - 1 for n, line in enumerate(panel) if n and set(line.strip()) == {"-"}]
+    title = (framed or ruled or [0])[0]
+    lines = [line.strip(" │╭╮╰╯").strip() for line in panel[title + 1 :]]
+    while lines and not lines[0].strip("─-"):
+        lines.pop(0)
     blocks: list[list[str]] = [[]]
     for line in lines:
         if line.strip("─-"):
             blocks[-1].append(line)
         elif blocks[-1]:
             blocks.append([])
-    message = " ".join(blocks[0]) or "cannot be parsed"
+    message = " ".join(blocks[0]).removeprefix("Error parsing Config: ") or "cannot be parsed"
     meant = next((block[1] for block in blocks if block[:1] == ["Perhaps you meant:"]), None)
     return f"{message}; perhaps you meant {meant}" if meant else message

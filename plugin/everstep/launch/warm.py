@@ -26,12 +26,18 @@ PRELOAD = (
     "torchtitan.train",
     "everstep.train",
     "everstep.config_registry",
+    "everstep.config.load",
+    "everstep.data.byte_tokenizer",
+    "everstep.data.stdlib_text",
+    "everstep.data.streams",
+    "everstep.data.tokens",
     "everstep.training.trainer",
     "everstep.launch.elastic",
     "everstep.launch.worker",
     "everstep.quorum.lighthouse",
 )
-"""What an agent, its workers and a lighthouse use."""
+"""What an agent, its workers and a lighthouse use. All of it: what a worker imports by itself delays each restart,
+and a restart must not meet a newer version of a file than its group began with."""
 
 _MAX_PACKET = 1 << 20
 
