@@ -84,9 +84,7 @@ def plan(rows: Sequence[Row], slots: int, on_loss: Literal["redistribute", "shri
         the plan; `shares` and what is held after `drops` cover each slot exactly once under `redistribute`.
     """
     differing = differing_groups(rows)
-    able = sorted(
-        (row for row in rows if row.computes and row.group not in differing), key=lambda row: row.group
-    )
+    able = sorted((row for row in rows if row.computes and row.group not in differing), key=lambda row: row.group)
     drops = _conflicting(able)
     held = frozenset().union(*(row.held for row in able if row.group not in drops)) if able else frozenset()
     missing = [slot for slot in range(slots) if slot not in held]
