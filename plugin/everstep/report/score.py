@@ -159,9 +159,7 @@ def _measure(
 def samples(slots: Iterable[tuple[Commit, Collection[int]]], batch: int | None) -> int:
     """Samples in some slots of each commit, with `batch` samples in a whole step. While that is not known, a
     slot counts as one."""
-    per_slot = (
-        (batch / len(commit.owners) if batch and commit.owners else 1, chosen) for commit, chosen in slots
-    )
+    per_slot = ((batch / len(commit.owners) if batch and commit.owners else 1, chosen) for commit, chosen in slots)
     return round(sum(size * len(chosen) for size, chosen in per_slot))
 
 

@@ -50,19 +50,21 @@ class SlotSums:
     extra: torch.Tensor
 
 
-class SlotRefused(Exception):  # noqa: N818 the slot is computed again
+class SlotRefused(Exception):
     """A check found the slot's computation wrong and could not repair it: its gradient must not be used."""
 
 
-class OutOfData(Exception):  # noqa: N818 the end of a run, not an error
+class OutOfData(Exception):  # the end of a run, not an error
     """The data ended before this step: the run is over for all groups."""
 
 
 class Work(Protocol):
     """What the protocol needs from a trainer."""
 
-    may_refuse: bool
-    """Whether `compute` may raise SlotRefused."""
+    @property
+    def may_refuse(self) -> bool:
+        """Whether `compute` may raise SlotRefused."""
+        ...
 
     def compute(self, step: int, slot: int) -> None:
         """Forward and backward of one slot of `step`; the gradient is added to `param.grad`.
@@ -145,7 +147,7 @@ class Commit:
     took_s: float
 
 
-class Blank(Exception):  # noqa: N818 a turn of the protocol, not an error
+class Blank(Exception):  # a turn of the protocol, not an error
     """No member of the quorum has any state: it has to come from somewhere else."""
 
 

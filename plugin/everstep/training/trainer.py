@@ -69,6 +69,8 @@ class EverstepTrainer(titan.Trainer):
             titan.Trainer.Config.__post_init__(self)
             check_config(self)
 
+    config: Config  # pyrefly: ignore[bad-override-mutable-attribute] torchtitan's declares its own Config
+
     def __init__(self, config: Config) -> None:
         begin = time.monotonic()
         bind_data(config)
@@ -130,6 +132,7 @@ class EverstepTrainer(titan.Trainer):
                 f"{type(self.dataloader).__name__} cannot be read by slot: leave [data] source to Everstep's config"
             )
         self.source: SlotSource = self.dataloader
+        assert config.model_spec is not None
         self.source.require_vocab(decoder_vocab_size(config.model_spec))
         self.source.open_slots(self._slots, self.dp_rank, dp_size)
         self.tokens_per_step = config.training.local_batch_size * config.training.seq_len * dp_size * self._slots
@@ -296,7 +299,7 @@ class EverstepTrainer(titan.Trainer):
         self._protocol.committed()
         if self.checks is not None:
             self.checks.committed(self.step)
-        if config.fault_tolerance.audit_interval and self.step % config.fault_tolerance.audit_interval == 0:
+        if self._ft.audit_interval and self.step % self._ft.audit_interval == 0:
             self._protocol.checksum = self._audit_checksum()
         self.events.emit(
             "commit",
@@ -344,7 +347,9 @@ class EverstepTrainer(titan.Trainer):
         def save() -> None:
             if not complete and self.config.checkpoint.enable:
                 # Training goes on from here one day: the optimizer has to be in it.
+                # pyrefly: ignore[missing-attribute] the base class has it in its Config only
                 self.checkpointer.last_save_model_only = False
+                # pyrefly: ignore[missing-attribute]
                 self.checkpointer.last_save_in_hf = False
             begin = time.monotonic()
             if self.checkpointer.save(self.step, last_step=True):
