@@ -151,7 +151,7 @@ class Blank(Exception):  # a turn of the protocol, not an error
     """No member of the quorum has any state: it has to come from somewhere else."""
 
 
-class Left(Exception):  # noqa: N818
+class Left(Exception):
     """This group was asked to leave while there was no quorum to commit another step in."""
 
 
