@@ -41,7 +41,7 @@ GOODPUT_DEFINITION = "steps in the final state times the median healthy step, ov
 ACTIONS = ("corrected", "recomputed", "refused")
 """What the attention check can do about what it finds."""
 
-LOSS_TOLERANCE = 1e-3
+LOSS_TOLERANCE = 1e-4
 """Largest difference of a loss to the other run's that `verdict` accepts: sums in another order stay far
 below it, a missing or repeated batch does not."""
 
