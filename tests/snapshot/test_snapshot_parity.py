@@ -4,9 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-from everstep.snapshot import parity, stripes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from everstep.snapshot import parity, stripes
 
 
 def slow_multiply(a: int, b: int) -> int:

@@ -106,6 +106,15 @@ class Arena:
             return None
         return header
 
+    def bytes_of(self, rank: int) -> int:
+        """Memory that the rank's slots and parity take now."""
+        total = 0
+        for kind in _FILE_WORD:
+            for index in range(SLOTS):
+                with contextlib.suppress(FileNotFoundError):  # not made yet
+                    total += self.file(kind, rank, index).stat().st_size
+        return total
+
     def write_notes(self, rank: int, notes: Notes) -> None:
         path = self.path / f"rank-{rank}.notes"
         temporary = path.with_suffix(".notes-new")

@@ -15,7 +15,7 @@ import numpy as np
 
 from everstep import wire
 from everstep.snapshot import parity, stripes
-from everstep.snapshot.arena import SLOTS, Arena, check_room
+from everstep.snapshot.arena import SLOTS, Arena, Kind, check_room
 from everstep.snapshot.peers import open_slot
 from everstep.snapshot.slot import Header, SlotError, SlotWriter, chunk_digests, file_bytes, pack_sections
 
@@ -46,7 +46,7 @@ class Coder:
     def code(
         self, own: Header, timeout: timedelta, silence: timedelta, current: Callable[[], bool]
     ) -> Header:
-        """Code and publish what this member holds of the parity over `own`'s step.
+        """Code and publish what this member holds of the parity over `own`'s step; return when all have.
 
         Args:
             timeout: the longest wait for the other members to hold the step.
@@ -63,12 +63,17 @@ class Coder:
         try:
             sources = {own.group: own}
             for group in others:
-                channels[group], sources[group] = self._open(group, own, deadline, silence, current)
+                channels[group], sources[group] = self._open(group, "data", own, deadline, silence, current)
             header, table, writer = self._combine(own, sources, channels, current)
             for group in others:
                 if not channels[group].ask({"op": "still"})["still"]:
                     raise CodingError(f"group {group} went on to another step")
-            return writer.publish(header, table)
+            published = writer.publish(header, table)
+            # Ours is of use only with theirs: until all have it, the step before is the one to fall back on.
+            for group in others:
+                channels.pop(group).close()
+                channels[group], _ = self._open(group, "parity", own, deadline, silence, current)
+            return published
         except (wire.WireError, SlotError) as error:
             raise CodingError(f"group {group}: {error}") from error
         finally:
@@ -76,7 +81,13 @@ class Coder:
                 channel.close()
 
     def _open(
-        self, group: int, own: Header, deadline: float, silence: timedelta, current: Callable[[], bool]
+        self,
+        group: int,
+        kind: Kind,
+        own: Header,
+        deadline: float,
+        silence: timedelta,
+        current: Callable[[], bool],
     ) -> tuple[wire.Channel, Header]:
         while True:
             if not current():
@@ -94,8 +105,9 @@ class Coder:
                 continue
             try:
                 patience_s = max(0.0, min(left_s, PATIENCE_S))
+                sound = kind == "data"
                 return channel, open_slot(
-                    channel, "data", own.rank, own.identity, sound=True, patience_s=patience_s
+                    channel, kind, own.rank, own.identity, sound=sound, patience_s=patience_s
                 )
             except wire.WireError as error:
                 channel.close()
