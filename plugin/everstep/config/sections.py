@@ -1,8 +1,27 @@
-"""Everstep's own sections of a config, in the form torchtitan's sections have: a field, then what a user reads
-about it in `--help`."""
+"""Everstep's own sections of a config, in the form torchtitan's sections have: a field, then what a user
+reads about it in `--help`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
+
+
+@dataclass(kw_only=True, slots=True)
+class Job:
+    """`[job]`: the config that a file starts from. Read once, from the file; the command line has no flags
+    for it, because by the time flags apply the base has been chosen."""
+
+    module: Annotated[str, tyro.conf.Suppress] = ""
+    """Whose registry to look in: a model of torchtitan (llama3, qwen3, deepseek_v3, gpt_oss, ...) or the
+    import path of a package with a `config_registry`."""
+
+    config: Annotated[str, tyro.conf.Suppress] = ""
+    """Which config of that registry, e.g. llama3_8b. Empty: torchtitan's defaults around `flavor`."""
+
+    flavor: Annotated[str, tyro.conf.Suppress] = ""
+    """Which model of that registry, e.g. 1B, with the registry's default attention and without converters.
+    Empty: the model of `config`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -10,7 +29,8 @@ class FaultTolerance:
     """`[fault_tolerance]`: replica groups, quorums and how a run survives its failures."""
 
     enable: bool = False
-    """Train as one of several replica groups, with the slot ledger. Off: torchtitan's own trainer, unchanged."""
+    """Train as one of several replica groups, with the slot ledger. Off: torchtitan's own trainer,
+    unchanged."""
 
     groups: int = 1
     """Nominal number of replica groups. More may join as spares; fewer is survived down to min_groups."""
@@ -19,7 +39,8 @@ class FaultTolerance:
     """The smallest number of groups that may commit a step. With fewer, the run waits."""
 
     group_id: int = 0
-    """This group's id, 0 to groups - 1, the same after every restart. `everstep run` and `everstep agent` set it."""
+    """This group's id, 0 to groups - 1, the same after every restart. `everstep run` and `everstep agent`
+    set it."""
 
     lighthouse: str = ""
     """Address of torchft's lighthouse, `http://host:port`. Empty: the environment's TORCHFT_LIGHTHOUSE."""
@@ -33,12 +54,16 @@ class FaultTolerance:
     global batch; `shrink` commits the step with the slots that are there (torchft's behaviour)."""
 
     bind_host: str = ""
-    """Host name or address that this group's servers (quorum manager, heal source, gradient sums) listen on and
-    advertise. Empty: the host name's address. `everstep run` sets 127.0.0.1."""
+    """Host name or address that this group's servers (quorum manager, heal source, gradient sums) listen
+    on and advertise. Empty: the host name's address. `everstep run` sets 127.0.0.1."""
 
     heartbeat_timeout_s: float = 2.0
-    """A group whose heartbeats stop for this long is left out of the next quorum. Lower: shorter stalls when a
-    group dies; too low: a busy host is taken for a dead one."""
+    """A group whose heartbeats stop for this long is left out of the next quorum. Lower: shorter stalls
+    when a group dies; too low: a busy host is taken for a dead one."""
+
+    join_timeout_s: float = 10.0
+    """Longest that the groups of a quorum wait for another one that is alive but does not ask to join, a
+    group that hangs for instance."""
 
     connect_timeout_s: float = 2.0
     """Longest wait for the other groups of a new quorum to connect their process group."""
@@ -46,12 +71,16 @@ class FaultTolerance:
     reduce_timeout_s: float = 10.0
     """Longest wait for one gradient sum across groups. A hung peer is noticed after this."""
 
+    heal_timeout_s: float = 60.0
+    """Longest wait for a joiner to receive the state of a group that lives. The other groups finish their
+    step with it."""
+
     quorum_timeout_s: float = 60.0
     """Longest wait for one quorum before it is asked for again, with the reason in an event."""
 
     stall_timeout_s: float = 120.0
     """A group whose ranks make no progress for this long is killed and restarted by its agent. Must be longer
-    than reduce_timeout_s and quorum_timeout_s and the longest slot."""
+    than quorum_timeout_s, heal_timeout_s, reduce_timeout_s and the longest slot."""
 
     startup_timeout_s: float = 900.0
     """The same before a group's first step: imports, model, compilation, checkpoint."""
@@ -66,8 +95,8 @@ class FaultTolerance:
     """The window in which max_restarts counts."""
 
     audit_interval: int = 50
-    """Every so many committed steps the groups compare a checksum of their parameters; one that differs is named
-    and heals. 0: never."""
+    """Every so many committed steps the groups compare a checksum of their parameters; one that differs is
+    named and heals. 0: never."""
 
     bucket_mb: float = 32.0
     """Size of the pieces in which gradients are summed across groups while the last backward still runs."""

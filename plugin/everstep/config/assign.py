@@ -1,0 +1,314 @@
+"""Sets the keys of a TOML table on a tree of config dataclasses, with the types checked.
+
+Two kinds of section can be one of several classes, and say which by a key of their own:
+`mode` where torchtitan declares a union (`[activation_checkpoint] mode = "full"`), with the names its
+command line uses; `class` where a component may be exchanged for another (`[dataloader] class =
+"package.module.Component"`)."""
+
+import dataclasses
+import functools
+import importlib
+import types
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+from torchtitan.config import Configurable
+
+from .errors import ConfigError, nearest
+from .positions import Path
+from .source import Source, describe, describe_table
+
+NONE = "None"
+"""How TOML, which has no null, spells None; as torchtitan's command line does."""
+
+
+@functools.cache
+def field_types(config_class: type) -> dict[str, Any]:
+    """Names and types, annotations included, of the fields of a config dataclass that a file may set."""
+    hints = typing.get_type_hints(config_class, include_extras=True)
+    return {f.name: hints[f.name] for f in dataclasses.fields(config_class) if not f.name.startswith("_")}
+
+
+def assign_table(
+    config: Any, table: dict[str, Any], source: Source, path: Path = (), *, extra_keys: Iterable[str] = ()
+) -> None:
+    """Set the keys of `table` on `config`, in place, and run the checks of each section that changes.
+
+    Args:
+        config: a config dataclass. Its own `__post_init__` runs unless `path` is empty (the root).
+        table: TOML values by key.
+        source: the file, for messages.
+        path: where in the file `table` stands.
+        extra_keys: keys that the caller reads from the same table, to be proposed when a key is misspelled.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type, or one that the section itself refuses.
+    """
+    known = field_types(type(config))
+    for key, value in table.items():
+        place = (*path, key)
+        if key not in known:
+            raise _unknown_key(source, place, value, known, extra_keys)
+        setattr(config, key, convert(known[key], value, getattr(config, key), source, place))
+    if path and table:
+        run_own_checks(config, lambda message: source.error(path, f"{describe_table(path)}: {message}"))
+
+
+def run_own_checks(config: Any, to_error: Callable[[str], ConfigError]) -> None:
+    """Run a config dataclass's own `__post_init__` again, with what it raises turned into a ConfigError."""
+    own_checks = getattr(config, "__post_init__", None)
+    if own_checks is None:
+        return
+    try:
+        own_checks()
+    except ConfigError:
+        raise
+    except (ValueError, AssertionError, TypeError) as error:
+        raise to_error(str(error)) from error
+
+
+def convert(declared: Any, value: Any, current: Any, source: Source, path: Path) -> Any:
+    """The value that a field of type `declared` takes for the TOML value `value`.
+
+    Args:
+        declared: the field's type, possibly Annotated.
+        value: as tomli gives it.
+        current: what the field holds now; a table changes a copy of nothing, but this very object.
+        source: the file, for messages.
+        path: where in the file the value stands.
+
+    Raises:
+        ConfigError: the value does not fit.
+    """
+    declared = _bare(declared)
+    if dataclasses.is_dataclass(current) and not _variants(declared):
+        return _set_section(type(current), value, current, source, path)
+    if variants := _variants(declared):
+        return _set_variant(variants, value, current, source, path)
+    if dataclasses.is_dataclass(declared):
+        return _set_section(typing.cast(type, declared), value, current, source, path)
+    origin, arguments = typing.get_origin(declared), typing.get_args(declared)
+    if origin is list:
+        return _to_list(declared, value, source, path)
+    if origin in (typing.Union, types.UnionType):
+        if types.NoneType in arguments and value == NONE:
+            return None
+        for member in arguments:
+            try:
+                return convert(member, value, None, source, path)
+            except ConfigError:
+                continue
+    elif _fits(declared, value):
+        return float(value) if declared is float else value
+    elif (origin is tuple or declared is tuple) and isinstance(value, list):
+        members = arguments or (Any, ...)
+        if members[-1] is Ellipsis:
+            members = members[:1] * len(value)
+        if len(members) == len(value):
+            pairs = enumerate(zip(members, value, strict=True))
+            return tuple(convert(kind, item, None, source, (*path, i)) for i, (kind, item) in pairs)
+    raise source.error(path, f"{describe(path)} must be {expected(declared)}, got {shown(value)}")
+
+
+def expected(declared: Any) -> str:
+    """A type in a user's words: `an integer`, `one of "a", "b"`."""
+    declared = _bare(declared)
+    names = {
+        bool: "true or false",
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        types.NoneType: f'"{NONE}"',
+        dict: "a table",
+        tuple: "an array",
+        list: "an array",
+        Any: "any value",
+    }
+    if declared in names:
+        return names[declared]
+    origin, arguments = typing.get_origin(declared), typing.get_args(declared)
+    if origin is Literal:
+        return "one of " + ", ".join(shown(choice) for choice in arguments)
+    if origin in (typing.Union, types.UnionType):
+        members = [m for m in arguments if not (m is int and float in arguments)]
+        return " or ".join(expected(member) for member in members)
+    if origin is list:
+        return f"an array, each element {expected(arguments[0])}"
+    if origin is tuple:
+        if arguments[-1] is Ellipsis:
+            return f"an array, each element {expected(arguments[0])}"
+        return f"an array of {len(arguments)}: " + ", ".join(expected(member) for member in arguments)
+    if origin is dict or dataclasses.is_dataclass(declared):
+        return "a table"
+    return f"a {getattr(declared, '__name__', declared)}, which no TOML value is"
+
+
+def shown(value: Any) -> str:
+    """A TOML value as an error message quotes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, dict):
+        return "a table"
+    return repr(value)
+
+
+def class_name(config: Any) -> str:
+    """What the `class` key says for a component's config: the import path of the class that it builds."""
+    owner = getattr(config, "_owner", None) or type(config)
+    return f"{owner.__module__}.{owner.__qualname__}"
+
+
+def variant_names(declared: Any) -> dict[str, type | None]:
+    """The names that `mode` may have for a field declared as a union of sections; empty if it is none."""
+    return _variants(_bare(declared))
+
+
+def _bare(declared: Any) -> Any:
+    while typing.get_origin(declared) is typing.Annotated:
+        declared = typing.get_args(declared)[0]
+    return declared
+
+
+def _variants(declared: Any) -> dict[str, type | None]:
+    if typing.get_origin(declared) not in (typing.Union, types.UnionType):
+        return {}
+    variants: dict[str, type | None] = {}
+    for member in typing.get_args(declared):
+        names = [getattr(mark, "name", None) for mark in getattr(member, "__metadata__", ())]
+        bare = _bare(member)
+        if not dataclasses.is_dataclass(bare) and bare is not types.NoneType:
+            return {}
+        if names and names[0]:
+            variants[names[0]] = None if bare is types.NoneType else bare
+    return variants
+
+
+def _fits(declared: Any, value: Any) -> bool:
+    """Whether a TOML value is one of this type, without being taken apart."""
+    origin = typing.get_origin(declared)
+    if declared is Any:
+        return True
+    if declared is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if declared is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in typing.get_args(declared))
+    if declared is dict or origin is dict:
+        return isinstance(value, dict)
+    return declared in (str, bool, list) and isinstance(value, declared)
+
+
+def _to_list(declared: Any, value: Any, source: Source, path: Path) -> list[Any]:
+    (member,) = typing.get_args(declared)
+    if isinstance(value, str) and member is str:
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list):
+        raise source.error(path, f"{describe(path)} must be {expected(declared)}, got {shown(value)}")
+    return [convert(member, item, None, source, (*path, i)) for i, item in enumerate(value)]
+
+
+def _set_section(declared: type, value: Any, current: Any, source: Source, path: Path) -> Any:
+    if not isinstance(value, dict):
+        raise source.error(path, f"{describe(path)} must be a table, got {shown(value)}")
+    keys = dict(value)
+    wanted = keys.pop("class", None)
+    if wanted is not None and (current is None or wanted != class_name(current)):
+        declared, current = _component_config(wanted, declared, source, (*path, "class")), None
+    if current is None:
+        return _new_section(declared, keys, source, path)
+    assign_table(current, keys, source, path)
+    return current
+
+
+def _new_section(declared: type, keys: dict[str, Any], source: Source, path: Path) -> Any:
+    known = field_types(declared)
+    values = {}
+    for key, value in keys.items():
+        if key not in known:
+            raise _unknown_key(source, (*path, key), value, known, ())
+        values[key] = convert(known[key], value, None, source, (*path, key))
+    required = [
+        f.name
+        for f in dataclasses.fields(declared)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.init
+    ]
+    for name in required:
+        if name not in values:
+            raise source.error(path, f"{describe_table(path)} needs the key '{name}'")
+    try:
+        return declared(**values)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise source.error(path, f"{describe_table(path)}: {error}") from error
+
+
+def _set_variant(
+    variants: dict[str, type | None], value: Any, current: Any, source: Source, path: Path
+) -> Any:
+    if not isinstance(value, dict):
+        raise source.error(path, f"{describe(path)} must be a table, got {shown(value)}")
+    keys = dict(value)
+    mode = keys.pop("mode", None)
+    choices = ", ".join(f'"{name}"' for name in variants)
+    if mode is None:
+        name = next((n for n, kind in variants.items() if kind is (type(current) if current else None)), None)
+        chosen = type(current) if current else None
+    else:
+        name = mode.replace("_", "-") if isinstance(mode, str) else mode
+        if name not in variants:
+            place = (*path, "mode")
+            raise source.error(place, f"{describe(place)} must be one of {choices}, got {shown(mode)}")
+        chosen = variants[name]
+    for key in keys:
+        if chosen is not None and key in field_types(chosen):
+            continue
+        owners = [n for n, kind in variants.items() if kind is not None and key in field_types(kind)]
+        if owners:
+            wanted = " or ".join(f'"{owner}"' for owner in owners)
+            raise source.error(
+                (*path, key), f'{describe((*path, key))} needs mode = {wanted}, but mode is "{name}"'
+            )
+    if chosen is None:
+        if keys:
+            key, item = next(iter(keys.items()))
+            raise _unknown_key(source, (*path, key), item, {}, ["mode"])
+        return None
+    if current is None or type(current) is not chosen:
+        return _new_section(chosen, keys, source, path)
+    assign_table(current, keys, source, path, extra_keys=["mode"])
+    return current
+
+
+def _component_config(name: Any, declared: type, source: Source, path: Path) -> type:
+    """The Config class of the component with this import path, which must fit where it stands."""
+    module_name, _, attribute = str(name).rpartition(".")
+    try:
+        component = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise source.error(path, f"{describe(path)} = {shown(name)} cannot be imported: {error}") from error
+    config_class = getattr(component, "Config", None)
+    # the section must be able to stand for any other of its kind, so what counts is the root of the kind
+    root = [c for c in declared.__mro__ if dataclasses.is_dataclass(c) and c is not Configurable.Config][-1]
+    if config_class is None or not issubclass(config_class, root):
+        kind = getattr(root, "_owner", None) or root
+        raise source.error(path, f"{describe(path)} must name a {kind.__name__}, got {shown(name)}")
+    return config_class
+
+
+def _unknown_key(
+    source: Source, path: Path, value: Any, known: dict[str, Any], extra_keys: Iterable[str]
+) -> ConfigError:
+    key = str(path[-1])
+    near = nearest(key, [*known, *extra_keys])
+    if len(path) == 1:
+        what = f"there is no section [{key}]" if isinstance(value, dict) else f"there is no key '{key}'"
+        is_table = near is not None and expected(known.get(near, Any)) == "a table"
+        return source.error(path, f"{what}; the nearest is {f'[{near}]' if is_table else repr(near)}")
+    message = f"{describe_table(path[:-1])} has no key '{key}'"
+    if near is None:
+        return source.error(path, message)
+    kind = f" ({expected(known[near])})" if near in known else ""
+    return source.error(path, f"{message}; the nearest is '{near}'{kind}")

@@ -1,0 +1,137 @@
+"""The config that a file starts from: one of torchtitan's registries, or torchtitan's defaults around a
+model."""
+
+import importlib
+import inspect
+from types import ModuleType
+from typing import Any
+
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models import _supported_models
+from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.trainer import Trainer
+
+from .assign import shown
+from .errors import nearest
+from .sections import Job
+from .source import Source
+
+
+def base_config(job: Job, source: Source) -> Trainer.Config:
+    """The config that `[job]` names: `config` of the registry of `module`, with the model of `flavor`.
+
+    With `flavor` alone it is torchtitan's default for every section around that model, which is what a
+    torchtitan 0.2 file without further keys meant.
+
+    Raises:
+        ConfigError: nothing is named, or the registry has no such config or flavor.
+    """
+    if not job.module:
+        raise source.error(
+            ("job",), 'no base config: write [job] module = "llama3" and config = "llama3_debugmodel"'
+        )
+    registry = _registry(job.module, source)
+    if not job.config and not job.flavor:
+        choices = ", ".join(_config_functions(registry))
+        raise source.error(("job",), f"[job] needs config or flavor; {job.module} has the configs {choices}")
+    config = _call_config(registry, job, source) if job.config else None
+    if not job.flavor:
+        assert config is not None
+        return config
+    spec = _model_spec(registry, job, source)
+    if config is None:
+        loss = ChunkedLossWrapper.Config(
+            loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))
+        )
+        return Trainer.Config(
+            model_spec=spec,
+            loss=loss,
+            optimizer=default_adamw(),
+            dataloader=HuggingFaceTextDataLoader.Config(),
+        )
+    config.model_spec = spec
+    for _, loss_config, _, _ in config.loss.traverse(CrossEntropyLoss.Config):
+        if loss_config.global_vocab_size is not None:
+            loss_config.global_vocab_size = decoder_vocab_size(spec)
+    return config
+
+
+def _registry(module: str, source: Source) -> ModuleType:
+    """The registry of a torchtitan model by its short name, or of any package by its import path."""
+    place = ("job", "module")
+    if module in _supported_models:
+        names = [f"torchtitan.models.{module}.config_registry"]
+    else:
+        names = [f"{module}.config_registry", module]
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # one of the names itself may be missing; anything else is a library that the registry needs
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise source.error(place, f'[job] module = "{module}" cannot be imported: {error}') from error
+    near = nearest(module, _supported_models)
+    raise source.error(
+        place,
+        f'[job] module = "{module}" is neither a model of torchtitan nor a module that can be imported; '
+        f'the nearest model is "{near}"',
+    )
+
+
+def _config_functions(registry: ModuleType) -> list[str]:
+    """Names of the registry's own functions that make a config: public, and without required arguments."""
+    return [
+        name
+        for name, function in vars(registry).items()
+        if inspect.isfunction(function)
+        and function.__module__ == registry.__name__
+        and name[0].islower()
+        and all(p.default is not p.empty for p in inspect.signature(function).parameters.values())
+    ]
+
+
+def _call_config(registry: ModuleType, job: Job, source: Source) -> Trainer.Config:
+    functions = _config_functions(registry)
+    if job.config not in functions:
+        near = nearest(job.config, functions)
+        raise source.error(
+            ("job", "config"),
+            f'[job] config = "{job.config}" is not in the registry of {job.module}; the nearest is "{near}"',
+        )
+    try:
+        config = getattr(registry, job.config)()
+    except (ImportError, ValueError) as error:  # a library or device that this config needs
+        raise source.error(
+            ("job", "config"), f'[job] config = "{job.config}" cannot be made here: {error}'
+        ) from error
+    if not isinstance(config, Trainer.Config):
+        raise source.error(
+            ("job", "config"), f'[job] config = "{job.config}" is not the config of a torchtitan Trainer'
+        )
+    return config
+
+
+def _model_spec(registry: ModuleType, job: Job, source: Source) -> Any:
+    model_registry = getattr(registry, "model_registry", None)
+    if model_registry is None:
+        raise source.error(("job", "flavor"), f"[job] flavor: {job.module} has no model_registry")
+    try:
+        return model_registry(job.flavor)
+    except KeyError:
+        flavors = _flavors(model_registry)
+        near = nearest(job.flavor, flavors)
+        hint = f'; the nearest is "{near}" of {", ".join(map(shown, flavors))}' if near else ""
+        raise source.error(
+            ("job", "flavor"), f'[job] flavor = "{job.flavor}" is not a model of {job.module}{hint}'
+        ) from None
+
+
+def _flavors(model_registry: Any) -> list[str]:
+    """The flavors a registry knows: the keys of the one table of models that its module holds."""
+    module = inspect.getmodule(model_registry)
+    tables = [
+        table for name, table in vars(module).items() if name.endswith("_configs") and isinstance(table, dict)
+    ]
+    return list(tables[0]) if len(tables) == 1 else []

@@ -1,0 +1,212 @@
+"""Combinations of settings that cannot work, refused before anything starts.
+
+Each check is a function of the whole config that yields what is wrong. torchtitan's sections check their own
+values; here stands what takes two sections, or is ours. What nothing reads is not checked.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+from .errors import ConfigError
+
+_TIMEOUTS = (
+    ("connect_timeout_s", "reduce_timeout_s", "peers wait in the gradient sum while one still connects"),
+    ("reduce_timeout_s", "quorum_timeout_s", "peers wait for a quorum while one is held up in the sum"),
+    ("reduce_timeout_s", "heal_timeout_s", "with a joiner, the gradient sum waits until it has healed"),
+    ("heartbeat_timeout_s", "quorum_timeout_s", "a quorum waits for a dead group to be noticed"),
+    ("join_timeout_s", "quorum_timeout_s", "a quorum waits until a group that hangs is left out"),
+    ("quorum_timeout_s", "stall_timeout_s", "a group that waits for a quorum is not a stalled one"),
+    ("heal_timeout_s", "stall_timeout_s", "a group that heals is not a stalled one"),
+    ("stall_timeout_s", "startup_timeout_s", "starting takes imports and the model besides"),
+    ("startup_timeout_s", "give_up_after_s", "a group waits for its peers to start"),
+)
+"""(shorter, longer, why) of [fault_tolerance]'s timeouts."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A combination that cannot work."""
+
+    key: tuple[str, ...]
+    """The key to change first."""
+
+    message: str
+    """What is wrong, with values and what to do."""
+
+
+def dp_ranks(parallelism: Any, ranks_per_group: int) -> int:
+    """How many ranks of a group read data of their own: ranks / (tensor x context x pipeline parallel
+    degrees)."""
+    sharing = (
+        parallelism.tensor_parallel_degree
+        * parallelism.context_parallel_degree
+        * parallelism.pipeline_parallel_degree
+    )
+    return ranks_per_group // sharing
+
+
+def slots_per_step(config: Any, ranks_per_group: int) -> int:
+    """S: the microbatch positions of a global batch, global_batch_size / (local_batch_size x DP ranks of a
+    group).
+
+    Raises:
+        ConfigError: the global batch does not divide into slots.
+    """
+    training, ranks = config.training, dp_ranks(config.parallelism, ranks_per_group)
+    if training.global_batch_size < 0:
+        return 1
+    if training.global_batch_size % (training.local_batch_size * ranks):
+        raise ConfigError(_indivisible(training, ranks))
+    return training.global_batch_size // (training.local_batch_size * ranks)
+
+
+def problems(config: Any) -> Iterator[Problem]:
+    """Everything that is wrong with a trainer config, the most basic first."""
+    for check in _CHECKS:
+        yield from check(config)
+
+
+def check_config(config: Any) -> None:
+    """Refuse a config that cannot work.
+
+    Raises:
+        ConfigError: names the keys and what to do.
+    """
+    for problem in problems(config):
+        raise ConfigError(problem.message)
+
+
+def _groups(config: Any) -> Iterator[Problem]:
+    ft = config.fault_tolerance
+    if not ft.enable:
+        return
+    for key, least in (
+        ("groups", 1),
+        ("min_groups", 1),
+        ("group_id", 0),
+        ("max_restarts", 0),
+        ("audit_interval", 0),
+    ):
+        if getattr(ft, key) < least:
+            yield Problem(
+                ("fault_tolerance", key),
+                f"[fault_tolerance] {key} must be at least {least}, got {getattr(ft, key)}",
+            )
+    for key in ("bucket_mb", "restart_window_s", *dict.fromkeys(key for row in _TIMEOUTS for key in row[:2])):
+        if getattr(ft, key) <= 0:
+            yield Problem(
+                ("fault_tolerance", key),
+                f"[fault_tolerance] {key} must be more than 0, got {getattr(ft, key)}",
+            )
+    if ft.groups < ft.min_groups:
+        yield Problem(
+            ("fault_tolerance", "min_groups"),
+            f"[fault_tolerance] min_groups = {ft.min_groups} can never be met by groups = {ft.groups}",
+        )
+    if ft.lighthouse and not re.fullmatch(r"https?://[^/\s]+:\d+/?", ft.lighthouse):
+        yield Problem(
+            ("fault_tolerance", "lighthouse"),
+            f'[fault_tolerance] lighthouse must be http://host:port, got "{ft.lighthouse}"',
+        )
+
+
+def _timeouts(config: Any) -> Iterator[Problem]:
+    ft = config.fault_tolerance
+    if not ft.enable:
+        return
+    for shorter, longer, why in _TIMEOUTS:
+        if getattr(ft, shorter) >= getattr(ft, longer):
+            yield Problem(
+                ("fault_tolerance", shorter),
+                f"[fault_tolerance] {shorter} = {getattr(ft, shorter)} must be less than "
+                f"{longer} = {getattr(ft, longer)}: {why}",
+            )
+
+
+def _fault_tolerant_training(config: Any) -> Iterator[Problem]:
+    if not config.fault_tolerance.enable:
+        return
+    if not config.training.disable_cuda_graphs:
+        yield Problem(
+            ("training", "disable_cuda_graphs"),
+            "[training] disable_cuda_graphs must be true with fault tolerance: a replayed graph runs no "
+            "hooks, and the gradient sum across groups starts in one",
+        )
+    replicas = config.parallelism.data_parallel_replicate_degree
+    if replicas != 1:
+        yield Problem(
+            ("parallelism", "data_parallel_replicate_degree"),
+            f"[parallelism] data_parallel_replicate_degree = {replicas} must be 1 with fault tolerance: "
+            f"the groups are the replicas; start {replicas} times as many groups instead",
+        )
+    if config.comm.mode != "default":
+        yield Problem(
+            ("comm", "mode"),
+            f'[comm] mode = "{config.comm.mode}" must be "default" with fault tolerance: only real '
+            "communication can fail and recover",
+        )
+
+
+def _batch(config: Any) -> Iterator[Problem]:
+    training, parallelism, ft = config.training, config.parallelism, config.fault_tolerance
+    for key in ("local_batch_size", "seq_len", "steps"):
+        if getattr(training, key) < 1:
+            yield Problem(
+                ("training", key), f"[training] {key} must be at least 1, got {getattr(training, key)}"
+            )
+            return
+    batch = training.global_batch_size
+    if batch < 0:
+        if ft.enable and ft.groups > 1:
+            yield Problem(
+                ("training", "global_batch_size"),
+                f"[training] global_batch_size must be set to share it out among {ft.groups} groups: at "
+                f"least local_batch_size x DP ranks of a group x {ft.groups}",
+            )
+        return
+    # how many ranks a group has is known at the latest when it starts; until then, at least one reads data
+    ranks = max(1, parallelism.data_parallel_shard_degree)
+    if batch == 0 or batch % (training.local_batch_size * ranks):
+        yield Problem(("training", "global_batch_size"), _indivisible(training, ranks))
+    elif ft.enable and batch // (training.local_batch_size * ranks) < ft.groups:
+        slots = batch // (training.local_batch_size * ranks)
+        yield Problem(
+            ("training", "global_batch_size"),
+            f"[training] global_batch_size = {batch} has {slots} slots (of local_batch_size = "
+            f"{training.local_batch_size}) for {ft.groups} groups: every group needs one at least",
+        )
+
+
+def _indivisible(training: Any, ranks: int) -> str:
+    return (
+        f"[training] global_batch_size = {training.global_batch_size} must be a multiple of local_batch_size "
+        f"x DP ranks of a group = {training.local_batch_size} x {ranks}"
+    )
+
+
+def _data(config: Any) -> Iterator[Problem]:
+    data = config.data
+    if data.source == "tokens":
+        if not data.path:
+            yield Problem(
+                ("data", "source"), '[data] source = "tokens" needs path, the token file of `everstep pack`'
+            )
+        elif not FilePath(data.path).is_file():
+            yield Problem(("data", "path"), f'[data] path = "{data.path}": there is no such file')
+    elif data.path:
+        yield Problem(
+            ("data", "path"),
+            f'[data] path = "{data.path}" is read with source = "tokens" only, but source is "{data.source}"',
+        )
+
+
+_CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
+    _groups,
+    _timeouts,
+    _fault_tolerant_training,
+    _batch,
+    _data,
+)

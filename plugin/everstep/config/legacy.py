@@ -1,0 +1,257 @@
+"""torchtitan 0.2's TOML keys, and what has become of each.
+
+torchtitan 0.3 reads no TOML; files written for 0.2 (and its 0.1 spellings) are still what people have. The
+tables below name every key of 0.2.2's `JobConfig`, of its torchft extension, and the older spellings of
+both, that today's grammar lacks: either where it moved, or why nothing reads it. Keys that kept section
+and name are not listed."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .positions import Path
+from .source import Source, describe
+
+MOVED: dict[str, str] = {
+    "job.dump_folder": "dump_folder",
+    "job.print_config": "debug.print_config",
+    "job.print_args": "debug.print_config",
+    "job.save_config_file": "debug.save_config_file",
+    "model.name": "job.module",
+    "model.flavor": "job.flavor",
+    "model.hf_assets_path": "hf_assets_path",
+    "model.tokenizer_path": "hf_assets_path",
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+    "training.dataset": "dataloader.dataset",
+    "training.dataset_path": "dataloader.dataset_path",
+    "training.dataloader.num_workers": "dataloader.num_workers",
+    "training.dataloader.persistent_workers": "dataloader.persistent_workers",
+    "training.dataloader.pin_memory": "dataloader.pin_memory",
+    "training.dataloader.prefetch_factor": "dataloader.prefetch_factor",
+    "training.batch_size": "training.local_batch_size",
+    "training.compile": "compile.enable",
+    "training.seed": "debug.seed",
+    "training.deterministic": "debug.deterministic",
+    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
+    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
+    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
+    "parallelism.enable_async_tensor_parallel": "compile.enable_async_tensor_parallel",
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (
+        "activation_checkpoint.force_recompute_mm_shapes_by_fqns"
+    ),
+    "fault_tolerance.replica_id": "fault_tolerance.group_id",
+    "fault_tolerance.group_size": "fault_tolerance.groups",
+    "fault_tolerance.min_replica_size": "fault_tolerance.min_groups",
+    "fault_tolerance.process_group_timeout_ms": "fault_tolerance.reduce_timeout_s",
+    "validation.enable": "validator.enable",
+    "validation.enabled": "validator.enable",
+    "validation.freq": "validator.freq",
+    "validation.steps": "validator.steps",
+    "validation.dataset": "validator.dataloader.dataset",
+    "validation.dataset_path": "validator.dataloader.dataset_path",
+    "validation.dataloader.num_workers": "validator.dataloader.num_workers",
+    "validation.dataloader.persistent_workers": "validator.dataloader.persistent_workers",
+    "validation.dataloader.pin_memory": "validator.dataloader.pin_memory",
+    "validation.dataloader.prefetch_factor": "validator.dataloader.prefetch_factor",
+    **{
+        f"profiling.{key}": f"profiler.{key}"
+        for key in (
+            "enable_profiling",
+            "save_traces_folder",
+            "profile_freq",
+            "profiler_active",
+            "profiler_warmup",
+            "enable_memory_snapshot",
+            "save_memory_snapshot_folder",
+        )
+    },
+}
+"""0.2's key → today's key, for the same value (`process_group_timeout_ms` is divided by 1000)."""
+
+_CONVERTERS = (
+    "a registry config that applies the converter, named in [job] config, e.g. llama3_debugmodel_float8"
+)
+_DILOCO = "nothing: semi-synchronous training (LocalSGD, DiLoCo) is not supported"
+_MEMORY_ESTIMATION = "nothing: torchtitan no longer estimates memory"
+_VALIDATOR = "[training]: validation uses the batch size and length of training"
+
+GONE: dict[str, str] = {
+    "job.config_file": "the command line: --config FILE.toml",
+    "job.description": "nothing: no program read it; a comment serves as well",
+    "job.custom_config_module": "[job] module: a package of your own with a config_registry",
+    "job.use_for_integration_test": "nothing: it marked torchtitan's own tests",
+    "model.converters": _CONVERTERS,
+    "model.print_after_conversion": "[debug] print_config",
+    "model.norm_type": "the model's flavor",
+    "optimizer.early_step_in_backward": "nothing: gradients are summed and clipped before a step",
+    "optimizer.fused": '[optimizer] implementation = "fused"',
+    "training.warmup_steps": "[lr_scheduler] warmup_steps",
+    "training.enable_fsdp_float8_all_gather": _CONVERTERS,
+    "parallelism.disable_loss_parallel": "nothing: the loss is always parallel under tensor parallelism",
+    "parallelism.enable_compiled_autograd": "nothing: torchtitan no longer uses compiled autograd",
+    "parallelism.pipeline_parallel_split_points": "[parallelism] module_fqns_per_model_part",
+    "parallelism.pipeline_parallel_expert_parallel_overlap": "nothing: the pipeline schedule decides it",
+    "parallelism.context_parallel_rotate_method": "nothing: context parallelism gathers keys and values",
+    "parallelism.expert_tensor_parallel_degree": "nothing: experts are not split by tensor parallelism",
+    "parallelism.expert_parallel_comm_backend": (
+        "a registry config with that dispatcher, named in [job] config, e.g. qwen3_moe_deepep"
+    ),
+    "checkpoint.enable_ft_dataloader_checkpoints": (
+        "nothing: data is addressed by committed step and slot, the same in all groups"
+    ),
+    "activation_checkpoint.early_stop": "nothing: recomputation always runs to the end of the block",
+    "memory_estimation.enable": _MEMORY_ESTIMATION,
+    "memory_estimation.enabled": _MEMORY_ESTIMATION,
+    "memory_estimation.disable_fake_mode": _MEMORY_ESTIMATION,
+    "experimental.custom_import": "[override] imports, or [job] module: a package of your own",
+    "experimental.custom_args_module": "[job] module: a package of your own with a config_registry",
+    "experimental.custom_model_path": "[job] module: a package of your own with a config_registry",
+    "fault_tolerance.sync_steps": _DILOCO,
+    "fault_tolerance.should_quantize": _DILOCO,
+    "fault_tolerance.fragment_sync_delay": _DILOCO,
+    "fault_tolerance.fragment_update_alpha": _DILOCO,
+    "fault_tolerance.module_fqns_per_model_fragment": _DILOCO,
+    "fault_tolerance.num_fragments": _DILOCO,
+    "validation.local_batch_size": _VALIDATOR,
+    "validation.seq_len": _VALIDATOR,
+}
+"""0.2's key → where what it did is found today."""
+
+GONE_TABLES: dict[str, str] = {"quantize": _CONVERTERS, "float8": _CONVERTERS, "mx": _CONVERTERS}
+"""0.2's tables of which no key is left → where what they did is found today."""
+
+_GONE_SECTIONS = {"model", "profiling", "validation", "memory_estimation", "experimental", *GONE_TABLES}
+"""0.2's sections that today's grammar lacks: written empty, they say nothing."""
+
+_MODE_KEYS = {
+    "selective": {"per_op_sac_force_recompute_mm_shapes_by_fqns", "force_recompute_mm_shapes_by_fqns"},
+    "memory-budget": {"memory_budget", "visualize_memory_budget_pareto"},
+}
+"""Keys of [activation_checkpoint] that one mode alone reads; 0.2 accepted them beside any mode."""
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A key of 0.2 that nothing reads any more."""
+
+    path: Path
+    line: int | None
+    went: str
+
+
+def translate(source: Source) -> list[Dropped]:
+    """Rewrite `source.table` from 0.2's keys to today's, in place.
+
+    Returns:
+        The keys without a counterpart, removed from the table, with what to use instead.
+
+    Raises:
+        ConfigError: a key is there twice, as 0.2's and as today's; or it asks for what is not supported.
+    """
+    dropped: list[Dropped] = []
+
+    def drop(path: Path, went: str) -> None:
+        _pop(source.table, path)
+        dropped.append(Dropped(path, source.lines.get(path), went))
+
+    if "flavor" in source.table.get("model", {}):
+        # a file for 0.2, which had no CUDA graphs to disable
+        source.table.setdefault("training", {}).setdefault("disable_cuda_graphs", True)
+    _refuse_semi_sync(source)
+    _settle_activation_checkpoint(source, drop)
+    for path in list(_leaves(source.table)):
+        name = ".".join(map(str, path))
+        if name in MOVED:
+            _move(source, path, tuple(MOVED[name].split(".")))
+        elif name in GONE:
+            drop(path, GONE[name])
+        elif path[0] in GONE_TABLES:
+            drop(path, GONE_TABLES[str(path[0])])
+    for section in _GONE_SECTIONS & source.table.keys():
+        if not list(_leaves(source.table[section])):
+            del source.table[section]
+    return dropped
+
+
+def dropped_warning(source: Source, dropped: list[Dropped]) -> str:
+    """One message that names every dropped key, its line and what to use instead."""
+    rows = [f"  line {d.line}: {describe(d.path)} → {d.went}" for d in dropped]
+    return "\n".join(
+        [f"{source.file}: these keys of torchtitan 0.2 have no counterpart and are not used:", *rows]
+    )
+
+
+def _refuse_semi_sync(source: Source) -> None:
+    section = source.table.get("fault_tolerance")
+    if not isinstance(section, dict) or "semi_sync_method" not in section:
+        return
+    path = ("fault_tolerance", "semi_sync_method")
+    if section["semi_sync_method"] not in ("", "None"):
+        raise source.error(
+            path,
+            f"[fault_tolerance] semi_sync_method = {section['semi_sync_method']!r} is not supported: every "
+            "step is synchronous; remove the key",
+        )
+    _pop(source.table, path)
+
+
+def _settle_activation_checkpoint(source: Source, drop: Callable[[Path, str], None]) -> None:
+    """Settle the keys of 0.2's [activation_checkpoint] whose meaning depends on its mode."""
+    section = source.table.get("activation_checkpoint")
+    if not isinstance(section, dict):
+        return
+    mode = str(section.get("mode", "selective")).replace("_", "-")
+    option = section.get("selective_ac_option")
+    if option is not None:
+        if mode == "selective" and option != "op":
+            went = (
+                'mode = "selective", which recomputes by operator (0.2\'s "op"); every n-th layer is not '
+                "available any more"
+            )
+            drop(("activation_checkpoint", "selective_ac_option"), went)
+        else:
+            _pop(source.table, ("activation_checkpoint", "selective_ac_option"))
+    if "mode" not in section:
+        return
+    for owner, keys in _MODE_KEYS.items():
+        for key in sorted(keys & section.keys()):
+            if owner != mode:
+                drop(("activation_checkpoint", key), f'nothing: only mode = "{owner}" reads it')
+
+
+def _move(source: Source, old: Path, new: Path) -> None:
+    value = _pop(source.table, old)
+    if old[-1] == "process_group_timeout_ms" and isinstance(value, int | float):
+        value = value / 1000
+    *tables, key = new
+    target: dict[str, Any] = source.table
+    for table in tables:
+        target = target.setdefault(str(table), {})
+    if key in target:
+        raise source.error(
+            old, f"{describe(old)} is torchtitan 0.2's name of {describe(new)}, which the file sets too"
+        )
+    target[str(key)] = value
+    source.written_as[new] = old
+
+
+def _leaves(table: Any, path: Path = ()) -> Iterator[Path]:
+    """Paths of everything in `table` that is not itself a table."""
+    if isinstance(table, dict):
+        for key, value in table.items():
+            yield from _leaves(value, (*path, key))
+    else:
+        yield path
+
+
+def _pop(table: dict[str, Any], path: Path) -> Any:
+    """Take a value out, and the tables that this leaves empty."""
+    key = str(path[0])
+    if len(path) == 1:
+        return table.pop(key)
+    value = _pop(table[key], path[1:])
+    if not table[key]:
+        del table[key]
+    return value

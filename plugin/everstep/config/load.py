@@ -1,0 +1,144 @@
+"""A TOML file becomes a config."""
+
+import contextlib
+import dataclasses
+import io
+import logging
+from collections.abc import Sequence
+from pathlib import Path as FilePath
+from typing import Any, TypeVar
+
+import tyro
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config.manager import ConfigManager, custom_registry
+
+from .assign import assign_table, convert, run_own_checks, shown
+from .base import base_config
+from .checks import problems
+from .errors import ConfigError
+from .legacy import dropped_warning, translate
+from .sections import Job
+from .source import Source, describe, read_source
+
+C = TypeVar("C")
+
+logger = logging.getLogger("everstep.config")
+
+_GROUP_KEYS = {"name": str, "lr": float, "beta1": float, "beta2": float, "eps": float, "weight_decay": float}
+"""Keys of [optimizer] that mean every parameter group at once, as in torchtitan 0.2."""
+
+
+def load_config(
+    path: FilePath, config_class: type[C], overrides: Sequence[str] = (), *, check: bool = True
+) -> C:
+    """The config that a TOML file describes.
+
+    Args:
+        path: the file. Relative paths inside it are relative to the working directory, as torchtitan's are.
+        config_class: a subclass of `torchtitan.trainer.Trainer.Config` with the fields `job`,
+            `fault_tolerance` and `data`. Each further field of it is a section of the file, without
+            another word here.
+        overrides: command line arguments in torchtitan's grammar, `--section.key value`; they win over the
+            file.
+        check: whether to refuse combinations that cannot work. A caller that applies more settings to the
+            result checks afterwards, with `check_config`.
+
+    Raises:
+        ConfigError: file, line, key, and what to do.
+    """
+    source = read_source(FilePath(path))
+    config = config_from_source(source, config_class)
+    if overrides:
+        config = _override(config, overrides)
+    if check:
+        for problem in problems(config):
+            raise source.error(problem.key, problem.message)
+        run_own_checks(config, lambda message: ConfigError(f"{source.file}: {message}"))
+    return config
+
+
+def config_from_source(source: Source, config_class: type[C]) -> C:
+    """As `load_config`, for a document already parsed and without checks across sections."""
+    if dropped := translate(source):
+        logger.warning(dropped_warning(source, dropped))
+    job = Job()
+    assign_table(job, _section(source, "job"), source, ("job",))
+    base = base_config(job, source)
+    config: Any = config_class(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)})
+    config.job = job
+    rest = {key: value for key, value in source.table.items() if key not in ("job", "optimizer")}
+    assign_table(config, rest, source)
+    _assign_optimizer(config.optimizer, _section(source, "optimizer"), source)
+    if config.debug.seed is None:
+        config.debug.seed = 0
+    return config
+
+
+def _section(source: Source, name: str) -> dict[str, Any]:
+    table = source.table.get(name, {})
+    if not isinstance(table, dict):
+        raise source.error((name,), f"{name} must be a table, got {shown(table)}")
+    return table
+
+
+def _assign_optimizer(config: OptimizersContainer.Config, table: dict[str, Any], source: Source) -> None:
+    """Set [optimizer], where `lr` and its kin stand for the same key of every parameter group."""
+    own = {key: value for key, value in table.items() if key not in _GROUP_KEYS}
+    assign_table(config, own, source, ("optimizer",), extra_keys=_GROUP_KEYS)
+    for group in config.param_groups:
+        if "betas" in group.optimizer_kwargs:
+            group.optimizer_kwargs["betas"] = tuple(group.optimizer_kwargs["betas"])
+    for key, kind in _GROUP_KEYS.items():
+        if key not in table:
+            continue
+        path = ("optimizer", key)
+        value = convert(kind, table[key], None, source, path)
+        now = [_group_value(group, key) for group in config.param_groups]
+        if not now:
+            raise source.error(path, f"{describe(path)} needs [[optimizer.param_groups]], and there are none")
+        if any(item != now[0] for item in now):
+            listed = ", ".join("none" if item is None else shown(item) for item in now)
+            raise source.error(
+                path,
+                f"{describe(path)} cannot stand for all {len(now)} parameter groups, which have {listed}: "
+                "write [[optimizer.param_groups]] instead",
+            )
+        for group in config.param_groups:
+            _set_group_value(group, key, value)
+
+
+def _group_value(group: Any, key: str) -> Any:
+    if key == "name":
+        return group.optimizer_name
+    if key in ("beta1", "beta2"):
+        betas = group.optimizer_kwargs.get("betas")
+        return betas and betas[key == "beta2"]
+    return group.optimizer_kwargs.get(key)
+
+
+def _set_group_value(group: Any, key: str, value: Any) -> None:
+    if key == "name":
+        group.optimizer_name = value
+    elif key in ("beta1", "beta2"):
+        betas = list(group.optimizer_kwargs.get("betas", (0.9, 0.999)))  # PyTorch's defaults for Adam
+        betas[key == "beta2"] = value
+        group.optimizer_kwargs["betas"] = tuple(betas)
+    else:
+        group.optimizer_kwargs[key] = value
+
+
+def _override(config: Any, arguments: Sequence[str]) -> Any:
+    """Apply command line arguments as torchtitan does, without its help screens."""
+    ConfigManager()  # registers torchtitan's rules for lists with custom_registry
+    screen = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(screen), contextlib.redirect_stdout(screen):
+            return tyro.cli(type(config), args=list(arguments), default=config, registry=custom_registry)
+    except SystemExit:
+        raise ConfigError(f"command line: {_first_sentence(screen.getvalue())}") from None
+
+
+def _first_sentence(screen: str) -> str:
+    """The message of a tyro error panel, without its frame and the help it refers to."""
+    lines = [line.strip("│╭╮╰╯─ ").strip() for line in screen.splitlines()]
+    return next((line for line in lines[1:] if line), "cannot be parsed")

@@ -1,0 +1,232 @@
+"""A config written out: as TOML that loads to an equal config, as an identity, and as differences to
+another."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from .assign import NONE, class_name, field_types, variant_names
+from .positions import Path
+from .source import describe
+
+
+def resolved_toml(config: Any) -> str:
+    """The whole config as TOML, every key written, such that `load_config` gives an equal config.
+
+    What TOML cannot say (callables that a registry config brought along) is left to the base config that
+    `[job]` names, and listed in a comment.
+    """
+    left_out: list[str] = []
+    table = _to_table(config, (), left_out)
+    lines = [f"# left to the base config: {name}" for name in left_out]
+    lines += _toml_lines(table, ())
+    return "\n".join(lines).strip() + "\n"
+
+
+def config_identity(config: Any) -> str:
+    """A hash (SHA-256, hexadecimal) of the settings that decide the result of a run: model, data, batch,
+    seed, optimizer, learning rate schedule and number of steps (the schedule decays over them).
+
+    What decides only how the result is reached does not belong: groups, timeouts, process group, parallelism,
+    compilation, recomputation, checkpoint intervals, folders, logs. A run directory belongs to one identity.
+    """
+    text = json.dumps(identity_keys(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def differing_keys(old: Any, new: Any) -> list[str]:
+    """The settings in which the identities of two configs differ, one sentence part each:
+    `[training] seq_len: 128 → 256`. Empty if and only if the identities are equal."""
+    before, after = identity_keys(old), identity_keys(new)
+    missing = object()
+
+    def word(value: Any) -> str:
+        if value is missing:
+            return "absent"
+        text = json.dumps(value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+
+    return [
+        f"{key}: {word(before.get(key, missing))} → {word(after.get(key, missing))}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key, missing) != after.get(key, missing)
+    ]
+
+
+def identity_keys(config: Any) -> dict[str, Any]:
+    """The settings that `config_identity` hashes: JSON values by their name."""
+    keys = {}
+    for path, value in _flat(_to_table(config, (), [])):
+        if _decides_result(path, config):
+            keys[describe(path)] = value
+    keys |= _optimizer_precision(config)
+    spec = config.model_spec
+    keys["model"] = f"{spec.name} {spec.flavor}"
+    # the model's structure as one value: its parts have hundreds of keys, none of which a TOML file sets
+    structure = json.dumps(_structure(spec.model), sort_keys=True)
+    keys["model structure"] = hashlib.sha256(structure.encode()).hexdigest()
+    return keys
+
+
+_RESULT_SECTIONS = {"training", "lr_scheduler", "optimizer", "loss", "override"}
+_RESULT_KEYS = {
+    ("debug", "seed"),
+    ("debug", "moe_force_load_balance"),
+    ("data", "source"),
+    ("data", "path"),
+    ("data", "shuffle"),
+    ("fault_tolerance", "on_loss"),
+    ("checkpoint", "initial_load_path"),
+    ("checkpoint", "initial_load_model_only"),
+}
+_NOT_THE_RESULT = {
+    ("training", "disable_cuda_graphs"),
+    ("training", "enable_cpu_offload"),
+    ("training", "gc_freq"),
+    ("training", "gc_debug"),
+    ("optimizer", "implementation"),
+    ("loss", "num_chunks"),
+    ("dataloader", "persistent_workers"),
+    ("dataloader", "pin_memory"),
+    ("dataloader", "prefetch_factor"),
+}
+
+
+def _decides_result(path: Path, config: Any) -> bool:
+    if path[:2] in _NOT_THE_RESULT:
+        return False
+    if path[0] in ("dataloader", "tokenizer", "hf_assets_path"):
+        # other sources bring their own data, already in tokens
+        return config.data.source == "dataloader"
+    return path[0] in _RESULT_SECTIONS or path[:2] in _RESULT_KEYS
+
+
+def _optimizer_precision(config: Any) -> dict[str, Any]:
+    """Implementations of an optimizer differ by rounding, except the one with states in lower precision."""
+    return {"optimizer states in bfloat16": config.optimizer.implementation == "fused_opt_states_bf16"}
+
+
+def _structure(value: Any) -> Any:
+    """A model config as JSON values that are the same in every process: functions by name and what they
+    close over.
+
+    The attention kernel is left out: which one computes is a matter of the device.
+    """
+    if dataclasses.is_dataclass(value):
+        fields = {
+            f.name: _structure(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if f.name != "inner_attention"
+        }
+        return {"class": class_name(value), **fields}
+    if isinstance(value, dict):
+        return {str(key): _structure(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [_structure(item) for item in value]
+        return sorted(items, key=repr) if isinstance(value, set | frozenset) else items
+    if isinstance(value, functools.partial):
+        return [_structure(value.func), _structure(value.args), _structure(value.keywords)]
+    if callable(value):
+        closed = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        return [f"{value.__module__}.{value.__qualname__}", *map(_structure, closed)]
+    if isinstance(value, str | int | float | bool | type(None)):
+        return value
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+class _UnsayableError(Exception):
+    """TOML has no way to write a value."""
+
+
+def _to_table(config: Any, path: Path, left_out: list[str]) -> dict[str, Any]:
+    """A config dataclass as a table of TOML values; what cannot be written is named in `left_out`."""
+    table = {}
+    for name, declared in field_types(type(config)).items():
+        if path == () and name == "model_spec":
+            continue  # [job] names it
+        try:
+            table[name] = _to_value(getattr(config, name), declared, (*path, name), left_out)
+        except _UnsayableError:
+            left_out.append(describe((*path, name)))
+    return table
+
+
+def _to_value(value: Any, declared: Any, path: Path, left_out: list[str]) -> Any:
+    if modes := variant_names(declared):
+        name = next(n for n, kind in modes.items() if kind is (None if value is None else type(value)))
+        return {"mode": name} | ({} if value is None else _to_table(value, path, left_out))
+    if dataclasses.is_dataclass(value):
+        table = _to_table(value, path, left_out)
+        if hasattr(value, "_owner") and type(value) is not declared:
+            return {"class": class_name(value), **table}
+        return table
+    return _to_plain(value)
+
+
+def _to_plain(value: Any) -> Any:
+    if value is None:
+        return NONE
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_to_plain(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _to_plain(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        left_out: list[str] = []
+        table = _to_table(value, ("",), left_out)
+        if not left_out:
+            return table
+    raise _UnsayableError
+
+
+def _flat(table: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    if isinstance(table, dict) and (table or not path):
+        for key, value in table.items():
+            yield from _flat(value, (*path, key))
+    elif isinstance(table, list) and any(isinstance(item, dict) for item in table):
+        for index, item in enumerate(table):
+            yield from _flat(item, (*path, index))
+    else:
+        yield path, table
+
+
+def _toml_lines(table: dict[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    """A table as lines of TOML: its own keys first, as TOML demands, then the tables in it."""
+    tables = {key: value for key, value in table.items() if isinstance(value, dict)}
+    if path:
+        yield ""
+        yield f"[{'.'.join(map(_toml_key, path))}]"
+    for key, value in table.items():
+        if key not in tables:
+            yield f"{_toml_key(key)} = {_toml_value(value)}"
+    for key, value in tables.items():
+        yield from _toml_lines(value, (*path, key))
+
+
+def _toml_key(key: str) -> str:
+    bare = key and all(c.isascii() and (c.isalnum() or c in "-_") for c in key)
+    return key if bare else json.dumps(key)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for DEL, which TOML wants escaped, and surrogate pairs, which it
+        # refuses
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return repr(value)
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    pairs = ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items())
+    return f"{{{pairs}}}"

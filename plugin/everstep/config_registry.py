@@ -1,0 +1,32 @@
+"""The door torchtitan opens: `--module everstep --config FILE.toml`.
+
+torchtitan looks NAME of `--config NAME` up on this module and calls it. A module-level `__getattr__` lets
+NAME be the path of a TOML file. Nothing of ours is imported before that call: torchtitan swallows an
+ImportError of the module, and one in the call names what is missing.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def __getattr__(name: str) -> Callable[[], Any]:
+    """A function that loads the TOML file `name`. Any name without a leading underscore is taken for a
+    file."""
+    if name.startswith("_") and not name.endswith(".toml"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def from_toml() -> Any:
+        from everstep.config.errors import ConfigError
+        from everstep.config.load import load_config
+        from everstep.training.trainer import EverstepTrainer
+
+        try:
+            # combinations are checked by the trainer's Config, once torchtitan has applied the command line
+            return load_config(Path(name), EverstepTrainer.Config, check=False)
+        except ConfigError as error:
+            print(f"everstep: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+
+    return from_toml

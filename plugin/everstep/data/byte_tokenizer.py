@@ -1,0 +1,34 @@
+"""A tokenizer that needs no files: one id per UTF-8 byte. Its 258 ids fit torchtitan's debug models
+(2048)."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from everstep.data.byte_ids import BOS_ID, EOS_ID, VOCAB_SIZE
+
+
+class ByteTokenizer(BaseTokenizer):
+    """Bytes are ids 0 to 255, 256 begins a document and 257 ends it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config: Config | None = None, *, tokenizer_path: str | None = None):
+        super().__init__()
+        self.bos_id = BOS_ID
+        self.eos_id = EOS_ID
+
+    def encode(self, text: str, *, add_bos: bool = False, add_eos: bool = False) -> list[int]:
+        """The ids of `text` in UTF-8, with the document marks that were asked for."""
+        return [BOS_ID] * add_bos + list(text.encode()) + [EOS_ID] * add_eos
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of `token_ids`. Document marks, and ids that this tokenizer does not have, are left out;
+        bytes that are no UTF-8 become U+FFFD."""
+        return bytes(token for token in token_ids if 0 <= token < 256).decode(errors="replace")
+
+    def get_vocab_size(self) -> int:
+        return VOCAB_SIZE

@@ -1,0 +1,65 @@
+"""Documents laid end to end and cut into rows, as torchtitan's text datasets cut them.
+
+A row is `seq_len` (input, label) pairs. Labels are shifted within a document, so a document of t tokens gives
+t - 1 pairs and its last token is never asked to predict the next document. Positions count from 0 in every
+document and from 0 at the start of every row: a document cut by a row's end goes on at 0 in the next one,
+which keeps every position below seq_len and tells document masks where attention ends."""
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Row(NamedTuple):
+    """One training row; each array is int64 with shape [seq_len]."""
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+
+
+class Documents:
+    """Tokens of many documents and where each starts.
+
+    Args:
+        tokens: integer array of shape [count]; may be memory-mapped.
+        starts: integer array of shape [documents + 1], strictly rising from 0 to count; may be memory-mapped.
+            Every document has at least one token.
+    """
+
+    def __init__(self, tokens: np.ndarray, starts: np.ndarray):
+        self.tokens = tokens
+        self.starts = starts
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def pairs(self) -> int:
+        """How many (input, label) pairs the documents give."""
+        return len(self.tokens) - len(self)
+
+    def rows(self, seq_len: int) -> int:
+        """How many full rows there are. What is left after the last one is not used."""
+        return self.pairs // seq_len
+
+    def _first_pair(self, document: int) -> int:
+        # Each document before this one has one pair less than it has tokens.
+        return int(self.starts[document]) - document
+
+    def row(self, index: int, seq_len: int) -> Row:
+        """Row `index`, 0-based. Costs a binary search among the documents and seq_len tokens read."""
+        begin = index * seq_len
+        first = bisect_right(range(len(self)), begin, key=self._first_pair) - 1
+        # A row of seq_len pairs meets at most seq_len documents that have pairs. One-token documents have
+        # none; they may lie between, so the last document is searched for and not bounded.
+        last = bisect_right(range(len(self)), begin + seq_len - 1, lo=first, key=self._first_pair) - 1
+        first_pairs = self.starts[first : last + 1].astype(np.int64) - np.arange(first, last + 1)
+        bounds = np.append(np.maximum(first_pairs, begin), begin + seq_len)
+        lengths = np.diff(bounds)
+        pairs = np.arange(begin, begin + seq_len)
+        inputs_at = pairs + np.repeat(np.arange(first, last + 1), lengths)
+        span = self.tokens[inputs_at[0] : inputs_at[-1] + 2].astype(np.int64)
+        inputs_at -= inputs_at[0]
+        return Row(span[inputs_at], span[inputs_at + 1], pairs - np.repeat(bounds[:-1], lengths))

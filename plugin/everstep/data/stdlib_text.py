@@ -1,0 +1,79 @@
+"""Real text that every machine has: the sources of Python's standard library, read byte by byte. No
+download."""
+
+import hashlib
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from everstep.data.byte_ids import VOCAB_SIZE, document_ids
+from everstep.data.documents import Documents
+from everstep.data.slots import RowSource
+
+_TEST_FOLDERS = {"test", "tests", "idle_test"}  # large, repetitive, and left out by some distributions
+
+
+def stdlib_sources(root: Path) -> list[Path]:
+    """The standard library's own .py files under `root`, in one order everywhere. Installed packages, tests
+    and files that differ from build to build are left out."""
+    sources = [path for path in root.glob("*.py") if path.stem in sys.stdlib_module_names]
+    for package in root.iterdir():
+        if package.name in sys.stdlib_module_names and package.is_dir():
+            for folder, subfolders, names in os.walk(package):
+                subfolders[:] = [name for name in subfolders if name not in _TEST_FOLDERS]
+                sources += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(sources, key=lambda path: path.relative_to(root).parts)
+
+
+class StdlibText(RowSource):
+    """One document per source file, byte tokens.
+
+    The text depends on Python's version, so all hosts of a run need the same one: `fingerprint` tells them
+    apart."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RowSource.Config):
+        pass
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: BaseTokenizer,
+        seq_len: int,
+        local_batch_size: int,
+        **kwargs,
+    ):
+        root = Path(sysconfig.get_paths()["stdlib"])
+        pieces = [document_ids(path.read_bytes()) for path in stdlib_sources(root)]
+        if not pieces:
+            raise FileNotFoundError(
+                f"no .py files of the standard library under {root}: this Python carries its library in "
+                'another form. Set data.source = "tokens" and pack some text with `everstep pack`.'
+            )
+        if tokenizer.get_vocab_size() < VOCAB_SIZE:
+            raise ValueError(
+                f"the bundled text has byte tokens up to {VOCAB_SIZE - 1}, the tokenizer only "
+                f"{tokenizer.get_vocab_size()} ids: use everstep's ByteTokenizer with it."
+            )
+        tokens = np.concatenate(pieces)
+        starts = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])])
+        super().__init__(
+            config,
+            Documents(tokens, starts),
+            content=f"Python {sys.version_info.major}.{sys.version_info.minor} standard library "
+            + hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest(),
+            name=f"the standard library's text ({root})",
+            vocab_size=VOCAB_SIZE,
+            dp_world_size=dp_world_size,
+            dp_rank=dp_rank,
+            seq_len=seq_len,
+            local_batch_size=local_batch_size,
+        )

@@ -1,0 +1,281 @@
+"""Any torchtitan dataloader, addressed by slot: one stream for each slot, opened where it is computed.
+
+A run reads N = slots * dp_size streams. Stream k is the wrapped dataloader built for data-parallel rank k of
+N, and its batch number p (from 0) belongs to step p + 1: stream slot * dp_size + dp_rank gives the batches of
+that slot and rank. A batch is a function of (stream, number), because a dataloader that starts anew, or from
+its own saved state, gives the same batches again.
+
+Who computes a slot changes when groups come and go. The new owner takes the newest state it knows of the
+stream, or the beginning, and skips to the batch it needs. Groups therefore tell each other their streams'
+states from time to
+time: more often costs traffic, less often costs skipping, neither changes a batch. A batch is kept until its
+step is committed, because an attempt that failed asks for it again."""
+
+import json
+import logging
+import pickle
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from everstep.data.slots import Batch
+from everstep.data.stream_states import StreamState, decode_states, encode_states
+
+logger = logging.getLogger(__name__)
+
+
+class _Stream:
+    """A dataloader in use, and how many batches it has given. With `known` it begins there."""
+
+    def __init__(self, build: Callable[[], BaseDataLoader], seed: int, known: StreamState | None):
+        self.position = known.position if known else 0
+        self.began_at = self.position
+        # A dataloader's iterator draws a seed from torch's global generator. Which streams a process opens
+        # depends on who died: the model's random numbers must not.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            self._loader = build()
+            if known:
+                self._loader.load_state_dict(pickle.loads(known.state))
+            self._batches = iter(self._loader)
+
+    def take(self) -> Batch:
+        """The batch at `position`, which moves on. Raises StopIteration at the end."""
+        batch = next(self._batches)
+        self.position += 1
+        return batch
+
+    def state(self) -> StreamState:
+        return StreamState(self.position, pickle.dumps(self._loader.state_dict()))
+
+
+class SlotStreams(BaseDataLoader):
+    """A SlotSource over the dataloader of `Config.base`, and a torchtitan dataloader itself.
+
+    The wrapped dataloader must be deterministic: built twice alike, it gives the same batches.
+    Its methods may be called from several threads.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        base: BaseDataLoader.Config = field(default_factory=BaseDataLoader.Config)
+        """The dataloader that each stream is one of, as it would stand in `[dataloader]`."""
+
+        streams: int = 0
+        """Only under torchtitan's own trainer, to read what a run with slots reads: global_batch_size /
+        local_batch_size. 0: one stream for each data-parallel rank, torchtitan's usual split."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: BaseTokenizer,
+        seq_len: int,
+        local_batch_size: int,
+        **kwargs,
+    ):
+        if type(config.base) is BaseDataLoader.Config:
+            raise ValueError("SlotStreams has no dataloader to read from: set `base` to one's Config.")
+        self._base, self._tokenizer = config.base, tokenizer
+        self._runtime = {
+            "tokenizer": tokenizer,
+            "seq_len": seq_len,
+            "local_batch_size": local_batch_size,
+            # With worker processes, a state is exact only where a snapshot was taken.
+            "snapshot_every_n_steps": 1,
+        }
+        self._dp_rank, self._dp_size = dp_rank, dp_world_size
+        self._streams = config.streams or dp_world_size
+        self._slots: int | None = None
+        self._lock = threading.RLock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._live: dict[int, _Stream] = {}
+        self._known: dict[int, StreamState] = {}
+        self._told: dict[int, int] = {}
+        self._held: dict[tuple[int, int], Batch] = {}  # by (step, slot), of steps not yet committed
+        self._batches_read = 0  # by all ranks together
+        self._loaded_streams = 0
+
+    # By slot.
+
+    def open_slots(self, slots: int, dp_rank: int, dp_size: int) -> None:
+        if slots < 1 or not 0 <= dp_rank < dp_size:
+            raise ValueError(f"no such place: {slots} slots, data-parallel rank {dp_rank} of {dp_size}")
+        with self._lock:
+            self._slots, self._dp_rank, self._dp_size = slots, dp_rank, dp_size
+            self._streams = slots * dp_size
+            self._check_loaded()
+
+    def microbatch(self, step: int, slot: int) -> Batch:
+        if self._slots is None:
+            raise RuntimeError("open_slots() comes before microbatch()")
+        if step < 1 or not 0 <= slot < self._slots:
+            raise ValueError(f"no such slot: step {step}, slot {slot} of {self._slots}")
+        with self._lock:
+            if (step, slot) not in self._held:
+                self._held[step, slot] = self._batch(slot * self._dp_size + self._dp_rank, step - 1)
+            inputs, labels = self._held[step, slot]
+            copies = {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in inputs.items()
+            }
+            return copies, labels.clone()
+
+    def committed(self, step: int) -> None:
+        with self._lock:
+            self._batches_read = step * self._streams
+            self._held = {key: batch for key, batch in self._held.items() if key[0] > step}
+
+    def fingerprint(self) -> str:
+        config = re.sub(r" at 0x[0-9a-f]+", "", json.dumps(self._base.to_dict(), sort_keys=True))
+        return f"{type(self._base).__qualname__} {config}, rows of {self._runtime['seq_len']}"
+
+    def require_vocab(self, vocab_size: int) -> None:
+        if self._tokenizer.get_vocab_size() > vocab_size:
+            raise ValueError(
+                f"the tokenizer has {self._tokenizer.get_vocab_size()} ids, the model's vocabulary only "
+                f"{vocab_size}: take the model's own tokenizer (hf_assets_path)."
+            )
+
+    # Where streams stand.
+
+    def stream_states(self) -> dict[int, StreamState]:
+        """States, by stream, of the streams that this process advanced since it was last asked. A stream that
+        has already given a batch of an uncommitted step is left for the next time."""
+        with self._lock:
+            self._note_live()
+            states = {
+                stream: self._known[stream]
+                for stream in self._live
+                if stream in self._known and self._known[stream].position > self._told.get(stream, 0)
+            }
+            self._told.update({stream: known.position for stream, known in states.items()})
+            return states
+
+    def known_states(self) -> bytes:
+        """The newest known state of every stream, own and others', none beyond the last committed step."""
+        with self._lock:
+            self._note_live()
+            return encode_states(self._known)
+
+    def learn(self, states: bytes | dict[int, StreamState]) -> None:
+        """Keeps those of `states` that are newer than what is known."""
+        if not isinstance(states, dict):
+            states = decode_states(states)
+        with self._lock:
+            for stream, state in states.items():
+                if stream not in self._known or state.position > self._known[stream].position:
+                    self._known[stream] = state
+                live = self._live.get(stream)
+                if live and live.position < state.position:
+                    # Somebody else computes this slot now.
+                    del self._live[stream]
+
+    def _note_live(self) -> None:
+        committed = self._batches_read // self._streams
+        for stream, live in self._live.items():
+            if self._slots and live.position > committed:
+                continue
+            if stream not in self._known or live.position > self._known[stream].position:
+                self._known[stream] = live.state()
+
+    def _batch(self, stream: int, number: int) -> Batch:
+        """Batch `number` of `stream`, wherever the stream stands."""
+        live, known = self._live.pop(stream, None), self._known.get(stream)
+        if known and known.position > number:
+            known = None
+        if live and (live.position > number or (known and known.position > live.position)):
+            live = None
+        live = live or self._open(stream, known, number)
+        try:
+            batch = _skip_to(live, number)
+        except StopIteration:
+            if live.began_at == 0:
+                raise self._exhausted(stream, number) from None
+            # torchtitan's text datasets, restored after their last document was read, drop the rows that were
+            # still in their buffer. Only reading from the beginning can tell whether this is the end.
+            live = self._open(stream, None, number)
+            try:
+                batch = _skip_to(live, number)
+            except StopIteration:
+                raise self._exhausted(stream, number) from None
+        self._live[stream] = live
+        return batch
+
+    def _open(self, stream: int, known: StreamState | None, number: int) -> _Stream:
+        position = known.position if known else 0
+        logger.info("Data stream %d opened at batch %d, %d to skip", stream, position, number - position)
+
+        def build() -> BaseDataLoader:
+            return self._base.build(dp_world_size=self._streams, dp_rank=stream, **self._runtime)
+
+        return _Stream(build, seed=stream, known=known)
+
+    def _exhausted(self, stream: int, number: int) -> DataloaderExhaustedError:
+        return DataloaderExhaustedError(
+            f"data stream {stream} of {self._streams} ended before batch {number}"
+        )
+
+    # Under torchtitan's own trainer.
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._streams % self._dp_size:
+            raise ValueError(
+                f"streams = {self._streams} is no multiple of the {self._dp_size} data-parallel ranks: set "
+                "it to global_batch_size / local_batch_size."
+            )
+        self._check_loaded()
+        while True:
+            number, stream = divmod(self._batches_read + self._dp_rank, self._streams)
+            try:
+                with self._lock:
+                    batch = self._batch(stream, number)
+                    self._batches_read += self._dp_size
+            except DataloaderExhaustedError:
+                return
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and this data-parallel rank's streams under a key of its own, as torchtitan has
+        it."""
+        with self._lock:
+            return {
+                f"dp_rank_{self._dp_rank}": self.known_states(),
+                "streams": self._streams,
+                "batches_read": self._batches_read,
+            }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises ValueError if the checkpoint was made with another number of streams."""
+        if not state_dict:
+            return
+        with self._lock:
+            self._forget()
+            self.learn(state_dict.get(f"dp_rank_{self._dp_rank}", b""))
+            self._batches_read = state_dict["batches_read"]
+            self._loaded_streams = state_dict["streams"]
+            if self._slots:
+                self._check_loaded()
+
+    def _check_loaded(self) -> None:
+        if self._loaded_streams not in (0, self._streams):
+            raise ValueError(
+                f"the checkpoint's data was read in {self._loaded_streams} streams, this run has "
+                f"{self._streams}: keep global_batch_size and local_batch_size."
+            )
+
+
+def _skip_to(stream: _Stream, number: int) -> Batch:
+    while stream.position < number:
+        stream.take()
+    return stream.take()

@@ -1,0 +1,53 @@
+"""Training from a memory-mapped token file of `everstep pack`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from everstep.data.documents import Documents
+from everstep.data.slots import RowSource
+from everstep.data.token_format import TokenFileError, map_tokens, read_footer
+
+
+class TokenFile(RowSource):
+    """Rows of a token file. Opening reads the footer only; checksums of the tokens are compared by
+    `everstep pack --verify`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RowSource.Config):
+        path: str = ""
+        """The token file."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: BaseTokenizer,
+        seq_len: int,
+        local_batch_size: int,
+        **kwargs,
+    ):
+        if not config.path:
+            raise TokenFileError("data.path is empty: name the token file that `everstep pack` made.")
+        path = Path(config.path)
+        footer, digest = read_footer(path)
+        vocab_size = tokenizer.get_vocab_size()
+        if footer.max_id >= vocab_size:
+            raise TokenFileError(
+                f"{path} has token ids up to {footer.max_id}, the tokenizer only {vocab_size} ids: it was "
+                "packed with another tokenizer. Set hf_assets_path to that one, or pack the text again."
+            )
+        super().__init__(
+            config,
+            Documents(*map_tokens(path, footer)),
+            content=f"token file {digest[:16]}",
+            name=str(path),
+            vocab_size=footer.max_id + 1,
+            dp_world_size=dp_world_size,
+            dp_rank=dp_rank,
+            seq_len=seq_len,
+            local_batch_size=local_batch_size,
+        )

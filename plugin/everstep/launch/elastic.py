@@ -1,0 +1,276 @@
+"""TorchElastic, fitted to one replica group: the only file here that imports torch.
+
+What is different from `elastic_launch`: a group whose rank died is torn down by SIGKILL at once (there is
+nothing left to save, and 30 s of grace would be 30 s less training); a watchdog runs with every poll; a
+clean stop lets the workers finish their step; each restart is decided by `watchdog.reason_to_give_up`; the
+rendezvous store listens on one address.
+"""
+
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from everstep.launch import worker
+from everstep.launch.heartbeat import BeatFile, agent_beat_path, beat_path, read_beat
+from everstep.launch.watchdog import (
+    Death,
+    RestartLimits,
+    Stall,
+    describe_exit,
+    find_stall,
+    reason_to_give_up,
+)
+from everstep.report.events import EventLog
+
+MONITOR_INTERVAL_S = 0.05
+BEAT_INTERVAL_S = 0.5
+UNLIMITED_RESTARTS = 2**31 - 1  # TorchElastic's own counter never decides: reason_to_give_up does
+
+
+class OneNodeRendezvous(RendezvousHandler):
+    """Rendezvous of a group that lives on one node: a fresh store for each incarnation, on `host` only.
+
+    TorchElastic's own stores listen on every interface; this one is handed a socket that does not. The
+    workers use the same store for `init_process_group`.
+    """
+
+    def __init__(self, run_id: str, host: str):
+        self._run_id = run_id
+        self._host = host
+
+    def get_backend(self) -> str:
+        return "one-node"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        listener = socket.create_server((self._host, 0), backlog=1024)
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            self._host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=60),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self._host, port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        return None
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class OneFilePerRank(LogsSpecs):
+    """Workers open their own log (`worker.log_path`); here they get the error file and the time they were
+    asked for.
+    """
+
+    def __init__(self, folder: Path):
+        super().__init__(log_dir=str(folder))
+        self._folder = folder
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        error_files = {}
+        for local_rank, env in envs.items():
+            error_file = self._folder / f"rank-{env['RANK']}.error.json"
+            error_file.unlink(missing_ok=True)
+            env["TORCHELASTIC_ERROR_FILE"] = error_files[local_rank] = str(error_file)
+            env["EVERSTEP_WORKERS_STARTED"] = repr(time.monotonic())
+        console = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=dict(console), stderrs=dict(console), error_files=error_files)
+
+
+@dataclass
+class GroupSettings:
+    """What an elastic agent needs to know of its group. Times in seconds."""
+
+    run_dir: Path
+    group: int
+    ranks: int
+    argv: list[str]
+    entry: str
+    host: str
+    stall_timeout_s: float
+    startup_timeout_s: float
+    stop_grace_s: float
+    limits: RestartLimits
+    fork_point_pid: int
+    first_incarnation: int
+    stopping: Callable[[], bool] = field(default=lambda: False)
+    """Whether a clean stop has been asked for."""
+
+
+class GroupAgent(LocalElasticAgent):
+    """Runs one replica group's workers until they finish, are stopped, or are given up."""
+
+    def __init__(self, settings: GroupSettings, events: EventLog):
+        place = worker.Place(
+            settings.run_dir,
+            settings.group,
+            settings.fork_point_pid,
+            settings.first_incarnation,
+            settings.entry,
+        )
+        spec = WorkerSpec(
+            role=f"group-{settings.group}",
+            local_world_size=settings.ranks,
+            entrypoint=worker.start,
+            args=(place, settings.argv),
+            rdzv_handler=OneNodeRendezvous(f"group-{settings.group}", settings.host),
+            max_restarts=UNLIMITED_RESTARTS,
+            monitor_interval=MONITOR_INTERVAL_S,
+        )
+        logs = OneFilePerRank(worker.log_path(settings.run_dir, settings.group, 0).parent)
+        super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=5)
+        self.settings = settings
+        self.gave_up = ""
+        self._events = events
+        self._heart = BeatFile(agent_beat_path(settings.run_dir, settings.group))
+        self._next_beat = 0.0
+        self._incarnation = settings.first_incarnation - 1
+        self._pids: dict[int, int] = {}
+        self._started_mono = 0.0
+        self._stop_deadline: float | None = None
+        self._stall: Stall | None = None
+        self._deaths: list[Death] = []
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        if _is_gone(self.settings.fork_point_pid):
+            raise RuntimeError("the fork point of this agent has died; a new agent has to take over")
+        self._started_mono = time.monotonic()
+        self._stall = None
+        local = super()._start_workers(worker_group)
+        self._pids = {worker_group.workers[local_rank].global_rank: pid for local_rank, pid in local.items()}
+        self._incarnation += 1
+        self._events.emit("workers_started", incarnation=self._incarnation, pids=list(self._pids.values()))
+        return local
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._kill_workers()
+        super()._stop_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._beat()
+        if self.settings.stopping():
+            self._stop_cleanly()
+        elif self._some_worker_died() or self._stalled():
+            self._kill_workers()
+        result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.FAILED:
+            self._after_death(result)
+        return result
+
+    def _beat(self) -> None:
+        if time.monotonic() >= self._next_beat:
+            self._heart.beat("watching")
+            self._next_beat = time.monotonic() + BEAT_INTERVAL_S
+
+    def _stop_cleanly(self) -> None:
+        now = time.monotonic()
+        self._remaining_restarts = 0
+        if self._stop_deadline is None:
+            self._stop_deadline = now + self.settings.stop_grace_s
+            self._signal_workers(signal.SIGTERM)
+        elif now > self._stop_deadline:
+            self._kill_workers()
+
+    def _some_worker_died(self) -> bool:
+        """A worker that finished waits for the agent, so one that is gone before all have finished has
+        died.
+        """
+        return any(_is_gone(pid) for pid in self._pids.values())
+
+    def _stalled(self) -> bool:
+        folder = self.settings.run_dir
+        beats = {rank: read_beat(beat_path(folder, self.settings.group, rank)) for rank in self._pids}
+        self._stall = find_stall(
+            self._pids,
+            beats,
+            self._started_mono,
+            time.monotonic(),
+            self.settings.stall_timeout_s,
+            self.settings.startup_timeout_s,
+        )
+        if self._stall is not None:
+            self._events.emit(
+                "workers_stalled",
+                incarnation=self._incarnation,
+                phase=self._stall.phase,
+                idle_s=self._stall.idle_s,
+                stalled_rank=self._stall.rank,
+            )
+        return self._stall is not None
+
+    def _after_death(self, result: RunResult) -> None:
+        rank, failure = min(result.failures.items())
+        reason = f"rank {rank} {describe_exit(failure.exitcode)}"
+        if failure.exitcode > 0 and failure.message:
+            reason += f": {failure.message.strip().splitlines()[-1]}"
+        if self._stall is not None:
+            reason = f"rank {self._stall.rank} stalled in {self._stall.phase} for {self._stall.idle_s:.1f} s"
+        beat = read_beat(beat_path(self.settings.run_dir, self.settings.group, rank))
+        had_trained = beat is not None and beat.pid == failure.pid and beat.step > 0
+        self._deaths.append(Death(time.monotonic(), failure.exitcode, had_trained))
+        self._events.emit(
+            "workers_died",
+            incarnation=self._incarnation,
+            reason=reason,
+            exitcodes={str(rank): failure.exitcode for rank, failure in result.failures.items()},
+        )
+        if not self.settings.stopping():
+            give_up = reason_to_give_up(self._deaths, self.settings.limits)
+            if give_up is not None:
+                self.gave_up = f"group {self.settings.group} is given up, {give_up}; last: {reason}"
+                self._remaining_restarts = 0
+
+    def _signal_workers(self, signum: signal.Signals) -> None:
+        for pid in self._pids.values():
+            try:
+                os.kill(pid, signum)
+            except ProcessLookupError:
+                continue
+
+    def _kill_workers(self) -> None:
+        self._signal_workers(signal.SIGKILL)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], 0)[0])
+    finally:
+        os.close(fd)

@@ -1,0 +1,73 @@
+"""Signs of life: one small file per rank that its trainer overwrites and its agent's watchdog reads.
+
+`RUN_DIR/state/group-K.rank-R.beat` holds one fixed-size record, written with a single `pwrite` of a
+page-cached file (about a microsecond), so a beat belongs at every phase and every slot. Times are
+`time.monotonic()`: writer and reader share a host. The writer's pid tells a beat of this incarnation from
+one that a dead worker left.
+"""
+
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_RECORD = struct.Struct("<4sqdq28s")  # mark, pid, monotonic seconds, step, phase
+_MARK = b"beat"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The last sign of life of a process: who, when (`time.monotonic()` seconds), at which step and phase."""
+
+    pid: int
+    mono: float
+    step: int
+    phase: str
+
+
+def beat_path(run_dir: Path, group: int, rank: int) -> Path:
+    """Where rank `rank` of group `group` leaves its beats."""
+    return Path(run_dir) / "state" / f"group-{group}.rank-{rank}.beat"
+
+
+def agent_beat_path(run_dir: Path, group: int) -> Path:
+    """Where the agent of group `group` leaves its own beats, for its supervisor."""
+    return Path(run_dir) / "state" / f"agent-{group}.beat"
+
+
+class BeatFile:
+    """Writes beats to one file."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def beat(self, phase: str, step: int = 0) -> None:
+        """I am alive, in `phase` (at most 28 bytes are kept) of step `step`."""
+        record = _RECORD.pack(_MARK, os.getpid(), time.monotonic(), step, phase.encode()[:28])
+        os.pwrite(self._fd, record, 0)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Heartbeat(BeatFile):
+    """A worker's beats. Phase "startup" may last `startup_timeout_s`, every other phase `stall_timeout_s`."""
+
+    def __init__(self, run_dir: Path, group: int, rank: int):
+        super().__init__(beat_path(run_dir, group, rank))
+
+
+def read_beat(path: Path) -> Beat | None:
+    """The last beat in a file; None when there is none yet."""
+    try:
+        record = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    if len(record) != _RECORD.size:
+        return None
+    mark, pid, mono, step, phase = _RECORD.unpack(record)
+    return Beat(pid, mono, step, phase.rstrip(b"\0").decode(errors="replace")) if mark == _MARK else None

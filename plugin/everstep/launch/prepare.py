@@ -1,0 +1,58 @@
+"""What only torchtitan can tell about a run before it starts: is the config valid, and is it this run
+directory's.
+
+Runs in a fork of the warm process, so that the processes of the run start from untouched modules.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from everstep.config.checks import slots_per_step
+from everstep.config.errors import ConfigError
+from everstep.config.load import load_config
+from everstep.config.resolved import config_identity, differing_keys, resolved_toml
+
+CONFIG_ERROR_EXIT = 2
+
+
+def main(config: str, run_dir: str, flags: Sequence[str], ranks: int, answer: str) -> int:
+    """Check `config` with torchtitan `flags` for groups of `ranks`, and settle it in `run_dir`/config.toml.
+
+    Writes {"steps", "identity", "groups"} or {"error": sentence} to the file `answer`.
+    """
+    os.environ["WORLD_SIZE"] = str(ranks)  # what the workers will see
+    try:
+        found, status = _settle(Path(config), Path(run_dir), flags, ranks), 0
+    except ConfigError as error:
+        found, status = {"error": str(error)}, CONFIG_ERROR_EXIT
+    draft = Path(f"{answer}.tmp")
+    draft.write_text(json.dumps(found))
+    draft.replace(answer)
+    return status
+
+
+def _settle(source: Path, run_dir: Path, flags: Sequence[str], ranks: int) -> dict:
+    from everstep.training.trainer import EverstepTrainer
+
+    config = load_config(source, EverstepTrainer.Config, flags)
+    if not config.fault_tolerance.enable and config.fault_tolerance.groups > 1:
+        raise ConfigError(
+            f"{source}: {config.fault_tolerance.groups} groups need fault tolerance, or each trains alone: "
+            "set [fault_tolerance] enable = true, or give --groups 1"
+        )
+    if config.fault_tolerance.enable:
+        slots_per_step(config, ranks)  # raises where the batch does not go into slots of this many ranks
+    settled = run_dir / "config.toml"
+    if settled.exists():
+        differing = differing_keys(load_config(settled, EverstepTrainer.Config, check=False), config)
+        if differing:
+            raise ConfigError(
+                f"{run_dir} holds a run of another config: {'; '.join(differing)}. "
+                "Give another --run-dir, or undo the changes."
+            )
+    draft = settled.with_suffix(f".{os.getpid()}")
+    draft.write_text(resolved_toml(config))
+    draft.replace(settled)
+    return {"steps": config.training.steps, "identity": config_identity(config)}

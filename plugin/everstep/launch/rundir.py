@@ -1,0 +1,66 @@
+"""A run directory: everything of one run, and at most one supervisor at a time."""
+
+import fcntl
+import os
+import time
+import tomllib
+from pathlib import Path
+
+
+class LaunchError(Exception):
+    """Something the user can put right; its text is all they need to see."""
+
+
+def default_run_dir(config: Path, now: time.struct_time) -> Path:
+    """`runs/<config>-<timestamp>` below the current folder."""
+    return Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S', now)}"
+
+
+def read_toml(path: Path) -> dict:
+    """The TOML file as a dict. Raises LaunchError when it is missing or no TOML."""
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise LaunchError(f"{path}: no such file. Give the TOML file of the run.") from None
+    except (IsADirectoryError, PermissionError) as error:
+        raise LaunchError(f"{path}: cannot be read: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise LaunchError(f"{path}: not valid TOML: {error}.") from None
+
+
+class RunDir:
+    """An opened and locked run directory. The lock goes with the process, however it ends."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._lock = -1
+
+    def lock(self) -> None:
+        """Take the directory for this process. Raises LaunchError while another live run has it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise LaunchError(f"{self.path}: cannot be used as run directory: {error.strerror}.") from None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
+            os.close(fd)
+            raise LaunchError(
+                f"{self.path}: in use by a run that is still going (pid {holder or 'unknown'}). "
+                "Stop it, or give another --run-dir."
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self._lock = fd
+
+    def unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    @property
+    def config(self) -> Path:
+        """The run's config with everything resolved; the workers load this one."""
+        return self.path / "config.toml"

@@ -1,0 +1,438 @@
+"""`everstep run`: one machine, one run. Starts lighthouse and agents, starts again what dies, ends with them.
+
+One loop, one thread: reap children, take the warm process's answers, start what is missing, read new
+events, act. Of a child only the pid is remembered; the state of the run is in the run directory, so that a
+supervisor that was killed can simply be started again.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+import everstep
+from everstep.config.sections import FaultTolerance
+from everstep.launch.agent import GAVE_UP_EXIT, AgentSettings
+from everstep.launch.heartbeat import agent_beat_path, read_beat
+from everstep.launch.kills import RandomKills
+from everstep.launch.lifeline import adopt_orphans
+from everstep.launch.rundir import LaunchError, RunDir
+from everstep.launch.warm import PRELOAD, WarmProcess
+from everstep.quorum.token import run_token
+from everstep.report.events import EventLog, EventTail
+
+HOST = "127.0.0.1"
+PORTS = range(20_000, 32_000)
+"""Below the range from which Linux takes the ports of outgoing connections: the lighthouse must get its
+port back.
+"""
+TICK_S = 0.02
+KILL_GRACE_S = 10.0
+LIGHTHOUSE_PAUSE_S = 0.2
+LIGHTHOUSE_ATTEMPTS = 5
+AGENT_SILENCE_S = 30.0
+AGENT_ATTEMPTS = 3
+
+
+@dataclass
+class RunSettings:
+    """What to run. `flags` are torchtitan's and go to every worker."""
+
+    config: Path
+    run_dir: Path
+    groups: int
+    ranks_per_group: int = 1
+    seed: int = 0
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+    flags: list[str] = field(default_factory=list)
+    chaos_every_s: float | None = None
+    devices: list[str | None] = field(default_factory=list)
+    """CUDA_VISIBLE_DEVICES by group; empty: as inherited."""
+    stop_grace_s: float = 120.0
+    entry: str = "everstep.train:main"
+    """`module:function` that a worker calls with its argv."""
+    prepare: str = "everstep.launch.prepare:main"
+    """`module:function` that checks the config and settles it in the run directory."""
+    preload: Sequence[str] = PRELOAD
+    """Modules that the warm process imports."""
+
+
+@dataclass
+class _Group:
+    """One group as the supervisor sees it."""
+
+    ended: str = ""
+    """"done", "stopped" or "failed" once its agent has ended for good."""
+    started_mono: float = 0.0
+    attempts: int = 0
+    """Agents started since workers last came up."""
+
+
+def free_port(host: str = HOST) -> int:
+    """A TCP port of PORTS that nobody has now. Raises LaunchError when there is none."""
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise LaunchError(f"no free port between {PORTS.start} and {PORTS.stop} on {host}.")
+
+
+def listens(host: str, port: int) -> bool:
+    """Whether a server accepts connections there."""
+    try:
+        socket.create_connection((host, port), timeout=0.2).close()
+    except OSError:
+        return False
+    return True
+
+
+class Supervisor:
+    """Runs one run to its end. `on_events` is called at every tick with the new events, none included."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        run_dir: RunDir,
+        on_events: Callable[[list[dict]], None] | None = None,
+    ):
+        self.settings = settings
+        self.run_dir = run_dir
+        self.groups = [_Group() for _ in range(settings.groups)]
+        self._on_events = on_events or (lambda events: None)
+        self._events = EventLog(run_dir.path, None, None, "supervisor")
+        self._tail = EventTail(run_dir.path)
+        self._warm: WarmProcess | None = None
+        self._asked: dict[int, str] = {}
+        self._pids: dict[str, int] = {}
+        self._early: dict[
+            int, int
+        ] = {}  # exit codes of children that ended before the answer that names them
+        self._prepared = False
+        self._port = 0
+        self._lighthouse_up = False
+        self._lighthouse_attempts = 0
+        self._lighthouse_next = 0.0
+        self._kills: RandomKills | None = None
+        self._stops = self._stops_obeyed = 0
+        self._failure = ""
+        self._unusable = ""
+        self._private = Path(tempfile.mkdtemp(prefix="everstep-"))
+
+    def run(self) -> int:
+        """Until all groups have ended; returns the exit status: 0 for done or a clean stop, 130 when cut
+        short.
+
+        Raises LaunchError when the config or the run directory cannot be used.
+        """
+        adopt_orphans()
+        stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        old_handlers = {signum: signal.signal(signum, self._ask_to_stop) for signum in stops}
+        try:
+            self._tail.skip_to_end()
+            self._start_warm()
+            while not self._over():
+                self._reap()
+                self._take_answers()
+                self._start_missing()
+                self._obey_stop()
+                self._look()
+                self._kill_silent_agents()
+                time.sleep(TICK_S)
+            self._look()
+            if self._unusable:
+                raise LaunchError(self._unusable)
+            return self._finish()
+        finally:
+            self._kill_everything()
+            for signum, handler in old_handlers.items():
+                signal.signal(signum, handler)
+            shutil.rmtree(self._private, ignore_errors=True)
+            self._events.close()
+
+    def _over(self) -> bool:
+        return bool(self._failure or self._unusable) or self._stops > 1 or all(g.ended for g in self.groups)
+
+    def _finish(self) -> int:
+        ends = {group.ended for group in self.groups}
+        if self._failure:
+            status, reason = "failed", self._failure
+        elif self._stops > 1:
+            status, reason = "stopped", "stopped at once, without a final checkpoint"
+        elif self._stops:
+            status, reason = "stopped", "stopped cleanly"
+        elif ends == {"done"}:
+            status, reason = "done", "every group finished"
+        elif "done" in ends:
+            status, reason = "done", "finished, though not by every group"
+        elif "stopped" in ends:
+            status, reason = "stopped", "its workers were asked to stop"
+        else:
+            status, reason = "failed", "every group was given up"
+        if self._prepared:
+            self._on_events([self._events.emit("run_ended", status=status, reason=reason)])
+        if self._stops > 1:
+            return 130
+        return 0 if status in ("done", "stopped") else 1
+
+    # What is started
+
+    def _start_warm(self) -> None:
+        # As torchrun does, and for its reason: ranks whose thread pools together outnumber the cores slow each
+        # other down tenfold.
+        ranks = self.settings.groups * self.settings.ranks_per_group
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+        self._warm = WarmProcess(self.settings.preload, self.run_dir.path / "logs" / "warm.log")
+        self._asked = {}
+
+    def _fork(self, name: str, run: str, args: Sequence, log: str) -> None:
+        if self._warm is not None and name not in self._pids and name not in self._asked.values():
+            request = self._warm.fork(run, args, self.run_dir.path / "logs" / log)
+            self._asked[request] = name
+
+    def _start_missing(self) -> None:
+        if self._stops:
+            return
+        settings = self.settings
+        if not self._prepared:
+            args = [str(settings.config), str(self.run_dir.path), self._run_flags(), settings.ranks_per_group]
+            self._fork("prepare", settings.prepare, [*args, str(self._private / "prepared")], "prepare.log")
+        elif not self._lighthouse_up:
+            self._start_lighthouse()
+        else:
+            for index, group in enumerate(self.groups):
+                if not group.ended:
+                    args, log = [self._agent_settings(index).to_json()], f"group-{index}/agent.log"
+                    self._fork(f"agent-{index}", "everstep.launch.agent:main", args, log)
+
+    def _start_lighthouse(self) -> None:
+        if "lighthouse" in self._pids:
+            self._lighthouse_up = listens(HOST, self._port)
+        elif time.monotonic() >= self._lighthouse_next:
+            ft = self.settings.fault_tolerance
+            self._port = self._port or free_port()
+            options = {
+                "--bind": f"{HOST}:{self._port}",
+                "--min-groups": ft.min_groups,
+                "--heartbeat-timeout-s": ft.heartbeat_timeout_s,
+                "--join-timeout-s": ft.join_timeout_s,
+            }
+            args = [str(word) for option in options.items() for word in option]
+            self._fork("lighthouse", "everstep.quorum.lighthouse:main", [args], "lighthouse.log")
+
+    def _run_flags(self) -> list[str]:
+        """torchtitan flags as every group gets them; the user's come last and win."""
+        settings = self.settings
+        return ["--fault_tolerance.groups", str(settings.groups), *settings.flags]
+
+    def _agent_settings(self, group: int) -> AgentSettings:
+        settings, ft = self.settings, self.settings.fault_tolerance
+        return AgentSettings(
+            config=str(self.run_dir.config),
+            run_dir=str(self.run_dir.path),
+            group=group,
+            groups=settings.groups,
+            ranks=settings.ranks_per_group,
+            lighthouse=f"http://{HOST}:{self._port}",
+            flags=settings.flags,
+            host=HOST,
+            devices=settings.devices[group] if settings.devices else None,
+            socket_dir=str(self._private),
+            stall_timeout_s=ft.stall_timeout_s,
+            startup_timeout_s=ft.startup_timeout_s,
+            stop_grace_s=settings.stop_grace_s,
+            max_restarts=ft.max_restarts,
+            restart_window_s=ft.restart_window_s,
+            entry=settings.entry,
+        )
+
+    def _take_answers(self) -> None:
+        for answer in self._warm.answers() if self._warm else ():
+            if "fatal" in answer:
+                self._unusable = f"{answer['fatal']}. More in {self.run_dir.path}/logs/warm.log."
+            name = self._asked.pop(answer.get("id", 0), None)
+            if name is None:
+                continue
+            pid = self._pids[name] = answer["pid"]
+            if name == "lighthouse":
+                self._events.emit("lighthouse_started", address=f"http://{HOST}:{self._port}", pid=pid)
+            elif name.startswith("agent-"):
+                index = int(name.removeprefix("agent-"))
+                self.groups[index].started_mono = time.monotonic()
+                self.groups[index].attempts += 1
+                self._events.emit("agent_started", target_group=index, pid=pid)
+            if pid in self._early:
+                self._ended(pid, self._early.pop(pid))
+        if not self._asked:
+            self._early.clear()
+
+    # What ends
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, wait_status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self._ended(pid, os.waitstatus_to_exitcode(wait_status))
+
+    def _ended(self, pid: int, exitcode: int) -> None:
+        if self._warm is not None and pid == self._warm.pid:
+            self._warm.close()
+            self._warm = None
+            self._kill_strangers()
+            if not self._unusable:
+                self._start_warm()
+            return
+        name = next((name for name, known in self._pids.items() if known == pid), "")
+        if not name and self._asked:
+            self._early[pid] = exitcode
+            return
+        self._pids.pop(name, None)
+        if name == "prepare":
+            self._prepare_ended(exitcode)
+        elif name == "lighthouse":
+            self._lighthouse_ended(exitcode)
+        elif name:
+            self._agent_ended(int(name.removeprefix("agent-")), exitcode)
+
+    def _prepare_ended(self, exitcode: int) -> None:
+        try:
+            found = json.loads((self._private / "prepared").read_text())
+        except FileNotFoundError:
+            found = {
+                "error": f"checking the config failed ({exitcode}), see {self.run_dir.path}/logs/prepare.log."
+            }
+        if "error" in found:
+            self._unusable = found["error"]
+            return
+        self._prepared = True
+        settings = self.settings
+        self._events.emit(
+            "run_started",
+            groups=settings.groups,
+            ranks_per_group=settings.ranks_per_group,
+            seed=settings.seed,
+            version=everstep.__version__,
+            **found,
+        )
+        if settings.chaos_every_s is not None:
+            run_dir = self.run_dir.path
+            self._kills = RandomKills(run_dir, settings.groups, settings.chaos_every_s, settings.seed)
+
+    def _lighthouse_ended(self, exitcode: int) -> None:
+        self._lighthouse_next = time.monotonic() + LIGHTHOUSE_PAUSE_S
+        self._events.emit("lighthouse_died", exitcode=exitcode)
+        if self._lighthouse_up:
+            self._lighthouse_up = False
+            return
+        if not any(group.started_mono for group in self.groups):
+            self._port = 0  # taken between looking and binding; nobody knows it yet
+            self._lighthouse_attempts += 1
+        if self._lighthouse_attempts >= LIGHTHOUSE_ATTEMPTS:
+            self._failure = f"the lighthouse does not start, see {self.run_dir.path}/logs/lighthouse.log"
+
+    def _agent_ended(self, index: int, exitcode: int) -> None:
+        group = self.groups[index]
+        if exitcode == 0:
+            group.ended = group.ended or "done"
+        elif exitcode == GAVE_UP_EXIT:
+            group.ended = "failed"
+        else:
+            self._events.emit("agent_died", target_group=index, exitcode=exitcode)
+            if self._stops:
+                group.ended = "stopped"
+            elif group.attempts >= AGENT_ATTEMPTS:
+                group.ended = "failed"
+
+    def _kill_strangers(self) -> None:
+        """A warm process may die between a fork and its answer: nobody would know that child."""
+        for child in psutil.Process().children():
+            if child.pid not in self._pids.values():
+                child.kill()
+
+    def _kill_silent_agents(self) -> None:
+        """An agent that hangs cannot look after its workers: another one takes over."""
+        now = time.monotonic()
+        for index, group in enumerate(self.groups):
+            pid = self._pids.get(f"agent-{index}")
+            if pid is None or now - group.started_mono < AGENT_SILENCE_S:
+                continue
+            beat = read_beat(agent_beat_path(self.run_dir.path, index))
+            if beat is None or beat.pid != pid or now - beat.mono > AGENT_SILENCE_S:
+                self._signal(f"agent-{index}", signal.SIGKILL)
+
+    # What is asked and seen
+
+    def _look(self) -> None:
+        events = self._tail.new()
+        for event in events:
+            group = event["group"]
+            if event["role"] != "agent" or group >= len(self.groups):
+                continue
+            if event["kind"] == "workers_started":
+                self.groups[group].attempts = 0
+            elif event["kind"] == "agent_ended" and event["status"] == "stopped":
+                self.groups[group].ended = "stopped"
+        if self._kills is not None and not self._stops:
+            self._kills.follow(events)
+            self._kills.tick(time.monotonic())
+        self._on_events(events)
+
+    def _ask_to_stop(self, *_: object) -> None:
+        self._stops += 1
+
+    def _obey_stop(self) -> None:
+        if self._stops == self._stops_obeyed:
+            return
+        self._stops_obeyed = self._stops
+        for index, group in enumerate(self.groups):
+            if f"agent-{index}" in self._pids:
+                self._signal(f"agent-{index}", signal.SIGTERM)
+            else:
+                group.ended = group.ended or "stopped"
+
+    def _signal(self, name: str, signum: signal.Signals) -> None:
+        try:
+            os.kill(self._pids[name], signum)
+        except ProcessLookupError:
+            return
+
+    def _kill_everything(self) -> None:
+        """Nothing that this run started outlives it. The kernel takes the workers with their agents."""
+        if self._warm is not None:
+            self._pids["warm"] = self._warm.pid
+            self._warm.close()
+        for name in self._pids:
+            self._signal(name, signal.SIGKILL)
+        deadline = time.monotonic() + KILL_GRACE_S
+        while time.monotonic() < deadline:
+            try:
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    time.sleep(0.005)
+            except ChildProcessError:
+                return
+
+
+def run(settings: RunSettings, on_events: Callable[[list[dict]], None] | None = None) -> int:
+    """Run to the end; returns the exit status. Raises LaunchError for what the user can put right."""
+    run_dir = RunDir(settings.run_dir.resolve())
+    run_dir.lock()
+    try:
+        run_token(run_dir.path)
+        return Supervisor(settings, run_dir, on_events).run()
+    finally:
+        run_dir.unlock()

@@ -1,0 +1,62 @@
+"""Lets torchtitan train where there is no accelerator.
+
+torchtitan takes its device from the accelerator that PyTorch reports, and falls back to CUDA when there is none.
+The stand-in answers "cpu" instead and adds the handful of `torch.cpu` functions that torchtitan calls on a device
+module. It has to run before anything of torchtitan is imported; `everstep.train` sees to that.
+"""
+
+import types
+
+import psutil
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+
+def has_accelerator() -> bool:
+    """Whether PyTorch sees a device of its own to train on. Initialises none."""
+    return torch.accelerator.is_available()
+
+
+def stand_in() -> None:
+    """Make `torch.cpu` answer as a torchtitan device module. Idempotent."""
+    import torch._utils
+
+    torch._utils._get_available_device_type = lambda: "cpu"
+    torch.cpu.get_device_name = lambda device=None: "CPU"
+    total = psutil.virtual_memory().total
+    torch.cpu.get_device_properties = lambda device=None: types.SimpleNamespace(total_memory=total)
+    torch.cpu.reset_peak_memory_stats = lambda *args: None
+    torch.cpu.empty_cache = lambda *args: None
+    torch.cpu.memory_stats = lambda *args: {}
+    torch.cpu.set_device = lambda *args: None
+    # torchtitan passes the current device to barrier(device_ids=[...])
+    torch.cpu.current_device = lambda *args: 0
+
+
+def sum_only_collectives(model_parts: list[torch.nn.Module]) -> None:
+    """Have FSDP scale gradients itself: Gloo knows no pre-multiplied sum.
+
+    Args:
+        model_parts: the modules torchtitan parallelized, FSDP applied or not.
+    """
+    for part in model_parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+
+def use_plain_attention(model_config) -> None:
+    """Swap FlexAttention, which has no CPU backward, for scaled dot product attention in a torchtitan model config.
+
+    Args:
+        model_config: a `BaseModel.Config`; changed in place. Configs that use neither are left as they are.
+    """
+    from torchtitan.models.common.attention import (
+        FlexAttention,
+        ScaledDotProductAttention,
+        VarlenAttention,
+    )
+
+    for kind in (FlexAttention.Config, VarlenAttention.Config):
+        for _, _, parent, field in list(model_config.traverse(kind)):
+            setattr(parent, field, ScaledDotProductAttention.Config())

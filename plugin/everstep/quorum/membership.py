@@ -1,0 +1,173 @@
+"""A group's place in torchft's quorums.
+
+Rank 0 of a group runs torchft's manager server, which speaks for the group: it sends heartbeats to the lighthouse,
+joins quorums when all ranks of the group have asked, and collects the group's vote. Every rank has a client of it.
+"""
+
+import os
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torchft.coordination import ManagerClient, ManagerServer
+
+HEARTBEAT = timedelta(milliseconds=100)
+GROUP_DIGITS = 6
+
+
+class QuorumUnavailable(RuntimeError):
+    """No quorum now: too few groups, or no lighthouse. Asking again later may succeed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """A quorum as one rank of one group sees it.
+
+    Attributes:
+        id: torchft's quorum id; may start again from 1 when the lighthouse does.
+        key: differs from every other quorum's in which a process group has to be built; the same on all members.
+        rank: place of this group among the members.
+        groups: group ids of all members, in rank order.
+        step: the newest step that a member has committed; -1 if none has anything.
+        leads: whether this group comes first among the members at `step`.
+        heals: whether this group is behind and must take its state from `source`.
+        source: place of the member to heal from, or None.
+        source_manager: address of that member's manager server.
+        serves: whether another member heals from this group.
+        store: `host:port` of a TCPStore that all members reach.
+    """
+
+    id: int
+    key: str
+    rank: int
+    groups: tuple[int, ...]
+    step: int
+    leads: bool
+    heals: bool
+    source: int | None
+    source_manager: str
+    serves: bool
+    store: str
+
+
+class Membership:
+    """Joins quorums and votes for one rank of a group.
+
+    Args:
+        group: group id.
+        rank, world_size: of this process in the group.
+        store: the group's own store, which outlives its workers' restarts or not.
+        incarnation: differs after every restart of the group's workers.
+        store_address: `host:port` of a TCPStore of this group that other groups reach.
+        lighthouse: `http://host:port`.
+        host: name or address the manager server is reached under; a loopback address keeps it to this machine.
+        connect_timeout: for connections to manager servers and the lighthouse.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: int,
+        rank: int,
+        world_size: int,
+        store: dist.Store,
+        incarnation: str,
+        store_address: str,
+        lighthouse: str,
+        host: str,
+        connect_timeout: timedelta,
+    ) -> None:
+        self.rank = rank
+        self._connect_timeout = connect_timeout
+        self._server: ManagerServer | None = None
+        store = dist.PrefixStore(f"everstep/membership/{incarnation}", store)
+        if rank == 0:
+            loopback = host in ("localhost", "127.0.0.1")
+            self._server = ManagerServer(
+                # Sorted as text by torchft, hence the zeros; the uuid tells a group from its predecessor.
+                replica_id=f"{group:0{GROUP_DIGITS}d}:{uuid.uuid4()}",
+                lighthouse_addr=lighthouse,
+                hostname=host,
+                bind="127.0.0.1:0" if loopback else "[::]:0",
+                store_addr=store_address,
+                world_size=world_size,
+                heartbeat_interval=HEARTBEAT,
+                connect_timeout=connect_timeout,
+                # A lighthouse that restarts is asked again every 100 ms until the quorum's own timeout.
+                quorum_retries=10_000,
+            )
+            store.set("manager", self._server.address())
+        self._client = ManagerClient(store.get("manager").decode(), connect_timeout=connect_timeout)
+
+    def join(self, *, step: int, failures: int, metadata: str, timeout: timedelta) -> Quorum:
+        """Wait for the next quorum. All ranks of the group call this.
+
+        Args:
+            step: last step this group committed, -1 for none.
+            failures: attempts at the next step that failed since the last quorum that worked; above 0 the members
+                build a new process group.
+            metadata: what a member that heals from this rank is told: the address of the heal source.
+            timeout: for the whole wait.
+
+        Raises:
+            QuorumUnavailable: none came in time.
+        """
+        try:
+            answer = self._client._quorum(
+                group_rank=self.rank,
+                step=step,
+                checkpoint_metadata=metadata,
+                shrink_only=False,
+                timeout=timeout,
+                # Replicas begin equal by seed; the audit checks it.
+                init_sync=False,
+                commit_failures=failures,
+            )
+        except Exception as error:  # noqa: BLE001 the Rust client raises several unrelated types
+            raise QuorumUnavailable(str(error).splitlines()[0][:300]) from error
+        members = ",".join(answer.replica_ids)
+        # The id alone may repeat after a lighthouse restart, and old keys stay in the members' stores.
+        key = f"{answer.quorum_id}/{answer.max_step}/{uuid.uuid5(uuid.NAMESPACE_OID, members)}"
+        return Quorum(
+            id=answer.quorum_id,
+            key=key,
+            rank=answer.replica_rank,
+            groups=tuple(int(name.partition(":")[0]) for name in answer.replica_ids),
+            step=answer.max_step,
+            leads=answer.max_replica_rank == 0,
+            heals=answer.heal,
+            source=answer.recover_src_replica_rank,
+            source_manager=answer.recover_src_manager_address,
+            serves=bool(answer.recover_dst_replica_ranks),
+            store=answer.store_address,
+        )
+
+    def members_key(self, quorum: Quorum) -> str:
+        """The part of `quorum.key` that stays while the same process group serves."""
+        return f"{quorum.id}/{quorum.key.rpartition('/')[2]}"
+
+    def heal_address(self, quorum: Quorum, timeout: timedelta) -> str:
+        """Where this rank finds the state it heals from. Raises QuorumUnavailable if the source cannot be asked."""
+        try:
+            client = ManagerClient(quorum.source_manager, connect_timeout=self._connect_timeout)
+            return client._checkpoint_metadata(self.rank, timeout=timeout)
+        except Exception as error:  # noqa: BLE001
+            raise QuorumUnavailable(f"the heal source did not answer: {error}".splitlines()[0]) from error
+
+    def vote(self, *, step: int, yes: bool, timeout: timedelta) -> bool:
+        """Whether all ranks of this group vote yes. All ranks call this. Raises QuorumUnavailable."""
+        try:
+            return self._client.should_commit(self.rank, step, yes, timeout=timeout)
+        except Exception as error:  # noqa: BLE001
+            raise QuorumUnavailable(f"the group's vote failed: {error}".splitlines()[0]) from error
+
+    def leave(self) -> None:
+        """Stop the heartbeats; the other groups go on without this one."""
+        if self._server is not None:
+            self._server.shutdown()
+
+
+def incarnation() -> str:
+    """Tells this start of the group's workers from earlier ones that used the same store."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -1,0 +1,120 @@
+"""The process group that spans replica groups: one rank column, rebuilt for every quorum whose members changed.
+
+torchft's reconfigurable process groups do the connecting and aborting. Two things are added: connecting has a
+timeout of its own, since a group that dies while it joins would otherwise hold the others for a whole collective
+timeout; and a broken group is torn down at once, so that its peers' collectives fail at once too.
+"""
+
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torchft
+from torch.distributed.distributed_c10d import AllreduceOptions, Work
+
+
+class CrossGroupError(RuntimeError):
+    """A collective between groups did not complete: a member died, hung or could not be reached."""
+
+
+class CrossGroup:
+    """Sums over rank r of every group of a quorum.
+
+    Args:
+        backend: "gloo" or "nccl".
+        connect_timeout: for building the process group.
+        reduce_timeout: for one sum, unless the call says otherwise.
+    """
+
+    def __init__(
+        self, backend: Literal["gloo", "nccl"], *, connect_timeout: timedelta, reduce_timeout: timedelta
+    ) -> None:
+        self._reduce_timeout = reduce_timeout
+        if backend == "nccl":
+            self._group = torchft.ProcessGroupNCCL(timeout=reduce_timeout)
+        else:
+            # Gloo takes one timeout for connecting; sums carry theirs in their options.
+            self._group = torchft.ProcessGroupGloo(timeout=connect_timeout)
+        self.size = 0
+
+    @property
+    def connected(self) -> bool:
+        return self.size > 0
+
+    def connect(self, store: str, *, rank: int, size: int, name: str) -> None:
+        """Build the process group anew.
+
+        Args:
+            store: `host:port/prefix` of a TCPStore that all members reach; the prefix never used before.
+            rank: place of this group in the quorum.
+            size: groups in the quorum.
+            name: this group's name, for logs.
+
+        Raises:
+            CrossGroupError: some member did not arrive in time.
+        """
+        self.size = 0
+        try:
+            self._group.configure(store, name, rank, size)
+        except Exception as error:  # noqa: BLE001 torch and torchft raise what they like here
+            self._group.abort(errored=False)
+            raise CrossGroupError(f"could not connect to the other groups: {_first_line(error)}") from error
+        self.size = size
+
+    def sum_async(self, tensor: torch.Tensor, timeout: timedelta | None = None) -> Work:
+        """Start to sum `tensor` in place over the groups; any dtype and device the backend takes.
+
+        Raises:
+            CrossGroupError: the process group is broken already.
+        """
+        if not self.connected:
+            raise CrossGroupError("not connected")
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        options.timeout = timeout or self._reduce_timeout
+        try:
+            return self._group.allreduce([tensor], options)
+        except Exception as error:  # noqa: BLE001
+            raise self._broken(error) from error
+
+    def finish(self, work: Work) -> None:
+        """Wait for a started sum. Raises CrossGroupError, after which the process group is broken."""
+        try:
+            work.wait()
+            error = self._group.errored()
+        except Exception as raised:  # noqa: BLE001
+            raise self._broken(raised) from raised
+        if error is not None:
+            raise self._broken(error) from error
+
+    def sum(self, tensor: torch.Tensor, timeout: timedelta | None = None) -> torch.Tensor:
+        """Sum `tensor` in place over the groups and wait for it. Raises CrossGroupError."""
+        self.finish(self.sum_async(tensor, timeout))
+        return tensor
+
+    def gather_bytes(self, mine: bytes, *, rank: int, device: torch.device) -> list[bytes]:
+        """What every group gave, in rank order. Raises CrossGroupError."""
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
+        lengths[rank] = len(mine)
+        sizes = self.sum(lengths).tolist()
+        begin, everything = sum(sizes[:rank]), torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        if not sum(sizes):
+            return [b""] * self.size
+        if mine:
+            everything[begin : begin + len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        parts = self.sum(everything).cpu().split(sizes)
+        return [part.numpy().tobytes() for part in parts]
+
+    def abort(self) -> None:
+        """Break the process group: every pending sum fails, here and at once on the peers."""
+        self.size = 0
+        self._group.abort(errored=False)
+
+    def _broken(self, error: Exception) -> CrossGroupError:
+        self.abort()
+        return CrossGroupError(_first_line(error))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]

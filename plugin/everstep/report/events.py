@@ -1,0 +1,139 @@
+"""The event log: one JSON object a line, appended by every process of a run, readable after any crash.
+
+A run directory holds `events/group-K.rank-R.jsonl` (workers), `events/agent-K.jsonl`,
+`events/supervisor.jsonl` and `events/chaos.jsonl`. Each line carries wall time `t` and monotonic time `mono`
+(seconds), `role`, `group`, `rank`, `step`, `kind` and the kind's own fields. Everything that is shown or
+reported about a run is computed from these files, so a view, a report and a test read the same thing.
+
+A line is one `write` to a file opened for appending: writers never interleave, and a killed writer leaves at
+most one torn line, which readers skip and the next writer closes.
+"""
+
+import heapq
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+RESERVED = ("t", "mono", "role", "group", "rank", "step", "kind")
+
+
+def event_path(run_dir: Path, group: int | None, rank: int | None, role: str) -> Path:
+    """The file that `role` appends to. Raises ValueError when the role's group or rank is missing."""
+    if role == "worker":
+        if group is None or rank is None:
+            raise ValueError("a worker's event log needs its group and rank")
+        name = f"group-{group}.rank-{rank}.jsonl"
+    elif role == "agent":
+        if group is None:
+            raise ValueError("an agent's event log needs its group")
+        name = f"agent-{group}.jsonl"
+    else:
+        name = f"{role}.jsonl"
+    return Path(run_dir) / "events" / name
+
+
+def _plain(value: Any) -> Any:
+    """JSON for what json does not know: tensor and numpy scalars by value, everything else as text."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) else str(value)
+
+
+class EventLog:
+    """Appends one process's events. `role` is "worker", "agent", "supervisor" or "chaos".
+
+    Safe to share with forked children and to keep open while the run directory is read. A disk that refuses
+    the write costs the event, not the run: it is said on stderr once.
+    """
+
+    def __init__(self, run_dir: Path, group: int | None, rank: int | None, role: str):
+        self.path = event_path(run_dir, group, rank, role)
+        self._head = {"role": role, "group": group, "rank": rank}
+        self._complained = False
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")  # the last writer died inside a line: ours must not continue it
+
+    def emit(self, kind: str, step: int | None = None, **fields: Any) -> dict[str, Any]:
+        """Append one event and return it. `step` is the committed step worked on, counted from 1."""
+        shadowed = [name for name in fields if name in RESERVED]
+        if shadowed:
+            raise ValueError(f"event {kind}: {', '.join(shadowed)} would overwrite what every event carries")
+        event = {
+            "t": time.time(),
+            "mono": time.monotonic(),
+            **self._head,
+            "step": step,
+            "kind": kind,
+            **fields,
+        }
+        line = (json.dumps(event, default=_plain, separators=(",", ":")) + "\n").encode()
+        try:
+            os.write(self._fd, line)
+        except OSError as error:
+            if not self._complained:
+                print(f"everstep: events are lost, {self.path}: {error}", file=sys.stderr, flush=True)
+            self._complained = True
+        return event
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:  # torn by a crash
+        return None
+    return event if isinstance(event, dict) and "t" in event and "kind" in event else None
+
+
+def _read_file(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n") and (event := _parse(line)) is not None:
+                yield event
+
+
+def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """All events of a run so far, in order of wall time; each file's own order is kept even if a clock jumps.
+
+    Torn lines are skipped. A run directory without events yields nothing.
+    """
+    files = sorted((Path(run_dir) / "events").glob("*.jsonl"))
+    yield from heapq.merge(*(_read_file(path) for path in files), key=lambda event: event["t"])
+
+
+class EventTail:
+    """Follows a growing run directory: each `new()` returns the events appended since the last call."""
+
+    def __init__(self, run_dir: Path):
+        self._folder = Path(run_dir) / "events"
+        self._offsets: dict[Path, int] = {}
+
+    def skip_to_end(self) -> None:
+        """Forget what is there: only events appended from now on are returned."""
+        for path in self._folder.glob("*.jsonl"):
+            self._offsets[path] = path.stat().st_size
+
+    def new(self) -> list[dict[str, Any]]:
+        """Events since the last call, by wall time. A line still being written is left for the next call."""
+        batches = []
+        for path in sorted(self._folder.glob("*.jsonl")):
+            offset = self._offsets.get(path, 0)
+            if path.stat().st_size <= offset:
+                continue
+            with path.open("rb") as file:
+                file.seek(offset)
+                data = file.read()
+            complete = data[: data.rfind(b"\n") + 1]
+            self._offsets[path] = offset + len(complete)
+            batches.append([event for line in complete.splitlines() if (event := _parse(line)) is not None])
+        return list(heapq.merge(*batches, key=lambda event: event["t"]))

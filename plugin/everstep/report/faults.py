@@ -1,0 +1,220 @@
+"""What each fault cost: how long the run stalled, and how long the hit group was away."""
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from everstep.report.lineage import Commit, Origin
+from everstep.report.sessions import Session
+
+UNPROVOKED = "died"
+"""Fault name of a death of a group's workers that no injected fault explains."""
+
+
+@dataclass(slots=True, frozen=True)
+class Fault:
+    """Something that was done to a run, or that befell it."""
+
+    t: float
+    """Wall time in seconds at which it was done, or for an unprovoked death noticed by the agent."""
+    name: str
+    groups: tuple[int, ...]
+    """The groups it hit; none when it hit something else (lighthouse, network, disk)."""
+
+    @property
+    def kills(self) -> bool:
+        """Whether it takes processes away that the group then has to start again."""
+        return self.name == UNPROVOKED or self.name.startswith("kill")
+
+
+@dataclass(slots=True, frozen=True)
+class Presence:
+    """When a group's processes started and when it took part in commits: wall times in seconds, ascending."""
+
+    starts: list[float]
+    commits: list[float]
+
+
+def collect_faults(events: Iterable[dict[str, Any]]) -> list[Fault]:
+    """Injected faults, and deaths of workers or agents that none of them explains, in order of time.
+
+    A fault explains the deaths of its groups' processes that were running when it struck; one without a
+    target explains all. Processes that ended with exit code 0 did not die.
+    """
+    faults: list[Fault] = []
+    hit: dict[int | None, float] = {}
+    up_since: dict[int, float] = {}
+    for event in events:
+        kind, t = event["kind"], event["t"]
+        if kind == "fault":
+            groups = _targets(event)
+            faults.append(Fault(t, str(event.get("fault")), groups))
+            hit.update(dict.fromkeys(groups or (None,), t))
+        elif kind == "workers_started" and isinstance(group := event.get("group"), int):
+            up_since[group] = t
+        elif kind in ("workers_died", "agent_died"):
+            group = event.get("group") if kind == "workers_died" else event.get("target_group")
+            if not isinstance(group, int) or _exited_well(event):
+                continue
+            struck = max(hit.get(group, float("-inf")), hit.get(None, float("-inf")))
+            if struck == float("-inf") or struck < up_since.get(group, float("-inf")):
+                faults.append(Fault(t, UNPROVOKED, (group,)))
+                hit[group] = t  # the agent may report the same death as the supervisor
+    return sorted(faults, key=lambda fault: fault.t)
+
+
+def presences(events: Iterable[dict[str, Any]]) -> dict[int, Presence]:
+    """Per group when it started and took part. A group takes part in a commit when it is among its groups and
+    owns a slot; with more groups than slots, being among the groups is enough. Reads rank 0."""
+    found: dict[int, Presence] = defaultdict(lambda: Presence([], []))
+    for event in events:
+        group = event.get("group")
+        if event.get("rank") or not isinstance(group, int):
+            continue
+        if event["kind"] == "worker_ready":
+            found[group].starts.append(event["t"])
+        elif event["kind"] == "commit":
+            groups, owners = event.get("groups") or (), event.get("owners") or ()
+            if group in groups and (group in owners or len(groups) > len(owners)):
+                found[group].commits.append(event["t"])
+    return dict(found)
+
+
+def stall_s(fault: Fault, times: Sequence[float], normal_s: float) -> float | None:
+    """Seconds from the fault to the next commit, less a normal step, at least 0.
+
+    times: wall time of each commit, ascending. None when nothing had been committed before, so that nothing
+    could stall, or nothing was committed afterwards.
+    """
+    after = bisect_right(times, fault.t)
+    if after == 0 or after == len(times):
+        return None
+    return max(0.0, times[after] - fault.t - normal_s)
+
+
+def delay_s(fault: Fault, times: Sequence[float], normal_s: float) -> float | None:
+    """Seconds by which the fault made the run later: the largest of the stall, and the excess over normal
+    steps of the time from the last commit before the fault to the first and to the second one after it.
+
+    A stall alone looks small when the fault falls late in a step, or when only the next step notices it.
+    None as in `stall_s`.
+    """
+    stall = stall_s(fault, times, normal_s)
+    if stall is None:
+        return None
+    after = bisect_right(times, fault.t)
+    following = enumerate(times[after : after + 2], start=1)
+    return max(stall, *(t - times[after - 1] - count * normal_s for count, t in following))
+
+
+def rejoin_s(fault: Fault, group: int, faults: Sequence[Fault], presence: Presence | None) -> float | None:
+    """Seconds from the fault until `group`, started again, takes part in a commit.
+
+    After a kill, later kills of the same group before it took part make it longer. After any other fault only
+    a restart before the group's next fault counts, as most do not restart it. None: not (yet) back.
+    """
+    if presence is None:
+        return None
+    start = bisect_right(presence.starts, fault.t)
+    if start == len(presence.starts):
+        return None
+    if not fault.kills:
+        following = [f.t for f in faults if f.t > fault.t and group in f.groups]
+        if following and following[0] < presence.starts[start]:
+            return None
+    back = bisect_left(presence.commits, presence.starts[start])
+    return presence.commits[back] - fault.t if back < len(presence.commits) else None
+
+
+def normal_step_s(
+    commits: Sequence[Commit], faults: Sequence[Fault], retried: Set[int], groups: int | None
+) -> float | None:
+    """Median duration in seconds of the healthy steps: from one commit to the next that was built on it, with
+    no fault in between, one attempt, and at full strength.
+
+    retried: steps with more than one attempt. groups: full strength; None: the largest number seen. Without a
+    step at full strength those of fewer groups count; without any healthy one what the groups say that their
+    steps took; None without steps.
+    """
+    struck = [fault.t for fault in faults]
+    full = groups if groups is not None else max((len(commit.groups) for commit in commits), default=0)
+    strong, weak = [], []
+    for before, commit in pairwise(commits):
+        quiet = bisect_left(struck, before.t) == bisect_right(struck, commit.t)
+        built_on = commit.parent is before and commit.origin is Origin.CONTINUED
+        if quiet and built_on and commit.step not in retried:
+            (strong if len(commit.groups) >= full else weak).append(commit.t - before.t)
+    healthy = strong or weak or [commit.took_s for commit in commits if commit.took_s is not None]
+    return median(healthy) if healthy else None
+
+
+def fault_rows(
+    events: Iterable[dict[str, Any]],
+    faults: Sequence[Fault],
+    runs: Sequence[Session],
+    by_session: Sequence[Sequence[Commit]],
+    step_s: float | None,
+) -> list[dict[str, Any]]:
+    """One row per fault and group hit, in order of time.
+
+    t (wall time, s), at_s (since the run began), fault, group (None: it hit no group), step (of the next
+    commit, None: none), stall_s, delay_s, rejoin_s (None: cannot be measured).
+    """
+    present = presences(events)
+    times = [[commit.t for commit in commits] for commits in by_session]
+    rows = []
+    for fault in faults:
+        index = next((index for index, run in enumerate(runs) if fault.t in run), None)
+        around = times[index] if index is not None else []
+        after = bisect_right(around, fault.t)
+        row = {
+            "t": fault.t,
+            "at_s": fault.t - runs[0].begin,
+            "fault": fault.name,
+            "step": by_session[index][after].step if index is not None and after < len(around) else None,
+            "stall_s": stall_s(fault, around, step_s) if step_s is not None else None,
+            "delay_s": delay_s(fault, around, step_s) if step_s is not None else None,
+        }
+        for group in fault.groups:
+            rows.append(
+                row | {"group": group, "rejoin_s": rejoin_s(fault, group, faults, present.get(group))}
+            )
+        if not fault.groups:
+            rows.append(row | {"group": None, "rejoin_s": None})
+    return rows
+
+
+def cost_of_faults(rows: Sequence[dict[str, Any]], faults: Sequence[Fault]) -> dict[str, Any]:
+    """Medians and maxima over the rows of `fault_rows`: stalls and delays of all faults, one per fault
+    whatever number of groups it hit; rejoins of kills and deaths, one per group."""
+    one_each = list({(row["t"], row["fault"]): row for row in rows}.values())
+    killed = {(fault.t, fault.name) for fault in faults if fault.kills}
+    away = [row for row in rows if row["group"] is not None and (row["t"], row["fault"]) in killed]
+    cost: dict[str, Any] = {}
+    for name, of in (("stall_s", one_each), ("delay_s", one_each), ("rejoin_s", away)):
+        known = [row[name] for row in of if row[name] is not None]
+        cost[f"{name}_median"] = median(known) if known else None
+        cost[f"{name}_max"] = max(known, default=None)
+    cost["stalls_unmeasured"] = sum(1 for row in one_each if row["stall_s"] is None)
+    cost["rejoins_open"] = sum(1 for row in away if row["rejoin_s"] is None)
+    return cost
+
+
+def _targets(event: dict[str, Any]) -> tuple[int, ...]:
+    target = event.get("target_group")
+    if isinstance(target, int):
+        return (target,)
+    return tuple(group for group in target or () if isinstance(group, int))
+
+
+def _exited_well(event: dict[str, Any]) -> bool:
+    codes = event.get("exitcodes", event.get("exitcode"))
+    if isinstance(codes, dict):
+        codes = list(codes.values())
+    if not isinstance(codes, list):
+        codes = [codes]
+    return bool(codes) and all(code == 0 for code in codes)

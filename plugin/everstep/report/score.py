@@ -1,0 +1,256 @@
+"""The score of a run: every figure of report.json, computed from its events.
+
+docs/report.md defines each field. A run that is still going can be scored too.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from everstep.report.attempts import collect_attempts, slots_recomputed, thrown_away
+from everstep.report.events import read_events
+from everstep.report.faults import UNPROVOKED, collect_faults, cost_of_faults, fault_rows, normal_step_s
+from everstep.report.lineage import Commit, trace
+from everstep.report.sessions import collect_sessions, commits_by_session, ending, groups_mean, stated
+
+READ_FIELDS: dict[str, tuple[str, ...]] = {
+    "run_started": ("groups", "steps", "global_batch_size"),
+    "run_ended": ("status", "reason"),
+    "fault": ("fault", "target_group"),
+    "workers_started": (),
+    "workers_died": ("exitcodes",),
+    "agent_died": ("target_group", "exitcode"),
+    "worker_ready": (),
+    "training_started": ("source", "global_batch_size"),
+    "training_done": (),
+    "heal": ("source_group",),
+    "attempt": ("computed", "recomputed", "took_s"),
+    "commit": ("owners", "groups", "loss", "took_s", "coverage_ok"),
+    "audit": ("agreed", "differing"),
+    "finding": ("outcome",),
+    "checkpoint_saved": (),
+}
+"""The events that are read, with the fields used besides t, group, rank and step."""
+
+GOODPUT_DEFINITION = "steps in the final state times the median healthy step, over the wall time of training"
+
+OUTCOMES = ("corrected", "recomputed", "refused")
+"""What the attention check can do about what it finds."""
+
+LOSS_TOLERANCE = 1e-3
+"""Largest difference of a loss to the other run's that `verdict` accepts: sums in another order stay far
+below it, a missing or repeated batch does not."""
+
+
+def load_events(run_dir: Path) -> list[dict[str, Any]]:
+    """The events of a run that are read here, in order of time, reduced to the fields that are used.
+
+    Raises FileNotFoundError when `run_dir` has no event log.
+    """
+    if not (Path(run_dir) / "events").is_dir():
+        raise FileNotFoundError(f"{run_dir} has no events/ folder; give the directory of a run")
+    wanted = {kind: ("t", "kind", "group", "rank", "step", *fields) for kind, fields in READ_FIELDS.items()}
+    return [
+        {name: event[name] for name in names if name in event}
+        for event in read_events(run_dir)
+        if (names := wanted.get(event["kind"])) is not None
+    ]
+
+
+def score(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
+    """report.json of a run, one flat object. Figures that the events cannot tell are None.
+
+    against: the directory of another run of the same config, to compare the losses with. Raises
+    FileNotFoundError when a directory holds no event log.
+    """
+    figures, losses = score_events(load_events(run_dir))
+    return figures | loss_delta(losses, curve(against) if against is not None else {})
+
+
+def curve(run_dir: Path) -> dict[int, float]:
+    """Loss by step along the commits that the final state contains."""
+    return loss_by_step(trace(load_events(run_dir)).final)
+
+
+def kill_table(run_dir: Path) -> list[dict[str, Any]]:
+    """What each fault cost, one row per fault and group hit: see `fault_rows`."""
+    return _measure(load_events(run_dir))[1]
+
+
+def score_events(events: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[int, float]]:
+    """The figures that one run's events tell (all but the loss comparison), and its loss by step."""
+    figures, _, final = _measure(events)
+    return figures, loss_by_step(final)
+
+
+def _measure(
+    events: Sequence[dict[str, Any]],
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[Commit]]:
+    """The figures, the rows of the kill table, and the commits of the final state."""
+    history = trace(events)
+    attempts = collect_attempts(events)
+    faults = collect_faults(events)
+    runs = collect_sessions(events)
+    by_session = commits_by_session(runs, history.commits)
+    groups = stated(events, "groups", "run_started")
+    tries = Counter(attempt.step for attempt in attempts)
+    retried = {step for step, count in tries.items() if count > 1}
+    step_s = normal_step_s(history.commits, faults, retried, groups)
+    rows = fault_rows(events, faults, runs, by_session, step_s)
+
+    final = history.final
+    steps = {commit.step for commit in final}
+    away = thrown_away(attempts)
+    training_s = sum(run.training_s for run in runs)
+    batch = stated(events, "global_batch_size", "run_started", "training_started")
+    figures = {
+        **ending(events),
+        "wall_s": sum(run.end - run.begin for run in runs),
+        "training_s": training_s,
+        "sessions": len(runs),
+        "groups": groups,
+        "groups_mean": groups_mean(by_session),
+        "steps_asked": stated(events, "steps", "run_started"),
+        "steps": len(steps),
+        "first_step": min(steps, default=None),
+        "last_step": max(steps, default=None),
+        "steps_unseen": max(steps) - min(steps) + 1 - len(steps) if steps else 0,
+        "commits_dropped": len(history.commits) - len(final),
+        "attempts": len(attempts),
+        "attempts_thrown_away": away,
+        "committed_ratio": len(steps) / (len(steps) + away) if steps else None,
+        "slots_recomputed": slots_recomputed(attempts),
+        "samples": samples(((c, [owner for owner in c.owners if owner >= 0]) for c in final), batch),
+        "samples_lost": samples(((commit, commit.lost) for commit in final), batch),
+        "samples_repeated": samples(((commit, commit.repeated) for commit in final), batch),
+        "kills": sum(1 for fault in faults if fault.kills and fault.name != UNPROVOKED),
+        "deaths_unprovoked": sum(1 for fault in faults if fault.name == UNPROVOKED),
+        "faults": dict(Counter(fault.name for fault in faults)),
+        "step_s_median": step_s,
+        **cost_of_faults(rows, faults),
+        "goodput": len(steps) * step_s / training_s if step_s is not None and training_s else None,
+        "goodput_definition": GOODPUT_DEFINITION,
+        "replicas_diverged": replicas_diverged(events),
+        **findings(events),
+    }
+    return figures, rows, final
+
+
+def samples(slots: Iterable[tuple[Commit, Collection[int]]], batch: int | None) -> int:
+    """Samples in some slots of each commit, with `batch` samples in a whole step. While that is not known, a
+    slot counts as one."""
+    per_slot = (
+        (batch / len(commit.owners) if batch and commit.owners else 1, chosen) for commit, chosen in slots
+    )
+    return round(sum(size * len(chosen) for size, chosen in per_slot))
+
+
+def loss_by_step(commits: Iterable[Commit]) -> dict[int, float]:
+    """Loss by step; steps whose loss was not recorded are left out."""
+    return {commit.step: float(commit.loss) for commit in commits if commit.loss is not None}
+
+
+def loss_delta(mine: dict[int, float], theirs: dict[int, float]) -> dict[str, Any]:
+    """How far apart two loss curves are: loss_delta_max over the loss_delta_steps that both have, and
+    loss_delta_undefined, in how many of those only one loss is finite or the two are not alike."""
+    both = mine.keys() & theirs.keys()
+    pairs = [(mine[step], theirs[step]) for step in both]
+    finite = [abs(a - b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
+    undefined = [1 for a, b in pairs if not (math.isfinite(a) and math.isfinite(b)) and repr(a) != repr(b)]
+    return {
+        "loss_delta_max": max(finite, default=None),
+        "loss_delta_steps": len(both),
+        "loss_delta_undefined": len(undefined),
+    }
+
+
+def replicas_diverged(events: Iterable[dict[str, Any]]) -> int:
+    """Audits that found a group's parameters to differ, counted once per step and group. Reads all ranks."""
+    differing: set[tuple[Any, Any]] = set()
+    for event in events:
+        if event["kind"] == "audit" and not event.get("agreed", True):
+            differing |= {(event.get("step"), group) for group in event.get("differing") or (None,)}
+    return len(differing)
+
+
+def findings(events: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """The attention check's findings by outcome. Reads all ranks."""
+    seen = Counter(event.get("outcome") for event in events if event["kind"] == "finding")
+    return {f"findings_{outcome}": seen[outcome] for outcome in OUTCOMES}
+
+
+def verdict(figures: dict[str, Any]) -> list[str]:
+    """What breaks the promise, one sentence each, from the figures of `score`. Empty: it was kept."""
+    broken = []
+
+    def expect(kept: bool, sentence: str) -> None:
+        if not kept:
+            broken.append(sentence)
+
+    done, reason = figures["status"] == "done", figures["reason"]
+    expect(done, f"The run is not done: {figures['status']}{f', {reason}' if reason else ''}.")
+    expect(figures["steps"] > 0, "No step was committed.")
+    asked, reached = figures["steps_asked"], figures["last_step"] or 0
+    expect(not done or asked is None or reached >= asked, f"The run ended at step {reached} of {asked}.")
+    count = figures["steps_unseen"]
+    expect(count == 0, f"The log has no commit of {_count(count, 'step')} between the first and the last.")
+    count = figures["attempts_thrown_away"]
+    expect(count == 0, f"{_count(count, 'attempt')} had work of a survivor thrown away.")
+    count = figures["samples_lost"]
+    expect(count == 0, f"{_count(count, 'sample')} of the committed steps did not enter the model.")
+    count = figures["samples_repeated"]
+    expect(count == 0, f"{_count(count, 'sample')} entered the model more than once.")
+    count = figures["replicas_diverged"]
+    expect(count == 0, f"{_count(count, 'audit')} found a group whose parameters differ from the others'.")
+    delta, count = figures["loss_delta_max"], figures["loss_delta_undefined"]
+    expect((delta or 0.0) <= LOSS_TOLERANCE, f"The loss differs by up to {delta} from the other run's.")
+    expect(count == 0, f"In {_count(count, 'step')} the loss is finite in one run only.")
+    return broken
+
+
+def summary(figures: dict[str, Any]) -> str:
+    """The figures of `score` for a terminal: some lines of plain text, then what `verdict` says."""
+    f = figures
+    faults = ", ".join(f"{count} {name}" for name, count in sorted(f["faults"].items())) or "none"
+    reason = f" ({f['reason']})" if f["reason"] else ""
+    asked = f" of {f['steps_asked']}" if f["steps_asked"] is not None else ""
+    lines = [
+        ("run", f"{f['status']}{reason} after {_seconds(f['wall_s'])}"),
+        ("faults", faults),
+        ("steps", f"{f['steps']}{asked}"),
+        ("attempts", f"{f['attempts']}, {f['attempts_thrown_away']} thrown away"),
+        ("samples", f"{f['samples']} trained, {f['samples_lost']} lost, {f['samples_repeated']} repeated"),
+        ("slots", f"{f['slots_recomputed']} computed again"),
+        ("step", f"{_seconds(f['step_s_median'])} when healthy"),
+        ("groups", f"{_number(f['groups_mean'])} on average"),
+        ("stall", _spread(f, "stall_s")),
+        ("rejoin", _spread(f, "rejoin_s")),
+        ("goodput", f"{_number(f['goodput'])} ({f['goodput_definition']})"),
+    ]
+    if f["loss_delta_steps"]:
+        largest = "unknown" if f["loss_delta_max"] is None else f"{f['loss_delta_max']:.3g}"
+        lines.append(("loss", f"differs by at most {largest} over {_count(f['loss_delta_steps'], 'step')}"))
+    if any(f[f"findings_{outcome}"] for outcome in OUTCOMES):
+        lines.append(("findings", ", ".join(f"{f[f'findings_{outcome}']} {outcome}" for outcome in OUTCOMES)))
+    text = [f"{name:<9} {value}" for name, value in lines]
+    return "\n".join([*text, *(verdict(f) or ["Every step happened with its whole batch, exactly once."])])
+
+
+def _spread(figures: dict[str, Any], name: str) -> str:
+    if figures[f"{name}_median"] is None:
+        return "nothing to measure"
+    return f"median {_seconds(figures[f'{name}_median'])}, longest {_seconds(figures[f'{name}_max'])}"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _seconds(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.2f} s"
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.2f}"

@@ -1,0 +1,468 @@
+"""The step protocol: one rank's way from a committed step to the next, whatever happens to the other groups.
+
+An attempt is one pass of quorum, agreement, compute, sums and vote (`StepProtocol.attempt`):
+
+1. join a quorum; connect a process group if its members changed. A member that is behind starts to heal from one
+   that is not, in the background, and takes no slots.
+2. exchange rows and make the plan (`ledger.plan`): which slots nobody holds, and who computes them.
+3. compute this group's share; gradients accumulate in `param.grad`, losses as sums.
+4. sum copies of the gradients over the groups, then the ledger: how often each slot is in the sum, tokens, loss.
+5. vote: every slot exactly once, no error. If not, the next attempt keeps what is held: a salvage.
+6. commit: the caller divides, clips and steps the optimizer.
+
+Nothing here knows torchtitan: what a slot, a gradient or a state is comes in through `Work`.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal, Protocol
+
+import torch
+
+from everstep.quorum.heal import HealError, HealServer, HealState, fetch
+from everstep.quorum.membership import Membership, Quorum, QuorumUnavailable
+from everstep.quorum.process_group import CrossGroup, CrossGroupError
+from everstep.report.events import EventLog
+from everstep.training import ledger
+from everstep.training.reduction import GradientReducer
+
+HEAL_GATE_TIMEOUT = timedelta(seconds=300)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSums:
+    """What a group's held slots add to the step, besides gradients.
+
+    Attributes:
+        tokens: valid tokens by slot, float64 [S] on CPU, 0 where the slot is not held.
+        loss: sum of their losses by slot, the same form.
+        extra: float64 [n] on CPU, n fixed: further sums that the optimizer step needs, such as expert loads.
+        refused: whether a check refused one of the slots.
+    """
+
+    tokens: torch.Tensor
+    loss: torch.Tensor
+    extra: torch.Tensor
+    refused: bool = False
+
+
+class Work(Protocol):
+    """What the protocol needs from a trainer."""
+
+    def compute(self, step: int, slot: int) -> None:
+        """Forward and backward of one slot of `step`; the gradient is added to `param.grad`."""
+
+    def results(self) -> "SlotSums":
+        """Of all slots computed since `discard`, summed over the group's ranks; a collective of the group."""
+
+    def discard(self) -> None:
+        """Forget all gradients and sums of the step in progress."""
+
+    def notes(self, step: int) -> bytes | None:
+        """What the other groups should know after `step`, or None when none of them sends anything now."""
+
+    def noted(self, notes: list[bytes]) -> None:
+        """What each group's `notes` said."""
+
+    def serve(self) -> HealState:
+        """This rank's state, by reference."""
+
+    def heal(self, state: HealState) -> None:
+        """Take over another group's state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Named waits of the protocol."""
+
+    quorum: timedelta
+    reduce: timedelta
+    heal: timedelta
+    give_up: timedelta
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A step that all its slots agree on, ready for the optimizer.
+
+    Attributes:
+        step: number of the step, from 1.
+        tokens: valid tokens by slot, float64 [S].
+        loss: sum of their losses by slot, the same form.
+        extra: `SlotSums.extra` over all groups.
+        owners: for each slot the group that computed it, -1 if none did.
+        groups: groups taking part, in rank order.
+        saver: the group that writes what a run writes once.
+        healed: whether this group took over another one's state on the way.
+        all_leave: every group asked to stop after this step.
+        attempts: how many this group needed.
+        compute_s, reduce_s, took_s: of the attempt that committed; reduce_s is what compute did not hide.
+    """
+
+    step: int
+    tokens: torch.Tensor
+    loss: torch.Tensor
+    extra: torch.Tensor
+    owners: tuple[int, ...]
+    groups: tuple[int, ...]
+    saver: int
+    healed: bool
+    all_leave: bool
+    attempts: int
+    compute_s: float
+    reduce_s: float
+    took_s: float
+
+
+class Blank(Exception):  # noqa: N818 a turn of the protocol, not an error
+    """No member of the quorum has any state: it has to come from somewhere else."""
+
+
+class GaveUp(RuntimeError):
+    """No step could be committed for `Timeouts.give_up`."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """What this group's gradients contain."""
+
+    step: int
+    slots: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+
+
+class _Heal(threading.Thread):
+    """Fetches another group's state while this rank takes part in the sums."""
+
+    def __init__(self, membership: Membership, quorum: Quorum, token: bytes, timeout: timedelta) -> None:
+        super().__init__(name="heal", daemon=True)
+        self._membership, self._quorum, self._token, self._timeout = membership, quorum, token, timeout
+        self.state: HealState | None = None
+        self.error = ""
+        self.took_s = 0.0
+
+    def run(self) -> None:
+        begin = time.monotonic()
+        try:
+            address = self._membership.heal_address(self._quorum, self._timeout)
+            self.state = fetch(address, self._token, self._quorum.step, None, self._timeout)
+        except (HealError, QuorumUnavailable) as error:
+            self.error = str(error)
+        self.took_s = time.monotonic() - begin
+
+
+class StepProtocol:
+    """Runs attempts until a step commits.
+
+    Args:
+        group: this group's id.
+        slots: S.
+        on_loss: see `ledger.plan`.
+        work: the trainer's side.
+        reducer: sums the gradients.
+        membership, cross, heal_server: quorums, sums between groups, and where joiners heal from.
+        token: of the run; authenticates healing.
+        timeouts: the protocol's waits.
+        events: the rank's event log.
+        beat: called with a phase's name wherever progress is made.
+        all_in_group: whether a flag is true on all ranks of the group; a collective of the group.
+        device: where the exchanged vectors live (the CPU for Gloo, the accelerator for NCCL).
+    """
+
+    def __init__(
+        self,
+        *,
+        group: int,
+        slots: int,
+        on_loss: Literal["redistribute", "shrink"],
+        work: Work,
+        reducer: GradientReducer,
+        membership: Membership,
+        cross: CrossGroup,
+        heal_server: HealServer,
+        token: bytes,
+        timeouts: Timeouts,
+        events: EventLog,
+        beat: Callable[[str, int], None],
+        all_in_group: Callable[[bool], bool],
+        device: torch.device,
+    ) -> None:
+        self._group, self._slots, self._on_loss = group, slots, on_loss
+        self._work, self._reducer = work, reducer
+        self._membership, self._cross, self._heal_server = membership, cross, heal_server
+        self._token, self._timeouts, self._events = token, timeouts, events
+        self._beat, self._all_in_group, self._device = beat, all_in_group, device
+        self.step = -1
+        """The last step this group committed; -1 while it has no state."""
+        self.checksum: int | None = None
+        """Of the parameters after `step`, when an audit of them is due."""
+        self.leaving = False
+        """Whether this group asks to stop after the next commit."""
+        self._held = _Held(step=-1)
+        self._failures = 0
+        self._connected = ""
+        self._progress = time.monotonic()
+
+    def next(self) -> Commit:
+        """Attempts until one commits.
+
+        The caller then applies it: gradients by `GradientReducer.assign`, the optimizer, its counters, and last
+        `committed()`.
+
+        Raises:
+            Blank: no group has a state; set `step` from elsewhere and call again.
+            GaveUp: see `Timeouts.give_up`.
+        """
+        attempt = 0
+        while True:
+            attempt += 1
+            commit = self._attempt(attempt)
+            if commit is not None:
+                return commit
+            waited = time.monotonic() - self._progress
+            if waited > self._timeouts.give_up.total_seconds():
+                raise GaveUp(f"no step could be committed for {waited:.0f} s; see this group's events for the reasons")
+
+    def restored(self, step: int) -> None:
+        """The caller loaded the state after `step` (0: a fresh start)."""
+        self.step = step
+        self._progress = time.monotonic()
+
+    def committed(self) -> None:
+        """The caller applied the commit that `next` returned."""
+        self.step = self._held.step
+        self.checksum = None
+        self._failures = 0
+        self._work.discard()
+        self._progress = time.monotonic()
+
+    def _attempt(self, attempt: int) -> Commit | None:
+        begin = time.monotonic()
+        self._beat("quorum", self.step + 1)
+        try:
+            quorum = self._membership.join(
+                step=self.step,
+                failures=self._failures,
+                metadata=self._heal_server.address,
+                timeout=self._timeouts.quorum,
+            )
+        except QuorumUnavailable as error:
+            self._failures += 1
+            waited = round(time.monotonic() - begin, 3)
+            self._events.emit("quorum_failed", self.step + 1, reason=str(error), waited_s=waited)
+            return None
+        waited_s = time.monotonic() - begin
+        if quorum.step < 0:
+            raise Blank
+        step = quorum.step + 1
+        heal = _Heal(self._membership, quorum, self._token, self._timeouts.heal) if quorum.heals else None
+        if self._held.step != step:
+            self._held = _Held(step)
+            self._work.discard()
+        if quorum.serves and heal is None:
+            self._heal_server.serve(quorum.step, self._work.serve())
+        held_before = sorted(self._held.slots)
+        computed: list[int] = []
+        commit, reason = None, ""
+        try:
+            rows, plan = self._agree(quorum, heal, attempt, waited_s)
+            commit, reason = self._sum_and_vote(quorum, rows, plan, heal, attempt, begin, computed)
+        except (CrossGroupError, QuorumUnavailable) as error:
+            reason = str(error)
+            self._disconnect()
+        if commit is None:
+            self._failures += 1
+        self._events.emit(
+            "attempt",
+            step,
+            attempt=attempt,
+            committed=commit is not None,
+            reason=reason,
+            computed=computed,
+            held_before=held_before,
+            recomputed=sorted(self._held.lost & set(computed)),
+            took_s=round(time.monotonic() - begin, 4),
+        )
+        return commit
+
+    def _agree(
+        self, quorum: Quorum, heal: _Heal | None, attempt: int, waited_s: float
+    ) -> tuple[list[ledger.Row], ledger.Plan]:
+        """Connect if need be, exchange rows, plan. Raises CrossGroupError on every rank of the group or on none."""
+        step = quorum.step + 1
+        error: CrossGroupError | None = None
+        matrix = torch.zeros(len(quorum.groups), ledger.words(self._slots), dtype=torch.int64)
+        mine = ledger.Row(
+            self._group, self.step, heal is None, self.checksum, frozenset(self._held.slots)
+        )
+        matrix[quorum.rank] = torch.tensor(ledger.encode(mine, self._slots), dtype=torch.int64)
+        try:
+            key = self._membership.members_key(quorum)
+            if key != self._connected:
+                self._connected = ""
+                self._cross.connect(
+                    f"{quorum.store}/everstep/{quorum.key}/{self._membership.rank}",
+                    rank=quorum.rank,
+                    size=len(quorum.groups),
+                    name=f"group-{self._group}",
+                )
+                self._connected = key
+            matrix = self._cross.sum(matrix.to(self._device)).cpu()
+            rows = [ledger.decode(row, self._slots) for row in matrix.tolist()]
+        except CrossGroupError as raised:
+            error = raised
+        except ValueError as raised:
+            error = CrossGroupError(f"the groups' rows are not whole: {raised}")
+        if not self._all_in_group(error is None):
+            raise error or CrossGroupError("another rank of this group could not reach its peers")
+        if heal is not None:
+            heal.start()
+        plan = ledger.plan(rows, self._slots, self._on_loss)
+        self._events.emit(
+            "quorum",
+            step,
+            attempt=attempt,
+            quorum_id=quorum.id,
+            groups=list(quorum.groups),
+            joiners=[row.group for row in rows if not row.computes],
+            wait_s=round(waited_s, 4),
+        )
+        self._audit(rows, plan)
+        if self._group in plan.drops:
+            self._drop()
+        return rows, plan
+
+    def _audit(self, rows: Sequence[ledger.Row], plan: ledger.Plan) -> None:
+        audited = [row for row in rows if row.checksum is not None]
+        if self.checksum is None or not audited:
+            return
+        self._events.emit(
+            "audit",
+            self.step,
+            checksum=f"{self.checksum:016x}",
+            agreed=not plan.differing,
+            differing=sorted(plan.differing),
+        )
+
+    def _sum_and_vote(
+        self,
+        quorum: Quorum,
+        rows: Sequence[ledger.Row],
+        plan: ledger.Plan,
+        heal: _Heal | None,
+        attempt: int,
+        begin: float,
+        computed: list[int],
+    ) -> tuple[Commit | None, str]:
+        """Compute the share, sum, vote. Fills `computed` with the slots done. Raises CrossGroupError."""
+        step = quorum.step + 1
+        if self._group in plan.differing:
+            # Behind everybody from now on, so that the next quorum heals this group.
+            self.step, self.checksum = -1, None
+            self._drop()
+            self._disconnect()
+            return None, "this group's parameters differ from the other groups'; it heals"
+        self._reducer.begin(self._cross)
+        compute_begin = time.monotonic()
+        share = plan.shares.get(self._group, ())
+        for slot in share:
+            self._beat("compute", step)
+            if slot == share[-1]:
+                self._reducer.arm()
+            self._work.compute(step, slot)
+            computed.append(slot)
+        self._held.slots.update(share)
+        reduce_begin = time.monotonic()
+        # The group's own collectives come in the same order on all its ranks, whatever fails between groups.
+        sums = self._work.results()
+        error = self._finish_gradients(step)
+        if sums.refused:
+            self._events.emit("slot_refused", step, slots=computed, reason="attention findings that were not repaired")
+            self._drop()
+            sums = self._work.results()
+        while heal is not None and heal.is_alive():
+            self._beat("heal", step)
+            heal.join(timeout=1.0)
+        total, coverage = torch.zeros(0), []
+        if not error:
+            try:
+                total = self._sum_ledger(sums, any(not row.computes for row in rows))
+                coverage = [round(count) for count in total[: self._slots].tolist()]
+                self._exchange_notes(quorum)
+            except CrossGroupError as raised:
+                error = str(raised)
+        reduce_s = time.monotonic() - reduce_begin
+        reason = error or ledger.verdict(coverage, self._on_loss) or (heal.error if heal else "")
+        self._beat("vote", step)
+        if not self._membership.vote(step=step, yes=not reason, timeout=self._timeouts.reduce):
+            if error:
+                self._disconnect()
+            return None, reason or "another rank of this group voted no"
+        # The state must stay as it is until every joiner has read it.
+        self._heal_server.close_gate(HEAL_GATE_TIMEOUT)
+        if heal is not None:
+            assert heal.state is not None
+            self._work.heal(heal.state)
+            self._events.emit(
+                "heal",
+                step,
+                source_group=quorum.groups[quorum.source or 0],
+                bytes=sum(t.numel() * t.element_size() for t in heal.state.tensors.values()),
+                took_s=round(heal.took_s, 4),
+            )
+        _, owners, tokens, loss, rest = total.split([self._slots] * 4 + [len(total) - 4 * self._slots])
+        return (
+            Commit(
+                step=step,
+                tokens=tokens,
+                loss=loss,
+                extra=rest[1:],
+                owners=tuple(round(o) - 1 if c else -1 for o, c in zip(owners.tolist(), coverage, strict=True)),
+                groups=quorum.groups,
+                saver=min(plan.shares),
+                healed=heal is not None,
+                all_leave=round(float(rest[0])) == len(rows),
+                attempts=attempt,
+                compute_s=reduce_begin - compute_begin,
+                reduce_s=reduce_s,
+                took_s=time.monotonic() - begin,
+            ),
+            "",
+        )
+
+    def _finish_gradients(self, step: int) -> str:
+        """Wait for the gradients' sums; why they failed, or nothing."""
+        self._beat("reduce", step)
+        try:
+            self._reducer.finish()
+        except CrossGroupError as error:
+            return str(error)
+        return ""
+
+    def _disconnect(self) -> None:
+        self._cross.abort()
+        self._connected = ""
+
+    def _sum_ledger(self, sums: SlotSums, somebody_heals: bool) -> torch.Tensor:
+        """Over the groups: for each slot the times it is in the sum, its owner's id + 1, its tokens, its loss (4 S
+        numbers), then the number of groups that leave and `SlotSums.extra`. float64 on CPU."""
+        held = torch.zeros(self._slots, dtype=torch.float64)
+        held[sorted(self._held.slots)] = 1
+        leaves = torch.tensor([float(self.leaving)], dtype=torch.float64)
+        vector = torch.cat([held, held * (self._group + 1), sums.tokens, sums.loss, leaves, sums.extra])
+        # A joiner comes here only when it has its state.
+        timeout = self._timeouts.heal if somebody_heals else self._timeouts.reduce
+        return self._cross.sum(vector.to(self._device), timeout).cpu()
+
+    def _exchange_notes(self, quorum: Quorum) -> None:
+        notes = self._work.notes(quorum.step + 1)
+        if notes is not None:
+            self._work.noted(self._cross.gather_bytes(notes, rank=quorum.rank, device=self._device))
+
+    def _drop(self) -> None:
+        self._held.lost |= self._held.slots
+        self._held.slots.clear()
+        self._work.discard()

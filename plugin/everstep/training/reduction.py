@@ -1,0 +1,143 @@
+"""Gradient sums over groups, begun while the last backward still runs.
+
+The sums are taken over copies, so that `param.grad` keeps this group's own part for a salvage. Parameters are laid
+into flat buckets in the order in which backward reaches them, last layer first; the sum of a bucket starts when the
+last of its gradients is there and every bucket before it has started, so all groups start them in the same order,
+those that compute nothing in this attempt as well.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch.distributed.distributed_c10d import Work
+from torch.distributed.tensor import DTensor
+
+from everstep.quorum.process_group import CrossGroup, CrossGroupError
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, sharing its memory."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class _Bucket:
+    """Flat memory for the gradients of some parameters of one dtype and device."""
+
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        self.params = params
+        first = local(params[0])
+        self.flat = torch.zeros(
+            sum(local(p).numel() for p in params), dtype=first.dtype, device=first.device
+        )
+        self.views = [
+            piece.view_as(local(p))
+            for piece, p in zip(self.flat.split([local(p).numel() for p in params]), params, strict=True)
+        ]
+        self.filled = [False] * len(params)
+        self.work: Work | None = None
+
+    def fill(self, index: int) -> None:
+        grad = self.params[index].grad
+        if grad is None:
+            self.views[index].zero_()
+        else:
+            self.views[index].copy_(local(grad))
+        self.filled[index] = True
+
+
+class GradientReducer:
+    """Sums the gradients of one rank's parameters over the groups of a quorum.
+
+    Args:
+        params: trainable parameters, DTensor or plain, in the model's order.
+        bucket_bytes: size a bucket grows to.
+    """
+
+    def __init__(self, params: Iterable[torch.nn.Parameter], bucket_bytes: int) -> None:
+        self._buckets = [_Bucket(part) for part in _split(list(params), bucket_bytes)]
+        self._cross: CrossGroup | None = None
+        self._started = 0
+        self._armed = False
+        self._error: CrossGroupError | None = None
+        for bucket in self._buckets:
+            for index, param in enumerate(bucket.params):
+                # FSDP2 runs these hooks itself once the sharded gradient is accumulated.
+                param.register_post_accumulate_grad_hook(partial(self._on_grad, bucket, index))
+
+    def begin(self, cross: CrossGroup) -> None:
+        """Start an attempt over the groups of `cross`."""
+        self._cross, self._started, self._armed, self._error = cross, 0, False, None
+        for bucket in self._buckets:
+            bucket.filled = [False] * len(bucket.params)
+            bucket.work = None
+
+    def arm(self) -> None:
+        """The next backward is this attempt's last: sum each bucket as soon as its gradients are there."""
+        self._armed = True
+
+    def finish(self) -> None:
+        """Sum what is not summed yet and wait for all of it. Raises CrossGroupError."""
+        assert self._cross is not None, "begin() comes first"
+        self._armed = False
+        for bucket in self._buckets:
+            for index, filled in enumerate(bucket.filled):
+                if not filled:
+                    bucket.fill(index)
+        self._start_ready()
+        error = self._error
+        for bucket in self._buckets:
+            if bucket.work is not None and error is None:
+                try:
+                    self._cross.finish(bucket.work)
+                except CrossGroupError as raised:
+                    error = raised
+            bucket.work = None
+        if error is not None:
+            raise error
+
+    def assign(self, scale: float) -> None:
+        """Make the sums, times `scale`, the parameters' gradients. Only after `finish`."""
+        with torch.no_grad():
+            for bucket in self._buckets:
+                bucket.flat.mul_(scale)
+                for param, view in zip(bucket.params, bucket.views, strict=True):
+                    if param.grad is None:
+                        param.grad = torch.zeros_like(param)
+                    local(param.grad).copy_(view)
+
+    def _on_grad(self, bucket: _Bucket, index: int, param: torch.Tensor) -> None:
+        if not self._armed:
+            return
+        with torch.no_grad():
+            bucket.fill(index)
+        self._start_ready()
+
+    def _start_ready(self) -> None:
+        assert self._cross is not None
+        while self._started < len(self._buckets) and self._error is None:
+            bucket = self._buckets[self._started]
+            if not all(bucket.filled):
+                return
+            try:
+                bucket.work = self._cross.sum_async(bucket.flat)
+            except CrossGroupError as error:
+                # Backward goes on: what it computes is held for the next attempt.
+                self._error = error
+            self._started += 1
+
+
+def _split(params: list[torch.Tensor], bucket_bytes: int) -> list[list[torch.Tensor]]:
+    """Parameters in backward order, cut where a bucket is full or the dtype or device changes."""
+    buckets: list[list[torch.Tensor]] = []
+    size = 0
+    for param in reversed(params):
+        part = local(param)
+        nbytes = part.numel() * part.element_size()
+        alike = buckets and (local(buckets[-1][0]).dtype, local(buckets[-1][0]).device) == (part.dtype, part.device)
+        if not alike or (size and size + nbytes > bucket_bytes):
+            buckets.append([])
+            size = 0
+        buckets[-1].append(param)
+        size += nbytes
+    return buckets

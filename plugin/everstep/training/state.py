@@ -1,0 +1,124 @@
+"""What a joiner takes over from a group that lives: everything a step depends on, and nothing computed from it.
+
+The state is served from threads while a forward may be running, so it is a set of references taken once, before
+training: the sharded parameters themselves. A module's `state_dict()` would not do. FSDP2's hooks reshard parameters
+in use, and hooks that split a fused parameter hand out copies that a later step no longer changes.
+
+Random numbers need no state: every slot and every optimizer step seeds its own (`slot_seed`).
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torchtitan.components.checkpoint_utils import init_optim_state
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+
+from everstep.quorum.heal import HealState
+from everstep.training.reduction import local
+
+
+def slot_seed(seed: int, step: int, slot: int, dp_rank: int) -> int:
+    """A 63-bit seed for the random numbers of one slot on one data-parallel rank, on whatever group computes it.
+
+    `slot` -1 stands for the optimizer step.
+    """
+    text = f"{seed}/{step}/{slot}/{dp_rank}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+class TrainingState:
+    """The parameters, persistent buffers, optimizer state, learning rates and counters of one rank.
+
+    Args:
+        model_parts: torchtitan's model parts, parallelized and initialized.
+        optimizers, lr_schedulers: torchtitan's containers; optimizer state is created here if there is none yet, so
+            that a joiner has where to heal into.
+        counters: an object with torchtitan's trainer counters, `state_dict()` and `load_state_dict()`.
+    """
+
+    def __init__(
+        self,
+        model_parts: list[torch.nn.Module],
+        optimizers: OptimizersContainer,
+        lr_schedulers: LRSchedulersContainer,
+        counters: Any,
+    ) -> None:
+        self._optimizers = list(optimizers)
+        self._lr_schedulers = lr_schedulers
+        self._counters = counters
+        self.parameters = {
+            f"{i}.{name}": param for i, part in enumerate(model_parts) for name, param in part.named_parameters()
+        }
+        persistent = {f"{i}.{name}" for i, part in enumerate(model_parts) for name in part.state_dict()}
+        self.buffers = {
+            f"{i}.{name}": buffer
+            for i, part in enumerate(model_parts)
+            for name, buffer in part.named_buffers()
+            if f"{i}.{name}" in persistent
+        }
+        for optimizer in self._optimizers:
+            if not optimizer.state:
+                init_optim_state(optimizer)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Name → this rank's local tensor, sharing memory with the trainer's."""
+        named = {f"param/{name}": local(param.detach()) for name, param in self.parameters.items()}
+        named |= {f"buffer/{name}": local(buffer) for name, buffer in self.buffers.items()}
+        for i, optimizer in enumerate(self._optimizers):
+            index = {param: n for n, param in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+            for param, state in optimizer.state.items():
+                named |= {
+                    f"optimizer/{i}/{index[param]}/{key}": local(value)
+                    for key, value in state.items()
+                    if isinstance(value, torch.Tensor)
+                }
+        return named
+
+    def meta(self) -> dict[str, Any]:
+        """What is not a tensor, as JSON."""
+        return {
+            "lr": [[float(group["lr"]) for group in o.param_groups] for o in self._optimizers],
+            "lr_schedulers": self._lr_schedulers.state_dict(),
+            "counters": self._counters.state_dict(),
+        }
+
+    def snapshot(self, blobs: Mapping[str, bytes] | None = None) -> HealState:
+        """The state as a heal source serves it; tensors by reference."""
+        return HealState(tensors=self.tensors(), meta=self.meta(), blobs=dict(blobs or {}))
+
+    @torch.no_grad()
+    def load(self, state: HealState) -> None:
+        """Take over a state that `snapshot` of another group's same rank gave.
+
+        Raises:
+            ValueError: the tensors' names differ from this rank's: another model or optimizer.
+        """
+        mine = self.tensors()
+        if mine.keys() != state.tensors.keys():
+            differing = sorted(mine.keys() ^ state.tensors.keys())
+            raise ValueError(f"the healed state is of another model: {differing[:3]} are not in both")
+        for name, tensor in mine.items():
+            tensor.copy_(state.tensors[name])
+        self._lr_schedulers.load_state_dict(state.meta["lr_schedulers"])
+        # torchtitan's schedulers restore their own counters, not the rate the optimizer uses next.
+        for optimizer, rates in zip(self._optimizers, state.meta["lr"], strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        self._counters.load_state_dict(state.meta["counters"])
+
+    @torch.no_grad()
+    def checksum(self) -> int:
+        """63 bits over the parameters' own bits on this rank: equal states have equal checksums.
+
+        A sum of 32-bit words weighted by their position, modulo 2^64, tensor by tensor; one flipped bit anywhere
+        changes it.
+        """
+        total = torch.zeros((), dtype=torch.int64)
+        for position, param in enumerate(self.parameters.values()):
+            flat = local(param.detach()).contiguous().view(torch.uint8).flatten()
+            flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4)).view(torch.int32).to(torch.int64)
+            weights = torch.arange(1, flat.numel() + 1, dtype=torch.int64, device=flat.device) * 2 + 1
+            total += ((flat * weights).sum() * (2 * position + 1)).cpu()
+        return int(total) & (1 << 63) - 1

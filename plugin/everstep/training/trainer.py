@@ -1,0 +1,310 @@
+"""torchtitan's trainer as one rank of one replica group."""
+
+import math
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan import trainer as titan
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.logging import logger
+
+from everstep.config.binding import bind_data
+from everstep.config.checks import check_config
+from everstep.config.sections import Data, FaultTolerance, Job
+from everstep.data.slots import SlotSource
+from everstep.launch.heartbeat import Heartbeat
+from everstep.platform import cpu
+from everstep.quorum.heal import HealServer
+from everstep.quorum.membership import Membership, incarnation
+from everstep.quorum.process_group import CrossGroup
+from everstep.quorum.token import run_token
+from everstep.report.events import EventLog
+from everstep.training import finish
+from everstep.training.protocol import Blank, Commit, StepProtocol, Timeouts
+from everstep.training.reduction import GradientReducer
+from everstep.training.state import TrainingState, slot_seed
+from everstep.training.work import TitanWork, all_in_group, sum_in_group
+
+OPTIMIZER_SLOT = -1
+
+
+class EverstepTrainer(titan.Trainer):
+    """A torchtitan trainer whose optimizer steps survive the death of any replica group.
+
+    With `fault_tolerance.enable = false` this is torchtitan's trainer. Otherwise `train` runs the step protocol
+    (`everstep.training.protocol`): step, learning rate, data and metrics advance on commits only.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.Trainer.Config):
+        job: Job = field(default_factory=Job)
+        """The config that a file starts from."""
+
+        fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+        """Replica groups, quorums and how a run survives its failures."""
+
+        data: Data = field(default_factory=Data)
+        """Where the slots' tokens come from."""
+
+        def __post_init__(self) -> None:
+            # not super(): `slots=True` makes a second class, which the first one's super() does not know
+            titan.Trainer.Config.__post_init__(self)
+            check_config(self)
+
+    def __init__(self, config: Config) -> None:
+        begin = time.monotonic()
+        bind_data(config)
+        on_cpu = not cpu.has_accelerator()
+        if on_cpu:
+            assert config.model_spec is not None
+            cpu.use_plain_attention(config.model_spec.model)
+        if config.fault_tolerance.enable:
+            self._open_run(config)
+        super().__init__(config)
+        if on_cpu:
+            cpu.sum_only_collectives(self.model_parts)
+        if config.fault_tolerance.enable:
+            self._prepare(config)
+            self._events.emit(
+                "worker_ready",
+                incarnation=incarnation(),
+                pid=os.getpid(),
+                startup_s=round(time.monotonic() - begin, 3),
+            )
+
+    def _open_run(self, config: Config) -> None:
+        """This rank's place in the run directory; before torchtitan builds anything, so that a start that takes too
+        long is seen."""
+        ft, rank = config.fault_tolerance, int(os.environ["RANK"])
+        self._ft = ft
+        self._run_dir = Path(config.dump_folder)
+        self._host = ft.bind_host or socket.gethostname()
+        if self._host in ("localhost", "127.0.0.1"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self._events = EventLog(self._run_dir, ft.group_id, rank, "worker")
+        self._heartbeat = Heartbeat(self._run_dir, ft.group_id, rank)
+        self._heartbeat.beat("startup", 0)
+        self._asked_to_leave = False
+        signal.signal(signal.SIGTERM, self._on_terminate)
+
+    def _on_terminate(self, signum: int, frame: Any) -> None:
+        self._asked_to_leave = True
+
+    def _prepare(self, config: Config) -> None:
+        """What takes part in the step protocol, built on torchtitan's parts."""
+        ft, dims = self._ft, self.parallel_dims
+        self.seed = config.debug.seed or 0
+        self.dp_rank, dp_size = 0, 1
+        if dims.dp_enabled:
+            mesh = dims.get_mesh("batch")
+            self.dp_rank, dp_size = mesh.get_local_rank(), mesh.size()
+        self._slots = self.gradient_accumulation_steps
+        if not isinstance(self.dataloader, SlotSource):
+            raise TypeError(
+                f"{type(self.dataloader).__name__} cannot be read by slot: leave [data] source to Everstep's config"
+            )
+        self.source: SlotSource = self.dataloader
+        self.source.open_slots(self._slots, self.dp_rank, dp_size)
+        self._tokens_per_step = config.training.local_batch_size * config.training.seq_len * dp_size * self._slots
+        self._state = TrainingState(self.model_parts, self.optimizers, self.lr_schedulers, self)
+        self._reducer = GradientReducer(
+            (p for part in self.model_parts for p in part.parameters() if p.requires_grad),
+            int(ft.bucket_mb * 2**20),
+        )
+        self._work = TitanWork(self, self._slots, self._state)
+        self._token = run_token(self._run_dir)
+        self._heal_server = HealServer(self._host, self._token, timedelta(seconds=ft.heal_timeout_s))
+
+    def _join_run(self) -> StepProtocol:
+        """Announce this rank's group. From here on the other groups wait for it in every quorum."""
+        ft = self._ft
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._membership = Membership(
+            group=ft.group_id,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            store=dist.TCPStore(host, port, is_master=False, wait_for_workers=False),
+            incarnation=incarnation(),
+            store_address=f"{host}:{port}",
+            lighthouse=ft.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", ""),
+            host=self._host,
+            connect_timeout=timedelta(seconds=ft.quorum_timeout_s),
+        )
+        return StepProtocol(
+            group=ft.group_id,
+            slots=self._slots,
+            on_loss=ft.on_loss,
+            work=self._work,
+            reducer=self._reducer,
+            membership=self._membership,
+            cross=CrossGroup(
+                ft.process_group,
+                connect_timeout=timedelta(seconds=ft.connect_timeout_s),
+                reduce_timeout=timedelta(seconds=ft.reduce_timeout_s),
+            ),
+            heal_server=self._heal_server,
+            token=self._token,
+            timeouts=Timeouts(
+                quorum=timedelta(seconds=ft.quorum_timeout_s),
+                reduce=timedelta(seconds=ft.reduce_timeout_s),
+                heal=timedelta(seconds=ft.heal_timeout_s),
+                give_up=timedelta(seconds=ft.give_up_after_s),
+            ),
+            events=self._events,
+            beat=self._heartbeat.beat,
+            all_in_group=all_in_group,
+            device=self.device if ft.process_group == "nccl" else torch.device("cpu"),
+        )
+
+    def train(self) -> None:
+        if not self.config.fault_tolerance.enable:
+            super().train()
+            return
+        self._protocol = self._join_run()
+        self._commits = 0
+        leaves, over = False, False
+        with self.config.profiler.build(global_step=self.step, base_folder=self.config.dump_folder) as profiler:
+            while self.should_continue_training() and not leaves and not over:
+                self.gc_handler.run(self.step)
+                self._protocol.leaving = self._asked_to_leave
+                try:
+                    commit = self._protocol.next()
+                except Blank:
+                    if finish.is_over(self._run_dir, self.config.training.steps):
+                        over = True
+                    else:
+                        self._restore()
+                    continue
+                if commit.healed:
+                    self._announce("peer")
+                self._apply(commit)
+                profiler.step()
+                over = commit.all_leave
+                leaves = self._protocol.leaving and not over
+        if not leaves and self._commits:
+            self._finish()
+        self._events.emit("left" if leaves else "training_done", self.step)
+        self._membership.leave()
+        self._heal_server.shutdown()
+        logger.info(f"Left the run after step {self.step}, as asked" if leaves else "Training completed")
+
+    def _restore(self) -> None:
+        """No group has a state: take the newest checkpoint on disk, or start."""
+        self._heartbeat.beat("restore", self.step)
+        found = self.checkpointer.load(step=self.config.checkpoint.load_step)
+        self.source.committed(self.step)
+        self._protocol.restored(self.step)
+        self._announce("disk" if found and self.step else "fresh")
+        self._protocol.checksum = self._audit_checksum()
+
+    def _announce(self, source: str) -> None:
+        """Say where this group's state came from."""
+        self._events.emit(
+            "training_started",
+            self.step + 1,
+            source=source,
+            slots=self._slots,
+            global_batch_size=self.config.training.global_batch_size,
+            ranks=dist.get_world_size(),
+        )
+
+    def _audit_checksum(self) -> int:
+        return sum_in_group(self._state.checksum())
+
+    def _apply(self, commit: Commit) -> None:
+        """The optimizer step of a step that all groups agree on, and all that comes with it."""
+        begin = time.monotonic()
+        config = self.config
+        lr_metrics = self.lr_schedulers.get_metrics()
+        tokens, loss = float(commit.tokens.sum()), float(commit.loss.sum())
+        mean_loss = loss / tokens
+        if not math.isfinite(mean_loss):
+            self._events.emit("diverged", commit.step, loss=str(mean_loss))
+            raise RuntimeError(f"The loss of step {commit.step} is {mean_loss}: training diverged and stops here")
+        self._reducer.assign(1.0 / tokens)
+        self._work.assign_expert_loads(commit.extra)
+        torch.manual_seed(slot_seed(self.seed, commit.step, OPTIMIZER_SLOT, self.dp_rank))
+        grad_norm = dist_utils.clip_grad_norm_(
+            [p for part in self.model_parts for p in part.parameters()],
+            config.training.max_norm,
+            foreach=True,
+            pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
+            ep_enabled=self.parallel_dims.ep_enabled,
+        )
+        self.checkpointer.maybe_wait_for_staging()
+        self.optimizers.step()
+        self.lr_schedulers.step()
+        self.step = commit.step
+        self.ntokens_seen += self._tokens_per_step
+        self.source.committed(self.step)
+        self._protocol.committed()
+        if config.fault_tolerance.audit_interval and self.step % config.fault_tolerance.audit_interval == 0:
+            self._protocol.checksum = self._audit_checksum()
+        self._events.emit(
+            "commit",
+            self.step,
+            attempt=commit.attempts,
+            owners=commit.owners,
+            groups=commit.groups,
+            loss=mean_loss,
+            tokens=tokens,
+            grad_norm=float(grad_norm),
+            lr=next(iter(lr_metrics.values())),
+            took_s=round(commit.took_s + time.monotonic() - begin, 4),
+            compute_s=round(commit.compute_s, 4),
+            reduce_s=round(commit.reduce_s, 4),
+            coverage_ok=True,
+        )
+        if self.metrics_processor.should_log(self.step):
+            counted = commit.tokens > 0
+            worst = float((commit.loss[counted] / commit.tokens[counted]).max())
+            extra = {"n_tokens_seen": self.ntokens_seen, **lr_metrics}
+            self.metrics_processor.data_loading_times.append(0.0)
+            self.metrics_processor.log(self.step, mean_loss, worst, float(grad_norm), extra_metrics=extra)
+        if commit.saver == self._ft.group_id and self.should_continue_training() and not commit.all_leave:
+            self._save()
+        if config.validator.enable and self.validator.should_validate(self.step):
+            self._heartbeat.beat("validate", self.step)
+            self.validator.validate(self.model_parts, self.step)
+        self._commits += 1
+        if self._commits == 1:
+            dist_utils.set_pg_timeouts(
+                timeout=timedelta(seconds=config.comm.train_timeout_seconds), parallel_dims=self.parallel_dims
+            )
+
+    def _save(self) -> None:
+        self._heartbeat.beat("checkpoint", self.step)
+        begin = time.monotonic()
+        if self.checkpointer.save(self.step):
+            self._events.emit("checkpoint_saved", self.step, took_s=round(time.monotonic() - begin, 3))
+
+    def _finish(self) -> None:
+        """The last checkpoint of the run, or of this part of it, written by one group while the others stand by."""
+        complete = not self.should_continue_training()
+
+        def save() -> None:
+            if not complete and self.config.checkpoint.enable:
+                # Training goes on from here one day: the optimizer has to be in it.
+                self.checkpointer.last_save_model_only = False
+                self.checkpointer.last_save_in_hf = False
+            begin = time.monotonic()
+            if self.checkpointer.save(self.step, last_step=True):
+                self._events.emit("checkpoint_saved", self.step, took_s=round(time.monotonic() - begin, 3))
+
+        finish.finish(
+            self._run_dir,
+            step=self.step,
+            membership=self._membership,
+            save=save,
+            beat=self._heartbeat.beat,
+            timeout=timedelta(seconds=self._ft.quorum_timeout_s),
+            give_up=timedelta(seconds=self._ft.give_up_after_s),
+        )

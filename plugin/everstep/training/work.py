@@ -1,0 +1,130 @@
+"""A torchtitan trainer's side of the step protocol: how it computes a slot, sums, and hands over its state."""
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.distributed import utils as dist_utils
+
+from everstep.data.streams import SlotStreams
+from everstep.quorum.heal import HealState
+from everstep.training.protocol import SlotSums
+from everstep.training.reduction import local
+from everstep.training.state import TrainingState, slot_seed
+
+if TYPE_CHECKING:
+    from everstep.training.trainer import EverstepTrainer
+
+DATA_BLOB = "data"
+NOTES_INTERVAL = 10
+"""Committed steps between two exchanges of dataloader positions; what an adopter has to skip at most."""
+
+
+class TitanWork:
+    """Implements `everstep.training.protocol.Work` on a trainer.
+
+    Args:
+        trainer: built, with its slots opened.
+        slots: S.
+        state: what healing carries.
+    """
+
+    def __init__(self, trainer: "EverstepTrainer", slots: int, state: TrainingState) -> None:
+        self._trainer, self._slots, self._state = trainer, slots, state
+        self._one = torch.tensor(1.0, device=trainer.device)
+        self._tokens: dict[int, int] = {}
+        self._losses: dict[int, torch.Tensor] = {}
+        self.expert_loads = [
+            buffer
+            for part in trainer.model_parts
+            for name, buffer in part.named_buffers()
+            if name.endswith("tokens_per_expert_E")
+        ]
+        """Tokens each expert got, summed over slots like a gradient; torchtitan's balancing reads them."""
+
+    def compute(self, step: int, slot: int) -> None:
+        trainer = self._trainer
+        torch.manual_seed(slot_seed(trainer.seed, step, slot, trainer.dp_rank))
+        begin = time.perf_counter()
+        inputs, labels = trainer.source.microbatch(step, slot)
+        trainer.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
+        self._tokens[slot] = int((labels != IGNORE_INDEX).sum())
+        device = trainer.device
+        inputs = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+        seen = trainer.ntokens_seen
+        # Losses stay sums: one division by the step's tokens comes at the commit.
+        loss = trainer.forward_backward_step(
+            input_dict=inputs, labels=labels.to(device), global_valid_tokens=self._one
+        )
+        trainer.metrics_processor.ntokens_since_last_log += labels.numel()
+        trainer.ntokens_seen = seen  # counts committed slots only
+        self._losses[slot] = loss.detach().to(torch.float64)
+
+    def results(self) -> SlotSums:
+        device, dims = self._trainer.device, self._trainer.parallel_dims
+        tokens = torch.zeros(self._slots, dtype=torch.float64)
+        loss = torch.zeros(self._slots, dtype=torch.float64, device=device)
+        for slot, count in self._tokens.items():
+            tokens[slot] = count
+        for slot, value in self._losses.items():
+            loss[slot] = value
+        if dims.dp_enabled:
+            tokens = dist_utils.dist_sum_tensor(tokens.to(device), dims.get_mesh("batch"))
+        if dims.dp_cp_enabled:
+            loss = dist_utils.dist_sum_tensor(loss, dims.get_mesh("loss"))
+        extra = torch.cat([local(load).flatten().double().cpu() for load in self.expert_loads] or [torch.zeros(0)])
+        return SlotSums(tokens.cpu(), loss.cpu(), extra.double())
+
+    def discard(self) -> None:
+        self._tokens.clear()
+        self._losses.clear()
+        for load in self.expert_loads:
+            local(load).zero_()
+        self._trainer.optimizers.zero_grad()
+
+    def assign_expert_loads(self, loads: torch.Tensor) -> None:
+        """Put the loads of the whole global batch where torchtitan's balancing reads them."""
+        sizes = [local(load).numel() for load in self.expert_loads]
+        for load, part in zip(self.expert_loads, loads.split(sizes), strict=True):
+            local(load).copy_(part.view_as(local(load)))
+
+    def notes(self, step: int) -> bytes | None:
+        """Where this group's dataloader streams stand, so that any group can adopt them."""
+        if step % NOTES_INTERVAL or not isinstance(self._trainer.source, SlotStreams):
+            return None
+        return self._trainer.source.known_states()
+
+    def noted(self, notes: list[bytes]) -> None:
+        for note in filter(None, notes):
+            self._trainer.source.learn(note)
+
+    def serve(self) -> HealState:
+        return self._state.snapshot({DATA_BLOB: self._trainer.source.known_states()})
+
+    def heal(self, state: HealState) -> None:
+        self._state.load(state)
+        self._trainer.source.learn(state.blobs[DATA_BLOB])
+
+
+def sum_in_group(value: int) -> int:
+    """Sum of an integer over the group's ranks, modulo 2^62; a collective of the group."""
+    if dist.get_world_size() > 1:
+        total = torch.tensor([value], dtype=torch.int64, device=_group_device())
+        dist.all_reduce(total)
+        value = int(total)
+    return value & (1 << 62) - 1
+
+
+def all_in_group(flag: bool) -> bool:
+    """Whether `flag` holds on all ranks of the group; a collective of the group."""
+    if dist.get_world_size() == 1:
+        return flag
+    everyone = torch.tensor([int(flag)], device=_group_device())
+    dist.all_reduce(everyone, op=dist.ReduceOp.MIN)
+    return bool(everyone)
+
+
+def _group_device() -> torch.device:
+    return torch.device("cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator())

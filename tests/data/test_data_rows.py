@@ -1,0 +1,259 @@
+"""Rows: which there are, in which order, and that every way to read them reads the same."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from datasets import Dataset
+from everstep.data.documents import Documents
+from everstep.data.pack import pack
+from everstep.data.permutation import Permutation
+from everstep.data.slots import SlotSource
+from everstep.data.stdlib_text import StdlibText
+from everstep.data.tokens import TokenFile
+from hypothesis import given
+from hypothesis import strategies as st
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
+from torchtitan.models.llama3 import model_registry
+
+
+@given(st.integers(1, 3000), st.integers(-(2**70), 2**70), st.integers(0, 10**6))
+def test_a_permutation_takes_every_index_to_one_of_its_own(size, seed, epoch):
+    permutation = Permutation(size, seed, epoch)
+    assert sorted(map(permutation, range(size))) == list(range(size))
+
+
+def test_a_permutation_of_any_size_stays_in_its_range():
+    size = 10**12 + 39
+    permutation = Permutation(size, 0, 0)
+    images = {permutation(index) for index in range(2000)}
+    assert len(images) == 2000
+    assert all(0 <= image < size for image in images)
+    assert abs(np.mean(list(images)) / size - 0.5) < 0.03
+    with pytest.raises(IndexError, match="outside 0 to"):
+        permutation(size)
+
+
+def test_seed_and_epoch_each_give_another_order():
+    orders = {
+        tuple(map(Permutation(100, seed, epoch), range(100))) for seed in range(10) for epoch in range(10)
+    }
+    assert len(orders) == 100
+    assert tuple(range(100)) not in orders
+
+
+def rows_one_by_one(lengths, seq_len):
+    """Inputs, labels and positions of every row, by walking through the documents token by token."""
+    pairs, token = [], 0
+    for length in lengths:
+        pairs += [(token + i, token + i + 1, i) for i in range(length - 1)]
+        token += length
+    rows = [pairs[i : i + seq_len] for i in range(0, len(pairs) - seq_len + 1, seq_len)]
+    for row in rows:
+        cut_off = row[0][2]
+        for i, (source, target, position) in enumerate(row):
+            if position == 0:
+                break
+            row[i] = (source, target, position - cut_off)
+    return rows
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=30), st.integers(1, 20))
+def test_rows_are_documents_laid_end_to_end_with_positions_of_their_own(lengths, seq_len):
+    tokens = np.arange(sum(lengths), dtype=np.uint16)
+    documents = Documents(tokens, np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint64))
+    expected = rows_one_by_one(lengths, seq_len)
+    assert documents.rows(seq_len) == len(expected)
+    for index, row in enumerate(expected):
+        read = documents.row(index, seq_len)
+        assert [part.dtype for part in read] == [np.int64] * 3
+        assert list(zip(*(part.tolist() for part in read), strict=True)) == row
+
+
+@pytest.fixture
+def token_file(tmp_path, jsonl):
+    pack([jsonl], tmp_path / "documents.tokens")
+    return tmp_path / "documents.tokens"
+
+
+@pytest.fixture
+def build(token_file, tokenizer):
+    def build(dp_rank=0, dp_world_size=1, seq_len=16, local_batch_size=2, **config):
+        return TokenFile.Config(path=str(token_file), **config).build(
+            dp_world_size=dp_world_size,
+            dp_rank=dp_rank,
+            tokenizer=tokenizer,
+            seq_len=seq_len,
+            local_batch_size=local_batch_size,
+            snapshot_every_n_steps=None,
+        )
+
+    return build
+
+
+def rows_of(batch):
+    inputs, labels = batch
+    assert set(inputs) == {"input", "positions"}
+    return list(zip(*(part.tolist() for part in (inputs["input"], inputs["positions"], labels)), strict=True))
+
+
+def same(batch, other):
+    return rows_of(batch) == rows_of(other)
+
+
+def test_unshuffled_rows_are_those_of_torchtitans_own_text_dataset(build, tokenizer, documents, register):
+    register("documents", lambda path: Dataset.from_list([{"text": text} for text in documents]))
+    theirs = HuggingFaceTextDataset("documents", None, tokenizer, seq_len=16)
+    ours = build(shuffle=False, local_batch_size=1)
+    batches = iter(ours)
+    count = 0
+    for inputs, labels in theirs:
+        mine, mine_labels = next(batches)
+        assert set(mine) == set(inputs)
+        for key, value in inputs.items():
+            assert mine[key].dtype == value.dtype
+            assert torch.equal(mine[key][0], value)
+        assert mine_labels.dtype == labels.dtype
+        assert torch.equal(mine_labels[0], labels)
+        count += 1
+    assert count == ours.rows
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(
+    ("slots", "group_ranks", "ranks"), [(6, 1, 2), (6, 1, 6), (3, 2, 2), (4, 2, 8), (5, 1, 1)]
+)
+def test_plain_iteration_on_all_ranks_reads_in_a_step_what_its_slots_are(
+    build, shuffle, slots, group_ranks, ranks
+):
+    groups = [build(shuffle=shuffle) for _ in range(group_ranks)]
+    for rank, source in enumerate(groups):
+        assert isinstance(source, SlotSource)
+        source.open_slots(slots, rank, group_ranks)
+    stock = [iter(build(rank, ranks, shuffle=shuffle)) for rank in range(ranks)]
+    for step in range(1, 12):
+        of_slots = [
+            row
+            for slot in range(slots)
+            for source in groups
+            for row in rows_of(source.microbatch(step, slot))
+        ]
+        accumulation = slots * group_ranks // ranks
+        of_stock = [row for _ in range(accumulation) for loader in stock for row in rows_of(next(loader))]
+        assert of_slots == of_stock
+
+
+def test_an_epoch_reads_every_row_once_and_the_next_one_in_another_order(build):
+    source = build(local_batch_size=1)
+    source.open_slots(1, 0, 1)
+    epochs = [
+        [rows_of(source.microbatch(epoch * source.rows + i + 1, 0))[0] for i in range(source.rows)]
+        for epoch in range(2)
+    ]
+    in_order = build(local_batch_size=1, shuffle=False)
+    in_order.open_slots(1, 0, 1)
+    every_row = [rows_of(in_order.microbatch(i + 1, 0))[0] for i in range(source.rows)]
+    assert len({str(row) for row in every_row}) > 50
+    for epoch in epochs:
+        assert sorted(map(str, epoch)) == sorted(map(str, every_row))
+        assert epoch != every_row
+    assert epochs[0] != epochs[1]
+
+
+@given(st.data())
+def test_a_batch_does_not_depend_on_what_was_read_before(tmp_path_factory, tokenizer, data):
+    path = tmp_path_factory.getbasetemp() / "pure.tokens"
+    text = path.with_suffix(".txt")
+    if not path.exists():
+        text.write_text("It is the same row whoever reads it. " * 40)
+        pack([text], path)
+    config = TokenFile.Config(path=str(path))
+    place = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, "seq_len": 16, "local_batch_size": 3}
+    wanderer, fresh = config.build(**place), config.build(**place)
+    wanderer.open_slots(4, 0, 1)
+    fresh.open_slots(4, 0, 1)
+    for _ in range(5):
+        wanderer.microbatch(data.draw(st.integers(1, 10**9)), data.draw(st.integers(0, 3)))
+    step, slot = data.draw(st.integers(1, 10**9)), data.draw(st.integers(0, 3))
+    assert same(wanderer.microbatch(step, slot), fresh.microbatch(step, slot))
+
+
+def test_a_torch_checkpoint_carries_the_position(build, tmp_path):
+    stock = build()
+    batches = iter(stock)
+    for _ in range(6):
+        next(batches)
+    dcp.save({"dataloader": stock}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    again = build()
+    dcp.load({"dataloader": again}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    assert same(next(iter(again)), next(batches))
+
+
+def test_a_position_of_committed_slots_goes_on_under_plain_iteration(build):
+    source = build()
+    source.open_slots(6, 0, 1)
+    source.committed(4)
+    stock = [build(rank, 3) for rank in range(3)]
+    for loader in stock:
+        loader.load_state_dict(source.state_dict())
+    batches = [iter(loader) for loader in stock]
+    read = [next(loader) for _ in range(2) for loader in batches]
+    assert all(same(batch, source.microbatch(5, slot)) for slot, batch in enumerate(read))
+
+
+def test_a_checkpoint_of_other_data_or_another_batch_size_is_refused(build):
+    source = build()
+    source.open_slots(6, 0, 1)
+    source.committed(4)
+    state = source.state_dict()
+    with pytest.raises(ValueError, match="other data than"):
+        build(seed=1).load_state_dict(state)
+    with pytest.raises(ValueError, match="other data than"):
+        build(seq_len=8).load_state_dict(state)
+    other = build()
+    other.open_slots(8, 0, 1)
+    with pytest.raises(ValueError, match="this run's have 16"):
+        other.load_state_dict(state)
+    late = build()
+    late.load_state_dict({**state, "rows_per_step": 0})
+    with pytest.raises(ValueError, match="no whole number of steps of 10 rows"):
+        late.open_slots(5, 0, 1)
+    uneven = build(0, 5)
+    uneven.load_state_dict(state)
+    with pytest.raises(ValueError, match="5 ranks"):
+        next(iter(uneven))
+
+
+def test_the_standard_librarys_text_needs_no_file_and_fits_the_debug_model(tokenizer):
+    place = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, "seq_len": 64, "local_batch_size": 8}
+    source, again = StdlibText.Config().build(**place), StdlibText.Config().build(**place)
+    assert isinstance(source, SlotSource)
+    source.open_slots(6, 0, 1)
+    again.open_slots(6, 0, 1)
+    inputs, labels = source.microbatch(3, 2)
+    assert inputs["input"].shape == labels.shape == (8, 64)
+    assert same((inputs, labels), again.microbatch(3, 2))
+    assert source.fingerprint() == again.fingerprint()
+    assert len(source.documents.tokens) > 5_000_000
+    source.require_vocab(model_registry("debugmodel").model.vocab_size)
+    with pytest.raises(ValueError, match="ids up to 257"):
+        source.require_vocab(256)
+
+
+def test_every_document_of_the_standard_library_stands_between_its_marks(tokenizer):
+    place = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, "seq_len": 64, "local_batch_size": 1}
+    documents = StdlibText.Config().build(**place).documents
+    starts, ends = documents.starts[:-1], documents.starts[1:] - 1
+    assert len(documents) > 300
+    assert (documents.tokens[starts] == 256).all()
+    assert (documents.tokens[ends] == 257).all()
+    assert (documents.tokens >= 256).sum() == 2 * len(documents)
+
+
+def test_bytes_come_back_as_the_text_they_were(tokenizer):
+    text = "Grüße, 世界\n\0"
+    ids = tokenizer.encode(text, add_bos=True, add_eos=True)
+    assert (ids[0], ids[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
+    assert tokenizer.encode(text) == ids[1:-1] == list(text.encode())
+    assert tokenizer.decode(ids) == text
+    assert max(ids) < tokenizer.get_vocab_size()

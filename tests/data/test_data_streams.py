@@ -1,0 +1,303 @@
+"""Streams: whoever computes a slot, whenever, gets the batches of one run that nothing interrupted."""
+
+import json
+import logging
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from datasets import Dataset, load_dataset
+from everstep.data.slots import SlotSource
+from everstep.data.stream_states import StreamState, decode_states, encode_states
+from everstep.data.streams import SlotStreams
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torchtitan.components.dataloader import DataloaderExhaustedError
+from torchtitan.hf_datasets.text_datasets import (
+    HFDataSource,
+    HuggingFaceTextDataLoader,
+    InterleavedHuggingFaceTextDataLoader,
+)
+
+SEQ_LEN, BATCH = 16, 2
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """torchtitan warns at every end of a small dataset."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def datasets(register, documents):
+    rows = [{"text": text} for text in documents]
+    register("map", lambda path: Dataset.from_list(rows))
+    register("iterable", lambda path: Dataset.from_list(rows).to_iterable_dataset(num_shards=4))
+
+
+def base(dataset="map", **kwargs):
+    return HuggingFaceTextDataLoader.Config(dataset=dataset, **kwargs)
+
+
+def build(config, tokenizer, dp_rank=0, dp_world_size=1, **kwargs):
+    return config.build(
+        dp_world_size=dp_world_size,
+        dp_rank=dp_rank,
+        tokenizer=tokenizer,
+        seq_len=SEQ_LEN,
+        local_batch_size=BATCH,
+        snapshot_every_n_steps=1,
+        **kwargs,
+    )
+
+
+def streams(config, tokenizer, slots, dp_rank=0, dp_size=1):
+    source = build(SlotStreams.Config(base=config), tokenizer)
+    source.open_slots(slots, dp_rank, dp_size)
+    return source
+
+
+def flat(batch):
+    inputs, labels = batch
+    return {key: value.tolist() for key, value in {**inputs, "labels": labels}.items()}
+
+
+def uninterrupted(config, tokenizer, slots, steps):
+    """By slot, the batches that torchtitan's own dataloader gives, with None after their end."""
+    loaders = [iter(build(config, tokenizer, slot, slots)) for slot in range(slots)]
+    return [
+        [flat(batch) if (batch := next(loader, None)) else None for _ in range(steps)] for loader in loaders
+    ]
+
+
+SLOTS, STEPS = 3, 14
+
+
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
+    max_examples=40,
+    deadline=None,
+)
+@pytest.mark.parametrize("dataset", ["map", "iterable"])
+@pytest.mark.parametrize("infinite", [True, False])
+@given(data=st.data())
+def test_groups_that_come_and_go_get_the_batches_of_an_uninterrupted_run(
+    datasets, tokenizer, dataset, infinite, data
+):
+    """Three groups share the slots of each step at random; they fail in the middle of steps, begin anew with
+    nothing or with what a peer knows, and tell each other their states now and then or never."""
+    config = base(dataset, infinite=infinite)
+    expected = uninterrupted(config, tokenizer, SLOTS, STEPS)
+    groups = [streams(config, tokenizer, SLOTS) for _ in range(3)]
+
+    def computes(group, step, slot):
+        if expected[slot][step - 1] is None:
+            with pytest.raises(DataloaderExhaustedError):
+                groups[group].microbatch(step, slot)
+        else:
+            assert flat(groups[group].microbatch(step, slot)) == expected[slot][step - 1]
+
+    group_numbers = st.integers(0, 2)
+    for step in range(1, STEPS + 1):
+        for _ in range(data.draw(st.integers(0, 2), "failed attempts")):
+            computes(data.draw(group_numbers), step, data.draw(st.integers(0, SLOTS - 1)))
+        for slot in range(SLOTS):
+            computes(data.draw(group_numbers), step, slot)
+        for group in groups:
+            group.committed(step)
+        match data.draw(st.sampled_from(["", "", "exchange", "heal", "forget", "restart"]), "event"):
+            case "exchange":
+                told = [group.stream_states() for group in groups]
+                for group in groups:
+                    for states in told:
+                        group.learn(states)
+            case "heal":
+                victim, source = data.draw(st.permutations(range(3)))[:2]
+                groups[victim] = streams(config, tokenizer, SLOTS)
+                groups[victim].learn(groups[source].known_states())
+                groups[victim].committed(step)
+            case "forget":
+                groups[data.draw(group_numbers)] = streams(config, tokenizer, SLOTS)
+            case "restart":
+                state = pickle.loads(pickle.dumps(groups[data.draw(group_numbers)].state_dict()))
+                groups = [streams(config, tokenizer, SLOTS) for _ in range(3)]
+                for group in groups:
+                    group.load_state_dict(state)
+
+
+def test_a_batch_is_the_same_again_until_its_step_is_committed_and_after_a_rollback(datasets, tokenizer):
+    source = streams(base(), tokenizer, SLOTS)
+    assert isinstance(source, SlotSource)
+    first = source.microbatch(1, 2)
+    first[0]["input"].zero_()
+    first[0].pop("positions")
+    again = flat(source.microbatch(1, 2))
+    assert again == uninterrupted(base(), tokenizer, SLOTS, 1)[2][0]
+    source.committed(1)
+    later = flat(source.microbatch(2, 2))
+    source.load_state_dict({"streams": SLOTS, "batches_read": 0, "dp_rank_0": b""})
+    assert flat(source.microbatch(1, 2)) == again
+    assert flat(source.microbatch(2, 2)) == later
+
+
+def test_an_adopted_stream_goes_on_from_the_newest_state_that_is_known(datasets, tokenizer, monkeypatch):
+    owner, heir = streams(base(), tokenizer, SLOTS), streams(base(), tokenizer, SLOTS)
+    for step in range(1, 11):
+        owner.microbatch(step, 1)
+        owner.committed(step)
+        if step == 8:
+            heir.learn(owner.stream_states())
+    opened = []
+    open_stream = heir._open
+    monkeypatch.setattr(heir, "_open", lambda *place: opened.append(place) or open_stream(*place))
+    assert flat(heir.microbatch(11, 1)) == flat(owner.microbatch(11, 1))
+    (stream, known, number), *others = opened
+    assert (stream, known.position, number, others) == (1, 8, 10, [])
+
+
+def test_states_are_told_once_and_never_beyond_the_committed_step(datasets, tokenizer):
+    source = streams(base(), tokenizer, SLOTS)
+    source.microbatch(1, 0)
+    assert source.stream_states() == {}
+    assert decode_states(source.known_states()) == {}
+    source.committed(1)
+    assert {stream: known.position for stream, known in source.stream_states().items()} == {0: 1}
+    assert source.stream_states() == {}
+    source.microbatch(2, 0)
+    source.microbatch(2, 2)
+    assert {stream: known.position for stream, known in decode_states(source.known_states()).items()} == {
+        0: 1
+    }
+    source.committed(2)
+    assert {stream: known.position for stream, known in source.stream_states().items()} == {
+        0: 2,
+        2: 2 - 1 + 1,
+    }
+
+
+def test_who_opens_streams_draws_no_random_numbers_of_the_model(datasets, tokenizer):
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    source = streams(base(), tokenizer, SLOTS)
+    source.microbatch(1, 0)
+    source.microbatch(5, 2)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(("slots", "group_ranks", "ranks"), [(4, 1, 2), (2, 2, 4), (2, 2, 2), (3, 1, 1)])
+def test_plain_iteration_on_all_ranks_reads_in_a_step_what_its_slots_are(
+    datasets, tokenizer, slots, group_ranks, ranks
+):
+    groups = [streams(base(), tokenizer, slots, rank, group_ranks) for rank in range(group_ranks)]
+    config = SlotStreams.Config(base=base(), streams=slots * group_ranks)
+    stock = [iter(build(config, tokenizer, rank, ranks)) for rank in range(ranks)]
+    for step in range(1, 6):
+        of_slots = [flat(group.microbatch(step, slot)) for slot in range(slots) for group in groups]
+        accumulation = slots * group_ranks // ranks
+        assert [flat(next(loader)) for _ in range(accumulation) for loader in stock] == of_slots
+        for group in groups:
+            group.committed(step)
+
+
+def test_without_a_number_of_streams_plain_iteration_is_that_of_the_wrapped_dataloader(datasets, tokenizer):
+    config = base(infinite=False)
+    for rank in range(2):
+        wrapped = [flat(batch) for batch in build(config, tokenizer, rank, 2)]
+        assert [
+            flat(batch) for batch in build(SlotStreams.Config(base=config), tokenizer, rank, 2)
+        ] == wrapped
+        assert len(wrapped) > 10
+
+
+def test_a_torch_checkpoint_carries_streams_of_slots_and_of_plain_iteration(datasets, tokenizer, tmp_path):
+    source, again = (streams(base(), tokenizer, SLOTS) for _ in range(2))
+    for step in (1, 2, 3):
+        for slot in range(SLOTS):
+            source.microbatch(step, slot)
+        source.committed(step)
+    dcp.save({"dataloader": source}, checkpoint_id=tmp_path / "slots", no_dist=True)
+    dcp.load({"dataloader": again}, checkpoint_id=tmp_path / "slots", no_dist=True)
+    assert [known.position for known in decode_states(again.known_states()).values()] == [3] * SLOTS
+    assert [flat(again.microbatch(4, slot)) for slot in range(SLOTS)] == [
+        flat(source.microbatch(4, slot)) for slot in range(SLOTS)
+    ]
+    config = SlotStreams.Config(base=base(), streams=SLOTS)
+    stock, later = build(config, tokenizer), build(config, tokenizer)
+    batches = iter(stock)
+    for _ in range(7):
+        next(batches)
+    dcp.save({"dataloader": stock}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    dcp.load({"dataloader": later}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    rest = iter(later)
+    assert [flat(next(rest)) for _ in range(5)] == [flat(next(batches)) for _ in range(5)]
+
+
+def test_jsonl_from_disk_through_worker_processes_and_an_interleaving_loader(
+    register, jsonl, tokenizer, tmp_path, documents
+):
+    def load(path):
+        return load_dataset("json", data_files=str(jsonl), split="train", cache_dir=str(tmp_path / "cache"))
+
+    register("disk", load)
+    workers = base("disk", num_workers=1)
+    mixed = InterleavedHuggingFaceTextDataLoader.Config(
+        sources=[HFDataSource(dataset="disk", weight=2), HFDataSource(dataset="disk", weight=1)]
+    )
+    for config in (workers, mixed):
+        owner, heir = streams(config, tokenizer, SLOTS), streams(config, tokenizer, SLOTS)
+        expected = uninterrupted(config, tokenizer, SLOTS, 5)[1]
+        for step in range(1, 4):
+            assert flat(owner.microbatch(step, 1)) == expected[step - 1]
+            owner.committed(step)
+        heir.learn(owner.known_states())
+        assert [flat(heir.microbatch(step, 1)) for step in (4, 5)] == expected[3:]
+
+
+def test_data_that_ends_raises_torchtitans_error_in_whoever_needs_more(datasets, tokenizer):
+    config = base(infinite=False)
+    source = streams(config, tokenizer, SLOTS)
+    last = sum(batch is not None for batch in uninterrupted(config, tokenizer, SLOTS, 60)[0])
+    assert 3 < last < 60
+    source.microbatch(last, 0)
+    for _ in range(2):
+        with pytest.raises(DataloaderExhaustedError, match=f"stream 0 of 3 ended before batch {last}"):
+            source.microbatch(last + 1, 0)
+
+
+def test_states_travel_as_bytes_and_damage_is_noticed():
+    states = {3: StreamState(7, b"abc"), 0: StreamState(2**40, b"")}
+    data = encode_states(states)
+    assert decode_states(data) == states
+    assert decode_states(b"") == {}
+    for size in range(1, len(data)):
+        with pytest.raises(ValueError, match="stream states"):
+            decode_states(data[:size])
+    with pytest.raises(ValueError, match="no stream states"):
+        decode_states(b"x" + data)
+
+
+def test_what_cannot_be_is_refused_in_a_sentence(datasets, tokenizer):
+    with pytest.raises(ValueError, match="no dataloader to read from"):
+        build(SlotStreams.Config(), tokenizer)
+    source = streams(base(), tokenizer, SLOTS)
+    for step, slot in [(0, 0), (1, SLOTS), (1, -1)]:
+        with pytest.raises(ValueError, match="no such slot"):
+            source.microbatch(step, slot)
+    with pytest.raises(ValueError, match="ids, the model's vocabulary only 100"):
+        source.require_vocab(100)
+    other = streams(base(), tokenizer, SLOTS + 1)
+    with pytest.raises(ValueError, match="read in 3 streams, this run has 4"):
+        other.load_state_dict(source.state_dict())
+    uneven = build(SlotStreams.Config(base=base(), streams=3), tokenizer, 0, 2)
+    with pytest.raises(ValueError, match="streams = 3 is no multiple of the 2"):
+        next(iter(uneven))
+
+
+def test_the_fingerprint_tells_configs_apart_and_nothing_else(datasets, tokenizer):
+    one, same, other = (streams(base(name), tokenizer, SLOTS) for name in ("map", "map", "iterable"))
+    assert one.fingerprint() == same.fingerprint() != other.fingerprint()
+    assert json.loads(one.fingerprint().split(" ", 1)[1].rsplit(", rows", 1)[0])["dataset"] == "map"
