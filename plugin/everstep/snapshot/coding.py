@@ -44,14 +44,21 @@ class Coder:
         self._writers = [SlotWriter(arena.file("parity", rank, i)) for i in range(SLOTS)]
 
     def code(
-        self, own: Header, timeout: timedelta, silence: timedelta, current: Callable[[], bool]
+        self,
+        own: Header,
+        timeout: timedelta,
+        silence: timedelta,
+        held: Callable[[], bool],
+        newest: Callable[[], bool],
     ) -> Header:
         """Code and publish what this member holds of the parity over `own`'s step; return when all have.
 
         Args:
             timeout: the longest wait for the other members to hold the step.
             silence: the longest silence of a keeper during the transfer.
-            current: False once the step is no longer worth the work; asked between blocks.
+            held: False once the step's own slot is gone; asked between blocks.
+            newest: False once a newer step is published here. Waiting for others ends then: some of them will
+                only ever code the newer one.
 
         Raises:
             CodingError: a member is not there, has gone on, or there is no room.
@@ -63,8 +70,8 @@ class Coder:
         try:
             sources = {own.group: own}
             for group in others:
-                channels[group], sources[group] = self._open(group, "data", own, deadline, silence, current)
-            header, table, writer = self._combine(own, sources, channels, current)
+                channels[group], sources[group] = self._open(group, "data", own, deadline, silence, newest)
+            header, table, writer = self._combine(own, sources, channels, held)
             for group in others:
                 if not channels[group].ask({"op": "still"})["still"]:
                     raise CodingError(f"group {group} went on to another step")
@@ -72,7 +79,7 @@ class Coder:
             # Ours is of use only with theirs: until all have it, the step before is the one to fall back on.
             for group in others:
                 channels.pop(group).close()
-                channels[group], _ = self._open(group, "parity", own, deadline, silence, current)
+                channels[group], _ = self._open(group, "parity", own, deadline, silence, newest)
             return published
         except (wire.WireError, SlotError) as error:
             raise CodingError(f"group {group}: {error}") from error
@@ -87,11 +94,9 @@ class Coder:
         own: Header,
         deadline: float,
         silence: timedelta,
-        current: Callable[[], bool],
+        newest: Callable[[], bool],
     ) -> tuple[wire.Channel, Header]:
         while True:
-            if not current():
-                raise CodingError("a newer step was published meanwhile")
             left_s = deadline - time.monotonic()
             address = self._address_of(group)
             try:
@@ -99,7 +104,7 @@ class Coder:
                     raise wire.WireError("no keeper is known")
                 channel = wire.connect(address, self._token, silence)
             except wire.WireError:
-                if left_s <= 0:
+                if left_s <= 0 or not newest():
                     raise
                 time.sleep(min(0.2, left_s))  # it may be starting
                 continue
@@ -115,6 +120,7 @@ class Coder:
                     not isinstance(error, wire.RefusedError)
                     or not str(error).startswith("not yet")
                     or left_s <= 0
+                    or not newest()
                 ):
                     raise
 
@@ -123,7 +129,7 @@ class Coder:
         own: Header,
         sources: dict[int, Header],
         channels: dict[int, wire.Channel],
-        current: Callable[[], bool],
+        held: Callable[[], bool],
     ) -> tuple[Header, np.ndarray, SlotWriter]:
         members, m = own.members, own.parity
         n, index = len(members), members.index(own.group)
@@ -140,8 +146,8 @@ class Coder:
             stripe = stripes.stripe_coded_by(index, row, n)
             givers = [members[i] for i in stripes.data_members(stripe, n, m)]
             for start in range(0, length, BLOCK_BYTES):
-                if not current():
-                    raise CodingError("a newer step was published meanwhile")
+                if not held():
+                    raise CodingError("its slot was overwritten meanwhile")
                 span = min(BLOCK_BYTES, length - start)
                 ranges = []
                 for column, giver in enumerate(givers):

@@ -85,8 +85,13 @@ class RankWatch:
             if self.sound.get(newest.sequence):
                 self._code(newest)
 
+    def _published(self) -> list[Header]:
+        if self._keeper.over.is_set():
+            return []
+        return [header for header in self._keeper.arena.headers("data", self.rank) if header]
+
     def _newest(self) -> Header | None:
-        headers = [header for header in self._keeper.arena.headers("data", self.rank) if header]
+        headers = self._published()
         with self._keeper.changed:
             self.sound = {h.sequence: self.sound[h.sequence] for h in headers if h.sequence in self.sound}
         return max(headers, key=lambda header: header.sequence, default=None)
@@ -127,9 +132,8 @@ class RankWatch:
                 header,
                 timedelta(seconds=settings.coding_timeout_s),
                 timedelta(seconds=settings.transfer_timeout_s),
-                lambda: (
-                    not self._keeper.over.is_set() and header in self._keeper.arena.headers("data", self.rank)
-                ),
+                held=lambda: header in self._published(),
+                newest=lambda: not any(h.sequence > header.sequence for h in self._published()),
             )
             self.note(coded=True, settled=True)
         except CodingError as error:

@@ -21,8 +21,29 @@ from everstep.snapshot.slot import CHUNK_BYTES, Header, chunk_digests, root_of, 
 BLOCK_BYTES = 2 << 20
 
 
+@dataclass(frozen=True)
+class Blame:
+    """The slots because of which a snapshot could not be restored."""
+
+    kind: Kind
+    rank: int
+    identity: peers.Identity
+    group: int | None
+    """None: whichever group's."""
+
+    def hits(self, header: Header) -> bool:
+        return (
+            (header.kind, header.rank, header.identity) == (self.kind, self.rank, self.identity)
+            and self.group in (None, header.group)
+        )  # fmt: skip
+
+
 class RestoreError(RuntimeError):
     """A snapshot that turned out not to be restorable after all. Nothing of it may be used."""
+
+    def __init__(self, message: str, blame: Blame) -> None:
+        super().__init__(message)
+        self.blame = blame
 
 
 @dataclass
@@ -84,9 +105,9 @@ def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: t
     step, lineage, _, _ = column.identity
     source = _Source(column, rank, token, timeout)
     try:
-        parities = {holder: source.parity(holder) for holder in column.parity}
+        parities = {holder: source.parity(holder) for holder in sorted(column.parity)}
         covers = {header.group: header for _, headers in parities.values() for header in headers}
-        headers = {holder: source.header("data", holder) for holder in column.data}
+        headers = {holder: source.header("data", holder) for holder in sorted(column.data)}
         state_bytes = next(iter((headers or covers).values())).state_bytes
         flat = parity.aligned_bytes(state_bytes)
         payloads: dict[int, _Payload] = {}
@@ -101,13 +122,21 @@ def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: t
         if column.missing:
             _decode(column, payloads, {holder: shards for holder, (shards, _) in parities.items()})
     except (wire.WireError, parity.ParityError, ValueError, TypeError, KeyError) as error:
-        raise RestoreError(f"step {step} of rank {rank} cannot be restored: {error}") from error
+        blame = Blame(source.kind, rank, column.identity, source.holder)
+        raise RestoreError(f"step {step} of rank {rank}, {source.doing}: {error}", blame) from error
     for holder, payload in payloads.items():
-        if not payload.matches_root():
-            how = "decoded" if holder in column.missing else "fetched"
+        if payload.matches_root():
+            continue
+        if holder in column.missing:
+            # Either a part that passed its own checks or some parity is of another step: no telling which.
+            blame = Blame("parity", rank, column.identity, None)
             raise RestoreError(
-                f"step {step} of rank {rank}: the {how} part of group {holder} is not what was saved"
+                f"step {step} of rank {rank}: what parity gives for group {holder} is wrong", blame
             )
+        blame = Blame("data", rank, column.identity, holder)
+        raise RestoreError(
+            f"step {step} of rank {rank}: the part of group {holder} is not what was saved", blame
+        )
     own = payloads.get(group) or payloads[sorted(payloads)[group % len(payloads)]]
     meta, blobs = unpack_own(own.section("own"))
     layout = json.loads(own.section("layout"))
@@ -120,8 +149,16 @@ class _Source:
     def __init__(self, column: Column, rank: int, token: bytes, timeout: timedelta) -> None:
         self._column, self._rank, self._token, self._timeout = column, rank, token, timeout
         self.fetched_bytes = 0
+        self.kind: Kind = "parity"
+        self.holder: int | None = None
+
+    @property
+    def doing(self) -> str:
+        """What was being fetched last, or worked on with it."""
+        return f"{'parity' if self.kind == 'parity' else 'the part'} of group {self.holder}"
 
     def header(self, kind: Kind, holder: int) -> Header:
+        self.kind, self.holder = kind, holder
         address = (self._column.data if kind == "data" else self._column.parity)[holder]
         channel = wire.connect(address, self._token, self._timeout)
         try:
@@ -141,6 +178,7 @@ class _Source:
             raise wire.WireError(f"the {kind} that {address} sent is not the one that it announced")
 
     def data(self, holder: int, payload: _Payload) -> None:
+        self.kind, self.holder = "data", holder
         views = payload.pieces.views(0, payload.pieces.size) if payload.pieces.size else []
         self._download("data", self._column.data[holder], payload.header, views)
 

@@ -37,6 +37,9 @@ class Snapshot:
     transfer_timeout_s: float = 10.0
     """The longest silence of another keeper that is borne while parity is coded or a state restored."""
 
+    restore_wait_s: float = 10.0
+    """How long a starting run waits for keepers that do not answer: they may be starting as well."""
+
     coding_timeout_s: float = 10.0
     """The longest wait for the other keepers to have verified a step before its parity is given up. While a
     step's parity is under way, later steps are not copied over the last step that has one."""
