@@ -235,8 +235,8 @@ class GroupAgent(LocalElasticAgent):
     def _after_death(self, result: RunResult) -> None:
         rank, failure = min(result.failures.items())
         reason = f"rank {rank} {describe_exit(failure.exitcode)}"
-        if failure.exitcode > 0 and failure.message:
-            reason += f": {failure.message.strip().splitlines()[-1]}"
+        if failure.exitcode > 0 and (why := last_line(failure.message)):
+            reason += f": {why}"
         if self._stall is not None:
             reason = f"rank {self._stall.rank} stalled in {self._stall.phase} for {self._stall.idle_s:.1f} s"
         beat = read_beat(beat_path(self.settings.run_dir, self.settings.group, rank))
@@ -263,6 +263,13 @@ class GroupAgent(LocalElasticAgent):
 
     def _kill_workers(self) -> None:
         self._signal_workers(signal.SIGKILL)
+
+
+def last_line(message: str | dict) -> str:
+    """What a worker's error file says in the end: `KeyError: 'x'`."""
+    text = message.get("message", "") if isinstance(message, dict) else message
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def _is_gone(pid: int) -> bool:

@@ -63,18 +63,6 @@ def whole_number(toml: dict, flags: Sequence[str], section: str, key: str) -> in
         raise LaunchError(f"{section}.{key}: {raw!r} is not a whole number.") from None
 
 
-def devices_of_groups(visible: Sequence[str], groups: int, ranks_per_group: int) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES for each group: a slice of its own while they last, then shared from the start
-    again.
-    """
-    if not visible:
-        return [None] * groups
-    return [
-        ",".join(visible[(group * ranks_per_group + rank) % len(visible)] for rank in range(ranks_per_group))
-        for group in range(groups)
-    ]
-
-
 def run_settings(
     config: Path,
     run_dir: Path,

@@ -40,7 +40,9 @@ KILL_GRACE_S = 10.0
 LIGHTHOUSE_PAUSE_S = 0.2
 LIGHTHOUSE_ATTEMPTS = 5
 AGENT_SILENCE_S = 30.0
-AGENT_ATTEMPTS = 3
+AGENT_CRASHES = 3
+STOPPED_AT_ONCE_EXIT = 130
+"""What a shell gives for a command that Ctrl-C ended."""
 
 
 @dataclass
@@ -55,8 +57,6 @@ class RunSettings:
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     flags: list[str] = field(default_factory=list)
     chaos_every_s: float | None = None
-    devices: list[str | None] = field(default_factory=list)
-    """CUDA_VISIBLE_DEVICES by group; empty: as inherited."""
     stop_grace_s: float = 120.0
     entry: str = "everstep.train:main"
     """`module:function` that a worker calls with its argv."""
@@ -73,8 +73,21 @@ class _Group:
     ended: str = ""
     """"done", "stopped" or "failed" once its agent has ended for good."""
     started_mono: float = 0.0
-    attempts: int = 0
-    """Agents started since workers last came up."""
+    crashes: int = 0
+    """How often its agents crashed since the group's last step."""
+
+
+def devices_of_groups(visible: Sequence[str], groups: int, ranks_per_group: int) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of each group: devices of its own while they last, then shared from the first.
+
+    None, as inherited, where there are no devices.
+    """
+    if not visible:
+        return [None] * groups
+    return [
+        ",".join(visible[(group * ranks_per_group + rank) % len(visible)] for rank in range(ranks_per_group))
+        for group in range(groups)
+    ]
 
 
 def free_port(host: str = HOST) -> int:
@@ -96,6 +109,10 @@ def listens(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+class _StopNow(Exception):  # noqa: N818  nothing is wrong
+    """The second Ctrl-C."""
 
 
 class Supervisor:
@@ -120,6 +137,7 @@ class Supervisor:
             int, int
         ] = {}  # exit codes of children that ended before the answer that names them
         self._prepared = False
+        self._devices: list[str | None] = []
         self._port = 0
         self._lighthouse_up = False
         self._lighthouse_attempts = 0
@@ -127,6 +145,7 @@ class Supervisor:
         self._kills: RandomKills | None = None
         self._stops = self._stops_obeyed = 0
         self._failure = ""
+        self._given_up = ""
         self._unusable = ""
         self._private = Path(tempfile.mkdtemp(prefix="everstep-"))
 
@@ -154,6 +173,12 @@ class Supervisor:
             if self._unusable:
                 raise LaunchError(self._unusable)
             return self._finish()
+        except _StopNow:
+            for signum in stops:
+                signal.signal(signum, signal.SIG_IGN)
+            self._kill_everything()
+            self._end("stopped", "stopped at once, without a final checkpoint")
+            return STOPPED_AT_ONCE_EXIT
         finally:
             self._kill_everything()
             for signum, handler in old_handlers.items():
@@ -162,14 +187,12 @@ class Supervisor:
             self._events.close()
 
     def _over(self) -> bool:
-        return bool(self._failure or self._unusable) or self._stops > 1 or all(g.ended for g in self.groups)
+        return bool(self._failure or self._unusable) or all(g.ended for g in self.groups)
 
     def _finish(self) -> int:
         ends = {group.ended for group in self.groups}
         if self._failure:
             status, reason = "failed", self._failure
-        elif self._stops > 1:
-            status, reason = "stopped", "stopped at once, without a final checkpoint"
         elif self._stops:
             status, reason = "stopped", "stopped cleanly"
         elif ends == {"done"}:
@@ -179,17 +202,18 @@ class Supervisor:
         elif "stopped" in ends:
             status, reason = "stopped", "its workers were asked to stop"
         else:
-            status, reason = "failed", "every group was given up"
+            status, reason = "failed", f"every group was given up; {self._given_up}"
+        self._end(status, reason)
+        return 0 if status in ("done", "stopped") else 1
+
+    def _end(self, status: str, reason: str) -> None:
         if self._prepared:
             self._on_events([self._events.emit("run_ended", status=status, reason=reason)])
-        if self._stops > 1:
-            return 130
-        return 0 if status in ("done", "stopped") else 1
 
     # What is started
 
     def _start_warm(self) -> None:
-        # As torchrun does, and for its reason: ranks whose thread pools together outnumber the cores slow each
+        # As torchrun does, and for its reason: ranks whose thread pools outnumber the cores slow each
         # other down tenfold.
         ranks = self.settings.groups * self.settings.ranks_per_group
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
@@ -247,7 +271,7 @@ class Supervisor:
             lighthouse=f"http://{HOST}:{self._port}",
             flags=settings.flags,
             host=HOST,
-            devices=settings.devices[group] if settings.devices else None,
+            devices=self._devices[group],
             socket_dir=str(self._private),
             stall_timeout_s=ft.stall_timeout_s,
             startup_timeout_s=ft.startup_timeout_s,
@@ -270,7 +294,6 @@ class Supervisor:
             elif name.startswith("agent-"):
                 index = int(name.removeprefix("agent-"))
                 self.groups[index].started_mono = time.monotonic()
-                self.groups[index].attempts += 1
                 self._events.emit("agent_started", target_group=index, pid=pid)
             if pid in self._early:
                 self._ended(pid, self._early.pop(pid))
@@ -321,6 +344,8 @@ class Supervisor:
             return
         self._prepared = True
         settings = self.settings
+        visible = found.pop("devices", [])
+        self._devices = devices_of_groups(visible, settings.groups, settings.ranks_per_group)
         self._events.emit(
             "run_started",
             groups=settings.groups,
@@ -353,10 +378,13 @@ class Supervisor:
             group.ended = "failed"
         else:
             self._events.emit("agent_died", target_group=index, exitcode=exitcode)
+            group.crashes += exitcode > 0  # a signal came from outside, and another agent helps
             if self._stops:
                 group.ended = "stopped"
-            elif group.attempts >= AGENT_ATTEMPTS:
+            elif group.crashes >= AGENT_CRASHES:
                 group.ended = "failed"
+                log = self.run_dir.path / "logs" / f"group-{index}" / "agent.log"
+                self._given_up = f"the agent of group {index} crashed {group.crashes} times, see {log}"
 
     def _kill_strangers(self) -> None:
         """A warm process may die between a fork and its answer: nobody would know that child."""
@@ -381,12 +409,14 @@ class Supervisor:
         events = self._tail.new()
         for event in events:
             group = event["group"]
-            if event["role"] != "agent" or group >= len(self.groups):
+            if group is None or group >= len(self.groups):
                 continue
-            if event["kind"] == "workers_started":
-                self.groups[group].attempts = 0
+            if event["kind"] == "commit":
+                self.groups[group].crashes = 0
             elif event["kind"] == "agent_ended" and event["status"] == "stopped":
                 self.groups[group].ended = "stopped"
+            elif event["kind"] == "agent_ended" and event["status"] == "failed":
+                self._given_up = event["reason"]
         if self._kills is not None and not self._stops:
             self._kills.follow(events)
             self._kills.tick(time.monotonic())
@@ -394,11 +424,14 @@ class Supervisor:
 
     def _ask_to_stop(self, *_: object) -> None:
         self._stops += 1
+        if self._stops > 1:
+            raise _StopNow  # wherever we are: this may be a write to a terminal that takes nothing
 
     def _obey_stop(self) -> None:
         if self._stops == self._stops_obeyed:
             return
         self._stops_obeyed = self._stops
+        self._events.emit("stopping")
         for index, group in enumerate(self.groups):
             if f"agent-{index}" in self._pids:
                 self._signal(f"agent-{index}", signal.SIGTERM)

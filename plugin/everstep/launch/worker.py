@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
@@ -56,7 +57,11 @@ def start(place: Place, argv: list[str]) -> None:
     events = EventLog(place.run_dir, place.group, rank, "worker")
     startup_s = time.monotonic() - float(os.environ["EVERSTEP_WORKERS_STARTED"])
     events.emit("worker_up", incarnation=incarnation, pid=os.getpid(), startup_s=startup_s)
-    main(argv, place.entry)
+    try:
+        main(argv, place.entry)
+    except Exception:
+        traceback.print_exc()  # TorchElastic takes it to the agent's log; this rank's own has it as well
+        raise
     heart.beat(DONE)
     util.Finalize(None, _leave_soon, exitpriority=100)
 

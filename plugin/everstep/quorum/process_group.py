@@ -2,9 +2,11 @@
 
 torchft's reconfigurable process groups do the connecting and aborting. Two things are added: connecting has a
 timeout of its own, since a group that dies while it joins would otherwise hold the others for a whole collective
-timeout; and a broken group is torn down at once, so that its peers' collectives fail at once too.
+timeout; and every member watches the others (`everstep.quorum.watch`), so that one that dies or gives up breaks the
+process group on all of them at once.
 """
 
+import hashlib
 from datetime import timedelta
 from typing import Literal
 
@@ -12,6 +14,9 @@ import torch
 import torch.distributed as dist
 import torchft
 from torch.distributed.distributed_c10d import AllreduceOptions, Work
+from torchft.process_group import create_store_client
+
+from everstep.quorum.watch import PeerLost, PeerWatch
 
 
 class CrossGroupError(RuntimeError):
@@ -23,19 +28,27 @@ class CrossGroup:
 
     Args:
         backend: "gloo" or "nccl".
+        host: address that the other members reach this rank under.
         connect_timeout: for building the process group.
         reduce_timeout: for one sum, unless the call says otherwise.
     """
 
     def __init__(
-        self, backend: Literal["gloo", "nccl"], *, connect_timeout: timedelta, reduce_timeout: timedelta
+        self,
+        backend: Literal["gloo", "nccl"],
+        *,
+        host: str,
+        connect_timeout: timedelta,
+        reduce_timeout: timedelta,
     ) -> None:
-        self._reduce_timeout = reduce_timeout
+        self._connect_timeout, self._reduce_timeout = connect_timeout, reduce_timeout
         if backend == "nccl":
             self._group = torchft.ProcessGroupNCCL(timeout=reduce_timeout)
         else:
             # Gloo takes one timeout for connecting; sums carry theirs in their options.
             self._group = torchft.ProcessGroupGloo(timeout=connect_timeout)
+        self._watch = PeerWatch(host, self._on_loss)
+        self._key = b""
         self.size = 0
 
     @property
@@ -54,13 +67,26 @@ class CrossGroup:
         Raises:
             CrossGroupError: some member did not arrive in time.
         """
-        self.size = 0
+        self.abort()
+        key = hashlib.blake2b(store.partition("/")[2].encode(), digest_size=32).digest()
         try:
+            board = create_store_client(store, timeout=self._connect_timeout)
+            board.set(f"watch/{rank}", self._watch.address)
+            others = [board.get(f"watch/{peer}").decode() for peer in range(size) if peer != rank]
+            self._key = key
+            self._watch.begin(key, others, self._connect_timeout)
             self._group.configure(store, name, rank, size)
+        except PeerLost as error:
+            self.abort()
+            raise CrossGroupError(f"could not connect to the other groups: {error}") from error
         except Exception as error:  # noqa: BLE001 torch and torchft raise what they like here
-            self._group.abort(errored=False)
+            self.abort()
             raise CrossGroupError(f"could not connect to the other groups: {_first_line(error)}") from error
         self.size = size
+        if not self._key:
+            # A member was lost between the watch and here.
+            self.abort()
+            raise CrossGroupError("a member left while the groups connected")
 
     def sum_async(self, tensor: torch.Tensor, timeout: timedelta | None = None) -> Work:
         """Start to sum `tensor` in place over the groups; any dtype and device the backend takes.
@@ -109,7 +135,21 @@ class CrossGroup:
     def abort(self) -> None:
         """Break the process group: every pending sum fails, here and at once on the peers."""
         self.size = 0
+        key, self._key = self._key, b""
+        if key:
+            self._watch.end(key)
         self._group.abort(errored=False)
+
+    def close(self) -> None:
+        """Break the process group and stop listening for peers."""
+        self.abort()
+        self._watch.close()
+
+    def _on_loss(self, key: bytes) -> None:
+        if key == self._key:
+            self._key = b""
+            self.size = 0
+            self._group.abort(errored=False)
 
     def _broken(self, error: Exception) -> CrossGroupError:
         self.abort()

@@ -2,8 +2,8 @@
 
 An attempt is one pass of quorum, agreement, compute, sums and vote (`StepProtocol.attempt`):
 
-1. join a quorum; connect a process group if its members changed. A member that is behind starts to heal from one
-   that is not, in the background, and takes no slots.
+1. join a quorum; connect a process group if its members changed. A member that is behind heals from one that is
+   not. If that takes long it goes on in the background, and the member takes no slots.
 2. exchange rows and make the plan (`ledger.plan`): which slots nobody holds, and who computes them.
 3. compute this group's share; gradients accumulate in `param.grad`, losses as sums.
 4. sum copies of the gradients over the groups, then the ledger: how often each slot is in the sum, tokens, loss.
@@ -30,6 +30,9 @@ from everstep.training import ledger
 from everstep.training.reduction import GradientReducer
 
 HEAL_GATE_TIMEOUT = timedelta(seconds=300)
+HEAL_FIRST_S = 0.5
+"""A joiner that receives its state within this time takes slots in the same step; the others wait for it that long.
+With a larger state it heals while they compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,6 @@ class Commit:
         owners: for each slot the group that computed it, -1 if none did.
         groups: groups taking part, in rank order.
         saver: the group that writes what a run writes once.
-        healed: whether this group took over another one's state on the way.
         all_leave: every group asked to stop after this step.
         attempts: how many this group needed.
         compute_s, reduce_s, took_s: of the attempt that committed; reduce_s is what compute did not hide.
@@ -109,7 +111,6 @@ class Commit:
     owners: tuple[int, ...]
     groups: tuple[int, ...]
     saver: int
-    healed: bool
     all_leave: bool
     attempts: int
     compute_s: float
@@ -264,10 +265,15 @@ class StepProtocol:
             self._work.discard()
         if quorum.serves and heal is None:
             self._heal_server.serve(quorum.step, self._work.serve())
+        if heal is not None:
+            heal.start()
         held_before = sorted(self._held.slots)
         computed: list[int] = []
         commit, reason = None, ""
         try:
+            self._connect(quorum)
+            if heal is not None and self._healed_first(heal, quorum):
+                heal = None
             rows, plan = self._agree(quorum, heal, attempt, waited_s)
             commit, reason = self._sum_and_vote(quorum, rows, plan, heal, attempt, begin, computed)
         except (CrossGroupError, QuorumUnavailable) as error:
@@ -288,21 +294,13 @@ class StepProtocol:
         )
         return commit
 
-    def _agree(
-        self, quorum: Quorum, heal: _Heal | None, attempt: int, waited_s: float
-    ) -> tuple[list[ledger.Row], ledger.Plan]:
-        """Connect if need be, exchange rows, plan. Raises CrossGroupError on every rank of the group or on none."""
-        step = quorum.step + 1
+    def _connect(self, quorum: Quorum) -> None:
+        """Build the process group anew if need be. Raises CrossGroupError on every rank of the group or on none."""
+        key = self._membership.members_key(quorum)
         error: CrossGroupError | None = None
-        matrix = torch.zeros(len(quorum.groups), ledger.words(self._slots), dtype=torch.int64)
-        mine = ledger.Row(
-            self._group, self.step, heal is None, self.checksum, frozenset(self._held.slots)
-        )
-        matrix[quorum.rank] = torch.tensor(ledger.encode(mine, self._slots), dtype=torch.int64)
-        try:
-            key = self._membership.members_key(quorum)
-            if key != self._connected:
-                self._connected = ""
+        if key != self._connected:
+            self._connected = ""
+            try:
                 self._cross.connect(
                     f"{quorum.store}/everstep/{quorum.key}/{self._membership.rank}",
                     rank=quorum.rank,
@@ -310,6 +308,42 @@ class StepProtocol:
                     name=f"group-{self._group}",
                 )
                 self._connected = key
+            except CrossGroupError as raised:
+                error = raised
+        if not self._all_in_group(error is None):
+            raise error or CrossGroupError("another rank of this group could not connect to its peers")
+
+    def _healed_first(self, heal: _Heal, quorum: Quorum) -> bool:
+        """Whether all ranks of this group have their new state already, and took it over."""
+        heal.join(HEAL_FIRST_S)
+        if not self._all_in_group(heal.state is not None):
+            return False
+        self._take_over(heal, quorum)
+        return True
+
+    def _take_over(self, heal: _Heal, quorum: Quorum) -> None:
+        assert heal.state is not None
+        self._work.heal(heal.state)
+        self.step, self.checksum = quorum.step, None
+        self._events.emit(
+            "heal",
+            quorum.step + 1,
+            source_group=quorum.groups[quorum.source or 0],
+            bytes=sum(t.numel() * t.element_size() for t in heal.state.tensors.values()),
+            took_s=round(heal.took_s, 4),
+        )
+
+    def _agree(
+        self, quorum: Quorum, heal: _Heal | None, attempt: int, waited_s: float
+    ) -> tuple[list[ledger.Row], ledger.Plan]:
+        """Exchange rows and plan. Raises CrossGroupError on every rank of the group or on none."""
+        step = quorum.step + 1
+        error: CrossGroupError | None = None
+        matrix = torch.zeros(len(quorum.groups), ledger.words(self._slots), dtype=torch.int64)
+        mine = ledger.Row(self._group, self.step, heal is None, self.checksum, frozenset(self._held.slots))
+        matrix[quorum.rank] = torch.tensor(ledger.encode(mine, self._slots), dtype=torch.int64)
+        rows: list[ledger.Row] = []
+        try:
             matrix = self._cross.sum(matrix.to(self._device)).cpu()
             rows = [ledger.decode(row, self._slots) for row in matrix.tolist()]
         except CrossGroupError as raised:
@@ -318,8 +352,6 @@ class StepProtocol:
             error = CrossGroupError(f"the groups' rows are not whole: {raised}")
         if not self._all_in_group(error is None):
             raise error or CrossGroupError("another rank of this group could not reach its peers")
-        if heal is not None:
-            heal.start()
         plan = ledger.plan(rows, self._slots, self._on_loss)
         self._events.emit(
             "quorum",
@@ -404,15 +436,7 @@ class StepProtocol:
         # The state must stay as it is until every joiner has read it.
         self._heal_server.close_gate(HEAL_GATE_TIMEOUT)
         if heal is not None:
-            assert heal.state is not None
-            self._work.heal(heal.state)
-            self._events.emit(
-                "heal",
-                step,
-                source_group=quorum.groups[quorum.source or 0],
-                bytes=sum(t.numel() * t.element_size() for t in heal.state.tensors.values()),
-                took_s=round(heal.took_s, 4),
-            )
+            self._take_over(heal, quorum)
         _, owners, tokens, loss, rest = total.split([self._slots] * 4 + [len(total) - 4 * self._slots])
         return (
             Commit(
@@ -423,7 +447,6 @@ class StepProtocol:
                 owners=tuple(round(o) - 1 if c else -1 for o, c in zip(owners.tolist(), coverage, strict=True)),
                 groups=quorum.groups,
                 saver=min(plan.shares),
-                healed=heal is not None,
                 all_leave=round(float(rest[0])) == len(rows),
                 attempts=attempt,
                 compute_s=reduce_begin - compute_begin,

@@ -147,6 +147,7 @@ class EverstepTrainer(titan.Trainer):
             membership=self._membership,
             cross=CrossGroup(
                 ft.process_group,
+                host=self._host,
                 connect_timeout=timedelta(seconds=ft.connect_timeout_s),
                 reduce_timeout=timedelta(seconds=ft.reduce_timeout_s),
             ),
@@ -183,8 +184,6 @@ class EverstepTrainer(titan.Trainer):
                     else:
                         self._restore()
                     continue
-                if commit.healed:
-                    self._announce("peer")
                 self._apply(commit)
                 profiler.step()
                 over = commit.all_leave
@@ -202,10 +201,10 @@ class EverstepTrainer(titan.Trainer):
         found = self.checkpointer.load(step=self.config.checkpoint.load_step)
         self.source.committed(self.step)
         self._protocol.restored(self.step)
-        self._announce("disk" if found and self.step else "fresh")
+        self.announce("disk" if found and self.step else "fresh")
         self._protocol.checksum = self._audit_checksum()
 
-    def _announce(self, source: str) -> None:
+    def announce(self, source: str) -> None:
         """Say where this group's state came from."""
         self._events.emit(
             "training_started",

@@ -106,6 +106,8 @@ class TitanWork:
     def heal(self, state: HealState) -> None:
         self._state.load(state)
         self._trainer.source.learn(state.blobs[DATA_BLOB])
+        self._trainer.source.committed(self._trainer.step)
+        self._trainer.announce("peer")
 
 
 def sum_in_group(value: int) -> int:
