@@ -90,20 +90,23 @@ class Cluster:
         self.kill_keeper(group)
         self.arena(group).remove()
 
-    def commit(self, step: int, members=None, joiners=(), lineage="a", scale: int = 1, seed: int = 0) -> None:
+    def commit(self, step: int, members=None, lineage="a", scale: int = 1, seed: int = 0) -> None:
         """One committed step on every member: what was begun before is waited for, as before a vote."""
         members = members or self.groups
+        published = set()
         for group in members:
             self.copiers[group].wait()
+            published.add(self.copiers[group].published)
+        held = published.pop() if len(published) == 1 else -1
         for group in members:
             fresh = state_of(step, seed, scale)
-            held = self.tensors.setdefault(group, {n: t.clone() for n, t in fresh.tensors.items()})
+            mine = self.tensors.setdefault(group, {n: t.clone() for n, t in fresh.tensors.items()})
             for name, tensor in fresh.tensors.items():  # the optimizer changes tensors in place
-                if held[name].shape != tensor.shape:
-                    held[name] = tensor.clone()
-                held[name].copy_(tensor)
-            what = State(held, fresh.meta, fresh.blobs)
-            self.copiers[group].committed(step, lineage, members, joiners, lambda what=what: what)
+                if mine[name].shape != tensor.shape:
+                    mine[name] = tensor.clone()
+                mine[name].copy_(tensor)
+            what = State(mine, fresh.meta, fresh.blobs)
+            self.copiers[group].committed(step, lineage, members, held, lambda what=what: what)
 
     def wait(self) -> None:
         for copier in self.copiers.values():

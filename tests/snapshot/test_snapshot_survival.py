@@ -128,7 +128,7 @@ def test_a_group_that_dies_in_its_copy_does_not_take_the_step_before_with_it():
         run.wait()
         for group in (0, 2):  # group 1 is dead before it copied anything of step 3
             state = run.tensors[group]
-            run.copiers[group].committed(3, "a", [0, 1, 2], [], lambda state=state: State(state))
+            run.copiers[group].committed(3, "a", [0, 1, 2], 2, lambda state=state: State(state))
         run.wait()
         decision = run.decide()
         assert (decision.rung, decision.step) == ("older", 2)
@@ -148,7 +148,7 @@ def test_the_number_of_groups_may_change_from_step_to_step_and_at_restore():
         run.commit(1)
         run.commit(2, members=[0, 1])
         run.commit(3, members=[1])
-        run.commit(4, members=[0, 1, 2], joiners=[0, 2])
+        run.commit(4, members=[0, 1, 2])
         run.wait()
         decision = run.decide()
         assert decision.step == 4

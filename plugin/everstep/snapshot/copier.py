@@ -43,7 +43,9 @@ class State:
 
 
 class Emit(Protocol):
-    def __call__(self, kind: str, step: int | None = None, **fields: Any) -> None: ...
+    """`report.events.EventLog.emit`."""
+
+    def __call__(self, kind: str, step: int | None = None, **fields: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,23 @@ def slot_to_overwrite(slots: Sequence[Standing | None]) -> int | None:
 class Copier:
     """One rank's snapshots. Not for use by two threads at once."""
 
-    def __init__(self, arena: Arena, rank: int, ranks: int, settings: Snapshot, emit: Emit) -> None:
-        """`emit` receives the events snapshot, snapshot_skipped and snapshot_failed."""
+    def __init__(
+        self,
+        arena: Arena,
+        rank: int,
+        ranks: int,
+        settings: Snapshot,
+        emit: Emit,
+        revive: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`emit` receives the events snapshot, snapshot_skipped and snapshot_failed. `revive` is called, in
+        the copier's thread, when the keeper has fallen silent."""
+        self._revive = revive
         self._arena, self._rank, self._ranks = arena, rank, ranks
         self._settings, self._emit = settings, emit
         self._slots = [_MappedSlot(SlotWriter(arena.file("data", rank, i))) for i in range(SLOTS)]
         self._complete: tuple[int, str] | None = None
         self._newest: tuple[int, str, tuple[int, ...]] | None = None
-        self._broken_up = False
         self._damaged: set[int] = set()
         self._plan: _Plan | None = None
         self._last_failure = ""
@@ -105,12 +116,7 @@ class Copier:
         self._newest, self._complete = (step, lineage, members), (step, lineage)
 
     def committed(
-        self,
-        step: int,
-        lineage: str,
-        members: Sequence[int],
-        joiners: Sequence[int],
-        state: Callable[[], State],
+        self, step: int, lineage: str, members: Sequence[int], held: int, state: Callable[[], State]
     ) -> bool:
         """Tell that a step was committed; take a snapshot of it if it is due. Returns whether one was begun.
 
@@ -120,11 +126,11 @@ class Copier:
             when the
                 step is committed again after the run went back.
             members: the groups that committed, all of which hold the state now.
-            joiners: those of them that healed in this step.
+            held: the step that was `published` on all of them when they voted; -1 if they differed.
             state: called if a snapshot is due. Its tensors must not change before `wait` has returned.
         """
         self.wait()
-        self._learn(tuple(sorted(members)), frozenset(joiners))
+        self._learn(frozenset(members), held)
         if step % self._settings.interval:
             return False
         began = time.perf_counter()
@@ -163,15 +169,15 @@ class Copier:
         for slot in self._slots:
             slot.release()
 
-    def _learn(self, members: tuple[int, ...], joiners: frozenset[int]) -> None:
-        """From a commit: every group that voted had published the newest snapshot, if it held it at all."""
-        if self._newest is None:
-            return
-        step, lineage, before = self._newest
-        # A member that is gone, or came back by healing, may have died in the middle of its copy.
-        self._broken_up |= bool(set(before) - set(members)) or bool(set(before) & joiners)
-        if not self._broken_up:
-            self._complete = (step, lineage)
+    @property
+    def published(self) -> int:
+        """The newest step that this process has published; -1 for none. Not what it found there."""
+        return self._newest[0] if self._newest else -1
+
+    def _learn(self, members: frozenset[int], held: int) -> None:
+        """From a commit: whether every member of the newest snapshot had published it when it voted."""
+        if self._newest is not None and self._newest[0] == held and members.issuperset(self._newest[2]):
+            self._complete = self._newest[:2]
 
     def _report(self, job: "_Job") -> None:
         if job.outcome == "taken":
@@ -208,6 +214,8 @@ class Copier:
                     self._condition.notify_all()
 
     def _take(self, job: "_Job") -> None:
+        if not self._keeper_alive():
+            self._revive()
         index = self._gate()
         if index is None:
             job.outcome = "skipped"
@@ -248,7 +256,7 @@ class Copier:
             payload_bytes=size,
         )
         slot.writer.publish(header, chunk_digests(payload))
-        self._newest, self._broken_up = (job.step, job.lineage, job.members), False
+        self._newest = (job.step, job.lineage, job.members)
         job.outcome, job.copied_bytes, job.copy_s = "taken", size, time.perf_counter() - began
 
     def _gate(self) -> int | None:
@@ -261,6 +269,9 @@ class Copier:
                 if self._hurry:
                     return None
                 self._condition.wait(GATE_POLL_S)
+
+    def _keeper_alive(self) -> bool:
+        return time.monotonic() - self._arena.read_notes(self._rank).heartbeat < KEEPER_SILENT_S
 
     def _standings(self) -> list[Standing | None]:
         headers = self._arena.headers("data", self._rank)

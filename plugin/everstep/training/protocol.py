@@ -23,7 +23,7 @@ from typing import Literal, Protocol
 import torch
 
 from everstep.quorum.heal import HealError, HealServer, HealState, fetch
-from everstep.quorum.membership import Membership, Quorum, QuorumUnavailable
+from everstep.quorum.membership import Membership, Quorum, QuorumUnavailable, incarnation
 from everstep.quorum.process_group import CrossGroup, CrossGroupError
 from everstep.report.events import EventLog
 from everstep.training import ledger
@@ -70,6 +70,9 @@ class Work(Protocol):
     def noted(self, notes: list[bytes]) -> None:
         """What each group's `notes` said."""
 
+    def settle(self) -> int:
+        """Wait until the state may change; the newest step that this rank's snapshots hold, -1 for none."""
+
     def serve(self) -> HealState:
         """This rank's state, by reference."""
 
@@ -98,6 +101,9 @@ class Commit:
         extra: `SlotSums.extra` over all groups.
         owners: for each slot the group that computed it, -1 if none did.
         groups: groups taking part, in rank order.
+        lineage: the same on all groups that committed this step together; another when the step is committed again
+            after the run went back.
+        held: the step whose snapshot all groups held when they voted; -1 if they differed.
         saver: the group that writes what a run writes once.
         all_leave: every group asked to stop after this step.
         attempts: how many this group needed.
@@ -110,6 +116,8 @@ class Commit:
     extra: torch.Tensor
     owners: tuple[int, ...]
     groups: tuple[int, ...]
+    lineage: str
+    held: int
     saver: int
     all_leave: bool
     attempts: int
@@ -419,9 +427,10 @@ class StepProtocol:
             self._beat("heal", step)
             heal.join(timeout=1.0)
         total, coverage = torch.zeros(0), []
+        newest_held = self._work.settle()
         if not error:
             try:
-                total = self._sum_ledger(sums, any(not row.computes for row in rows))
+                total = self._sum_ledger(sums, newest_held, any(not row.computes for row in rows))
                 coverage = [round(count) for count in total[: self._slots].tolist()]
                 self._exchange_notes(quorum)
             except CrossGroupError as raised:
@@ -443,9 +452,11 @@ class StepProtocol:
                 step=step,
                 tokens=tokens,
                 loss=loss,
-                extra=rest[1:],
+                extra=rest[4:],
                 owners=tuple(round(o) - 1 if c else -1 for o, c in zip(owners.tolist(), coverage, strict=True)),
                 groups=quorum.groups,
+                lineage=f"{round(float(rest[1])):x}",
+                held=ledger.common_value(float(rest[2]), float(rest[3]), len(rows)),
                 saver=min(plan.shares),
                 all_leave=round(float(rest[0])) == len(rows),
                 attempts=attempt,
@@ -469,12 +480,15 @@ class StepProtocol:
         self._cross.abort()
         self._connected = ""
 
-    def _sum_ledger(self, sums: SlotSums, somebody_heals: bool) -> torch.Tensor:
+    def _sum_ledger(self, sums: SlotSums, newest_held: int, somebody_heals: bool) -> torch.Tensor:
         """Over the groups: for each slot the times it is in the sum, its owner's id + 1, its tokens, its loss (4 S
-        numbers), then the number of groups that leave and `SlotSums.extra`. float64 on CPU."""
+        numbers), then the number of groups that leave, their lives, the newest step in their snapshots and its
+        square, and `SlotSums.extra`. float64 on CPU."""
         held = torch.zeros(self._slots, dtype=torch.float64)
         held[sorted(self._held.slots)] = 1
-        leaves = torch.tensor([float(self.leaving)], dtype=torch.float64)
+        leaves = torch.tensor(
+            [self.leaving, ledger.life(self._group, incarnation()), newest_held, newest_held**2], dtype=torch.float64
+        )
         vector = torch.cat([held, held * (self._group + 1), sums.tokens, sums.loss, leaves, sums.extra])
         # A joiner comes here only when it has its state.
         timeout = self._timeouts.heal if somebody_heals else self._timeouts.reduce

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchtitan import trainer as titan
+from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
@@ -27,9 +28,11 @@ from everstep.quorum.membership import Membership, incarnation
 from everstep.quorum.process_group import CrossGroup
 from everstep.quorum.token import run_token
 from everstep.report.events import EventLog
+from everstep.snapshot.section import Snapshot
 from everstep.training import finish
 from everstep.training.protocol import Blank, Commit, StepProtocol, Timeouts
 from everstep.training.reduction import GradientReducer
+from everstep.training.snapshots import Snapshots
 from everstep.training.state import TrainingState, slot_seed
 from everstep.training.work import TitanWork, all_in_group, sum_in_group
 
@@ -53,6 +56,9 @@ class EverstepTrainer(titan.Trainer):
 
         data: Data = field(default_factory=Data)
         """Where the slots' tokens come from."""
+
+        snapshot: Snapshot = field(default_factory=Snapshot)
+        """The state of committed steps in host memory, kept by processes that outlive the trainer."""
 
         def __post_init__(self) -> None:
             # not super(): `slots=True` makes a second class, which the first one's super() does not know
@@ -93,6 +99,12 @@ class EverstepTrainer(titan.Trainer):
         self._heartbeat = Heartbeat(self._run_dir, ft.group_id, rank)
         self._heartbeat.beat("startup", 0)
         self._asked_to_leave = False
+        self._token = run_token(self._run_dir)
+        self.snapshots: Snapshots | None = None
+        if config.snapshot.enable:
+            self.snapshots = Snapshots(
+                self._run_dir, ft.group_id, self._host, config.snapshot, self._token, self._events
+            )
         signal.signal(signal.SIGTERM, self._on_terminate)
 
     def _on_terminate(self, signum: int, frame: Any) -> None:
@@ -120,7 +132,6 @@ class EverstepTrainer(titan.Trainer):
             int(ft.bucket_mb * 2**20),
         )
         self._work = TitanWork(self, self._slots, self._state)
-        self._token = run_token(self._run_dir)
         self._heal_server = HealServer(self._host, self._token, timedelta(seconds=ft.heal_timeout_s))
 
     def _join_run(self) -> StepProtocol:
@@ -193,16 +204,39 @@ class EverstepTrainer(titan.Trainer):
         self._events.emit("left" if leaves else "training_done", self.step)
         self._membership.leave()
         self._heal_server.shutdown()
+        if self.snapshots is not None:
+            self.snapshots.close(over=not self.should_continue_training())
         logger.info(f"Left the run after step {self.step}, as asked" if leaves else "Training completed")
 
     def _restore(self) -> None:
         """No group has a state: take the newest checkpoint on disk, or start."""
         self._heartbeat.beat("restore", self.step)
+        if self._restore_from_memory():
+            return
         found = self.checkpointer.load(step=self.config.checkpoint.load_step)
         self.source.committed(self.step)
         self._protocol.restored(self.step)
         self.announce("disk" if found and self.step else "fresh")
         self._protocol.checksum = self._audit_checksum()
+
+    def _restore_from_memory(self) -> bool:
+        """Take the newest snapshot that the keepers hold whole, if no checkpoint on disk is as new."""
+        if self.snapshots is None or self.config.checkpoint.load_step != -1:
+            return False
+        state = self.snapshots.recover(self._work.serve(), self._disk_step())
+        if state is None:
+            return False
+        self._work.take(state, "memory")
+        self._protocol.restored(self.step)
+        self._protocol.checksum = self._audit_checksum()
+        return True
+
+    def _disk_step(self) -> int | None:
+        """The newest checkpoint that torchtitan would load."""
+        if not self.config.checkpoint.enable or not isinstance(self.checkpointer, CheckpointManager):
+            return None
+        step = self.checkpointer._find_load_step()
+        return step if step >= 0 else None
 
     def announce(self, source: str) -> None:
         """Say where this group's state came from."""
@@ -245,6 +279,8 @@ class EverstepTrainer(titan.Trainer):
         self.ntokens_seen += self._tokens_per_step
         self.source.committed(self.step)
         self._protocol.committed()
+        if self.snapshots is not None:
+            self.snapshots.committed(commit, self._work.serve)
         if config.fault_tolerance.audit_interval and self.step % config.fault_tolerance.audit_interval == 0:
             self._protocol.checksum = self._audit_checksum()
         self._events.emit(

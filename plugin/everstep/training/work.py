@@ -100,14 +100,22 @@ class TitanWork:
         for note in filter(None, notes):
             self._trainer.source.learn(note)
 
+    def settle(self) -> int:
+        return self._trainer.snapshots.settle() if self._trainer.snapshots else -1
+
     def serve(self) -> HealState:
         return self._state.snapshot({DATA_BLOB: self._trainer.source.known_states()})
 
     def heal(self, state: HealState) -> None:
+        self.take(state, "peer")
+
+    def take(self, state: HealState, source: str) -> None:
+        """Take over a state of this rank column; `source` says in the events where it came from."""
+        self.settle()  # a snapshot of the state before may still be under way
         self._state.load(state)
         self._trainer.source.learn(state.blobs[DATA_BLOB])
         self._trainer.source.committed(self._trainer.step)
-        self._trainer.announce("peer")
+        self._trainer.announce(source)
 
 
 def sum_in_group(value: int) -> int:
