@@ -1,13 +1,18 @@
 """What is lost and what is restored: real keepers, real arenas, real deaths."""
 
+import os
 import re
+import time
+from dataclasses import replace
 
 import psutil
 import pytest
-from snapshot_cluster import Cluster, assert_is_step, wait_until
+from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, wait_until
 
+from everstep import wire
 from everstep.snapshot import keeper, peers
-from everstep.snapshot.copier import State
+from everstep.snapshot.arena import Arena
+from everstep.snapshot.copier import Copier, State
 from everstep.snapshot.restore import RestoreError
 from everstep.snapshot.slot import HEADER_BYTES
 
@@ -232,3 +237,97 @@ def test_another_number_of_ranks_or_another_model_goes_to_disk_with_the_reason()
         decision = run.decide(disk_step=1, topologies={0: "another"})
         assert decision.rung == "disk"
         assert "of another model" in decision.reasons[0]
+
+
+def test_a_keeper_that_dies_during_the_run_is_replaced_and_takes_over():
+    with Cluster(1) as run:
+        emitted = []
+        copier = Copier(
+            run.arena(0), 0, 1, run.settings, lambda *a, **k: emitted.append(a), lambda: run.start_keeper(0)
+        )
+        run.copiers[0].close()
+        run.copiers[0] = copier
+        run.commit(1)
+        run.wait()
+        run.kill_keeper(0)
+        step = 1
+
+        def replaced() -> bool:
+            nonlocal step
+            step += 1
+            run.commit(step)
+            run.wait()
+            return run.arena(0).read_notes(0).heartbeat > time.monotonic() - 1
+
+        wait_until(replaced)
+        assert_is_step(run.restore(run.decide()), step)
+        assert ("snapshot", step) in emitted
+
+
+def test_without_room_the_snapshot_fails_with_the_numbers_and_the_step_before_stays():
+    with Cluster(1) as run:
+        run.commit(1)
+        run.wait()
+        tight = Copier(
+            run.arena(0),
+            0,
+            1,
+            replace(run.settings, memory_reserve_gb=1e6),
+            lambda *a, **k: run.events.append((a, k)),
+        )
+        run.copiers[0].close()
+        run.copiers[0] = tight
+        run.commit(2, scale=9)
+        run.wait()
+        (kind, step), fields = run.events[-1]
+        assert (kind, step) == ("snapshot_failed", 2)
+        assert re.search(r"snapshots need \d+ bytes more, and there are 0 .*free", fields["reason"])
+        assert_is_step(run.restore(run.decide()), 1)
+
+
+def test_without_permission_the_snapshot_fails_and_says_where():
+    with Cluster(1) as run:
+        run.copiers[0].close()
+        missing = Arena(run.home / "nowhere", "0" * 16, 0)
+        run.copiers[0] = Copier(missing, 0, 1, run.settings, lambda *a, **k: run.events.append((a, k)))
+        run.commit(1)
+        run.wait()
+        assert run.events[-1][0] == ("snapshot_failed", 1)
+        assert "nowhere" in run.events[-1][1]["reason"]
+        assert "snapshot.arena_dir" in run.events[-1][1]["reason"]
+
+
+def test_another_token_learns_nothing_from_a_keeper():
+    with Cluster(1) as run:
+        place = peers.read_places(run.run_dir)[0]
+        with pytest.raises(wire.WireError, match="did not accept the run's token"):
+            peers.inventory(place.address, b"y" * 32, TIMEOUT)
+
+
+def test_a_truncated_slot_counts_as_empty():
+    with Cluster(2, parity=0) as run:
+        run.commit(1)
+        run.commit(2)
+        run.wait()
+        arena = run.arena(1)
+        index = next(i for i, h in enumerate(arena.headers("data", 0)) if h and h.step == 2)
+        os.truncate(arena.file("data", 0, index), HEADER_BYTES + 1000)
+        found = run.recover(disk_step=0)
+        assert (found.decision.rung, found.decision.step) == ("older", 1)
+        assert_is_step(found.restored, 1)
+
+
+def test_slots_of_another_run_in_the_arena_are_not_used():
+    with Cluster(1) as run, Cluster(1) as stranger:
+        stranger.commit(9)
+        stranger.wait()
+        run.commit(1)
+        run.wait()
+        source = next(
+            stranger.arena(0).file("data", 0, i) for i in (0, 1) if stranger.arena(0).headers("data", 0)[i]
+        )
+        target = next(
+            run.arena(0).file("data", 0, i) for i in (0, 1) if not run.arena(0).headers("data", 0)[i]
+        )
+        target.write_bytes(source.read_bytes())
+        assert run.decide().step == 1

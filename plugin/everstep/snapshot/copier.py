@@ -96,6 +96,7 @@ class Copier:
         """`emit` receives the events snapshot, snapshot_skipped and snapshot_failed. `revive` is called, in
         the copier's thread, when the keeper has fallen silent."""
         self._revive = revive
+        self._revive_after = time.monotonic() + KEEPER_SILENT_S
         self._arena, self._rank, self._ranks = arena, rank, ranks
         self._settings, self._emit = settings, emit
         self._slots = [_MappedSlot(SlotWriter(arena.file("data", rank, i))) for i in range(SLOTS)]
@@ -152,12 +153,14 @@ class Copier:
         began = time.perf_counter()
         with self._condition:
             job = self._job
+            if job is None:
+                return
             self._hurry = True
             self._condition.notify_all()
-            self._condition.wait_for(lambda: self._job is None)
-        if job is not None:
-            job.blocked_s += time.perf_counter() - began
-            self._report(job)
+            self._condition.wait_for(lambda: job.done)
+            self._job = None
+        job.blocked_s += time.perf_counter() - began
+        self._report(job)
 
     def close(self) -> None:
         """Finish the snapshot under way and let go of the arena, which stays."""
@@ -199,9 +202,11 @@ class Copier:
     def _run(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._closed or self._job is not None)
+                self._condition.wait_for(
+                    lambda: self._closed or (self._job is not None and not self._job.done)
+                )
                 job = self._job
-                if job is None:
+                if job is None or job.done:
                     return
             try:
                 self._take(job)
@@ -210,11 +215,12 @@ class Copier:
                 job.outcome, job.reason = "failed", str(error)
             finally:
                 with self._condition:
-                    self._job = None
+                    job.done = True
                     self._condition.notify_all()
 
     def _take(self, job: "_Job") -> None:
-        if not self._keeper_alive():
+        if not self._keeper_alive() and time.monotonic() > self._revive_after:
+            self._revive_after = time.monotonic() + KEEPER_SILENT_S
             self._revive()
         index = self._gate()
         if index is None:
@@ -313,6 +319,7 @@ class _Job:
     device: torch.device | None
     ready: torch.cuda.Event | None
     """Recorded on the compute stream at the commit: what the copy must come after."""
+    done: bool = False
     outcome: str = "failed"
     reason: str = ""
     copied_bytes: int = 0
