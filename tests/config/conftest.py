@@ -16,6 +16,11 @@ class SectionedTrainer(Trainer):
         data: Data = field(default_factory=Data)
 
 
+@pytest.fixture(scope="session")
+def config_class():
+    return SectionedTrainer.Config
+
+
 @pytest.fixture
 def load(tmp_path):
     """Loads a TOML text, by default on top of llama3_debugmodel, as `run.toml` of the working directory."""

@@ -187,9 +187,11 @@ SCALARS = (
 )
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(KEYS, inner, max_size=3)
-    | st.lists(st.dictionaries(KEYS, inner, max_size=2), min_size=1, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(KEYS, inner, max_size=3)
+        | st.lists(st.dictionaries(KEYS, inner, max_size=2), min_size=1, max_size=2)
+    ),
     max_leaves=12,
 )
 

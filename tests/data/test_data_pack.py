@@ -150,7 +150,7 @@ def test_killed_again_and_again_it_makes_the_same_file(tmp_path, corpus):
     assert not list(tmp_path.glob("out.tokens.partial*"))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8, deadline=None)
 @given(data=st.data())
 def test_a_crash_at_any_point_leaves_what_the_next_run_completes(tmp_path_factory, corpus, data):
     folder = tmp_path_factory.mktemp("crash")

@@ -43,13 +43,15 @@ class TinyRun:
     def __init__(self, run_dir, groups, ranks, *flags, terminal=None):
         self.run_dir = run_dir
         self.output = run_dir.with_suffix(".out")
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        self.temporary = run_dir.parent / "tmp"
+        self.temporary.mkdir(parents=True, exist_ok=True)
         streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal} if terminal is not None else {
             "stdin": subprocess.DEVNULL, "stdout": self.output.open("ab"), "stderr": subprocess.STDOUT
         }  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "run_tiny.py"), str(run_dir), str(groups), str(ranks), *flags],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "TMPDIR": str(self.temporary)},
             # In a session of its own; with a terminal to call its own, whose Ctrl-C reaches it alone.
             start_new_session=True,
             preexec_fn=None if terminal is None else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),

@@ -81,6 +81,7 @@ def test_workers_that_do_not_end_within_the_grace_time_are_killed(agent, tmp_pat
     os.kill(events(tmp_path, "workers_started")[0]["pids"][0], signal.SIGSTOP)
     asked = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(30) == 4
+    assert events(tmp_path, "agent_ended")[0]["reason"] == "did not end within 1 s and was killed"
     assert 1.0 <= time.monotonic() - asked < 10.0
     until(lambda: not any(alive(child.pid) for child in below), "all below the agent to end", deadline_s=5.0)

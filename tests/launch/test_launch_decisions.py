@@ -8,11 +8,12 @@ import pytest
 from everstep.config.sections import FaultTolerance
 from everstep.launch.agent import AgentSettings, worker_argv
 from everstep.launch.heartbeat import Beat, Heartbeat, beat_path, read_beat
-from everstep.launch.kills import choose_victim
+from everstep.launch.kills import RandomKills, choose_victim
+from everstep.launch.machine import devices_of_groups
 from everstep.launch.rundir import LaunchError, RunDir, default_run_dir
 from everstep.launch.settings import fault_tolerance, flag_value, run_settings
-from everstep.launch.supervisor import devices_of_groups
 from everstep.launch.watchdog import Death, RestartLimits, Stall, describe_exit, find_stall, reason_to_give_up
+from everstep.report.events import read_events
 
 LIMITS = RestartLimits(max_restarts=5, window_s=100.0)
 
@@ -104,6 +105,31 @@ def test_only_groups_that_take_part_are_killed_and_the_last_one_is_spared():
     assert choose_victim(chooser, {1}, 3) is None
     assert choose_victim(chooser, set(), 3) is None
     assert choose_victim(chooser, {0}, 1) == 0
+
+
+def test_a_kill_that_had_to_wait_does_not_bring_the_next_one_closer(tmp_path):
+    kills = RandomKills(tmp_path, groups=3, every_s=10.0, seed=0)
+
+    def take_part(*groups):
+        head = {"t": 1.0, "rank": None, "step": 1}
+        for group in groups:
+            kills.follow([head | {"kind": "workers_started", "group": group, "mono": 1.0, "pids": []}])
+            kills.follow([head | {"kind": "commit", "group": group, "mono": 2.0, "groups": list(groups)}])
+
+    def killed():
+        return [event["target_group"] for event in read_events(tmp_path)]
+
+    take_part(0)
+    kills.tick(100.0)
+    kills.tick(135.0)
+    assert killed() == [], "nobody else holds the state"
+    take_part(0, 1, 2)
+    kills.tick(136.0)
+    assert len(killed()) == 1
+    kills.tick(145.9)
+    assert len(killed()) == 1
+    kills.tick(146.0)
+    assert len(set(killed())) == 2, "the one that was hit is not back yet"
 
 
 def test_the_same_seed_kills_in_the_same_order():

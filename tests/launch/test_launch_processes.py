@@ -69,7 +69,7 @@ def test_a_killed_worker_takes_its_group_down_and_is_replaced_warm(run):
     died = run.wait_for("workers_died", after=killed, group=0)
     assert "rank 1 was killed by SIGKILL" in died["reason"]
     up = run.wait_for("worker_up", after=killed, group=0)
-    assert up["t"] - killed < 5.0, "a worker that imports torchtitan again takes longer"
+    assert up["cpu_s"] < 0.5, "a worker that imports torch alone computes for longer"
     assert not alive(first)
     run.wait_for("commit", after=up["t"], group=0, rank=1)
     assert run.workers(1) == others, "the other group goes on"
@@ -196,3 +196,7 @@ def test_nothing_outlives_a_killed_supervisor(start):
     run.process.kill()
     run.process.wait()
     until(lambda: not any(alive(process.pid) for process in tree), "all processes to die", deadline_s=5.0)
+
+    again = type(run)(run.run_dir, 1, 1, "--training.steps", "5")
+    assert again.process.wait(60) == 0
+    assert list(run.temporary.iterdir()) == [], "what the killed one left behind is cleared away as well"

@@ -53,6 +53,7 @@ def base_config(job: Job, source: Source) -> Trainer.Config:
         )
     config.model_spec = spec
     for _, loss_config, _, _ in config.loss.traverse(CrossEntropyLoss.Config):
+        assert isinstance(loss_config, CrossEntropyLoss.Config)
         if loss_config.global_vocab_size is not None:
             loss_config.global_vocab_size = decoder_vocab_size(spec)
     return config

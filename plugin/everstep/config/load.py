@@ -12,7 +12,7 @@ import tyro
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.manager import ConfigManager, custom_registry
 
-from .assign import assign_table, convert, run_own_checks, shown
+from .assign import assign_table, convert, field_types, run_own_checks, shown
 from .base import base_config
 from .checks import problems
 from .errors import ConfigError
@@ -66,12 +66,24 @@ def config_from_source(source: Source, config_class: type[C]) -> C:
     base = base_config(job, source)
     config: Any = config_class(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)})
     config.job = job
+    source.elsewhere = _sections_by_key(config)
     rest = {key: value for key, value in source.table.items() if key not in ("job", "optimizer")}
     assign_table(config, rest, source)
     _assign_optimizer(config.optimizer, _section(source, "optimizer"), source)
     if config.debug.seed is None:
         config.debug.seed = 0
     return config
+
+
+def _sections_by_key(config: Any) -> dict[str, str]:
+    """The section that has a key, for the keys of sections that only one section has."""
+    sections: dict[str, set[str]] = {key: {"optimizer"} for key in _GROUP_KEYS}
+    for section in field_types(type(config)):
+        value = getattr(config, section)
+        if dataclasses.is_dataclass(value):
+            for key in field_types(type(value)):
+                sections.setdefault(key, set()).add(section)
+    return {key: owners.pop() for key, owners in sections.items() if len(owners) == 1}
 
 
 def _section(source: Source, name: str) -> dict[str, Any]:
@@ -135,10 +147,18 @@ def _override(config: Any, arguments: Sequence[str]) -> Any:
         with contextlib.redirect_stderr(screen), contextlib.redirect_stdout(screen):
             return tyro.cli(type(config), args=list(arguments), default=config, registry=custom_registry)
     except SystemExit:
-        raise ConfigError(f"command line: {_first_sentence(screen.getvalue())}") from None
+        raise ConfigError(f"command line: {_message(screen.getvalue())}") from None
 
 
-def _first_sentence(screen: str) -> str:
-    """The message of a tyro error panel, without its frame and the help it refers to."""
-    lines = [line.strip("│╭╮╰╯─ ").strip() for line in screen.splitlines()]
-    return next((line for line in lines[1:] if line), "cannot be parsed")
+def _message(screen: str) -> str:
+    """What a tyro error panel says, without its title, its frame and the help it refers to."""
+    lines = [line.strip(" │╭╮╰╯").strip() for line in screen.splitlines()[1:]]
+    blocks: list[list[str]] = [[]]
+    for line in lines:
+        if line.strip("─-"):
+            blocks[-1].append(line)
+        elif blocks[-1]:
+            blocks.append([])
+    message = " ".join(blocks[0]) or "cannot be parsed"
+    meant = next((block[1] for block in blocks if block[:1] == ["Perhaps you meant:"]), None)
+    return f"{message}; perhaps you meant {meant}" if meant else message

@@ -155,6 +155,8 @@ class GroupAgent(LocalElasticAgent):
         super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=5)
         self.settings = settings
         self.gave_up = ""
+        self.killed_in_the_end = ""
+        """Why a stop was not clean."""
         self._events = events
         self._heart = BeatFile(agent_beat_path(settings.run_dir, settings.group))
         self._next_beat = 0.0
@@ -203,6 +205,7 @@ class GroupAgent(LocalElasticAgent):
             self._stop_deadline = now + self.settings.stop_grace_s
             self._signal_workers(signal.SIGTERM)
         elif now > self._stop_deadline:
+            self.killed_in_the_end = f"did not end within {self.settings.stop_grace_s:g} s and was killed"
             self._kill_workers()
 
     def _some_worker_died(self) -> bool:
@@ -248,7 +251,11 @@ class GroupAgent(LocalElasticAgent):
             reason=reason,
             exitcodes={str(rank): failure.exitcode for rank, failure in result.failures.items()},
         )
-        if not self.settings.stopping():
+        if self.settings.stopping():
+            # A worker that has not begun yet has nothing to finish: SIGTERM just ends it.
+            if failure.exitcode != -signal.SIGTERM and not self.killed_in_the_end:
+                self.killed_in_the_end = reason
+        else:
             give_up = reason_to_give_up(self._deaths, self.settings.limits)
             if give_up is not None:
                 self.gave_up = f"group {self.settings.group} is given up, {give_up}; last: {reason}"

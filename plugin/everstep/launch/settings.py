@@ -4,6 +4,7 @@ import dataclasses
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch.rundir import LaunchError, read_toml
@@ -34,7 +35,7 @@ def fault_tolerance(toml: dict, flags: Sequence[str]) -> FaultTolerance:
     type.
     """
     section = toml.get("fault_tolerance", {})
-    values = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(FaultTolerance):
         raw = flag_value(flags, f"fault_tolerance.{field.name}")
         if raw is None:

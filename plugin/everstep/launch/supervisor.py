@@ -7,11 +7,8 @@ supervisor that was killed can simply be started again.
 
 import json
 import os
-import random
 import shutil
 import signal
-import socket
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,20 +18,16 @@ import psutil
 
 import everstep
 from everstep.config.sections import FaultTolerance
-from everstep.launch.agent import GAVE_UP_EXIT, AgentSettings
+from everstep.launch.agent import GAVE_UP_EXIT, KILLED_EXIT, AgentSettings
 from everstep.launch.heartbeat import agent_beat_path, read_beat
 from everstep.launch.kills import RandomKills
 from everstep.launch.lifeline import adopt_orphans
+from everstep.launch.machine import HOST, devices_of_groups, free_port, listens, private_folder
 from everstep.launch.rundir import LaunchError, RunDir
 from everstep.launch.warm import PRELOAD, WarmProcess
 from everstep.quorum.token import run_token
 from everstep.report.events import EventLog, EventTail
 
-HOST = "127.0.0.1"
-PORTS = range(20_000, 32_000)
-"""Below the range from which Linux takes the ports of outgoing connections: the lighthouse must get its
-port back.
-"""
 TICK_S = 0.02
 KILL_GRACE_S = 10.0
 LIGHTHOUSE_PAUSE_S = 0.2
@@ -71,44 +64,10 @@ class _Group:
     """One group as the supervisor sees it."""
 
     ended: str = ""
-    """"done", "stopped" or "failed" once its agent has ended for good."""
+    """"done", "stopped", "killed" (when asked to stop) or "failed" once its agent has ended for good."""
     started_mono: float = 0.0
     crashes: int = 0
     """How often its agents crashed since the group's last step."""
-
-
-def devices_of_groups(visible: Sequence[str], groups: int, ranks_per_group: int) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each group: devices of its own while they last, then shared from the first.
-
-    None, as inherited, where there are no devices.
-    """
-    if not visible:
-        return [None] * groups
-    return [
-        ",".join(visible[(group * ranks_per_group + rank) % len(visible)] for rank in range(ranks_per_group))
-        for group in range(groups)
-    ]
-
-
-def free_port(host: str = HOST) -> int:
-    """A TCP port of PORTS that nobody has now. Raises LaunchError when there is none."""
-    for port in random.sample(PORTS, len(PORTS)):
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            return port
-    raise LaunchError(f"no free port between {PORTS.start} and {PORTS.stop} on {host}.")
-
-
-def listens(host: str, port: int) -> bool:
-    """Whether a server accepts connections there."""
-    try:
-        socket.create_connection((host, port), timeout=0.2).close()
-    except OSError:
-        return False
-    return True
 
 
 class _StopNow(Exception):  # noqa: N818  nothing is wrong
@@ -147,7 +106,7 @@ class Supervisor:
         self._failure = ""
         self._given_up = ""
         self._unusable = ""
-        self._private = Path(tempfile.mkdtemp(prefix="everstep-"))
+        self._private = private_folder(run_dir.path)
 
     def run(self) -> int:
         """Until all groups have ended; returns the exit status: 0 for done or a clean stop, 130 when cut
@@ -193,6 +152,8 @@ class Supervisor:
         ends = {group.ended for group in self.groups}
         if self._failure:
             status, reason = "failed", self._failure
+        elif "killed" in ends:
+            status, reason = "failed", "some workers did not end by themselves when asked to stop"
         elif self._stops:
             status, reason = "stopped", "stopped cleanly"
         elif ends == {"done"}:
@@ -376,6 +337,8 @@ class Supervisor:
             group.ended = group.ended or "done"
         elif exitcode == GAVE_UP_EXIT:
             group.ended = "failed"
+        elif exitcode == KILLED_EXIT:
+            group.ended = "killed"
         else:
             self._events.emit("agent_died", target_group=index, exitcode=exitcode)
             group.crashes += exitcode > 0  # a signal came from outside, and another agent helps

@@ -56,7 +56,13 @@ def start(place: Place, argv: list[str]) -> None:
     )
     events = EventLog(place.run_dir, place.group, rank, "worker")
     startup_s = time.monotonic() - float(os.environ["EVERSTEP_WORKERS_STARTED"])
-    events.emit("worker_up", incarnation=incarnation, pid=os.getpid(), startup_s=startup_s)
+    events.emit(
+        "worker_up",
+        incarnation=incarnation,
+        pid=os.getpid(),
+        startup_s=startup_s,
+        cpu_s=time.process_time(),  # a fork's clock starts at 0: next to nothing, or something was imported
+    )
     try:
         main(argv, place.entry)
     except Exception:

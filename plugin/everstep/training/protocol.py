@@ -52,11 +52,15 @@ class SlotSums:
     refused: bool = False
 
 
+class OutOfData(Exception):  # noqa: N818 the end of a run, not an error
+    """The data ended before this step: the run is over for all groups."""
+
+
 class Work(Protocol):
     """What the protocol needs from a trainer."""
 
     def compute(self, step: int, slot: int) -> None:
-        """Forward and backward of one slot of `step`; the gradient is added to `param.grad`."""
+        """Forward and backward of one slot of `step`; the gradient is added to `param.grad`. Raises OutOfData."""
 
     def results(self) -> "SlotSums":
         """Of all slots computed since `discard`, summed over the group's ranks; a collective of the group."""
@@ -104,6 +108,8 @@ class Commit:
         lineage: the same on all groups that committed this step together; another when the step is committed again
             after the run went back.
         held: the step whose snapshot all groups held when they voted; -1 if they differed.
+        quorum_id: torchft's id of the quorum.
+        once: whether every slot is in the sum exactly once; a slot may be missing under `shrink`.
         saver: the group that writes what a run writes once.
         all_leave: every group asked to stop after this step.
         attempts: how many this group needed.
@@ -118,6 +124,8 @@ class Commit:
     groups: tuple[int, ...]
     lineage: str
     held: int
+    quorum_id: int
+    once: bool
     saver: int
     all_leave: bool
     attempts: int
@@ -222,7 +230,8 @@ class StepProtocol:
         `committed()`.
 
         Raises:
-            Blank: no group has a state; set `step` from elsewhere and call again.
+            Blank: no group has a state; load one from elsewhere, call `restored`, then this again.
+            OutOfData: on all groups, when one of them found no more.
             GaveUp: see `Timeouts.give_up`.
         """
         attempt = 0
@@ -293,6 +302,7 @@ class StepProtocol:
             "attempt",
             step,
             attempt=attempt,
+            quorum_id=quorum.id,
             committed=commit is not None,
             reason=reason,
             computed=computed,
@@ -308,6 +318,7 @@ class StepProtocol:
         error: CrossGroupError | None = None
         if key != self._connected:
             self._connected = ""
+            self._beat("connect", quorum.step + 1)
             try:
                 self._cross.connect(
                     f"{quorum.store}/everstep/{quorum.key}/{self._membership.rank}",
@@ -323,6 +334,7 @@ class StepProtocol:
 
     def _healed_first(self, heal: _Heal, quorum: Quorum) -> bool:
         """Whether all ranks of this group have their new state already, and took it over."""
+        self._beat("heal", quorum.step + 1)
         heal.join(HEAL_FIRST_S)
         if not self._all_in_group(heal.state is not None):
             return False
@@ -408,13 +420,18 @@ class StepProtocol:
         self._reducer.begin(self._cross)
         compute_begin = time.monotonic()
         share = plan.shares.get(self._group, ())
+        exhausted = False
         for slot in share:
             self._beat("compute", step)
             if slot == share[-1]:
                 self._reducer.arm()
-            self._work.compute(step, slot)
+            try:
+                self._work.compute(step, slot)
+            except OutOfData:
+                exhausted = True
+                break
             computed.append(slot)
-        self._held.slots.update(share)
+        self._held.slots.update(computed)
         reduce_begin = time.monotonic()
         # The group's own collectives come in the same order on all its ranks, whatever fails between groups.
         sums = self._work.results()
@@ -430,11 +447,13 @@ class StepProtocol:
         newest_held = self._work.settle()
         if not error:
             try:
-                total = self._sum_ledger(sums, newest_held, any(not row.computes for row in rows))
+                total = self._sum_ledger(sums, exhausted, newest_held, any(not row.computes for row in rows))
                 coverage = [round(count) for count in total[: self._slots].tolist()]
                 self._exchange_notes(quorum)
             except CrossGroupError as raised:
                 error = str(raised)
+        if not error and total[4 * self._slots + 1] > 0:
+            raise OutOfData
         reduce_s = time.monotonic() - reduce_begin
         reason = error or ledger.verdict(coverage, self._on_loss) or (heal.error if heal else "")
         self._beat("vote", step)
@@ -452,11 +471,13 @@ class StepProtocol:
                 step=step,
                 tokens=tokens,
                 loss=loss,
-                extra=rest[4:],
+                extra=rest[5:],
                 owners=tuple(round(o) - 1 if c else -1 for o, c in zip(owners.tolist(), coverage, strict=True)),
                 groups=quorum.groups,
-                lineage=f"{round(float(rest[1])):x}",
-                held=ledger.common_value(float(rest[2]), float(rest[3]), len(rows)),
+                lineage=f"{round(float(rest[2])):x}",
+                held=ledger.common_value(float(rest[3]), float(rest[4]), len(rows)),
+                quorum_id=quorum.id,
+                once=all(count == 1 for count in coverage),
                 saver=min(plan.shares),
                 all_leave=round(float(rest[0])) == len(rows),
                 attempts=attempt,
@@ -480,16 +501,18 @@ class StepProtocol:
         self._cross.abort()
         self._connected = ""
 
-    def _sum_ledger(self, sums: SlotSums, newest_held: int, somebody_heals: bool) -> torch.Tensor:
+    def _sum_ledger(
+        self, sums: SlotSums, exhausted: bool, newest_held: int, somebody_heals: bool
+    ) -> torch.Tensor:
         """Over the groups: for each slot the times it is in the sum, its owner's id + 1, its tokens, its loss (4 S
-        numbers), then the number of groups that leave, their lives, the newest step in their snapshots and its
-        square, and `SlotSums.extra`. float64 on CPU."""
+        numbers), then the number of groups that leave and that ran out of data, their lives, the newest step in their
+        snapshots and its square, then `SlotSums.extra`. float64."""
         held = torch.zeros(self._slots, dtype=torch.float64)
         held[sorted(self._held.slots)] = 1
-        leaves = torch.tensor(
-            [self.leaving, ledger.life(self._group, incarnation()), newest_held, newest_held**2], dtype=torch.float64
-        )
-        vector = torch.cat([held, held * (self._group + 1), sums.tokens, sums.loss, leaves, sums.extra])
+        life = ledger.life(self._group, incarnation())
+        flags = [self.leaving, exhausted, life, newest_held, newest_held**2]
+        flags = torch.tensor([float(flag) for flag in flags], dtype=torch.float64)
+        vector = torch.cat([held, held * (self._group + 1), sums.tokens, sums.loss, flags, sums.extra])
         # A joiner comes here only when it has its state.
         timeout = self._timeouts.heal if somebody_heals else self._timeouts.reduce
         return self._cross.sum(vector.to(self._device), timeout).cpu()

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torchtitan import trainer as titan
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.tools.logging import logger
 
 from everstep.config.binding import bind_data
 from everstep.config.checks import check_config
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.data.slots import SlotSource
-from everstep.launch.heartbeat import Heartbeat
+from everstep.launch.heartbeat import Heartbeat, beats_of_groups
 from everstep.platform import cpu
 from everstep.quorum.heal import HealServer
 from everstep.quorum.membership import Membership, incarnation
@@ -30,13 +31,15 @@ from everstep.quorum.token import run_token
 from everstep.report.events import EventLog
 from everstep.snapshot.section import Snapshot
 from everstep.training import finish
-from everstep.training.protocol import Blank, Commit, StepProtocol, Timeouts
+from everstep.training.protocol import Blank, Commit, OutOfData, StepProtocol, Timeouts
 from everstep.training.reduction import GradientReducer
 from everstep.training.snapshots import Snapshots
 from everstep.training.state import TrainingState, slot_seed
 from everstep.training.work import TitanWork, all_in_group, sum_in_group
 
 OPTIMIZER_SLOT = -1
+AWAY = ("left", "startup")
+"""Phases of a group that has no state to offer."""
 
 
 class EverstepTrainer(titan.Trainer):
@@ -73,6 +76,7 @@ class EverstepTrainer(titan.Trainer):
             assert config.model_spec is not None
             cpu.use_plain_attention(config.model_spec.model)
         if config.fault_tolerance.enable:
+            os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise
             self._open_run(config)
         super().__init__(config)
         if on_cpu:
@@ -124,6 +128,7 @@ class EverstepTrainer(titan.Trainer):
                 f"{type(self.dataloader).__name__} cannot be read by slot: leave [data] source to Everstep's config"
             )
         self.source: SlotSource = self.dataloader
+        self.source.require_vocab(decoder_vocab_size(config.model_spec))
         self.source.open_slots(self._slots, self.dp_rank, dp_size)
         self._tokens_per_step = config.training.local_batch_size * config.training.seq_len * dp_size * self._slots
         self._state = TrainingState(self.model_parts, self.optimizers, self.lr_schedulers, self)
@@ -186,15 +191,18 @@ class EverstepTrainer(titan.Trainer):
         with self.config.profiler.build(global_step=self.step, base_folder=self.config.dump_folder) as profiler:
             while self.should_continue_training() and not leaves and not over:
                 self.gc_handler.run(self.step)
-                self._protocol.leaving = self._asked_to_leave
+                # The signal reaches a group's ranks at different moments.
+                self._protocol.leaving = not all_in_group(not self._asked_to_leave)
                 try:
                     commit = self._protocol.next()
                 except Blank:
-                    if finish.is_over(self._run_dir, self.config.training.steps):
-                        over = True
-                    else:
-                        self._restore()
+                    over = all_in_group(finish.is_over(self._run_dir, self.config.training.steps))
+                    if not over:
+                        self._restore_or_wait()
                     continue
+                except OutOfData:
+                    logger.warning(f"Ran out of data after step {self.step}")
+                    break
                 self._apply(commit)
                 profiler.step()
                 over = commit.all_leave
@@ -202,11 +210,29 @@ class EverstepTrainer(titan.Trainer):
         if not leaves and self._commits:
             self._finish()
         self._events.emit("left" if leaves else "training_done", self.step)
+        self._heartbeat.beat("left", self.step)
         self._membership.leave()
         self._heal_server.shutdown()
         if self.snapshots is not None:
             self.snapshots.close(over=not self.should_continue_training())
         logger.info(f"Left the run after step {self.step}, as asked" if leaves else "Training completed")
+
+    def _restore_or_wait(self) -> None:
+        """No group of the quorum has a state; but one that is in no quorum may: it hangs or is busy, and its watchdog
+        decides. Going back to the disk now would undo its steps."""
+        others = sorted(
+            group
+            for group, beat, age_s in beats_of_groups(self._run_dir)
+            if group != self._ft.group_id
+            and beat.step > 0
+            and beat.phase not in AWAY
+            and age_s < self._ft.stall_timeout_s
+        )
+        if all_in_group(not others):
+            self._restore()
+        else:
+            self._events.emit("waiting_for_state", groups=others)
+            time.sleep(1.0)
 
     def _restore(self) -> None:
         """No group has a state: take the newest checkpoint on disk, or start."""
@@ -296,7 +322,8 @@ class EverstepTrainer(titan.Trainer):
             took_s=round(commit.took_s + time.monotonic() - begin, 4),
             compute_s=round(commit.compute_s, 4),
             reduce_s=round(commit.reduce_s, 4),
-            coverage_ok=True,
+            quorum_id=commit.quorum_id,
+            coverage_ok=commit.once,
         )
         if self.metrics_processor.should_log(self.step):
             counted = commit.tokens > 0

@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 
+from everstep.data.slots import Batch
 from everstep.data.streams import SlotStreams
 from everstep.quorum.heal import HealState
-from everstep.training.protocol import SlotSums
+from everstep.training.protocol import OutOfData, SlotSums
 from everstep.training.reduction import local
 from everstep.training.state import TrainingState, slot_seed
 
@@ -48,7 +50,10 @@ class TitanWork:
         trainer = self._trainer
         torch.manual_seed(slot_seed(trainer.seed, step, slot, trainer.dp_rank))
         begin = time.perf_counter()
-        inputs, labels = trainer.source.microbatch(step, slot)
+        batch = self._fetch(step, slot)
+        if batch is None:
+            raise OutOfData
+        inputs, labels = batch
         trainer.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
         self._tokens[slot] = int((labels != IGNORE_INDEX).sum())
         device = trainer.device
@@ -61,6 +66,15 @@ class TitanWork:
         trainer.metrics_processor.ntokens_since_last_log += labels.numel()
         trainer.ntokens_seen = seen  # counts committed slots only
         self._losses[slot] = loss.detach().to(torch.float64)
+
+    def _fetch(self, step: int, slot: int) -> Batch | None:
+        """The slot's batch, or None on all ranks of the group if one of them has none."""
+        try:
+            batch = self._trainer.source.microbatch(step, slot)
+        except DataloaderExhaustedError:
+            batch = None
+        endless = not isinstance(self._trainer.source, SlotStreams)
+        return batch if endless or all_in_group(batch is not None) else None
 
     def results(self) -> SlotSums:
         device, dims = self._trainer.device, self._trainer.parallel_dims
