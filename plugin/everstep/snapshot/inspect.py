@@ -102,18 +102,18 @@ def describe(found: Inspection, now: float | None = None) -> str:
     for slot in sorted(found.held, key=_order):
         header = slot.header
         key = (slot.address, header)
-        state = _checks(slot, damage[key] if key in damage else None, key in damage)
+        state = _checks(slot, damage.get(key), key in damage)
         members = ",".join(map(str, header.members))
         lines.append(
-            f"{header.group:>5} {header.rank:>4} {header.kind:6} {header.step:>8} {header.payload_bytes / 1e6:>9.2f} "
+            f"{header.group:>5} {header.rank:>4} {header.kind:6} {header.step:>8} "
+            f"{header.payload_bytes / 1e6:>9.2f} "
             f"{now - header.taken_at:>7.1f}s  {members:14} {state}"
         )
     if not found.held:
         lines.append("    no snapshot yet")
     for place in found.places:
-        lines.append(
-            f"keeper of group {place.group}: pid {place.pid} on {place.host}, {place.address}, {place.arena}"
-        )
+        where = f"pid {place.pid} on {place.host}, {place.address}, {place.arena}"
+        lines.append(f"keeper of group {place.group}: {where}")
     lines += [f"{name} does not answer: {why}" for name, why in found.silent.items() if by_address]
     lines += [f"not restorable: {reason}" for reason in found.decision.reasons]
     if found.decision.from_memory:
