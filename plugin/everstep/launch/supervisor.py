@@ -19,7 +19,7 @@ import psutil
 import everstep
 from everstep.config.sections import FaultTolerance
 from everstep.launch.agent import GAVE_UP_EXIT, KILLED_EXIT, AgentSettings
-from everstep.launch.heartbeat import agent_beat_path, read_beat
+from everstep.launch.heartbeat import agent_beat_path, forget_beats, read_beat
 from everstep.launch.kills import RandomKills
 from everstep.launch.lifeline import adopt_orphans
 from everstep.launch.machine import HOST, devices_of_groups, free_port, listens, private_folder
@@ -119,6 +119,7 @@ class Supervisor:
         old_handlers = {signum: signal.signal(signum, self._ask_to_stop) for signum in stops}
         try:
             self._tail.skip_to_end()
+            forget_beats(self.run_dir.path)
             self._start_warm()
             while not self._over():
                 self._reap()

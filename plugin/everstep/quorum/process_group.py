@@ -7,6 +7,7 @@ process group on all of them at once.
 """
 
 import hashlib
+import time
 from datetime import timedelta
 from typing import Literal
 
@@ -17,6 +18,9 @@ from torch.distributed.distributed_c10d import AllreduceOptions, Work
 from torchft.process_group import create_store_client
 
 from everstep.quorum.watch import PeerLost, PeerWatch
+
+
+SHORTEST_POLL_S, LONGEST_POLL_S = 0.0001, 0.001
 
 
 class CrossGroupError(RuntimeError):
@@ -49,6 +53,8 @@ class CrossGroup:
             self._group = torchft.ProcessGroupGloo(timeout=connect_timeout)
         self._watch = PeerWatch(host, self._on_loss)
         self._key = b""
+        self._broken_groups: list[tuple[float, object]] = []
+        self._patience_s = 2 * reduce_timeout.total_seconds()
         self.size = 0
 
     @property
@@ -105,7 +111,17 @@ class CrossGroup:
             raise self._broken(error) from error
 
     def finish(self, work: Work) -> None:
-        """Wait for a started sum. Raises CrossGroupError, after which the process group is broken."""
+        """Wait for a started sum. Raises CrossGroupError, after which the process group is broken.
+
+        Polls: Gloo now and then leaves a receive waiting for its timeout although its connections were closed. The
+        caller then goes on without it; it must not use the tensors of unfinished sums again.
+        """
+        pause_s = SHORTEST_POLL_S
+        while not work.is_completed():
+            if not self.connected:
+                raise CrossGroupError("a member of the quorum was lost")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_POLL_S)
         try:
             work.wait()
             error = self._group.errored()
@@ -138,7 +154,7 @@ class CrossGroup:
         key, self._key = self._key, b""
         if key:
             self._watch.end(key)
-        self._group.abort(errored=False)
+        self._break()
 
     def close(self) -> None:
         """Break the process group and stop listening for peers."""
@@ -149,7 +165,14 @@ class CrossGroup:
         if key == self._key:
             self._key = b""
             self.size = 0
-            self._group.abort(errored=False)
+            self._break()
+
+    def _break(self) -> None:
+        """Close the connections, but keep the object until its sums have ended: its destructor waits for them."""
+        now = time.monotonic()
+        self._broken_groups = [(t, group) for t, group in self._broken_groups if now - t < self._patience_s]
+        self._broken_groups.append((now, self._group._pg))
+        self._group.abort(errored=False)
 
     def _broken(self, error: Exception) -> CrossGroupError:
         self.abort()

@@ -26,16 +26,16 @@ class _Bucket:
 
     def __init__(self, params: list[torch.Tensor]) -> None:
         self.params = params
-        first = local(params[0])
-        self.flat = torch.zeros(
-            sum(local(p).numel() for p in params), dtype=first.dtype, device=first.device
-        )
-        self.views = [
-            piece.view_as(local(p))
-            for piece, p in zip(self.flat.split([local(p).numel() for p in params]), params, strict=True)
-        ]
+        self.allocate()
         self.filled = [False] * len(params)
         self.work: Work | None = None
+
+    def allocate(self) -> None:
+        first, sizes = local(self.params[0]), [local(p).numel() for p in self.params]
+        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.views = [
+            piece.view_as(local(p)) for piece, p in zip(self.flat.split(sizes), self.params, strict=True)
+        ]
 
     def fill(self, index: int) -> None:
         grad = self.params[index].grad
@@ -92,8 +92,11 @@ class GradientReducer:
                     self._cross.finish(bucket.work)
                 except CrossGroupError as raised:
                     error = raised
-            bucket.work = None
         if error is not None:
+            for bucket in self._buckets:
+                # A sum that was given up may still write to its memory.
+                if bucket.work is not None:
+                    bucket.allocate()
             raise error
 
     def assign(self, scale: float) -> None:
