@@ -13,6 +13,7 @@ from everstep import wire
 from everstep.snapshot import keeper, peers
 from everstep.snapshot.arena import Arena
 from everstep.snapshot.copier import Copier, State
+from everstep.snapshot.inspect import InspectError, describe, inspect, sound, to_json
 from everstep.snapshot.restore import RestoreError
 from everstep.snapshot.slot import HEADER_BYTES
 
@@ -331,3 +332,30 @@ def test_slots_of_another_run_in_the_arena_are_not_used():
         )
         target.write_bytes(source.read_bytes())
         assert run.decide().step == 1
+
+
+def test_inspection_shows_what_is_held_and_verification_finds_damage():
+    with Cluster(3, parity=1) as run:
+        run.commit(1)
+        run.commit(2)
+        run.wait()
+        run.settled(2)
+        found = inspect(run.run_dir, verify=True, timeout=TIMEOUT)
+        assert sound(found)
+        assert found.restored == {0: ""}
+        text = describe(found)
+        assert "a start would restore step 2 (complete)" in text
+        assert text.count("verified now") == len(found.held) >= 9
+        damage(run, 2, "parity", step=2, at=5)
+        found = inspect(run.run_dir, verify=True, timeout=TIMEOUT)
+        assert not sound(found)
+        assert "chunks [0] do not match their checksums" in describe(found)
+        run.lose_host(0)
+        found = inspect(run.run_dir, timeout=TIMEOUT)
+        assert "group 0" in "".join(found.silent)
+        assert to_json(found)["rung"] == "decoded"
+
+
+def test_inspecting_what_is_no_run_says_so(tmp_path):
+    with pytest.raises(InspectError, match="is no run directory"):
+        inspect(tmp_path)

@@ -97,11 +97,11 @@ def describe(found: Inspection, now: float | None = None) -> str:
     """The inspection as text: a line per slot, then what a start would do."""
     now = time.time() if now is None else now
     by_address = {place.address: place for place in found.places}
-    damage = {(f.held.address, f.held.header): f.damage for f in found.findings or ()}
+    damage = {_key(f.held): f.damage for f in found.findings or ()}
     lines = [f"{'group':>5} {'rank':>4} {'kind':6} {'step':>8} {'MB':>9} {'age':>8}  {'shared by':14} checks"]
     for slot in sorted(found.held, key=_order):
         header = slot.header
-        key = (slot.address, header)
+        key = _key(slot)
         state = _checks(slot, damage.get(key), key in damage)
         members = ",".join(map(str, header.members))
         lines.append(
@@ -136,7 +136,7 @@ def sound(found: Inspection) -> bool:
 
 def to_json(found: Inspection) -> dict[str, Any]:
     """The inspection for programs."""
-    damage = {(f.held.address, f.held.header): f.damage for f in found.findings or ()}
+    damage = {_key(f.held): f.damage for f in found.findings or ()}
     return {
         "restorable_step": found.decision.step if found.decision.from_memory else None,
         "rung": found.decision.rung,
@@ -146,11 +146,16 @@ def to_json(found: Inspection) -> dict[str, Any]:
             {
                 **slot.header.to_json(),
                 "keeper": slot.address,
-                "damage": damage.get((slot.address, slot.header)),
+                "damage": damage.get(_key(slot)),
             }
             for slot in sorted(found.held, key=_order)
         ],
     }
+
+
+def _key(slot: Held) -> tuple:
+    header = slot.header
+    return slot.address, header.kind, header.rank, header.sequence
 
 
 def _order(slot: Held) -> tuple:
