@@ -119,6 +119,16 @@ def test_when_the_run_is_over_nothing_is_left():
         assert peers.read_places(run.run_dir) == []
 
 
+def test_a_keeper_that_is_spoken_for_stays():
+    with Cluster(1, keeper_ttl_s=1.5) as run:
+        place = peers.read_places(run.run_dir)[0]
+        until = time.monotonic() + 4
+        while time.monotonic() < until:
+            keeper.touch(run.arena(0))
+            assert psutil.pid_exists(place.pid)
+            time.sleep(0.2)
+
+
 def test_a_keeper_nobody_speaks_for_ends_and_leaves_nothing():
     with Cluster(1, keeper_ttl_s=1.0) as run:
         place = peers.read_places(run.run_dir)[0]

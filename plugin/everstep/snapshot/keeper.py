@@ -37,6 +37,7 @@ from everstep.snapshot.slot import Header, SlotError, SlotReader, table_bytes
 
 POLL_S = 0.05
 HEARTBEAT_S = 0.5
+GONE_S = 20.0
 START_TIMEOUT_S = 30.0
 LOCKED_EXIT = 3
 
@@ -153,6 +154,7 @@ class Keeper:
         self._watches: dict[int, RankWatch] = {}
         self._spoken_at = time.monotonic()
         self._touched_ns = -1
+        self._gone_since = 0.0
         self._server = wire.Server(
             host, self.token, self._talk, timedelta(seconds=settings.transfer_timeout_s)
         )
@@ -201,11 +203,24 @@ class Keeper:
             if touched != self._touched_ns:
                 self._touched_ns = touched
                 self.spoken()
-        if not (self.run_dir / "token").exists():
+        if self._run_dir_gone():
             return f"{self.run_dir} has gone"
         if time.monotonic() - self._spoken_at > self.settings.keeper_ttl_s:
             return f"nobody has spoken for it for {self.settings.keeper_ttl_s:g} s (snapshot.keeper_ttl_s)"
         return ""
+
+    def _run_dir_gone(self) -> bool:
+        """Whether the run directory has been away for a while: a shared file system may hide it for a
+        moment."""
+        try:
+            (self.run_dir / "token").stat()
+        except FileNotFoundError:
+            self._gone_since = self._gone_since or time.monotonic()
+            return time.monotonic() - self._gone_since > GONE_S
+        except OSError as error:
+            log.warning("%s cannot be reached: %s", self.run_dir, error)
+        self._gone_since = 0.0
+        return False
 
     def _talk(self, channel: wire.Channel) -> None:
         message: dict[str, Any] | None = channel.receive_frame()
@@ -391,9 +406,8 @@ def end_keepers(
     return silent
 
 
-def touch(run_dir: Path, group: int, settings: Snapshot) -> None:
-    """Say that the keeper is still wanted. For agents and trainers, well within keeper_ttl_s."""
-    arena = Arena(Path(settings.arena_dir), run_id(peers.read_token(run_dir)), group)
+def touch(arena: Arena) -> None:
+    """Say that the arena's keeper is still wanted. For agents and trainers, well within keeper_ttl_s."""
     with contextlib.suppress(OSError):  # no arena: nobody to speak for
         (arena.path / "touched").touch()
 

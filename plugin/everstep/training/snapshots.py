@@ -63,7 +63,7 @@ class Snapshots:
             fresh = state()
             return State(fresh.tensors, fresh.meta, fresh.blobs)
 
-        touch(self._run_dir, self._group, self._settings)
+        touch(self._arena)
         self._copier.committed(commit.step, commit.lineage, commit.groups, commit.held, now)
 
     def recover(self, state: HealState, disk_step: int | None) -> HealState | None:
