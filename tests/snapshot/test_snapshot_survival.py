@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, wait_until
+from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, is_zombie, wait_until
 
 from everstep import wire
 from everstep.snapshot import keeper, peers
@@ -117,6 +117,14 @@ def test_when_the_run_is_over_nothing_is_left():
         assert not run.arena(0).path.exists()
         assert not run.arena(1).path.exists()
         assert peers.read_places(run.run_dir) == []
+
+
+def test_a_keeper_ends_when_its_run_directory_is_another_runs():
+    with Cluster(1) as run:
+        place = peers.read_places(run.run_dir)[0]
+        (run.run_dir / "token").write_text("ab" * 32)
+        wait_until(lambda: is_zombie(place.pid))
+        assert not run.arena(0).path.exists()
 
 
 def test_a_keeper_that_is_spoken_for_stays():
@@ -369,3 +377,55 @@ def test_inspection_shows_what_is_held_and_verification_finds_damage():
 def test_inspecting_what_is_no_run_says_so(tmp_path):
     with pytest.raises(InspectError, match="is no run directory"):
         inspect(tmp_path)
+
+
+def test_a_healed_group_does_not_overwrite_what_the_others_would_go_back_to():
+    """Everything died after step 2. Group 0 restored it from memory, group 1 healed from group 0: in the
+    first copy after that, step 2 must survive on both."""
+    with Cluster(2, parity=0) as run:
+        run.commit(1)
+        run.commit(2)
+        run.wait()
+        for group in run.groups:
+            run.copiers[group].close()
+            run.start_copier(group)
+        run.copiers[0].learn_complete(2, "a")
+        run.copiers[1].learn_complete(*run.copiers[0].complete)
+        run.commit(3, lineage="b")
+        run.wait()
+        assert [{h.step for h in run.arena(g).headers("data", 0) if h} for g in run.groups] == [
+            {2, 3},
+            {2, 3},
+        ]
+        run.commit(4, lineage="b")
+        run.wait()
+        assert [{h.step for h in run.arena(g).headers("data", 0) if h} for g in run.groups] == [
+            {3, 4},
+            {3, 4},
+        ]
+
+
+def test_an_arena_that_is_removed_under_a_run_is_made_anew():
+    with Cluster(1) as run:
+        run.commit(1)
+        run.wait()
+        run.lose_host(0)
+        run.commit(2)
+        run.wait()
+        run.start_keeper(0)
+        assert_is_step(run.restore(run.decide()), 2)
+
+
+def test_no_sequence_number_comes_twice_though_the_younger_slot_is_overwritten():
+    with Cluster(2, parity=0) as run:
+        run.commit(1)
+        run.commit(2)
+        run.wait()
+        seen = {h.sequence for h in run.arena(0).headers("data", 0) if h}
+        run.copiers[0].close()
+        run.start_copier(0)  # it knows of no complete step, so it writes over the younger slot
+        run.commit(3, members=[0])
+        run.wait()
+        headers = [h for h in run.arena(0).headers("data", 0) if h]
+        assert {h.step for h in headers} == {1, 3}
+        assert max(h.sequence for h in headers) > max(seen)

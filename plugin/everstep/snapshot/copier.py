@@ -93,9 +93,10 @@ class Copier:
         emit: Emit,
         revive: Callable[[], None] = lambda: None,
     ) -> None:
-        """`emit` receives the events snapshot, snapshot_skipped and snapshot_failed. `revive` is called, in
-        the copier's thread, when the keeper has fallen silent."""
+        """`emit` receives the events snapshot, snapshot_skipped and snapshot_failed. `revive` is called, in a
+        thread of its own, when the keeper has fallen silent."""
         self._revive = revive
+        self._reviver: threading.Thread | None = None
         self._revive_after = time.monotonic() + KEEPER_SILENT_S
         self._arena, self._rank, self._ranks = arena, rank, ranks
         self._settings, self._emit = settings, emit
@@ -112,9 +113,15 @@ class Copier:
         self._thread = threading.Thread(target=self._run, name="snapshot-copier", daemon=True)
         self._thread.start()
 
-    def started_from(self, step: int, lineage: str, members: tuple[int, ...]) -> None:
-        """The run was restored from this snapshot: it is complete, and must not be overwritten first."""
-        self._newest, self._complete = (step, lineage, members), (step, lineage)
+    @property
+    def complete(self) -> tuple[int, str] | None:
+        """Step and lineage of the newest snapshot known to be complete on all keepers."""
+        return self._complete
+
+    def learn_complete(self, step: int, lineage: str) -> None:
+        """This snapshot is complete: the run was restored from it, or the group that this one healed from
+        knows. Slots found here are then not overwritten before a newer one is complete."""
+        self._complete = (step, lineage)
 
     def committed(
         self, step: int, lineage: str, members: Sequence[int], held: int, state: Callable[[], State]
@@ -124,8 +131,7 @@ class Copier:
         Args:
             step: the committed step.
             lineage: a string that is the same in all groups which committed this step together, and another
-            when the
-                step is committed again after the run went back.
+                when the step is committed again after the run went back.
             members: the groups that committed, all of which hold the state now.
             held: the step that was `published` on all of them when they voted; -1 if they differed.
             state: called if a snapshot is due. Its tensors must not change before `wait` has returned.
@@ -174,7 +180,8 @@ class Copier:
 
     @property
     def published(self) -> int:
-        """The newest step that this process has published; -1 for none. Not what it found there."""
+        """The newest step that this process has published; -1 for none. What it found there does not
+        count."""
         return self._newest[0] if self._newest else -1
 
     def _learn(self, members: frozenset[int], held: int) -> None:
@@ -219,9 +226,7 @@ class Copier:
                     self._condition.notify_all()
 
     def _take(self, job: "_Job") -> None:
-        if not self._keeper_alive() and time.monotonic() > self._revive_after:
-            self._revive_after = time.monotonic() + KEEPER_SILENT_S
-            self._revive()
+        self._look_after_keeper()
         index = self._gate()
         if index is None:
             job.outcome = "skipped"
@@ -237,6 +242,7 @@ class Copier:
         tail, places = pack_sections({"own": own, "layout": plan.layout_json}, plan.part[1] - plan.part[0])
         size = plan.part[1] - plan.part[0] + len(tail)
         self._make_room(size, plan)
+        sequence = self._next_sequence()
         slot = self._slots[index]
         slot.reserve(size, job.device)
         slot.writer.begin()
@@ -257,7 +263,7 @@ class Copier:
             state_bytes=plan.layout.size,
             part=plan.part,
             sections={"part": (0, plan.part[1] - plan.part[0]), **places},
-            sequence=self._next_sequence(),
+            sequence=sequence,
             taken_at=time.time(),
             payload_bytes=size,
         )
@@ -276,8 +282,15 @@ class Copier:
                     return None
                 self._condition.wait(GATE_POLL_S)
 
-    def _keeper_alive(self) -> bool:
-        return time.monotonic() - self._arena.read_notes(self._rank).heartbeat < KEEPER_SILENT_S
+    def _look_after_keeper(self) -> None:
+        now = time.monotonic()
+        if now - self._arena.read_notes(self._rank).heartbeat < KEEPER_SILENT_S or now < self._revive_after:
+            return
+        if self._reviver is None or not self._reviver.is_alive():
+            self._revive_after = now + KEEPER_SILENT_S
+            # Beside the copy: a process takes its time to start, and the trainer may be waiting for the copy.
+            self._reviver = threading.Thread(target=self._revive, name="keeper-reviver", daemon=True)
+            self._reviver.start()
 
     def _standings(self) -> list[Standing | None]:
         headers = self._arena.headers("data", self._rank)
@@ -301,11 +314,14 @@ class Copier:
         )
 
     def _next_sequence(self) -> int:
-        return 1 + max((h.sequence for h in self._arena.headers("data", self._rank) if h), default=0)
+        # By the clock, so that no number comes again after a publication that was broken off: the keeper goes
+        # by it.
+        newest = max((h.sequence for h in self._arena.headers("data", self._rank) if h), default=0)
+        return max(newest + 1, time.time_ns())
 
     def _make_room(self, size: int, plan: "_Plan") -> None:
+        self._arena.create()  # it is there, unless somebody removed it
         if any(slot.writer.capacity < size for slot in self._slots):
-            self._arena.create()
             needed = memory_needed(size, len(plan.members), plan.parity) - self._arena.bytes_of(self._rank)
             check_room(self._arena.path, needed, int(self._settings.memory_reserve_gb * 2**30))
 

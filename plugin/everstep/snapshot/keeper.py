@@ -204,7 +204,7 @@ class Keeper:
                 self._touched_ns = touched
                 self.spoken()
         if self._run_dir_gone():
-            return f"{self.run_dir} has gone"
+            return f"{self.run_dir} has gone, or belongs to another run"
         if time.monotonic() - self._spoken_at > self.settings.keeper_ttl_s:
             return f"nobody has spoken for it for {self.settings.keeper_ttl_s:g} s (snapshot.keeper_ttl_s)"
         return ""

@@ -56,6 +56,15 @@ class Snapshots:
         self._copier.wait()
         return self._copier.published
 
+    @property
+    def complete(self) -> tuple[int, str] | None:
+        """Step and lineage of the newest snapshot that is complete on all keepers; what a joiner should know."""
+        return self._copier.complete
+
+    def learn_complete(self, step: int, lineage: str) -> None:
+        """What `complete` was at the group that this one heals from."""
+        self._copier.learn_complete(step, lineage)
+
     def committed(self, commit: Commit, state: Callable[[], HealState]) -> None:
         """Take a snapshot of a step that was just committed, if one is due."""
 
@@ -89,8 +98,7 @@ class Snapshots:
         self._events.emit("recovery", found.decision.step, **found.event)
         if found.restored is None:
             return None
-        members = next(iter(found.decision.columns.values())).identity[2]
-        self._copier.started_from(found.restored.step, found.restored.lineage, members)
+        self._copier.learn_complete(found.restored.step, found.restored.lineage)
         tensors = layout.views(torch.from_numpy(found.restored.flat))
         return HealState(tensors=tensors, meta=found.restored.meta, blobs=found.restored.blobs)
 
