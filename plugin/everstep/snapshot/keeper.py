@@ -210,11 +210,12 @@ class Keeper:
         return ""
 
     def _run_dir_gone(self) -> bool:
-        """Whether the run directory has been away for a while: a shared file system may hide it for a
-        moment."""
+        """Whether the run directory has been away for a while, or is another run's by now. A shared file
+        system may hide it for a moment."""
         try:
-            (self.run_dir / "token").stat()
-        except FileNotFoundError:
+            if peers.read_token(self.run_dir) != self.token:
+                return True
+        except (FileNotFoundError, ValueError):
             self._gone_since = self._gone_since or time.monotonic()
             return time.monotonic() - self._gone_since > GONE_S
         except OSError as error:
