@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -93,11 +94,16 @@ class Report:
     json: bool = False
     """Print report.json and nothing else."""
 
+    check: bool = False
+    """End with status 1 if the run did not keep its promise. The sentences that say how are in the summary; with
+    --json they go to stderr."""
+
 
 def run(command: Run, flags: Sequence[str]) -> int:
     """`everstep run`; returns the exit status."""
     from everstep.launch import supervisor, view
     from everstep.launch.settings import run_settings
+    from everstep.report import score
 
     settings = run_settings(
         command.config,
@@ -111,7 +117,7 @@ def run(command: Run, flags: Sequence[str]) -> int:
     with view.open_view(settings.groups) as on_events:
         status = supervisor.run(settings, on_events)
     print(f"Everything of this run is in {settings.run_dir}")
-    print(_summary(settings.run_dir, None))
+    print(score.summary(_score(settings.run_dir, None)))
     return status
 
 
@@ -143,13 +149,20 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
 def report(command: Report, flags: Sequence[str]) -> int:
     """`everstep report`; returns the exit status."""
     _refuse(flags)
-    summary = _summary(command.run_dir, command.against)
-    print((command.run_dir / "report.json").read_text().rstrip() if command.json else summary)
-    return 0
+    from everstep.report import score
+
+    figures = _score(command.run_dir, command.against)
+    broken = score.verdict(figures) if command.check else []
+    if command.json:
+        print(json.dumps(figures, indent=2))
+        print(*broken, sep="\n", end="\n" if broken else "", file=sys.stderr)
+    else:
+        print(score.summary(figures))
+    return int(bool(broken))
 
 
-def _summary(run_dir: Path, against: Path | None) -> str:
-    """Write report.json; returns its summary. Raises LaunchError for a directory without events."""
+def _score(run_dir: Path, against: Path | None) -> dict[str, Any]:
+    """The figures of a run, also written to report.json. Raises LaunchError for a directory without events."""
     from everstep.report import score
 
     try:
@@ -159,7 +172,7 @@ def _summary(run_dir: Path, against: Path | None) -> str:
     draft = run_dir / "report.json.tmp"
     draft.write_text(json.dumps(figures, indent=2) + "\n")
     draft.replace(run_dir / "report.json")
-    return score.summary(figures)
+    return figures
 
 
 def pack(command: object, flags: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from everstep.launch.kills import RandomKills, choose_victim
 from everstep.launch.machine import devices_of_groups
 from everstep.launch.rundir import LaunchError, RunDir, default_run_dir
 from everstep.launch.settings import fault_tolerance, flag_value, run_settings
-from everstep.launch.watchdog import Death, RestartLimits, Stall, describe_exit, find_stall, reason_to_give_up
+from everstep.launch.watchdog import HOPELESS_EXIT, Death, RestartLimits, Stall, describe_exit, find_stall, reason_to_give_up
 from everstep.report.events import read_events
 
 LIMITS = RestartLimits(max_restarts=5, window_s=100.0)
@@ -75,6 +75,10 @@ def deaths(*exits, had_trained=False):
 
 def test_kills_are_what_restarts_are_for():
     assert reason_to_give_up(deaths(-9, -9, -9, -9, -9), LIMITS) is None
+
+
+def test_a_trainer_that_says_it_is_hopeless_is_believed():
+    assert "no use" in (reason_to_give_up(deaths(-9, HOPELESS_EXIT, had_trained=True), LIMITS) or "")
 
 
 def test_workers_that_fail_three_times_before_their_first_step_are_given_up():

@@ -246,3 +246,24 @@ def test_the_summary_says_in_words_what_the_figures_are():
     ):
         assert line in text.splitlines()
     assert "1 attempt had work" in summary(figures | loss_delta({}, {}) | {"attempts_thrown_away": 1})
+
+
+def test_a_check_fails_with_the_sentences_that_say_what_broke(tmp_path):
+    kept = finished_run().write(tmp_path / "kept")
+    broken = finished_run(loss_shift=0.25).write(tmp_path / "broken")
+
+    def check(*arguments):
+        command = [sys.executable, "-m", "everstep.cli", "report", *map(str, arguments), "--check"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    assert check(kept)[0] == 0
+    status, said, complaints = check(broken, "--against", kept)
+    assert status == 1
+    assert "The loss differs by up to" in said
+    assert complaints == ""
+    status, said, complaints = check(broken, "--against", kept, "--json")
+    assert status == 1
+    assert json.loads(said)["loss_delta_max"] == pytest.approx(0.25)
+    assert complaints.startswith("The loss differs by up to")
+    assert check(broken, "--json")[2] == ""

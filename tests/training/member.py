@@ -19,7 +19,7 @@ from everstep.quorum.heal import HealServer, HealState
 from everstep.quorum.membership import Membership
 from everstep.quorum.process_group import CrossGroup
 from everstep.report.events import EventLog
-from everstep.training.protocol import Blank, SlotSums, StepProtocol, Timeouts
+from everstep.training.protocol import Blank, SlotRefused, SlotSums, StepProtocol, Timeouts
 from everstep.training.reduction import GradientReducer
 
 TOKEN = b"t" * 32
@@ -33,9 +33,12 @@ def gradient(step: int, slot: int) -> torch.Tensor:
 class ToyWork:
     """The protocol's view of a trainer whose slots add known vectors."""
 
-    def __init__(self, slots: int, slot_s: float, crash_at: str) -> None:
+    may_refuse = True
+
+    def __init__(self, slots: int, slot_s: float, crash_at: str, refuse: tuple[int, int]) -> None:
         self.param = torch.nn.Parameter(torch.zeros(4))
         self.slots, self.slot_s, self.crash_at = slots, slot_s, crash_at
+        self.refuse = refuse
         self.step = 0
         self.done: list[int] = []
 
@@ -43,6 +46,10 @@ class ToyWork:
         time.sleep(self.slot_s)
         crash_if(self.crash_at, f"compute:{step}:{len(self.done)}")
         self.param.backward(gradient(step, slot))
+        if (step, slot) == self.refuse:
+            self.refuse = (-1, -1)
+            self.param.backward(torch.full((4,), float("nan")))
+            raise SlotRefused("the test says so")
         self.done.append(slot)
 
     def results(self) -> SlotSums:
@@ -87,6 +94,7 @@ class Options:
     slot_s: float = 0.01
     on_loss: str = "redistribute"
     crash_at: str = ""
+    refuse: tuple[int, int] = (-1, -1)
     flip_at: int = -1
     give_up_s: float = 60
     pause_after: int = -1
@@ -95,7 +103,7 @@ class Options:
 def main(args: Options, connection: Connection) -> None:
     """Train, and send each commit over `connection`: first "ready", then dicts, then None."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    work = ToyWork(args.slots, args.slot_s, args.crash_at)
+    work = ToyWork(args.slots, args.slot_s, args.crash_at, args.refuse)
     events = EventLog(args.run_dir, args.group, 0, "worker")
     membership = Membership(
         group=args.group,

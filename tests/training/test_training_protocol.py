@@ -274,3 +274,14 @@ def test_the_audit_finds_the_group_whose_parameters_changed_and_heals_it(run):
     wrong = [step for step, commit in corrupt.commits.items() if commit["state"] != expected(step, 6)]
     assert wrong
     assert max(wrong) <= 10, "healed right after the audit of step 10"
+
+
+def test_a_refused_slot_is_computed_again_and_nothing_else_is(run):
+    groups = run.together(2, steps=12, slot_s=0.02, refuse=(6, 2))
+    for group in groups:
+        check(group, 12)
+    refusals = run.events("slot_refused")
+    assert [(event["step"], event["slot"]) for event in refusals] == [(6, 2)]
+    again = [event for event in run.events("attempt") if event["step"] == 6 and event["attempt"] > 1]
+    assert [slot for event in again for slot in event["computed"]] == [2]
+    assert not any(event["recomputed"] for event in again)

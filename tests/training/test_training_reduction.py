@@ -38,13 +38,46 @@ def backward(params: list[torch.nn.Parameter], scale: float) -> None:
 def overlapped(rank, cross, params, reducer):
     """Rank 1 computes two slots, rank 0 one, rank 2 none; only the last backward of each is overlapped."""
     reducer.begin(cross)
-    for slot in range(rank % 2 + (rank < 2)):
-        if slot == rank % 2 + (rank < 2) - 1:
-            reducer.arm()
+    slots = {0: 1, 1: 2, 2: 0}[rank]
+    for slot in range(slots):
+        reducer.begin_slot(last=slot == slots - 1)
         backward(params, 1.0)
+        reducer.end_slot()
     reducer.finish()
     reducer.assign(0.5)
     return grads(params)
+
+
+def in_chunks(rank, cross, params, reducer):
+    """A slot adds to the last parameter three times: its sum must not start after the first."""
+    for _ in range(2):
+        for p in params:
+            p.grad = None
+        reducer.begin(cross)
+        for slot in range(2):
+            reducer.begin_slot(last=slot == 1)
+            for _ in range(3):
+                params[-1].sum().backward()
+            backward(params[:-1], 1.0)
+            reducer.end_slot()
+        reducer.finish()
+        reducer.assign(1.0)
+    return grads(params)
+
+
+def more_often(rank, cross, params, reducer):
+    """A gradient that is added to again after its sum began fails the attempt, not the gradients."""
+    reducer.begin(cross)
+    for slot in range(2):
+        reducer.begin_slot(last=slot == 1)
+        for _ in range(slot + 1):
+            backward(params, 1.0)
+        reducer.end_slot()
+    try:
+        reducer.finish()
+    except CrossGroupError as error:
+        return [str(error), grads(params)]
+    return "nobody noticed"
 
 
 def kept(rank, cross, params, reducer):
@@ -83,7 +116,7 @@ def broken(rank, cross, params, reducer):
     return "nobody noticed"
 
 
-SCENARIOS = {f.__name__: f for f in (overlapped, kept, without_gradient, broken)}
+SCENARIOS = {f.__name__: f for f in (overlapped, in_chunks, more_often, kept, without_gradient, broken)}
 
 
 def run_all(scenario: str, size: int = 3) -> dict:
@@ -111,6 +144,16 @@ def loopback(monkeypatch):
 
 def test_sums_begun_in_the_last_backward_are_whole_for_any_number_of_slots():
     assert run_all("overlapped") == {rank: [1.5 * n for n in SIZES] for rank in range(3)}
+
+
+def test_a_gradient_that_comes_in_chunks_is_summed_whole():
+    assert run_all("in_chunks") == {rank: [6.0 * n for n in SIZES[:-1]] + [18.0 * SIZES[-1]] for rank in range(3)}
+
+
+def test_a_gradient_that_grows_after_its_sum_began_is_noticed():
+    for error, own in run_all("more_often").values():
+        assert "more often" in error
+        assert own == [3.0 * n for n in SIZES]
 
 
 def test_a_groups_own_gradients_stay_for_a_salvage():

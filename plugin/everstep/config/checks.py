@@ -25,6 +25,9 @@ _TIMEOUTS = (
 )
 """(shorter, longer, why) of [fault_tolerance]'s timeouts."""
 
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
+"""torchtitan reads a tokenizer from the first of these that is there."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -142,6 +145,14 @@ def _fault_tolerant_training(config: Any) -> Iterator[Problem]:
             f"[parallelism] data_parallel_replicate_degree = {replicas} must be 1 with fault tolerance: "
             f"the groups are the replicas; start {replicas} times as many groups instead",
         )
+    stages = config.parallelism.pipeline_parallel_degree
+    if stages != 1:
+        yield Problem(
+            ("parallelism", "pipeline_parallel_degree"),
+            f"[parallelism] pipeline_parallel_degree = {stages} must be 1 with fault tolerance: a pipeline's "
+            "schedule runs several microbatches at once, and slots are kept and computed again one by one; "
+            "shard the group (data_parallel_shard_degree) or use tensor parallelism instead",
+        )
     if config.comm.mode != "default":
         yield Problem(
             ("comm", "mode"),
@@ -200,6 +211,26 @@ def _data(config: Any) -> Iterator[Problem]:
         yield Problem(
             ("data", "path"),
             f'[data] path = "{data.path}" is read with source = "tokens" only, but source is "{data.source}"',
+        )
+
+
+def check_files(config: Any) -> None:
+    """Refuse a config whose files are not there. Apart from `check_config`, since it is the machine that
+    trains that needs them.
+
+    Raises:
+        ConfigError: names the key and what to do.
+    """
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+    folder = FilePath(config.hf_assets_path)
+    reads_folder = config.data.source != "stdlib" and isinstance(
+        config.tokenizer, HuggingFaceTokenizer.Config
+    )
+    if reads_folder and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ConfigError(
+            f'hf_assets_path = "{folder}": there is no tokenizer ({", ".join(_TOKENIZER_FILES)}), which [data] '
+            f'source = "{config.data.source}" needs; download the model\'s, or set [data] source = "stdlib"'
         )
 
 

@@ -215,6 +215,8 @@ class GroupAgent(LocalElasticAgent):
         return any(_is_gone(pid) for pid in self._pids.values())
 
     def _stalled(self) -> bool:
+        if self._stall is not None:
+            return True  # said already; the kernel is still taking the workers down
         folder = self.settings.run_dir
         beats = {rank: read_beat(beat_path(folder, self.settings.group, rank)) for rank in self._pids}
         self._stall = find_stall(

@@ -31,7 +31,7 @@ def main(config: str, run_dir: str, flags: Sequence[str], ranks: int, answer: st
 
 
 def _settle(source: Path, run_dir: Path, flags: Sequence[str], ranks: int) -> dict:
-    from everstep.config.checks import slots_per_step
+    from everstep.config.checks import check_files, slots_per_step
     from everstep.config.load import load_config
     from everstep.config.resolved import config_identity, differing_keys, resolved_toml
     from everstep.training.trainer import EverstepTrainer
@@ -43,7 +43,13 @@ def _settle(source: Path, run_dir: Path, flags: Sequence[str], ranks: int) -> di
             "set [fault_tolerance] enable = true, or give --groups 1"
         )
     if config.fault_tolerance.enable:
-        slots_per_step(config, ranks)  # raises where the batch does not go into slots of this many ranks
+        slots, groups = slots_per_step(config, ranks), config.fault_tolerance.groups
+        if slots < groups:
+            raise ConfigError(
+                f"{source}: [training] global_batch_size = {config.training.global_batch_size} has {slots} slots "
+                f"with {ranks} ranks in a group, for {groups} groups: every group needs one at least"
+            )
+    check_files(config)
     settled = run_dir / "config.toml"
     if settled.exists():
         differing = differing_keys(load_config(settled, EverstepTrainer.Config, check=False), config)

@@ -54,7 +54,11 @@ def main(args: Sequence[str] | None = None) -> None:
     options = parser.parse_args(args)
     if options.die_with_parent:
         die_with_parent(os.getppid())
-    serve(options.bind, options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s)
+    try:
+        serve(options.bind, options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise SystemExit(f"lighthouse: cannot listen on {options.bind}: {reason}") from None
 
 
 if __name__ == "__main__":

@@ -43,13 +43,15 @@ class SlotSums:
         tokens: valid tokens by slot, float64 [S] on CPU, 0 where the slot is not held.
         loss: sum of their losses by slot, the same form.
         extra: float64 [n] on CPU, n fixed: further sums that the optimizer step needs, such as expert loads.
-        refused: whether a check refused one of the slots.
     """
 
     tokens: torch.Tensor
     loss: torch.Tensor
     extra: torch.Tensor
-    refused: bool = False
+
+
+class SlotRefused(Exception):  # noqa: N818 the slot is computed again
+    """A check found the slot's computation wrong and could not repair it: its gradient must not be used."""
 
 
 class OutOfData(Exception):  # noqa: N818 the end of a run, not an error
@@ -59,8 +61,16 @@ class OutOfData(Exception):  # noqa: N818 the end of a run, not an error
 class Work(Protocol):
     """What the protocol needs from a trainer."""
 
+    may_refuse: bool
+    """Whether `compute` may raise SlotRefused."""
+
     def compute(self, step: int, slot: int) -> None:
-        """Forward and backward of one slot of `step`; the gradient is added to `param.grad`. Raises OutOfData."""
+        """Forward and backward of one slot of `step`; the gradient is added to `param.grad`.
+
+        Raises:
+            OutOfData: there is none for this slot. Nothing was added.
+            SlotRefused: what was added to `param.grad` is wrong; the same on all ranks of the group.
+        """
 
     def results(self) -> "SlotSums":
         """Of all slots computed since `discard`, summed over the group's ranks; a collective of the group."""
@@ -423,23 +433,25 @@ class StepProtocol:
         exhausted = False
         for slot in share:
             self._beat("compute", step)
-            if slot == share[-1]:
-                self._reducer.arm()
+            if self._work.may_refuse:
+                self._reducer.keep()
+            self._reducer.begin_slot(last=slot == share[-1] and not self._work.may_refuse)
             try:
                 self._work.compute(step, slot)
             except OutOfData:
                 exhausted = True
                 break
+            except SlotRefused as refusal:
+                self._events.emit("slot_refused", step, slot=slot, reason=str(refusal))
+                self._reducer.take_back()
+                continue
+            self._reducer.end_slot()
             computed.append(slot)
         self._held.slots.update(computed)
         reduce_begin = time.monotonic()
         # The group's own collectives come in the same order on all its ranks, whatever fails between groups.
         sums = self._work.results()
         error = self._finish_gradients(step)
-        if sums.refused:
-            self._events.emit("slot_refused", step, slots=computed, reason="attention findings that were not repaired")
-            self._drop()
-            sums = self._work.results()
         while heal is not None and heal.is_alive():
             self._beat("heal", step)
             heal.join(timeout=1.0)

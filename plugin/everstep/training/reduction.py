@@ -4,6 +4,9 @@ The sums are taken over copies, so that `param.grad` keeps this group's own part
 into flat buckets in the order in which backward reaches them, last layer first; the sum of a bucket starts when the
 last of its gradients is there and every bucket before it has started, so all groups start them in the same order,
 those that compute nothing in this attempt as well.
+
+A gradient may be added to several times in one slot: a loss in chunks runs the output layer's backward once a chunk.
+How often is counted in each slot, and a gradient is taken to be there when it was added to as often as before.
 """
 
 from collections.abc import Iterable
@@ -28,6 +31,10 @@ class _Bucket:
         self.params = params
         self.allocate()
         self.filled = [False] * len(params)
+        self.additions = [0] * len(params)
+        """How often each gradient was added to in the slot in progress."""
+        self.usual = [0] * len(params)
+        """The same of the slot before."""
         self.work: Work | None = None
 
     def allocate(self) -> None:
@@ -58,7 +65,7 @@ class GradientReducer:
         self._buckets = [_Bucket(part) for part in _split(list(params), bucket_bytes)]
         self._cross: CrossGroup | None = None
         self._started = 0
-        self._armed = False
+        self._armed = self._counted = False
         self._error: CrossGroupError | None = None
         for bucket in self._buckets:
             for index, param in enumerate(bucket.params):
@@ -72,14 +79,44 @@ class GradientReducer:
             bucket.filled = [False] * len(bucket.params)
             bucket.work = None
 
-    def arm(self) -> None:
-        """The next backward is this attempt's last: sum each bucket as soon as its gradients are there."""
-        self._armed = True
+    def begin_slot(self, *, last: bool) -> None:
+        """The gradients of a slot come next. In an attempt's last slot each bucket's sum starts as soon as its
+        gradients are there, if an earlier slot has told how often each is added to."""
+        self._armed = last and self._counted
+        for bucket in self._buckets:
+            bucket.additions = [0] * len(bucket.params)
+
+    def end_slot(self) -> None:
+        """All gradients of the slot are there."""
+        for bucket in self._buckets:
+            early = any(
+                filled and now > before
+                for filled, now, before in zip(bucket.filled, bucket.additions, bucket.usual, strict=True)
+            )
+            if self._armed and early and self._error is None:
+                self._error = CrossGroupError("a gradient was added to more often than in earlier slots")
+            bucket.usual = bucket.additions
+        self._counted, self._armed = True, False
+
+    def keep(self) -> None:
+        """Remember the gradients as they are, in the buckets' memory; only while no sum has started."""
+        with torch.no_grad():
+            for bucket in self._buckets:
+                for index in range(len(bucket.params)):
+                    bucket.fill(index)
+                bucket.filled = [False] * len(bucket.params)
+
+    def take_back(self) -> None:
+        """Make the gradients what they were at the last `keep`."""
+        with torch.no_grad():
+            for bucket in self._buckets:
+                for param, view in zip(bucket.params, bucket.views, strict=True):
+                    if param.grad is not None:
+                        local(param.grad).copy_(view)
 
     def finish(self) -> None:
         """Sum what is not summed yet and wait for all of it. Raises CrossGroupError."""
         assert self._cross is not None, "begin() comes first"
-        self._armed = False
         for bucket in self._buckets:
             for index, filled in enumerate(bucket.filled):
                 if not filled:
@@ -110,11 +147,11 @@ class GradientReducer:
                     local(param.grad).copy_(view)
 
     def _on_grad(self, bucket: _Bucket, index: int, param: torch.Tensor) -> None:
-        if not self._armed:
-            return
-        with torch.no_grad():
-            bucket.fill(index)
-        self._start_ready()
+        bucket.additions[index] += 1
+        if self._armed and bucket.additions[index] == bucket.usual[index]:
+            with torch.no_grad():
+                bucket.fill(index)
+            self._start_ready()
 
     def _start_ready(self) -> None:
         assert self._cross is not None

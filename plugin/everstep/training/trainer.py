@@ -18,11 +18,15 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.tools.logging import logger
 
+from everstep.attention import override as attention
+from everstep.attention.guard import Checks
+from everstep.attention.section import AttentionCheck
 from everstep.config.binding import bind_data
 from everstep.config.checks import check_config
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.data.slots import SlotSource
 from everstep.launch.heartbeat import Heartbeat, beats_of_groups
+from everstep.launch.watchdog import DONE, HOPELESS_EXIT, STARTUP
 from everstep.platform import cpu
 from everstep.quorum.heal import HealServer
 from everstep.quorum.membership import Membership, incarnation
@@ -38,7 +42,7 @@ from everstep.training.state import TrainingState, slot_seed
 from everstep.training.work import TitanWork, all_in_group, sum_in_group
 
 OPTIMIZER_SLOT = -1
-AWAY = ("left", "startup")
+AWAY = (DONE, STARTUP)
 """Phases of a group that has no state to offer."""
 
 
@@ -63,6 +67,9 @@ class EverstepTrainer(titan.Trainer):
         snapshot: Snapshot = field(default_factory=Snapshot)
         """The state of committed steps in host memory, kept by processes that outlive the trainer."""
 
+        attention_check: AttentionCheck = field(default_factory=AttentionCheck)
+        """Check the attention's arithmetic while training goes on."""
+
         def __post_init__(self) -> None:
             # not super(): `slots=True` makes a second class, which the first one's super() does not know
             titan.Trainer.Config.__post_init__(self)
@@ -74,16 +81,23 @@ class EverstepTrainer(titan.Trainer):
         on_cpu = not cpu.has_accelerator()
         if on_cpu:
             assert config.model_spec is not None
-            cpu.use_plain_attention(config.model_spec.model)
+            if not config.attention_check.enable:  # it brings an attention of its own
+                cpu.use_plain_attention(config.model_spec.model)
+        attention.apply(config, config.attention_check)
         if config.fault_tolerance.enable:
             os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise
             self._open_run(config)
         super().__init__(config)
         if on_cpu:
             cpu.sum_only_collectives(self.model_parts)
+        self.checks: Checks | None = None
+        if config.attention_check.enable:
+            self.checks = attention.attach(
+                self.model_parts, config.attention_check, rank=int(os.environ["RANK"]), seed=config.debug.seed or 0
+            )
         if config.fault_tolerance.enable:
             self._prepare(config)
-            self._events.emit(
+            self.events.emit(
                 "worker_ready",
                 incarnation=incarnation(),
                 pid=os.getpid(),
@@ -99,15 +113,15 @@ class EverstepTrainer(titan.Trainer):
         self._host = ft.bind_host or socket.gethostname()
         if self._host in ("localhost", "127.0.0.1"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self._events = EventLog(self._run_dir, ft.group_id, rank, "worker")
+        self.events = EventLog(self._run_dir, ft.group_id, rank, "worker")
         self._heartbeat = Heartbeat(self._run_dir, ft.group_id, rank)
-        self._heartbeat.beat("startup", 0)
+        self._heartbeat.beat(STARTUP, 0)
         self._asked_to_leave = False
         self._token = run_token(self._run_dir)
         self.snapshots: Snapshots | None = None
         if config.snapshot.enable:
             self.snapshots = Snapshots(
-                self._run_dir, ft.group_id, self._host, config.snapshot, self._token, self._events
+                self._run_dir, ft.group_id, self._host, config.snapshot, self._token, self.events
             )
         signal.signal(signal.SIGTERM, self._on_terminate)
 
@@ -130,7 +144,7 @@ class EverstepTrainer(titan.Trainer):
         self.source: SlotSource = self.dataloader
         self.source.require_vocab(decoder_vocab_size(config.model_spec))
         self.source.open_slots(self._slots, self.dp_rank, dp_size)
-        self._tokens_per_step = config.training.local_batch_size * config.training.seq_len * dp_size * self._slots
+        self.tokens_per_step = config.training.local_batch_size * config.training.seq_len * dp_size * self._slots
         self._state = TrainingState(self.model_parts, self.optimizers, self.lr_schedulers, self)
         self._reducer = GradientReducer(
             (p for part in self.model_parts for p in part.parameters() if p.requires_grad),
@@ -175,7 +189,7 @@ class EverstepTrainer(titan.Trainer):
                 heal=timedelta(seconds=ft.heal_timeout_s),
                 give_up=timedelta(seconds=ft.give_up_after_s),
             ),
-            events=self._events,
+            events=self.events,
             beat=self._heartbeat.beat,
             all_in_group=all_in_group,
             device=self.device if ft.process_group == "nccl" else torch.device("cpu"),
@@ -209,8 +223,8 @@ class EverstepTrainer(titan.Trainer):
                 leaves = self._protocol.leaving and not over
         if not leaves and self._commits:
             self._finish()
-        self._events.emit("left" if leaves else "training_done", self.step)
-        self._heartbeat.beat("left", self.step)
+        self.events.emit("left" if leaves else "training_done", self.step)
+        self._heartbeat.beat(DONE, self.step)
         self._membership.leave()
         self._heal_server.shutdown()
         if self.snapshots is not None:
@@ -234,7 +248,7 @@ class EverstepTrainer(titan.Trainer):
         if all_in_group(not others):
             self._restore()
         else:
-            self._events.emit("waiting_for_state", groups=others)
+            self.events.emit("waiting_for_state", groups=others)
             time.sleep(1.0)
 
     def _restore(self) -> None:
@@ -244,6 +258,8 @@ class EverstepTrainer(titan.Trainer):
             return
         found = self.checkpointer.load(step=self.config.checkpoint.load_step)
         self.source.committed(self.step)
+        if self.checks is not None:
+            self.checks.weights_changed()
         self._protocol.restored(self.step)
         self.announce("disk" if found and self.step else "fresh")
         self._protocol.checksum = self._audit_checksum()
@@ -269,7 +285,7 @@ class EverstepTrainer(titan.Trainer):
 
     def announce(self, source: str) -> None:
         """Say where this group's state came from."""
-        self._events.emit(
+        self.events.emit(
             "training_started",
             self.step + 1,
             source=source,
@@ -289,9 +305,11 @@ class EverstepTrainer(titan.Trainer):
         tokens, loss = float(commit.tokens.sum()), float(commit.loss.sum())
         mean_loss = loss / tokens
         if not math.isfinite(mean_loss):
-            self._events.emit("diverged", commit.step, loss=str(mean_loss))
-            raise RuntimeError(f"The loss of step {commit.step} is {mean_loss}: training diverged and stops here")
-        self._reducer.assign(1.0 / tokens)
+            self.events.emit("diverged", commit.step, loss=str(mean_loss))
+            logger.error(f"The loss of step {commit.step} is {mean_loss}: training diverged and stops here")
+            # Every group sees the same, and would again after a restart.
+            raise SystemExit(HOPELESS_EXIT)
+        self._reducer.assign(self._work.nominal_tokens / tokens)
         self._work.assign_expert_loads(commit.extra)
         torch.manual_seed(slot_seed(self.seed, commit.step, OPTIMIZER_SLOT, self.dp_rank))
         grad_norm = dist_utils.clip_grad_norm_(
@@ -305,14 +323,16 @@ class EverstepTrainer(titan.Trainer):
         self.optimizers.step()
         self.lr_schedulers.step()
         self.step = commit.step
-        self.ntokens_seen += self._tokens_per_step
+        self.ntokens_seen += self.tokens_per_step
         self.source.committed(self.step)
         self._protocol.committed()
         if self.snapshots is not None:
             self.snapshots.committed(commit, self._work.serve)
+        if self.checks is not None:
+            self.checks.committed(self.step)
         if config.fault_tolerance.audit_interval and self.step % config.fault_tolerance.audit_interval == 0:
             self._protocol.checksum = self._audit_checksum()
-        self._events.emit(
+        self.events.emit(
             "commit",
             self.step,
             attempt=commit.attempts,
@@ -349,7 +369,7 @@ class EverstepTrainer(titan.Trainer):
         self._heartbeat.beat("checkpoint", self.step)
         begin = time.monotonic()
         if self.checkpointer.save(self.step):
-            self._events.emit("checkpoint_saved", self.step, took_s=round(time.monotonic() - begin, 3))
+            self.events.emit("checkpoint_saved", self.step, took_s=round(time.monotonic() - begin, 3))
 
     def _finish(self) -> None:
         """The last checkpoint of the run, or of this part of it, written by one group while the others stand by."""
@@ -362,7 +382,7 @@ class EverstepTrainer(titan.Trainer):
                 self.checkpointer.last_save_in_hf = False
             begin = time.monotonic()
             if self.checkpointer.save(self.step, last_step=True):
-                self._events.emit("checkpoint_saved", self.step, took_s=round(time.monotonic() - begin, 3))
+                self.events.emit("checkpoint_saved", self.step, took_s=round(time.monotonic() - begin, 3))
 
         finish.finish(
             self._run_dir,

@@ -1,0 +1,353 @@
+"""Attention as matrices: scores, softmax and context are there to be checked, and corrected in place.
+
+Query rows are taken in blocks, so memory grows with the sequence, not with its square. Each block makes two
+products forward and five backward; each is checked by the cheapest sums that see every one of its elements:
+
+    scores   S = Q Kᵀ      rows, over tiles of keys: Σ_j S_ij = q_i · Σ_j k_j
+    context  O = P V       rows: Σ_h O_ih = Σ_j P_ij (Σ_h V_jh)
+    dp       dP = dO Vᵀ    rows, over tiles of keys
+    dv       dV = Pᵀ dO    columns, with a sign for each key: Σ_j ±dV_jh = Σ_i (Σ_j ±P_ij) dO_ih
+    dq       dQ = dS K     rows
+    dk       dK = dSᵀ Q    columns, likewise
+
+Softmax breaks checksums, so the sums begin anew behind it, as in ATTNChecker; the backward makes the scores a
+second time and requires that every row of P = exp(S - lse) sums to 1, which compares it with the forward.
+
+Heads: N query heads share N_kv key heads in groups of G; a block works on (B, N_kv, G·rows, ...).
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from .findings import Deviation, outcome
+from .guard import Guard
+from .masks import Visible
+from .product import settle, unseen_by_checkpointing
+from .roundoff import accumulator, growth, norms, operand_roundoff, tile_totals, tiles, unit_roundoff
+
+BLOCK = 128
+"""Most query rows that are worked on at once."""
+
+_CACHED = 1 << 19
+"""Scores that a CPU works on at once: what its caches hold. An accelerator takes all heads together."""
+
+RESULTS = ("scores", "context", "scores.backward", "dp", "dv", "dq", "dk")
+"""The checked results of this path."""
+
+FORWARD, BACKWARD = "attention.forward", "attention.backward"
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: Visible,
+    *,
+    scale: float | None = None,
+    guard: Guard | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention with every product checked, forward and backward.
+
+    Args:
+        q: (B, L, N, H).
+        k: (B, L, N_kv, H); N a multiple of N_kv.
+        v: (B, L, N_kv, H_v).
+        visible: the mask.
+        scale: of the scores; None: H ** -0.5.
+        guard: None computes the same without checks.
+
+    Returns:
+        The context (B, L, N, H_v) in q's dtype, and the log of each row's sum of exponentials (B, L, N) in
+        the accumulator dtype, -inf for a row that sees nothing. Both are differentiable.
+    """
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    return _Attention.apply(q, k, v, visible, scale, guard)
+
+
+def _by_key_head(x: torch.Tensor, groups: int, scale: float = 1.0) -> torch.Tensor:
+    """(B, L, N, H) as (B, N/groups, groups, L, H), times `scale`, in the accumulator dtype."""
+    b, length, n, h = x.shape
+    wide = x.to(accumulator(x.dtype)).permute(0, 2, 1, 3).reshape(b, n // groups, groups, length, h)
+    return wide * scale if scale != 1.0 else wide
+
+
+def _from_key_head(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The inverse of `_by_key_head`, contiguous."""
+    return x.flatten(1, 2).permute(0, 2, 1, 3).to(dtype).contiguous()
+
+
+class _Block(NamedTuple):
+    """Some key heads, some query rows, and the keys those rows can see."""
+
+    heads: slice
+    rows: slice
+    keys: slice
+    seen: torch.Tensor | None
+
+    def of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """This block's rows of x (B, N_kv, G, L, H) as (B, heads, G·rows, H)."""
+        return x[:, self.heads, :, self.rows].flatten(2, 3)
+
+    def of_keys(self, x: torch.Tensor) -> torch.Tensor:
+        """This block's keys of x (B, N_kv, L, H)."""
+        return x[:, self.heads, self.keys]
+
+    def put_rows(self, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write what `of_rows` reads."""
+        x[:, self.heads, :, self.rows] = rows.unflatten(2, (x.shape[2], -1))
+
+    def add_keys(self, x: torch.Tensor, keys: torch.Tensor) -> None:
+        """Add to what `of_keys` reads."""
+        x[:, self.heads, self.keys] += keys
+
+    def mask(self, scores: torch.Tensor) -> torch.Tensor:
+        """scores (B, heads, G·rows, keys) with -inf where nothing is seen, in place."""
+        if self.seen is not None:
+            groups = scores.shape[2] // (self.rows.stop - self.rows.start)
+            scores.unflatten(2, (groups, -1)).masked_fill_(~self.seen, -math.inf)
+        return scores
+
+
+class _Operands:
+    """One call's operands in the accumulator dtype, and the blocks they are cut into."""
+
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible, scale: float
+    ) -> None:
+        self.groups = q.shape[2] // k.shape[2]
+        self.q = _by_key_head(q, self.groups, scale)
+        self.k = _by_key_head(k, 1).squeeze(2)
+        self.v = _by_key_head(v, 1).squeeze(2)
+        self.loss = operand_roundoff(self.q.dtype, q.device)
+        self.causal = visible.causal
+        self.blocks = list(self._cut(visible))
+
+    def _cut(self, visible: Visible):
+        batch, n_kv, groups, length, _ = self.q.shape
+        heads, rows = n_kv, min(BLOCK, length)
+        if self.q.device.type == "cpu":
+            heads = min(n_kv, max(1, _CACHED // (batch * groups * rows * length)))
+            rows = min(rows, max(16, _CACHED // (batch * groups * heads * length)))
+        for start in range(0, length, rows):
+            stop = min(start + rows, length)
+            low, high = visible.keys(start, stop, length)
+            seen = visible.block(
+                start, stop, low, high, batch=batch, heads=n_kv * groups, device=self.q.device
+            )
+            if seen is not None:
+                by_head = seen.shape[1] == n_kv * groups > 1
+                seen = seen.unflatten(1, (n_kv, groups)) if by_head else seen.unsqueeze(1)
+            for head in range(0, n_kv, heads):
+                taken = slice(head, min(head + heads, n_kv))
+                of_heads = seen[:, taken] if seen is not None and seen.shape[1] > 1 else seen
+                yield _Block(taken, slice(start, stop), slice(low, high), of_heads)
+
+    def growth(self, inner: int) -> float:
+        """Relative error of a product of these operands."""
+        return growth(inner, self.q.dtype) + self.loss
+
+    def pairs(self) -> float:
+        """Scores that are not masked for being in the future."""
+        batch, n_kv, groups, length, _ = self.q.shape
+        return batch * n_kv * groups * length * length / (2.0 if self.causal else 1.0)
+
+
+def _inner_tiles(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, loss: float) -> Deviation:
+    """Row tiles of y = a bᵀ, for b (..., N, K): the sums of b's rows are a few, so no pass over y but the
+    one."""
+    expected = a @ tiles(b, -2).sum(-2).transpose(-1, -2)
+    reach = norms(a, -1).unsqueeze(-1) * tile_totals(norms(b, -1)).unsqueeze(-2)
+    return Deviation(expected - tile_totals(y), loss * reach + torch.finfo(y.dtype).tiny, reach)
+
+
+def _row_sums(y: torch.Tensor, p: torch.Tensor, v: torch.Tensor, loss: float) -> Deviation:
+    """Rows of y = p v for p >= 0."""
+    sums = p @ torch.stack([v.sum(-1), v.abs().sum(-1)], dim=-1)
+    reach = sums[..., 1]
+    return Deviation(sums[..., 0] - y.sum(-1), loss * reach + torch.finfo(y.dtype).tiny, reach)
+
+
+def _signed_row_sums(
+    y: torch.Tensor, expected: torch.Tensor, size: torch.Tensor, k: torch.Tensor, loss: float
+) -> Deviation:
+    """Rows of y = s k, with expected = Σ_j s_ij Σ_h k_jh and size = Σ_j |s_ij|."""
+    reach = size * k.abs().sum(-1).amax(-1, keepdim=True)
+    return Deviation(expected - y.sum(-1), loss * reach + torch.finfo(y.dtype).tiny, reach)
+
+
+def _signs(n: int, like: torch.Tensor) -> torch.Tensor:
+    """n signs without a pattern, always the same ones (n,).
+
+    Plain column sums of dK are 0 over every document, so an error that scales all of a document's dK would
+    leave them as they are.
+    """
+    index = torch.arange(n, device=like.device, dtype=torch.int64)
+    return (((index * 0x9E3779B1 + 0x7F4A7C15) >> 15) % 2 * 2 - 1).to(like.dtype)
+
+
+def _column_sums(
+    y: torch.Tensor, row_sums: torch.Tensor, size: torch.Tensor, x: torch.Tensor, loss: float
+) -> Deviation:
+    """Columns of y = sᵀ x under `_signs`, with row_sums = Σ_j ±s_ij and size = Σ_j |s_ij|."""
+    expected = (row_sums.unsqueeze(-2) @ x).squeeze(-2)
+    reach = (size.unsqueeze(-2) @ x.abs()).squeeze(-2)
+    total = (_signs(y.shape[-2], y).unsqueeze(-2) @ y).squeeze(-2)
+    return Deviation(expected - total, loss * reach + torch.finfo(y.dtype).tiny, reach)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, visible: Visible, scale: float, guard: Guard | None):
+        # Checkpointing would keep every block's scores, the very square that blocks avoid.
+        with unseen_by_checkpointing():
+            ops = _Operands(q, k, v, visible, scale)
+            flops = 2 * ops.pairs() * (q.shape[-1] + v.shape[-1])
+            checking = guard is not None and guard.checking(FORWARD, flops=flops, cost=2 * ops.pairs())
+            forward = _Products(ops, guard, checking, backward=False)
+            out = ops.q.new_empty(*ops.q.shape[:-1], v.shape[-1])
+            lse = ops.q.new_empty(*ops.q.shape[:-1], 1)
+            for forward.part, block in enumerate(ops.blocks):
+                context, block_lse = forward.context(block)
+                block.put_rows(out, context)
+                block.put_rows(lse, block_lse)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.visible, ctx.scale, ctx.guard = visible, scale, guard
+        return _from_key_head(out, q.dtype), _from_key_head(lse, lse.dtype).squeeze(-1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out, d_lse):
+        q, k, v, out, lse = ctx.saved_tensors
+        guard: Guard | None = ctx.guard
+        ops = _Operands(q, k, v, ctx.visible, ctx.scale)
+        d_out = _by_key_head(d_out, ops.groups)
+        # d lse enters dS as -delta does: both multiply P.
+        delta = (d_out * out).sum(-1, keepdim=True) - _by_key_head(d_lse.unsqueeze(-1), ops.groups)
+        flops = 2 * ops.pairs() * (3 * q.shape[-1] + 2 * v.shape[-1])
+        checking = guard is not None and guard.checking(
+            BACKWARD, flops=flops, cost=5 * ops.pairs(), backward=True
+        )
+        dq, dk, dv = torch.empty_like(ops.q), torch.zeros_like(ops.k), torch.zeros_like(ops.v)
+        backward = _Products(ops, guard, checking, backward=True)
+        for backward.part, block in enumerate(ops.blocks):
+            dq_rows, dk_part, dv_part = backward.gradients(
+                block, block.of_rows(d_out), block.of_rows(lse), block.of_rows(delta)
+            )
+            block.put_rows(dq, dq_rows)
+            block.add_keys(dk, dk_part)
+            block.add_keys(dv, dv_part)
+        dq *= ctx.scale
+        return (
+            _from_key_head(dq, q.dtype),
+            _from_key_head(dk.unsqueeze(2), k.dtype),
+            _from_key_head(dv.unsqueeze(2), v.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+class _Products:
+    """The products of the blocks of one call, one direction; `part` is the block's number."""
+
+    def __init__(self, ops: _Operands, guard: Guard | None, checking: bool, *, backward: bool) -> None:
+        self.ops, self.guard, self.checking, self.backward, self.part = ops, guard, checking, backward, 0
+
+    def _touch(self, section: str, y: torch.Tensor) -> torch.Tensor:
+        if self.guard is None:
+            return y
+        return self.guard.touch(
+            section, y, backward=self.backward, part=self.part, parts=len(self.ops.blocks)
+        )
+
+    def _product(
+        self, section: str, a: torch.Tensor, b: torch.Tensor, check: Callable[[torch.Tensor], Deviation]
+    ) -> torch.Tensor:
+        """a @ b under its name, checked when this call is."""
+        y = self._touch(section, a @ b)
+        if self.guard is None or not self.checking:
+            return y
+        return settle(self.guard, section, y, a, b, check, backward=self.backward)
+
+    def context(self, block: _Block) -> tuple[torch.Tensor, torch.Tensor]:
+        """O and the log of the sum of exponentials of a block's rows."""
+        ops = self.ops
+        q, k, v = block.of_rows(ops.q), block.of_keys(ops.k), block.of_keys(ops.v)
+        scores = self._product(
+            "scores", q, k.transpose(-1, -2), lambda y: _inner_tiles(y, q, k, ops.growth(q.shape[-1]))
+        )
+        block.mask(scores)
+        top = scores.amax(-1, keepdim=True)
+        top = torch.where(top == -math.inf, torch.zeros_like(top), top)
+        p = scores.sub_(top).exp_()
+        total = p.sum(-1, keepdim=True)
+        out = self._product("context", p, v, lambda y: _row_sums(y, p, v, ops.growth(k.shape[-2])))
+        return out / torch.where(total == 0, torch.ones_like(total), total), top + total.log()
+
+    def gradients(
+        self, block: _Block, d_out: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dQ / scale of a block's rows, and what they add to dK and dV of its keys."""
+        ops = self.ops
+        q, k, v = block.of_rows(ops.q), block.of_keys(ops.k), block.of_keys(ops.v)
+        p, p_sums = self._probabilities(block, q, k, lse)
+        signed = p @ _signs(k.shape[-2], k) if self.checking else p_sums
+        outer = ops.growth(q.shape[-2] + k.shape[-2])
+        dv = self._product(
+            "dv", p.transpose(-1, -2), d_out, lambda y: _column_sums(y, signed, p_sums, d_out, outer)
+        )
+        dp = self._product(
+            "dp",
+            d_out,
+            v.transpose(-1, -2),
+            lambda y: _inner_tiles(y, d_out, v, ops.growth(v.shape[-1])),
+        )
+        ds = dp.sub_(delta).mul_(p)
+        size = expected = ds_sums = p_sums
+        if self.checking:
+            size = ds.abs().sum(-1)
+            # Sums of dQ's rows and signed sums of dS in one pass over dS.
+            both = ds @ torch.stack([k.sum(-1), _signs(k.shape[-2], k).expand(k.shape[:-1])], dim=-1)
+            expected, ds_sums = both.unbind(-1)
+        inner = ops.growth(k.shape[-2] + k.shape[-1])
+        dq = self._product("dq", ds, k, lambda y: _signed_row_sums(y, expected, size, k, inner))
+        dk = self._product("dk", ds.transpose(-1, -2), q, lambda y: _column_sums(y, ds_sums, size, q, outer))
+        return dq, dk, dv
+
+    def _probabilities(
+        self, block: _Block, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """P = exp(S - lse) of a block, and its row sums, which are empty when this call is not checked.
+
+        S is made anew, and what it must agree with is the forward: every row of P sums to 1. That needs no
+        sums of S, and sees as well a forward whose scores or sums were wrong. A block that does not agree is
+        made again.
+        """
+        unseen = lse == -math.inf
+        lse = torch.where(unseen, torch.zeros_like(lse), lse)
+        scores = self._touch("scores.backward", q @ k.transpose(-1, -2))
+        p = block.mask(scores).sub_(lse).exp_()
+        if self.guard is None or not self.checking:
+            return p, p.new_empty(0)
+        largest = norms(q, -1) * norms(k, -1).amax(-1, keepdim=True)
+        unit = unit_roundoff(p.dtype) + self.ops.loss
+        bound = self.ops.growth(k.shape[-2]) + 8 * unit * (lse.squeeze(-1).abs() + largest)
+        expected = (~unseen).squeeze(-1).to(p.dtype)
+        sums = p.sum(-1)
+        found = Deviation(expected - sums, bound, torch.full_like(sums, float(k.shape[-2])))
+        on_host = p.device.type == "cpu"
+        if on_host and not found.bad().any():
+            return p, sums
+        refused, recomputed = found.bad().sum(), 0
+        if on_host and self.guard.correct:
+            p = block.mask(q @ k.transpose(-1, -2)).sub_(lse).exp_()
+            sums, recomputed = p.sum(-1), 1
+            refused = Deviation(expected - sums, bound, bound).bad().sum()
+        self.guard.report(
+            "scores.backward", outcome(found, recomputed=recomputed, refused=refused), backward=True
+        )
+        return p, sums

@@ -1,0 +1,174 @@
+"""What the checks saw in a slot.
+
+A check leaves a small vector on the device and goes on; nothing waits for it. At the end of the slot
+`FindingLog.refused()` brings all of them to the host at once, the only synchronisation there is, and says
+whether the slot must be computed again. `drain()` then hands out the findings as events.
+"""
+
+import math
+import socket
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+KINDS = ("nan", "inf", "near-inf", "moderate", "checksum")
+"""What a finding looked like, worst first. `near-inf`: finite, but larger than the operands allow.
+`checksum`: the result was right, its checksum was not."""
+
+_FIELDS = ("corrected", "recomputed", "refused", *KINDS, "magnitude")
+
+
+class Deviation:
+    """How results compare with their checksums, on the device.
+
+    residual: checksum less sum, any shape. bound: what round-off explains. scale: the largest that the sum of
+    a correct result can be. bound and scale broadcast against residual.
+    """
+
+    __slots__ = ("bound", "residual", "scale")
+
+    def __init__(self, residual: torch.Tensor, bound: torch.Tensor, scale: torch.Tensor) -> None:
+        self.residual, self.bound, self.scale = residual, bound, scale
+
+    def bad(self) -> torch.Tensor:
+        """True where round-off does not explain the residual. NaN is bad."""
+        return ~(self.residual.abs() <= self.bound)
+
+
+def outcome(
+    seen: Deviation,
+    *,
+    corrected: torch.Tensor | int = 0,
+    recomputed: torch.Tensor | int = 0,
+    refused: torch.Tensor | int = 0,
+    checksum: torch.Tensor | bool = False,
+) -> torch.Tensor:
+    """One check's record: counts by action, counts by kind and the largest finite deviation, float64, on the
+    device.
+
+    checksum: the checksum was what broke; all of `seen` then counts as that.
+    """
+    bad, residual = seen.bad(), seen.residual
+    nan = bad & residual.isnan()
+    inf = bad & residual.isinf()
+    near = bad & residual.isfinite() & (residual.abs() > seen.scale)
+    moderate = bad & ~nan & ~inf & ~near
+    kinds = torch.stack([nan.sum(), inf.sum(), near.sum(), moderate.sum()]).double()
+    total = kinds.sum()
+    broken = torch.as_tensor(checksum, device=residual.device)
+    kinds = torch.where(broken, torch.zeros_like(kinds), kinds)
+    finite = torch.where(bad & residual.isfinite(), residual.abs(), torch.zeros_like(residual))
+    actions = [torch.as_tensor(x, device=residual.device).double() for x in (corrected, recomputed, refused)]
+    largest = finite.max() if finite.numel() else finite.sum()
+    return torch.cat(
+        [torch.stack(actions), kinds, torch.stack([torch.where(broken, total, 0.0), largest.double()])]
+    )
+
+
+def recomputing() -> bool:
+    """Whether this forward runs inside a backward: activation checkpointing computes it again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class FindingLog:
+    """Findings of one rank, slot by slot.
+
+    Args:
+        rank: named in every finding.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self._step = self._slot = 0
+        self._records: list[tuple[int, str, bool, torch.Tensor]] = []
+        self._findings: list[dict[str, Any]] = []
+        self._refusals: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
+        self.last: list[dict[str, Any]] = []
+        """Findings of the slot that `refused` judged last."""
+
+    def begin(self, step: int, slot: int) -> None:
+        """A slot's computation begins. What an earlier, abandoned one left is dropped."""
+        if step != self._step:
+            self._refusals.clear()
+        self._step, self._slot = step, slot
+        self._records.clear()
+
+    def record(self, layer: int, section: str, vector: torch.Tensor, *, again: bool = False) -> None:
+        """Keep one check's `outcome`. again: from a forward that activation checkpointing computes a second
+        time."""
+        self._records.append((layer, section, again, vector))
+
+    def refused(self) -> bool:
+        """Whether this slot has a finding that was not repaired, so that its gradient must not be used.
+
+        One host synchronisation when anything was recorded, none otherwise. Call once, after the backward.
+        """
+        self.last = []
+        if not self._records:
+            return False
+        by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
+        for i, (_, _, _, vector) in enumerate(self._records):
+            by_device[vector.device].append(i)
+        values: dict[int, list[float]] = {}
+        for indices in by_device.values():
+            stacked = torch.stack([self._records[i][3] for i in indices]).tolist()
+            values.update(zip(indices, stacked, strict=True))
+        merged: dict[tuple[int, str], dict[bool, list[float]]] = defaultdict(dict)
+        for i, (layer, section, again, _) in enumerate(self._records):
+            if any(values[i][:-1]):
+                passes = merged[layer, section]
+                passes[again] = _merge(passes.get(again), values[i])
+        self._records.clear()
+        # A finding of the first pass that checkpointing's second pass sees too is one finding. One that only
+        # the second pass sees is a fault of its own: that pass feeds the backward.
+        found = [
+            self._finding(layer, section, passes[min(passes)])
+            for (layer, section), passes in sorted(merged.items())
+        ]
+        self.last = found
+        self._findings += found
+        refusing = [
+            f"layer {f['layer']} {f['section']} ({f['kind']})" for f in found if f["action"] == "refused"
+        ]
+        if refusing:
+            self._refusals[self._step, self._slot].append(", ".join(refusing))
+        return bool(refusing)
+
+    def reason_to_leave(self) -> str | None:
+        """Why this rank's group must leave: the same slot was refused twice here. None as long as it was
+        not."""
+        reasons = self._refusals.get((self._step, self._slot), [])
+        if len(reasons) < 2:
+            return None
+        return (
+            f"rank {self.rank} on host {socket.gethostname()} refused slot {self._slot} of step {self._step} "
+            f"{len(reasons)} times: {'; then '.join(reasons)}. "
+            "The error recurs on this device: take it out of service."
+        )
+
+    def drain(self) -> list[dict[str, Any]]:
+        """The findings since the last call, oldest first, as the fields of `finding` events."""
+        findings, self._findings = self._findings, []
+        return findings
+
+    def _finding(self, layer: int, section: str, vector: list[float]) -> dict[str, Any]:
+        fields = dict(zip(_FIELDS, vector, strict=True))
+        action = next((name for name in ("refused", "recomputed", "corrected") if fields[name]), "corrected")
+        return {
+            "step": self._step,
+            "slot": self._slot,
+            "layer": layer,
+            "section": section,
+            "rank": self.rank,
+            "kind": next((kind for kind in KINDS if fields[kind]), "moderate"),
+            "magnitude": fields["magnitude"] if math.isfinite(fields["magnitude"]) else None,
+            "count": int(sum(fields[kind] for kind in KINDS)),
+            "action": action,
+        }
+
+
+def _merge(a: list[float] | None, b: list[float]) -> list[float]:
+    if a is None:
+        return b
+    return [x + y for x, y in zip(a[:-1], b[:-1], strict=True)] + [max(a[-1], b[-1])]

@@ -1,0 +1,124 @@
+"""Faults on purpose, the same ones for the same seed."""
+
+import random
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+import torch
+
+from .section import Inject
+
+_WARP_TILE = 16
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault: where in a tensor, by a number from 0 to 1, and what is written there."""
+
+    kind: str
+    place: float
+    bit: int = 0
+    magnitude: float = 1e3
+    sign: int = 1
+
+    def index(self, tensor: torch.Tensor) -> int:
+        """Flat index of the element that is hit."""
+        return min(int(self.place * tensor.numel()), tensor.numel() - 1)
+
+    def value(self, x: torch.Tensor) -> torch.Tensor:
+        """What becomes of the hit elements x; same shape and dtype."""
+        largest = torch.finfo(x.dtype).max
+        if self.kind == "bitflip":
+            # The sign bit of the widest integer is not a positive Python int that torch accepts.
+            mask = 1 << self.bit % (8 * x.element_size())
+            mask -= (mask >> (8 * x.element_size() - 1)) << (8 * x.element_size())
+            return (x.contiguous().view(_INTEGERS[x.element_size()]) ^ mask).view(x.dtype)
+        if self.kind == "nan":
+            return torch.full_like(x, float("nan"))
+        if self.kind == "inf":
+            return torch.full_like(x, self.sign * float("inf"))
+        if self.kind == "near-inf":
+            return torch.full_like(x, self.sign * 0.9 * largest)
+        return torch.where(x == 0, torch.full_like(x, self.magnitude), x * self.magnitude)
+
+
+def inject(tensor: torch.Tensor, fault: Fault) -> torch.Tensor:
+    """A copy of `tensor` (..., M, N) with the fault in it.
+
+    `row` hits the last dimension through the element, `tile` the aligned 16 x 16 tile around it, every other
+    kind the element alone.
+    """
+    out = tensor.clone(memory_format=torch.contiguous_format)
+    flat = fault.index(tensor)
+    columns = tensor.shape[-1]
+    if fault.kind == "row":
+        hit = out.view(-1, columns)[flat // columns]
+    elif fault.kind == "tile" and tensor.dim() > 1:
+        rows = tensor.shape[-2]
+        matrix, inside = divmod(flat, rows * columns)
+        row, column = (x // _WARP_TILE * _WARP_TILE for x in divmod(inside, columns))
+        hit = out.view(-1, rows, columns)[matrix, row : row + _WARP_TILE, column : column + _WARP_TILE]
+    else:
+        hit = out.view(-1)[flat : flat + 1]
+    hit.copy_(fault.value(hit))
+    return out
+
+
+class Injector:
+    """Carries out `[attention_check.inject]` on one rank.
+
+    Args:
+        plan: the section.
+        rank: this rank.
+    """
+
+    def __init__(self, plan: Inject, rank: int = 0) -> None:
+        self.plan, self.rank = plan, rank
+        self._sections: dict[int, list[str]] = {}
+        self._hit_step = 0
+        self._armed: tuple[int, str, Fault, random.Random] | None = None
+        self.hits: list[tuple[int, int, str]] = []
+        """Step, layer and section of every fault so far."""
+
+    def register(self, layer: int, sections: tuple[str, ...]) -> None:
+        """Results of `layer` that can be hit."""
+        names = self._sections.setdefault(layer, [])
+        names += [name for name in sections if fnmatch(name, self.plan.section)]
+
+    def begin(self, step: int) -> None:
+        """A slot of `step` begins. A step is hit once, however often its slots are computed."""
+        plan = self.plan
+        due = step >= plan.first_step and (step - plan.first_step) % plan.every == 0
+        places = [
+            (layer, name)
+            for layer, names in self._sections.items()
+            if plan.layer in (-1, layer)
+            for name in names
+        ]
+        if (
+            not (plan.kind and due and places)
+            or step == self._hit_step
+            or len(self.hits) >= plan.count
+            or plan.rank not in (-1, self.rank)
+        ):
+            self._armed = None
+            return
+        draw = random.Random(f"{plan.seed} {step} {self.rank}")
+        layer, section = draw.choice(places)
+        bit = plan.bit if plan.bit >= 0 else draw.randrange(64)
+        fault = Fault(plan.kind, draw.random(), bit, plan.magnitude, draw.choice((-1, 1)))
+        self._armed = (layer, section, fault, draw)
+        self._step = step
+
+    def strike(self, layer: int, section: str, part: int = 0, parts: int = 1) -> Fault | None:
+        """The fault that hits this result, or None. part of parts: a result that is computed in pieces."""
+        if self._armed is None or self._armed[:2] != (layer, section):
+            return None
+        _, _, fault, _ = self._armed
+        if part != int(fault.place * 7919) % parts:
+            return None
+        self._armed, self._hit_step = None, self._step
+        self.hits.append((self._step, layer, section))
+        return fault

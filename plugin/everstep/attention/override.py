@@ -1,0 +1,398 @@
+"""torchtitan's attention, checked: the only file here that imports torchtitan.
+
+`apply` has torchtitan's own override mechanism swap the Configs of the attention's projections and inner
+attention for subclasses of the same; `attach` gives the modules built from them their guards. Between the
+two, and with `attention_check.enable = false`, the model computes as torchtitan's does.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torchtitan.config.override import derive, override
+from torchtitan.models.common import attention as titan
+from torchtitan.models.common.attention import (
+    BaseAttention,
+    FlexAttention,
+    ScaledDotProductAttention,
+    VarlenAttention,
+    VarlenMetadata,
+)
+from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
+
+from . import explicit, fused
+from .guard import Checks, Guard
+from .linear import WeightSums, linear, result_names
+from .masks import Visible, documents_of
+from .section import AttentionCheck
+
+_PROJECTIONS = ["model_spec.model.layers.*.attention.*"]
+_INNER = ["model_spec.model.layers.*.attention.inner_attention"]
+
+
+class CheckedLinear(Linear):
+    """A projection that checks y, dX and dW."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    guard: Guard | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._sums = WeightSums()
+
+    def results(self, name: str) -> tuple[str, ...]:
+        """Names of what is checked."""
+        return result_names(name)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.guard is None:
+            return super().forward(input)
+        return linear(input, self.weight, self.bias, self.guard, self._sums)
+
+
+class CheckedScaledBiasRowwiseLinear(ScaledBiasRowwiseLinear):
+    """A row-parallel projection with bias that checks y, dX and dW."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ScaledBiasRowwiseLinear.Config):
+        pass
+
+    guard: Guard | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._sums = WeightSums()
+
+    def results(self, name: str) -> tuple[str, ...]:
+        """Names of what is checked."""
+        return result_names(name)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.guard is None:
+            return super().forward(input)
+        return linear(input, self.weight, self.bias / self.tp_degree, self.guard, self._sums)
+
+
+class _CheckedInner:
+    """What the three checked inner attentions share. `explicit_path` is set from their Config."""
+
+    guard: Guard | None = None
+    explicit_path: bool
+
+    def results(self, name: str) -> tuple[str, ...]:
+        """Names of what is checked."""
+        if self.explicit_path:
+            return explicit.RESULTS
+        imitable = isinstance(self, ScaledDotProductAttention) and not torch.accelerator.is_available()
+        return (*fused.RESULTS, fused.SCORES) if imitable else fused.RESULTS
+
+
+class CheckedFlexAttention(_CheckedInner, FlexAttention):
+    """FlexAttention, watched, or replaced by attention as matrices."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlexAttention.Config):
+        path: Literal["explicit", "fused"] = "fused"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.explicit_path = config.path == "explicit"
+
+    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, score_mod=None, scale=None, **kwargs):
+        transform = kwargs.pop("out_transform", None)
+        if self.explicit_path:
+            if score_mod is not None:
+                raise ValueError(
+                    'attention_check.path = "explicit": this model changes scores by a score_mod, which the '
+                    'explicit path does not compute; use attention_check.path = "fused".'
+                )
+            visible = _seen_by_block_mask(attention_masks, q_BLNH.shape[1])
+            out, lse = explicit.attention(q_BLNH, k_BLNH, v_BLNH, visible, scale=scale, guard=self.guard)
+            return _transformed(out, lse, transform)
+        stock = super().forward
+        if self.guard is None:
+            return stock(
+                q_BLNH,
+                k_BLNH,
+                v_BLNH,
+                attention_masks=attention_masks,
+                score_mod=score_mod,
+                scale=scale,
+                out_transform=transform,
+                **kwargs,
+            )
+        kwargs.pop("enable_gqa", None)
+
+        def attend(q, k, v):
+            return stock(
+                q,
+                k,
+                v,
+                attention_masks=attention_masks,
+                score_mod=score_mod,
+                scale=scale,
+                enable_gqa=q.shape[2] != k.shape[2],
+                out_transform=lambda out, lse: (out, lse),
+                **kwargs,
+            )
+
+        out, lse = fused.attention(
+            attend, q_BLNH, k_BLNH, v_BLNH, scale=scale, guard=self.guard, plain_scores=score_mod is None
+        )
+        return _transformed(out, lse, transform)
+
+
+class CheckedVarlenAttention(_CheckedInner, VarlenAttention):
+    """Variable-length attention, watched, or replaced by attention as matrices."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        path: Literal["explicit", "fused"] = "fused"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.explicit_path = config.path == "explicit"
+
+    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks: VarlenMetadata, scale=None, **kwargs):
+        transform = kwargs.pop("out_transform", None)
+        if self.explicit_path:
+            left, right = self.window_size
+            batch, length = q_BLNH.shape[:2]
+            visible = Visible(
+                causal=right == 0,
+                window=None if left < 0 else left,
+                documents=documents_of(attention_masks.cu_seq_q, batch, length),
+            )
+            out, lse = explicit.attention(q_BLNH, k_BLNH, v_BLNH, visible, scale=scale, guard=self.guard)
+            return _transformed(out, lse, transform)
+        stock = super().forward
+        if self.guard is None:
+            return stock(
+                q_BLNH,
+                k_BLNH,
+                v_BLNH,
+                attention_masks=attention_masks,
+                scale=scale,
+                out_transform=transform,
+                **kwargs,
+            )
+        kwargs.pop("enable_gqa", None)
+
+        def attend(q, k, v):
+            return stock(
+                q,
+                k,
+                v,
+                attention_masks=attention_masks,
+                scale=scale,
+                enable_gqa=q.shape[2] != k.shape[2],
+                out_transform=lambda out, lse: (out, lse),
+                **kwargs,
+            )
+
+        # The kernel reads bf16 whatever it is given; the identities hold for what it reads.
+        dtype = q_BLNH.dtype
+        q, k, v = (x.to(torch.bfloat16) for x in (q_BLNH, k_BLNH, v_BLNH))
+        out, lse = fused.attention(attend, q, k, v, scale=scale, guard=self.guard)
+        return _transformed(out.to(dtype), lse, transform)
+
+
+class CheckedScaledDotProductAttention(_CheckedInner, ScaledDotProductAttention):
+    """Scaled dot product attention, watched, or replaced by attention as matrices."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ScaledDotProductAttention.Config):
+        path: Literal["explicit", "fused"] = "fused"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.explicit_path = config.path == "explicit"
+
+    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, scale=None, is_causal=True, **kwargs):
+        if self.explicit_path:
+            if kwargs.get("attention_masks") is not None:
+                raise ValueError("ScaledDotProductAttention takes no attention_masks, only is_causal.")
+            visible = Visible(causal=is_causal)
+            return explicit.attention(q_BLNH, k_BLNH, v_BLNH, visible, scale=scale, guard=self.guard)[0]
+        stock = super().forward
+        if self.guard is None:
+            return stock(q_BLNH, k_BLNH, v_BLNH, scale=scale, is_causal=is_causal, **kwargs)
+        kwargs.pop("enable_gqa", None)
+
+        def attend(q, k, v):
+            gqa = q.shape[2] != k.shape[2]
+            return stock(q, k, v, scale=scale, is_causal=is_causal, enable_gqa=gqa, **kwargs), None
+
+        return fused.attention(attend, q_BLNH, k_BLNH, v_BLNH, scale=scale, guard=self.guard)[0]
+
+
+def _transformed(out: torch.Tensor, lse: torch.Tensor | None, transform: Any) -> torch.Tensor:
+    return out if transform is None else transform(out, lse)
+
+
+def _seen_by_block_mask(mask: BlockMask, length: int) -> Visible:
+    """The rule of a BlockMask, and on a CPU which keys its rows of blocks can see at all.
+
+    On an accelerator that would be a look at the device's data, so every key is gone through there.
+    """
+    if mask.kv_num_blocks.device.type != "cpu":
+        return Visible(causal=False, mod=mask.mask_mod)
+    rows, columns = mask.BLOCK_SIZE
+    dense = mask.to_dense().flatten(0, 1).any(0)
+    ranges = []
+    for row in dense:
+        used = row.nonzero().flatten().tolist() or [0]
+        ranges.append((used[0] * columns, min((used[-1] + 1) * columns, length)))
+    return Visible(causal=False, mod=mask.mask_mod, ranges=(rows, tuple(ranges)))
+
+
+@override(target=Linear.Config, fqns=_PROJECTIONS, description="Everstep: projections that check themselves")
+def checked_projections(config: Linear.Config) -> Linear.Config:
+    """The checked counterpart of a projection of attention.
+
+    Raises:
+        ValueError: for a projection whose product is not a plain one (quantised, fused with a collective).
+    """
+    if type(config) is Linear.Config:
+        return derive(config, CheckedLinear.Config)
+    if type(config) is ScaledBiasRowwiseLinear.Config:
+        return derive(config, CheckedScaledBiasRowwiseLinear.Config)
+    raise ValueError(
+        f"attention_check.enable: a projection of this model's attention is a {type(config).__qualname__}, "
+        "which cannot be checked; use plain projections or switch attention_check off."
+    )
+
+
+@override(target=FlexAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
+def checked_flex(config: FlexAttention.Config, *, path: str) -> FlexAttention.Config:
+    """The checked counterpart of FlexAttention."""
+    return derive(config, CheckedFlexAttention.Config, path=path)
+
+
+@override(target=VarlenAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
+def checked_varlen(config: VarlenAttention.Config, *, path: str) -> VarlenAttention.Config:
+    """The checked counterpart of VarlenAttention."""
+    return derive(config, CheckedVarlenAttention.Config, path=path)
+
+
+@override(
+    target=ScaledDotProductAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself"
+)
+def checked_sdpa(config: ScaledDotProductAttention.Config, *, path: str) -> ScaledDotProductAttention.Config:
+    """The checked counterpart of ScaledDotProductAttention."""
+    return derive(config, CheckedScaledDotProductAttention.Config, path=path)
+
+
+def apply(config: Any, section: AttentionCheck) -> None:
+    """Have torchtitan build the model of `config`, a `Trainer.Config`, with checked attention.
+
+    Call before the Trainer is made: it adds entries to `config.override.imports`. Nothing happens with
+    `section.enable = false`.
+
+    Raises:
+        ValueError: the model has no attention to check, or another setting rules the check out; names the
+        key.
+    """
+    if not section.enable:
+        return
+    model = config.model_spec.model
+    kinds = {type(attention.inner_attention) for _, attention, _, _ in model.traverse(BaseAttention.Config)}
+    names = {
+        FlexAttention.Config: "checked_flex",
+        VarlenAttention.Config: "checked_varlen",
+        ScaledDotProductAttention.Config: "checked_sdpa",
+    }
+    if not kinds:
+        raise ValueError(
+            f"attention_check.enable: the model {config.model_spec.name} has no attention to check."
+        )
+    unknown = [kind.__qualname__ for kind in kinds if kind not in names]
+    if unknown:
+        raise ValueError(f"attention_check.enable: inner attention {', '.join(unknown)} cannot be checked.")
+    _refuse(config)
+    on_cpu = not torch.accelerator.is_available()
+    path = ("explicit" if on_cpu else "fused") if section.path == "auto" else section.path
+    if on_cpu and path == "fused" and kinds != {ScaledDotProductAttention.Config}:
+        raise ValueError(
+            'attention_check.path = "fused": the attention kernel of this model does not run on a CPU; use '
+            '"explicit".'
+        )
+    if on_cpu:
+        # Compiling the mask takes longer than a CPU run's masks take without.
+        titan._compiled_create_block_mask = create_block_mask
+    here = __name__
+    config.override.imports += [
+        f"{here}.checked_projections",
+        *((f"{here}.{names[kind]}", {"path": path}) for kind in sorted(kinds, key=str)),
+    ]
+
+
+def _refuse(config: Any) -> None:
+    """Raise for settings under which checks would be wrong or silent."""
+    parallelism, compiled = config.parallelism, config.compile
+    if parallelism.context_parallel_degree > 1:
+        raise ValueError(
+            "attention_check.enable: parallelism.context_parallel_degree > 1 is not supported, because no "
+            "rank sees a whole row of the scores."
+        )
+    if parallelism.tensor_parallel_degree > 1 and parallelism.spmd_backend != "spmd_types":
+        raise ValueError(
+            "attention_check.enable: with parallelism.tensor_parallel_degree > 1 it needs "
+            f'parallelism.spmd_backend = "spmd_types", not "{parallelism.spmd_backend}".'
+        )
+    if parallelism.spmd_backend == "full_dtensor":
+        raise ValueError(
+            'attention_check.enable: parallelism.spmd_backend = "full_dtensor" is not supported.'
+        )
+    if config.debug.spmd_typechecking:
+        raise ValueError(
+            "attention_check.enable: debug.spmd_typechecking = true is not supported: sums have no SPMD type."
+        )
+    if compiled.enable and "model" in compiled.components:
+        raise ValueError(
+            "attention_check.enable: compile.enable with the component model is not supported, because "
+            "compiled blocks leave the checks out; remove model from compile.components."
+        )
+    if torch.accelerator.is_available() and not config.training.disable_cuda_graphs:
+        raise ValueError(
+            "attention_check.enable: set training.disable_cuda_graphs = true; a replayed graph would "
+            "repeat one slot's choice of checks for ever."
+        )
+
+
+def attach(
+    model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: int = 0, seed: int = 0
+) -> Checks:
+    """Give the checked modules of a built model their guards.
+
+    Args:
+        model_parts: as the Trainer holds them, parallelized or not.
+        rank: this rank in its group, named in findings.
+        seed: draws which calls are checked.
+
+    Returns:
+        What the training step calls: `begin`, `refused`, `committed`, `drain`.
+
+    Raises:
+        ValueError: no module is checked: `apply` was not called before the model was built.
+    """
+    checks = Checks(section, rank=rank, seed=seed)
+    found = 0
+    for part in model_parts:
+        for fqn, module in part.named_modules():
+            if isinstance(module, (CheckedLinear, CheckedScaledBiasRowwiseLinear, _CheckedInner)):
+                layer = re.search(r"\blayers\.(\d+)\.", fqn)
+                name = fqn.rsplit(".", 1)[-1]
+                number = int(layer.group(1)) if layer else -1
+                module.guard = checks.guard(number, name, module.results(name))
+                found += 1
+    if not found:
+        raise ValueError("attention_check.enable: the model was built without checked attention.")
+    return checks

@@ -1,0 +1,239 @@
+"""One matrix product, checked and, where it is wrong, repaired.
+
+Two kinds of repair. Scores, context and their gradients are large, live for one block only, and are kept in
+the accumulator's precision: there the checksums rebuild the element (`settle`). Projections are stored
+rounded, often to bf16, so a rebuilt element would carry the rounding of a whole tile: there the rows that are
+wrong are computed again from their inputs, which is exact and costs little (`settle_rows`).
+
+On a CPU nothing is asynchronous, so `settle` looks at the verdict and does more only when there is something
+to do. On an accelerator it never looks: the same repair runs on every call, on the device, and changes only
+what is wrong.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .checksums import Direction, Sums, correct_both, weights
+from .findings import Deviation, outcome
+from .guard import Guard
+from .roundoff import growth, norms, operand_roundoff, store_roundoff, tile_totals, tile_width, tiles
+
+REPAIR_ROWS = 16
+"""Rows of a projection that an accelerator computes again in each checked call, wrong or not."""
+
+
+def unseen_by_checkpointing():
+    """Context in which selective activation checkpointing sees no operation.
+
+    It replays the n-th product of the first forward as the n-th of the second. A repair adds products to one
+    of the two only, and every later product would be given another's result.
+    """
+    return _disable_current_modes()
+
+
+class TileSums(NamedTuple):
+    """Sums of b's columns (..., K, N), tile by tile: plain (..., K, T) and Σ|b_j|₂ as norms (..., T)."""
+
+    plain: torch.Tensor
+    norms: torch.Tensor
+
+
+def tile_sums(b: torch.Tensor) -> TileSums:
+    """TileSums of b (..., K, N), in the accumulator dtype."""
+    return TileSums(tile_totals(b), tile_totals(norms(b, -2)))
+
+
+def halves(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x (K, T) in fp32 as two matrices of `dtype` side by side (K, 2 T) whose sum is x to twice the
+    digits."""
+    high = x.to(dtype)
+    return torch.cat([high, (x - high.to(x.dtype)).to(dtype)], dim=-1)
+
+
+def apply_sums(a: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """a (M, K) @ plain (K, T) in plain's dtype.
+
+    On CUDA a narrow `a` stays narrow, and the sums are split in two: copying `a` to fp32 would cost more than
+    the product.
+    """
+    if a.dtype == plain.dtype:
+        return a @ plain
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        high, low = torch.mm(a, halves(plain, a.dtype), out_dtype=plain.dtype).chunk(2, dim=-1)
+        return high + low
+    return a.to(plain.dtype) @ plain
+
+
+def row_deviation(
+    y: torch.Tensor, a: torch.Tensor, sums: TileSums, offset: torch.Tensor | None = None
+) -> Deviation:
+    """How the row tiles of y = a @ b (+ bias) compare with their checksums; residual (M, T).
+
+    Args:
+        y: (M, N), any float dtype.
+        a: (M, K).
+        sums: of b (K, N).
+        offset: (T,), tile sums of a bias.
+    """
+    acc = sums.plain.dtype
+    inner = a.shape[-1]
+    expected = apply_sums(a, sums.plain)
+    reach = norms(a, -1).unsqueeze(-1) * sums.norms
+    if offset is not None:
+        expected = expected + offset
+        reach = reach + offset.abs()
+    bound = (growth(inner, y.dtype) + operand_roundoff(y.dtype, y.device)) * reach
+    # A product may be rounded once before its bias is added, and once more behind it.
+    store = store_roundoff(y.dtype, y.device) * (1 if offset is None else 2)
+    if store:
+        # No correct tile's magnitudes add up to more than `reach`: infinity must not excuse itself.
+        # Half the digits of the checksum product may be lost on CUDA (`halves`), hence store² more.
+        magnitude = torch.linalg.vector_norm(tiles(y), ord=1, dim=-1, dtype=acc).nan_to_num(nan=math.inf)
+        bound = bound + store * torch.minimum(magnitude, 1.01 * reach) + store**2 * reach
+    return Deviation(expected - tile_totals(y), bound + torch.finfo(y.dtype).tiny, reach)
+
+
+def settle_rows(
+    guard: Guard,
+    section: str,
+    y: torch.Tensor,
+    check: Callable[[torch.Tensor, torch.Tensor | None], Deviation],
+    compute: Callable[[torch.Tensor | None], torch.Tensor],
+    *,
+    backward: bool = False,
+) -> torch.Tensor:
+    """Check y (M, N) by rows and compute wrong rows again.
+
+    Args:
+        check: deviation of given rows; (rows of y, their indices or None for all).
+        compute: rows of y from the inputs; of all for None.
+
+    Returns:
+        y where nothing was wrong. On an accelerator always y, repaired in its own storage.
+    """
+    with unseen_by_checkpointing():
+        return _settle_rows(guard, section, y, check, compute, backward=backward)
+
+
+def _settle_rows(guard, section, y, check, compute, *, backward):
+    seen = check(y, None)
+    bad = seen.bad()
+    if y.device.type != "cpu":
+        return _settle_rows_on_device(guard, section, y, seen, bad, check, compute, backward=backward)
+    if not bad.any():
+        return y
+    if not guard.correct:
+        guard.report(section, outcome(seen, refused=bad.sum()), backward=backward)
+        return y
+    rows = _suspects(seen, bad).nonzero().squeeze(-1)
+    if not check(y[rows], rows).bad().any():
+        guard.report(section, outcome(seen, corrected=rows.numel(), checksum=True), backward=backward)
+        return y
+    whole = 2 * rows.numel() > y.shape[0]
+    fixed = compute(None) if whole else y.index_copy(0, rows, compute(rows))
+    left = check(fixed, None).bad().sum()
+    guard.report(section, outcome(seen, recomputed=rows.numel(), refused=left), backward=backward)
+    return fixed
+
+
+def _suspects(seen: Deviation, bad: torch.Tensor) -> torch.Tensor:
+    """Rows to compute again: none when no row is bad, else those too that deviate by an eighth of the bound.
+
+    An error that hit several rows may be beyond the bound in one and just below it in its neighbours.
+    """
+    near = ~(seen.residual.abs() <= seen.bound / 8)
+    return (near & bad.any()).any(-1)
+
+
+def _settle_rows_on_device(guard, section, y, seen, bad, check, compute, *, backward):
+    suspects = _suspects(seen, bad)
+    count = bad.any(-1).sum()
+    if not guard.correct:
+        guard.report(section, outcome(seen, refused=count), backward=backward)
+        return y
+    rows = suspects.to(torch.float32).topk(min(REPAIR_ROWS, y.shape[0])).indices
+    fixed = torch.where(suspects[rows].unsqueeze(-1), compute(rows), y[rows])
+    left = check(fixed, rows).bad().any(-1).sum() + (count - rows.numel()).clamp_min(0)
+    # Selective checkpointing keeps y and refuses a tensor whose version moved; what it keeps should be the
+    # repaired one, so the write goes past the version counter.
+    y.data.index_copy_(0, rows, fixed)
+    guard.report(section, outcome(seen, recomputed=count, refused=left), backward=backward)
+    return y
+
+
+def rebuild(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor):
+    """EEC in both directions on y = a @ b; y (..., M, N), a (..., M, K), b (..., K, N), in the accumulator
+    dtype.
+
+    Returns:
+        `checksums.MatrixCorrection`.
+    """
+    width = tile_width(b.shape[-1])
+    rows_of_a, columns_of_b = norms(a, -1), norms(b, -2)
+    b_tiles = tiles(b)
+    w_b, w_a = weights(width, b), weights(a.shape[-2], a)
+    loss = growth(a.shape[-1], y.dtype) + operand_roundoff(y.dtype, y.device)
+    reach = tiles(columns_of_b)
+    tiny = torch.finfo(y.dtype).tiny
+    rows = Direction(
+        Sums(a @ b_tiles.sum(-1), a @ (b_tiles @ w_b)),
+        loss * rows_of_a.unsqueeze(-1) * reach.sum(-1).unsqueeze(-2) + tiny,
+        1.01 * rows_of_a.unsqueeze(-1) * reach.amax(-1).unsqueeze(-2) + tiny,
+    )
+    a_plain, a_weighted = a.sum(-2, keepdim=True), (w_a @ a).unsqueeze(-2)
+    columns = Direction(
+        Sums((a_plain @ b).squeeze(-2), (a_weighted @ b).squeeze(-2)),
+        loss * columns_of_b * rows_of_a.sum(-1, keepdim=True) + tiny,
+        1.01 * columns_of_b * rows_of_a.amax(-1, keepdim=True) + tiny,
+    )
+    return correct_both(y, rows, columns, width)
+
+
+def settle(
+    guard: Guard,
+    section: str,
+    y: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    check: Callable[[torch.Tensor], Deviation],
+    *,
+    backward: bool = False,
+) -> torch.Tensor:
+    """Check y = a @ b with `check`, the cheapest sum that sees every element; rebuild what is wrong.
+
+    Returns:
+        y itself when nothing was wrong (on an accelerator: an equal tensor).
+    """
+    with unseen_by_checkpointing():
+        return _settle(guard, section, y, a, b, check, backward=backward)
+
+
+def _settle(guard, section, y, a, b, check, *, backward):
+    seen = check(y)
+    bad = seen.bad()
+    on_host = y.device.type == "cpu"
+    if on_host and not bad.any():
+        return y
+    if not guard.correct:
+        guard.report(section, outcome(seen, refused=bad.sum()), backward=backward)
+        return y
+    if on_host and not check(y).bad().any():
+        guard.report(section, outcome(seen, corrected=1, checksum=True), backward=backward)
+        return y
+    repaired = rebuild(y, a, b)
+    fixed, recomputed = repaired.matrix, torch.zeros((), dtype=torch.int64, device=y.device)
+    left = check(fixed).bad().sum() + repaired.beyond
+    if on_host and left:
+        # 2-D damage, or an error below what the rebuilding sums can tell apart: from the inputs, again.
+        fixed = a @ b
+        left = check(fixed).bad().sum()
+        recomputed = recomputed + 1
+    corrected = repaired.corrected * (recomputed == 0)
+    guard.report(
+        section, outcome(seen, corrected=corrected, recomputed=recomputed, refused=left), backward=backward
+    )
+    return fixed

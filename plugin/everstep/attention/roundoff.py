@@ -1,0 +1,102 @@
+"""How far a correct result may be from its checksum.
+
+A product y = a @ b of inner length K, accumulated in a dtype of unit roundoff u, is off by at most
+`growth(K) · Σ_k |a_ik| |b_kj|` in element (i, j). The classical bound has K·u for the growth; rounding errors
+of different steps are not all of one sign, and λ√K·u with λ = 8 is exceeded with probability below 1e-13
+(Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019). The smaller of both is used, with a floor of 64 u for the
+sums themselves.
+
+A result that is stored in a narrower dtype is off by a further u_store·|y_ij|, and nothing averages out for
+certain: a constant row is rounded the same way everywhere. Sums of such a result are therefore bounded by
+u_store·Σ|y_ij|, which no input can exceed. Checksums are kept over tiles of 64 elements, not whole rows,
+because that sum, and with it the smallest error that can be seen, grows with the number of elements.
+"""
+
+import math
+
+import torch
+
+TILE = 64
+"""Widest run of elements under one checksum."""
+
+_CACHED = 1 << 17
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Largest relative error of rounding to `dtype` (round to nearest)."""
+    return torch.finfo(dtype).eps / 2
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which products of `dtype` are summed, and in which checksums are kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def growth(inner: int, dtype: torch.dtype) -> float:
+    """Relative error of a product of inner length `inner`, accumulated in `accumulator(dtype)`, against
+    Σ|a||b|."""
+    return unit_roundoff(accumulator(dtype)) * (64 + min(inner, 8 * math.sqrt(inner)))
+
+
+def operand_roundoff(dtype: torch.dtype, device: torch.device) -> float:
+    """Relative error, beyond the accumulator's, with which the device multiplies: fp32 read as TF32 on CUDA,
+    and fp16 summed in fp16 on CPUs that can."""
+    if device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        return 2.0**-10
+    if device.type == "cpu" and dtype == torch.float16:
+        return 2.0**-7
+    return 0.0
+
+
+def store_roundoff(dtype: torch.dtype, device: torch.device) -> float:
+    """Relative error of storing an accumulated product in `dtype`.
+
+    Twice the unit roundoff where CUDA may reduce split products in the narrow dtype.
+    """
+    if dtype == accumulator(dtype):
+        return 0.0
+    matmul = torch.backends.cuda.matmul
+    reduced = {
+        torch.bfloat16: matmul.allow_bf16_reduced_precision_reduction,
+        torch.float16: matmul.allow_fp16_reduced_precision_reduction,
+    }
+    twice = device.type == "cuda" and bool(reduced.get(dtype, False))
+    return unit_roundoff(dtype) * (2 if twice else 1)
+
+
+def tile_width(length: int) -> int:
+    """Elements under one checksum: the largest divisor of `length` up to TILE, or all where only a small one
+    divides."""
+    best = max(width for width in range(1, min(length, TILE) + 1) if length % width == 0)
+    return best if best >= min(32, length) else length
+
+
+def tiles(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """x with `dim` split into (tiles, width)."""
+    width = tile_width(x.shape[dim])
+    return x.unflatten(dim, (x.shape[dim] // width, width))
+
+
+def tile_totals(x: torch.Tensor) -> torch.Tensor:
+    """Sums over tiles of the last dimension: (..., N) to (..., T), in the accumulator dtype."""
+    acc = accumulator(x.dtype)
+    if x.device.type != "cpu":
+        return tiles(x).sum(-1, dtype=acc)
+    # On a CPU short reductions are several times slower than a product with zeros and ones.
+    width = tile_width(x.shape[-1])
+    member = torch.eye(x.shape[-1] // width, dtype=acc).repeat_interleave(width, 0)
+    totals = x.to(acc) @ member
+    # inf times 0 spreads one bad element over its row's tiles; then it is worth the time.
+    return totals if totals.isfinite().all() else tiles(x).sum(-1, dtype=acc)
+
+
+def norms(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Euclidean norms along `dim`, -1 or -2, in the accumulator dtype."""
+    acc = accumulator(x.dtype)
+    if x.device.type == "cpu" and x.stride(dim) != 1:
+        # Strided norms are slow on a CPU, and so is a temporary that leaves its cache.
+        squares = x.new_zeros(x.select(dim, 0).shape, dtype=acc)
+        for part in x.split(max(1, _CACHED * x.shape[dim] // max(1, x.numel())), dim):
+            squares += part.to(acc).square().sum(dim)
+        return squares.sqrt()
+    return torch.linalg.vector_norm(x, dim=dim, dtype=acc)

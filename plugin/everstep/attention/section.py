@@ -1,0 +1,133 @@
+"""`[attention_check]`: the section of a config that switches the checks on."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FAULT_KINDS = ("bitflip", "inf", "nan", "near-inf", "scale", "row", "tile")
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+@dataclass(kw_only=True, slots=True)
+class Inject:
+    """`[attention_check.inject]`: faults on purpose, to see the checks at work."""
+
+    kind: Literal["", "bitflip", "inf", "nan", "near-inf", "scale", "row", "tile"] = ""
+    """What is written into a result: one flipped bit, an infinity, a NaN, a value near the largest of the
+    dtype, a value times `magnitude`, a row or a 16 x 16 tile of values times `magnitude`. Empty: nothing is
+    injected."""
+
+    section: str = "*"
+    """Which results, as a pattern over the names in findings, e.g. `scores`, `context`, `*.dw`, `*`."""
+
+    layer: int = -1
+    """Which layer; -1: a layer drawn by the seed."""
+
+    rank: int = -1
+    """Which rank; -1: every rank."""
+
+    first_step: int = 1
+    """The first step that is hit."""
+
+    every: int = 1
+    """Steps from one hit to the next."""
+
+    count: int = 1_000_000
+    """Hits in all."""
+
+    bit: int = -1
+    """The bit that is flipped, 0 the lowest of the mantissa; -1: one drawn by the seed."""
+
+    magnitude: float = 1e3
+    """The factor of `scale`, `row` and `tile`."""
+
+    seed: int = 0
+    """Draws the element, the layer and the section of each hit."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.kind in ("", *FAULT_KINDS),
+            f"attention_check.inject.kind = {self.kind!r}: must be one of {', '.join(FAULT_KINDS)}.",
+        )
+        _require(self.every >= 1, f"attention_check.inject.every = {self.every}: must be 1 or more.")
+        _require(
+            self.first_step >= 1,
+            f"attention_check.inject.first_step = {self.first_step}: steps count from 1.",
+        )
+        _require(self.count >= 0, f"attention_check.inject.count = {self.count}: must be 0 or more.")
+        _require(
+            -1 <= self.bit <= 63,
+            f"attention_check.inject.bit = {self.bit}: must be -1 or a bit of the dtype.",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class AttentionCheck:
+    """`[attention_check]`: check the attention's own arithmetic, forward and backward."""
+
+    enable: bool = False
+    """Check the attention of every layer. Off: the model is torchtitan's own, unchanged."""
+
+    mode: Literal["correct", "detect"] = "correct"
+    """`correct`: repair what can be repaired, refuse the slot otherwise. `detect`: refuse the slot on every
+    finding."""
+
+    frequency: Literal["adaptive"] | float = "adaptive"
+    """Share of the calls of each section that are checked: 0.0 to 1.0, or `adaptive`: derived for each
+    section and layer from its cost, its FLOPs and the measured error rate, to stay below residual_risk."""
+
+    residual_risk: float = 1e-5
+    """For frequency = "adaptive": harmful errors expected to pass unseen on this rank in one million
+    committed steps."""
+
+    path: Literal["auto", "explicit", "fused"] = "auto"
+    """How attention is computed. `explicit`: scores, softmax and context as matrices, each checked and
+    corrected. `fused`: the stock kernel, watched through identities. `auto`: fused on an accelerator,
+    explicit on CPU."""
+
+    allow_injection: bool = False
+    """Permit `[attention_check.inject]`. Never in a run whose result matters."""
+
+    inject: Inject = field(default_factory=Inject)
+    """Faults on purpose; refused unless allow_injection = true."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.mode in ("correct", "detect"),
+            f'attention_check.mode = {self.mode!r}: must be "correct" or "detect".',
+        )
+        _require(
+            self.path in ("auto", "explicit", "fused"),
+            f'attention_check.path = {self.path!r}: must be "auto", "explicit" or "fused".',
+        )
+        self.rate()
+        _require(
+            0 < self.residual_risk <= 1e6,
+            f"attention_check.residual_risk = {self.residual_risk}: must be above 0 and at most 1e6.",
+        )
+        _require(
+            self.allow_injection or not self.inject.kind,
+            f"attention_check.inject.kind = {self.inject.kind!r}: refused, because "
+            "attention_check.allow_injection is false.",
+        )
+
+    def rate(self) -> float | None:
+        """The fixed share of calls to check, or None for `adaptive`.
+
+        Raises:
+            ValueError: frequency is neither `adaptive` nor a number from 0 to 1.
+        """
+        if self.frequency == "adaptive":
+            return None
+        try:
+            rate = float(self.frequency)
+        except ValueError:
+            rate = -1.0
+        _require(
+            0.0 <= rate <= 1.0,
+            f'attention_check.frequency = {self.frequency!r}: must be "adaptive" or a number from 0 to 1.',
+        )
+        return rate

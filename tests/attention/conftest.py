@@ -1,0 +1,59 @@
+"""What every test of the attention check needs."""
+
+import pytest
+import torch
+
+from everstep.attention.guard import Checks, Guard
+from everstep.attention.injection import Fault, Injector
+from everstep.attention.section import AttentionCheck, Inject
+
+
+class Aimed(Injector):
+    """Hits the result that a test aims at, once."""
+
+    def __init__(self) -> None:
+        super().__init__(Inject(kind="scale"))
+        self.section, self.fault, self.part = "", None, 0
+
+    def begin(self, step: int) -> None:
+        """Nothing is due but what a test aims."""
+
+    def strike(self, layer: int, section: str, part: int = 0, parts: int = 1) -> Fault | None:
+        if self.fault is None or section != self.section or part != min(self.part, parts - 1):
+            return None
+        fault, self.fault = self.fault, None
+        return fault
+
+
+class Bench:
+    """One guard, its checks, and the means to run a computation with a fault in it."""
+
+    def __init__(self, **section) -> None:
+        self.checks = Checks(AttentionCheck(enable=True, **{"frequency": 1.0, **section}))
+        self.checks.injector = self.aim = Aimed()
+        self.guard = Guard(self.checks, 3, "wqkv")
+
+    def run(self, compute, section: str = "", fault: Fault | None = None, part: int = 0):
+        """compute's value, whether the slot is refused, and the findings."""
+        self.checks.begin(1, 0)
+        self.aim.section, self.aim.fault, self.aim.part = section, fault, part
+        value = compute(self.guard)
+        if section:
+            assert self.aim.fault is None, f"nothing called {section} was computed"
+        refused = self.checks.refused()
+        return value, refused, self.checks.drain()
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+@pytest.fixture
+def make_bench():
+    return Bench
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,300 @@
+"""Sections, findings, schedule and injection: what is decided and kept on the host."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from everstep.attention import linear
+from everstep.attention.findings import Deviation, FindingLog, outcome
+from everstep.attention.injection import Fault, Injector, inject
+from everstep.attention.schedule import (
+    HALF_LIFE_STEPS,
+    PRIOR_ERRORS_PER_FLOP,
+    Load,
+    Schedule,
+    allot,
+    error_rate,
+    uniform,
+)
+from everstep.attention.section import AttentionCheck, Inject
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"mode": "repair"}, "attention_check.mode"),
+        ({"path": "flash"}, "attention_check.path"),
+        ({"frequency": 1.5}, "attention_check.frequency"),
+        ({"frequency": -0.1}, "attention_check.frequency"),
+        ({"frequency": "often"}, "attention_check.frequency"),
+        ({"residual_risk": 0.0}, "attention_check.residual_risk"),
+        ({"inject": Inject(kind="nan")}, "attention_check.allow_injection"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_key(values, key):
+    with pytest.raises(ValueError, match=key):
+        AttentionCheck(**values)
+
+
+@pytest.mark.parametrize(("name", "value"), [("kind", "gamma"), ("every", 0), ("first_step", 0), ("bit", 99)])
+def test_a_bad_injection_is_named_with_its_key(name, value):
+    with pytest.raises(ValueError, match=rf"attention_check\.inject\.{name}"):
+        Inject(**{name: value})
+
+
+def record(log, *, refused=0, corrected=0, again=False, layer=2, section="scores", size=3.0):
+    residual = torch.tensor([0.0, size])
+    seen = Deviation(residual, torch.tensor(1.0), torch.tensor(100.0))
+    log.record(layer, section, outcome(seen, refused=refused, corrected=corrected), again=again)
+
+
+def test_a_finding_says_where_what_and_how_large():
+    log = FindingLog(rank=5)
+    log.begin(7, 2)
+    record(log, corrected=1)
+    assert not log.refused()
+    assert log.drain() == [
+        {
+            "step": 7,
+            "slot": 2,
+            "layer": 2,
+            "section": "scores",
+            "rank": 5,
+            "kind": "moderate",
+            "magnitude": 3.0,
+            "count": 1,
+            "action": "corrected",
+        }
+    ]
+    assert log.drain() == []
+
+
+@pytest.mark.parametrize(
+    ("size", "kind"), [(math.nan, "nan"), (-math.inf, "inf"), (1e30, "near-inf"), (2.0, "moderate")]
+)
+def test_a_finding_has_the_kind_of_its_worst_value(size, kind):
+    log = FindingLog()
+    log.begin(1, 0)
+    record(log, refused=1, size=size)
+    assert log.refused()
+    (finding,) = log.drain()
+    assert finding["kind"] == kind
+    assert finding["magnitude"] is None or math.isfinite(finding["magnitude"])
+
+
+def test_checkpointing_that_computes_again_is_not_a_second_finding():
+    log = FindingLog()
+    log.begin(1, 0)
+    record(log, corrected=1)
+    record(log, corrected=1, again=True)
+    log.refused()
+    assert [f["count"] for f in log.drain()] == [1]
+
+
+def test_a_fault_of_the_second_pass_alone_is_a_finding():
+    log = FindingLog()
+    log.begin(1, 0)
+    record(log, refused=1, again=True)
+    assert log.refused()
+
+
+def test_a_clean_slot_has_neither_finding_nor_refusal():
+    log = FindingLog()
+    log.begin(1, 0)
+    record(log, size=0.5)
+    assert not log.refused()
+    assert log.drain() == []
+
+
+def test_the_same_slot_refused_twice_names_rank_and_host():
+    log = FindingLog(rank=9)
+    for _ in range(2):
+        assert log.reason_to_leave() is None
+        log.begin(4, 1)
+        record(log, refused=1, layer=11)
+        assert log.refused()
+    reason = log.reason_to_leave()
+    assert "rank 9 on host" in reason
+    assert "slot 1 of step 4" in reason
+    assert "layer 11 scores" in reason
+
+
+def test_refusals_of_different_slots_are_no_reason_to_leave():
+    log = FindingLog()
+    for slot in range(3):
+        log.begin(4, slot)
+        record(log, refused=1)
+        assert log.refused()
+        assert log.reason_to_leave() is None
+
+
+def test_a_fault_under_checkpointing_is_found_once(bench):
+    x = torch.randn(8, 64, requires_grad=True)
+    w = torch.randn(64, 64, requires_grad=True)
+    sums = linear.WeightSums()
+
+    def compute(guard):
+        y = checkpoint(lambda x: linear.linear(x, w, None, guard, sums).relu(), x, use_reentrant=False)
+        return torch.autograd.grad(y.sum(), (x, w))
+
+    got, refused, findings = bench.run(compute, "wqkv.y", Fault("nan", 0.5))
+    assert not refused
+    assert [f["section"] for f in findings] == ["wqkv.y"]
+    clean, _, _ = bench.run(compute)
+    for a, b in zip(got, clean, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+LOADS = st.lists(
+    st.builds(Load, st.floats(1e6, 1e15), st.floats(1.0, 1e9), st.floats(0.01, 1)), min_size=1, max_size=9
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LOADS, st.floats(0.001, 1.5))
+def test_allotted_rates_meet_the_risk_and_no_rate_could_be_lower(loads, share):
+    rate = 2e-25
+    whole = sum(rate * load.flops * load.vulnerability for load in loads)
+    rates = allot(loads, rate, share * whole)
+    unseen = sum(
+        (1 - f) * rate * load.flops * load.vulnerability for f, load in zip(rates, loads, strict=True)
+    )
+    assert unseen <= share * whole * (1 + 1e-9) + 1e-300
+    assert all(0 <= f <= 1 + 1e-12 for f in rates)
+    assert sum(1e-9 < f < 1 - 1e-9 for f in rates) <= 1, "a knapsack has one broken piece"
+    value = [load.flops * load.vulnerability / load.cost for load in loads]
+    taken = [v for v, f in zip(value, rates, strict=True) if f > 1e-9]
+    left = [v for v, f in zip(value, rates, strict=True) if f <= 1e-9]
+    assert not taken or not left or min(taken) >= max(left) * (1 - 1e-9)
+
+
+def test_the_first_own_error_outweighs_the_prior():
+    assert error_rate(0, 0) == pytest.approx(PRIOR_ERRORS_PER_FLOP)
+    assert error_rate(1, 0) == pytest.approx(3 * PRIOR_ERRORS_PER_FLOP)
+    assert error_rate(0, 1e30) < PRIOR_ERRORS_PER_FLOP / 1e4
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(1.0, 1.0), (0.0, 0.0)])
+def test_rates_one_and_zero_are_exact(rate, expected):
+    schedule = Schedule(rate)
+    for slot in range(200):
+        schedule.begin(1, slot)
+        assert schedule.checking(0, "s", flops=1e9, cost=1) is bool(expected)
+
+
+def test_a_fixed_rate_checks_that_share_of_calls_and_the_same_ones_again():
+    def decisions():
+        schedule = Schedule(0.25, seed=3)
+        chosen = []
+        for step in range(1, 2001):
+            schedule.begin(step, 0)
+            chosen.append(schedule.checking(0, "s", flops=1e9, cost=1))
+        return chosen
+
+    assert 430 < sum(decisions()) < 570
+    assert decisions() == decisions()
+
+
+def adaptive(flops):
+    schedule = Schedule(None, residual_risk=1e-5)
+    for step in (1, 2):
+        schedule.begin(step, 0)
+        for layer in (0, 1):
+            schedule.checking(layer, "s", flops=flops, cost=1e6)
+        schedule.committed(step)
+    return schedule
+
+
+def test_adaptive_rates_follow_the_load():
+    assert adaptive(1e9).rate(0, "s") == pytest.approx(1 / 64)
+    assert adaptive(1e17).rate(0, "s") == 1.0
+
+
+def test_a_finding_raises_its_layer_at_once_and_the_raise_decays():
+    schedule = adaptive(1e9)
+    schedule.begin(3, 0)
+    schedule.found(1)
+    assert schedule.rate(1, "s") == 1.0
+    assert schedule.rate(0, "s") < 0.1
+    schedule.begin(3 + HALF_LIFE_STEPS, 0)
+    assert schedule.rate(1, "s") == pytest.approx(0.5)
+
+
+def test_weights_have_a_new_version_after_a_commit_and_a_heal():
+    schedule = Schedule(1.0)
+    versions = [schedule.weights_version]
+    schedule.committed(1)
+    versions.append(schedule.weights_version)
+    schedule.weights_changed()
+    versions.append(schedule.weights_version)
+    assert len(set(versions)) == 3
+
+
+def test_numbers_are_uniform_and_depend_on_every_part_of_their_key():
+    numbers = [uniform(0, step, slot, 1) for step in range(50) for slot in range(50)]
+    assert abs(sum(numbers) / len(numbers) - 0.5) < 0.02
+    assert len(set(numbers)) == 2500
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", ["bitflip", "inf", "nan", "near-inf", "scale"])
+def test_an_element_fault_changes_one_element(dtype, kind):
+    x = torch.randn(4, 32, 32).to(dtype)
+    hit = inject(x, Fault(kind, 0.37, bit=5, magnitude=7))
+    changed = ((hit != x) | hit.isnan()).nonzero()
+    assert len(changed) == 1
+    if kind == "near-inf":
+        assert hit.isfinite().all()
+        assert hit.abs().max() > 0.8 * torch.finfo(dtype).max
+
+
+def test_every_bit_flips_and_flips_back():
+    x = torch.randn(8)
+    for bit in range(32):
+        fault = Fault("bitflip", 0.5, bit=bit)
+        once = inject(x, fault)
+        assert not torch.equal(once.view(torch.int32), x.view(torch.int32))
+        assert torch.equal(inject(once, fault).view(torch.int32), x.view(torch.int32))
+
+
+def test_row_and_tile_faults_keep_to_their_shape():
+    x = torch.ones(2, 40, 48)
+    row = (inject(x, Fault("row", 0.3)) != 1).nonzero()
+    assert len(row) == 48
+    tile = (inject(x, Fault("tile", 0.3)) != 1).nonzero()
+    assert len(tile) == 256
+    assert (tile[:, 1:].amin(0) % 16 == 0).all()
+
+
+def test_injection_hits_its_steps_once_and_the_same_way_again():
+    def hits():
+        injector = Injector(Inject(kind="nan", first_step=3, every=2, count=3, seed=4))
+        for layer in range(4):
+            injector.register(layer, ("a", "b"))
+        for step in range(1, 12):
+            for _slot in range(2):
+                injector.begin(step)
+                for layer in range(4):
+                    injector.strike(layer, "a")
+                    injector.strike(layer, "b")
+        return injector.hits
+
+    assert [step for step, _, _ in hits()] == [3, 5, 7]
+    assert hits() == hits()
+
+
+def test_injection_keeps_to_its_layer_section_and_rank():
+    plan = Inject(kind="nan", layer=2, section="*.dw", rank=1)
+    for rank, expected in ((0, 0), (1, 1)):
+        injector = Injector(plan, rank)
+        for layer in range(4):
+            injector.register(layer, ("wo.y", "wo.dw"))
+        injector.begin(1)
+        for layer in range(4):
+            for section in ("wo.y", "wo.dw"):
+                injector.strike(layer, section)
+        assert injector.hits == [(1, 2, "wo.dw")] * expected

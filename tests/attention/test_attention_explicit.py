@@ -1,0 +1,156 @@
+"""Attention as matrices, checked."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from everstep.attention import explicit
+from everstep.attention.injection import Fault
+from everstep.attention.masks import Visible, documents_of
+
+L = 150
+DOCUMENTS = documents_of(torch.tensor([0, 40, 150, 151, 300]), 2, L)
+MASKS = {
+    "causal": Visible(),
+    "full": Visible(causal=False),
+    "window": Visible(window=20),
+    "documents": Visible(documents=DOCUMENTS),
+    "rule": Visible(causal=False, mod=lambda b, h, i, j: (i >= j) & ((j % 3 == h % 3) | (i == j))),
+    "rule and ranges": Visible(
+        causal=False,
+        mod=lambda b, h, i, j: i // 50 == j // 50,
+        ranges=(50, ((0, 50), (50, 100), (100, 150))),
+    ),
+}
+
+
+def operands(dtype=torch.float32, groups=2, length=L, head=16):
+    n = 4
+    q = torch.randn(2, length, n, head).to(dtype)
+    k, v = (torch.randn(2, length, n // groups, head).to(dtype) for _ in range(2))
+    return *(x.requires_grad_() for x in (q, k, v)), torch.randn(2, length, n, head).to(dtype)
+
+
+def computed(q, k, v, do, visible, guard=None):
+    out, _ = explicit.attention(q, k, v, visible, guard=guard)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), do)]
+
+
+def dense_mask(visible, heads):
+    whole = Visible(visible.causal, visible.window, visible.documents, visible.mod)
+    seen = whole.block(0, L, 0, L, batch=2, heads=heads, device=torch.device("cpu"))
+    return torch.ones(1, 1, L, L, dtype=torch.bool) if seen is None else seen
+
+
+def reference(q, k, v, do, visible):
+    mask = dense_mask(visible, q.shape[2])
+    q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q_, k_, v_, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), do)]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_it_computes_attention_and_its_gradients(bench, mask, groups):
+    args = operands(torch.float64, groups)
+    got, refused, findings = bench.run(lambda guard: computed(*args, MASKS[mask], guard))
+    for a, b in zip(got, reference(*args, MASKS[mask]), strict=True):
+        torch.testing.assert_close(a, b)
+    assert not refused
+    assert not findings
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", MASKS)
+def test_checks_change_no_bit(bench, dtype, mask):
+    args = operands(dtype)
+    got, _, findings = bench.run(lambda guard: computed(*args, MASKS[mask], guard))
+    for a, b in zip(got, computed(*args, MASKS[mask]), strict=True):
+        assert torch.equal(a, b)
+    assert not findings
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "documents"])
+def test_gradients_pass_gradcheck_with_lse(bench, mask):
+    q, k, v, _ = operands(torch.float64, length=9, head=4)
+    visible = {
+        "causal": Visible(),
+        "window": Visible(window=2),
+        "documents": Visible(documents=torch.tensor([[0] * 4 + [1] * 5] * 2)),
+    }[mask]
+    attend = lambda q, k, v: explicit.attention(q, k, v, visible, guard=bench.guard)  # noqa: E731
+    assert torch.autograd.gradcheck(attend, (q, k, v))
+    assert not bench.checks.refused()
+
+
+def test_lse_is_the_log_of_the_row_sums():
+    q, k, v, _ = operands()
+    _, lse = explicit.attention(q, k, v, Visible())
+    scores = torch.einsum("blngh,bmnh->bngml", q.unflatten(2, (2, 2)), k).transpose(-1, -2) / 4
+    scores = scores.masked_fill(torch.ones(L, L, dtype=torch.bool).triu(1), -torch.inf)
+    torch.testing.assert_close(lse, scores.logsumexp(-1).flatten(1, 2).transpose(1, 2))
+
+
+def test_a_row_that_sees_nothing_is_zero_and_harms_no_gradient(bench):
+    args = operands()
+    nothing = Visible(causal=False, mod=lambda b, h, i, j: (i >= j) & (i != 7))
+    got, refused, findings = bench.run(lambda guard: computed(*args, nothing, guard))
+    assert (got[0][:, 7] == 0).all()
+    assert all(x.isfinite().all() for x in got)
+    assert not refused
+    assert not findings
+
+
+@pytest.mark.parametrize("section", explicit.RESULTS)
+@pytest.mark.parametrize("kind", ["nan", "inf", "near-inf", "scale"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wrong_element_is_repaired_wherever_it_is(bench, section, kind, dtype):
+    args = operands(dtype)
+    clean = computed(*args, Visible(causal=False))
+    for place in (0.03, 0.5, 0.97):
+        got, refused, findings = bench.run(
+            lambda guard: computed(*args, Visible(causal=False), guard), section, Fault(kind, place)
+        )
+        for a, b in zip(got, clean, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3 if dtype == torch.float32 else 2e-2, atol=1e-4)
+        assert not refused
+        assert findings[0]["section"] == section
+        assert findings[0]["action"] in ("corrected", "recomputed")
+
+
+@pytest.mark.parametrize("section", ["scores", "context", "dp", "dq"])
+@pytest.mark.parametrize("kind", ["row", "tile"])
+def test_whole_rows_and_tiles_are_repaired(bench, section, kind):
+    args = operands()
+    clean = computed(*args, Visible(causal=False))
+    got, refused, findings = bench.run(
+        lambda guard: computed(*args, Visible(causal=False), guard),
+        section,
+        Fault(kind, 0.3, magnitude=-50.0),
+    )
+    for a, b in zip(got, clean, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    assert not refused
+    assert findings
+
+
+def test_scores_of_the_forward_that_no_check_saw_are_seen_by_the_backward(make_bench):
+    """The forward goes unchecked; the backward makes the scores again and finds that rows do not sum to 1."""
+    bench = make_bench()
+    args = operands()
+    bench.checks.schedule.checking = lambda layer, section, **_: section == explicit.BACKWARD
+    fault = Fault("scale", 0.5, magnitude=1e3)
+    _, refused, findings = bench.run(
+        lambda guard: computed(*args, Visible(causal=False), guard), "scores", fault
+    )
+    assert refused
+    assert [(f["section"], f["action"]) for f in findings] == [("scores.backward", "refused")]
+
+
+def test_memory_grows_with_the_length_and_not_with_its_square():
+    blocks = explicit._Operands(*operands(length=2048)[:3], Visible(), 1.0).blocks
+    largest = max(
+        2 * (b.heads.stop - b.heads.start) * 2 * (b.rows.stop - b.rows.start) * (b.keys.stop - b.keys.start)
+        for b in blocks
+    )
+    assert largest <= explicit._CACHED

@@ -1,0 +1,120 @@
+"""Checked projections."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from everstep.attention import linear
+from everstep.attention.injection import Fault
+from everstep.attention.product import apply_sums, halves, tile_sums
+
+RESULTS = ("wqkv.y", "wqkv.dx", "wqkv.dw")
+
+
+def operands(dtype, bias=True, shape=(2, 40)):
+    x = torch.randn(*shape, 96).to(dtype).requires_grad_()
+    w = (torch.randn(192, 96) / 10).to(dtype).requires_grad_()
+    b = torch.randn(192).to(dtype).requires_grad_() if bias else None
+    return x, w, b, torch.randn(*shape, 192).to(dtype)
+
+
+def computed(x, w, b, dy, guard=None, sums=None):
+    y = F.linear(x, w, b) if guard is None else linear.linear(x, w, b, guard, sums or linear.WeightSums())
+    inputs = [t for t in (x, w, b) if t is not None]
+    return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_results_are_those_of_the_plain_projection_to_the_last_bit(bench, dtype, bias):
+    args = operands(dtype, bias)
+    got, refused, findings = bench.run(lambda guard: computed(*args, guard))
+    for a, b in zip(got, computed(*args), strict=True):
+        assert torch.equal(a, b)
+    assert not refused
+    assert not findings
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("result", RESULTS)
+@pytest.mark.parametrize("kind", ["nan", "inf", "near-inf", "scale", "row", "tile"])
+def test_a_wrong_row_is_computed_again(bench, dtype, result, kind):
+    args = operands(dtype)
+    clean = computed(*args)
+    fault = Fault(kind, place=0.4, magnitude=-1e3)
+    got, refused, findings = bench.run(lambda guard: computed(*args, guard), result, fault)
+    for a, b in zip(got, clean, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+    assert not refused
+    assert [(f["section"], f["action"], f["layer"]) for f in findings] == [(result, "recomputed", 3)]
+    if kind in ("nan", "inf", "near-inf"):
+        assert findings[0]["kind"] == kind
+
+
+@pytest.mark.parametrize("result", RESULTS)
+def test_detecting_only_refuses_and_leaves_the_result(make_bench, result):
+    args = operands(torch.float32)
+    bench = make_bench(mode="detect")
+    got, refused, findings = bench.run(lambda guard: computed(*args, guard), result, Fault("nan", 0.4))
+    assert refused
+    assert findings[0]["action"] == "refused"
+    assert any(x.isnan().any() for x in got)
+
+
+def test_a_rate_of_zero_checks_nothing(make_bench):
+    args = operands(torch.float32)
+    got, refused, findings = make_bench(frequency=0.0).run(
+        lambda guard: computed(*args, guard), "wqkv.y", Fault("nan", 0.4)
+    )
+    assert got[0].isnan().any()
+    assert not refused
+    assert not findings
+
+
+def test_sums_of_weights_are_kept_until_the_weights_change(bench):
+    x, w, b, _ = operands(torch.float32)
+    sums = linear.WeightSums()
+    with torch.no_grad():
+        _, _, findings = bench.run(lambda guard: linear.linear(x, w, b, guard, sums))
+        assert not findings
+        w.mul_(2)
+        _, refused, _ = bench.run(lambda guard: linear.linear(x, w, b, guard, sums))
+        assert refused, "old sums went unnoticed"
+        bench.checks.weights_changed()
+        _, refused, findings = bench.run(lambda guard: linear.linear(x, w, b, guard, sums))
+    assert not refused
+    assert not findings
+
+
+def test_a_broken_sum_of_weights_is_not_repaired_by_recomputing(bench):
+    """The weights, or their sums, changed in memory: every row differs and computing again does not help."""
+    x, w, b, _ = operands(torch.float32)
+    sums = linear.WeightSums()
+    with torch.no_grad():
+        linear.linear(x, w, b, bench.guard, sums)
+        w[3, 5] += 4
+        _, refused, findings = bench.run(lambda guard: linear.linear(x, w, b, guard, sums))
+    assert refused
+    assert findings[0]["action"] == "refused"
+
+
+def test_gradients_pass_gradcheck(bench):
+    x, w, b, _ = operands(torch.float64, shape=(1, 3))
+    assert torch.autograd.gradcheck(
+        lambda x, w, b: linear.linear(x, w, b, bench.guard, linear.WeightSums()), (x, w, b), fast_mode=True
+    )
+    assert not bench.checks.refused()
+
+
+def test_two_narrow_halves_hold_twice_the_digits():
+    sums = torch.randn(96, 5) * 30
+    narrow = halves(sums, torch.bfloat16)
+    assert narrow.dtype == torch.bfloat16
+    high, low = narrow.float().chunk(2, dim=-1)
+    torch.testing.assert_close(high + low, sums, rtol=2**-16, atol=0)
+
+
+def test_sums_of_tiles_predict_the_row_sums_of_a_product():
+    a, b = torch.randn(7, 96), torch.randn(96, 128)
+    predicted = apply_sums(a, tile_sums(b).plain)
+    torch.testing.assert_close(predicted, (a @ b).view(7, 2, 64).sum(-1), rtol=1e-4, atol=1e-4)

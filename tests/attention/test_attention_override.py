@@ -1,0 +1,241 @@
+"""torchtitan's models with checked attention, built and run as torchtitan does."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from everstep.platform import cpu
+
+if not cpu.has_accelerator():
+    cpu.stand_in()
+
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config.override import apply_overrides
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.common.linear import Linear
+from torchtitan.trainer import Trainer
+
+from everstep.attention import override
+from everstep.attention.injection import Fault
+from everstep.attention.section import AttentionCheck
+
+MODELS = {
+    "llama3": lambda: llama3.model_registry("debugmodel"),
+    "qwen3": lambda: qwen3.model_registry("debugmodel"),
+    "gpt_oss": lambda: gpt_oss.model_registry("debugmodel", attn_backend="flex"),
+    "deepseek_v3": lambda: deepseek_v3.model_registry("debugmodel"),
+}
+L = 64
+
+
+def trainer_config(spec, **sections) -> Trainer.Config:
+    training = TrainingConfig(seq_len=L, local_batch_size=2, disable_cuda_graphs=True)
+    return Trainer.Config(model_spec=spec, training=training, **sections)
+
+
+def plain_sdpa(spec):
+    for _, _, parent, field in list(spec.model.traverse(FlexAttention.Config)):
+        setattr(parent, field, ScaledDotProductAttention.Config())
+    return spec
+
+
+def build(spec, section=None, checkpointing=None):
+    """A model, and its checks where a section is given, built in the trainer's order."""
+    config = trainer_config(spec)
+    if section is not None:
+        override.apply(config, section)
+    spec.model.update_from_config(config=config)
+    if config.override.imports:
+        apply_overrides(config.override, config)
+    torch.manual_seed(0)
+    model = spec.model.build()
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))
+    if checkpointing is not None:
+        checkpointing.build(dump_folder="").apply(model)
+    checks = override.attach([model], section) if section is not None and section.enable else None
+    return model, checks
+
+
+def batch(spec):
+    tokens = torch.randint(0, spec.model.vocab_size, (2, L), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(40), torch.arange(L - 40)]).expand(2, -1).contiguous()
+    return tokens, positions
+
+
+def logits_and_gradients(model, spec, masked=True):
+    tokens, positions = batch(spec)
+    masks = model.get_attention_masks(positions=positions) if masked else None
+    logits = model(tokens, positions=positions, attention_masks=masks)
+    logits.float().square().mean().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return logits.detach(), gradients
+
+
+@pytest.fixture
+def eager_flex(monkeypatch):
+    monkeypatch.setattr(FlexAttention, "_compiled_flex_attn", staticmethod(flex_attention))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_explicit_path_computes_what_flex_does(name, eager_flex):
+    """Documents, sliding windows, sinks, QK norm, latent attention: every decoder's own masks and scales."""
+    spec = MODELS[name]()
+    model, checks = build(spec, AttentionCheck(enable=True, frequency=1.0, path="explicit"))
+    stock, _ = build(MODELS[name]())
+    stock.load_state_dict(model.state_dict())
+    _, positions = batch(spec)
+    masks = model.get_attention_masks(positions=positions)
+    x = torch.randn(2, L, spec.model.dim, requires_grad=True)
+    checks.begin(1, 0)
+    compared = 0
+    for mask in masks.values() if isinstance(masks, dict) else [masks]:
+        for layer in ("0", "1"):
+            got = model.layers[layer].attention(x, mask, positions)
+            with torch.no_grad():  # eager flex has no backward on a CPU
+                expected = stock.layers[layer].attention(x, mask, positions)
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
+            (gradient,) = torch.autograd.grad(got.square().sum(), x)
+            assert gradient.isfinite().all()
+            compared += 1
+    assert compared >= 2
+    assert not checks.refused()
+    assert checks.drain() == []
+
+
+@pytest.mark.parametrize("registry", [llama3, gpt_oss], ids=["documents", "windows and sinks"])
+def test_varlen_masks_mean_what_block_masks_mean(registry):
+    section = AttentionCheck(enable=True, frequency=1.0, path="explicit")
+    flex_spec, varlen_spec = (
+        registry.model_registry("debugmodel", attn_backend=x) for x in ("flex", "varlen")
+    )
+    (flex, _), (varlen, checks) = build(flex_spec, section), build(varlen_spec, section)
+    varlen.load_state_dict(flex.state_dict())
+    _, positions = batch(flex_spec)
+    x = torch.randn(2, L, flex_spec.model.dim)
+    checks.begin(1, 0)
+    of_flex = flex.get_attention_masks(positions=positions)
+    of_varlen = varlen.get_attention_masks(positions=positions)
+    for layer in ("0", "1"):
+        window = getattr(varlen.layers[layer].attention.inner_attention, "window_size", (-1, 0))[0]
+        mask = of_flex
+        if isinstance(of_flex, dict):
+            mask = of_flex["basic_mask" if window < 0 else "sliding_window_mask"]
+        expected = flex.layers[layer].attention(x, mask, positions)
+        got = varlen.layers[layer].attention(x, of_varlen, positions)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    assert not checks.refused()
+
+
+def test_the_watched_kernel_computes_what_the_stock_one_does_to_the_last_bit():
+    spec = plain_sdpa(MODELS["llama3"]())
+    model, checks = build(spec, AttentionCheck(enable=True, frequency=1.0, path="fused"))
+    checks.begin(1, 0)
+    logits, gradients = logits_and_gradients(model, spec, masked=False)
+    assert not checks.refused()
+    assert checks.drain() == []
+    stock, _ = build(plain_sdpa(MODELS["llama3"]()))
+    stock.load_state_dict(model.state_dict())
+    expected, expected_gradients = logits_and_gradients(stock, spec, masked=False)
+    assert torch.equal(logits, expected)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, expected_gradients[name]), name
+
+
+def aim(checks, section, fault, layer=2):
+    """Have exactly one fault hit one layer's result, whenever it is computed next."""
+    armed = [fault]
+
+    def strike(at_layer, at_section, part=0, parts=1):
+        return armed.pop() if armed and (at_layer, at_section, part) == (layer, section, 0) else None
+
+    checks.injector.strike = strike
+
+
+@pytest.mark.parametrize(
+    "checkpointing", [None, FullAC.Config(), SelectiveAC.Config()], ids=["none", "full", "selective"]
+)
+@pytest.mark.parametrize("section", ["wqkv.y", "wo.y", "scores", "context", "wqkv.dw", "dq", "dp"])
+def test_a_nan_is_repaired_and_found_once_with_and_without_checkpointing(checkpointing, section):
+    spec = plain_sdpa(MODELS["llama3"]())
+    model, checks = build(spec, AttentionCheck(enable=True, frequency=1.0, path="explicit"), checkpointing)
+    checks.begin(1, 0)
+    logits, gradients = logits_and_gradients(model, spec, masked=False)
+    checks.begin(2, 0)
+    aim(checks, section, Fault("nan", 0.01))
+    hit_logits, hit_gradients = logits_and_gradients(model, spec, masked=False)
+    assert not checks.refused()
+    assert [(f["layer"], f["section"], f["count"] > 0) for f in checks.drain()] == [(2, section, True)]
+    torch.testing.assert_close(hit_logits, logits, rtol=1e-4, atol=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(hit_gradients[name], gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_switched_off_the_model_is_torchtitans_own():
+    spec = MODELS["llama3"]()
+    config = trainer_config(spec)
+    override.apply(config, AttentionCheck())
+    assert config.override.imports == []
+    model, checks = build(spec)
+    assert checks is None
+    assert {type(m).__module__.split(".")[0] for m in model.modules()} <= {"torchtitan", "torch"}
+
+
+def test_every_projection_and_inner_attention_has_a_guard_that_names_its_layer():
+    spec = MODELS["llama3"]()
+    model, _ = build(spec, AttentionCheck(enable=True))
+    guards = [m.guard for m in model.modules() if getattr(m, "guard", None) is not None]
+    assert sorted((g.layer, g.name) for g in guards) == sorted(
+        (layer, name) for layer in range(6) for name in ("wqkv", "wo", "inner_attention")
+    )
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        (
+            {"parallelism": ParallelismConfig(context_parallel_degree=2)},
+            "parallelism.context_parallel_degree",
+        ),
+        (
+            {"parallelism": ParallelismConfig(tensor_parallel_degree=2, spmd_backend="partial_dtensor")},
+            "parallelism.spmd_backend",
+        ),
+        ({"compile": CompileConfig(enable=True)}, "compile.enable"),
+    ],
+)
+def test_settings_that_rule_the_check_out_are_named(sections, key):
+    config = trainer_config(MODELS["llama3"](), **sections)
+    with pytest.raises(ValueError, match=key) as error:
+        override.apply(config, AttentionCheck(enable=True))
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_without_attention_is_named():
+    spec = MODELS["llama3"]()
+    spec.model.layers = []
+    with pytest.raises(ValueError, match=r"attention_check\.enable.*no attention"):
+        override.apply(trainer_config(spec), AttentionCheck(enable=True))
+
+
+def test_a_kernel_that_a_cpu_does_not_have_is_named():
+    with pytest.raises(ValueError, match=r"attention_check\.path"):
+        override.apply(trainer_config(MODELS["llama3"]()), AttentionCheck(enable=True, path="fused"))
+
+
+def test_a_projection_that_is_not_a_plain_product_is_refused():
+    class Quantised(Linear.Config):
+        pass
+
+    with pytest.raises(ValueError, match=r"attention_check\.enable.*Quantised"):
+        override.checked_projections(Quantised(in_features=4, out_features=4))
+
+
+def test_a_model_built_without_checks_cannot_be_attached():
+    model, _ = build(MODELS["llama3"]())
+    with pytest.raises(ValueError, match=r"attention_check\.enable"):
+        override.attach([model], AttentionCheck(enable=True))
