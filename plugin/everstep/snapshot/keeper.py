@@ -1,10 +1,10 @@
 """The keeper: the process that outlives its trainers and holds their snapshots (REFT's snapshot management
 process).
 
-One per agent: a session of its own, so that no signal to a process group reaches it; a lock, so that there is
-only one per run, group and host. It verifies what trainers publish, codes parity with the other groups'
-keepers, answers questions over TCP to holders of the run's token, and ends, removing its arena, when it is
-told that the run is over, when the run directory has gone, or when nobody has spoken for it for
+One per group and host: a session of its own, so that no signal to a process group reaches it; a lock, so that
+there is only one per run, group and host. It verifies what trainers publish, codes parity with the other
+groups' keepers, answers questions over TCP to holders of the run's token, and ends, removing its arena, when
+it is told that the run is over, when the run directory has gone, or when nobody has spoken for it for
 `keeper_ttl_s`.
 
 A keeper that is killed leaves its arena behind; the next one started for the same run and group adopts it.
@@ -337,7 +337,7 @@ class _Slot:
 
 
 def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot) -> Place:
-    """Start this host's keeper of a group, or find the one that is already there. For the agent.
+    """Start this host's keeper of a group, or find the one that is already there.
 
     `host`: address to listen on and advertise (fault_tolerance.bind_host).
 
