@@ -163,9 +163,8 @@ def main() -> None:
     ]
     for seed, (name, case) in enumerate(cases):
         share, error = simulate(case, args.runs, seed)
-        rows.append(
-            {"scheme": name, **asdict(case), "simulated": share, "error": error, "closed": closed_form(case)}
-        )
+        found = {"simulated": share, "error": error, "closed": closed_form(case)}
+        rows.append({"scheme": name, **asdict(case), **found})
     worst = max(abs(row["simulated"] - row["closed"]) / row["error"] for row in rows)
     if args.svg:
         curves = {}
