@@ -186,7 +186,8 @@ def main() -> None:
         )
         for row in rows:
             print(
-                f"{row['hosts']:>5} {row['mtbf_s'] / DAY_S:>5.0f} d {row['interval_s']:>7.0f} s  {row['scheme']:10} "
+                f"{row['hosts']:>5} {row['mtbf_s'] / DAY_S:>5.0f} d {row['interval_s']:>7.0f} s  "
+                f"{row['scheme']:10} "
                 f"{row['simulated']:>10.4f} {row['closed']:>12.4f}"
             )
         print(f"largest deviation of simulation from closed form: {worst:.1f} standard errors")
