@@ -194,6 +194,10 @@ class Channel:
         self.send_frame(message)
         return self.receive_frame()
 
+    def ask_range(self, offset: int, length: int) -> None:
+        """Ask for bytes, to be taken with `receive_range`. Several may be asked for ahead."""
+        self.send_frame({"op": "read", "offset": offset, "length": length})
+
     def send_range(self, source: Bytes, offset: int, length: int) -> None:
         """Answer a read: the bytes as checksummed chunks. Raises RefusedError when they are not all there."""
         if offset < 0 or length < 0 or offset + length > source.size:
@@ -202,24 +206,27 @@ class Channel:
         for start in range(offset, offset + length, CHUNK_BYTES):
             n = min(CHUNK_BYTES, offset + length - start)
             views = source.views(start, n)
-            self.send([_CHUNK.pack(start, n, _digest(views)), *views])
+            self.send([_CHUNK.pack(start, n, digest_of(views)), *views])
 
-    def receive_range(self, sink: Bytes, offset: int, length: int) -> None:
-        """Take the answer to a read straight into its place. Raises WireError on the first chunk that is not
-        right."""
+    def receive_range(self, sink: Bytes, offset: int, length: int, base: int = 0) -> None:
+        """Take the answer to a read straight into its place. `base`: the offset that is the sink's byte 0.
+
+        Raises WireError on the first chunk that is not right.
+        """
         self.receive_frame()
         for start in range(offset, offset + length, CHUNK_BYTES):
             n = min(CHUNK_BYTES, offset + length - start)
             if _CHUNK.unpack_from(head := self.receive(_CHUNK.size))[:2] != (start, n):
                 raise WireError(f"{self.peer} sent another chunk than the one asked for at byte {start}")
-            views = sink.views(start, n)
+            views = sink.views(start - base, n)
             for view in views:
                 self.receive_into(view)
-            if _digest(views) != _CHUNK.unpack(head)[2]:
+            if digest_of(views) != _CHUNK.unpack(head)[2]:
                 raise WireError(f"the chunk at byte {start} from {self.peer} does not match its checksum")
 
 
-def _digest(views: Sequence[memoryview]) -> int:
+def digest_of(views: Sequence[memoryview]) -> int:
+    """XXH3-64 of the buffers as if they were one."""
     if len(views) == 1:
         return xxhash.xxh3_64_intdigest(views[0])
     digest = xxhash.xxh3_64()
@@ -374,7 +381,7 @@ def pull(channels: Sequence[Channel], sink: Bytes, done: set[int] | None = None)
             offset, length = ranges.get_nowait()
         except queue.Empty:
             return None
-        channel.send_frame({"op": "read", "offset": offset, "length": length})
+        channel.ask_range(offset, length)
         return offset, length
 
     def work(channel: Channel) -> None:

@@ -350,7 +350,7 @@ class Supervisor:
     def _kill_strangers(self) -> None:
         """A warm process may die between a fork and its answer: nobody would know that child."""
         for child in psutil.Process().children():
-            if child.pid not in self._pids.values():
+            if child.pid not in self._pids.values() and not _is_keeper(child):
                 child.kill()
 
     def _kill_silent_agents(self) -> None:
@@ -406,7 +406,8 @@ class Supervisor:
             return
 
     def _kill_everything(self) -> None:
-        """Nothing that this run started outlives it. The kernel takes the workers with their agents."""
+        """Nothing that this run started outlives it, but for the keepers of its snapshots. The kernel takes the
+        workers with their agents."""
         if self._warm is not None:
             self._pids["warm"] = self._warm.pid
             self._warm.close()
@@ -416,9 +417,19 @@ class Supervisor:
         while time.monotonic() < deadline:
             try:
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    if all(_is_keeper(child) for child in psutil.Process().children()):
+                        return
                     time.sleep(0.005)
             except ChildProcessError:
                 return
+
+
+def _is_keeper(process: psutil.Process) -> bool:
+    """Whether it keeps snapshots for the next start. An orphan of its worker, it became our child."""
+    try:
+        return "everstep.snapshot.keeper" in process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
 
 
 def run(settings: RunSettings, on_events: Callable[[list[dict]], None] | None = None) -> int:

@@ -6,6 +6,7 @@ the same rows every group makes the same `Plan`. The attempt ends with a second 
 groups that put each slot into the sum is counted; `verdict` says whether that sum is the step.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -139,3 +140,15 @@ def verdict(coverage: Sequence[int], on_loss: Literal["redistribute", "shrink"] 
     if missing and (on_loss == "redistribute" or len(missing) == len(coverage)):
         return f"slots {missing} are missing from the sum"
     return None
+
+
+def life(group: int, incarnation: str) -> int:
+    """A 40-bit number for one start of a group's workers. Sums of them over the groups of a commit, exact in float64,
+    tell commits of one step by different lives apart."""
+    return int.from_bytes(hashlib.blake2b(f"{group}/{incarnation}".encode(), digest_size=5).digest(), "little")
+
+
+def common_value(total: float, squares: float, count: int) -> int:
+    """The integer that `count` summands all are, from their sum and the sum of their squares; -1 if they differ."""
+    value = round(total / count)
+    return value if value * count == total and value * value * count == squares else -1

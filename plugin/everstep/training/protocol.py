@@ -23,7 +23,7 @@ from typing import Literal, Protocol
 import torch
 
 from everstep.quorum.heal import HealError, HealServer, HealState, fetch
-from everstep.quorum.membership import Membership, Quorum, QuorumUnavailable
+from everstep.quorum.membership import Membership, Quorum, QuorumUnavailable, incarnation
 from everstep.quorum.process_group import CrossGroup, CrossGroupError
 from everstep.report.events import EventLog
 from everstep.training import ledger
@@ -86,6 +86,9 @@ class Work(Protocol):
     def noted(self, notes: list[bytes]) -> None:
         """What each group's `notes` said."""
 
+    def settle(self) -> int:
+        """Wait until the state may change; the newest step that this rank's snapshots hold, -1 for none."""
+
     def serve(self) -> HealState:
         """This rank's state, by reference."""
 
@@ -123,6 +126,9 @@ class Commit:
         extra: `SlotSums.extra` over all groups.
         owners: for each slot the group that computed it, -1 if none did.
         groups: groups taking part, in rank order.
+        lineage: the same on all groups that committed this step together; another when the step is committed again
+            after the run went back.
+        held: the step whose snapshot all groups held when they voted; -1 if they differed.
         quorum_id: torchft's id of the quorum.
         once: whether every slot is in the sum exactly once; a slot may be missing under `shrink`.
         saver: the group that writes what a run writes once.
@@ -137,6 +143,8 @@ class Commit:
     extra: torch.Tensor
     owners: tuple[int, ...]
     groups: tuple[int, ...]
+    lineage: str
+    held: int
     quorum_id: int
     once: bool
     saver: int
@@ -473,9 +481,10 @@ class StepProtocol:
             self._beat("heal", step)
             heal.join(timeout=1.0)
         total, coverage = torch.zeros(0), []
+        newest_held = self._work.settle()
         if not error:
             try:
-                total = self._sum_ledger(sums, exhausted, any(not row.computes for row in rows))
+                total = self._sum_ledger(sums, exhausted, newest_held, any(not row.computes for row in rows))
                 coverage = [round(count) for count in total[: self._slots].tolist()]
                 self._exchange_notes(quorum)
             except CrossGroupError as raised:
@@ -499,9 +508,11 @@ class StepProtocol:
                 step=step,
                 tokens=tokens,
                 loss=loss,
-                extra=rest[2:],
+                extra=rest[5:],
                 owners=tuple(round(o) - 1 if c else -1 for o, c in zip(owners.tolist(), coverage, strict=True)),
                 groups=quorum.groups,
+                lineage=f"{round(float(rest[2])):x}",
+                held=ledger.common_value(float(rest[3]), float(rest[4]), len(rows)),
                 quorum_id=quorum.id,
                 once=all(count == 1 for count in coverage),
                 saver=min(plan.shares),
@@ -536,12 +547,17 @@ class StepProtocol:
         self._cross.abort()
         self._connected = ""
 
-    def _sum_ledger(self, sums: SlotSums, exhausted: bool, somebody_heals: bool) -> torch.Tensor:
+    def _sum_ledger(
+        self, sums: SlotSums, exhausted: bool, newest_held: int, somebody_heals: bool
+    ) -> torch.Tensor:
         """Over the groups: for each slot the times it is in the sum, its owner's id + 1, its tokens, its loss (4 S
-        numbers), then the number of groups that leave and that ran out of data, then `SlotSums.extra`. float64."""
+        numbers), then the number of groups that leave and that ran out of data, their lives, the newest step in their
+        snapshots and its square, then `SlotSums.extra`. float64."""
         held = torch.zeros(self._slots, dtype=torch.float64)
         held[sorted(self._held.slots)] = 1
-        flags = torch.tensor([float(self.leaving), float(exhausted)], dtype=torch.float64)
+        life = ledger.life(self._group, incarnation())
+        flags = [self.leaving, exhausted, life, newest_held, newest_held**2]
+        flags = torch.tensor([float(flag) for flag in flags], dtype=torch.float64)
         vector = torch.cat([held, held * (self._group + 1), sums.tokens, sums.loss, flags, sums.extra])
         # A joiner comes here only when it has its state.
         timeout = self._timeouts.heal if somebody_heals else self._timeouts.reduce

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchtitan import trainer as titan
+from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.tools.logging import logger
@@ -32,9 +33,11 @@ from everstep.quorum.membership import Membership, incarnation
 from everstep.quorum.process_group import CrossGroup
 from everstep.quorum.token import run_token
 from everstep.report.events import EventLog
+from everstep.snapshot.section import Snapshot
 from everstep.training import finish
 from everstep.training.protocol import Blank, Commit, Left, OutOfData, StepProtocol, Timeouts
 from everstep.training.reduction import GradientReducer
+from everstep.training.snapshots import Snapshots
 from everstep.training.state import TrainingState, slot_seed
 from everstep.training.work import TitanWork, all_in_group, sum_in_group
 
@@ -60,6 +63,9 @@ class EverstepTrainer(titan.Trainer):
 
         data: Data = field(default_factory=Data)
         """Where the slots' tokens come from."""
+
+        snapshot: Snapshot = field(default_factory=Snapshot)
+        """The state of committed steps in host memory, kept by processes that outlive the trainer."""
 
         attention_check: AttentionCheck = field(default_factory=AttentionCheck)
         """Check the attention's arithmetic while training goes on."""
@@ -113,6 +119,12 @@ class EverstepTrainer(titan.Trainer):
         self._heartbeat = Heartbeat(self._run_dir, ft.group_id, rank)
         self._heartbeat.beat(STARTUP, 0)
         self._asked_to_leave = False
+        self._token = run_token(self._run_dir)
+        self.snapshots: Snapshots | None = None
+        if config.snapshot.enable:
+            self.snapshots = Snapshots(
+                self._run_dir, ft.group_id, self._host, config.snapshot, self._token, self.events
+            )
         signal.signal(signal.SIGTERM, self._on_terminate)
 
     def _on_terminate(self, signum: int, frame: Any) -> None:
@@ -142,7 +154,6 @@ class EverstepTrainer(titan.Trainer):
             int(ft.bucket_mb * 2**20),
         )
         self._work = TitanWork(self, self._slots, self._state)
-        self._token = run_token(self._run_dir)
         self._heal_server = HealServer(self._host, self._token, timedelta(seconds=ft.heal_timeout_s))
 
     def _join_run(self) -> StepProtocol:
@@ -224,6 +235,11 @@ class EverstepTrainer(titan.Trainer):
         self._heartbeat.beat(DONE, self.step)
         self._membership.leave()
         self._heal_server.shutdown()
+        if self.snapshots is not None:
+            # A last checkpoint on disk holds the same state; a group that leaves alone has given its own up.
+            self.snapshots.close(
+                over=leaves or not self.should_continue_training() or self.config.checkpoint.enable
+            )
         logger.info(f"Left the run after step {self.step}, as asked" if leaves else "Training completed")
 
     def _restore_or_wait(self) -> None:
@@ -246,6 +262,8 @@ class EverstepTrainer(titan.Trainer):
     def _restore(self) -> None:
         """No group has a state: take the newest checkpoint on disk, or start."""
         self._heartbeat.beat("restore", self.step)
+        if self._restore_from_memory():
+            return
         found = self.checkpointer.load(step=self.config.checkpoint.load_step)
         self.source.committed(self.step)
         if self.checks is not None:
@@ -253,6 +271,25 @@ class EverstepTrainer(titan.Trainer):
         self._protocol.restored(self.step)
         self.announce("disk" if found and self.step else "fresh")
         self._protocol.checksum = self._audit_checksum()
+
+    def _restore_from_memory(self) -> bool:
+        """Take the newest snapshot that the keepers hold whole, if no checkpoint on disk is as new."""
+        if self.snapshots is None or self.config.checkpoint.load_step != -1:
+            return False
+        state = self.snapshots.recover(self._work.serve(), self._disk_step())
+        if state is None:
+            return False
+        self._work.take(state, "memory")
+        self._protocol.restored(self.step)
+        self._protocol.checksum = self._audit_checksum()
+        return True
+
+    def _disk_step(self) -> int | None:
+        """The newest checkpoint that torchtitan would load."""
+        if not self.config.checkpoint.enable or not isinstance(self.checkpointer, CheckpointManager):
+            return None
+        step = self.checkpointer._find_load_step()
+        return step if step >= 0 else None
 
     def announce(self, source: str) -> None:
         """Say where this group's state came from."""
@@ -297,6 +334,8 @@ class EverstepTrainer(titan.Trainer):
         self.ntokens_seen += self.tokens_per_step
         self.source.committed(self.step)
         self._protocol.committed()
+        if self.snapshots is not None:
+            self.snapshots.committed(commit, self._work.serve)
         if self.checks is not None:
             self.checks.committed(self.step)
         if self._ft.audit_interval and self.step % self._ft.audit_interval == 0:

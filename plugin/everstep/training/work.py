@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from everstep.training.trainer import EverstepTrainer
 
 DATA_BLOB = "data"
+COMPLETE_SNAPSHOT = "complete_snapshot"
 NOTES_INTERVAL = 10
 """Committed steps between two exchanges of dataloader positions; what an adopter has to skip at most."""
 
@@ -147,14 +148,28 @@ class TitanWork:
         for note in filter(None, notes):
             self._trainer.source.learn(note)
 
+    def settle(self) -> int:
+        return self._trainer.snapshots.settle() if self._trainer.snapshots else -1
+
     def serve(self) -> HealState:
-        return self._state.snapshot({DATA_BLOB: self._trainer.source.known_states()})
+        state = self._state.snapshot({DATA_BLOB: self._trainer.source.known_states()})
+        if self._trainer.snapshots is not None:
+            state.meta[COMPLETE_SNAPSHOT] = self._trainer.snapshots.complete
+        return state
 
     def heal(self, state: HealState) -> None:
+        self.take(state, "peer")
+        known = state.meta.get(COMPLETE_SNAPSHOT)
+        if self._trainer.snapshots is not None and known is not None:
+            self._trainer.snapshots.learn_complete(*known)
+
+    def take(self, state: HealState, source: str) -> None:
+        """Take over a state of this rank column; `source` says in the events where it came from."""
+        self.settle()  # a snapshot of the state before may still be under way
         self._state.load(state)
         self._trainer.source.learn(state.blobs[DATA_BLOB])
         self._trainer.source.committed(self._trainer.step)
-        self._trainer.announce("peer")
+        self._trainer.announce(source)
         if self._trainer.checks is not None:
             self._trainer.checks.weights_changed()
 

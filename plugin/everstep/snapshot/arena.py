@@ -1,0 +1,189 @@
+"""The arena: one keeper's directory of slots on tmpfs.
+
+everstep-RUN-group-K/
+    lock                     held by the keeper (flock)
+    rank-R.slot-0, .slot-1   the two newest snapshots of a rank, written by its trainer
+    rank-R.parity-0, -1      the two newest parities coded by the keeper
+    rank-R.notes             what the keeper knows about the rank's slots, for the trainer
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from everstep.snapshot.slot import Header, SlotError, SlotReader, file_bytes
+
+Kind = Literal["data", "parity"]
+_FILE_WORD: dict[Kind, str] = {"data": "slot", "parity": "parity"}
+SLOTS = 2
+
+
+def run_id(token: bytes) -> str:
+    """A run's public name, from its secret token: 16 hexadecimal digits."""
+    return hashlib.sha256(b"everstep run " + token).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Notes:
+    """A keeper's word on one rank's newest snapshots, written for the trainer beside it."""
+
+    heartbeat: float = 0.0
+    """time.monotonic() of the keeper's last word."""
+    sequence: int = -1
+    """The youngest slot that the keeper has dealt with."""
+    sound: bool = False
+    """Its bytes match its checksums."""
+    coded: bool = False
+    """Its parity shards are published here."""
+    settled: bool = False
+    """No parity work on it is under way or to come."""
+    reason: str = ""
+    """Why it is settled without being coded."""
+
+
+class Arena:
+    """Paths and bookkeeping of one group's slots on this host."""
+
+    def __init__(self, directory: Path, run: str, group: int) -> None:
+        self.root = directory
+        self.run = run
+        self.group = group
+        self.path = directory / f"everstep-{run}-group-{group}"
+
+    def create(self) -> None:
+        """Raises SlotError, naming the directory, when it cannot be made or is another user's."""
+        try:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise SlotError(f"{self.path} cannot be made: {error.strerror} (snapshot.arena_dir)") from error
+        # A directory that a stranger made first under our name could swap the files under a mapping.
+        if self.path.stat().st_uid != os.geteuid():
+            raise SlotError(f"{self.path} belongs to another user: remove it or set snapshot.arena_dir")
+
+    def remove(self) -> None:
+        """Give all memory back. Mappings that processes still have live on until they drop them."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def file(self, kind: Kind, rank: int, index: int) -> Path:
+        return self.path / f"rank-{rank}.{_FILE_WORD[kind]}-{index}"
+
+    def ranks(self) -> list[int]:
+        """The ranks that have slots here."""
+        found = set()
+        with contextlib.suppress(FileNotFoundError):  # removed under us: no ranks
+            for name in os.listdir(self.path):
+                if match := re.fullmatch(r"rank-(\d+)\.slot-\d", name):
+                    found.add(int(match.group(1)))
+        return sorted(found)
+
+    def headers(self, kind: Kind, rank: int) -> list[Header | None]:
+        """What each of the rank's slots holds; None for one that holds nothing or is not of this run."""
+        return [self._header(kind, rank, index) for index in range(SLOTS)]
+
+    def _header(self, kind: Kind, rank: int, index: int) -> Header | None:
+        try:
+            reader = SlotReader(self.file(kind, rank, index))
+        except (FileNotFoundError, PermissionError):
+            return None
+        try:
+            header = reader.header()
+        finally:
+            reader.close()
+        if header is None or (header.run, header.kind, header.group, header.rank) != (
+            self.run,
+            kind,
+            self.group,
+            rank,
+        ):
+            return None
+        return header
+
+    def bytes_of(self, rank: int) -> int:
+        """Memory that the rank's slots and parity take now."""
+        total = 0
+        for kind in _FILE_WORD:
+            for index in range(SLOTS):
+                with contextlib.suppress(FileNotFoundError):  # not made yet
+                    total += self.file(kind, rank, index).stat().st_size
+        return total
+
+    def write_notes(self, rank: int, notes: Notes) -> None:
+        path = self.path / f"rank-{rank}.notes"
+        temporary = path.with_suffix(".notes-new")
+        temporary.write_text(json.dumps(asdict(notes)))
+        temporary.replace(path)
+
+    def read_notes(self, rank: int) -> Notes:
+        """The keeper's last word, or an empty one when there is none."""
+        try:
+            return Notes(**json.loads((self.path / f"rank-{rank}.notes").read_text()))
+        except (OSError, ValueError, TypeError):
+            return Notes()
+
+
+def check_room(directory: Path, bytes_needed: int, reserve_bytes: int) -> None:
+    """Raises SlotError, with bytes needed and found, when `bytes_needed` more in `directory` would not fit:
+    in the tmpfs, in the host's free memory or in this control group's limit, less `reserve_bytes`."""
+    try:
+        status = os.statvfs(directory)
+    except OSError as error:
+        raise SlotError(f"{directory} cannot be used: {error.strerror} (snapshot.arena_dir)") from error
+    found = {
+        f"free in {directory} (snapshot.arena_dir; Docker: --shm-size)": status.f_bavail * status.f_frsize,
+        "of free host memory": psutil.virtual_memory().available - reserve_bytes,
+    }
+    limit = cgroup_free_bytes()
+    if limit is not None:
+        found["left under the memory limit of this control group"] = limit - reserve_bytes
+    where, least = min(found.items(), key=lambda item: item[1])
+    if bytes_needed > least:
+        raise SlotError(f"snapshots need {bytes_needed} bytes more, and there are {max(least, 0)} {where}")
+
+
+def cgroup_free_bytes(
+    proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Memory left under the tightest cgroup v2 limit of this process; None where there is no limit.
+
+    Page cache that the kernel can drop is counted as free; tmpfs pages (`shmem`), which it cannot, are not.
+    """
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return None
+    name = next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), None)
+    if name is None:
+        return None
+    left = None
+    folder = mount / name
+    while True:
+        try:
+            limit, used = (
+                (folder / "memory.max").read_text().strip(),
+                int((folder / "memory.current").read_text()),
+            )
+            if limit != "max":
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                droppable = int(stat["file"]) - int(stat["shmem"])
+                here = int(limit) - used + max(droppable, 0)
+                left = here if left is None else min(left, here)
+        except (OSError, ValueError, KeyError):
+            pass  # the root group, or a kernel without this controller, has no such files: no limit there
+        if folder in (mount, folder.parent):
+            return left
+        folder = folder.parent
+
+
+def memory_needed(payload_bytes: int, members: int, parity: int) -> int:
+    """Bytes in tmpfs for one rank: its slots, and the parity slots its keeper codes for the other members."""
+    m = min(parity, members - 1)
+    shards = m * -(-payload_bytes // (members - m)) if m else 0
+    return SLOTS * (file_bytes(payload_bytes) + (file_bytes(shards) if shards else 0))

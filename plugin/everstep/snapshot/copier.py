@@ -1,0 +1,472 @@
+"""The copier: a trainer's part of its committed state into the arena, behind the next step's back.
+
+After a commit, `committed` notes what is to be copied and returns; a thread copies, computes checksums and
+publishes. The state's tensors do not change until the next optimizer step, so the trainer has only to call
+`wait` before it votes on that step. Called there, and not after the vote, a commit also proves something to
+every group: all groups that voted have published their parts of the steps before. That is how a copier knows
+which step is complete on all keepers, and so which of its two slots it may overwrite, without asking anyone.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from everstep.snapshot import stripes
+from everstep.snapshot.arena import SLOTS, Arena, Notes, check_room, memory_needed
+from everstep.snapshot.layout import Entry, Layout, Shard, buckets
+from everstep.snapshot.restore import pack_own
+from everstep.snapshot.section import Snapshot
+from everstep.snapshot.slot import Header, SlotError, SlotWriter, chunk_digests, pack_sections
+
+BUCKET_BYTES = 32 << 20
+KEEPER_SILENT_S = 5.0
+GATE_POLL_S = 0.02
+
+
+@dataclass
+class State:
+    """What a snapshot of one rank carries."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """Local shards, contiguous, all on one device (host scalars beside them are fine)."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """JSON: counters, learning-rate schedule; the same in all groups."""
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    """Byte strings of this rank and group: random states, a dataloader's position."""
+    shards: Mapping[str, Shard] | None = None
+    """Which boxes of whole tensors the shards are; needed to export a checkpoint."""
+
+
+class Emit(Protocol):
+    """`report.events.EventLog.emit`."""
+
+    def __call__(self, kind: str, step: int | None = None, **fields: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What is known of one slot when the next is to be written."""
+
+    sequence: int
+    complete: bool
+    """Every member of its step has published its part."""
+    sound: bool
+    """The keeper has not found it damaged."""
+    coded: bool
+    """The keeper has published parity over it."""
+    coding: bool
+    """The keeper is verifying it or coding parity over it now."""
+
+
+def slot_to_overwrite(slots: Sequence[Standing | None]) -> int | None:
+    """Which slot the next snapshot goes to, so that the newest complete and the newest coded step survive it.
+
+    None: neither may go yet, since the younger slot's parity is under way and the older one's is what there
+    is.
+    """
+    for index, slot in enumerate(slots):
+        if slot is None or not slot.sound:
+            return index
+    standing = {index: slot for index, slot in enumerate(slots) if slot is not None}
+    older, younger = sorted(standing, key=lambda index: standing[index].sequence)
+    if not standing[younger].complete:
+        return younger
+    if standing[younger].coding and standing[older].coded:
+        return None
+    return older
+
+
+class Copier:
+    """One rank's snapshots. Not for use by two threads at once."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        rank: int,
+        ranks: int,
+        settings: Snapshot,
+        emit: Emit,
+        revive: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`emit` receives the events snapshot, snapshot_skipped and snapshot_failed. `revive` is called, in a
+        thread of its own, when the keeper has fallen silent."""
+        self._revive = revive
+        self._reviver: threading.Thread | None = None
+        self._revive_after = time.monotonic() + KEEPER_SILENT_S
+        self._arena, self._rank, self._ranks = arena, rank, ranks
+        self._settings, self._emit = settings, emit
+        self._slots = [_MappedSlot(SlotWriter(arena.file("data", rank, i))) for i in range(SLOTS)]
+        self._complete: tuple[int, str] | None = None
+        self._newest: tuple[int, str, tuple[int, ...]] | None = None
+        self._damaged: set[int] = set()
+        self._plan: _Plan | None = None
+        self._last_failure = ""
+        self._condition = threading.Condition()
+        self._job: _Job | None = None
+        self._hurry = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="snapshot-copier", daemon=True)
+        self._thread.start()
+
+    @property
+    def complete(self) -> tuple[int, str] | None:
+        """Step and lineage of the newest snapshot known to be complete on all keepers."""
+        return self._complete
+
+    def learn_complete(self, step: int, lineage: str) -> None:
+        """This snapshot is complete: the run was restored from it, or the group that this one healed from
+        knows. Slots found here are then not overwritten before a newer one is complete."""
+        self._complete = (step, lineage)
+
+    def committed(
+        self, step: int, lineage: str, members: Sequence[int], held: int, state: Callable[[], State]
+    ) -> bool:
+        """Tell that a step was committed; take a snapshot of it if it is due. Returns whether one was begun.
+
+        Args:
+            step: the committed step.
+            lineage: a string that is the same in all groups which committed this step together, and another
+                when the step is committed again after the run went back.
+            members: the groups that committed, all of which hold the state now.
+            held: the step that was `published` on all of them when they voted; -1 if they differed.
+            state: called if a snapshot is due. Its tensors must not change before `wait` has returned.
+        """
+        self.wait()
+        self._learn(frozenset(members), held)
+        if step % self._settings.interval:
+            return False
+        began = time.perf_counter()
+        what = state()
+        ready = None
+        device = next((t.device for t in what.tensors.values() if t.is_cuda), None)
+        if device is not None:
+            ready = torch.cuda.Event()
+            ready.record(torch.cuda.current_stream(device))
+        job = _Job(step, lineage, tuple(sorted(members)), what, device, ready)
+        job.blocked_s = time.perf_counter() - began
+        with self._condition:
+            self._job, self._hurry = job, False
+            self._condition.notify_all()
+        return True
+
+    def wait(self) -> None:
+        """Block until the snapshot under way is published (or given up). Call it before each vote."""
+        began = time.perf_counter()
+        with self._condition:
+            job = self._job
+            if job is None:
+                return
+            self._hurry = True
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: job.done)
+            self._job = None
+        job.blocked_s += time.perf_counter() - began
+        self._report(job)
+
+    def close(self) -> None:
+        """Finish the snapshot under way and let go of the arena, which stays."""
+        self.wait()
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        self._thread.join()
+        for slot in self._slots:
+            slot.release()
+
+    @property
+    def published(self) -> int:
+        """The newest step that this process has published; -1 for none. What it found there does not
+        count."""
+        return self._newest[0] if self._newest else -1
+
+    def _learn(self, members: frozenset[int], held: int) -> None:
+        """From a commit: whether every member of the newest snapshot had published it when it voted."""
+        if self._newest is not None and self._newest[0] == held and members.issuperset(self._newest[2]):
+            self._complete = self._newest[:2]
+
+    def _report(self, job: "_Job") -> None:
+        if job.outcome == "taken":
+            self._last_failure = ""
+            self._emit(
+                "snapshot",
+                job.step,
+                bytes=job.copied_bytes,
+                copy_s=round(job.copy_s, 6),
+                blocked_s=round(job.blocked_s, 6),
+                members=list(job.members),
+            )
+        elif job.outcome == "skipped":
+            self._emit("snapshot_skipped", job.step, reason=job.reason)
+        elif job.reason != self._last_failure:
+            self._last_failure = job.reason  # said once, not at every step
+            self._emit("snapshot_failed", job.step, reason=job.reason)
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(
+                    lambda: self._closed or (self._job is not None and not self._job.done)
+                )
+                job = self._job
+                if job is None or job.done:
+                    return
+            try:
+                self._take(job)
+            except (SlotError, RuntimeError, OSError, ValueError, TypeError) as error:
+                # Training goes on without this snapshot; the event says so.
+                job.outcome, job.reason = "failed", str(error)
+            finally:
+                with self._condition:
+                    job.done = True
+                    self._condition.notify_all()
+
+    def _take(self, job: "_Job") -> None:
+        self._look_after_keeper()
+        index = self._gate()
+        if index is None:
+            job.outcome = "skipped"
+            job.reason = (
+                "parity of the step before is still under way, and the older slot holds the last coded one"
+            )
+            return
+        began = time.perf_counter()
+        plan = self._plan
+        if plan is None or not plan.fits(job, self._settings):
+            plan = self._plan = _Plan(job, self._arena, self._rank, self._ranks, self._settings)
+        own = pack_own(job.state.meta, job.state.blobs)
+        tail, places = pack_sections({"own": own, "layout": plan.layout_json}, plan.part[1] - plan.part[0])
+        size = plan.part[1] - plan.part[0] + len(tail)
+        self._make_room(size, plan)
+        sequence = self._next_sequence()
+        slot = self._slots[index]
+        slot.reserve(size, job.device)
+        slot.writer.begin()
+        plan.copy(job, slot)
+        payload = slot.writer.payload(size)
+        payload[size - len(tail) :] = tail
+        header = Header(
+            run=self._arena.run,
+            kind="data",
+            group=self._arena.group,
+            rank=self._rank,
+            ranks=self._ranks,
+            step=job.step,
+            lineage=job.lineage,
+            members=job.members,
+            parity=plan.parity,
+            topology=plan.topology,
+            state_bytes=plan.layout.size,
+            part=plan.part,
+            sections={"part": (0, plan.part[1] - plan.part[0]), **places},
+            sequence=sequence,
+            taken_at=time.time(),
+            payload_bytes=size,
+        )
+        slot.writer.publish(header, chunk_digests(payload))
+        self._newest = (job.step, job.lineage, job.members)
+        job.outcome, job.copied_bytes, job.copy_s = "taken", size, time.perf_counter() - began
+
+    def _gate(self) -> int | None:
+        """The slot to write, once one is free; None when the trainer wants to go on before that."""
+        while True:
+            index = slot_to_overwrite(self._standings())
+            if index is not None:
+                return index
+            with self._condition:
+                if self._hurry:
+                    return None
+                self._condition.wait(GATE_POLL_S)
+
+    def _look_after_keeper(self) -> None:
+        now = time.monotonic()
+        if now - self._arena.read_notes(self._rank).heartbeat < KEEPER_SILENT_S or now < self._revive_after:
+            return
+        if self._reviver is None or not self._reviver.is_alive():
+            self._revive_after = now + KEEPER_SILENT_S
+            # Beside the copy: a process takes its time to start, and the trainer may be waiting for the copy.
+            self._reviver = threading.Thread(target=self._revive, name="keeper-reviver", daemon=True)
+            self._reviver.start()
+
+    def _standings(self) -> list[Standing | None]:
+        headers = self._arena.headers("data", self._rank)
+        coded = {h.identity for h in self._arena.headers("parity", self._rank) if h}
+        notes = self._arena.read_notes(self._rank)
+        return [self._standing(header, coded, notes) if header else None for header in headers]
+
+    def _standing(self, header: Header, coded: set, notes: Notes) -> Standing:
+        alive = time.monotonic() - notes.heartbeat < KEEPER_SILENT_S
+        dealt = notes.sequence == header.sequence
+        if dealt and not notes.sound:
+            self._damaged.add(header.sequence)
+        return Standing(
+            sequence=header.sequence,
+            complete=(header.step, header.lineage) == self._complete,
+            sound=header.sequence not in self._damaged,
+            coded=header.identity in coded,
+            coding=alive
+            and header.parity > 0
+            and (notes.sequence < header.sequence or (dealt and not notes.settled)),
+        )
+
+    def _next_sequence(self) -> int:
+        # By the clock, so that no number comes again after a publication that was broken off: the keeper goes
+        # by it.
+        newest = max((h.sequence for h in self._arena.headers("data", self._rank) if h), default=0)
+        return max(newest + 1, time.time_ns())
+
+    def _make_room(self, size: int, plan: "_Plan") -> None:
+        self._arena.create()  # it is there, unless somebody removed it
+        if any(slot.writer.capacity < size for slot in self._slots):
+            needed = memory_needed(size, len(plan.members), plan.parity) - self._arena.bytes_of(self._rank)
+            check_room(self._arena.path, needed, int(self._settings.memory_reserve_gb * 2**30))
+
+
+@dataclass
+class _Job:
+    step: int
+    lineage: str
+    members: tuple[int, ...]
+    state: State
+    device: torch.device | None
+    ready: torch.cuda.Event | None
+    """Recorded on the compute stream at the commit: what the copy must come after."""
+    done: bool = False
+    outcome: str = "failed"
+    reason: str = ""
+    copied_bytes: int = 0
+    copy_s: float = 0.0
+    blocked_s: float = 0.0
+
+
+class _Plan:
+    """Which bytes of which tensors go where; made anew when tensors or members change."""
+
+    def __init__(self, job: _Job, arena: Arena, rank: int, ranks: int, settings: Snapshot) -> None:
+        if arena.group not in job.members:
+            raise SlotError(
+                f"group {arena.group} is none of the members {list(job.members)} of step {job.step}"
+            )
+        self.members = job.members
+        self.layout = Layout.of(job.state.tensors, job.state.shards)
+        self.layout_json = json.dumps(self.layout.to_json(), separators=(",", ":")).encode()
+        self.topology = self.layout.topology(rank, ranks)
+        index, count = job.members.index(arena.group), len(job.members)
+        full = settings.scope == "full"
+        self.parity = 0 if full else stripes.effective_parity(count, settings.parity)
+        self.part = (0, self.layout.size) if full else stripes.part_bounds(self.layout.size, count, index)
+        self._key = self._key_of(job, settings)
+        self._buckets = buckets(self.layout.pieces(*self.part), BUCKET_BYTES)
+        self._sources = [
+            [_source(job.state.tensors[e.name], a, b) for e, a, b in run] for run in self._buckets
+        ]
+        self._stream: torch.cuda.Stream | None = None
+
+    @staticmethod
+    def _key_of(job: _Job, settings: Snapshot) -> tuple:
+        tensors = job.state.tensors
+        return job.members, settings.scope, tuple(tensors), tuple(t.data_ptr() for t in tensors.values())
+
+    def fits(self, job: _Job, settings: Snapshot) -> bool:
+        return self._key == self._key_of(job, settings)
+
+    def copy(self, job: _Job, slot: "_MappedSlot") -> None:
+        """Copy this member's part into the slot's payload. Returns when every byte is there."""
+        payload = slot.payload()
+        targets = [[self._target(payload, *piece) for piece in run] for run in self._buckets]
+        if job.device is None:
+            for run, sources in zip(targets, self._sources, strict=True):
+                torch._foreach_copy_(run, sources)
+        else:
+            self._copy_from_device(job, payload, targets)
+
+    def _target(self, payload: torch.Tensor, entry: Entry, start: int, stop: int) -> torch.Tensor:
+        at = entry.offset - self.part[0]
+        return payload[at + start : at + stop].view(entry.torch_dtype)
+
+    def _copy_from_device(self, job: _Job, payload: torch.Tensor, targets: list[list[torch.Tensor]]) -> None:
+        """Gather each bucket on the device, then one copy per bucket to the (pinned) arena, on a stream of
+        its own."""
+        assert job.device is not None
+        assert job.ready is not None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(job.device)
+        staging = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=job.device)
+        from_host: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(job.ready)
+            staging.record_stream(self._stream)
+            for pieces, sources, run in zip(self._buckets, self._sources, targets, strict=True):
+                first, last = pieces[0], pieces[-1]
+                begin, end = first[0].offset + first[1], last[0].offset + last[2]
+                gathered, gathered_from = [], []
+                for (entry, a, b), source, target in zip(pieces, sources, run, strict=True):
+                    if not source.is_cuda:
+                        from_host.append((target, source))
+                        continue
+                    place = staging[entry.offset + a - begin : entry.offset + b - begin]
+                    gathered.append(place.view(entry.torch_dtype))
+                    gathered_from.append(source)
+                if gathered:
+                    torch._foreach_copy_(gathered, gathered_from)
+                at = begin - self.part[0]
+                payload[at : at + end - begin].copy_(staging[: end - begin], non_blocking=True)
+        self._stream.synchronize()
+        # Host scalars, such as an optimizer's step counters, go into the holes that the buckets left for
+        # them.
+        for target, source in from_host:
+            target.copy_(source)
+
+
+def _source(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The elements of a contiguous tensor that lie in bytes [start, stop)."""
+    size = tensor.dtype.itemsize
+    return tensor.detach().view(-1)[start // size : stop // size]
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()
+
+
+class _MappedSlot:
+    """A slot's memory as a tensor, registered with CUDA where copies come from a device."""
+
+    def __init__(self, writer: SlotWriter) -> None:
+        self.writer = writer
+        self._registered: int | None = None
+        self._tensor: torch.Tensor | None = None
+
+    def reserve(self, size: int, device: torch.device | None) -> None:
+        if size > self.writer.capacity:
+            self._unregister()  # before the mapping goes
+            self._tensor = None
+        if self.writer.reserve(size) or self._tensor is None or len(self._tensor) < size:
+            self._unregister()
+            self._tensor = torch.frombuffer(self.writer.payload(self.writer.capacity), dtype=torch.uint8)
+        if device is not None and self._registered is None:
+            address, length = self.writer.address
+            # Page-locked for this process: device copies are asynchronous only into such memory.
+            code = int(_cuda_runtime().cudaHostRegister(address, length, 0))
+            if code:
+                raise SlotError(
+                    f"{self.writer.path}: cudaHostRegister of {length} bytes failed with error {code}"
+                )
+            self._registered = address
+
+    def payload(self) -> torch.Tensor:
+        assert self._tensor is not None
+        return self._tensor
+
+    def _unregister(self) -> None:
+        if self._registered is not None:
+            _cuda_runtime().cudaHostUnregister(self._registered)
+            self._registered = None
+
+    def release(self) -> None:
+        self._unregister()
+        self._tensor = None
+        self.writer.release()

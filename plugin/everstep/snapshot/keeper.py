@@ -1,0 +1,457 @@
+"""The keeper: the process that outlives its trainers and holds their snapshots (REFT's snapshot management
+process).
+
+One per group and host: a session of its own, so that no signal to a process group reaches it; a lock, so that
+there is only one per run, group and host. It verifies what trainers publish, codes parity with the other
+groups' keepers, answers questions over TCP to holders of the run's token, and ends, removing its arena, when
+it is told that the run is over, when the run directory has gone, or when nobody has spoken for it for
+`keeper_ttl_s`.
+
+A keeper that is killed leaves its arena behind; the next one started for the same run and group adopts it.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from everstep import wire
+from everstep.snapshot import peers
+from everstep.snapshot.arena import SLOTS, Arena, Kind, Notes, run_id
+from everstep.snapshot.coding import Coder, CodingError
+from everstep.snapshot.peers import Place
+from everstep.snapshot.section import Snapshot
+from everstep.snapshot.slot import Header, SlotError, SlotReader, table_bytes
+
+POLL_S = 0.05
+HEARTBEAT_S = 0.5
+GONE_S = 20.0
+START_TIMEOUT_S = 30.0
+LOCKED_EXIT = 3
+
+log = logging.getLogger("everstep.keeper")
+
+
+class KeeperError(RuntimeError):
+    """A keeper that could not be started; the message says why."""
+
+
+class RankWatch:
+    """Verifies and codes what one rank's trainer publishes, in a thread of its own."""
+
+    def __init__(self, keeper: "Keeper", rank: int) -> None:
+        self._keeper, self.rank = keeper, rank
+        settings = keeper.settings
+        self._coder = Coder(
+            keeper.arena, rank, keeper.token, keeper.address_of, int(settings.memory_reserve_gb * 2**30)
+        )
+        self._lock = threading.Lock()
+        self._notes = Notes()
+        self.sound: dict[int, bool] = {}
+        """By sequence: what verification found, of the slots that are there now."""
+        self._thread = threading.Thread(target=self._run, name=f"rank-{rank}", daemon=True)
+        self._thread.start()
+
+    def note(self, **changes: Any) -> None:
+        """Tell the trainer, by way of the notes file."""
+        with self._lock:
+            self._notes = replace(self._notes, heartbeat=time.monotonic(), **changes)
+            try:
+                self._keeper.arena.write_notes(self.rank, self._notes)
+            except OSError as error:
+                log.warning("rank %d: notes cannot be written: %s", self.rank, error)
+
+    def _run(self) -> None:
+        dealt = -1
+        while not self._keeper.over.is_set():
+            newest = self._newest()
+            if newest is None or newest.sequence == dealt:
+                self._keeper.over.wait(POLL_S)
+                continue
+            self._keeper.spoken()
+            dealt = newest.sequence
+            self._verify(newest)
+            if self.sound.get(newest.sequence):
+                self._code(newest)
+
+    def _published(self) -> list[Header]:
+        if self._keeper.over.is_set():
+            return []
+        return [header for header in self._keeper.arena.headers("data", self.rank) if header]
+
+    def _newest(self) -> Header | None:
+        headers = self._published()
+        with self._keeper.changed:
+            self.sound = {h.sequence: self.sound[h.sequence] for h in headers if h.sequence in self.sound}
+        return max(headers, key=lambda header: header.sequence, default=None)
+
+    def _verify(self, header: Header) -> None:
+        for index in range(SLOTS):
+            damage = self._damage(index, header)
+            if damage is None:
+                continue
+            sound = damage == ""
+            with self._keeper.changed:
+                self.sound[header.sequence] = sound
+                self._keeper.changed.notify_all()
+            coding = sound and header.parity > 0
+            self.note(sequence=header.sequence, sound=sound, coded=False, settled=not coding, reason=damage)
+            if not sound:
+                log.error("rank %d, step %d: %s", self.rank, header.step, damage)
+
+    def _damage(self, index: int, header: Header) -> str | None:
+        """None: this file does not hold that slot. "": it does, unharmed. Else what is wrong with it."""
+        try:
+            reader = SlotReader(self._keeper.arena.file("data", self.rank, index))
+        except OSError:
+            return None
+        try:
+            return (reader.damage(header) or "") if reader.header() == header else None
+        except SlotError as error:
+            return str(error)
+        finally:
+            reader.close()
+
+    def _code(self, header: Header) -> None:
+        if header.parity == 0:
+            return
+        settings = self._keeper.settings
+        try:
+            self._coder.code(
+                header,
+                timedelta(seconds=settings.coding_timeout_s),
+                timedelta(seconds=settings.transfer_timeout_s),
+                held=lambda: header in self._published(),
+                newest=lambda: not any(h.sequence > header.sequence for h in self._published()),
+            )
+            self.note(coded=True, settled=True)
+        except CodingError as error:
+            log.warning("rank %d, step %d: no parity: %s", self.rank, header.step, error)
+            self.note(settled=True, reason=str(error))
+
+
+class Keeper:
+    """The process's parts: arena, server, one watch per rank."""
+
+    def __init__(self, run_dir: Path, group: int, host: str, settings: Snapshot) -> None:
+        self.run_dir, self.group, self.settings = run_dir, group, settings
+        self.token = peers.read_token(run_dir)
+        self.arena = Arena(Path(settings.arena_dir), run_id(self.token), group)
+        self.over = threading.Event()
+        self.changed = threading.Condition()
+        self._watches: dict[int, RankWatch] = {}
+        self._spoken_at = time.monotonic()
+        self._touched_ns = -1
+        self._gone_since = 0.0
+        self._server = wire.Server(
+            host, self.token, self._talk, timedelta(seconds=settings.transfer_timeout_s)
+        )
+
+    def place(self) -> Place:
+        return Place(
+            self.group,
+            socket.gethostname(),
+            self._server.address,
+            os.getpid(),
+            str(self.arena.path),
+            time.time(),
+        )
+
+    def spoken(self) -> None:
+        """Somebody has a use for this keeper."""
+        self._spoken_at = time.monotonic()
+
+    def address_of(self, group: int) -> str | None:
+        """The latest keeper of another group."""
+        return next((p.address for p in peers.read_places(self.run_dir) if p.group == group), None)
+
+    def run(self) -> str:
+        """Until the keeper is to end. Returns why it does; the arena has been removed then."""
+        why = ""
+        while not self.over.wait(POLL_S if not self._watches else HEARTBEAT_S):
+            for rank in self.arena.ranks():
+                if rank not in self._watches:
+                    self._watches[rank] = RankWatch(self, rank)
+            for watch in self._watches.values():
+                watch.note()
+            why = self._reason_to_end()
+            if why:
+                break
+        self.over.set()
+        self._server.close()
+        self.arena.remove()
+        with contextlib.suppress(OSError):  # the run directory may be gone, which is why we end
+            peers.place_file(self.run_dir, self.group).unlink()
+        return why or "the run is over"
+
+    def _reason_to_end(self) -> str:
+        with contextlib.suppress(OSError):  # no agent has touched it yet
+            # A file's time is wall clock and a pause of the host is not silence: only its changes count.
+            touched = (self.arena.path / "touched").stat().st_mtime_ns
+            if touched != self._touched_ns:
+                self._touched_ns = touched
+                self.spoken()
+        if self._run_dir_gone():
+            return f"{self.run_dir} has gone, or belongs to another run"
+        if time.monotonic() - self._spoken_at > self.settings.keeper_ttl_s:
+            return f"nobody has spoken for it for {self.settings.keeper_ttl_s:g} s (snapshot.keeper_ttl_s)"
+        return ""
+
+    def _run_dir_gone(self) -> bool:
+        """Whether the run directory has been away for a while, or is another run's by now. A shared file
+        system may hide it for a moment."""
+        try:
+            if peers.read_token(self.run_dir) != self.token:
+                return True
+        except (FileNotFoundError, ValueError):
+            self._gone_since = self._gone_since or time.monotonic()
+            return time.monotonic() - self._gone_since > GONE_S
+        except OSError as error:
+            log.warning("%s cannot be reached: %s", self.run_dir, error)
+        self._gone_since = 0.0
+        return False
+
+    def _talk(self, channel: wire.Channel) -> None:
+        message: dict[str, Any] | None = channel.receive_frame()
+        while message is not None:
+            operation = message.get("op")
+            if operation == "open":
+                message = self._serve_slot(channel, message)
+                continue
+            if operation == "inventory":
+                channel.send_frame({"slots": self._inventory()})
+            elif operation == "ping":
+                channel.send_frame(asdict(self.place()))
+            elif operation == "check":
+                channel.send_frame({"findings": self._check()})
+            elif operation == "end":
+                channel.send_frame({})
+                self.over.set()
+                return
+            else:
+                raise wire.RefusedError(f"'{operation}' is nothing a keeper does")
+            self.spoken()
+            message = channel.receive_frame()
+
+    def _inventory(self) -> list[dict[str, Any]]:
+        slots = []
+        for rank in self.arena.ranks():
+            watch = self._watches.get(rank)
+            for header in filter(None, self.arena.headers("data", rank)):
+                slots.append(
+                    {"header": header.to_json(), "sound": watch and watch.sound.get(header.sequence)}
+                )
+            for header in filter(None, self.arena.headers("parity", rank)):
+                slots.append({"header": header.to_json(), "sound": None})
+        return slots
+
+    def _check(self) -> list[dict[str, Any]]:
+        """Every slot's checksums, recomputed now. `damage` is None for a slot that is as it was published."""
+        findings = []
+        kinds: tuple[Kind, ...] = ("data", "parity")
+        for rank in self.arena.ranks():
+            for kind in kinds:
+                for index in range(SLOTS):
+                    with contextlib.suppress(OSError, SlotError):  # no such slot, or it went while we looked
+                        reader = SlotReader(self.arena.file(kind, rank, index))
+                        with contextlib.closing(reader):
+                            header = reader.header()
+                            if header is not None:
+                                findings.append({"header": header.to_json(), "damage": reader.damage(header)})
+        return findings
+
+    def _find(self, kind: Kind, rank: int, identity: peers.Identity) -> tuple[SlotReader, Header] | None:
+        for index in range(SLOTS):
+            try:
+                reader = SlotReader(self.arena.file(kind, rank, index))
+            except OSError:
+                continue
+            header = reader.header()
+            if header is not None and header.identity == identity and header.run == self.arena.run:
+                return reader, header
+            reader.close()
+        return None
+
+    def _await_slot(self, message: dict[str, Any]) -> tuple[SlotReader, Header]:
+        """The slot that is asked for, once it is there (and sound, if that is asked for), within the
+        patience."""
+        kind, rank = message.get("kind"), message.get("rank")
+        try:
+            step, lineage, members, topology = message["identity"]
+            identity = (int(step), str(lineage), tuple(members), str(topology))
+            deadline = time.monotonic() + float(message["patience_s"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise wire.RefusedError(f"the question is not understood: {error}") from error
+        if kind not in ("data", "parity") or not isinstance(rank, int):
+            raise wire.RefusedError(f"there is no slot of kind '{kind}' and rank '{rank}'")
+        while True:
+            found = self._find(kind, rank, identity)
+            if found is not None:
+                watch = self._watches.get(rank)
+                sound = watch.sound.get(found[1].sequence) if watch else None
+                if sound or not message["sound"]:
+                    return found
+                found[0].close()
+                if sound is False:
+                    raise wire.RefusedError(f"step {step} of rank {rank} is damaged here")
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise wire.RefusedError(f"not yet: step {step} of rank {rank} is not held here")
+            with self.changed:
+                self.changed.wait(min(left_s, POLL_S))
+
+    def _serve_slot(self, channel: wire.Channel, message: dict[str, Any]) -> dict[str, Any] | None:
+        """Serve one slot's bytes. Returns the first message that is about something else, None at the end."""
+        reader, header = self._await_slot(message)
+        with contextlib.closing(reader):
+            channel.send_frame({"header": header.to_json()})
+            source = _Slot(reader, header)
+            while True:
+                try:
+                    following = wire.serve_ranges(channel, source)
+                except SlotError as error:
+                    raise wire.WireError(str(error)) from error
+                if following is None or following.get("op") != "still":
+                    return following
+                channel.send_frame({"still": reader.header() == header})
+
+
+class _Slot:
+    """A slot's payload and table as `wire.Bytes`."""
+
+    def __init__(self, reader: SlotReader, header: Header) -> None:
+        self.size = header.payload_bytes + table_bytes(header.payload_bytes)
+        self.views = reader.views
+
+
+def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot) -> Place:
+    """Start this host's keeper of a group, or find the one that is already there.
+
+    `host`: address to listen on and advertise (fault_tolerance.bind_host).
+
+    Raises:
+        KeeperError: it did not come up; the message has its last words.
+    """
+    run_dir = run_dir.resolve()
+    place = find_keeper(run_dir, group, settings)
+    if place is not None:
+        return place
+    log_file = run_dir / "logs" / f"keeper-{group}.log"
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    order = json.dumps({"run_dir": str(run_dir), "group": group, "host": host, "settings": asdict(settings)})
+    # The keeper must find this package the way we did, also where that was the working directory.
+    search = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with log_file.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "everstep.snapshot.keeper", order],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
+        )
+    # Reaps it should it end while we live; a keeper that outlives us is init's.
+    threading.Thread(target=process.wait, name="keeper-reaper", daemon=True).start()
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        place = find_keeper(run_dir, group, settings)
+        if place is not None:
+            return place
+        if process.poll() not in (None, LOCKED_EXIT):
+            break
+        time.sleep(0.02)
+    last_words = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+    raise KeeperError(f"the keeper of group {group} did not come up: {last_words[0]} ({log_file})")
+
+
+def find_keeper(run_dir: Path, group: int, settings: Snapshot) -> Place | None:
+    """This host's keeper of a group, if it is alive and answers."""
+    with contextlib.suppress(OSError, ValueError, TypeError, wire.WireError):
+        token = peers.read_token(run_dir)
+        place = Place(**json.loads(peers.place_file(run_dir, group).read_text()))
+        timeout = timedelta(seconds=settings.transfer_timeout_s)
+        answer = peers.ask(place.address, token, {"op": "ping"}, timeout)
+        if answer["group"] == group and answer["pid"] == place.pid:
+            return place
+    return None
+
+
+def end_keepers(
+    run_dir: Path, groups: set[int] | None = None, timeout: timedelta = timedelta(seconds=5)
+) -> list[str]:
+    """The run is over: tell every keeper (or those of `groups`) to remove its arena and end.
+
+    Returns a sentence for each that could not be told; it ends by itself after keeper_ttl_s.
+    """
+    token, silent = peers.read_token(run_dir), []
+    for place in peers.read_places(run_dir):
+        if groups is not None and place.group not in groups:
+            continue
+        try:
+            peers.ask(place.address, token, {"op": "end"}, timeout)
+        except wire.WireError as error:
+            silent.append(f"keeper of group {place.group} on {place.host}: {error}")
+    return silent
+
+
+def touch(arena: Arena) -> None:
+    """Say that the arena's keeper is still wanted. For agents and trainers, well within keeper_ttl_s."""
+    with contextlib.suppress(OSError):  # no arena: nobody to speak for
+        (arena.path / "touched").touch()
+
+
+def _lower_priority() -> None:
+    with contextlib.suppress(OSError):  # already lower, or not allowed here
+        os.nice(10)
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The keeper process."""
+    parser = argparse.ArgumentParser(prog="everstep keeper", description="Started by the agent, not by hand.")
+    parser.add_argument("order", help="JSON: run_dir, group, host, settings")
+    order = json.loads(parser.parse_args(argv).order)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    _lower_priority()
+    # Ctrl-C and the end of a terminal are meant for the run, which tells its keepers itself.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    run_dir, group, settings = Path(order["run_dir"]), int(order["group"]), Snapshot(**order["settings"])
+    arena = Arena(Path(settings.arena_dir), run_id(peers.read_token(run_dir)), group)
+    try:
+        arena.create()
+        lock = os.open(arena.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.info("group %d of this run has a keeper on this host", group)
+        return LOCKED_EXIT
+    except (SlotError, OSError) as error:
+        log.error("%s", error)
+        return 1
+    try:
+        keeper = Keeper(run_dir, group, order["host"], settings)
+    except wire.WireError as error:
+        log.error("%s", error)
+        return 1
+    signal.signal(signal.SIGTERM, lambda *_: keeper.over.set())
+    peers.write_place(run_dir, keeper.place())
+    log.info("keeping %s, adopted ranks %s", arena.path, arena.ranks())
+    log.info("ended: %s", keeper.run())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

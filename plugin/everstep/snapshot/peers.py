@@ -1,0 +1,161 @@
+"""Finding the keepers of a run, and asking them."""
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from everstep import wire
+from everstep.snapshot.arena import Kind
+from everstep.snapshot.slot import Header
+
+Identity = tuple[int, str, tuple[int, ...], str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a keeper is. Written by it to RUN_DIR/state/keepers when it listens."""
+
+    group: int
+    host: str
+    address: str
+    pid: int
+    arena: str
+    started_at: float
+
+
+@dataclass(frozen=True)
+class Held:
+    """A slot that a keeper says it holds."""
+
+    address: str
+    header: Header
+    sound: bool | None
+    """Whether its bytes match its checksums; None when the keeper has not got round to it."""
+
+
+def read_token(run_dir: Path) -> bytes:
+    """The run's secret, as it was drawn. Raises FileNotFoundError or PermissionError, which name the file."""
+    return bytes.fromhex((run_dir / "token").read_text().strip())
+
+
+def places_dir(run_dir: Path) -> Path:
+    return run_dir / "state" / "keepers"
+
+
+def place_file(run_dir: Path, group: int) -> Path:
+    """This host's keeper of a group. A group that moves to another host leaves the old host's keeper
+    findable."""
+    return places_dir(run_dir) / f"group-{group}@{socket.gethostname()}.json"
+
+
+def write_place(run_dir: Path, place: Place) -> None:
+    path = place_file(run_dir, place.group)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(asdict(place)))
+    temporary.replace(path)
+
+
+def read_places(run_dir: Path) -> list[Place]:
+    """The keepers that have been in this run, by group, the latest first. They need not be alive."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):  # no keeper yet
+        for name in os.listdir(places_dir(run_dir)):
+            if name.endswith(".json"):
+                with contextlib.suppress(OSError, ValueError, TypeError):  # removed or not ours
+                    found.append(Place(**json.loads((places_dir(run_dir) / name).read_text())))
+    return sorted(found, key=lambda place: (place.group, -place.started_at))
+
+
+def ask(address: str, token: bytes, message: dict[str, Any], timeout: timedelta) -> dict[str, Any]:
+    """One question to a keeper. Raises wire.WireError."""
+    channel = wire.connect(address, token, timeout)
+    try:
+        return channel.ask(message)
+    finally:
+        channel.close()
+
+
+def inventory(address: str, token: bytes, timeout: timedelta) -> list[Held]:
+    """All slots of a keeper. Raises wire.WireError."""
+    answer = ask(address, token, {"op": "inventory"}, timeout)
+    try:
+        return [Held(address, Header.from_json(slot["header"]), slot["sound"]) for slot in answer["slots"]]
+    except (TypeError, KeyError, ValueError) as error:
+        raise wire.WireError(f"{address} keeps slots of another version: {error}") from error
+
+
+def open_slot(
+    channel: wire.Channel,
+    kind: Kind,
+    rank: int,
+    identity: Identity,
+    *,
+    sound: bool = False,
+    patience_s: float = 0,
+) -> Header:
+    """Make the channel serve a slot's payload and table, end to end.
+
+    Raises wire.RefusedError when the keeper does not hold it, or not yet after `patience_s`. With `sound`,
+    waits for the keeper to have verified it.
+    """
+    message = {
+        "op": "open",
+        "kind": kind,
+        "rank": rank,
+        "identity": identity,
+        "sound": sound,
+        "patience_s": patience_s,
+    }
+    return Header.from_json(channel.ask(message)["header"])
+
+
+class Download:
+    """A slot fetched over several connections, taken up again where it broke off."""
+
+    def __init__(
+        self, address: str, token: bytes, timeout: timedelta, connections: int = 2, tries: int = 3
+    ) -> None:
+        self._address, self._token, self._timeout = address, token, timeout
+        self._connections, self._tries = connections, tries
+
+    def run(self, kind: Kind, rank: int, identity: Identity, sink: wire.Bytes) -> None:
+        """Fill `sink` with the slot's payload and table. Raises wire.WireError of the last try."""
+        done: set[int] = set()
+        count = max(1, min(self._connections, -(-sink.size // wire.RANGE_BYTES)))
+        for left in reversed(range(self._tries)):
+            channels: list[wire.Channel] = []
+            try:
+                for _ in range(count):
+                    channels.append(wire.connect(self._address, self._token, self._timeout))
+                    open_slot(channels[-1], kind, rank, identity)
+                wire.pull(channels, sink, done)
+                return
+            except wire.RefusedError:
+                raise  # it is not there any more: no use in asking again
+            except wire.WireError:
+                if not left:
+                    raise
+                time.sleep(0.1)  # lets a keeper that is being restarted listen again
+            finally:
+                for channel in channels:
+                    channel.close()
+
+
+def reachable(places: Sequence[Place], token: bytes, timeout: timedelta) -> tuple[list[Held], dict[str, str]]:
+    """The slots of every keeper that answers, and by place why the others did not."""
+    held: list[Held] = []
+    silent: dict[str, str] = {}
+    for place in places:
+        try:
+            held += inventory(place.address, token, timeout)
+        except wire.WireError as error:
+            silent[f"group {place.group} on {place.host}"] = str(error)
+    return held, silent

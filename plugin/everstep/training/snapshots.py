@@ -1,0 +1,116 @@
+"""A rank's side of the CPU snapshots: its group's keeper, its copier, and the way back from memory."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from everstep.quorum.heal import HealState
+from everstep.report.events import EventLog
+from everstep.snapshot.arena import Arena, run_id
+from everstep.snapshot.copier import Copier, State
+from everstep.snapshot.keeper import KeeperError, end_keepers, start_keeper, touch
+from everstep.snapshot.layout import Layout
+from everstep.snapshot.recovery import recover
+from everstep.snapshot.section import Snapshot
+from everstep.snapshot.slot import SlotError
+from everstep.training.protocol import Commit
+
+
+class Snapshots:
+    """Snapshots of one rank's training state.
+
+    Args:
+        run_dir, group, host: of the run; `host` is what the keeper listens on.
+        settings: `[snapshot]`.
+        token: of the run.
+        events: the rank's event log.
+    """
+
+    def __init__(
+        self, run_dir: Path, group: int, host: str, settings: Snapshot, token: bytes, events: EventLog
+    ) -> None:
+        self._run_dir, self._group, self._host = run_dir, group, host
+        self._settings, self._events = settings, events
+        self._rank, self._ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._arena = Arena(Path(settings.arena_dir), run_id(token), group)
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            self._start_keeper()
+        self._copier = Copier(self._arena, self._rank, self._ranks, settings, events.emit, self._start_keeper)
+
+    def _start_keeper(self) -> None:
+        """Start this host's keeper of the group, or find it. Training goes on without one; an event says
+        so."""
+        try:
+            place = start_keeper(self._run_dir, self._group, self._host, self._settings)
+            self._events.emit("keeper_found", pid=place.pid, address=place.address)
+        except (KeeperError, SlotError, OSError) as error:
+            self._events.emit("snapshot_failed", reason=str(error))
+
+    def settle(self) -> int:
+        """Wait until the last commit's snapshot is taken; the newest step held, -1 for none."""
+        self._copier.wait()
+        return self._copier.published
+
+    @property
+    def complete(self) -> tuple[int, str] | None:
+        """Step and lineage of the newest snapshot that is complete on all keepers; what a joiner should know."""
+        return self._copier.complete
+
+    def learn_complete(self, step: int, lineage: str) -> None:
+        """What `complete` was at the group that this one heals from."""
+        self._copier.learn_complete(step, lineage)
+
+    def committed(self, commit: Commit, state: Callable[[], HealState]) -> None:
+        """Take a snapshot of a step that was just committed, if one is due."""
+
+        def now() -> State:
+            fresh = state()
+            return State(fresh.tensors, fresh.meta, fresh.blobs)
+
+        touch(self._arena)
+        self._copier.committed(commit.step, commit.lineage, commit.groups, commit.held, now)
+
+    def recover(self, state: HealState, disk_step: int | None) -> HealState | None:
+        """The newest state there is, if it is in memory; else None. A collective of the group.
+
+        Args:
+            state: this rank's state as it is, for its layout.
+            disk_step: newest step of the disk checkpoint.
+        """
+        layout = Layout.of(state.tensors)
+        timeout = timedelta(seconds=self._settings.transfer_timeout_s)
+        found = recover(
+            self._run_dir,
+            group=self._group,
+            rank=self._rank,
+            ranks=self._ranks,
+            topology=layout.topology(self._rank, self._ranks),
+            disk_step=disk_step,
+            timeout=timeout,
+            patience=timedelta(seconds=self._settings.restore_wait_s),
+            share=_share,
+        )
+        self._events.emit("recovery", found.decision.step, **found.event)
+        if found.restored is None:
+            return None
+        self._copier.learn_complete(found.restored.step, found.restored.lineage)
+        tensors = layout.views(torch.from_numpy(found.restored.flat))
+        return HealState(tensors=tensors, meta=found.restored.meta, blobs=found.restored.blobs)
+
+    def close(self, over: bool) -> None:
+        """Let go of the arena. `over`: nothing will ever be restored from it, so the keeper is told to
+        end."""
+        self._copier.close()
+        if over and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            end_keepers(self._run_dir, {self._group})
+
+
+def _share(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone

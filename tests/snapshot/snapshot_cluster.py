@@ -1,0 +1,176 @@
+"""Real keepers and copiers of a small run on one host, for tests."""
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+
+from everstep.quorum.token import run_token
+from everstep.snapshot import keeper, ladder, peers, recovery, restore
+from everstep.snapshot.arena import Arena, run_id
+from everstep.snapshot.copier import Copier, State
+from everstep.snapshot.layout import Layout
+from everstep.snapshot.section import Snapshot
+
+TIMEOUT = timedelta(seconds=5)
+
+
+def state_of(step: int, seed: int = 0, scale: int = 1) -> State:
+    """A state that is a function of its step: what a restore must give back."""
+    generator = torch.Generator().manual_seed(1000 * seed + step)
+    return State(
+        tensors={
+            "param/w": torch.randn(300 * scale, 257, generator=generator),
+            "param/b": torch.randn(257, generator=generator),
+            "optimizer/0/exp_avg": torch.randn(300 * scale, 257, generator=generator).to(torch.bfloat16),
+            "optimizer/0/step": torch.tensor(float(step)),
+            "buffer/none": torch.empty(0, 3),
+        },
+        meta={"step": step, "lr": 0.5**step},
+        blobs={"data": step.to_bytes(8, "little") * 5},
+    )
+
+
+class Cluster:
+    """Groups with one rank each, their keepers as processes, their copiers here."""
+
+    def __init__(self, groups: int, **settings) -> None:
+        self.home = Path(tempfile.mkdtemp(prefix="everstep-test-", dir="/dev/shm"))
+        self.run_dir = self.home / "run"
+        self.run_dir.mkdir()
+        self.token = run_token(self.run_dir)
+        self.settings = replace(
+            Snapshot(enable=True, arena_dir=str(self.home), memory_reserve_gb=0.0, coding_timeout_s=5.0),
+            **settings,
+        )
+        self.groups = list(range(groups))
+        self.events: list[tuple] = []
+        self.copiers: dict[int, Copier] = {}
+        self.tensors: dict[int, dict[str, torch.Tensor]] = {}
+        for group in self.groups:
+            self.start_keeper(group)
+            self.start_copier(group)
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for copier in self.copiers.values():
+            copier.close()
+        for place in peers.read_places(self.run_dir):
+            self.kill_keeper(place.group)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def arena(self, group: int) -> Arena:
+        return Arena(self.home, run_id(self.token), group)
+
+    def start_keeper(self, group: int) -> peers.Place:
+        return keeper.start_keeper(self.run_dir, group, "127.0.0.1", self.settings)
+
+    def start_copier(self, group: int) -> None:
+        emit = lambda kind, step=None, **fields: self.events.append((group, kind, step, fields))  # noqa: E731
+        self.arena(group).create()
+        self.copiers[group] = Copier(self.arena(group), 0, 1, self.settings, emit)
+
+    def kill_keeper(self, group: int) -> None:
+        for place in peers.read_places(self.run_dir):
+            if place.group == group and psutil.pid_exists(place.pid):
+                os.kill(place.pid, signal.SIGKILL)
+                wait_until(lambda: not psutil.pid_exists(place.pid) or is_zombie(place.pid))  # noqa: B023
+
+    def lose_host(self, group: int) -> None:
+        """The keeper and its memory are gone."""
+        self.kill_keeper(group)
+        self.arena(group).remove()
+
+    def commit(self, step: int, members=None, lineage="a", scale: int = 1, seed: int = 0) -> None:
+        """One committed step on every member: what was begun before is waited for, as before a vote."""
+        members = members or self.groups
+        published = set()
+        for group in members:
+            self.copiers[group].wait()
+            published.add(self.copiers[group].published)
+        held = published.pop() if len(published) == 1 else -1
+        for group in members:
+            fresh = state_of(step, seed, scale)
+            mine = self.tensors.setdefault(group, {n: t.clone() for n, t in fresh.tensors.items()})
+            for name, tensor in fresh.tensors.items():  # the optimizer changes tensors in place
+                if mine[name].shape != tensor.shape:
+                    mine[name] = tensor.clone()
+                mine[name].copy_(tensor)
+            what = State(mine, fresh.meta, fresh.blobs)
+            self.copiers[group].committed(step, lineage, members, held, lambda what=what: what)
+
+    def wait(self) -> None:
+        for copier in self.copiers.values():
+            copier.wait()
+
+    def settled(self, step: int, coded: bool = True) -> None:
+        """Until every keeper that holds `step` has verified it and coded its parity."""
+
+        def done() -> bool:
+            for group in self.groups:
+                headers = [h for h in self.arena(group).headers("data", 0) if h and h.step == step]
+                notes = self.arena(group).read_notes(0)
+                if headers and not (notes.settled and notes.sequence == headers[0].sequence):
+                    return False
+                if headers and coded and not notes.coded:
+                    raise AssertionError(f"group {group} did not code step {step}: {notes.reason}")
+            return True
+
+        wait_until(done)
+
+    def decide(self, disk_step=None, ranks: int = 1, topologies=None) -> ladder.Decision:
+        held, _ = peers.reachable(peers.read_places(self.run_dir), self.token, TIMEOUT)
+        return ladder.decide(
+            held, run=run_id(self.token), ranks=ranks, disk_step=disk_step, topologies=topologies
+        )
+
+    def recover(self, group: int = 0, disk_step: int | None = None) -> recovery.Recovery:
+        held, _ = peers.reachable(peers.read_places(self.run_dir), self.token, TIMEOUT)
+        return recovery.recover(
+            self.run_dir,
+            group=group,
+            rank=0,
+            ranks=1,
+            topology=next((slot.header.topology for slot in held), ""),
+            disk_step=disk_step,
+            timeout=TIMEOUT,
+            patience=timedelta(0),
+        )
+
+    def restore(self, decision: ladder.Decision, group: int = 0) -> restore.Restored:
+        return restore.restore_rank(decision.columns[0], 0, group, self.token, TIMEOUT)
+
+
+def assert_is_step(restored: restore.Restored, step: int, scale: int = 1, seed: int = 0) -> None:
+    """The restored state is that of the step, bit for bit, and nothing else."""
+    want = state_of(step, seed, scale)
+    got = Layout.from_json(restored.layout).views(torch.from_numpy(restored.flat))
+    assert restored.step == step
+    assert got.keys() == want.tensors.keys()
+    for name, tensor in want.tensors.items():
+        assert torch.equal(got[name], tensor), name
+    assert restored.meta == want.meta
+    assert restored.blobs == want.blobs
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_until(condition, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)

@@ -1,0 +1,125 @@
+"""Parity: any loss the code promises to repair is repaired, byte for byte, by both implementations."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep.snapshot import parity, stripes
+
+
+def slow_multiply(a: int, b: int) -> int:
+    """Multiplication in GF(2^8) from its definition: shift, add, reduce."""
+    product = 0
+    while b:
+        if b & 1:
+            product ^= a
+        a = (a << 1) ^ (parity.POLYNOMIAL if a & 0x80 else 0)
+        b >>= 1
+    return product
+
+
+def some_shards(count: int, length: int, seed: int = 0) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    shards = [parity.aligned_bytes(length) for _ in range(count)]
+    for shard in shards:
+        shard[:] = random.integers(0, 256, length, dtype=np.uint8)
+    return shards
+
+
+def encode(data, m, combine=parity.combine):
+    out = [parity.aligned_bytes(len(data[0])) for _ in range(m)]
+    combine(parity.encoding_rows(len(data), m), data, out)
+    return out
+
+
+def test_the_field_is_the_one_it_says():
+    for a, b in itertools.product(range(0, 256, 7), range(256)):
+        assert parity.gf_multiply(a, b) == slow_multiply(a, b)
+    assert all(parity.gf_multiply(a, parity.gf_inverse(a)) == 1 for a in range(1, 256))
+
+
+def test_parity_is_p_and_q_of_raid_6():
+    data = some_shards(4, 1000)
+    p, q = encode(data, 2)
+    for at in (0, 1, 500, 999):
+        column = [int(d[at]) for d in data]
+        assert p[at] == column[0] ^ column[1] ^ column[2] ^ column[3]
+        expected = 0
+        for c, value in enumerate(column):
+            power = 1
+            for _ in range(c):
+                power = slow_multiply(power, 2)
+            expected ^= slow_multiply(power, value)
+        assert q[at] == expected
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 4096, 300_001])
+@pytest.mark.parametrize("data", [1, 2, 3, 7])
+def test_isal_and_numpy_give_the_same_bytes(data, length):
+    if parity.isal() is None:
+        pytest.skip("ISA-L is not installed")
+    shards = some_shards(data, length)
+    for ours, theirs in zip(encode(shards, 2, parity.combine_numpy), encode(shards, 2), strict=True):
+        assert np.array_equal(ours, theirs)
+    unaligned = [np.concatenate([[0], s]).astype(np.uint8)[1:] for s in shards]
+    assert np.array_equal(encode(unaligned, 2)[0], encode(shards, 2)[0])
+
+
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
+def test_every_loss_within_the_promise_is_repaired(k, m):
+    data = some_shards(k, 257, seed=k)
+    everything = data + encode(data, m)
+    for count in range(m + 1):
+        for gone in itertools.combinations(range(k + m), count):
+            have = [i for i in range(k + m) if i not in gone]
+            lost = [i for i in gone if i < k]
+            out = [np.zeros(257, dtype=np.uint8) for _ in lost]
+            if lost:
+                parity.combine(parity.decoding_rows(k, m, lost, have), [everything[i] for i in have[:k]], out)
+            assert all(np.array_equal(out[j], data[i]) for j, i in enumerate(lost)), gone
+
+
+def test_the_widest_code_repairs_two_losses():
+    data = some_shards(255, 64)
+    p, q = encode(data, 2)
+    have = [i for i in range(257) if i not in (3, 254)]
+    out = [np.zeros(64, dtype=np.uint8) for _ in range(2)]
+    parity.combine(
+        parity.decoding_rows(255, 2, [3, 254], have), [([*data, p, q])[i] for i in have[:255]], out
+    )
+    assert np.array_equal(out[0], data[3])
+    assert np.array_equal(out[1], data[254])
+
+
+def test_one_loss_more_is_an_error_and_no_bytes():
+    with pytest.raises(parity.ParityError, match="3 shards are needed and 2 are there"):
+        parity.decoding_rows(3, 2, [0, 1, 2], [3, 4])
+
+
+@settings(max_examples=60, deadline=None)
+@given(members=st.integers(2, 12), m=st.integers(1, 2), sizes=st.data())
+def test_the_rotation_places_every_shard_once_and_never_with_its_parity(members, m, sizes):
+    m = stripes.effective_parity(members, m)
+    k = members - m
+    placed = set()
+    for member, column in itertools.product(range(members), range(k)):
+        stripe = stripes.stripe_of(member, column, members, m)
+        assert stripes.data_members(stripe, members, m)[column] == member
+        assert member not in {stripes.parity_member(stripe, row, members) for row in range(m)}
+        placed.add((stripe, column))
+    assert len(placed) == members * k
+    for member, row in itertools.product(range(members), range(m)):
+        assert stripes.parity_member(stripes.stripe_coded_by(member, row, members), row, members) == member
+
+
+@given(state_bytes=st.integers(0, 10**12), members=st.integers(1, 100))
+def test_parts_cover_the_state_once_and_are_nearly_equal(state_bytes, members):
+    bounds = [stripes.part_bounds(state_bytes, members, i) for i in range(members)]
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == state_bytes
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
+    assert max(e - b for b, e in bounds) - min(e - b for b, e in bounds) <= 2 * stripes.ALIGNMENT

@@ -1,0 +1,166 @@
+"""A real run dies whole and is started again: it goes on from memory as if nothing had happened."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from everstep.report.events import read_events
+from everstep.snapshot import peers
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS = 14
+CONFIG = """
+[job]
+module = "llama3"
+config = "llama3_debugmodel"
+[training]
+steps = 14
+seq_len = 64
+local_batch_size = 1
+global_batch_size = 6
+disable_cuda_graphs = true
+[optimizer]
+lr = 8e-4
+implementation = "foreach"
+[lr_scheduler]
+warmup_steps = 5
+[activation_checkpoint]
+mode = "none"
+[data]
+source = "stdlib"
+[fault_tolerance]
+enable = true
+groups = 3
+heartbeat_timeout_s = 1.0
+reduce_timeout_s = 20.0
+quorum_timeout_s = 60.0
+[snapshot]
+enable = true
+[debug]
+seed = 0
+"""
+
+
+class Run:
+    """`everstep run` as a person starts it, in a session of its own."""
+
+    def __init__(self, home: Path, name: str, flags: list[str]) -> None:
+        self.dir, self._flags = home / name, flags
+        self._config = home / "config.toml"
+        self._config.write_text(CONFIG)
+        self._log = home / f"{name}.log"
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "everstep.cli", "run", str(self._config), "--run-dir", str(self.dir)]
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*command, *self._flags], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def commits(self) -> dict[int, dict]:
+        if not self.dir.exists():
+            return {}
+        return {e["step"]: e for e in read_events(self.dir) if e["kind"] == "commit" and e["group"] == 0}
+
+    def until(self, step: int) -> None:
+        while max(self.commits(), default=0) < step:
+            assert self.process.poll() is None, self._log.read_text()[-2000:]
+            time.sleep(0.05)
+
+    def kill_all_but_keepers(self) -> None:
+        """Launcher, agents, lighthouse, trainers: SIGKILL, all at once."""
+        everything = [
+            psutil.Process(self.process.pid),
+            *psutil.Process(self.process.pid).children(recursive=True),
+        ]
+        for process in everything:
+            if not (process.is_running() and "everstep.snapshot.keeper" in process.cmdline()):
+                process.kill()
+        self.process.wait()
+
+    def places(self) -> list[peers.Place]:
+        return peers.read_places(self.dir)
+
+    def lose_hosts(self, count: int) -> None:
+        for place in self.places()[:count]:
+            os.kill(place.pid, signal.SIGKILL)
+            shutil.rmtree(place.arena)
+
+    def recoveries(self) -> list[dict]:
+        return [e for e in read_events(self.dir) if e["kind"] == "recovery" and e["restored_step"] > 0]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> dict[int, dict]:
+    run = Run(tmp_path_factory.mktemp("reference"), "run", [])
+    run.start()
+    assert run.process.wait() == 0
+    assert len(run.commits()) == STEPS
+    return run.commits()
+
+
+@pytest.mark.parametrize(
+    ("lost", "flags", "rungs"),
+    [
+        (0, [], {"complete", "older"}),
+        (1, ["--snapshot.parity", "1"], {"decoded"}),
+        (2, ["--snapshot.parity", "2"], {"decoded"}),
+    ],
+)
+def test_everything_killed_at_once_goes_on_from_memory(tmp_path, uninterrupted, lost, flags, rungs):
+    run = Run(tmp_path, "run", flags)
+    try:
+        run.start()
+        run.until(6)
+        run.kill_all_but_keepers()
+        run.lose_hosts(lost)
+        last = max(run.commits())
+        run.start()
+        assert run.process.wait() == 0
+        recovered = run.recoveries()
+        assert {event["rung"] for event in recovered} <= rungs
+        assert recovered
+        assert min(event["restored_step"] for event in recovered) >= last - 1 - (lost > 0)
+        losses = {step: event["loss"] for step, event in run.commits().items()}
+        assert losses == pytest.approx(
+            {step: event["loss"] for step, event in uninterrupted.items()}, abs=1e-4
+        )
+        assert run.places() == [], "a complete run leaves no keeper"
+    finally:
+        end(run)
+
+
+def test_keepers_killed_as_well_leave_their_arenas_to_the_next_start(tmp_path):
+    run = Run(tmp_path, "run", [])
+    try:
+        run.start()
+        run.until(4)
+        run.kill_all_but_keepers()
+        for place in run.places():
+            os.kill(place.pid, signal.SIGKILL)
+        run.start()
+        assert run.process.wait() == 0
+        assert run.recoveries()
+        assert sorted(run.commits()) == list(range(1, STEPS + 1))
+    finally:
+        end(run)
+
+
+def end(run: Run) -> None:
+    """Leave nothing behind, also after a failure."""
+    if run.process.poll() is None:
+        run.kill_all_but_keepers()
+    for file in peers.places_dir(run.dir).glob("*.json") if run.dir.exists() else ():
+        place = peers.Place(**json.loads(file.read_text()))
+        if psutil.pid_exists(place.pid):
+            os.kill(place.pid, signal.SIGKILL)
+        shutil.rmtree(place.arena, ignore_errors=True)

@@ -1,0 +1,431 @@
+"""What is lost and what is restored: real keepers, real arenas, real deaths."""
+
+import os
+import re
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, is_zombie, wait_until
+
+from everstep import wire
+from everstep.snapshot import keeper, peers
+from everstep.snapshot.arena import Arena
+from everstep.snapshot.copier import Copier, State
+from everstep.snapshot.inspect import InspectError, describe, inspect, sound, to_json
+from everstep.snapshot.restore import RestoreError
+from everstep.snapshot.slot import HEADER_BYTES
+
+
+def damage(run: Cluster, group: int, kind: str, step: int, at: int) -> None:
+    """Flip one bit of a slot; `at` counts from the payload's first byte."""
+    arena = run.arena(group)
+    index = next(i for i, h in enumerate(arena.headers(kind, 0)) if h and h.step == step)
+    with arena.file(kind, 0, index).open("r+b") as file:
+        file.seek(HEADER_BYTES + at)
+        byte = file.read(1)[0]
+        file.seek(HEADER_BYTES + at)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_the_newest_step_is_restored_bit_for_bit_on_every_group():
+    with Cluster(3) as run:
+        for step in (1, 2, 3):
+            run.commit(step)
+        run.wait()
+        decision = run.decide()
+        assert (decision.rung, decision.step) == ("complete", 3)
+        for group in run.groups:
+            assert_is_step(run.restore(decision, group), 3)
+
+
+def test_each_group_copies_only_its_part():
+    with Cluster(4) as run:
+        run.commit(1)
+        run.wait()
+        headers = [run.arena(g).headers("data", 0)[0] for g in run.groups]
+        assert sum(h.part[1] - h.part[0] for h in headers) == headers[0].state_bytes
+        assert max(h.part[1] - h.part[0] for h in headers) <= headers[0].state_bytes / 4 + 64
+
+
+@pytest.mark.parametrize(
+    ("groups", "parity", "lost"), [(3, 1, 1), (2, 1, 1), (4, 2, 2), (3, 2, 2), (5, 2, 1)]
+)
+def test_hosts_lost_within_parity_are_decoded(groups, parity, lost):
+    with Cluster(groups, parity=parity) as run:
+        run.commit(7)
+        run.wait()
+        run.settled(7)
+        for group in range(lost):
+            run.lose_host(group)
+        decision = run.decide()
+        assert (decision.rung, decision.step) == ("decoded", 7)
+        restored = run.restore(decision, group=0)
+        assert restored.decoded == tuple(range(lost))
+        assert_is_step(restored, 7)
+
+
+def test_one_host_more_than_parity_falls_to_disk_and_says_why():
+    with Cluster(3, parity=1) as run:
+        run.commit(7)
+        run.wait()
+        run.settled(7)
+        run.lose_host(0)
+        run.lose_host(2)
+        decision = run.decide(disk_step=5)
+        assert (decision.rung, decision.step) == ("disk", 5)
+        assert "no keeper has the part of groups 0, 2" in decision.reasons[0]
+        assert "cannot be decoded" in decision.reasons[0]
+        assert run.decide().rung == "nothing"
+
+
+def test_a_killed_keeper_leaves_its_arena_to_the_next_one():
+    with Cluster(2) as run:
+        run.commit(4)
+        run.wait()
+        run.kill_keeper(0)
+        run.kill_keeper(1)
+        assert run.decide().rung == "nothing"
+        run.start_keeper(0)
+        run.start_keeper(1)
+        decision = run.decide()
+        assert (decision.rung, decision.step) == ("complete", 4)
+        assert_is_step(run.restore(decision), 4)
+
+
+def test_a_second_keeper_is_not_started():
+    with Cluster(1) as run:
+        first = peers.read_places(run.run_dir)[0]
+        again = run.start_keeper(0)
+        assert again.pid == first.pid
+        keepers = [
+            p
+            for p in psutil.process_iter(["cmdline"])
+            if str(run.run_dir) in " ".join(p.info["cmdline"] or [])
+        ]
+        assert [p.pid for p in keepers] == [first.pid]
+
+
+def test_when_the_run_is_over_nothing_is_left():
+    with Cluster(2) as run:
+        run.commit(1)
+        run.wait()
+        pids = [place.pid for place in peers.read_places(run.run_dir)]
+        assert keeper.end_keepers(run.run_dir) == []
+        wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+        assert not run.arena(0).path.exists()
+        assert not run.arena(1).path.exists()
+        assert peers.read_places(run.run_dir) == []
+
+
+def test_a_keeper_ends_when_its_run_directory_is_another_runs():
+    with Cluster(1) as run:
+        place = peers.read_places(run.run_dir)[0]
+        (run.run_dir / "token").write_text("ab" * 32)
+        wait_until(lambda: is_zombie(place.pid))
+        assert not run.arena(0).path.exists()
+
+
+def test_a_keeper_that_is_spoken_for_stays():
+    with Cluster(1, keeper_ttl_s=1.5) as run:
+        place = peers.read_places(run.run_dir)[0]
+        until = time.monotonic() + 4
+        while time.monotonic() < until:
+            keeper.touch(run.arena(0))
+            assert psutil.pid_exists(place.pid)
+            time.sleep(0.2)
+
+
+def test_a_keeper_nobody_speaks_for_ends_and_leaves_nothing():
+    with Cluster(1, keeper_ttl_s=1.0) as run:
+        place = peers.read_places(run.run_dir)[0]
+        wait_until(lambda: not psutil.pid_exists(place.pid))
+        assert not run.arena(0).path.exists()
+
+
+def test_a_group_that_dies_in_its_copy_does_not_take_the_step_before_with_it():
+    """Group 1 never publishes step 3; the survivors go on, and then everything dies."""
+    with Cluster(3, parity=0) as run:
+        run.commit(1)
+        run.commit(2)
+        run.wait()
+        for group in (0, 2):  # group 1 is dead before it copied anything of step 3
+            state = run.tensors[group]
+            run.copiers[group].committed(3, "a", [0, 1, 2], 2, lambda state=state: State(state))
+        run.wait()
+        decision = run.decide()
+        assert (decision.rung, decision.step) == ("older", 2)
+        assert "step 3" in decision.reasons[0]
+        # Step 4 is committed without group 1: it must go over step 3, not over step 2.
+        run.commit(4, members=[0, 2])
+        run.wait()
+        steps = {h.step for h in run.arena(0).headers("data", 0) if h}
+        assert steps == {2, 4}
+        decision = run.decide()
+        assert (decision.rung, decision.step) == ("complete", 4)
+        assert_is_step(run.restore(decision), 4)
+
+
+def test_the_number_of_groups_may_change_from_step_to_step_and_at_restore():
+    with Cluster(3, parity=0) as run:
+        run.commit(1)
+        run.commit(2, members=[0, 1])
+        run.commit(3, members=[1])
+        run.commit(4, members=[0, 1, 2])
+        run.wait()
+        decision = run.decide()
+        assert decision.step == 4
+        assert_is_step(run.restore(decision, group=17), 4)
+
+
+def test_parts_of_two_lineages_of_one_step_are_never_mixed():
+    """Step 5 was committed, lost on group 1, and committed again with other numbers after going back."""
+    with Cluster(2, parity=0) as run:
+        run.commit(4)
+        run.commit(5, seed=1)
+        run.wait()
+        run.copiers[0].close()
+        run.start_copier(0)
+        run.commit(5, members=[1], lineage="b", seed=2)
+        run.wait()
+        decision = run.decide()
+        assert decision.step == 5
+        restored = run.restore(decision)
+        assert_is_step(restored, 5, seed=2 if restored.lineage == "b" else 1)
+
+
+@pytest.mark.parametrize("where", ["part", "layout", "table", "header"])
+def test_flipped_bits_are_never_restored(where):
+    with Cluster(3, parity=1) as run:
+        run.commit(1)
+        run.commit(2)
+        run.wait()
+        run.settled(2)
+        size = run.arena(1).headers("data", 0)[0].payload_bytes
+        damage(
+            run,
+            1,
+            "data",
+            step=2,
+            at={"part": 12345, "layout": size - 1, "table": size + 3, "header": 40 - HEADER_BYTES}[where],
+        )
+        if where != "header":
+            with pytest.raises(RestoreError, match=r"is not what was saved|is not the one"):
+                run.restore(run.decide())
+        found = run.recover()
+        assert found.decision.rung == "decoded"
+        assert found.restored.decoded == (1,)
+        assert_is_step(found.restored, 2)
+
+
+def test_what_cannot_be_decoded_gives_way_to_the_older_step():
+    with Cluster(3, parity=0) as run:
+        run.commit(1)
+        run.commit(2)
+        run.wait()
+        damage(run, 1, "data", step=2, at=999)
+        found = run.recover(disk_step=0)
+        assert (found.decision.rung, found.decision.step) == ("older", 1)
+        assert re.search(
+            "step 2.* (not what was saved|does not match its checksums)", found.decision.reasons[0]
+        )
+        assert_is_step(found.restored, 1)
+
+
+def test_a_flipped_bit_in_parity_is_an_error_and_not_a_state():
+    with Cluster(3, parity=1) as run:
+        run.commit(2)
+        run.wait()
+        run.settled(2)
+        for group in (1, 2):
+            damage(run, group, "parity", step=2, at=777)
+        run.lose_host(0)
+        with pytest.raises(RestoreError, match="does not match its checksums"):
+            run.restore(run.decide())
+        assert run.recover(disk_step=1).decision.rung == "disk"
+
+
+def test_another_number_of_ranks_or_another_model_goes_to_disk_with_the_reason():
+    with Cluster(2) as run:
+        run.commit(2)
+        run.wait()
+        decision = run.decide(disk_step=1, ranks=2)
+        assert decision.rung == "disk"
+        assert "taken with 1 ranks per group, and this run has 2" in decision.reasons[0]
+        decision = run.decide(disk_step=1, topologies={0: "another"})
+        assert decision.rung == "disk"
+        assert "of another model" in decision.reasons[0]
+
+
+def test_a_keeper_that_dies_during_the_run_is_replaced_and_takes_over():
+    with Cluster(1) as run:
+        emitted = []
+        copier = Copier(
+            run.arena(0), 0, 1, run.settings, lambda *a, **k: emitted.append(a), lambda: run.start_keeper(0)
+        )
+        run.copiers[0].close()
+        run.copiers[0] = copier
+        run.commit(1)
+        run.wait()
+        run.kill_keeper(0)
+        step = 1
+
+        def replaced() -> bool:
+            nonlocal step
+            step += 1
+            run.commit(step)
+            run.wait()
+            return run.arena(0).read_notes(0).heartbeat > time.monotonic() - 1
+
+        wait_until(replaced)
+        assert_is_step(run.restore(run.decide()), step)
+        assert ("snapshot", step) in emitted
+
+
+def test_without_room_the_snapshot_fails_with_the_numbers_and_the_step_before_stays():
+    with Cluster(1) as run:
+        run.commit(1)
+        run.wait()
+        tight = Copier(
+            run.arena(0),
+            0,
+            1,
+            replace(run.settings, memory_reserve_gb=1e6),
+            lambda *a, **k: run.events.append((a, k)),
+        )
+        run.copiers[0].close()
+        run.copiers[0] = tight
+        run.commit(2, scale=9)
+        run.wait()
+        (kind, step), fields = run.events[-1]
+        assert (kind, step) == ("snapshot_failed", 2)
+        assert re.search(r"snapshots need \d+ bytes more, and there are 0 .*free", fields["reason"])
+        assert_is_step(run.restore(run.decide()), 1)
+
+
+def test_without_permission_the_snapshot_fails_and_says_where():
+    with Cluster(1) as run:
+        run.copiers[0].close()
+        missing = Arena(run.home / "nowhere", "0" * 16, 0)
+        run.copiers[0] = Copier(missing, 0, 1, run.settings, lambda *a, **k: run.events.append((a, k)))
+        run.commit(1)
+        run.wait()
+        assert run.events[-1][0] == ("snapshot_failed", 1)
+        assert "nowhere" in run.events[-1][1]["reason"]
+        assert "snapshot.arena_dir" in run.events[-1][1]["reason"]
+
+
+def test_another_token_learns_nothing_from_a_keeper():
+    with Cluster(1) as run:
+        place = peers.read_places(run.run_dir)[0]
+        with pytest.raises(wire.WireError, match="did not accept the run's token"):
+            peers.inventory(place.address, b"y" * 32, TIMEOUT)
+
+
+def test_a_truncated_slot_counts_as_empty():
+    with Cluster(2, parity=0) as run:
+        run.commit(1)
+        run.commit(2)
+        run.wait()
+        arena = run.arena(1)
+        index = next(i for i, h in enumerate(arena.headers("data", 0)) if h and h.step == 2)
+        os.truncate(arena.file("data", 0, index), HEADER_BYTES + 1000)
+        found = run.recover(disk_step=0)
+        assert (found.decision.rung, found.decision.step) == ("older", 1)
+        assert_is_step(found.restored, 1)
+
+
+def test_slots_of_another_run_in_the_arena_are_not_used():
+    with Cluster(1) as run, Cluster(1) as stranger:
+        stranger.commit(9)
+        stranger.wait()
+        run.commit(1)
+        run.wait()
+        source = next(
+            stranger.arena(0).file("data", 0, i) for i in (0, 1) if stranger.arena(0).headers("data", 0)[i]
+        )
+        target = next(
+            run.arena(0).file("data", 0, i) for i in (0, 1) if not run.arena(0).headers("data", 0)[i]
+        )
+        target.write_bytes(source.read_bytes())
+        assert run.decide().step == 1
+
+
+def test_inspection_shows_what_is_held_and_verification_finds_damage():
+    with Cluster(3, parity=1) as run:
+        run.commit(1)
+        run.commit(2)
+        run.wait()
+        run.settled(2)
+        found = inspect(run.run_dir, verify=True, timeout=TIMEOUT)
+        assert sound(found)
+        assert found.restored == {0: ""}
+        text = describe(found)
+        assert "a start would restore step 2 (complete)" in text
+        assert text.count("verified now") == len(found.held) >= 9
+        damage(run, 2, "parity", step=2, at=5)
+        found = inspect(run.run_dir, verify=True, timeout=TIMEOUT)
+        assert not sound(found)
+        assert "chunks [0] do not match their checksums" in describe(found)
+        run.lose_host(0)
+        found = inspect(run.run_dir, timeout=TIMEOUT)
+        assert "group 0" in "".join(found.silent)
+        assert to_json(found)["rung"] == "decoded"
+
+
+def test_inspecting_what_is_no_run_says_so(tmp_path):
+    with pytest.raises(InspectError, match="is no run directory"):
+        inspect(tmp_path)
+
+
+def test_a_healed_group_does_not_overwrite_what_the_others_would_go_back_to():
+    """Everything died after step 2. Group 0 restored it from memory, group 1 healed from group 0: in the
+    first copy after that, step 2 must survive on both."""
+    with Cluster(2, parity=0) as run:
+        run.commit(1)
+        run.commit(2)
+        run.wait()
+        for group in run.groups:
+            run.copiers[group].close()
+            run.start_copier(group)
+        run.copiers[0].learn_complete(2, "a")
+        run.copiers[1].learn_complete(*run.copiers[0].complete)
+        run.commit(3, lineage="b")
+        run.wait()
+        assert [{h.step for h in run.arena(g).headers("data", 0) if h} for g in run.groups] == [
+            {2, 3},
+            {2, 3},
+        ]
+        run.commit(4, lineage="b")
+        run.wait()
+        assert [{h.step for h in run.arena(g).headers("data", 0) if h} for g in run.groups] == [
+            {3, 4},
+            {3, 4},
+        ]
+
+
+def test_an_arena_that_is_removed_under_a_run_is_made_anew():
+    with Cluster(1) as run:
+        run.commit(1)
+        run.wait()
+        run.lose_host(0)
+        run.commit(2)
+        run.wait()
+        run.start_keeper(0)
+        assert_is_step(run.restore(run.decide()), 2)
+
+
+def test_no_sequence_number_comes_twice_though_the_younger_slot_is_overwritten():
+    with Cluster(2, parity=0) as run:
+        run.commit(1)
+        run.commit(2)
+        run.wait()
+        seen = {h.sequence for h in run.arena(0).headers("data", 0) if h}
+        run.copiers[0].close()
+        run.start_copier(0)  # it knows of no complete step, so it writes over the younger slot
+        run.commit(3, members=[0])
+        run.wait()
+        headers = [h for h in run.arena(0).headers("data", 0) if h]
+        assert {h.step for h in headers} == {1, 3}
+        assert max(h.sequence for h in headers) > max(seen)
