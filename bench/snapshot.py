@@ -100,9 +100,7 @@ class Trainer:
         torch._foreach_mul_(list(self.tensors.values()), 1.0001)
 
 
-def measure(
-    trainer: Trainer, steps: int, begin: Callable[[int], None], before_change: Callable[[], None]
-) -> dict:
+def measure(trainer: Trainer, steps: int, begin: Callable[[int], None], before_change: Callable[[], None]) -> dict:
     blocked, took = [], []
     for step in range(1, steps + 2):
         start = time.perf_counter()
@@ -119,16 +117,12 @@ def measure(
     return {"blocked_s": statistics.median(blocked[1:]), "step_s": statistics.median(took[1:])}
 
 
-def with_everstep(
-    trainer: Trainer, steps: int, home: Path, groups: int, scope: Literal["sharded", "full"]
-) -> dict:
+def with_everstep(trainer: Trainer, steps: int, home: Path, groups: int, scope: Literal["sharded", "full"]) -> dict:
     settings = Snapshot(enable=True, arena_dir=str(home), memory_reserve_gb=0.5, parity=0, scope=scope)
     arena = Arena(home, "0" * 16, 0)
     arena.create()
     events: list[dict] = []
-    copier = Copier(
-        arena, 0, 1, settings, lambda kind, step=None, **fields: events.append({"kind": kind, **fields})
-    )
+    copier = Copier(arena, 0, 1, settings, lambda kind, step=None, **fields: events.append({"kind": kind, **fields}))
 
     def begin(step: int) -> None:
         copier.committed(step, "a", range(groups), step - 1, lambda: State(trainer.tensors, {"step": step}))
@@ -177,9 +171,7 @@ def with_dcp(trainer: Trainer, steps: int, home: Path, pinned: bool) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, nargs="+", default=[0.1, 0.5])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--step-s", type=float, default=1.0)
@@ -209,9 +201,7 @@ def main() -> None:
                 "dcp async": lambda trainer=trainer: with_dcp(trainer, args.steps, home, pinned=False),
             }
             if device.type == "cuda":
-                methods["dcp async pinned"] = lambda trainer=trainer: with_dcp(
-                    trainer, args.steps, home, pinned=True
-                )
+                methods["dcp async pinned"] = lambda trainer=trainer: with_dcp(trainer, args.steps, home, pinned=True)
             for name, method in methods.items():
                 record["blocked"].append({"gb": gb, "method": name, **method()})
     finally:
@@ -224,15 +214,11 @@ def main() -> None:
     for name, rate in record["bandwidth_gb_s"].items():
         with contextlib.suppress(ZeroDivisionError):
             print(
-                f"{name:12} {rate:6.2f} GB/s  {rate / memcpy:5.2f} of memcpy"
-                if name != "isal"
-                else f"isal {rate:.0f}"
+                f"{name:12} {rate:6.2f} GB/s  {rate / memcpy:5.2f} of memcpy" if name != "isal" else f"isal {rate:.0f}"
             )
     for row in record["blocked"]:
         share = row["blocked_s"] / row["step_s"]
-        extra = (
-            f"  copied {row['copied_bytes'] / 1e9:.2f} GB in {row['copy_s']:.3f} s" if "copy_s" in row else ""
-        )
+        extra = f"  copied {row['copied_bytes'] / 1e9:.2f} GB in {row['copy_s']:.3f} s" if "copy_s" in row else ""
         print(
             f"{row['gb']:4} GB  {row['method']:18} blocked {row['blocked_s'] * 1e3:9.2f} ms "
             f"({share:7.2%} of a step of {row['step_s']:.3f} s){extra}"

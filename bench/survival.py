@@ -63,8 +63,7 @@ def closed_form(case: Case) -> float:
     """Probability that every window of the run is survived."""
     p = -math.expm1(-case.window_s / case.mtbf_s)
     lost = sum(
-        math.comb(case.hosts, k) * p**k * (1 - p) ** (case.hosts - k)
-        for k in range(case.parity + 1, case.hosts + 1)
+        math.comb(case.hosts, k) * p**k * (1 - p) ** (case.hosts - k) for k in range(case.parity + 1, case.hosts + 1)
     )
     return math.exp(case.windows * math.log1p(-lost)) if lost < 1 else 0.0
 
@@ -144,9 +143,7 @@ def svg(curves: dict[str, list[tuple[float, float]]], title: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--days", type=float, default=30.0)
     parser.add_argument("--coding-s", type=float, default=2.0)
@@ -172,18 +169,13 @@ def main() -> None:
             for name, parity in SCHEMES.items():
                 case = Case(hosts, parity, DAY_S, 10.0, args.coding_s, args.days * DAY_S)
                 curves[f"{hosts} hosts, {name}"] = [
-                    (days, closed_form(replace(case, mtbf_s=days * DAY_S)))
-                    for days in np.logspace(-2, 3, 120).tolist()
+                    (days, closed_form(replace(case, mtbf_s=days * DAY_S))) for days in np.logspace(-2, 3, 120).tolist()
                 ]
-        args.svg.write_text(
-            svg(curves, f"Probability that {args.days:g} days pass without a step that memory lost")
-        )
+        args.svg.write_text(svg(curves, f"Probability that {args.days:g} days pass without a step that memory lost"))
     if args.json:
         print(json.dumps({"cases": rows, "worst_deviation_in_standard_errors": worst}))
     else:
-        print(
-            f"{'hosts':>5} {'MTBF':>7} {'interval':>9}  {'scheme':10} {'simulated':>10} {'closed form':>12}"
-        )
+        print(f"{'hosts':>5} {'MTBF':>7} {'interval':>9}  {'scheme':10} {'simulated':>10} {'closed form':>12}")
         for row in rows:
             print(
                 f"{row['hosts']:>5} {row['mtbf_s'] / DAY_S:>5.0f} d {row['interval_s']:>7.0f} s  "

@@ -189,10 +189,38 @@ def _refuse(flags: Sequence[str]) -> None:
         raise LaunchError(f"unknown argument {flags[0]}; see --help.")
 
 
+@dataclass(kw_only=True)
+class Snapshots:
+    """Show what the keepers of a run hold in memory: steps, groups, sizes, age, checks."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """The run directory."""
+
+    verify: bool = False
+    """Recompute every checksum and parity, and fetch the newest restorable state as a start would."""
+
+    json: bool = False
+    """Print one JSON object, and nothing else, to stdout."""
+
+
+def snapshots(command: Snapshots, flags: Sequence[str]) -> int:
+    """Exit status 0 if the keepers hold a state that can be restored, and with --verify if all of it is sound."""
+    _refuse(flags)
+    from everstep.snapshot.inspect import InspectError, describe, inspect, sound, to_json
+
+    try:
+        found = inspect(command.run_dir, verify=command.verify)
+    except InspectError as error:
+        raise LaunchError(str(error)) from error
+    print(json.dumps(to_json(found)) if command.json else describe(found))
+    return 0 if sound(found) else 1
+
+
 COMMANDS = {
     "run": ("start a run on this machine", "everstep.cli:Run", run),
     "agent": ("run one replica group's workers; what a batch job starts", "everstep.cli:Agent", agent),
     "report": ("compute what a run did from its events", "everstep.cli:Report", report),
+    "snapshots": ("show what a run holds in host memory", "everstep.cli:Snapshots", snapshots),
     "pack": ("make a token file from text", "everstep.data.pack:Pack", pack),
 }
 """By name: what it does, the dataclass of its arguments, and the function that acts on them and on the
@@ -201,7 +229,7 @@ arguments that the dataclass does not know.
 
 
 def _usage() -> str:
-    lines = [f"  {name:<8} {what}" for name, (what, _, _) in COMMANDS.items()]
+    lines = [f"  {name:<10} {what}" for name, (what, _, _) in COMMANDS.items()]
     return "\n".join(["usage: everstep COMMAND [arguments]", "", *lines, "", "everstep COMMAND --help tells more."])
 
 

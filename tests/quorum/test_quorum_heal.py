@@ -266,9 +266,7 @@ def test_a_source_killed_during_the_transfer_is_one_error(source_process):
 
     def kill_halfway(data, total):
         if total > 20_000_000:
-            os.kill(
-                process.pid, signal.SIGKILL
-            )  # more than once does no harm: it is not reaped before the end
+            os.kill(process.pid, signal.SIGKILL)  # more than once does no harm: it is not reaped before the end
         return data
 
     with (

@@ -129,9 +129,7 @@ class Cluster:
 
     def decide(self, disk_step=None, ranks: int = 1, topologies=None) -> ladder.Decision:
         held, _ = peers.reachable(peers.read_places(self.run_dir), self.token, TIMEOUT)
-        return ladder.decide(
-            held, run=run_id(self.token), ranks=ranks, disk_step=disk_step, topologies=topologies
-        )
+        return ladder.decide(held, run=run_id(self.token), ranks=ranks, disk_step=disk_step, topologies=topologies)
 
     def recover(self, group: int = 0, disk_step: int | None = None) -> recovery.Recovery:
         held, _ = peers.reachable(peers.read_places(self.run_dir), self.token, TIMEOUT)

@@ -17,9 +17,7 @@ from everstep.snapshot.slot import Header
 from everstep.training.ledger import common_value, life
 
 
-def slot(
-    group, step, kind="data", rank=0, lineage="a", members=(0, 1, 2), parity=1, sound=True, **changes
-) -> Held:
+def slot(group, step, kind="data", rank=0, lineage="a", members=(0, 1, 2), parity=1, sound=True, **changes) -> Held:
     fields: Any = {
         "run": "r", "kind": kind, "group": group, "rank": rank, "ranks": 1, "step": step, "lineage": lineage,
         "members": members, "parity": parity, "topology": "t", "state_bytes": 900,
@@ -41,9 +39,7 @@ def test_the_newest_complete_step_comes_first():
 def test_an_incomplete_step_gives_way_to_the_one_before_with_the_reason():
     decision = decide([*everything(4), slot(0, 5), slot(2, 5)], run="r", ranks=1)
     assert (decision.rung, decision.step) == ("older", 4)
-    assert decision.reasons == (
-        "step 5: rank 0: no keeper has the part of group 1, and no keeper has its parity",
-    )
+    assert decision.reasons == ("step 5: rank 0: no keeper has the part of group 1, and no keeper has its parity",)
 
 
 def test_a_newer_step_is_decoded_rather_than_an_older_one_taken_whole():
@@ -131,9 +127,7 @@ def test_the_order_of_the_answers_does_not_matter(data):
 def test_exactly_parity_many_lost_keepers_are_survived(groups, parity, lost):
     parity, members = min(parity, groups - 1), tuple(range(groups))
     kinds = ("data", "parity") if parity else ("data",)
-    held = [
-        slot(g, 5, kind, members=members, parity=parity) for g in members if g not in lost for kind in kinds
-    ]
+    held = [slot(g, 5, kind, members=members, parity=parity) for g in members if g not in lost for kind in kinds]
     gone = len(lost & set(members))
     rung = decide(held, run="r", ranks=1).rung
     assert rung == ("complete" if gone == 0 else "decoded" if gone <= parity else "nothing")
@@ -185,9 +179,7 @@ def test_the_parts_of_all_members_rebuild_the_state(sizes, members, limit):
     from everstep.snapshot.stripes import part_bounds
 
     dtypes = itertools.cycle([torch.float32, torch.bfloat16, torch.int64, torch.uint8])
-    tensors = {
-        f"t{i}": torch.arange(n).to(dtype) for i, (n, dtype) in enumerate(zip(sizes, dtypes, strict=False))
-    }
+    tensors = {f"t{i}": torch.arange(n).to(dtype) for i, (n, dtype) in enumerate(zip(sizes, dtypes, strict=False))}
     layout = Layout.of(tensors)
     flat = torch.zeros(layout.size, dtype=torch.uint8)
     for index in range(members):

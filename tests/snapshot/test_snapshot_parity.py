@@ -88,9 +88,7 @@ def test_the_widest_code_repairs_two_losses():
     p, q = encode(data, 2)
     have = [i for i in range(257) if i not in (3, 254)]
     out = [np.zeros(64, dtype=np.uint8) for _ in range(2)]
-    parity.combine(
-        parity.decoding_rows(255, 2, [3, 254], have), [([*data, p, q])[i] for i in have[:255]], out
-    )
+    parity.combine(parity.decoding_rows(255, 2, [3, 254], have), [([*data, p, q])[i] for i in have[:255]], out)
     assert np.array_equal(out[0], data[3])
     assert np.array_equal(out[1], data[254])
 

@@ -51,9 +51,7 @@ def what_is_there(path: Path) -> int | None:
     data = np.empty(header.payload_bytes, dtype=np.uint8)
     reader.read_into(data.data, 0)
     reader.close()
-    assert np.array_equal(data, payload_of(header.step, header.payload_bytes)), (
-        "a wrong state passed every check"
-    )
+    assert np.array_equal(data, payload_of(header.step, header.payload_bytes)), "a wrong state passed every check"
     return header.step
 
 

@@ -131,9 +131,7 @@ def test_everything_killed_at_once_goes_on_from_memory(tmp_path, uninterrupted, 
         assert recovered
         assert min(event["restored_step"] for event in recovered) >= last - 1 - (lost > 0)
         losses = {step: event["loss"] for step, event in run.commits().items()}
-        assert losses == pytest.approx(
-            {step: event["loss"] for step, event in uninterrupted.items()}, abs=1e-4
-        )
+        assert losses == pytest.approx({step: event["loss"] for step, event in uninterrupted.items()}, abs=1e-4)
         assert run.places() == [], "a complete run leaves no keeper"
     finally:
         end(run)

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, is_zombie, wait_until
 
 from everstep import wire
 from everstep.snapshot import keeper, peers
@@ -16,6 +15,7 @@ from everstep.snapshot.copier import Copier, State
 from everstep.snapshot.inspect import InspectError, describe, inspect, sound, to_json
 from everstep.snapshot.restore import RestoreError
 from everstep.snapshot.slot import HEADER_BYTES
+from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, is_zombie, wait_until
 
 
 def damage(run: Cluster, group: int, kind: str, step: int, at: int) -> None:
@@ -49,9 +49,7 @@ def test_each_group_copies_only_its_part():
         assert max(h.part[1] - h.part[0] for h in headers) <= headers[0].state_bytes / 4 + 64
 
 
-@pytest.mark.parametrize(
-    ("groups", "parity", "lost"), [(3, 1, 1), (2, 1, 1), (4, 2, 2), (3, 2, 2), (5, 2, 1)]
-)
+@pytest.mark.parametrize(("groups", "parity", "lost"), [(3, 1, 1), (2, 1, 1), (4, 2, 2), (3, 2, 2), (5, 2, 1)])
 def test_hosts_lost_within_parity_are_decoded(groups, parity, lost):
     with Cluster(groups, parity=parity) as run:
         run.commit(7)
@@ -99,11 +97,7 @@ def test_a_second_keeper_is_not_started():
         first = peers.read_places(run.run_dir)[0]
         again = run.start_keeper(0)
         assert again.pid == first.pid
-        keepers = [
-            p
-            for p in psutil.process_iter(["cmdline"])
-            if str(run.run_dir) in " ".join(p.info["cmdline"] or [])
-        ]
+        keepers = [p for p in psutil.process_iter(["cmdline"]) if str(run.run_dir) in " ".join(p.info["cmdline"] or [])]
         assert [p.pid for p in keepers] == [first.pid]
 
 
@@ -227,9 +221,7 @@ def test_what_cannot_be_decoded_gives_way_to_the_older_step():
         damage(run, 1, "data", step=2, at=999)
         found = run.recover(disk_step=0)
         assert (found.decision.rung, found.decision.step) == ("older", 1)
-        assert re.search(
-            "step 2.* (not what was saved|does not match its checksums)", found.decision.reasons[0]
-        )
+        assert re.search("step 2.* (not what was saved|does not match its checksums)", found.decision.reasons[0])
         assert_is_step(found.restored, 1)
 
 
@@ -342,12 +334,8 @@ def test_slots_of_another_run_in_the_arena_are_not_used():
         stranger.wait()
         run.commit(1)
         run.wait()
-        source = next(
-            stranger.arena(0).file("data", 0, i) for i in (0, 1) if stranger.arena(0).headers("data", 0)[i]
-        )
-        target = next(
-            run.arena(0).file("data", 0, i) for i in (0, 1) if not run.arena(0).headers("data", 0)[i]
-        )
+        source = next(stranger.arena(0).file("data", 0, i) for i in (0, 1) if stranger.arena(0).headers("data", 0)[i])
+        target = next(run.arena(0).file("data", 0, i) for i in (0, 1) if not run.arena(0).headers("data", 0)[i])
         target.write_bytes(source.read_bytes())
         assert run.decide().step == 1
 

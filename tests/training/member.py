@@ -68,6 +68,9 @@ class ToyWork:
     def noted(self, notes: list[bytes]) -> None:
         raise AssertionError("nobody sends notes here")
 
+    def settle(self) -> int:
+        return -1
+
     def serve(self) -> HealState:
         return HealState(tensors={"param": self.param.detach()}, meta={"step": self.step}, blobs={})
 

@@ -147,7 +147,7 @@ class GroupAgent(LocalElasticAgent):
             local_world_size=settings.ranks,
             entrypoint=worker.start,
             args=(place, settings.argv),
-            rdzv_handler=OneNodeRendezvous(f"group-{settings.group}", settings.host),
+            rdzv_handler=OneNodeRendezvous(f"group-{settings.group}.{settings.first_incarnation}", settings.host),
             max_restarts=UNLIMITED_RESTARTS,
             monitor_interval=MONITOR_INTERVAL_S,
         )

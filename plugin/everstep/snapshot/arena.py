@@ -148,9 +148,7 @@ def check_room(directory: Path, bytes_needed: int, reserve_bytes: int) -> None:
         raise SlotError(f"snapshots need {bytes_needed} bytes more, and there are {max(least, 0)} {where}")
 
 
-def cgroup_free_bytes(
-    proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
-) -> int | None:
+def cgroup_free_bytes(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Memory left under the tightest cgroup v2 limit of this process; None where there is no limit.
 
     Page cache that the kernel can drop is counted as free; tmpfs pages (`shmem`), which it cannot, are not.

@@ -111,9 +111,7 @@ class Coder:
             try:
                 patience_s = max(0.0, min(left_s, PATIENCE_S))
                 sound = kind == "data"
-                return channel, open_slot(
-                    channel, kind, own.rank, own.identity, sound=sound, patience_s=patience_s
-                )
+                return channel, open_slot(channel, kind, own.rank, own.identity, sound=sound, patience_s=patience_s)
             except wire.WireError as error:
                 channel.close()
                 if (
@@ -159,9 +157,7 @@ class Coder:
                 for giver, (begin, count), shard in zip(givers, ranges, block, strict=True):
                     shard[count:span] = 0
                     if count:
-                        channels[giver].receive_range(
-                            wire.Pieces([shard[:count].data]), begin, count, base=begin
-                        )
+                        channels[giver].receive_range(wire.Pieces([shard[:count].data]), begin, count, base=begin)
                 target = out[row * length + start : row * length + start + span]
                 parity.combine([rows[row]], [shard[:span] for shard in block], [target])
         payload[m * length :] = tail

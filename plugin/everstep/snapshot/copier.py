@@ -123,9 +123,7 @@ class Copier:
         knows. Slots found here are then not overwritten before a newer one is complete."""
         self._complete = (step, lineage)
 
-    def committed(
-        self, step: int, lineage: str, members: Sequence[int], held: int, state: Callable[[], State]
-    ) -> bool:
+    def committed(self, step: int, lineage: str, members: Sequence[int], held: int, state: Callable[[], State]) -> bool:
         """Tell that a step was committed; take a snapshot of it if it is due. Returns whether one was begun.
 
         Args:
@@ -209,9 +207,7 @@ class Copier:
     def _run(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(
-                    lambda: self._closed or (self._job is not None and not self._job.done)
-                )
+                self._condition.wait_for(lambda: self._closed or (self._job is not None and not self._job.done))
                 job = self._job
                 if job is None or job.done:
                     return
@@ -230,9 +226,7 @@ class Copier:
         index = self._gate()
         if index is None:
             job.outcome = "skipped"
-            job.reason = (
-                "parity of the step before is still under way, and the older slot holds the last coded one"
-            )
+            job.reason = "parity of the step before is still under way, and the older slot holds the last coded one"
             return
         began = time.perf_counter()
         plan = self._plan
@@ -308,9 +302,7 @@ class Copier:
             complete=(header.step, header.lineage) == self._complete,
             sound=header.sequence not in self._damaged,
             coded=header.identity in coded,
-            coding=alive
-            and header.parity > 0
-            and (notes.sequence < header.sequence or (dealt and not notes.settled)),
+            coding=alive and header.parity > 0 and (notes.sequence < header.sequence or (dealt and not notes.settled)),
         )
 
     def _next_sequence(self) -> int:
@@ -348,9 +340,7 @@ class _Plan:
 
     def __init__(self, job: _Job, arena: Arena, rank: int, ranks: int, settings: Snapshot) -> None:
         if arena.group not in job.members:
-            raise SlotError(
-                f"group {arena.group} is none of the members {list(job.members)} of step {job.step}"
-            )
+            raise SlotError(f"group {arena.group} is none of the members {list(job.members)} of step {job.step}")
         self.members = job.members
         self.layout = Layout.of(job.state.tensors, job.state.shards)
         self.layout_json = json.dumps(self.layout.to_json(), separators=(",", ":")).encode()
@@ -361,9 +351,7 @@ class _Plan:
         self.part = (0, self.layout.size) if full else stripes.part_bounds(self.layout.size, count, index)
         self._key = self._key_of(job, settings)
         self._buckets = buckets(self.layout.pieces(*self.part), BUCKET_BYTES)
-        self._sources = [
-            [_source(job.state.tensors[e.name], a, b) for e, a, b in run] for run in self._buckets
-        ]
+        self._sources = [[_source(job.state.tensors[e.name], a, b) for e, a, b in run] for run in self._buckets]
         self._stream: torch.cuda.Stream | None = None
 
     @staticmethod
@@ -452,9 +440,7 @@ class _MappedSlot:
             # Page-locked for this process: device copies are asynchronous only into such memory.
             code = int(_cuda_runtime().cudaHostRegister(address, length, 0))
             if code:
-                raise SlotError(
-                    f"{self.writer.path}: cudaHostRegister of {length} bytes failed with error {code}"
-                )
+                raise SlotError(f"{self.writer.path}: cudaHostRegister of {length} bytes failed with error {code}")
             self._registered = address
 
     def payload(self) -> torch.Tensor:

@@ -121,9 +121,7 @@ def describe(found: Inspection, now: float | None = None) -> str:
     else:
         lines.append("a start would find nothing in memory")
     for rank, trouble in (found.restored or {}).items():
-        lines.append(
-            f"rank {rank}: " + (trouble or f"step {found.decision.step} fetched, every byte verified")
-        )
+        lines.append(f"rank {rank}: " + (trouble or f"step {found.decision.step} fetched, every byte verified"))
     return "\n".join(lines)
 
 

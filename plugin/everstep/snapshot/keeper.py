@@ -155,9 +155,7 @@ class Keeper:
         self._spoken_at = time.monotonic()
         self._touched_ns = -1
         self._gone_since = 0.0
-        self._server = wire.Server(
-            host, self.token, self._talk, timedelta(seconds=settings.transfer_timeout_s)
-        )
+        self._server = wire.Server(host, self.token, self._talk, timedelta(seconds=settings.transfer_timeout_s))
 
     def place(self) -> Place:
         return Place(
@@ -250,9 +248,7 @@ class Keeper:
         for rank in self.arena.ranks():
             watch = self._watches.get(rank)
             for header in filter(None, self.arena.headers("data", rank)):
-                slots.append(
-                    {"header": header.to_json(), "sound": watch and watch.sound.get(header.sequence)}
-                )
+                slots.append({"header": header.to_json(), "sound": watch and watch.sound.get(header.sequence)})
             for header in filter(None, self.arena.headers("parity", rank)):
                 slots.append({"header": header.to_json(), "sound": None})
         return slots
@@ -389,9 +385,7 @@ def find_keeper(run_dir: Path, group: int, settings: Snapshot) -> Place | None:
     return None
 
 
-def end_keepers(
-    run_dir: Path, groups: set[int] | None = None, timeout: timedelta = timedelta(seconds=5)
-) -> list[str]:
+def end_keepers(run_dir: Path, groups: set[int] | None = None, timeout: timedelta = timedelta(seconds=5)) -> list[str]:
     """The run is over: tell every keeper (or those of `groups`) to remove its arena and end.
 
     Returns a sentence for each that could not be told; it ends by itself after keeper_ttl_s.

@@ -76,17 +76,12 @@ class Layout:
         entries = []
         for entry in body["entries"]:
             shard = entry["shard"] and Shard(tuple(entry["shard"]["shape"]), tuple(entry["shard"]["offset"]))
-            entries.append(
-                Entry(entry["name"], entry["dtype"], tuple(entry["shape"]), entry["offset"], shard)
-            )
+            entries.append(Entry(entry["name"], entry["dtype"], tuple(entry["shape"]), entry["offset"], shard))
         return cls(tuple(entries), body["size"])
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors as views of a flat uint8 state whose memory is aligned to 64 bytes."""
-        return {
-            e.name: flat[e.offset : e.offset + e.nbytes].view(e.torch_dtype).view(e.shape)
-            for e in self.entries
-        }
+        return {e.name: flat[e.offset : e.offset + e.nbytes].view(e.torch_dtype).view(e.shape) for e in self.entries}
 
     def pieces(self, begin: int, end: int) -> list[tuple[Entry, int, int]]:
         """What [begin, end) of the state holds: entries, each with its first and last + 1 byte in the range.

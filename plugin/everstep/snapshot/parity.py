@@ -107,9 +107,7 @@ def combine(rows: Sequence[Sequence[int]], shards: Sequence[np.ndarray], out: Se
         combine_numpy(rows, shards, out)
 
 
-def combine_numpy(
-    rows: Sequence[Sequence[int]], shards: Sequence[np.ndarray], out: Sequence[np.ndarray]
-) -> None:
+def combine_numpy(rows: Sequence[Sequence[int]], shards: Sequence[np.ndarray], out: Sequence[np.ndarray]) -> None:
     """`combine` by table look-up."""
     length = out[0].nbytes
     product = np.empty(min(_TILE_BYTES, length), dtype=np.uint8)
@@ -139,13 +137,9 @@ class _Isal:
         self._encode, self._tables = library.ec_encode_data, library.ec_init_tables
         self._xor = library.xor_gen
 
-    def combine(
-        self, rows: Sequence[Sequence[int]], shards: Sequence[np.ndarray], out: Sequence[np.ndarray]
-    ) -> None:
+    def combine(self, rows: Sequence[Sequence[int]], shards: Sequence[np.ndarray], out: Sequence[np.ndarray]) -> None:
         k, length = len(shards), out[0].nbytes
-        plain = [
-            r for r, row in enumerate(rows) if all(x == 1 for x in row) and self._can_xor(shards, out[r])
-        ]
+        plain = [r for r, row in enumerate(rows) if all(x == 1 for x in row) and self._can_xor(shards, out[r])]
         for r in plain:
             places = (ctypes.c_void_p * (k + 1))(*(s.ctypes.data for s in shards), out[r].ctypes.data)
             if self._xor(k + 1, length, places):

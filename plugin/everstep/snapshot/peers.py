@@ -120,9 +120,7 @@ def open_slot(
 class Download:
     """A slot fetched over several connections, taken up again where it broke off."""
 
-    def __init__(
-        self, address: str, token: bytes, timeout: timedelta, connections: int = 2, tries: int = 3
-    ) -> None:
+    def __init__(self, address: str, token: bytes, timeout: timedelta, connections: int = 2, tries: int = 3) -> None:
         self._address, self._token, self._timeout = address, token, timeout
         self._connections, self._tries = connections, tries
 

@@ -95,9 +95,7 @@ def recover(
         notes += [message for _, message in failures]
 
 
-def gather(
-    run_dir: Path, token: bytes, timeout: timedelta, patience: timedelta
-) -> tuple[list[Held], dict[str, str]]:
+def gather(run_dir: Path, token: bytes, timeout: timedelta, patience: timedelta) -> tuple[list[Held], dict[str, str]]:
     """What all keepers hold, once all answer or `patience` is over; and by keeper why it did not answer."""
     deadline = time.monotonic() + patience.total_seconds()
     while True:

@@ -130,13 +130,9 @@ def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: t
         if holder in column.missing:
             # Either a part that passed its own checks or some parity is of another step: no telling which.
             blame = Blame("parity", rank, column.identity, None)
-            raise RestoreError(
-                f"step {step} of rank {rank}: what parity gives for group {holder} is wrong", blame
-            )
+            raise RestoreError(f"step {step} of rank {rank}: what parity gives for group {holder} is wrong", blame)
         blame = Blame("data", rank, column.identity, holder)
-        raise RestoreError(
-            f"step {step} of rank {rank}: the part of group {holder} is not what was saved", blame
-        )
+        raise RestoreError(f"step {step} of rank {rank}: the part of group {holder} is not what was saved", blame)
     own = payloads.get(group) or payloads[sorted(payloads)[group % len(payloads)]]
     meta, blobs = unpack_own(own.section("own"))
     layout = json.loads(own.section("layout"))
@@ -170,9 +166,7 @@ class _Source:
         """Payload into `sink`, and after it the table, which must be the one that the header vouches for."""
         table = np.empty(table_bytes(header.payload_bytes) // 8, dtype="<u8")
         pieces = wire.Pieces([*sink, table.view(np.uint8).data])
-        peers.Download(address, self._token, self._timeout).run(
-            kind, self._rank, self._column.identity, pieces
-        )
+        peers.Download(address, self._token, self._timeout).run(kind, self._rank, self._column.identity, pieces)
         self.fetched_bytes += pieces.size
         if root_of(table) != header.root:
             raise wire.WireError(f"the {kind} that {address} sent is not the one that it announced")

@@ -122,9 +122,7 @@ def root_of(table: np.ndarray) -> str:
 def _pack_header(header: Header) -> bytes:
     body = json.dumps(header.to_json(), separators=(",", ":")).encode()
     if len(body) + _PREFIX.size > HEADER_BYTES:
-        raise SlotError(
-            f"the header of step {header.step} has {len(body)} bytes and does not fit in {HEADER_BYTES}"
-        )
+        raise SlotError(f"the header of step {header.step} has {len(body)} bytes and does not fit in {HEADER_BYTES}")
     return _PREFIX.pack(MAGIC, len(body), xxhash.xxh3_64_intdigest(body)) + body
 
 

@@ -547,9 +547,7 @@ class StepProtocol:
         self._cross.abort()
         self._connected = ""
 
-    def _sum_ledger(
-        self, sums: SlotSums, exhausted: bool, newest_held: int, somebody_heals: bool
-    ) -> torch.Tensor:
+    def _sum_ledger(self, sums: SlotSums, exhausted: bool, newest_held: int, somebody_heals: bool) -> torch.Tensor:
         """Over the groups: for each slot the times it is in the sum, its owner's id + 1, its tokens, its loss (4 S
         numbers), then the number of groups that leave and that ran out of data, their lives, the newest step in their
         snapshots and its square, then `SlotSums.extra`. float64."""

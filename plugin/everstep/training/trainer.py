@@ -237,9 +237,7 @@ class EverstepTrainer(titan.Trainer):
         self._heal_server.shutdown()
         if self.snapshots is not None:
             # A last checkpoint on disk holds the same state; a group that leaves alone has given its own up.
-            self.snapshots.close(
-                over=leaves or not self.should_continue_training() or self.config.checkpoint.enable
-            )
+            self.snapshots.close(over=leaves or not self.should_continue_training() or self.config.checkpoint.enable)
         logger.info(f"Left the run after step {self.step}, as asked" if leaves else "Training completed")
 
     def _restore_or_wait(self) -> None:
