@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+
 from everstep.attention import explicit, fused, linear
 from everstep.attention.guard import Checks
 from everstep.attention.masks import Visible

@@ -20,10 +20,6 @@ if not cpu.has_accelerator():
     cpu.stand_in()
 
 import torch
-from everstep.attention import override
-from everstep.attention.section import AttentionCheck, Inject
-from everstep.data.byte_tokenizer import ByteTokenizer
-from everstep.data.stdlib_text import StdlibText
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -33,6 +29,11 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
+
+from everstep.attention import override
+from everstep.attention.section import AttentionCheck, Inject
+from everstep.data.byte_tokenizer import ByteTokenizer
+from everstep.data.stdlib_text import StdlibText
 
 
 class CheckedTrainer(Trainer):
