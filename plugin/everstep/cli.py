@@ -1,18 +1,23 @@
-"""The command line: `everstep run | agent | report | pack`.
+"""The command line: `everstep COMMAND …`.
 
-Nothing heavy is imported before a command needs it: `everstep --help` answers at once.
+Each command is a dataclass that tyro parses and a function that acts on it. Both are imported when the
+command is given, so `everstep --help` answers at once.
 """
 
+import difflib
+import importlib
+import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import tyro
 
-from everstep.launch.rundir import LaunchError, default_run_dir
+import everstep
+from everstep.launch.rundir import LaunchError, default_run_dir, read_toml
 
 
 @dataclass(kw_only=True)
@@ -45,7 +50,7 @@ class Run:
 
 @dataclass(kw_only=True)
 class Agent:
-    """Run one replica group's workers on this machine, restarting them when they die. What a batch job
+    """Run one replica group's workers on this machine and restart them when they die: what a batch job
     starts.
 
     Flags that are not listed here are torchtitan's and go to every worker.
@@ -70,7 +75,7 @@ class Agent:
     """Ranks (processes, GPUs) of the group on this machine."""
 
     host: str = ""
-    """Address that this group's servers listen on and advertise. Default: the host name's."""
+    """Address that this group's servers listen on and advertise. Default: the host name."""
 
     stop_grace_s: float = 120.0
     """How long workers may take to end cleanly after SIGTERM."""
@@ -78,7 +83,7 @@ class Agent:
 
 @dataclass(kw_only=True)
 class Report:
-    """Compute what a run did from its events: report.json, and a summary."""
+    """Compute what a run did from its events: report.json in the run directory, and a summary."""
 
     run_dir: tyro.conf.Positional[Path]
     """The run directory."""
@@ -89,28 +94,36 @@ class Report:
     json: bool = False
     """Print report.json and nothing else."""
 
+    check: bool = False
+    """End with status 1 if the run did not keep its promise. The sentences that say how are in the summary; with
+    --json they go to stderr."""
 
-def _run(command: Run, flags: Sequence[str]) -> int:
+
+def run(command: Run, flags: Sequence[str]) -> int:
+    """`everstep run`; returns the exit status."""
     from everstep.launch import supervisor, view
     from everstep.launch.settings import run_settings
+    from everstep.report import score
 
-    run_dir = command.run_dir or default_run_dir(command.config, time.localtime())
     settings = run_settings(
         command.config,
-        run_dir,
+        command.run_dir or default_run_dir(command.config, time.localtime()),
         command.groups,
         command.ranks_per_group,
         command.steps,
         command.chaos_every,
         flags,
     )
-    with view.open_view(settings) as on_events:
-        return supervisor.run(settings, on_events)
+    with view.open_view(settings.groups) as on_events:
+        status = supervisor.run(settings, on_events)
+    print(f"Everything of this run is in {settings.run_dir}")
+    print(score.summary(_score(settings.run_dir, None)))
+    return status
 
 
-def _agent(command: Agent, flags: Sequence[str]) -> int:
+def agent(command: Agent, flags: Sequence[str]) -> int:
+    """`everstep agent`; returns the exit status."""
     from everstep.launch.agent import AgentSettings, run_agent
-    from everstep.launch.rundir import read_toml
     from everstep.launch.settings import fault_tolerance, local_host
 
     section = fault_tolerance(read_toml(command.config), flags)
@@ -133,40 +146,91 @@ def _agent(command: Agent, flags: Sequence[str]) -> int:
     )
 
 
-def _report(command: Report, flags: Sequence[str]) -> int:
+def report(command: Report, flags: Sequence[str]) -> int:
+    """`everstep report`; returns the exit status."""
     _refuse(flags)
-    import json
-
     from everstep.report import score
 
-    if not (command.run_dir / "events").is_dir():
-        raise LaunchError(f"{command.run_dir}: no run directory, it has no events folder.")
-    result = score.score(command.run_dir, command.against)
-    print(json.dumps(result, indent=2))
-    return 0
+    figures = _score(command.run_dir, command.against)
+    broken = score.verdict(figures) if command.check else []
+    if command.json:
+        print(json.dumps(figures, indent=2))
+        print(*broken, sep="\n", end="\n" if broken else "", file=sys.stderr)
+    else:
+        print(score.summary(figures))
+    return int(bool(broken))
+
+
+def _score(run_dir: Path, against: Path | None) -> dict[str, Any]:
+    """The figures of a run, also written to report.json. Raises LaunchError for a directory without events."""
+    from everstep.report import score
+
+    try:
+        figures = score.score(run_dir, against)
+    except FileNotFoundError as error:
+        raise LaunchError(str(error)) from None
+    draft = run_dir / "report.json.tmp"
+    draft.write_text(json.dumps(figures, indent=2) + "\n")
+    draft.replace(run_dir / "report.json")
+    return figures
+
+
+def pack(command: object, flags: Sequence[str]) -> int:
+    """`everstep pack`; returns the exit status."""
+    from everstep.data import pack as room
+
+    _refuse(flags)
+    assert isinstance(command, room.Pack)
+    return room.run(command)
 
 
 def _refuse(flags: Sequence[str]) -> None:
     if flags:
-        raise LaunchError(f"unknown argument: {flags[0]}")
+        raise LaunchError(f"unknown argument {flags[0]}; see --help.")
 
 
-_COMMANDS = {Run: _run, Agent: _agent, Report: _report}
-Command = (
-    Annotated[Run, tyro.conf.subcommand("run")]
-    | Annotated[Agent, tyro.conf.subcommand("agent")]
-    | Annotated[Report, tyro.conf.subcommand("report")]
-)
+COMMANDS = {
+    "run": ("start a run on this machine", "everstep.cli:Run", run),
+    "agent": ("run one replica group's workers; what a batch job starts", "everstep.cli:Agent", agent),
+    "report": ("compute what a run did from its events", "everstep.cli:Report", report),
+    "pack": ("make a token file from text", "everstep.data.pack:Pack", pack),
+}
+"""By name: what it does, the dataclass of its arguments, and the function that acts on them and on the
+arguments that the dataclass does not know.
+"""
+
+
+def _usage() -> str:
+    lines = [f"  {name:<8} {what}" for name, (what, _, _) in COMMANDS.items()]
+    return "\n".join(["usage: everstep COMMAND [arguments]", "", *lines, "", "everstep COMMAND --help tells more."])
+
+
+def _dispatch(args: Sequence[str]) -> int:
+    name = args[0] if args else ""
+    if name in ("", "-h", "--help"):
+        print(f"Everstep {everstep.__version__}: pretraining with torchtitan that nothing stops.\n\n{_usage()}")
+        return 0 if name else 2
+    if name == "--version":
+        print(everstep.__version__)
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1, cutoff=0.0)[0]
+        raise LaunchError(f"no command {name}, did you mean {near}?\n\n{_usage()}")
+    _, arguments, act = COMMANDS[name]
+    module, _, kind = arguments.partition(":")
+    command, flags = tyro.cli(
+        getattr(importlib.import_module(module), kind),
+        args=args[1:],
+        prog=f"everstep {name}",
+        return_unknown_args=True,
+    )
+    return act(command, flags)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the `everstep` command; exits with the command's status."""
-    args = sys.argv[1:] if argv is None else list(argv)
-    command, flags = tyro.cli(
-        Command, args=args, prog="everstep", description=__doc__, return_unknown_args=True
-    )
     try:
-        status = _COMMANDS[type(command)](command, flags)
+        status = _dispatch(sys.argv[1:] if argv is None else argv)
     except LaunchError as error:
         print(f"everstep: {error}", file=sys.stderr)
         status = 2

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 
 import pytest
+from torchtitan.trainer import Trainer
+
 from everstep.config.load import load_config
 from everstep.config.sections import Data, FaultTolerance, Job
-from torchtitan.trainer import Trainer
 
 
 class SectionedTrainer(Trainer):
@@ -14,6 +15,11 @@ class SectionedTrainer(Trainer):
         job: Job = field(default_factory=Job)
         fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
         data: Data = field(default_factory=Data)
+
+
+@pytest.fixture(scope="session")
+def config_class():
+    return SectionedTrainer.Config
 
 
 @pytest.fixture

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import tomli
-from everstep.config.positions import key_lines, line_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from everstep.config.positions import key_lines, line_of
 
 DOCUMENT = '''\
 # [fake]
@@ -187,9 +188,11 @@ SCALARS = (
 )
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(KEYS, inner, max_size=3)
-    | st.lists(st.dictionaries(KEYS, inner, max_size=2), min_size=1, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(KEYS, inner, max_size=3)
+        | st.lists(st.dictionaries(KEYS, inner, max_size=2), min_size=1, max_size=2)
+    ),
     max_leaves=12,
 )
 

@@ -72,8 +72,7 @@ def test_concurrent_joiners_all_receive_it(server):
     state, got = a_state(big=20_000), []
     server.serve(3, state)
     joiners = [
-        threading.Thread(target=lambda: got.append(fetch(server.address, TOKEN, 3, None, SOON)))
-        for _ in range(5)
+        threading.Thread(target=lambda: got.append(fetch(server.address, TOKEN, 3, None, SOON))) for _ in range(5)
     ]
     for joiner in joiners:
         joiner.start()
@@ -348,6 +347,31 @@ def test_the_gate_waits_for_a_running_transfer(server):
     assert closed == [True]
     assert isinstance(got, HealState)
     assert_same(got, state)
+
+
+def test_who_asks_while_a_step_is_served_again_waits_for_it(server):
+    state = a_state(big=60_000)
+    server.serve(1, state)
+    reader = SlowReader(server.address)
+    again = threading.Thread(target=server.serve, args=(1, state))
+    again.start()
+    again.join(0.2)
+    assert again.is_alive(), "it was opened again over a running transfer"
+    late: list[HealState | HealError] = []
+
+    def ask():
+        try:
+            late.append(fetch(server.address, TOKEN, 1, None, SOON))
+        except HealError as error:
+            late.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join(0.2)
+    assert isinstance(reader.end(), HealState)
+    again.join()
+    asking.join()
+    assert isinstance(late[0], HealState), late[0]
 
 
 def test_a_reader_that_is_too_slow_is_cut_and_gets_no_state(server):

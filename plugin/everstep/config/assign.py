@@ -19,6 +19,9 @@ from .errors import ConfigError, nearest
 from .positions import Path
 from .source import Source, describe, describe_table
 
+MODEL = "model_spec"
+"""The one field of a trainer's Config that files do not set: `[job]` says which model it is."""
+
 NONE = "None"
 """How TOML, which has no null, spells None; as torchtitan's command line does."""
 
@@ -27,7 +30,8 @@ NONE = "None"
 def field_types(config_class: type) -> dict[str, Any]:
     """Names and types, annotations included, of the fields of a config dataclass that a file may set."""
     hints = typing.get_type_hints(config_class, include_extras=True)
-    return {f.name: hints[f.name] for f in dataclasses.fields(config_class) if not f.name.startswith("_")}
+    names = [f.name for f in dataclasses.fields(config_class) if not f.name.startswith("_")]
+    return {name: hints[name] for name in names if name != MODEL}
 
 
 def assign_table(
@@ -108,7 +112,7 @@ def convert(declared: Any, value: Any, current: Any, source: Source, path: Path)
         if len(members) == len(value):
             pairs = enumerate(zip(members, value, strict=True))
             return tuple(convert(kind, item, None, source, (*path, i)) for i, (kind, item) in pairs)
-    raise source.error(path, f"{describe(path)} must be {expected(declared)}, got {shown(value)}")
+    raise source.error(path, f"{source.name(path)} must be {expected(declared)}, got {shown(value)}")
 
 
 def expected(declared: Any) -> str:
@@ -207,13 +211,13 @@ def _to_list(declared: Any, value: Any, source: Source, path: Path) -> list[Any]
     if isinstance(value, str) and member is str:
         return [part.strip() for part in value.split(",") if part.strip()]
     if not isinstance(value, list):
-        raise source.error(path, f"{describe(path)} must be {expected(declared)}, got {shown(value)}")
+        raise source.error(path, f"{source.name(path)} must be {expected(declared)}, got {shown(value)}")
     return [convert(member, item, None, source, (*path, i)) for i, item in enumerate(value)]
 
 
 def _set_section(declared: type, value: Any, current: Any, source: Source, path: Path) -> Any:
     if not isinstance(value, dict):
-        raise source.error(path, f"{describe(path)} must be a table, got {shown(value)}")
+        raise source.error(path, f"{source.name(path)} must be a table, got {shown(value)}")
     keys = dict(value)
     wanted = keys.pop("class", None)
     if wanted is not None and (current is None or wanted != class_name(current)):
@@ -245,11 +249,9 @@ def _new_section(declared: type, keys: dict[str, Any], source: Source, path: Pat
         raise source.error(path, f"{describe_table(path)}: {error}") from error
 
 
-def _set_variant(
-    variants: dict[str, type | None], value: Any, current: Any, source: Source, path: Path
-) -> Any:
+def _set_variant(variants: dict[str, type | None], value: Any, current: Any, source: Source, path: Path) -> Any:
     if not isinstance(value, dict):
-        raise source.error(path, f"{describe(path)} must be a table, got {shown(value)}")
+        raise source.error(path, f"{source.name(path)} must be a table, got {shown(value)}")
     keys = dict(value)
     mode = keys.pop("mode", None)
     choices = ", ".join(f'"{name}"' for name in variants)
@@ -257,10 +259,10 @@ def _set_variant(
         name = next((n for n, kind in variants.items() if kind is (type(current) if current else None)), None)
         chosen = type(current) if current else None
     else:
-        name = mode.replace("_", "-") if isinstance(mode, str) else mode
-        if name not in variants:
+        name = mode.replace("_", "-") if isinstance(mode, str) else None
+        if name is None or name not in variants:
             place = (*path, "mode")
-            raise source.error(place, f"{describe(place)} must be one of {choices}, got {shown(mode)}")
+            raise source.error(place, f"{source.name(place)} must be one of {choices}, got {shown(mode)}")
         chosen = variants[name]
     for key in keys:
         if chosen is not None and key in field_types(chosen):
@@ -268,9 +270,7 @@ def _set_variant(
         owners = [n for n, kind in variants.items() if kind is not None and key in field_types(kind)]
         if owners:
             wanted = " or ".join(f'"{owner}"' for owner in owners)
-            raise source.error(
-                (*path, key), f'{describe((*path, key))} needs mode = {wanted}, but mode is "{name}"'
-            )
+            raise source.error((*path, key), f'{describe((*path, key))} needs mode = {wanted}, but mode is "{name}"')
     if chosen is None:
         if keys:
             key, item = next(iter(keys.items()))
@@ -288,13 +288,13 @@ def _component_config(name: Any, declared: type, source: Source, path: Path) -> 
     try:
         component = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise source.error(path, f"{describe(path)} = {shown(name)} cannot be imported: {error}") from error
+        raise source.error(path, f"{source.name(path)} = {shown(name)} cannot be imported: {error}") from error
     config_class = getattr(component, "Config", None)
     # the section must be able to stand for any other of its kind, so what counts is the root of the kind
     root = [c for c in declared.__mro__ if dataclasses.is_dataclass(c) and c is not Configurable.Config][-1]
     if config_class is None or not issubclass(config_class, root):
         kind = getattr(root, "_owner", None) or root
-        raise source.error(path, f"{describe(path)} must name a {kind.__name__}, got {shown(name)}")
+        raise source.error(path, f"{source.name(path)} must name a {kind.__name__}, got {shown(name)}")
     return config_class
 
 
@@ -308,6 +308,8 @@ def _unknown_key(
         is_table = near is not None and expected(known.get(near, Any)) == "a table"
         return source.error(path, f"{what}; the nearest is {f'[{near}]' if is_table else repr(near)}")
     message = f"{describe_table(path[:-1])} has no key '{key}'"
+    if key in source.elsewhere:
+        return source.error(path, f"{message}; [{source.elsewhere[key]}] has it")
     if near is None:
         return source.error(path, message)
     kind = f" ({expected(known[near])})" if near in known else ""

@@ -6,6 +6,8 @@ values; here stands what takes two sections, or is ours. What nothing reads is n
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -25,6 +27,9 @@ _TIMEOUTS = (
 )
 """(shorter, longer, why) of [fault_tolerance]'s timeouts."""
 
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
+"""torchtitan reads a tokenizer from the first of these that is there."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -41,9 +46,7 @@ def dp_ranks(parallelism: Any, ranks_per_group: int) -> int:
     """How many ranks of a group read data of their own: ranks / (tensor x context x pipeline parallel
     degrees)."""
     sharing = (
-        parallelism.tensor_parallel_degree
-        * parallelism.context_parallel_degree
-        * parallelism.pipeline_parallel_degree
+        parallelism.tensor_parallel_degree * parallelism.context_parallel_degree * parallelism.pipeline_parallel_degree
     )
     return ranks_per_group // sharing
 
@@ -69,12 +72,27 @@ def problems(config: Any) -> Iterator[Problem]:
         yield from check(config)
 
 
+_deferred = ContextVar("deferred", default=False)
+
+
+@contextmanager
+def deferred_checks() -> Iterator[None]:
+    """Let configs be made that cannot work, by a caller that checks them itself when they are complete."""
+    token = _deferred.set(True)
+    try:
+        yield
+    finally:
+        _deferred.reset(token)
+
+
 def check_config(config: Any) -> None:
     """Refuse a config that cannot work.
 
     Raises:
         ConfigError: names the keys and what to do.
     """
+    if _deferred.get():
+        return
     for problem in problems(config):
         raise ConfigError(problem.message)
 
@@ -142,6 +160,14 @@ def _fault_tolerant_training(config: Any) -> Iterator[Problem]:
             f"[parallelism] data_parallel_replicate_degree = {replicas} must be 1 with fault tolerance: "
             f"the groups are the replicas; start {replicas} times as many groups instead",
         )
+    stages = config.parallelism.pipeline_parallel_degree
+    if stages != 1:
+        yield Problem(
+            ("parallelism", "pipeline_parallel_degree"),
+            f"[parallelism] pipeline_parallel_degree = {stages} must be 1 with fault tolerance: a pipeline's "
+            "schedule runs several microbatches at once, and slots are kept and computed again one by one; "
+            "shard the group (data_parallel_shard_degree) or use tensor parallelism instead",
+        )
     if config.comm.mode != "default":
         yield Problem(
             ("comm", "mode"),
@@ -154,9 +180,7 @@ def _batch(config: Any) -> Iterator[Problem]:
     training, parallelism, ft = config.training, config.parallelism, config.fault_tolerance
     for key in ("local_batch_size", "seq_len", "steps"):
         if getattr(training, key) < 1:
-            yield Problem(
-                ("training", key), f"[training] {key} must be at least 1, got {getattr(training, key)}"
-            )
+            yield Problem(("training", key), f"[training] {key} must be at least 1, got {getattr(training, key)}")
             return
     batch = training.global_batch_size
     if batch < 0:
@@ -191,15 +215,31 @@ def _data(config: Any) -> Iterator[Problem]:
     data = config.data
     if data.source == "tokens":
         if not data.path:
-            yield Problem(
-                ("data", "source"), '[data] source = "tokens" needs path, the token file of `everstep pack`'
-            )
+            yield Problem(("data", "source"), '[data] source = "tokens" needs path, the token file of `everstep pack`')
         elif not FilePath(data.path).is_file():
             yield Problem(("data", "path"), f'[data] path = "{data.path}": there is no such file')
     elif data.path:
         yield Problem(
             ("data", "path"),
             f'[data] path = "{data.path}" is read with source = "tokens" only, but source is "{data.source}"',
+        )
+
+
+def check_files(config: Any) -> None:
+    """Refuse a config whose files are not there. Apart from `check_config`, since it is the machine that
+    trains that needs them.
+
+    Raises:
+        ConfigError: names the key and what to do.
+    """
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+    folder = FilePath(config.hf_assets_path)
+    reads_folder = config.data.source != "stdlib" and isinstance(config.tokenizer, HuggingFaceTokenizer.Config)
+    if reads_folder and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ConfigError(
+            f'hf_assets_path = "{folder}": there is no tokenizer ({", ".join(_TOKENIZER_FILES)}), which [data] '
+            f'source = "{config.data.source}" needs; download the model\'s, or set [data] source = "stdlib"'
         )
 
 

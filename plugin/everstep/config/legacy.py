@@ -70,9 +70,7 @@ MOVED: dict[str, str] = {
 }
 """0.2's key → today's key, for the same value (`process_group_timeout_ms` is divided by 1000)."""
 
-_CONVERTERS = (
-    "a registry config that applies the converter, named in [job] config, e.g. llama3_debugmodel_float8"
-)
+_CONVERTERS = "a registry config that applies the converter, named in [job] config, e.g. llama3_debugmodel_float8"
 _DILOCO = "nothing: semi-synchronous training (LocalSGD, DiLoCo) is not supported"
 _MEMORY_ESTIMATION = "nothing: torchtitan no longer estimates memory"
 _VALIDATOR = "[training]: validation uses the batch size and length of training"
@@ -156,9 +154,7 @@ def translate(source: Source) -> list[Dropped]:
         _pop(source.table, path)
         dropped.append(Dropped(path, source.lines.get(path), went))
 
-    if "flavor" in source.table.get("model", {}):
-        # a file for 0.2, which had no CUDA graphs to disable
-        source.table.setdefault("training", {}).setdefault("disable_cuda_graphs", True)
+    for_02 = ("model", "flavor") in set(_leaves(source.table))
     _refuse_semi_sync(source)
     _settle_activation_checkpoint(source, drop)
     for path in list(_leaves(source.table)):
@@ -169,6 +165,9 @@ def translate(source: Source) -> list[Dropped]:
             drop(path, GONE[name])
         elif path[0] in GONE_TABLES:
             drop(path, GONE_TABLES[str(path[0])])
+    training = source.table.setdefault("training", {}) if for_02 else None
+    if isinstance(training, dict):
+        training.setdefault("disable_cuda_graphs", True)  # 0.2 had none to disable
     for section in _GONE_SECTIONS & source.table.keys():
         if not list(_leaves(source.table[section])):
             del source.table[section]
@@ -177,10 +176,8 @@ def translate(source: Source) -> list[Dropped]:
 
 def dropped_warning(source: Source, dropped: list[Dropped]) -> str:
     """One message that names every dropped key, its line and what to use instead."""
-    rows = [f"  line {d.line}: {describe(d.path)} → {d.went}" for d in dropped]
-    return "\n".join(
-        [f"{source.file}: these keys of torchtitan 0.2 have no counterpart and are not used:", *rows]
-    )
+    rows = [f"  line {d.line}: {describe(d.path)} → {d.went}" for d in sorted(dropped, key=lambda d: d.line or 0)]
+    return "\n".join([f"{source.file}: these keys of torchtitan 0.2 have no counterpart and are not used:", *rows])
 
 
 def _refuse_semi_sync(source: Source) -> None:
@@ -188,11 +185,11 @@ def _refuse_semi_sync(source: Source) -> None:
     if not isinstance(section, dict) or "semi_sync_method" not in section:
         return
     path = ("fault_tolerance", "semi_sync_method")
-    if section["semi_sync_method"] not in ("", "None"):
+    method = section["semi_sync_method"]
+    if method not in ("", "None"):
         raise source.error(
             path,
-            f"[fault_tolerance] semi_sync_method = {section['semi_sync_method']!r} is not supported: every "
-            "step is synchronous; remove the key",
+            f'{describe(path)} = "{method}" is not supported: every step is synchronous; remove the key',
         )
     _pop(source.table, path)
 
@@ -227,12 +224,12 @@ def _move(source: Source, old: Path, new: Path) -> None:
         value = value / 1000
     *tables, key = new
     target: dict[str, Any] = source.table
-    for table in tables:
+    for depth, table in enumerate(tables, 1):
         target = target.setdefault(str(table), {})
+        if not isinstance(target, dict):
+            raise source.error(new[:depth], f"{describe(new[:depth])} must be a table")
     if key in target:
-        raise source.error(
-            old, f"{describe(old)} is torchtitan 0.2's name of {describe(new)}, which the file sets too"
-        )
+        raise source.error(old, f"{describe(old)} is torchtitan 0.2's name of {describe(new)}, which the file sets too")
     target[str(key)] = value
     source.written_as[new] = old
 

@@ -12,9 +12,9 @@ import tyro
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.manager import ConfigManager, custom_registry
 
-from .assign import assign_table, convert, run_own_checks, shown
+from .assign import assign_table, convert, field_types, run_own_checks, shown
 from .base import base_config
-from .checks import problems
+from .checks import deferred_checks, problems
 from .errors import ConfigError
 from .legacy import dropped_warning, translate
 from .sections import Job
@@ -28,9 +28,7 @@ _GROUP_KEYS = {"name": str, "lr": float, "beta1": float, "beta2": float, "eps": 
 """Keys of [optimizer] that mean every parameter group at once, as in torchtitan 0.2."""
 
 
-def load_config(
-    path: FilePath, config_class: type[C], overrides: Sequence[str] = (), *, check: bool = True
-) -> C:
+def load_config(path: FilePath, config_class: type[C], overrides: Sequence[str] = (), *, check: bool = True) -> C:
     """The config that a TOML file describes.
 
     Args:
@@ -66,12 +64,24 @@ def config_from_source(source: Source, config_class: type[C]) -> C:
     base = base_config(job, source)
     config: Any = config_class(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)})
     config.job = job
+    source.elsewhere = _sections_by_key(config)
     rest = {key: value for key, value in source.table.items() if key not in ("job", "optimizer")}
     assign_table(config, rest, source)
     _assign_optimizer(config.optimizer, _section(source, "optimizer"), source)
     if config.debug.seed is None:
         config.debug.seed = 0
     return config
+
+
+def _sections_by_key(config: Any) -> dict[str, str]:
+    """The section that has a key, for the keys of sections that only one section has."""
+    sections: dict[str, set[str]] = {key: {"optimizer"} for key in _GROUP_KEYS}
+    for section in field_types(type(config)):
+        value = getattr(config, section)
+        if dataclasses.is_dataclass(value):
+            for key in field_types(type(value)):
+                sections.setdefault(key, set()).add(section)
+    return {key: owners.pop() for key, owners in sections.items() if len(owners) == 1}
 
 
 def _section(source: Source, name: str) -> dict[str, Any]:
@@ -128,17 +138,33 @@ def _set_group_value(group: Any, key: str, value: Any) -> None:
 
 
 def _override(config: Any, arguments: Sequence[str]) -> Any:
-    """Apply command line arguments as torchtitan does, without its help screens."""
+    """Apply command line arguments as torchtitan does, without its help screens and without our checks: tyro
+    would tell of what they find, but not in which file."""
     ConfigManager()  # registers torchtitan's rules for lists with custom_registry
     screen = io.StringIO()
     try:
-        with contextlib.redirect_stderr(screen), contextlib.redirect_stdout(screen):
+        with deferred_checks(), contextlib.redirect_stderr(screen), contextlib.redirect_stdout(screen):
             return tyro.cli(type(config), args=list(arguments), default=config, registry=custom_registry)
     except SystemExit:
-        raise ConfigError(f"command line: {_first_sentence(screen.getvalue())}") from None
+        raise ConfigError(f"command line: {_message(screen.getvalue())}") from None
 
 
-def _first_sentence(screen: str) -> str:
-    """The message of a tyro error panel, without its frame and the help it refers to."""
-    lines = [line.strip("│╭╮╰╯─ ").strip() for line in screen.splitlines()]
-    return next((line for line in lines[1:] if line), "cannot be parsed")
+def _message(screen: str) -> str:
+    """What a tyro error panel says, without its title, its frame and the help it refers to."""
+    panel = screen.splitlines()
+    # Warnings may have been printed before it. The title is in the frame, or has a rule below it.
+    framed = [n for n, line in enumerate(panel) if line.lstrip().startswith("╭")]
+    ruled = [n - 1 for n, line in enumerate(panel) if n and set(line.strip()) == {"-"}]
+    title = (framed or ruled or [0])[0]
+    lines = [line.strip(" │╭╮╰╯").strip() for line in panel[title + 1 :]]
+    while lines and not lines[0].strip("─-"):
+        lines.pop(0)
+    blocks: list[list[str]] = [[]]
+    for line in lines:
+        if line.strip("─-"):
+            blocks[-1].append(line)
+        elif blocks[-1]:
+            blocks.append([])
+    message = " ".join(blocks[0]).removeprefix("Error parsing Config: ") or "cannot be parsed"
+    meant = next((block[1] for block in blocks if block[:1] == ["Perhaps you meant:"]), None)
+    return f"{message}; perhaps you meant {meant}" if meant else message

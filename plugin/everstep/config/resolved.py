@@ -22,6 +22,7 @@ def resolved_toml(config: Any) -> str:
     """
     left_out: list[str] = []
     table = _to_table(config, (), left_out)
+    table = {"job": table.pop("job"), **table}  # what a reader wants to know first
     lines = [f"# left to the base config: {name}" for name in left_out]
     lines += _toml_lines(table, ())
     return "\n".join(lines).strip() + "\n"
@@ -29,7 +30,8 @@ def resolved_toml(config: Any) -> str:
 
 def config_identity(config: Any) -> str:
     """A hash (SHA-256, hexadecimal) of the settings that decide the result of a run: model, data, batch,
-    seed, optimizer, learning rate schedule and number of steps (the schedule decays over them).
+    seed, optimizer, learning rate schedule; and the number of steps, over which the schedule decays, unless
+    `[lr_scheduler] total_steps` says how long that is.
 
     What decides only how the result is reached does not belong: groups, timeouts, process group, parallelism,
     compilation, recomputation, checkpoint intervals, folders, logs. A run directory belongs to one identity.
@@ -99,6 +101,8 @@ _NOT_THE_RESULT = {
 def _decides_result(path: Path, config: Any) -> bool:
     if path[:2] in _NOT_THE_RESULT:
         return False
+    if path == ("training", "steps"):
+        return config.lr_scheduler.total_steps is None  # else the schedule knows its own length
     if path[0] in ("dataloader", "tokenizer", "hf_assets_path"):
         # other sources bring their own data, already in tokens
         return config.data.source == "dataloader"
@@ -118,9 +122,7 @@ def _structure(value: Any) -> Any:
     """
     if dataclasses.is_dataclass(value):
         fields = {
-            f.name: _structure(getattr(value, f.name))
-            for f in dataclasses.fields(value)
-            if f.name != "inner_attention"
+            f.name: _structure(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "inner_attention"
         }
         return {"class": class_name(value), **fields}
     if isinstance(value, dict):
@@ -146,8 +148,6 @@ def _to_table(config: Any, path: Path, left_out: list[str]) -> dict[str, Any]:
     """A config dataclass as a table of TOML values; what cannot be written is named in `left_out`."""
     table = {}
     for name, declared in field_types(type(config)).items():
-        if path == () and name == "model_spec":
-            continue  # [job] names it
         try:
             table[name] = _to_value(getattr(config, name), declared, (*path, name), left_out)
         except _UnsayableError:

@@ -24,6 +24,9 @@ class Source:
     lines: dict[Path, int]
     """Lines by the keys as written."""
 
+    elsewhere: dict[str, str] = field(default_factory=dict)
+    """For keys of one section alone: that section. A key in the wrong section is sent there."""
+
     written_as: dict[Path, Path] = field(default_factory=dict)
     """For each key that was moved: the key as written."""
 
@@ -33,6 +36,11 @@ class Source:
             if path[:end] in self.written_as:
                 return self.written_as[path[:end]] + path[end:]
         return path
+
+    def name(self, path: Path) -> str:
+        """The key as users know it, and as the file has it where that differs."""
+        written = self.as_written(path)
+        return describe(path) if written == path else f"{describe(path)} ({describe(written)} in the file)"
 
     def error(self, path: Path, message: str) -> ConfigError:
         """A ConfigError that begins with file and line of `path`; with the file alone if the file lacks
@@ -69,9 +77,7 @@ def parse_source(text: str, file: str) -> Source:
     try:
         table = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        raise ConfigError(
-            f"{file}:{error.lineno}: not valid TOML: {error.msg} (column {error.colno})"
-        ) from None
+        raise ConfigError(f"{file}:{error.lineno}: not valid TOML: {error.msg} (column {error.colno})") from None
     return Source(file=file, table=table, lines=key_lines(text))
 
 

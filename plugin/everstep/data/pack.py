@@ -288,7 +288,8 @@ class _Partial:
             entry = json.loads(line)
             if sha256 := entry.pop("sha256"):
                 chunks.append((entry["tokens"], sha256))
-            self.packed = _Packed(**{**entry, "place": Place(**entry["place"])}, chunks=chunks)
+            place = Place(**entry.pop("place"))
+            self.packed = _Packed(**entry, place=place, chunks=chunks)
         self._journal.truncate(len(begun_from) + 1 + sum(len(line) + 1 for line in lines))
 
     def _write_line(self, entry: dict[str, Any]) -> None:
@@ -355,8 +356,10 @@ def _cut(file: BinaryIO, size: int) -> None:
 
 
 def _traces(out: Path) -> tuple[Path, Path, Path]:
-    return tuple(
-        out.with_name(out.name + suffix) for suffix in (".partial", ".partial.starts", ".partial.journal")
+    return (
+        out.with_name(out.name + ".partial"),
+        out.with_name(out.name + ".partial.starts"),
+        out.with_name(out.name + ".partial.journal"),
     )
 
 

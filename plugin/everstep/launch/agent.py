@@ -17,6 +17,9 @@ from everstep.report.events import EventLog, read_events
 GAVE_UP_EXIT = 3
 """Exit status of an agent that should not be started again."""
 
+KILLED_EXIT = 4
+"""Exit status of an agent that was asked to stop and whose workers did not end by themselves."""
+
 _LAST_WORDS = ("training_done", "left")
 
 
@@ -79,8 +82,8 @@ def main(settings: dict) -> int:
 
 
 def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
-    """Run a group until its workers finish (0), are stopped by SIGTERM or SIGINT (0), or are given up
-    (GAVE_UP_EXIT).
+    """Run a group until its workers finish (0), are stopped by SIGTERM or SIGINT (0, or KILLED_EXIT), or
+    are given up (GAVE_UP_EXIT).
 
     Must be called in the main thread of a process without other threads; `preload` are modules to import
     first.
@@ -94,9 +97,7 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
     own_dir = "" if settings.socket_dir else tempfile.mkdtemp(prefix="everstep-")
     socket_dir = Path(settings.socket_dir or own_dir)
     fork_point_pid = start_fork_point(socket_dir)
-    tempfile.tempdir = str(
-        socket_dir
-    )  # where multiprocessing leaves its files, cleaned up even if we are killed
+    tempfile.tempdir = str(socket_dir)  # where multiprocessing leaves its files, cleaned up even if we are killed
 
     asked_to_stop = False
 
@@ -129,7 +130,10 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
         events,
     )
     result = agent.run()
-    if asked_to_stop:
+    if asked_to_stop and agent.killed_in_the_end:
+        events.emit("agent_ended", status="killed", reason=agent.killed_in_the_end)
+        status = KILLED_EXIT
+    elif asked_to_stop:
         events.emit("agent_ended", status="stopped", reason="asked to stop")
         status = 0
     elif result.is_failed():

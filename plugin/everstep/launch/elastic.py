@@ -155,6 +155,8 @@ class GroupAgent(LocalElasticAgent):
         super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=5)
         self.settings = settings
         self.gave_up = ""
+        self.killed_in_the_end = ""
+        """Why a stop was not clean."""
         self._events = events
         self._heart = BeatFile(agent_beat_path(settings.run_dir, settings.group))
         self._next_beat = 0.0
@@ -203,6 +205,7 @@ class GroupAgent(LocalElasticAgent):
             self._stop_deadline = now + self.settings.stop_grace_s
             self._signal_workers(signal.SIGTERM)
         elif now > self._stop_deadline:
+            self.killed_in_the_end = f"did not end within {self.settings.stop_grace_s:g} s and was killed"
             self._kill_workers()
 
     def _some_worker_died(self) -> bool:
@@ -212,6 +215,8 @@ class GroupAgent(LocalElasticAgent):
         return any(_is_gone(pid) for pid in self._pids.values())
 
     def _stalled(self) -> bool:
+        if self._stall is not None:
+            return True  # said already; the kernel is still taking the workers down
         folder = self.settings.run_dir
         beats = {rank: read_beat(beat_path(folder, self.settings.group, rank)) for rank in self._pids}
         self._stall = find_stall(
@@ -235,8 +240,8 @@ class GroupAgent(LocalElasticAgent):
     def _after_death(self, result: RunResult) -> None:
         rank, failure = min(result.failures.items())
         reason = f"rank {rank} {describe_exit(failure.exitcode)}"
-        if failure.exitcode > 0 and failure.message:
-            reason += f": {failure.message.strip().splitlines()[-1]}"
+        if failure.exitcode > 0 and (why := last_line(failure.message)):
+            reason += f": {why}"
         if self._stall is not None:
             reason = f"rank {self._stall.rank} stalled in {self._stall.phase} for {self._stall.idle_s:.1f} s"
         beat = read_beat(beat_path(self.settings.run_dir, self.settings.group, rank))
@@ -248,7 +253,11 @@ class GroupAgent(LocalElasticAgent):
             reason=reason,
             exitcodes={str(rank): failure.exitcode for rank, failure in result.failures.items()},
         )
-        if not self.settings.stopping():
+        if self.settings.stopping():
+            # A worker that has not begun yet has nothing to finish: SIGTERM just ends it.
+            if failure.exitcode != -signal.SIGTERM and not self.killed_in_the_end:
+                self.killed_in_the_end = reason
+        else:
             give_up = reason_to_give_up(self._deaths, self.settings.limits)
             if give_up is not None:
                 self.gave_up = f"group {self.settings.group} is given up, {give_up}; last: {reason}"
@@ -263,6 +272,13 @@ class GroupAgent(LocalElasticAgent):
 
     def _kill_workers(self) -> None:
         self._signal_workers(signal.SIGKILL)
+
+
+def last_line(message: str | dict) -> str:
+    """What a worker's error file says in the end: `KeyError: 'x'`."""
+    text = message.get("message", "") if isinstance(message, dict) else message
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def _is_gone(pid: int) -> bool:

@@ -13,6 +13,7 @@ import signal
 import socket
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 from everstep.launch.lifeline import die_with_parent
 
@@ -23,7 +24,8 @@ def start_fork_point(socket_dir: Path) -> int:
     Must be called once, from the main thread, before this process has other threads. `socket_dir` must be
     private to the user: who can connect there can start processes.
     """
-    server = forkserver._forkserver
+    module: Any = forkserver
+    server = module._forkserver
     maker = os.getpid()
     address = str(socket_dir / f"fork-{maker}.sock")
     listener = socket.socket(socket.AF_UNIX)
@@ -31,10 +33,10 @@ def start_fork_point(socket_dir: Path) -> int:
     os.chmod(address, 0o600)
     listener.listen()
     alive_r, alive_w = os.pipe()
-    options = {}
+    options: dict[str, Any] = {}
     if "authkey_r" in inspect.signature(forkserver.main).parameters:  # Python 3.14 authenticates the socket
         key_r, key_w = os.pipe()
-        key = os.urandom(forkserver._AUTHKEY_LEN)
+        key = os.urandom(module._AUTHKEY_LEN)
         os.write(key_w, key)
         os.close(key_w)
         options["authkey_r"] = key_r

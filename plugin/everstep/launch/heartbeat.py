@@ -71,3 +71,21 @@ def read_beat(path: Path) -> Beat | None:
         return None
     mark, pid, mono, step, phase = _RECORD.unpack(record)
     return Beat(pid, mono, step, phase.rstrip(b"\0").decode(errors="replace")) if mark == _MARK else None
+
+
+def beats_of_groups(run_dir: Path) -> list[tuple[int, Beat, float]]:
+    """The last beat of each group's rank 0: group id, beat, and its age in seconds by the file's clock, which groups
+    on several hosts share."""
+    found = []
+    for path in sorted((Path(run_dir) / "state").glob("group-*.rank-0.beat")):
+        beat = read_beat(path)
+        if beat is not None:
+            group = int(path.name.removeprefix("group-").partition(".")[0])
+            found.append((group, beat, time.time() - path.stat().st_mtime))
+    return found
+
+
+def forget_beats(run_dir: Path) -> None:
+    """Remove the beats of an earlier start of the run: nobody who left them lives."""
+    for path in (Path(run_dir) / "state").glob("*.beat"):
+        path.unlink(missing_ok=True)

@@ -60,7 +60,7 @@ class RandomKills:
         victim = choose_victim(self._chooser, self._taking_part, self._groups)
         if victim is None:
             return
-        self._due += self._every_s
+        self._due = now + self._every_s  # a kill that had to wait does not bring the next one closer
         self._taking_part.discard(victim)
         started = self._workers[victim]
         pids = [pid for pid in started["pids"] if _is_worker(pid, started["t"])]

@@ -9,10 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from everstep.config.checks import slots_per_step
 from everstep.config.errors import ConfigError
-from everstep.config.load import load_config
-from everstep.config.resolved import config_identity, differing_keys, resolved_toml
 
 CONFIG_ERROR_EXIT = 2
 
@@ -20,7 +17,7 @@ CONFIG_ERROR_EXIT = 2
 def main(config: str, run_dir: str, flags: Sequence[str], ranks: int, answer: str) -> int:
     """Check `config` with torchtitan `flags` for groups of `ranks`, and settle it in `run_dir`/config.toml.
 
-    Writes {"steps", "identity", "groups"} or {"error": sentence} to the file `answer`.
+    Writes {"steps", "identity", "devices"} or {"error": sentence} to the file `answer`.
     """
     os.environ["WORLD_SIZE"] = str(ranks)  # what the workers will see
     try:
@@ -34,6 +31,9 @@ def main(config: str, run_dir: str, flags: Sequence[str], ranks: int, answer: st
 
 
 def _settle(source: Path, run_dir: Path, flags: Sequence[str], ranks: int) -> dict:
+    from everstep.config.checks import check_files, slots_per_step
+    from everstep.config.load import load_config
+    from everstep.config.resolved import config_identity, differing_keys, resolved_toml
     from everstep.training.trainer import EverstepTrainer
 
     config = load_config(source, EverstepTrainer.Config, flags)
@@ -43,7 +43,13 @@ def _settle(source: Path, run_dir: Path, flags: Sequence[str], ranks: int) -> di
             "set [fault_tolerance] enable = true, or give --groups 1"
         )
     if config.fault_tolerance.enable:
-        slots_per_step(config, ranks)  # raises where the batch does not go into slots of this many ranks
+        slots, groups = slots_per_step(config, ranks), config.fault_tolerance.groups
+        if slots < groups:
+            raise ConfigError(
+                f"{source}: [training] global_batch_size = {config.training.global_batch_size} has {slots} slots "
+                f"with {ranks} ranks in a group, for {groups} groups: every group needs one at least"
+            )
+    check_files(config)
     settled = run_dir / "config.toml"
     if settled.exists():
         differing = differing_keys(load_config(settled, EverstepTrainer.Config, check=False), config)
@@ -55,4 +61,14 @@ def _settle(source: Path, run_dir: Path, flags: Sequence[str], ranks: int) -> di
     draft = settled.with_suffix(f".{os.getpid()}")
     draft.write_text(resolved_toml(config))
     draft.replace(settled)
-    return {"steps": config.training.steps, "identity": config_identity(config)}
+    return {"steps": config.training.steps, "identity": config_identity(config), "devices": _devices()}
+
+
+def _devices() -> list[str]:
+    """The CUDA devices that this run may use, as CUDA_VISIBLE_DEVICES names them; none without CUDA."""
+    from torch import cuda
+
+    if not cuda.is_available():
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return visible.split(",") if visible else [str(index) for index in range(cuda.device_count())]

@@ -4,6 +4,7 @@ import dataclasses
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch.rundir import LaunchError, read_toml
@@ -34,7 +35,7 @@ def fault_tolerance(toml: dict, flags: Sequence[str]) -> FaultTolerance:
     type.
     """
     section = toml.get("fault_tolerance", {})
-    values = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(FaultTolerance):
         raw = flag_value(flags, f"fault_tolerance.{field.name}")
         if raw is None:
@@ -61,18 +62,6 @@ def whole_number(toml: dict, flags: Sequence[str], section: str, key: str) -> in
         return int(raw)
     except (TypeError, ValueError):
         raise LaunchError(f"{section}.{key}: {raw!r} is not a whole number.") from None
-
-
-def devices_of_groups(visible: Sequence[str], groups: int, ranks_per_group: int) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES for each group: a slice of its own while they last, then shared from the start
-    again.
-    """
-    if not visible:
-        return [None] * groups
-    return [
-        ",".join(visible[(group * ranks_per_group + rank) % len(visible)] for rank in range(ranks_per_group))
-        for group in range(groups)
-    ]
 
 
 def run_settings(

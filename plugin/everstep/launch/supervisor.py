@@ -7,40 +7,36 @@ supervisor that was killed can simply be started again.
 
 import json
 import os
-import random
 import shutil
 import signal
-import socket
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 import everstep
 from everstep.config.sections import FaultTolerance
-from everstep.launch.agent import GAVE_UP_EXIT, AgentSettings
-from everstep.launch.heartbeat import agent_beat_path, read_beat
+from everstep.launch.agent import GAVE_UP_EXIT, KILLED_EXIT, AgentSettings
+from everstep.launch.heartbeat import agent_beat_path, forget_beats, read_beat
 from everstep.launch.kills import RandomKills
 from everstep.launch.lifeline import adopt_orphans
+from everstep.launch.machine import HOST, devices_of_groups, free_port, listens, private_folder
 from everstep.launch.rundir import LaunchError, RunDir
 from everstep.launch.warm import PRELOAD, WarmProcess
 from everstep.quorum.token import run_token
 from everstep.report.events import EventLog, EventTail
 
-HOST = "127.0.0.1"
-PORTS = range(20_000, 32_000)
-"""Below the range from which Linux takes the ports of outgoing connections: the lighthouse must get its
-port back.
-"""
 TICK_S = 0.02
 KILL_GRACE_S = 10.0
 LIGHTHOUSE_PAUSE_S = 0.2
 LIGHTHOUSE_ATTEMPTS = 5
 AGENT_SILENCE_S = 30.0
-AGENT_ATTEMPTS = 3
+AGENT_CRASHES = 3
+STOPPED_AT_ONCE_EXIT = 130
+"""What a shell gives for a command that Ctrl-C ended."""
 
 
 @dataclass
@@ -55,8 +51,6 @@ class RunSettings:
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     flags: list[str] = field(default_factory=list)
     chaos_every_s: float | None = None
-    devices: list[str | None] = field(default_factory=list)
-    """CUDA_VISIBLE_DEVICES by group; empty: as inherited."""
     stop_grace_s: float = 120.0
     entry: str = "everstep.train:main"
     """`module:function` that a worker calls with its argv."""
@@ -71,31 +65,14 @@ class _Group:
     """One group as the supervisor sees it."""
 
     ended: str = ""
-    """"done", "stopped" or "failed" once its agent has ended for good."""
+    """"done", "stopped", "killed" (when asked to stop) or "failed" once its agent has ended for good."""
     started_mono: float = 0.0
-    attempts: int = 0
-    """Agents started since workers last came up."""
+    crashes: int = 0
+    """How often its agents crashed since the group's last step."""
 
 
-def free_port(host: str = HOST) -> int:
-    """A TCP port of PORTS that nobody has now. Raises LaunchError when there is none."""
-    for port in random.sample(PORTS, len(PORTS)):
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            return port
-    raise LaunchError(f"no free port between {PORTS.start} and {PORTS.stop} on {host}.")
-
-
-def listens(host: str, port: int) -> bool:
-    """Whether a server accepts connections there."""
-    try:
-        socket.create_connection((host, port), timeout=0.2).close()
-    except OSError:
-        return False
-    return True
+class _StopNow(Exception):
+    """The second Ctrl-C."""
 
 
 class Supervisor:
@@ -116,10 +93,9 @@ class Supervisor:
         self._warm: WarmProcess | None = None
         self._asked: dict[int, str] = {}
         self._pids: dict[str, int] = {}
-        self._early: dict[
-            int, int
-        ] = {}  # exit codes of children that ended before the answer that names them
+        self._early: dict[int, int] = {}  # exit codes of children that ended before the answer that names them
         self._prepared = False
+        self._devices: list[str | None] = []
         self._port = 0
         self._lighthouse_up = False
         self._lighthouse_attempts = 0
@@ -127,8 +103,9 @@ class Supervisor:
         self._kills: RandomKills | None = None
         self._stops = self._stops_obeyed = 0
         self._failure = ""
+        self._given_up = ""
         self._unusable = ""
-        self._private = Path(tempfile.mkdtemp(prefix="everstep-"))
+        self._private = private_folder(run_dir.path)
 
     def run(self) -> int:
         """Until all groups have ended; returns the exit status: 0 for done or a clean stop, 130 when cut
@@ -141,6 +118,7 @@ class Supervisor:
         old_handlers = {signum: signal.signal(signum, self._ask_to_stop) for signum in stops}
         try:
             self._tail.skip_to_end()
+            forget_beats(self.run_dir.path)
             self._start_warm()
             while not self._over():
                 self._reap()
@@ -154,6 +132,12 @@ class Supervisor:
             if self._unusable:
                 raise LaunchError(self._unusable)
             return self._finish()
+        except _StopNow:
+            for signum in stops:
+                signal.signal(signum, signal.SIG_IGN)
+            self._kill_everything()
+            self._end("stopped", "stopped at once, without a final checkpoint")
+            return STOPPED_AT_ONCE_EXIT
         finally:
             self._kill_everything()
             for signum, handler in old_handlers.items():
@@ -162,14 +146,14 @@ class Supervisor:
             self._events.close()
 
     def _over(self) -> bool:
-        return bool(self._failure or self._unusable) or self._stops > 1 or all(g.ended for g in self.groups)
+        return bool(self._failure or self._unusable) or all(g.ended for g in self.groups)
 
     def _finish(self) -> int:
         ends = {group.ended for group in self.groups}
         if self._failure:
             status, reason = "failed", self._failure
-        elif self._stops > 1:
-            status, reason = "stopped", "stopped at once, without a final checkpoint"
+        elif "killed" in ends:
+            status, reason = "failed", "some workers did not end by themselves when asked to stop"
         elif self._stops:
             status, reason = "stopped", "stopped cleanly"
         elif ends == {"done"}:
@@ -179,17 +163,18 @@ class Supervisor:
         elif "stopped" in ends:
             status, reason = "stopped", "its workers were asked to stop"
         else:
-            status, reason = "failed", "every group was given up"
+            status, reason = "failed", f"every group was given up; {self._given_up}"
+        self._end(status, reason)
+        return 0 if status in ("done", "stopped") else 1
+
+    def _end(self, status: str, reason: str) -> None:
         if self._prepared:
             self._on_events([self._events.emit("run_ended", status=status, reason=reason)])
-        if self._stops > 1:
-            return 130
-        return 0 if status in ("done", "stopped") else 1
 
     # What is started
 
     def _start_warm(self) -> None:
-        # As torchrun does, and for its reason: ranks whose thread pools together outnumber the cores slow each
+        # As torchrun does, and for its reason: ranks whose thread pools outnumber the cores slow each
         # other down tenfold.
         ranks = self.settings.groups * self.settings.ranks_per_group
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
@@ -247,7 +232,7 @@ class Supervisor:
             lighthouse=f"http://{HOST}:{self._port}",
             flags=settings.flags,
             host=HOST,
-            devices=settings.devices[group] if settings.devices else None,
+            devices=self._devices[group],
             socket_dir=str(self._private),
             stall_timeout_s=ft.stall_timeout_s,
             startup_timeout_s=ft.startup_timeout_s,
@@ -270,7 +255,6 @@ class Supervisor:
             elif name.startswith("agent-"):
                 index = int(name.removeprefix("agent-"))
                 self.groups[index].started_mono = time.monotonic()
-                self.groups[index].attempts += 1
                 self._events.emit("agent_started", target_group=index, pid=pid)
             if pid in self._early:
                 self._ended(pid, self._early.pop(pid))
@@ -311,16 +295,16 @@ class Supervisor:
 
     def _prepare_ended(self, exitcode: int) -> None:
         try:
-            found = json.loads((self._private / "prepared").read_text())
+            found: dict[str, Any] = json.loads((self._private / "prepared").read_text())
         except FileNotFoundError:
-            found = {
-                "error": f"checking the config failed ({exitcode}), see {self.run_dir.path}/logs/prepare.log."
-            }
+            found = {"error": f"checking the config failed ({exitcode}), see {self.run_dir.path}/logs/prepare.log."}
         if "error" in found:
             self._unusable = found["error"]
             return
         self._prepared = True
         settings = self.settings
+        visible = found.pop("devices", [])
+        self._devices = devices_of_groups(visible, settings.groups, settings.ranks_per_group)
         self._events.emit(
             "run_started",
             groups=settings.groups,
@@ -351,12 +335,17 @@ class Supervisor:
             group.ended = group.ended or "done"
         elif exitcode == GAVE_UP_EXIT:
             group.ended = "failed"
+        elif exitcode == KILLED_EXIT:
+            group.ended = "killed"
         else:
             self._events.emit("agent_died", target_group=index, exitcode=exitcode)
+            group.crashes += exitcode > 0  # a signal came from outside, and another agent helps
             if self._stops:
                 group.ended = "stopped"
-            elif group.attempts >= AGENT_ATTEMPTS:
+            elif group.crashes >= AGENT_CRASHES:
                 group.ended = "failed"
+                log = self.run_dir.path / "logs" / f"group-{index}" / "agent.log"
+                self._given_up = f"the agent of group {index} crashed {group.crashes} times, see {log}"
 
     def _kill_strangers(self) -> None:
         """A warm process may die between a fork and its answer: nobody would know that child."""
@@ -381,12 +370,14 @@ class Supervisor:
         events = self._tail.new()
         for event in events:
             group = event["group"]
-            if event["role"] != "agent" or group >= len(self.groups):
+            if group is None or group >= len(self.groups):
                 continue
-            if event["kind"] == "workers_started":
-                self.groups[group].attempts = 0
+            if event["kind"] == "commit":
+                self.groups[group].crashes = 0
             elif event["kind"] == "agent_ended" and event["status"] == "stopped":
                 self.groups[group].ended = "stopped"
+            elif event["kind"] == "agent_ended" and event["status"] == "failed":
+                self._given_up = event["reason"]
         if self._kills is not None and not self._stops:
             self._kills.follow(events)
             self._kills.tick(time.monotonic())
@@ -394,11 +385,14 @@ class Supervisor:
 
     def _ask_to_stop(self, *_: object) -> None:
         self._stops += 1
+        if self._stops > 1:
+            raise _StopNow  # wherever we are: this may be a write to a terminal that takes nothing
 
     def _obey_stop(self) -> None:
         if self._stops == self._stops_obeyed:
             return
         self._stops_obeyed = self._stops
+        self._events.emit("stopping")
         for index, group in enumerate(self.groups):
             if f"agent-{index}" in self._pids:
                 self._signal(f"agent-{index}", signal.SIGTERM)

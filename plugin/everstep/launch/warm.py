@@ -26,12 +26,18 @@ PRELOAD = (
     "torchtitan.train",
     "everstep.train",
     "everstep.config_registry",
+    "everstep.config.load",
+    "everstep.data.byte_tokenizer",
+    "everstep.data.stdlib_text",
+    "everstep.data.streams",
+    "everstep.data.tokens",
     "everstep.training.trainer",
     "everstep.launch.elastic",
     "everstep.launch.worker",
     "everstep.quorum.lighthouse",
 )
-"""What an agent, its workers and a lighthouse use."""
+"""What an agent, its workers and a lighthouse use. All of it: what a worker imports by itself delays each restart,
+and a restart must not meet a newer version of a file than its group began with."""
 
 _MAX_PACKET = 1 << 20
 
@@ -41,6 +47,7 @@ def preload(modules: Sequence[str] = PRELOAD) -> None:
     # Without it, asking whether CUDA is there would initialise it, and a forked worker could not use it any
     # more.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ.setdefault("RUST_LOG", "warn")  # torchft would fill the logs with every quorum, several times a step
     if any(module.startswith("torchtitan") for module in modules):
         from everstep.platform import cpu
 

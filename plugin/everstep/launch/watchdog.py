@@ -69,6 +69,8 @@ class RestartLimits:
 
 
 USAGE_EXIT = 2  # what argument parsers exit with: trying again cannot help
+HOPELESS_EXIT = 64
+"""A trainer ends with this when it would end the same way again: training that diverged, for instance."""
 
 
 def reason_to_give_up(deaths: Sequence[Death], limits: RestartLimits) -> str | None:
@@ -81,6 +83,8 @@ def reason_to_give_up(deaths: Sequence[Death], limits: RestartLimits) -> str | N
     last = deaths[-1]
     if last.exitcode == USAGE_EXIT and not last.had_trained:
         return "its configuration is not valid"
+    if last.exitcode == HOPELESS_EXIT:
+        return "its trainer found that going on is no use; its log says why"
     recent = [death for death in deaths if death.mono > last.mono - limits.window_s]
     if len(recent) > limits.max_restarts:
         return f"it died {len(recent)} times within {limits.window_s:g} s (fault_tolerance.max_restarts)"

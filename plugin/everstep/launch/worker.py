@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
@@ -40,9 +41,7 @@ def log_path(run_dir: Path, group: int, rank: int) -> Path:
 def start(place: Place, argv: list[str]) -> None:
     """TorchElastic's entry point. Runs the trainer and returns when it is done or was asked to stop."""
     die_with_parent(place.fork_point_pid)
-    signal.signal(
-        signal.SIGTERM, signal.SIG_DFL
-    )  # the fork point ignores it; the trainer installs its own handler
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork point ignores it; the trainer installs its own handler
     rank = int(os.environ["RANK"])
     incarnation = place.first_incarnation + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     heart = Heartbeat(place.run_dir, place.group, rank)
@@ -55,8 +54,18 @@ def start(place: Place, argv: list[str]) -> None:
     )
     events = EventLog(place.run_dir, place.group, rank, "worker")
     startup_s = time.monotonic() - float(os.environ["EVERSTEP_WORKERS_STARTED"])
-    events.emit("worker_up", incarnation=incarnation, pid=os.getpid(), startup_s=startup_s)
-    main(argv, place.entry)
+    events.emit(
+        "worker_up",
+        incarnation=incarnation,
+        pid=os.getpid(),
+        startup_s=startup_s,
+        cpu_s=time.process_time(),  # a fork's clock starts at 0: next to nothing, or something was imported
+    )
+    try:
+        main(argv, place.entry)
+    except Exception:
+        traceback.print_exc()  # TorchElastic takes it to the agent's log; this rank's own has it as well
+        raise
     heart.beat(DONE)
     util.Finalize(None, _leave_soon, exitpriority=100)
 

@@ -48,13 +48,15 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--min-groups", type=int, default=1)
     parser.add_argument("--join-timeout-s", type=float, default=2.0)
     parser.add_argument("--heartbeat-timeout-s", type=float, default=2.0)
-    parser.add_argument(
-        "--die-with-parent", action="store_true", help="end when the process that started it ends"
-    )
+    parser.add_argument("--die-with-parent", action="store_true", help="end when the process that started it ends")
     options = parser.parse_args(args)
     if options.die_with_parent:
         die_with_parent(os.getppid())
-    serve(options.bind, options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s)
+    try:
+        serve(options.bind, options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise SystemExit(f"lighthouse: cannot listen on {options.bind}: {reason}") from None
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def collect_attempts(events: Iterable[dict[str, Any]]) -> list[Attempt]:
 
     Groups' events belong to one attempt unless one of them began after another had ended. A slot counts as
     computed again when the group says so, and also when the same process computed it twice for one step.
-    Reads attempt, heal, worker_ready and training_started of rank 0.
+    Reads attempt, heal and worker_ready of rank 0.
     """
     attempts: list[Attempt] = []
     newest: dict[int, Attempt] = {}
@@ -34,7 +34,7 @@ def collect_attempts(events: Iterable[dict[str, Any]]) -> list[Attempt]:
         kind, group, step = event["kind"], event.get("group"), event.get("step")
         if event.get("rank") or not isinstance(group, int):
             continue
-        if kind in ("worker_ready", "training_started"):
+        if kind == "worker_ready":
             started[group] = event["t"]
             computed_before.pop(group, None)
         elif kind == "heal":

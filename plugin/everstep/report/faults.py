@@ -131,14 +131,14 @@ def rejoin_s(fault: Fault, group: int, faults: Sequence[Fault], presence: Presen
 
 
 def normal_step_s(
-    commits: Sequence[Commit], faults: Sequence[Fault], retried: Set[int], groups: int | None
+    commits: Sequence[Commit], faults: Sequence[Fault], disturbed: Set[int], groups: int | None
 ) -> float | None:
     """Median duration in seconds of the healthy steps: from one commit to the next that was built on it, with
-    no fault in between, one attempt, and at full strength.
+    no fault in between, undisturbed, and at full strength.
 
-    retried: steps with more than one attempt. groups: full strength; None: the largest number seen. Without a
-    step at full strength those of fewer groups count; without any healthy one what the groups say that their
-    steps took; None without steps.
+    disturbed: steps with more than one attempt or a heal. groups: full strength; None: the largest number
+    seen. Without a step at full strength those of fewer groups count; without any healthy one what the groups
+    say that their steps took; None without steps.
     """
     struck = [fault.t for fault in faults]
     full = groups if groups is not None else max((len(commit.groups) for commit in commits), default=0)
@@ -146,7 +146,7 @@ def normal_step_s(
     for before, commit in pairwise(commits):
         quiet = bisect_left(struck, before.t) == bisect_right(struck, commit.t)
         built_on = commit.parent is before and commit.origin is Origin.CONTINUED
-        if quiet and built_on and commit.step not in retried:
+        if quiet and built_on and commit.step not in disturbed:
             (strong if len(commit.groups) >= full else weak).append(commit.t - before.t)
     healthy = strong or weak or [commit.took_s for commit in commits if commit.took_s is not None]
     return median(healthy) if healthy else None
@@ -180,9 +180,7 @@ def fault_rows(
             "delay_s": delay_s(fault, around, step_s) if step_s is not None else None,
         }
         for group in fault.groups:
-            rows.append(
-                row | {"group": group, "rejoin_s": rejoin_s(fault, group, faults, present.get(group))}
-            )
+            rows.append(row | {"group": group, "rejoin_s": rejoin_s(fault, group, faults, present.get(group))})
         if not fault.groups:
             rows.append(row | {"group": None, "rejoin_s": None})
     return rows

@@ -34,6 +34,7 @@ class Commit:
     t: float
     """Wall time in seconds of the first group's event."""
     groups: tuple[int, ...]
+    quorum_id: int | None
     owners: tuple[int, ...]
     """Per slot the group that computed it, as the first group said; -1: the slot is not in the step."""
     loss: float | None
@@ -91,9 +92,13 @@ class _Process:
     first_vote: int = 0
     """Order of the first commit that this process can have voted for."""
     ready: bool = False
-    source: str = ""
+    """Started, and nothing committed yet."""
+    loaded: bool = False
+    """The state was loaded at the start, here or in the group it came from, and no step was built on it."""
     healed_from: int | None = None
-    previous: Commit | None = None
+    """The group that the state came from, when it was not committed or loaded by this process."""
+    state: Commit | None = None
+    """The commit that the state is after; None: not known, or before the first step."""
 
 
 class _Tracer:
@@ -110,16 +115,22 @@ class _Tracer:
             return
         if kind == "worker_ready":
             self._started(group)
-        elif kind == "training_started":
+        elif kind == "training_started" and event.get("source") != "peer":  # heal tells that one better
             if not self._process(group).ready:  # the worker_ready that precedes it is not in the log
                 self._started(group)
-            self._process(group).source = event.get("source") or ""
+            self._loaded(self._process(group), event.get("source"), step)
         elif kind == "heal":
-            self._process(group).healed_from = event.get("source_group", -1)
+            process, source = self._process(group), event.get("source_group", -1)
+            process.healed_from, process.state = source, self._process(source).state
+            process.loaded = self._process(source).loaded
         elif not isinstance(step, int):
             return
-        elif kind == "checkpoint_saved" and (group, step) in self.newest_of:
-            self.saved[step] = self.newest_of[group, step]
+        elif kind == "checkpoint_saved":
+            state = self._process(group).state
+            if state is not None and state.step != step:  # a save in the background, logged after later steps
+                state = self.newest_of.get((group, step))
+            if state is not None:
+                self.saved[step] = state
         elif kind == "commit":
             self._committed(event, group, step)
 
@@ -127,22 +138,28 @@ class _Tracer:
         return self.processes.setdefault(group, _Process())
 
     def _started(self, group: int) -> None:
-        self.processes[group] = _Process(first_vote=len(self.commits), ready=True)
+        self.processes[group] = _Process(first_vote=len(self.commits), ready=True, loaded=True)
+
+    def _loaded(self, process: _Process, source: str | None, step: Any) -> None:
+        if source in ("disk", "memory") and isinstance(step, int) and process.healed_from is None:
+            on_disk = self.saved.get(step - 1) if source == "disk" else None
+            process.state = on_disk or self._before(step)
 
     def _committed(self, event: dict[str, Any], group: int, step: int) -> None:
         process = self._process(group)
         origin, parent = self._parent(step, process)
         groups, owners = tuple(event.get("groups") or ()), tuple(event.get("owners") or ())
+        quorum_id = event.get("quorum_id")
         commit = self.newest.get(step)
-        # One vote has one list of groups, each group emits once, and none that started only afterwards.
+        # One vote has one quorum; each group emits once, and none that started only afterwards.
         if (
             commit is None
             or group in commit.emitters
-            or groups != commit.groups
+            or (groups, quorum_id) != (commit.groups, commit.quorum_id)
             or commit.order < process.first_vote
         ):
-            took_s, loss = event.get("took_s"), event.get("loss")
-            commit = Commit(len(self.commits), step, event["t"], groups, owners, loss, took_s)
+            order, t, loss, took_s = len(self.commits), event["t"], event.get("loss"), event.get("took_s")
+            commit = Commit(order, step, t, groups, quorum_id, owners, loss, took_s)
             self.commits.append(commit)
             self.newest[step] = commit
         if not commit.emitters or origin > commit.origin:
@@ -153,16 +170,19 @@ class _Tracer:
         if origin is Origin.CONTINUED and parent is not None and parent.step >= step:
             commit.repeated.update(range(len(owners)))
         self.newest_of[group, step] = commit
-        process.previous, process.healed_from, process.ready = commit, None, False
+        self.processes[group] = _Process(process.first_vote, state=commit)
 
     def _parent(self, step: int, process: _Process) -> tuple[Origin, Commit | None]:
+        state = process.state
+        fits = state is not None and state.step == step - 1
         if process.healed_from is not None:
-            return Origin.HEALED, self.newest_of.get((process.healed_from, step - 1)) or self._before(step)
-        if process.previous is None:
-            on_disk = self.saved.get(step - 1) if process.source == "disk" else None
-            return Origin.RESTORED, on_disk or self._before(step)
-        if process.previous.step >= step - 1:
-            return Origin.CONTINUED, process.previous
+            given = state if fits else self.newest_of.get((process.healed_from, step - 1))
+            origin = Origin.RESTORED if process.loaded else Origin.HEALED
+            return origin, given or self._before(step)
+        if state is None or process.ready:
+            return Origin.RESTORED, state if fits else self._before(step)
+        if state.step >= step - 1:
+            return Origin.CONTINUED, state
         return Origin.HEALED, self._before(step)  # it skipped steps: a heal that is not in the log
 
     def _before(self, step: int) -> Commit | None:

@@ -3,9 +3,11 @@
 docs/report.md defines each field. A run that is still going can be scored too.
 """
 
+import gc
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +29,16 @@ READ_FIELDS: dict[str, tuple[str, ...]] = {
     "training_done": (),
     "heal": ("source_group",),
     "attempt": ("computed", "recomputed", "took_s"),
-    "commit": ("owners", "groups", "loss", "took_s", "coverage_ok"),
+    "commit": ("owners", "groups", "quorum_id", "loss", "took_s", "coverage_ok"),
     "audit": ("agreed", "differing"),
-    "finding": ("outcome",),
+    "finding": ("action",),
     "checkpoint_saved": (),
 }
 """The events that are read, with the fields used besides t, group, rank and step."""
 
 GOODPUT_DEFINITION = "steps in the final state times the median healthy step, over the wall time of training"
 
-OUTCOMES = ("corrected", "recomputed", "refused")
+ACTIONS = ("corrected", "recomputed", "refused")
 """What the attention check can do about what it finds."""
 
 LOSS_TOLERANCE = 1e-3
@@ -53,10 +55,22 @@ def load_events(run_dir: Path) -> list[dict[str, Any]]:
         raise FileNotFoundError(f"{run_dir} has no events/ folder; give the directory of a run")
     wanted = {kind: ("t", "kind", "group", "rank", "step", *fields) for kind, fields in READ_FIELDS.items()}
     return [
-        {name: event[name] for name in names if name in event}
-        for event in read_events(run_dir)
-        if (names := wanted.get(event["kind"])) is not None
+        {name: event[name] for name in wanted[event["kind"]] if name in event}
+        for event in read_events(run_dir, wanted.keys())
     ]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection, which would search millions of events again and again for cycles that they
+    cannot have, and double the time that a long run's score takes."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def score(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
@@ -65,18 +79,21 @@ def score(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
     against: the directory of another run of the same config, to compare the losses with. Raises
     FileNotFoundError when a directory holds no event log.
     """
-    figures, losses = score_events(load_events(run_dir))
+    with _uncollected():
+        figures, losses = score_events(load_events(run_dir))
     return figures | loss_delta(losses, curve(against) if against is not None else {})
 
 
 def curve(run_dir: Path) -> dict[int, float]:
     """Loss by step along the commits that the final state contains."""
-    return loss_by_step(trace(load_events(run_dir)).final)
+    with _uncollected():
+        return loss_by_step(trace(load_events(run_dir)).final)
 
 
 def kill_table(run_dir: Path) -> list[dict[str, Any]]:
     """What each fault cost, one row per fault and group hit: see `fault_rows`."""
-    return _measure(load_events(run_dir))[1]
+    with _uncollected():
+        return _measure(load_events(run_dir))[1]
 
 
 def score_events(events: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[int, float]]:
@@ -96,8 +113,9 @@ def _measure(
     by_session = commits_by_session(runs, history.commits)
     groups = stated(events, "groups", "run_started")
     tries = Counter(attempt.step for attempt in attempts)
-    retried = {step for step, count in tries.items() if count > 1}
-    step_s = normal_step_s(history.commits, faults, retried, groups)
+    disturbed = {step for step, count in tries.items() if count > 1}
+    disturbed |= {event["step"] for event in events if event["kind"] == "heal" and "step" in event}
+    step_s = normal_step_s(history.commits, faults, disturbed, groups)
     rows = fault_rows(events, faults, runs, by_session, step_s)
 
     final = history.final
@@ -141,9 +159,7 @@ def _measure(
 def samples(slots: Iterable[tuple[Commit, Collection[int]]], batch: int | None) -> int:
     """Samples in some slots of each commit, with `batch` samples in a whole step. While that is not known, a
     slot counts as one."""
-    per_slot = (
-        (batch / len(commit.owners) if batch and commit.owners else 1, chosen) for commit, chosen in slots
-    )
+    per_slot = ((batch / len(commit.owners) if batch and commit.owners else 1, chosen) for commit, chosen in slots)
     return round(sum(size * len(chosen) for size, chosen in per_slot))
 
 
@@ -176,9 +192,9 @@ def replicas_diverged(events: Iterable[dict[str, Any]]) -> int:
 
 
 def findings(events: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """The attention check's findings by outcome. Reads all ranks."""
-    seen = Counter(event.get("outcome") for event in events if event["kind"] == "finding")
-    return {f"findings_{outcome}": seen[outcome] for outcome in OUTCOMES}
+    """The attention check's findings by what it did. Reads all ranks."""
+    seen = Counter(event.get("action") for event in events if event["kind"] == "finding")
+    return {f"findings_{action}": seen[action] for action in ACTIONS}
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
@@ -232,8 +248,8 @@ def summary(figures: dict[str, Any]) -> str:
     if f["loss_delta_steps"]:
         largest = "unknown" if f["loss_delta_max"] is None else f"{f['loss_delta_max']:.3g}"
         lines.append(("loss", f"differs by at most {largest} over {_count(f['loss_delta_steps'], 'step')}"))
-    if any(f[f"findings_{outcome}"] for outcome in OUTCOMES):
-        lines.append(("findings", ", ".join(f"{f[f'findings_{outcome}']} {outcome}" for outcome in OUTCOMES)))
+    if any(f[f"findings_{action}"] for action in ACTIONS):
+        lines.append(("findings", ", ".join(f"{f[f'findings_{action}']} {action}" for action in ACTIONS)))
     text = [f"{name:<9} {value}" for name, value in lines]
     return "\n".join([*text, *(verdict(f) or ["Every step happened with its whole batch, exactly once."])])
 

@@ -2,8 +2,8 @@
 
 An attempt is one pass of quorum, agreement, compute, sums and vote (`StepProtocol.attempt`):
 
-1. join a quorum; connect a process group if its members changed. A member that is behind starts to heal from one
-   that is not, in the background, and takes no slots.
+1. join a quorum; connect a process group if its members changed. A member that is behind heals from one that is
+   not. If that takes long it goes on in the background, and the member takes no slots.
 2. exchange rows and make the plan (`ledger.plan`): which slots nobody holds, and who computes them.
 3. compute this group's share; gradients accumulate in `param.grad`, losses as sums.
 4. sum copies of the gradients over the groups, then the ledger: how often each slot is in the sum, tokens, loss.
@@ -30,6 +30,9 @@ from everstep.training import ledger
 from everstep.training.reduction import GradientReducer
 
 HEAL_GATE_TIMEOUT = timedelta(seconds=300)
+HEAL_FIRST_S = 0.5
+"""A joiner that receives its state within this time takes slots in the same step; the others wait for it that long.
+With a larger state it heals while they compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +43,36 @@ class SlotSums:
         tokens: valid tokens by slot, float64 [S] on CPU, 0 where the slot is not held.
         loss: sum of their losses by slot, the same form.
         extra: float64 [n] on CPU, n fixed: further sums that the optimizer step needs, such as expert loads.
-        refused: whether a check refused one of the slots.
     """
 
     tokens: torch.Tensor
     loss: torch.Tensor
     extra: torch.Tensor
-    refused: bool = False
+
+
+class SlotRefused(Exception):
+    """A check found the slot's computation wrong and could not repair it: its gradient must not be used."""
+
+
+class OutOfData(Exception):  # the end of a run, not an error
+    """The data ended before this step: the run is over for all groups."""
 
 
 class Work(Protocol):
     """What the protocol needs from a trainer."""
 
+    @property
+    def may_refuse(self) -> bool:
+        """Whether `compute` may raise SlotRefused."""
+        ...
+
     def compute(self, step: int, slot: int) -> None:
-        """Forward and backward of one slot of `step`; the gradient is added to `param.grad`."""
+        """Forward and backward of one slot of `step`; the gradient is added to `param.grad`.
+
+        Raises:
+            OutOfData: there is none for this slot. Nothing was added.
+            SlotRefused: what was added to `param.grad` is wrong; the same on all ranks of the group.
+        """
 
     def results(self) -> "SlotSums":
         """Of all slots computed since `discard`, summed over the group's ranks; a collective of the group."""
@@ -76,11 +95,20 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Named waits of the protocol."""
+    """Named waits of the protocol.
+
+    Attributes:
+        quorum: for one quorum.
+        reduce: for one sum over the groups, once all of them have computed their share.
+        heal: for a joiner's state.
+        compute: longest that a group with nothing to compute waits for the others' share.
+        give_up: see `GaveUp`.
+    """
 
     quorum: timedelta
     reduce: timedelta
     heal: timedelta
+    compute: timedelta
     give_up: timedelta
 
 
@@ -95,8 +123,9 @@ class Commit:
         extra: `SlotSums.extra` over all groups.
         owners: for each slot the group that computed it, -1 if none did.
         groups: groups taking part, in rank order.
+        quorum_id: torchft's id of the quorum.
+        once: whether every slot is in the sum exactly once; a slot may be missing under `shrink`.
         saver: the group that writes what a run writes once.
-        healed: whether this group took over another one's state on the way.
         all_leave: every group asked to stop after this step.
         attempts: how many this group needed.
         compute_s, reduce_s, took_s: of the attempt that committed; reduce_s is what compute did not hide.
@@ -108,8 +137,9 @@ class Commit:
     extra: torch.Tensor
     owners: tuple[int, ...]
     groups: tuple[int, ...]
+    quorum_id: int
+    once: bool
     saver: int
-    healed: bool
     all_leave: bool
     attempts: int
     compute_s: float
@@ -117,8 +147,12 @@ class Commit:
     took_s: float
 
 
-class Blank(Exception):  # noqa: N818 a turn of the protocol, not an error
+class Blank(Exception):  # a turn of the protocol, not an error
     """No member of the quorum has any state: it has to come from somewhere else."""
+
+
+class Left(Exception):
+    """This group was asked to leave while there was no quorum to commit another step in."""
 
 
 class GaveUp(RuntimeError):
@@ -169,6 +203,7 @@ class StepProtocol:
         events: the rank's event log.
         beat: called with a phase's name wherever progress is made.
         all_in_group: whether a flag is true on all ranks of the group; a collective of the group.
+        asked_to_leave: whether this rank was asked to stop after the next commit.
         device: where the exchanged vectors live (the CPU for Gloo, the accelerator for NCCL).
     """
 
@@ -188,6 +223,7 @@ class StepProtocol:
         events: EventLog,
         beat: Callable[[str, int], None],
         all_in_group: Callable[[bool], bool],
+        asked_to_leave: Callable[[], bool],
         device: torch.device,
     ) -> None:
         self._group, self._slots, self._on_loss = group, slots, on_loss
@@ -195,15 +231,17 @@ class StepProtocol:
         self._membership, self._cross, self._heal_server = membership, cross, heal_server
         self._token, self._timeouts, self._events = token, timeouts, events
         self._beat, self._all_in_group, self._device = beat, all_in_group, device
+        self._asked_to_leave = asked_to_leave
         self.step = -1
         """The last step this group committed; -1 while it has no state."""
         self.checksum: int | None = None
         """Of the parameters after `step`, when an audit of them is due."""
         self.leaving = False
-        """Whether this group asks to stop after the next commit."""
+        """Whether this group stops after the next commit; settled anew in each attempt."""
         self._held = _Held(step=-1)
         self._failures = 0
         self._connected = ""
+        self._slot_s: float | None = None
         self._progress = time.monotonic()
 
     def next(self) -> Commit:
@@ -213,7 +251,9 @@ class StepProtocol:
         `committed()`.
 
         Raises:
-            Blank: no group has a state; set `step` from elsewhere and call again.
+            Blank: no group has a state; load one from elsewhere, call `restored`, then this again.
+            OutOfData: on all groups, when one of them found no more.
+            Left: asked to leave, and no quorum.
             GaveUp: see `Timeouts.give_up`.
         """
         attempt = 0
@@ -242,6 +282,8 @@ class StepProtocol:
     def _attempt(self, attempt: int) -> Commit | None:
         begin = time.monotonic()
         self._beat("quorum", self.step + 1)
+        # The request reaches a group's ranks at different moments.
+        self.leaving = not self._all_in_group(not self._asked_to_leave())
         try:
             quorum = self._membership.join(
                 step=self.step,
@@ -253,6 +295,8 @@ class StepProtocol:
             self._failures += 1
             waited = round(time.monotonic() - begin, 3)
             self._events.emit("quorum_failed", self.step + 1, reason=str(error), waited_s=waited)
+            if self.leaving:
+                raise Left from error
             return None
         waited_s = time.monotonic() - begin
         if quorum.step < 0:
@@ -264,10 +308,15 @@ class StepProtocol:
             self._work.discard()
         if quorum.serves and heal is None:
             self._heal_server.serve(quorum.step, self._work.serve())
+        if heal is not None:
+            heal.start()
         held_before = sorted(self._held.slots)
         computed: list[int] = []
         commit, reason = None, ""
         try:
+            self._connect(quorum)
+            if heal is not None and self._healed_first(heal, quorum):
+                heal = None
             rows, plan = self._agree(quorum, heal, attempt, waited_s)
             commit, reason = self._sum_and_vote(quorum, rows, plan, heal, attempt, begin, computed)
         except (CrossGroupError, QuorumUnavailable) as error:
@@ -279,6 +328,7 @@ class StepProtocol:
             "attempt",
             step,
             attempt=attempt,
+            quorum_id=quorum.id,
             committed=commit is not None,
             reason=reason,
             computed=computed,
@@ -288,21 +338,14 @@ class StepProtocol:
         )
         return commit
 
-    def _agree(
-        self, quorum: Quorum, heal: _Heal | None, attempt: int, waited_s: float
-    ) -> tuple[list[ledger.Row], ledger.Plan]:
-        """Connect if need be, exchange rows, plan. Raises CrossGroupError on every rank of the group or on none."""
-        step = quorum.step + 1
+    def _connect(self, quorum: Quorum) -> None:
+        """Build the process group anew if need be. Raises CrossGroupError on every rank of the group or on none."""
+        key = self._membership.members_key(quorum)
         error: CrossGroupError | None = None
-        matrix = torch.zeros(len(quorum.groups), ledger.words(self._slots), dtype=torch.int64)
-        mine = ledger.Row(
-            self._group, self.step, heal is None, self.checksum, frozenset(self._held.slots)
-        )
-        matrix[quorum.rank] = torch.tensor(ledger.encode(mine, self._slots), dtype=torch.int64)
-        try:
-            key = self._membership.members_key(quorum)
-            if key != self._connected:
-                self._connected = ""
+        if key != self._connected:
+            self._connected = ""
+            self._beat("connect", quorum.step + 1)
+            try:
                 self._cross.connect(
                     f"{quorum.store}/everstep/{quorum.key}/{self._membership.rank}",
                     rank=quorum.rank,
@@ -310,6 +353,43 @@ class StepProtocol:
                     name=f"group-{self._group}",
                 )
                 self._connected = key
+            except CrossGroupError as raised:
+                error = raised
+        if not self._all_in_group(error is None):
+            raise error or CrossGroupError("another rank of this group could not connect to its peers")
+
+    def _healed_first(self, heal: _Heal, quorum: Quorum) -> bool:
+        """Whether all ranks of this group have their new state already, and took it over."""
+        self._beat("heal", quorum.step + 1)
+        heal.join(HEAL_FIRST_S)
+        if not self._all_in_group(heal.state is not None):
+            return False
+        self._take_over(heal, quorum)
+        return True
+
+    def _take_over(self, heal: _Heal, quorum: Quorum) -> None:
+        assert heal.state is not None
+        self._work.heal(heal.state)
+        self.step, self.checksum = quorum.step, None
+        self._events.emit(
+            "heal",
+            quorum.step + 1,
+            source_group=quorum.groups[quorum.source or 0],
+            bytes=sum(t.numel() * t.element_size() for t in heal.state.tensors.values()),
+            took_s=round(heal.took_s, 4),
+        )
+
+    def _agree(
+        self, quorum: Quorum, heal: _Heal | None, attempt: int, waited_s: float
+    ) -> tuple[list[ledger.Row], ledger.Plan]:
+        """Exchange rows and plan. Raises CrossGroupError on every rank of the group or on none."""
+        step = quorum.step + 1
+        error: CrossGroupError | None = None
+        matrix = torch.zeros(len(quorum.groups), ledger.words(self._slots), dtype=torch.int64)
+        mine = ledger.Row(self._group, self.step, heal is None, self.checksum, frozenset(self._held.slots))
+        matrix[quorum.rank] = torch.tensor(ledger.encode(mine, self._slots), dtype=torch.int64)
+        rows: list[ledger.Row] = []
+        try:
             matrix = self._cross.sum(matrix.to(self._device)).cpu()
             rows = [ledger.decode(row, self._slots) for row in matrix.tolist()]
         except CrossGroupError as raised:
@@ -318,8 +398,6 @@ class StepProtocol:
             error = CrossGroupError(f"the groups' rows are not whole: {raised}")
         if not self._all_in_group(error is None):
             raise error or CrossGroupError("another rank of this group could not reach its peers")
-        if heal is not None:
-            heal.start()
         plan = ledger.plan(rows, self._slots, self._on_loss)
         self._events.emit(
             "quorum",
@@ -365,35 +443,45 @@ class StepProtocol:
             self._drop()
             self._disconnect()
             return None, "this group's parameters differ from the other groups'; it heals"
-        self._reducer.begin(self._cross)
-        compute_begin = time.monotonic()
         share = plan.shares.get(self._group, ())
+        self._reducer.begin(self._cross, self._patience(share, plan))
+        compute_begin = time.monotonic()
+        exhausted = False
         for slot in share:
             self._beat("compute", step)
-            if slot == share[-1]:
-                self._reducer.arm()
-            self._work.compute(step, slot)
+            if self._work.may_refuse:
+                self._reducer.keep()
+            self._reducer.begin_slot(last=slot == share[-1] and not self._work.may_refuse)
+            try:
+                self._work.compute(step, slot)
+            except OutOfData:
+                exhausted = True
+                break
+            except SlotRefused as refusal:
+                self._events.emit("slot_refused", step, slot=slot, reason=str(refusal))
+                self._reducer.take_back()
+                continue
+            self._reducer.end_slot()
             computed.append(slot)
-        self._held.slots.update(share)
+            self._slot_s = (time.monotonic() - compute_begin) / len(computed)
+        self._held.slots.update(computed)
         reduce_begin = time.monotonic()
         # The group's own collectives come in the same order on all its ranks, whatever fails between groups.
         sums = self._work.results()
         error = self._finish_gradients(step)
-        if sums.refused:
-            self._events.emit("slot_refused", step, slots=computed, reason="attention findings that were not repaired")
-            self._drop()
-            sums = self._work.results()
         while heal is not None and heal.is_alive():
             self._beat("heal", step)
             heal.join(timeout=1.0)
         total, coverage = torch.zeros(0), []
         if not error:
             try:
-                total = self._sum_ledger(sums, any(not row.computes for row in rows))
+                total = self._sum_ledger(sums, exhausted, any(not row.computes for row in rows))
                 coverage = [round(count) for count in total[: self._slots].tolist()]
                 self._exchange_notes(quorum)
             except CrossGroupError as raised:
                 error = str(raised)
+        if not error and total[4 * self._slots + 1] > 0:
+            raise OutOfData
         reduce_s = time.monotonic() - reduce_begin
         reason = error or ledger.verdict(coverage, self._on_loss) or (heal.error if heal else "")
         self._beat("vote", step)
@@ -404,26 +492,19 @@ class StepProtocol:
         # The state must stay as it is until every joiner has read it.
         self._heal_server.close_gate(HEAL_GATE_TIMEOUT)
         if heal is not None:
-            assert heal.state is not None
-            self._work.heal(heal.state)
-            self._events.emit(
-                "heal",
-                step,
-                source_group=quorum.groups[quorum.source or 0],
-                bytes=sum(t.numel() * t.element_size() for t in heal.state.tensors.values()),
-                took_s=round(heal.took_s, 4),
-            )
+            self._take_over(heal, quorum)
         _, owners, tokens, loss, rest = total.split([self._slots] * 4 + [len(total) - 4 * self._slots])
         return (
             Commit(
                 step=step,
                 tokens=tokens,
                 loss=loss,
-                extra=rest[1:],
+                extra=rest[2:],
                 owners=tuple(round(o) - 1 if c else -1 for o, c in zip(owners.tolist(), coverage, strict=True)),
                 groups=quorum.groups,
+                quorum_id=quorum.id,
+                once=all(count == 1 for count in coverage),
                 saver=min(plan.shares),
-                healed=heal is not None,
                 all_leave=round(float(rest[0])) == len(rows),
                 attempts=attempt,
                 compute_s=reduce_begin - compute_begin,
@@ -432,6 +513,15 @@ class StepProtocol:
             ),
             "",
         )
+
+    def _patience(self, share: Sequence[int], plan: ledger.Plan) -> timedelta:
+        """For the gradients' sums: groups with a smaller share than others are there earlier."""
+        ahead = max(map(len, plan.shares.values()), default=0) - len(share)
+        if ahead == 0:
+            return self._timeouts.reduce
+        if not share or self._slot_s is None:
+            return max(self._timeouts.compute, self._timeouts.reduce)
+        return self._timeouts.reduce + 2 * ahead * timedelta(seconds=self._slot_s)
 
     def _finish_gradients(self, step: int) -> str:
         """Wait for the gradients' sums; why they failed, or nothing."""
@@ -446,13 +536,13 @@ class StepProtocol:
         self._cross.abort()
         self._connected = ""
 
-    def _sum_ledger(self, sums: SlotSums, somebody_heals: bool) -> torch.Tensor:
+    def _sum_ledger(self, sums: SlotSums, exhausted: bool, somebody_heals: bool) -> torch.Tensor:
         """Over the groups: for each slot the times it is in the sum, its owner's id + 1, its tokens, its loss (4 S
-        numbers), then the number of groups that leave and `SlotSums.extra`. float64 on CPU."""
+        numbers), then the number of groups that leave and that ran out of data, then `SlotSums.extra`. float64."""
         held = torch.zeros(self._slots, dtype=torch.float64)
         held[sorted(self._held.slots)] = 1
-        leaves = torch.tensor([float(self.leaving)], dtype=torch.float64)
-        vector = torch.cat([held, held * (self._group + 1), sums.tokens, sums.loss, leaves, sums.extra])
+        flags = torch.tensor([float(self.leaving), float(exhausted)], dtype=torch.float64)
+        vector = torch.cat([held, held * (self._group + 1), sums.tokens, sums.loss, flags, sums.extra])
         # A joiner comes here only when it has its state.
         timeout = self._timeouts.heal if somebody_heals else self._timeouts.reduce
         return self._cross.sum(vector.to(self._device), timeout).cpu()

@@ -4,9 +4,13 @@ The sums are taken over copies, so that `param.grad` keeps this group's own part
 into flat buckets in the order in which backward reaches them, last layer first; the sum of a bucket starts when the
 last of its gradients is there and every bucket before it has started, so all groups start them in the same order,
 those that compute nothing in this attempt as well.
+
+A gradient may be added to several times in one slot: a loss in chunks runs the output layer's backward once a chunk.
+How often is counted in each slot, and a gradient is taken to be there when it was added to as often as before.
 """
 
 from collections.abc import Iterable
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -26,16 +30,18 @@ class _Bucket:
 
     def __init__(self, params: list[torch.Tensor]) -> None:
         self.params = params
-        first = local(params[0])
-        self.flat = torch.zeros(
-            sum(local(p).numel() for p in params), dtype=first.dtype, device=first.device
-        )
-        self.views = [
-            piece.view_as(local(p))
-            for piece, p in zip(self.flat.split([local(p).numel() for p in params]), params, strict=True)
-        ]
+        self.allocate()
         self.filled = [False] * len(params)
+        self.additions = [0] * len(params)
+        """How often each gradient was added to in the slot in progress."""
+        self.usual = [0] * len(params)
+        """The same of the slot before."""
         self.work: Work | None = None
+
+    def allocate(self) -> None:
+        first, sizes = local(self.params[0]), [local(p).numel() for p in self.params]
+        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.views = [piece.view_as(local(p)) for piece, p in zip(self.flat.split(sizes), self.params, strict=True)]
 
     def fill(self, index: int) -> None:
         grad = self.params[index].grad
@@ -57,29 +63,61 @@ class GradientReducer:
     def __init__(self, params: Iterable[torch.nn.Parameter], bucket_bytes: int) -> None:
         self._buckets = [_Bucket(part) for part in _split(list(params), bucket_bytes)]
         self._cross: CrossGroup | None = None
+        self._timeout: timedelta | None = None
         self._started = 0
-        self._armed = False
+        self._armed = self._counted = False
         self._error: CrossGroupError | None = None
         for bucket in self._buckets:
             for index, param in enumerate(bucket.params):
                 # FSDP2 runs these hooks itself once the sharded gradient is accumulated.
                 param.register_post_accumulate_grad_hook(partial(self._on_grad, bucket, index))
 
-    def begin(self, cross: CrossGroup) -> None:
-        """Start an attempt over the groups of `cross`."""
+    def begin(self, cross: CrossGroup, timeout: timedelta | None = None) -> None:
+        """Start an attempt over the groups of `cross`, whose sums may each take `timeout` (None: what `cross` has)."""
         self._cross, self._started, self._armed, self._error = cross, 0, False, None
+        self._timeout = timeout
         for bucket in self._buckets:
             bucket.filled = [False] * len(bucket.params)
             bucket.work = None
 
-    def arm(self) -> None:
-        """The next backward is this attempt's last: sum each bucket as soon as its gradients are there."""
-        self._armed = True
+    def begin_slot(self, *, last: bool) -> None:
+        """The gradients of a slot come next. In an attempt's last slot each bucket's sum starts as soon as its
+        gradients are there, if an earlier slot has told how often each is added to."""
+        self._armed = last and self._counted
+        for bucket in self._buckets:
+            bucket.additions = [0] * len(bucket.params)
+
+    def end_slot(self) -> None:
+        """All gradients of the slot are there."""
+        for bucket in self._buckets:
+            early = any(
+                filled and now > before
+                for filled, now, before in zip(bucket.filled, bucket.additions, bucket.usual, strict=True)
+            )
+            if self._armed and early and self._error is None:
+                self._error = CrossGroupError("a gradient was added to more often than in earlier slots")
+            bucket.usual = bucket.additions
+        self._counted, self._armed = True, False
+
+    def keep(self) -> None:
+        """Remember the gradients as they are, in the buckets' memory; only while no sum has started."""
+        with torch.no_grad():
+            for bucket in self._buckets:
+                for index in range(len(bucket.params)):
+                    bucket.fill(index)
+                bucket.filled = [False] * len(bucket.params)
+
+    def take_back(self) -> None:
+        """Make the gradients what they were at the last `keep`."""
+        with torch.no_grad():
+            for bucket in self._buckets:
+                for param, view in zip(bucket.params, bucket.views, strict=True):
+                    if param.grad is not None:
+                        local(param.grad).copy_(view)
 
     def finish(self) -> None:
         """Sum what is not summed yet and wait for all of it. Raises CrossGroupError."""
         assert self._cross is not None, "begin() comes first"
-        self._armed = False
         for bucket in self._buckets:
             for index, filled in enumerate(bucket.filled):
                 if not filled:
@@ -92,8 +130,11 @@ class GradientReducer:
                     self._cross.finish(bucket.work)
                 except CrossGroupError as raised:
                     error = raised
-            bucket.work = None
         if error is not None:
+            for bucket in self._buckets:
+                # A sum that was given up may still write to its memory.
+                if bucket.work is not None:
+                    bucket.allocate()
             raise error
 
     def assign(self, scale: float) -> None:
@@ -107,11 +148,11 @@ class GradientReducer:
                     local(param.grad).copy_(view)
 
     def _on_grad(self, bucket: _Bucket, index: int, param: torch.Tensor) -> None:
-        if not self._armed:
-            return
-        with torch.no_grad():
-            bucket.fill(index)
-        self._start_ready()
+        bucket.additions[index] += 1
+        if self._armed and bucket.additions[index] == bucket.usual[index]:
+            with torch.no_grad():
+                bucket.fill(index)
+            self._start_ready()
 
     def _start_ready(self) -> None:
         assert self._cross is not None
@@ -120,7 +161,7 @@ class GradientReducer:
             if not all(bucket.filled):
                 return
             try:
-                bucket.work = self._cross.sum_async(bucket.flat)
+                bucket.work = self._cross.sum_async(bucket.flat, self._timeout)
             except CrossGroupError as error:
                 # Backward goes on: what it computes is held for the next attempt.
                 self._error = error

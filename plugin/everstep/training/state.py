@@ -61,6 +61,10 @@ class TrainingState:
         for optimizer in self._optimizers:
             if not optimizer.state:
                 init_optim_state(optimizer)
+                # It makes the state by a step with zero gradients, which Adam's bias correction must not count.
+                for state in optimizer.state.values():
+                    if "step" in state:
+                        state["step"].zero_()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Name → this rank's local tensor, sharing memory with the trainer's."""

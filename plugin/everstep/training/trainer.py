@@ -14,13 +14,18 @@ import torch
 import torch.distributed as dist
 from torchtitan import trainer as titan
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.tools.logging import logger
 
+from everstep.attention import override as attention
+from everstep.attention.guard import Checks
+from everstep.attention.section import AttentionCheck
 from everstep.config.binding import bind_data
 from everstep.config.checks import check_config
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.data.slots import SlotSource
-from everstep.launch.heartbeat import Heartbeat
+from everstep.launch.heartbeat import Heartbeat, beats_of_groups
+from everstep.launch.watchdog import DONE, HOPELESS_EXIT, STARTUP
 from everstep.platform import cpu
 from everstep.quorum.heal import HealServer
 from everstep.quorum.membership import Membership, incarnation
@@ -28,12 +33,14 @@ from everstep.quorum.process_group import CrossGroup
 from everstep.quorum.token import run_token
 from everstep.report.events import EventLog
 from everstep.training import finish
-from everstep.training.protocol import Blank, Commit, StepProtocol, Timeouts
+from everstep.training.protocol import Blank, Commit, Left, OutOfData, StepProtocol, Timeouts
 from everstep.training.reduction import GradientReducer
 from everstep.training.state import TrainingState, slot_seed
 from everstep.training.work import TitanWork, all_in_group, sum_in_group
 
 OPTIMIZER_SLOT = -1
+AWAY = (DONE, STARTUP)
+"""Phases of a group that has no state to offer."""
 
 
 class EverstepTrainer(titan.Trainer):
@@ -54,10 +61,15 @@ class EverstepTrainer(titan.Trainer):
         data: Data = field(default_factory=Data)
         """Where the slots' tokens come from."""
 
+        attention_check: AttentionCheck = field(default_factory=AttentionCheck)
+        """Check the attention's arithmetic while training goes on."""
+
         def __post_init__(self) -> None:
             # not super(): `slots=True` makes a second class, which the first one's super() does not know
             titan.Trainer.Config.__post_init__(self)
             check_config(self)
+
+    config: Config  # pyrefly: ignore[bad-override-mutable-attribute] torchtitan's declares its own Config
 
     def __init__(self, config: Config) -> None:
         begin = time.monotonic()
@@ -65,15 +77,23 @@ class EverstepTrainer(titan.Trainer):
         on_cpu = not cpu.has_accelerator()
         if on_cpu:
             assert config.model_spec is not None
-            cpu.use_plain_attention(config.model_spec.model)
+            if not config.attention_check.enable:  # it brings an attention of its own
+                cpu.use_plain_attention(config.model_spec.model)
+        attention.apply(config, config.attention_check)
         if config.fault_tolerance.enable:
+            os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise
             self._open_run(config)
         super().__init__(config)
         if on_cpu:
             cpu.sum_only_collectives(self.model_parts)
+        self.checks: Checks | None = None
+        if config.attention_check.enable:
+            self.checks = attention.attach(
+                self.model_parts, config.attention_check, rank=int(os.environ["RANK"]), seed=config.debug.seed or 0
+            )
         if config.fault_tolerance.enable:
             self._prepare(config)
-            self._events.emit(
+            self.events.emit(
                 "worker_ready",
                 incarnation=incarnation(),
                 pid=os.getpid(),
@@ -89,9 +109,9 @@ class EverstepTrainer(titan.Trainer):
         self._host = ft.bind_host or socket.gethostname()
         if self._host in ("localhost", "127.0.0.1"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self._events = EventLog(self._run_dir, ft.group_id, rank, "worker")
+        self.events = EventLog(self._run_dir, ft.group_id, rank, "worker")
         self._heartbeat = Heartbeat(self._run_dir, ft.group_id, rank)
-        self._heartbeat.beat("startup", 0)
+        self._heartbeat.beat(STARTUP, 0)
         self._asked_to_leave = False
         signal.signal(signal.SIGTERM, self._on_terminate)
 
@@ -112,8 +132,10 @@ class EverstepTrainer(titan.Trainer):
                 f"{type(self.dataloader).__name__} cannot be read by slot: leave [data] source to Everstep's config"
             )
         self.source: SlotSource = self.dataloader
+        assert config.model_spec is not None
+        self.source.require_vocab(decoder_vocab_size(config.model_spec))
         self.source.open_slots(self._slots, self.dp_rank, dp_size)
-        self._tokens_per_step = config.training.local_batch_size * config.training.seq_len * dp_size * self._slots
+        self.tokens_per_step = config.training.local_batch_size * config.training.seq_len * dp_size * self._slots
         self._state = TrainingState(self.model_parts, self.optimizers, self.lr_schedulers, self)
         self._reducer = GradientReducer(
             (p for part in self.model_parts for p in part.parameters() if p.requires_grad),
@@ -147,6 +169,7 @@ class EverstepTrainer(titan.Trainer):
             membership=self._membership,
             cross=CrossGroup(
                 ft.process_group,
+                host=self._host,
                 connect_timeout=timedelta(seconds=ft.connect_timeout_s),
                 reduce_timeout=timedelta(seconds=ft.reduce_timeout_s),
             ),
@@ -156,11 +179,14 @@ class EverstepTrainer(titan.Trainer):
                 quorum=timedelta(seconds=ft.quorum_timeout_s),
                 reduce=timedelta(seconds=ft.reduce_timeout_s),
                 heal=timedelta(seconds=ft.heal_timeout_s),
+                # Whoever waits longer would be taken for stalled.
+                compute=timedelta(seconds=0.8 * ft.stall_timeout_s),
                 give_up=timedelta(seconds=ft.give_up_after_s),
             ),
-            events=self._events,
+            events=self.events,
             beat=self._heartbeat.beat,
             all_in_group=all_in_group,
+            asked_to_leave=lambda: self._asked_to_leave,
             device=self.device if ft.process_group == "nccl" else torch.device("cpu"),
         )
 
@@ -174,40 +200,63 @@ class EverstepTrainer(titan.Trainer):
         with self.config.profiler.build(global_step=self.step, base_folder=self.config.dump_folder) as profiler:
             while self.should_continue_training() and not leaves and not over:
                 self.gc_handler.run(self.step)
-                self._protocol.leaving = self._asked_to_leave
                 try:
                     commit = self._protocol.next()
                 except Blank:
-                    if finish.is_over(self._run_dir, self.config.training.steps):
-                        over = True
-                    else:
-                        self._restore()
+                    over = all_in_group(finish.is_over(self._run_dir, self.config.training.steps))
+                    leaves = self._protocol.leaving
+                    if not over and not leaves:
+                        self._restore_or_wait()
                     continue
-                if commit.healed:
-                    self._announce("peer")
+                except Left:
+                    leaves = True
+                    continue
+                except OutOfData:
+                    logger.warning(f"Ran out of data after step {self.step}")
+                    break
                 self._apply(commit)
                 profiler.step()
                 over = commit.all_leave
                 leaves = self._protocol.leaving and not over
         if not leaves and self._commits:
             self._finish()
-        self._events.emit("left" if leaves else "training_done", self.step)
+        self.events.emit("left" if leaves else "training_done", self.step)
+        self._heartbeat.beat(DONE, self.step)
         self._membership.leave()
         self._heal_server.shutdown()
         logger.info(f"Left the run after step {self.step}, as asked" if leaves else "Training completed")
+
+    def _restore_or_wait(self) -> None:
+        """No group of the quorum has a state; but one that is in no quorum may: it hangs or is busy, and its watchdog
+        decides. Going back to the disk now would undo its steps."""
+        others = sorted(
+            group
+            for group, beat, age_s in beats_of_groups(self._run_dir)
+            if group != self._ft.group_id
+            and beat.step > 0
+            and beat.phase not in AWAY
+            and age_s < self._ft.stall_timeout_s
+        )
+        if all_in_group(not others):
+            self._restore()
+        else:
+            self.events.emit("waiting_for_state", groups=others)
+            time.sleep(1.0)
 
     def _restore(self) -> None:
         """No group has a state: take the newest checkpoint on disk, or start."""
         self._heartbeat.beat("restore", self.step)
         found = self.checkpointer.load(step=self.config.checkpoint.load_step)
         self.source.committed(self.step)
+        if self.checks is not None:
+            self.checks.weights_changed()
         self._protocol.restored(self.step)
-        self._announce("disk" if found and self.step else "fresh")
+        self.announce("disk" if found and self.step else "fresh")
         self._protocol.checksum = self._audit_checksum()
 
-    def _announce(self, source: str) -> None:
+    def announce(self, source: str) -> None:
         """Say where this group's state came from."""
-        self._events.emit(
+        self.events.emit(
             "training_started",
             self.step + 1,
             source=source,
@@ -227,9 +276,11 @@ class EverstepTrainer(titan.Trainer):
         tokens, loss = float(commit.tokens.sum()), float(commit.loss.sum())
         mean_loss = loss / tokens
         if not math.isfinite(mean_loss):
-            self._events.emit("diverged", commit.step, loss=str(mean_loss))
-            raise RuntimeError(f"The loss of step {commit.step} is {mean_loss}: training diverged and stops here")
-        self._reducer.assign(1.0 / tokens)
+            self.events.emit("diverged", commit.step, loss=str(mean_loss))
+            logger.error(f"The loss of step {commit.step} is {mean_loss}: training diverged and stops here")
+            # Every group sees the same, and would again after a restart.
+            raise SystemExit(HOPELESS_EXIT)
+        self._reducer.assign(self._work.nominal_tokens / tokens)
         self._work.assign_expert_loads(commit.extra)
         torch.manual_seed(slot_seed(self.seed, commit.step, OPTIMIZER_SLOT, self.dp_rank))
         grad_norm = dist_utils.clip_grad_norm_(
@@ -243,12 +294,14 @@ class EverstepTrainer(titan.Trainer):
         self.optimizers.step()
         self.lr_schedulers.step()
         self.step = commit.step
-        self.ntokens_seen += self._tokens_per_step
+        self.ntokens_seen += self.tokens_per_step
         self.source.committed(self.step)
         self._protocol.committed()
-        if config.fault_tolerance.audit_interval and self.step % config.fault_tolerance.audit_interval == 0:
+        if self.checks is not None:
+            self.checks.committed(self.step)
+        if self._ft.audit_interval and self.step % self._ft.audit_interval == 0:
             self._protocol.checksum = self._audit_checksum()
-        self._events.emit(
+        self.events.emit(
             "commit",
             self.step,
             attempt=commit.attempts,
@@ -261,7 +314,8 @@ class EverstepTrainer(titan.Trainer):
             took_s=round(commit.took_s + time.monotonic() - begin, 4),
             compute_s=round(commit.compute_s, 4),
             reduce_s=round(commit.reduce_s, 4),
-            coverage_ok=True,
+            quorum_id=commit.quorum_id,
+            coverage_ok=commit.once,
         )
         if self.metrics_processor.should_log(self.step):
             counted = commit.tokens > 0
@@ -284,7 +338,7 @@ class EverstepTrainer(titan.Trainer):
         self._heartbeat.beat("checkpoint", self.step)
         begin = time.monotonic()
         if self.checkpointer.save(self.step):
-            self._events.emit("checkpoint_saved", self.step, took_s=round(time.monotonic() - begin, 3))
+            self.events.emit("checkpoint_saved", self.step, took_s=round(time.monotonic() - begin, 3))
 
     def _finish(self) -> None:
         """The last checkpoint of the run, or of this part of it, written by one group while the others stand by."""
@@ -293,11 +347,13 @@ class EverstepTrainer(titan.Trainer):
         def save() -> None:
             if not complete and self.config.checkpoint.enable:
                 # Training goes on from here one day: the optimizer has to be in it.
+                # pyrefly: ignore[missing-attribute] the base class has it in its Config only
                 self.checkpointer.last_save_model_only = False
+                # pyrefly: ignore[missing-attribute]
                 self.checkpointer.last_save_in_hf = False
             begin = time.monotonic()
             if self.checkpointer.save(self.step, last_step=True):
-                self._events.emit("checkpoint_saved", self.step, took_s=round(time.monotonic() - begin, 3))
+                self.events.emit("checkpoint_saved", self.step, took_s=round(time.monotonic() - begin, 3))
 
         finish.finish(
             self._run_dir,

@@ -5,12 +5,17 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.logging import logger
 
+from everstep.attention.guard import Checks
+from everstep.data.slots import Batch
 from everstep.data.streams import SlotStreams
+from everstep.launch.watchdog import HOPELESS_EXIT
 from everstep.quorum.heal import HealState
-from everstep.training.protocol import SlotSums
+from everstep.training.protocol import OutOfData, SlotRefused, SlotSums
 from everstep.training.reduction import local
 from everstep.training.state import TrainingState, slot_seed
 
@@ -33,7 +38,11 @@ class TitanWork:
 
     def __init__(self, trainer: "EverstepTrainer", slots: int, state: TrainingState) -> None:
         self._trainer, self._slots, self._state = trainer, slots, state
-        self._one = torch.tensor(1.0, device=trainer.device)
+        self.nominal_tokens = float(trainer.tokens_per_step)
+        """Tokens of a step if all were valid. Backward divides by this number, the commit corrects it: what the valid
+        ones are is known only when all slots are there, and gradients in bfloat16 round differently at another
+        scale, torchtitan's in particular."""
+        self._scale = torch.tensor(self.nominal_tokens, device=trainer.device)
         self._tokens: dict[int, int] = {}
         self._losses: dict[int, torch.Tensor] = {}
         self.expert_loads = [
@@ -44,23 +53,61 @@ class TitanWork:
         ]
         """Tokens each expert got, summed over slots like a gradient; torchtitan's balancing reads them."""
 
+    @property
+    def may_refuse(self) -> bool:
+        return self._trainer.checks is not None
+
     def compute(self, step: int, slot: int) -> None:
         trainer = self._trainer
         torch.manual_seed(slot_seed(trainer.seed, step, slot, trainer.dp_rank))
         begin = time.perf_counter()
-        inputs, labels = trainer.source.microbatch(step, slot)
+        batch = self._fetch(step, slot)
+        if batch is None:
+            raise OutOfData
+        inputs, labels = batch
         trainer.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
-        self._tokens[slot] = int((labels != IGNORE_INDEX).sum())
+        valid = int((labels != IGNORE_INDEX).sum())
         device = trainer.device
         inputs = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
-        seen = trainer.ntokens_seen
-        # Losses stay sums: one division by the step's tokens comes at the commit.
+        seen, loads = trainer.ntokens_seen, [load.clone() for load in self.expert_loads] if self.may_refuse else []
+        if trainer.checks is not None:
+            trainer.checks.begin(step, slot)
         loss = trainer.forward_backward_step(
-            input_dict=inputs, labels=labels.to(device), global_valid_tokens=self._one
+            input_dict=inputs, labels=labels.to(device), global_valid_tokens=self._scale
         )
         trainer.metrics_processor.ntokens_since_last_log += labels.numel()
         trainer.ntokens_seen = seen  # counts committed slots only
-        self._losses[slot] = loss.detach().to(torch.float64)
+        if trainer.checks is not None:
+            self._judge(trainer.checks, step, slot, loads)
+        self._tokens[slot] = valid
+        self._losses[slot] = loss.detach().to(torch.float64) * self.nominal_tokens
+
+    def _judge(self, checks: Checks, step: int, slot: int, loads: list[torch.Tensor]) -> None:
+        """Report what the attention checks saw. Raises SlotRefused if some rank of the group has what is not repaired,
+        and ends the group when it recurs."""
+        refused = checks.refused()
+        for finding in checks.drain():
+            # Step and rank are every event's own, and so is the word kind.
+            fields = {name: value for name, value in finding.items() if name not in ("step", "rank", "kind")}
+            self._trainer.events.emit("finding", step, anomaly=finding["kind"], **fields)
+        if reason := checks.reason_to_leave():
+            logger.error(reason)
+            self._trainer.events.emit("unfit", step, reason=reason)
+            raise SystemExit(HOPELESS_EXIT)
+        if all_in_group(not refused):
+            return
+        for load, before in zip(self.expert_loads, loads, strict=True):
+            load.copy_(before)
+        raise SlotRefused("attention findings that were not repaired, on this rank or another of the group")
+
+    def _fetch(self, step: int, slot: int) -> Batch | None:
+        """The slot's batch, or None on all ranks of the group if one of them has none."""
+        try:
+            batch = self._trainer.source.microbatch(step, slot)
+        except DataloaderExhaustedError:
+            batch = None
+        endless = not isinstance(self._trainer.source, SlotStreams)
+        return batch if endless or all_in_group(batch is not None) else None
 
     def results(self) -> SlotSums:
         device, dims = self._trainer.device, self._trainer.parallel_dims
@@ -106,6 +153,10 @@ class TitanWork:
     def heal(self, state: HealState) -> None:
         self._state.load(state)
         self._trainer.source.learn(state.blobs[DATA_BLOB])
+        self._trainer.source.committed(self._trainer.step)
+        self._trainer.announce("peer")
+        if self._trainer.checks is not None:
+            self._trainer.checks.weights_changed()
 
 
 def sum_in_group(value: int) -> int:
@@ -127,4 +178,5 @@ def all_in_group(flag: bool) -> bool:
 
 
 def _group_device() -> torch.device:
-    return torch.device("cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator())
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if dist.get_backend() == "gloo" or accelerator is None else accelerator

@@ -1,0 +1,197 @@
+"""Combinations that cannot work are refused, with the line of the key to change; the nearest ones that
+work are not."""
+
+import pytest
+from torchtitan.config import ParallelismConfig
+
+from everstep.config.checks import check_config, dp_ranks, problems, slots_per_step
+from everstep.config.errors import ConfigError
+
+GOOD = """\
+[training]
+disable_cuda_graphs = true
+local_batch_size = 2
+global_batch_size = 24
+[fault_tolerance]
+enable = true
+groups = 3
+min_groups = 2
+"""
+"""Takes lines 4 to 11 of run.toml."""
+
+
+def without(key):
+    return "".join(line for line in GOOD.splitlines(keepends=True) if not line.startswith(key))
+
+
+def test_a_good_config_is_accepted(load):
+    assert load(GOOD).fault_tolerance.enable
+
+
+def test_what_nothing_reads_is_not_checked(load):
+    off = GOOD.replace("enable = true", "enable = false").replace("disable_cuda_graphs = true", "")
+    load(off + "connect_timeout_s = 100\nlighthouse = 'nowhere'\n")
+
+
+REFUSED = {
+    "CUDA graphs": (
+        without("disable_cuda_graphs"),
+        "run.toml:4: [training] disable_cuda_graphs must be true with fault tolerance: a replayed graph "
+        "runs no hooks, and the gradient sum across groups starts in one",
+    ),
+    "fewer groups than the least": (
+        GOOD.replace("min_groups = 2", "min_groups = 4"),
+        "run.toml:11: [fault_tolerance] min_groups = 4 can never be met by groups = 3",
+    ),
+    "no group": (
+        GOOD.replace("groups = 3", "groups = 0"),
+        "run.toml:10: [fault_tolerance] groups must be at least 1, got 0",
+    ),
+    "a negative group id": (
+        GOOD + "group_id = -1\n",
+        "run.toml:12: [fault_tolerance] group_id must be at least 0, got -1",
+    ),
+    "no time": (
+        GOOD + "heartbeat_timeout_s = 0\n",
+        "run.toml:12: [fault_tolerance] heartbeat_timeout_s must be more than 0, got 0.0",
+    ),
+    "no bucket": (
+        GOOD + "bucket_mb = 0\n",
+        "run.toml:12: [fault_tolerance] bucket_mb must be more than 0, got 0.0",
+    ),
+    "a lighthouse without a port": (
+        GOOD + 'lighthouse = "http://head"\n',
+        'run.toml:12: [fault_tolerance] lighthouse must be http://host:port, got "http://head"',
+    ),
+    "an indivisible batch": (
+        GOOD.replace("global_batch_size = 24", "global_batch_size = 25"),
+        "run.toml:7: [training] global_batch_size = 25 must be a multiple of local_batch_size x DP ranks "
+        "of a group = 2 x 1",
+    ),
+    "a batch that the shards do not divide": (
+        GOOD + "[parallelism]\ndata_parallel_shard_degree = 8\n",
+        "run.toml:7: [training] global_batch_size = 24 must be a multiple of local_batch_size x DP ranks "
+        "of a group = 2 x 8",
+    ),
+    "no batch at all": (
+        GOOD.replace("global_batch_size = 24", "global_batch_size = 0"),
+        "run.toml:7: [training] global_batch_size = 0 must be a multiple of local_batch_size x DP ranks "
+        "of a group = 2 x 1",
+    ),
+    "no batch to share out": (
+        without("global_batch_size"),
+        "run.toml:4: [training] global_batch_size must be set to share it out among 3 groups: at least "
+        "local_batch_size x DP ranks of a group x 3",
+    ),
+    "fewer slots than groups": (
+        GOOD.replace("global_batch_size = 24", "global_batch_size = 4"),
+        "run.toml:7: [training] global_batch_size = 4 has 2 slots (of local_batch_size = 2) for 3 "
+        "groups: every group needs one at least",
+    ),
+    "no rows": (
+        GOOD.replace("local_batch_size = 2", "local_batch_size = 0"),
+        "run.toml:6: [training] local_batch_size must be at least 1, got 0",
+    ),
+    "no steps": (
+        GOOD.replace("[fault", "steps = 0\n[fault"),
+        "run.toml:8: [training] steps must be at least 1, got 0",
+    ),
+    "replicas inside a group": (
+        GOOD + "[parallelism]\ndata_parallel_replicate_degree = 2\n",
+        "run.toml:13: [parallelism] data_parallel_replicate_degree = 2 must be 1 with fault tolerance: "
+        "the groups are the replicas; start 2 times as many groups instead",
+    ),
+    "communication that is not real": (
+        GOOD + '[comm]\nmode = "fake_backend"\n',
+        'run.toml:13: [comm] mode = "fake_backend" must be "default" with fault tolerance: only real '
+        "communication "
+        "can fail and recover",
+    ),
+    "tokens without a file": (
+        GOOD + '[data]\nsource = "tokens"\n',
+        'run.toml:13: [data] source = "tokens" needs path, the token file of `everstep pack`',
+    ),
+    "a token file that is missing": (
+        GOOD + '[data]\nsource = "tokens"\npath = "nowhere.tokens"\n',
+        'run.toml:14: [data] path = "nowhere.tokens": there is no such file',
+    ),
+    "a token file that nothing reads": (
+        GOOD + '[data]\nsource = "stdlib"\npath = "some.tokens"\n',
+        'run.toml:14: [data] path = "some.tokens" is read with source = "tokens" only, but source is "stdlib"',
+    ),
+    "pipeline parallelism with CUDA graphs, which torchtitan refuses": (
+        "[parallelism]\npipeline_parallel_degree = 2\n",
+        "run.toml: CUDA graphs do not support pipeline parallelism yet. Set --training.disable_cuda_graphs.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_combination_that_cannot_work_is_refused(load, tmp_path, text, message):
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    assert str(caught.value).removeprefix(f"{tmp_path}/") == message
+
+
+TIMEOUTS = [
+    ("connect_timeout_s", "reduce_timeout_s"),
+    ("reduce_timeout_s", "quorum_timeout_s"),
+    ("reduce_timeout_s", "heal_timeout_s"),
+    ("heartbeat_timeout_s", "quorum_timeout_s"),
+    ("join_timeout_s", "quorum_timeout_s"),
+    ("quorum_timeout_s", "stall_timeout_s"),
+    ("heal_timeout_s", "stall_timeout_s"),
+    ("stall_timeout_s", "startup_timeout_s"),
+    ("startup_timeout_s", "give_up_after_s"),
+]
+
+
+@pytest.mark.parametrize(("shorter", "longer"), TIMEOUTS)
+def test_timeouts_that_contain_each_other_are_in_order(load, shorter, longer):
+    config = load(GOOD)
+    limit = getattr(config.fault_tolerance, longer)
+    setattr(config.fault_tolerance, shorter, limit)
+    beginning = f"[fault_tolerance] {shorter} = {limit} must be less than {longer} = {limit}: "
+    assert [p.key for p in problems(config) if p.message.startswith(beginning)] == [("fault_tolerance", shorter)]
+
+
+def test_a_token_file_that_is_there_is_accepted(load, tmp_path):
+    tokens = tmp_path / "some.tokens"
+    tokens.touch()
+    assert load(GOOD + f'[data]\nsource = "tokens"\npath = "{tokens}"\n').data.path == str(tokens)
+
+
+def test_one_group_needs_no_global_batch(load):
+    text = without("global_batch_size").replace("groups = 3\nmin_groups = 2", "groups = 1")
+    assert slots_per_step(load(text), 1) == 1
+
+
+def test_flags_are_checked_together_with_the_file(load):
+    with pytest.raises(ConfigError, match="min_groups = 4 can never be met by groups = 3"):
+        load(GOOD, ["--fault_tolerance.min_groups", "4"])
+    assert load(GOOD, ["--fault_tolerance.min_groups", "4", "--fault_tolerance.groups", "5"])
+
+
+def test_a_caller_may_check_later(load):
+    config = load(without("disable_cuda_graphs"), check=False)
+    with pytest.raises(ConfigError, match="disable_cuda_graphs"):
+        check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "ranks", "expected"),
+    [
+        (ParallelismConfig(), 8, 8),
+        (ParallelismConfig(tensor_parallel_degree=2), 8, 4),
+        (ParallelismConfig(pipeline_parallel_degree=2, context_parallel_degree=2), 8, 2),
+    ],
+)
+def test_ranks_that_share_a_row_count_once(parallelism, ranks, expected):
+    assert dp_ranks(parallelism, ranks) == expected
+
+
+def test_slots_are_counted_without_the_groups(load):
+    config = load(GOOD)
+    assert (slots_per_step(config, 1), slots_per_step(config, 4)) == (12, 3)
+    with pytest.raises(ConfigError, match="= 2 x 5"):
+        slots_per_step(config, 5)

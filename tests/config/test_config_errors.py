@@ -1,0 +1,176 @@
+"""What a user is told about a wrong file: where, which key, the nearest valid key, the expected type."""
+
+import pytest
+
+from everstep.config.errors import ConfigError, nearest
+
+# the base that the `load` fixture writes takes lines 1 to 3
+WRONG = {
+    "unknown section": (
+        "[trainig]\nsteps = 1\n",
+        "run.toml:4: there is no section [trainig]; the nearest is [training]",
+    ),
+    "unknown key": (
+        "[training]\nsteps = 1\nseq_length = 128\n",
+        "run.toml:6: [training] has no key 'seq_length'; the nearest is 'seq_len' (an integer)",
+    ),
+    "unknown key of ours": (
+        "[fault_tolerance]\nenabled = true\n",
+        "run.toml:5: [fault_tolerance] has no key 'enabled'; the nearest is 'enable' (true or false)",
+    ),
+    "unknown key of a nested section": (
+        '[validator.dataloader]\ndata_set = "c4"\n',
+        "run.toml:5: [validator.dataloader] has no key 'data_set'; the nearest is 'dataset' (a string)",
+    ),
+    "key of another section": (
+        "[training]\nlog_freq = 1\n",
+        "run.toml:5: [training] has no key 'log_freq'; [metrics] has it",
+    ),
+    "key of another section, for all parameter groups": (
+        "[training]\nlr = 1e-3\n",
+        "run.toml:5: [training] has no key 'lr'; [optimizer] has it",
+    ),
+    "unknown key, dotted": (
+        "[training]\n[validator]\ndataloader.data_set = 'c4'\n",
+        "run.toml:6: [validator.dataloader] has no key 'data_set'; the nearest is 'dataset' (a string)",
+    ),
+    "misspelled key that stands for all parameter groups": (
+        "[optimizer]\nlearning_lr = 1e-3\n",
+        "run.toml:5: [optimizer] has no key 'learning_lr'; the nearest is 'lr'",
+    ),
+    "string for an integer": (
+        '[training]\nseq_len = "128"\n',
+        'run.toml:5: [training] seq_len must be an integer, got "128"',
+    ),
+    "float for an integer": (
+        "[training]\nsteps = 1.5\n",
+        "run.toml:5: [training] steps must be an integer, got 1.5",
+    ),
+    "integer for a boolean": (
+        "[training]\ndisable_cuda_graphs = 1\n",
+        "run.toml:5: [training] disable_cuda_graphs must be true or false, got 1",
+    ),
+    "boolean for an integer": (
+        "[training]\nsteps = true\n",
+        "run.toml:5: [training] steps must be an integer, got true",
+    ),
+    "a choice that is not there": (
+        '[fault_tolerance]\nprocess_group = "mpi"\n',
+        'run.toml:5: [fault_tolerance] process_group must be one of "gloo", "nccl", got "mpi"',
+    ),
+    "an optional value": (
+        '[lr_scheduler]\ndecay_ratio = "half"\n',
+        'run.toml:5: [lr_scheduler] decay_ratio must be a number or "None", got "half"',
+    ),
+    "a value for a section": (
+        "[metrics]\nlog_freq = 1\n[loss]\nloss_fn = 3\n",
+        "run.toml:7: [loss] loss_fn must be a table, got 3",
+    ),
+    "an element of an array": (
+        "[compile]\ncomponents = [\n  'model',\n  3,\n]\n",
+        "run.toml:7: [compile.components[1]] must be a string, got 3",
+    ),
+    "an activation checkpointing mode that is not there": (
+        '[activation_checkpoint]\nmode = "some"\n',
+        'run.toml:5: [activation_checkpoint] mode must be one of "selective", "full", "memory-budget", '
+        '"none", got "some"',
+    ),
+    "a key of another mode": (
+        "[activation_checkpoint]\nmemory_budget = 0.5\n",
+        'run.toml:5: [activation_checkpoint] memory_budget needs mode = "memory-budget", but mode is "selective"',
+    ),
+    "a class that is no data loader": (
+        '[dataloader]\nclass = "torchtitan.components.loss.CrossEntropyLoss"\n',
+        'run.toml:5: [dataloader] class must name a BaseDataLoader, got "torchtitan.components.loss.CrossEntropyLoss"',
+    ),
+    "a class that cannot be imported": (
+        '[dataloader]\nclass = "nowhere.Loader"\n',
+        "run.toml:5: [dataloader] class = \"nowhere.Loader\" cannot be imported: No module named 'nowhere'",
+    ),
+    "a parameter group without its pattern": (
+        '[[optimizer.param_groups]]\noptimizer_name = "AdamW"\n',
+        "run.toml:4: [optimizer.param_groups[0]] needs the key 'pattern'",
+    ),
+    "what torchtitan's section refuses itself": (
+        "[checkpoint]\nkeep_latest_k = 1\n",
+        "run.toml:4: [checkpoint]: We need to maintain at least 2 checkpoint replicas, as the last one "
+        "may be in the process of being saved.",
+    ),
+    "not TOML": (
+        "[training]\nsteps = \n",
+        "run.toml:5: not valid TOML: Invalid value (column 9)",
+    ),
+    "a key twice": (
+        "[training]\nsteps = 1\nsteps = 2\n",
+        "run.toml:6: not valid TOML: Cannot overwrite a value (column 10)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_file_is_refused_in_one_sentence(load, tmp_path, text, message):
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    assert str(caught.value).removeprefix(f"{tmp_path}/") == message
+
+
+BASES = {
+    "nothing": (
+        "",
+        'run.toml: no base config: write [job] module = "llama3" and config = "llama3_debugmodel"',
+    ),
+    "an unknown model": (
+        '[job]\nmodule = "lama3"\nconfig = "llama3_8b"\n',
+        'run.toml:2: [job] module = "lama3" is neither a model of torchtitan nor a module that can be '
+        'imported; the nearest model is "llama3"',
+    ),
+    "an unknown config": (
+        '[job]\nmodule = "llama3"\nconfig = "llama3_8"\n',
+        'run.toml:3: [job] config = "llama3_8" is not in the registry of llama3; the nearest is "llama3_8b"',
+    ),
+    "an unknown flavor": (
+        '[job]\nmodule = "qwen3"\nflavor = "0.6b"\n',
+        'run.toml:3: [job] flavor = "0.6b" is not a model of qwen3; the nearest is "0.6B" of "debugmodel", '
+        '"debugmodel_non_fused_qkv", "0.6B", "1.7B", "4B", "8B", "14B", "32B", "debugmodel_moe", "30B-A3B", '
+        '"235B-A22B"',
+    ),
+    "a module without a config": (
+        '[job]\nmodule = "gpt_oss"\n',
+        "run.toml:1: [job] needs config or flavor; gpt_oss has the configs gpt_oss_debugmodel, "
+        "gpt_oss_debugmodel_flex, gpt_oss_20b, gpt_oss_120b",
+    ),
+}
+
+
+@pytest.mark.parametrize(("base", "message"), BASES.values(), ids=BASES.keys())
+def test_a_base_that_is_not_there_is_named_with_the_nearest(load, tmp_path, base, message):
+    with pytest.raises(ConfigError) as caught:
+        load("", base=base)
+    assert str(caught.value).removeprefix(f"{tmp_path}/") == message
+
+
+def test_a_wrong_override_is_refused_in_one_sentence_without_a_help_screen(load, capsys):
+    with pytest.raises(ConfigError) as caught:
+        load("", ["--training.seq_lenn", "128"])
+    assert str(caught.value) == (
+        "command line: Unrecognized options: --training.seq_lenn, 128; perhaps you meant --training.seq-len INT"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load("", ["--training.seq_len", "x"])
+    assert str(caught.value) == (
+        "command line: Error parsing --training.seq-len: invalid literal for int() with base 10: 'x'"
+    )
+    assert capsys.readouterr().out == ""
+
+
+def test_an_override_wins_over_the_file(load):
+    config = load("[training]\nseq_len = 128\nsteps = 7\n", ["--training.seq_len", "64"])
+    assert (config.training.seq_len, config.training.steps) == (64, 7)
+
+
+def test_a_key_with_a_word_left_out_is_nearer_than_one_with_letters_changed():
+    assert nearest("batch_size", ["local_batch_size", "bath_sizes", "seq_len"]) == "local_batch_size"
+
+
+def test_of_no_candidates_none_is_nearest():
+    assert nearest("anything", []) is None

@@ -1,0 +1,154 @@
+"""The command line answers at once, and says in one sentence what the user can put right."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def everstep(*args, cwd=None):
+    return subprocess.run(
+        [sys.executable, "-m", "everstep.cli", *args],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        cwd=cwd,
+        check=False,
+    )
+
+
+def test_help_answers_within_half_a_second():
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        assert everstep("--help").returncode == 0
+        times.append(time.perf_counter() - begin)
+    assert min(times) < 0.5
+
+
+@pytest.mark.parametrize("command", ["run", "agent", "report", "pack"])
+def test_every_command_explains_itself_without_torch(command):
+    code = (
+        "import sys; from everstep import cli\n"
+        f"try: cli.main([{command!r}, '--help'])\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    assert shown.returncode == 0
+    assert shown.stdout.startswith(f"usage: everstep {command}")
+    assert shown.stdout.endswith("False\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "what"),
+    [
+        (("rum",), "did you mean run"),
+        (("run", "missing.toml"), "missing.toml: no such file"),
+        (("run", "broken.toml"), "broken.toml: not valid TOML"),
+        (("report", "nothing"), "nothing"),
+        (("report", "nothing", "--jsn"), "--jsn"),
+    ],
+)
+def test_mistakes_are_named_in_one_sentence_and_nothing_is_written(tmp_path, args, what):
+    (tmp_path / "broken.toml").write_text("[training\n")
+    done = everstep(*args, cwd=tmp_path)
+    assert done.returncode == 2
+    assert what in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["broken.toml"]
+
+
+def test_a_run_that_cannot_work_ends_before_anything_is_started(start):
+    run = start(1, 1, "--tiny.exit", "2")
+    assert run.process.wait(60) == 1
+    assert run.events("run_ended")[0]["status"] == "failed"
+    assert len(run.events("workers_started")) == 1
+    assert "its configuration is not valid" in run.said()
+
+
+def test_workers_that_keep_failing_end_the_run_with_their_reason(start):
+    run = start(1, 1, "--tiny.fail")
+    assert run.process.wait(60) == 1
+    assert "RuntimeError: no such luck" in run.events("run_ended")[0]["reason"]
+    assert len(run.events("workers_started")) == 3
+    assert "RuntimeError: no such luck" in (run.run_dir / "logs/group-0/rank-0.log").read_text()
+
+
+PREPARE = """
+import json, sys
+from everstep.launch import warm
+warm.preload(("torchtitan.train",))
+from everstep.launch.prepare import main
+calls = json.loads(sys.argv[1])
+print(json.dumps([[main(*call), json.load(open(call[-1]))] for call in calls]))
+"""
+
+CONFIG = """
+[job]
+module = "llama3"
+config = "llama3_debugmodel"
+[training]
+steps = 4
+local_batch_size = 2
+global_batch_size = 12
+disable_cuda_graphs = true
+[data]
+source = "stdlib"
+[fault_tolerance]
+enable = true
+groups = 3
+"""
+
+
+def test_the_config_is_checked_and_settled_before_a_run_starts(tmp_path):
+    good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
+    good.write_text(CONFIG)
+    bad.write_text(CONFIG.replace("steps =", "stepz ="))
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+
+    def call(config, *flags, ranks=1):
+        return [str(config), str(run_dir), list(flags), ranks, str(tmp_path / "answer")]
+
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            PREPARE,
+            json.dumps(
+                [
+                    call(bad),
+                    call(good, ranks=4),
+                    call(good, "--fault_tolerance.no-enable"),
+                    call(good),
+                    call(good, "--fault_tolerance.groups", "2"),
+                    call(good, "--debug.seed", "8"),
+                ]
+            ),
+        ],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    unknown_key, indivisible, apart, settled, fewer_groups, other_seed = json.loads(done.stdout.splitlines()[-1])
+    assert unknown_key[0] == 2
+    assert "stepz" in unknown_key[1]["error"]
+    assert "steps" in unknown_key[1]["error"]
+    assert indivisible[0] == 2
+    assert "global_batch_size" in indivisible[1]["error"]
+    assert apart[0] == 2
+    assert "enable = true" in apart[1]["error"]
+    assert settled[0] == 0
+    assert settled[1]["steps"] == 4
+    assert (run_dir / "config.toml").exists()
+    assert fewer_groups[0] == 0, "the number of groups does not decide the result"
+    assert fewer_groups[1]["identity"] == settled[1]["identity"]
+    assert other_seed[0] == 2
+    assert "seed" in other_seed[1]["error"]

@@ -1,0 +1,230 @@
+"""The launcher's decisions: who has stalled, who is started again, who is killed, what the flags say."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from everstep.config.sections import FaultTolerance
+from everstep.launch.agent import AgentSettings, worker_argv
+from everstep.launch.heartbeat import Beat, Heartbeat, beat_path, read_beat
+from everstep.launch.kills import RandomKills, choose_victim
+from everstep.launch.machine import devices_of_groups
+from everstep.launch.rundir import LaunchError, RunDir, default_run_dir
+from everstep.launch.settings import fault_tolerance, flag_value, run_settings
+from everstep.launch.watchdog import (
+    HOPELESS_EXIT,
+    Death,
+    RestartLimits,
+    Stall,
+    describe_exit,
+    find_stall,
+    reason_to_give_up,
+)
+from everstep.report.events import read_events
+
+LIMITS = RestartLimits(max_restarts=5, window_s=100.0)
+
+
+def stall(beats, now, pids=None):
+    return find_stall(pids or {0: 10, 1: 11}, beats, 1000.0, now, stall_timeout_s=5.0, startup_timeout_s=60.0)
+
+
+def test_a_rank_that_beats_has_not_stalled():
+    beats = {0: Beat(10, 1100.0, 3, "compute"), 1: Beat(11, 1101.0, 3, "reduce")}
+    assert stall(beats, 1104.9) is None
+
+
+def test_the_rank_that_is_silent_for_longest_is_named():
+    beats = {0: Beat(10, 1100.0, 3, "compute"), 1: Beat(11, 1098.0, 3, "reduce")}
+    assert stall(beats, 1107.0) == Stall(1, "reduce", 9.0)
+
+
+def test_startup_has_its_own_patience():
+    beats = {0: Beat(10, 1000.0, 0, "startup"), 1: Beat(11, 1000.0, 0, "startup")}
+    assert stall(beats, 1059.0) is None
+    assert stall(beats, 1061.0) == Stall(0, "startup", 61.0)
+
+
+def test_a_beat_that_an_earlier_worker_left_is_no_sign_of_life():
+    beats = {0: Beat(9, 1059.0, 8, "compute"), 1: None}
+    assert stall(beats, 1059.0) is None
+    assert stall(beats, 1061.0) == Stall(0, "startup", 61.0)
+
+
+def test_a_finished_rank_may_wait_for_the_others():
+    beats = {0: Beat(10, 1000.0, 9, "done"), 1: Beat(11, 1100.0, 9, "checkpoint")}
+    assert stall(beats, 1104.0) is None
+
+
+def test_a_beat_comes_back_as_written(tmp_path):
+    before = time.monotonic()
+    Heartbeat(tmp_path, 2, 1).beat("a phase with a name that is too long", 7)
+    beat = read_beat(beat_path(tmp_path, 2, 1))
+    assert beat is not None
+    assert before <= beat.mono <= time.monotonic()
+    assert (beat.step, beat.phase) == (7, "a phase with a name that is ")
+    assert read_beat(beat_path(tmp_path, 0, 0)) is None
+
+
+def test_a_beat_costs_microseconds(tmp_path):
+    heart = Heartbeat(tmp_path, 0, 0)
+    times = []
+    for step in range(2000):
+        begin = time.perf_counter()
+        heart.beat("compute", step)
+        times.append(time.perf_counter() - begin)
+    assert sorted(times)[len(times) // 2] < 100e-6
+
+
+def deaths(*exits, had_trained=False):
+    return [Death(float(i), exitcode, had_trained) for i, exitcode in enumerate(exits)]
+
+
+def test_kills_are_what_restarts_are_for():
+    assert reason_to_give_up(deaths(-9, -9, -9, -9, -9), LIMITS) is None
+
+
+def test_a_trainer_that_says_it_is_hopeless_is_believed():
+    assert "no use" in (reason_to_give_up(deaths(-9, HOPELESS_EXIT, had_trained=True), LIMITS) or "")
+
+
+def test_workers_that_fail_three_times_before_their_first_step_are_given_up():
+    assert reason_to_give_up(deaths(1, 1), LIMITS) is None
+    assert "3 times in a row" in (reason_to_give_up(deaths(1, 1, 1), LIMITS) or "")
+    assert reason_to_give_up(deaths(1, 1, -9, 1), LIMITS) is None
+    assert reason_to_give_up(deaths(1, 1, 1, had_trained=True), LIMITS) is None
+
+
+def test_an_invalid_configuration_is_not_tried_again():
+    assert "configuration" in (reason_to_give_up(deaths(2), LIMITS) or "")
+
+
+def test_restarts_are_counted_within_their_window():
+    assert "died 6 times" in (reason_to_give_up(deaths(-9, -9, -9, -9, -9, -9), LIMITS) or "")
+    spread = [Death(30.0 * i, -9, True) for i in range(20)]
+    assert reason_to_give_up(spread, LIMITS) is None
+
+
+def test_an_exit_in_words():
+    assert describe_exit(-9) == "was killed by SIGKILL"
+    assert describe_exit(3) == "exited with status 3"
+
+
+def test_only_groups_that_take_part_are_killed_and_the_last_one_is_spared():
+    chooser = random.Random(0)
+    assert {choose_victim(chooser, {0, 2}, 3) for _ in range(50)} == {0, 2}
+    assert choose_victim(chooser, {1}, 3) is None
+    assert choose_victim(chooser, set(), 3) is None
+    assert choose_victim(chooser, {0}, 1) == 0
+
+
+def test_a_kill_that_had_to_wait_does_not_bring_the_next_one_closer(tmp_path):
+    kills = RandomKills(tmp_path, groups=3, every_s=10.0, seed=0)
+
+    def take_part(*groups):
+        head = {"t": 1.0, "rank": None, "step": 1}
+        for group in groups:
+            kills.follow([head | {"kind": "workers_started", "group": group, "mono": 1.0, "pids": []}])
+            kills.follow([head | {"kind": "commit", "group": group, "mono": 2.0, "groups": list(groups)}])
+
+    def killed():
+        return [event["target_group"] for event in read_events(tmp_path)]
+
+    take_part(0)
+    kills.tick(100.0)
+    kills.tick(135.0)
+    assert killed() == [], "nobody else holds the state"
+    take_part(0, 1, 2)
+    kills.tick(136.0)
+    assert len(killed()) == 1
+    kills.tick(145.9)
+    assert len(killed()) == 1
+    kills.tick(146.0)
+    assert len(set(killed())) == 2, "the one that was hit is not back yet"
+
+
+def test_the_same_seed_kills_in_the_same_order():
+    first, second = random.Random(7), random.Random(7)
+    order = [choose_victim(first, {0, 1, 2}, 3) for _ in range(20)]
+    assert order == [choose_victim(second, [2, 1, 0], 3) for _ in range(20)]
+    assert len(set(order)) == 3
+
+
+def test_the_last_flag_counts_in_either_spelling():
+    flags = ["--training.steps", "3", "--debug.seed=4", "--training.steps=5", "--fault-tolerance.groups", "2"]
+    assert flag_value(flags, "training.steps") == "5"
+    assert flag_value(flags, "debug.seed") == "4"
+    assert flag_value(flags, "fault_tolerance.groups") == "2"
+    assert flag_value(flags, "training.seq_len") is None
+
+
+def test_flags_win_over_the_files_fault_tolerance_section():
+    toml = {"fault_tolerance": {"groups": 4, "stall_timeout_s": 7}}
+    assert fault_tolerance(toml, []) == FaultTolerance(groups=4, stall_timeout_s=7.0)
+    assert fault_tolerance(toml, ["--fault_tolerance.stall_timeout_s", "9"]).stall_timeout_s == 9.0
+    with pytest.raises(LaunchError, match=r"fault_tolerance\.groups.*many"):
+        fault_tolerance({}, ["--fault_tolerance.groups", "many"])
+
+
+def settings(tmp_path, text="", groups=None, steps=None, chaos_every_s=None, flags=()):
+    config = tmp_path / "c.toml"
+    config.write_text(text)
+    return run_settings(config, tmp_path / "run", groups, 1, steps, chaos_every_s, flags)
+
+
+def test_a_run_always_has_a_seed(tmp_path):
+    assert settings(tmp_path).flags == ["--debug.seed", "0"]
+    assert settings(tmp_path, "[debug]\nseed = 5").seed == 5
+    assert settings(tmp_path, "[debug]\nseed = 5").flags == []
+    assert settings(tmp_path, flags=["--debug.seed", "6"]).seed == 6
+
+
+def test_steps_and_groups_of_the_command_line_win(tmp_path):
+    found = settings(tmp_path, "[debug]\nseed=1\n[fault_tolerance]\ngroups = 5", steps=9)
+    assert found.groups == 5
+    assert found.flags == ["--training.steps", "9"]
+    assert settings(tmp_path, "[fault_tolerance]\ngroups = 5", groups=2).groups == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"groups": 0}, "--groups"),
+        ({"steps": 0}, "--steps"),
+        ({"chaos_every_s": 0.0}, "--chaos-every"),
+        ({"text": "[training"}, "not valid TOML"),
+        ({"text": "[debug]\nseed = 'x'"}, "debug.seed"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tmp_path, arguments, what):
+    with pytest.raises(LaunchError, match=what):
+        settings(tmp_path, **arguments)
+
+
+def test_each_group_gets_devices_of_its_own_while_they_last():
+    assert devices_of_groups(list("01234567"), 3, 2) == ["0,1", "2,3", "4,5"]
+    assert devices_of_groups(["0"], 3, 1) == ["0", "0", "0"]
+    assert devices_of_groups([], 2, 1) == [None, None]
+
+
+def test_a_worker_is_told_its_place_and_the_users_flags_come_last():
+    argv = worker_argv(
+        AgentSettings("c.toml", "runs/x", 1, 3, 1, "http://h:1", ["--training.steps", "5"], host="10.0.0.1")
+    )
+    assert argv[:6] == ["--module", "everstep", "--config", "c.toml", "--dump_folder", "runs/x"]
+    assert flag_value(argv, "fault_tolerance.group_id") == "1"
+    assert flag_value(argv, "fault_tolerance.lighthouse") == "http://h:1"
+    assert flag_value(argv, "fault_tolerance.bind_host") == "10.0.0.1"
+    assert argv[-2:] == ["--training.steps", "5"]
+
+
+def test_the_default_run_directory_tells_config_and_time():
+    assert default_run_dir(Path("configs/demo.toml"), time.gmtime(0)) == Path("runs/demo-19700101-000000")
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LaunchError, match="file"):
+        RunDir(tmp_path / "file").lock()

@@ -1,0 +1,203 @@
+"""What a run survives, and that nothing survives a run. Real processes, real signals."""
+
+import os
+import pty
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+
+from conftest import alive, until
+
+ENDLESS = ("--training.steps", "1000000")
+
+
+@pytest.fixture(scope="module")
+def run(start):
+    """Two groups of two ranks that train until the end of this module."""
+    run = start(2, 2, *ENDLESS)
+    for group in range(2):
+        for rank in range(2):
+            run.wait_for("commit", group=group, rank=rank)
+    return run
+
+
+@pytest.fixture(scope="module")
+def other(start):
+    """A second run on the same machine, on a terminal."""
+    controller, terminal = pty.openpty()
+    run = start(1, 1, *ENDLESS, terminal=terminal)
+    os.close(terminal)
+    run.controller = controller
+    threading.Thread(target=_read_all, args=(controller,), daemon=True).start()
+    return run
+
+
+def _read_all(controller):
+    """A terminal that somebody looks at: one that takes no output would hold up whoever writes to it."""
+    try:
+        while os.read(controller, 1 << 16):
+            pass
+    except OSError:  # how Linux says that the other end is closed
+        os.close(controller)
+
+
+def test_two_runs_on_one_machine_do_not_meet(run, other):
+    other.wait_for("commit", group=0)
+    addresses = [r.events("lighthouse_started")[0]["address"] for r in (run, other)]
+    assert addresses[0] != addresses[1]
+    run.wait_for("commit", after=time.time())
+
+
+def test_everything_listens_on_loopback_only(run):
+    listening = [
+        (process.pid, connection.laddr.ip)
+        for process in run.tree()
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) >= 3, "the lighthouse and the agents' stores at least"
+    assert {ip for _, ip in listening} == {"127.0.0.1"}
+
+
+def test_a_killed_worker_takes_its_group_down_and_is_replaced_warm(run):
+    first, second = run.workers(0)
+    others = run.workers(1)
+    killed = time.time()
+    os.kill(second, signal.SIGKILL)
+    died = run.wait_for("workers_died", after=killed, group=0)
+    assert "rank 1 was killed by SIGKILL" in died["reason"]
+    up = run.wait_for("worker_up", after=killed, group=0)
+    assert up["cpu_s"] < 0.5, "a worker that imports torch alone computes for longer"
+    assert not alive(first)
+    run.wait_for("commit", after=up["t"], group=0, rank=1)
+    assert run.workers(1) == others, "the other group goes on"
+
+
+def test_each_incarnation_has_a_number_and_one_log_holds_them_all(run):
+    numbers = [event["incarnation"] for event in run.events("workers_started", group=0)]
+    assert numbers == list(range(len(numbers)))
+    assert len(numbers) > 1
+    log = (run.run_dir / "logs/group-0/rank-1.log").read_text()
+    for number in numbers:
+        assert f"=== group 0 rank 1 incarnation {number} pid" in log
+    assert "rank 1 of group 0 trains" in log
+
+
+def test_a_stopped_worker_is_noticed_and_its_group_restarted(run):
+    stopped = time.time()
+    victim = run.workers(1)[0]
+    os.kill(victim, signal.SIGSTOP)
+    stall = run.wait_for("workers_stalled", after=stopped, group=1)
+    assert stall["phase"] == "compute"
+    assert stall["idle_s"] >= 3.0
+    run.wait_for("commit", after=stall["t"], group=1, rank=0)
+    assert not alive(victim)
+
+
+def test_the_lighthouse_comes_back_on_its_port(run):
+    before = run.events("lighthouse_started")[-1]
+    killed = time.time()
+    os.kill(before["pid"], signal.SIGKILL)
+    run.wait_for("lighthouse_died", after=killed)
+    again = run.wait_for("lighthouse_started", after=killed)
+    assert again["address"] == before["address"]
+    port = int(before["address"].rpartition(":")[2])
+    until(
+        lambda: [c for c in psutil.Process(again["pid"]).net_connections("inet") if c.laddr.port == port],
+        "the lighthouse to listen",
+    )
+
+
+def test_workers_die_with_their_agent_even_when_stopped_and_another_agent_takes_over(run):
+    agent, workers = run.agent(0), run.workers(0)
+    below = psutil.Process(agent).children(recursive=True)
+    os.kill(workers[0], signal.SIGSTOP)
+    killed = time.time()
+    os.kill(agent, signal.SIGKILL)
+    until(lambda: not any(alive(pid) for pid in workers), "the workers to die", deadline_s=5.0)
+    until(lambda: not any(alive(child.pid) for child in below), "all below the agent to die", deadline_s=5.0)
+    assert run.wait_for("agent_died", after=killed, target_group=0)["exitcode"] == -signal.SIGKILL
+    run.wait_for("commit", after=killed + 0.5, group=0, rank=1)
+    assert run.agent(0) != agent
+
+
+def test_the_fork_point_is_replaced_with_its_agent(run):
+    agent = run.agent(1)
+    (fork_point,) = {psutil.Process(pid).ppid() for pid in run.workers(1)}
+    killed = time.time()
+    os.kill(fork_point, signal.SIGKILL)
+    run.wait_for("agent_died", after=killed, target_group=1)
+    run.wait_for("commit", after=killed + 0.5, group=1, rank=1)
+    assert run.agent(1) != agent
+
+
+def test_nobody_needs_the_warm_process_and_it_comes_back(run):
+    known = {run.agent(0), run.agent(1), run.events("lighthouse_started")[-1]["pid"]}
+    (warm,) = [c for c in psutil.Process(run.process.pid).children() if c.pid not in known]
+    before = run.workers(0), run.workers(1)
+    warm.kill()
+    agent, killed = run.agent(0), time.time()
+    run.wait_for("commit", after=killed, group=1)
+    assert (run.workers(0), run.workers(1)) == before
+    os.kill(agent, signal.SIGKILL)  # only a new warm process can replace it
+    run.wait_for("workers_started", after=killed, group=0)
+    run.wait_for("commit", after=killed, group=0, incarnation=None, rank=0)
+
+
+def test_a_run_directory_belongs_to_one_live_run(run, start):
+    second = type(run)(run.run_dir, 2, 2, *ENDLESS)
+    assert second.process.wait(30) == 2
+    assert f"in use by a run that is still going (pid {run.process.pid})" in second.said()
+
+
+def test_ctrl_c_twice_ends_a_run_at_once(other):
+    tree = other.tree()
+    os.kill(other.workers(0)[0], signal.SIGSTOP)  # it cannot end cleanly
+    stopping = time.monotonic()
+    os.write(other.controller, b"\x03")
+    other.wait_for("stopping")
+    os.write(other.controller, b"\x03")
+    assert other.process.wait(10) == 130
+    assert time.monotonic() - stopping < 5.0
+    until(lambda: not any(alive(p.pid) for p in tree), "every process of the run to be gone", deadline_s=5.0)
+
+
+def test_a_clean_stop_lets_every_worker_finish_its_step(run):
+    run.wait_for("commit", after=time.time(), group=0, rank=0)
+    run.wait_for("commit", after=time.time(), group=1, rank=1)
+    tree = run.tree()
+    asked = time.time()
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(30) == 0
+    for group in range(2):
+        for rank in range(2):
+            assert run.wait_for("left", after=asked, group=group, rank=rank)
+        assert run.wait_for("agent_ended", group=group, after=asked)["status"] == "stopped"
+    assert run.wait_for("run_ended")["status"] == "stopped"
+    assert not any(alive(process.pid) for process in tree)
+
+
+def test_a_stopped_run_continues_in_its_directory_and_ends_by_itself(run):
+    again = type(run)(run.run_dir, 1, 1, "--training.steps", "5")
+    assert again.process.wait(60) == 0
+    assert again.events("run_ended")[-1]["status"] == "done"
+    assert again.events("workers_started", group=0)[-1]["incarnation"] > 1
+
+
+def test_nothing_outlives_a_killed_supervisor(start):
+    run = start(2, 1, *ENDLESS)
+    for group in range(2):
+        run.wait_for("commit", group=group)
+    tree = run.tree()
+    assert len(tree) >= 2 + 2 * 4
+    os.kill(run.workers(1)[0], signal.SIGSTOP)
+    run.process.kill()
+    run.process.wait()
+    until(lambda: not any(alive(process.pid) for process in tree), "all processes to die", deadline_s=5.0)
+
+    again = type(run)(run.run_dir, 1, 1, "--training.steps", "5")
+    assert again.process.wait(60) == 0
+    assert list(run.temporary.iterdir()) == [], "what the killed one left behind is cleared away as well"

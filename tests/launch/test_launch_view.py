@@ -1,0 +1,79 @@
+"""What is shown of a run is what its events say."""
+
+import io
+
+from rich.console import Console
+
+from everstep.launch.view import RunState, open_view, panel
+
+
+def commit(step, t, groups=(0, 1), loss=2.0, tokens=100):
+    return {
+        "kind": "commit",
+        "t": t,
+        "group": 0,
+        "step": step,
+        "loss": loss,
+        "tokens": tokens,
+        "groups": groups,
+    }
+
+
+def event(kind, t=0.0, **fields):
+    return {"kind": kind, "t": t, "group": None, "rank": None, "step": None, **fields}
+
+
+def test_a_step_is_shown_once_whoever_tells_it_first():
+    state = RunState(2)
+    assert state.apply(commit(1, 0.0)).startswith("step 1")
+    assert state.apply(commit(1, 0.1)) == ""
+
+
+def test_tokens_per_second_are_those_of_the_last_steps():
+    state = RunState(2)
+    assert state.tokens_per_s() is None
+    for step in range(1, 6):
+        state.apply(commit(step, 10.0 + 2 * step))
+    assert state.tokens_per_s() == 50.0
+
+
+def test_a_dead_group_takes_no_part_until_it_commits_again():
+    state = RunState(2)
+    state.apply(commit(1, 0.0))
+    state.apply(event("workers_died", group=1, reason="rank 0 was killed by SIGKILL"))
+    assert state.taking_part == {0}
+    state.apply(commit(2, 1.0))
+    assert state.taking_part == {0, 1}
+
+
+def test_a_run_that_went_back_to_a_checkpoint_shows_the_steps_again():
+    state = RunState(1)
+    for step in range(1, 8):
+        state.apply(commit(step, float(step)))
+    state.apply(event("training_started", group=0, rank=0, step=6, source="disk"))
+    assert state.apply(commit(6, 20.0)).startswith("step 6")
+
+
+def test_plain_lines_where_there_is_no_terminal():
+    out = io.StringIO()
+    with open_view(2, Console(file=out)) as show:
+        show([event("run_started", groups=2, ranks_per_group=1, seed=0, steps=9), commit(1, 0.0)])
+        show([event("fault", fault="kill-group", target_group=1, pids=[1])])
+    lines = out.getvalue().splitlines()
+    assert "2 groups of 1" in lines[0]
+    assert lines[1] == "step 1/9  loss 2.00000  tokens/s -  groups 0 1"
+    assert lines[2].endswith("fault: kill-group on group 1")
+
+
+def test_the_panel_shows_progress_participants_and_the_last_events():
+    state = RunState(3)
+    state.apply(event("run_started", groups=3, ranks_per_group=1, seed=0, steps=9))
+    state.apply(commit(4, 0.0, loss=1.25))
+    state.apply(event("workers_started", group=2, incarnation=1))
+    out = io.StringIO()
+    Console(file=out, width=100).print(panel(state))
+    text = out.getvalue()
+    assert "step 4 / 9" in text
+    assert "1.25000" in text
+    assert "groups 0 1 2" in text
+    assert "group 2: workers started, incarnation 1" in text

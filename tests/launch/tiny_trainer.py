@@ -1,0 +1,49 @@
+"""A worker that does what the launcher can see of a trainer: beats, events, a clean end on SIGTERM.
+
+It has no model and no torch, so that processes are what these tests are about. Flags of its own:
+`--tiny.step_s S` (length of a step), `--tiny.fail` (raise before the first step), `--tiny.exit N` (leave
+with status N at once).
+"""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+from everstep.launch.heartbeat import Heartbeat
+from everstep.report.events import EventLog
+
+
+def flag(argv, name, default=None):
+    return argv[len(argv) - 1 - argv[::-1].index(name) + 1] if name in argv else default
+
+
+def main(argv):
+    run_dir, rank = Path(flag(argv, "--dump_folder")), int(os.environ["RANK"])
+    group, groups = int(flag(argv, "--fault_tolerance.group_id")), int(flag(argv, "--fault_tolerance.groups"))
+    if flag(argv, "--tiny.exit") is not None:
+        raise SystemExit(int(flag(argv, "--tiny.exit")))
+    if "--tiny.fail" in argv:
+        raise RuntimeError("no such luck")
+    asked_to_leave = []
+    signal.signal(signal.SIGTERM, lambda *_: asked_to_leave.append(True))
+    heart, events = Heartbeat(run_dir, group, rank), EventLog(run_dir, group, rank, "worker")
+    steps, step_s = int(flag(argv, "--training.steps")), float(flag(argv, "--tiny.step_s", "0.02"))
+    print(f"rank {rank} of group {group} trains", flush=True)
+    events.emit("training_started", step=1, source="fresh", slots=groups)
+    for step in range(1, steps + 1):
+        heart.beat("compute", step)
+        time.sleep(step_s)
+        events.emit("commit", step=step, groups=list(range(groups)), loss=1 / step, tokens=100, took_s=step_s)
+        if asked_to_leave:
+            events.emit("left", step)
+            return
+    events.emit("training_done", steps)
+
+
+def prepare(config, run_dir, flags, ranks, answer):
+    """Settle the config without torchtitan."""
+    shutil.copyfile(config, Path(run_dir) / "config.toml")
+    Path(answer).write_text(json.dumps({"steps": int(flag(flags, "--training.steps", "1000000"))}))

@@ -1,0 +1,110 @@
+"""The main figures of a run computed a second time, in another way, to check the score against.
+
+The score walks back from the newest commit and finds attempts by their times. Here every group's whole
+history is carried forward through heals, checkpoints and restarts, and quorums tell the attempts apart.
+`python tests/report/recount.py RUN_DIR` compares both on a real run.
+"""
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from everstep.report.events import read_events
+from everstep.report.score import score_events
+
+
+def quorums(events):
+    """(event, quorum) of each commit and attempt of rank 0: the step and its group's newest quorum id."""
+    newest = {}
+    for event in events:
+        if event["kind"] == "quorum" and event["rank"] == 0:
+            newest[event["group"]] = event["quorum_id"]
+        elif event["kind"] in ("commit", "attempt") and event["rank"] == 0:
+            yield event, (event["step"], event.get("quorum_id", newest.get(event["group"])))
+
+
+def final_history(events):
+    """Step -> quorum of the state that the last commit leads to."""
+    holds, stored, last = defaultdict(dict), {"fresh": {}, "disk": {}, "memory": {}}, {}
+    votes = {id(event): quorum for event, quorum in quorums(events)}
+    for event in events:
+        kind, group, step = event["kind"], event["group"], event["step"]
+        if kind == "training_started" and event["rank"] == 0 and event["source"] != "peer":
+            kept = stored[event["source"]]
+            holds[group] = {s: quorum for s, quorum in kept.items() if s < step}
+        elif kind == "heal" and event["rank"] == 0:
+            holds[group] = dict(holds[event["source_group"]])
+        elif kind == "checkpoint_saved" and event["rank"] == 0:
+            stored["disk"] = dict(holds[group])
+        elif kind == "commit" and event["rank"] == 0:
+            holds[group][step] = votes[id(event)]
+            last = stored["memory"] = dict(holds[group])
+    return last
+
+
+def recount(events):
+    """The figures that `score_events` gives under the same names, and the loss by step."""
+    commits, attempts = defaultdict(list), defaultdict(list)
+    for event, quorum in quorums(events):
+        (commits if event["kind"] == "commit" else attempts)[quorum].append(event)
+    final = final_history(events)
+    batch = next(event["global_batch_size"] for event in events if "global_batch_size" in event)
+    lost = repeated = 0.0
+    for quorum in final.values():
+        slots = list(zip(*(event["owners"] for event in commits[quorum]), strict=True))
+        lost += sum(-1 in owners for owners in slots) * batch / len(slots)
+        disputed = sum(len(set(owners) - {-1}) > 1 for owners in slots)
+        whole = any(not e["coverage_ok"] and -1 not in e["owners"] for e in commits[quorum])
+        repeated += (len(slots) if whole else disputed) * batch / len(slots)
+    away = sum(any(event["recomputed"] for event in members) for members in attempts.values())
+    again, seen = 0, set()
+    for (step, _), members in attempts.items():
+        computed = [slot for event in members for slot in event["computed"]]
+        again += len(computed) - (len(set(computed)) if step not in seen else 0)
+        seen |= {step} if computed else set()
+    figures = {
+        "steps": len(final),
+        "commits_dropped": len(commits) - len(final),
+        "attempts": len(attempts),
+        "attempts_thrown_away": away,
+        "committed_ratio": len(final) / (len(final) + away) if final else None,
+        "slots_recomputed": again,
+        "samples_lost": round(lost),
+        "samples_repeated": round(repeated),
+        "kills": sum(event["kind"] == "fault" and event["fault"].startswith("kill") for event in events),
+        "rejoin_s_max": max(rejoins(events), default=None),
+    }
+    return figures, {step: commits[quorum][0]["loss"] for step, quorum in final.items()}
+
+
+def rejoins(events):
+    """Seconds from each kill to the group's next commit in which it took part, of those that came back."""
+    away, started, back = defaultdict(list), set(), []
+    for event in events:
+        kind, group = event["kind"], event["group"]
+        if kind == "fault" and event["fault"].startswith("kill"):
+            target = event["target_group"]
+            for hit in target if isinstance(target, list) else [target]:
+                away[hit].append(event["t"])
+                started.discard(hit)
+        elif kind == "worker_ready" and event["rank"] == 0:
+            started.add(group)
+        elif kind == "commit" and event["rank"] == 0 and group in started:
+            spare = len(event["groups"]) > len(event["owners"])
+            if group in event["groups"] and (spare or group in event["owners"]):
+                back += [event["t"] - t for t in away.pop(group, ())]
+    return back
+
+
+def differences(events):
+    """Name -> (score's, recount's) of every figure on which they disagree."""
+    theirs, their_losses = score_events(events)
+    ours, our_losses = recount(events)
+    pairs = {name: (theirs[name], ours[name]) for name in ours} | {"curve": (their_losses, our_losses)}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+if __name__ == "__main__":
+    found = differences(list(read_events(Path(sys.argv[1]))))
+    print("\n".join(f"{name}: score {a}, recount {b}" for name, (a, b) in found.items()) or "the same")
+    sys.exit(bool(found))

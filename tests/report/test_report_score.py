@@ -1,0 +1,262 @@
+"""The score of whole runs, read from run directories."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from everstep.report.events import read_events
+from everstep.report.score import (
+    curve,
+    kill_table,
+    loss_delta,
+    score,
+    score_events,
+    summary,
+    verdict,
+)
+from timeline import Timeline
+
+
+def finished_run(loss_shift=0.0):
+    """Three groups, eight steps; group 2 is killed in step 4 and takes part again in step 7."""
+    run = Timeline().add(0, "run_started", role="supervisor", groups=3, steps=8, seed=0, global_batch_size=24)
+    run.start(1, 0, 1, 2)
+    owners, all_groups = [0, 1, 2, 0, 1, 2], [0, 1, 2]
+    for step in (1, 2, 3):
+        run.commit(step + 1, step, all_groups, owners=owners, loss=5 - step * 0.1 + loss_shift)
+        for group in all_groups:
+            run.attempt(step + 1, step, group, [group, group + 3], took_s=0.9)
+    run.fault(4.4, "kill-worker", 2)
+    run.add(4.5, "workers_died", 2, role="agent", incarnation=0, exitcodes=[-9])
+    for group in (0, 1):
+        run.attempt(5.2, 4, group, [group, group + 3], took_s=1.1, committed=False)
+        run.attempt(6, 4, group, [2 + 3 * group], held=[group, group + 3], took_s=0.7)
+    run.commit(6, 4, [0, 1], owners=[0, 1, 0, 0, 1, 1], loss=4.6 + loss_shift, took_s=2.0)
+    run.add(6.2, "worker_ready", 2, incarnation=1, pid=2, startup_s=1.0)
+    for step, groups in ((5, [0, 1]), (6, [0, 1]), (7, all_groups), (8, all_groups)):
+        if step == 7:
+            run.heal(8.5, 2, source=0, step=7)
+        run.commit(step + 2, step, groups, owners=[groups[i % len(groups)] for i in range(6)], loss=5 - step * 0.1)
+        for group in groups:
+            slots = [i for i in range(6) if groups[i % len(groups)] == group]
+            run.attempt(step + 2, step, group, slots, took_s=0.9)
+    for group in all_groups:
+        run.add(10.5, "training_done", group, 8)
+    return run.add(11, "run_ended", role="supervisor", status="done", reason="")
+
+
+def test_a_run_that_survived_a_kill_keeps_the_promise():
+    figures, losses = score_events(finished_run().events)
+    expected = {
+        "status": "done", "wall_s": 11, "training_s": 9.5, "sessions": 1, "groups": 3, "steps_asked": 8,
+        "steps": 8, "first_step": 1, "last_step": 8, "steps_unseen": 0, "commits_dropped": 0, "attempts": 9,
+        "attempts_thrown_away": 0, "committed_ratio": 1.0, "slots_recomputed": 2, "samples": 192,
+        "samples_lost": 0, "samples_repeated": 0, "kills": 1, "deaths_unprovoked": 0,
+        "faults": {"kill-worker": 1}, "step_s_median": 1.0, "stalls_unmeasured": 0, "rejoins_open": 0,
+        "replicas_diverged": 0, "findings_corrected": 0, "findings_recomputed": 0, "findings_refused": 0,
+    }  # fmt: skip
+    assert {name: figures[name] for name in expected} == expected
+    assert figures["stall_s_median"] == figures["stall_s_max"] == pytest.approx(0.6)
+    assert figures["delay_s_max"] == pytest.approx(1.0)
+    assert figures["rejoin_s_median"] == figures["rejoin_s_max"] == pytest.approx(4.6)
+    assert figures["goodput"] == pytest.approx(8 / 9.5)
+    assert figures["groups_mean"] == pytest.approx((3 * 1 + 3 * 2 + 2 * 4 + 3 * 2) / 9)
+    assert losses[8] == pytest.approx(4.2)
+    assert verdict(figures | loss_delta({}, {})) == []
+
+
+def test_two_runs_are_compared_over_the_steps_that_both_have(tmp_path):
+    ours = finished_run().write(tmp_path / "ours")
+    theirs = finished_run(loss_shift=0.25).write(tmp_path / "theirs")
+    figures = score(ours, against=theirs)
+    assert figures["loss_delta_max"] == pytest.approx(0.25)
+    assert figures["loss_delta_steps"] == 8
+    assert verdict(figures) == [f"The loss differs by up to {figures['loss_delta_max']} from the other run's."]
+    assert score(ours, against=ours)["loss_delta_max"] == 0
+    assert score(ours)["loss_delta_max"] is None
+
+
+def test_losses_that_are_not_numbers_are_counted_not_subtracted():
+    nan, inf = math.nan, math.inf
+    delta = loss_delta({1: 1.0, 2: nan, 3: nan, 4: inf, 5: inf, 6: 1.0}, {1: 1.5, 2: nan, 3: 2.0, 4: inf, 5: -inf})
+    assert delta == {"loss_delta_max": 0.5, "loss_delta_steps": 5, "loss_delta_undefined": 2}
+
+
+def test_the_score_is_one_json_object_that_needs_no_torch(tmp_path):
+    run_dir = finished_run().write(tmp_path / "run")
+    program = (
+        "import json, sys; from pathlib import Path; from everstep.report.score import score, summary\n"
+        "figures = score(Path(sys.argv[1]), Path(sys.argv[1])); summary(figures)\n"
+        "print(json.dumps(figures, allow_nan=False)); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, run_dir], capture_output=True, check=True, text=True)
+    figures = json.loads(done.stdout)
+    assert figures["kills"] == 1
+    assert [name for name, value in figures.items() if isinstance(value, dict | list)] == ["faults"]
+
+
+def test_the_kill_table_has_a_row_per_fault_and_group(tmp_path):
+    run = finished_run().fault(7.5, "kill-all", [0, 1]).fault(7.6, "kill-lighthouse", None)
+    rows = kill_table(run.write(tmp_path))
+    assert [(row["at_s"], row["fault"], row["group"], row["step"]) for row in rows] == [
+        (4.4, "kill-worker", 2, 4), (7.5, "kill-all", 0, 6), (7.5, "kill-all", 1, 6),
+        (7.6, "kill-lighthouse", None, 6),
+    ]  # fmt: skip
+    assert rows[0]["stall_s"] == pytest.approx(0.6)
+    assert rows[0]["rejoin_s"] == pytest.approx(4.6)
+    figures = score(tmp_path)
+    assert figures["faults"] == {"kill-worker": 1, "kill-all": 1, "kill-lighthouse": 1}
+    assert figures["rejoins_open"] == 2
+
+
+def test_a_fault_of_two_groups_stalls_the_run_once():
+    run = Timeline().start(0, 0, 1, 2).commit(1, 1, [0, 1, 2]).commit(2, 2, [0, 1, 2])
+    run.fault(2.1, "kill-group", [1, 2]).commit(6, 3, [0]).fault(6.5, "kill-group", [0])
+    run.start(7, 0, step=4, source="memory").commit(8.5, 4, [0]).fault(9, "kill-all", [0, 1])
+    figures, _ = score_events(run.events)
+    assert figures["stall_s_median"] == pytest.approx((2.9 + 1.0) / 2)
+    assert figures["stalls_unmeasured"] == 1
+
+
+def test_the_curve_follows_the_final_lineage(tmp_path):
+    run = Timeline().start(0, 0).commit(1, 1, [0], loss=5.0).commit(2, 2, [0], loss=4.0)
+    run.start(5, 0, step=2, source="memory").commit(6, 2, [0], loss=4.5).commit(7, 3, [0], loss=math.nan)
+    losses = curve(run.write(tmp_path))
+    assert (losses[1], losses[2]) == (5.0, 4.5)
+    assert math.isnan(losses[3])
+
+
+def broken(**changes):
+    figures, _ = score_events(finished_run().events)
+    return verdict(figures | loss_delta({}, {}) | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"attempts_thrown_away": 1}, "1 attempt had work of a survivor thrown away."),
+        ({"samples_lost": 8}, "8 samples of the committed steps did not enter the model."),
+        ({"samples_repeated": 4}, "4 samples entered the model more than once."),
+        ({"replicas_diverged": 2}, "2 audits found a group whose parameters differ from the others'."),
+        ({"status": "failed", "reason": "no group left"}, "The run is not done: failed, no group left."),
+        ({"status": "running"}, "The run is not done: running."),
+        ({"last_step": 7}, "The run ended at step 7 of 8."),
+        ({"steps_unseen": 3}, "The log has no commit of 3 steps between the first and the last."),
+        ({"loss_delta_undefined": 1}, "In 1 step the loss is finite in one run only."),
+    ],
+)
+def test_the_verdict_names_what_broke_the_promise(changes, sentence):
+    assert broken(**changes) == [sentence]
+
+
+def test_lost_and_repeated_slots_are_counted_in_samples():
+    run = Timeline().add(0, "run_started", role="supervisor", groups=1, steps=3, global_batch_size=24)
+    run.start(0, 0).commit(1, 1, [0], owners=[0, 0, -1, 0]).commit(2, 2, [0], coverage_ok=False)
+    figures, _ = score_events(run.commit(3, 3, [0]).events)
+    assert (figures["samples"], figures["samples_lost"], figures["samples_repeated"]) == (66, 6, 24)
+
+
+def test_a_lost_slot_of_a_commit_that_is_not_in_the_final_state_is_nobodys_loss():
+    run = Timeline().start(0, 0).commit(1, 1, [0]).commit(2, 2, [0], owners=[0, -1, 0, 0])
+    run.start(5, 0, step=2, source="disk").commit(6, 2, [0])
+    figures, _ = score_events(run.events)
+    assert (figures["samples_lost"], figures["commits_dropped"], figures["steps"]) == (0, 1, 2)
+
+
+def test_diverged_replicas_are_counted_once_per_audit_and_group_and_findings_on_all_ranks():
+    run = Timeline().start(0, 0, 1).commit(1, 1, [0, 1])
+    for group in (0, 1):
+        for rank in (0, 1):
+            run.add(2, "audit", group, 1, rank=rank, checksum="a", agreed=False, differing=[1])
+            run.add(2, "finding", group, 1, rank=rank, action="corrected")
+        run.add(3, "audit", group, 2, checksum="a", agreed=True, differing=[])
+    run.add(2, "finding", 0, 1, rank=3, action="refused")
+    figures, _ = score_events(run.events)
+    assert figures["replicas_diverged"] == 1
+    found = {name: figures[f"findings_{name}"] for name in ("corrected", "recomputed", "refused")}
+    assert found == {"corrected": 4, "recomputed": 0, "refused": 1}
+
+
+def test_a_run_that_is_still_going_or_has_not_begun_can_be_scored(tmp_path):
+    (tmp_path / "events").mkdir()
+    empty = score(tmp_path)
+    assert (empty["status"], empty["steps"], empty["goodput"]) == ("running", 0, None)
+    assert "No step was committed." in verdict(empty)
+    assert "unknown" in summary(empty)
+    run_dir = Timeline().start(0, 0).commit(1, 1, [0]).commit(2, 2, [0]).write(tmp_path)
+    with (run_dir / "events" / "group-0.rank-0.jsonl").open("a") as file:
+        file.write('{"t": 3.0, "kind": "commit", "group": 0, "ran')
+    figures = score(run_dir)
+    assert (figures["status"], figures["steps"], figures["training_s"]) == ("running", 2, 2)
+
+
+def test_events_are_read_by_kind_however_their_json_is_spaced(tmp_path):
+    run_dir = Timeline().start(0, 0).commit(1, 1, [0]).heal(2, 0, source=0).write(tmp_path)
+    log = run_dir / "events" / "group-0.rank-0.jsonl"
+    log.write_text(log.read_text() + json.dumps({"t": 3, "kind": "commit"}) + '\n{"t": 4, "kind": "heal"}\n')
+    assert [event["t"] for event in read_events(run_dir, {"commit"})] == [1, 3]
+
+
+def test_a_directory_that_is_no_run_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no events/ folder"):
+        score(tmp_path)
+
+
+def test_the_workers_say_done_when_nobody_supervises():
+    figures, _ = score_events(Timeline().start(0, 0).commit(1, 1, [0]).add(2, "training_done", 0, 1).events)
+    assert figures["status"] == "done"
+
+
+def test_a_run_started_again_with_other_groups_is_scored_as_one():
+    run = Timeline().add(0, "run_started", role="supervisor", groups=2, steps=4).start(0, 0, 1)
+    run.commit(1, 1, [0, 1]).commit(2, 2, [0, 1]).add(2.1, "checkpoint_saved", 0, 2, path="step-2")
+    run.add(3, "run_ended", role="supervisor", status="stopped", reason="signal")
+    run.add(1000, "run_started", role="supervisor", groups=1, steps=4).start(1001, 0, step=3, source="disk")
+    run.fault(1001.5, "kill-worker", 0).start(1001.7, 0, step=3, source="disk")
+    run.commit(1002, 3, [0]).commit(1003, 4, [0])
+    run.add(1003, "run_ended", role="supervisor", status="done", reason="")
+    figures, _ = score_events(run.events)
+    assert (figures["sessions"], figures["wall_s"], figures["training_s"]) == (2, 6, 5)
+    assert (figures["steps"], figures["status"], figures["groups"]) == (4, "done", 1)
+    assert figures["stalls_unmeasured"] == 1  # nothing had been committed in the session that it hit
+    assert figures["groups_mean"] == pytest.approx(1.5)
+
+
+def test_the_summary_says_in_words_what_the_figures_are():
+    figures, _ = score_events(finished_run().events)
+    text = summary(figures | loss_delta({1: 1.0}, {1: 1.0}))
+    for line in (
+        "faults    1 kill-worker",
+        "steps     8 of 8",
+        "attempts  9, 0 thrown away",
+        "samples   192 trained, 0 lost, 0 repeated",
+        "rejoin    median 4.60 s, longest 4.60 s",
+        "loss      differs by at most 0 over 1 step",
+        "Every step happened with its whole batch, exactly once.",
+    ):
+        assert line in text.splitlines()
+    assert "1 attempt had work" in summary(figures | loss_delta({}, {}) | {"attempts_thrown_away": 1})
+
+
+def test_a_check_fails_with_the_sentences_that_say_what_broke(tmp_path):
+    kept = finished_run().write(tmp_path / "kept")
+    broken = finished_run(loss_shift=0.25).write(tmp_path / "broken")
+
+    def check(*arguments):
+        command = [sys.executable, "-m", "everstep.cli", "report", *map(str, arguments), "--check"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    assert check(kept)[0] == 0
+    status, said, complaints = check(broken, "--against", kept)
+    assert status == 1
+    assert "The loss differs by up to" in said
+    assert complaints == ""
+    status, said, complaints = check(broken, "--against", kept, "--json")
+    assert status == 1
+    assert json.loads(said)["loss_delta_max"] == pytest.approx(0.25)
+    assert complaints.startswith("The loss differs by up to")
+    assert check(broken, "--json")[2] == ""

@@ -1,0 +1,62 @@
+"""Event sequences written by hand: what a run with a known story would have logged."""
+
+import json
+from pathlib import Path
+
+
+class Timeline:
+    """Collects events; `events` gives them in order of time. Four slots in a step unless `owners` differ."""
+
+    def __init__(self):
+        self.logged = []
+
+    @property
+    def events(self):
+        return sorted(self.logged, key=lambda event: event["t"])
+
+    def add(self, t, kind, group=None, step=None, role="worker", rank=0, **fields):
+        rank = rank if role == "worker" else None
+        head = {"t": t, "mono": t - 1000.0, "role": role, "group": group, "rank": rank, "step": step}
+        self.logged.append(head | {"kind": kind} | fields)
+        return self
+
+    def start(self, t, *groups, step=1, source="fresh"):
+        for group in groups:
+            self.add(t, "worker_ready", group, incarnation=0, pid=1, startup_s=1.0)
+            self.add(t, "training_started", group, step, source=source, slots=4)
+        return self
+
+    def commit(self, t, step, groups, by=None, owners=None, loss=None, took_s=1.0, coverage_ok=True):
+        """One vote: every group of `by` (default: all) logs the same commit."""
+        owners = owners if owners is not None else [groups[slot % len(groups)] for slot in range(4)]
+        for group in by if by is not None else groups:
+            self.add(
+                t, "commit", group, step, owners=owners, groups=list(groups),
+                loss=float(step) if loss is None else loss, took_s=took_s, coverage_ok=coverage_ok,
+            )  # fmt: skip
+        return self
+
+    def attempt(self, t, step, group, computed=(), held=(), recomputed=(), took_s=1.0, committed=True):
+        return self.add(
+            t, "attempt", group, step, committed=committed, computed=list(computed),
+            held_before=list(held), recomputed=list(recomputed), took_s=took_s,
+        )  # fmt: skip
+
+    def heal(self, t, group, source, step=None):
+        return self.add(t, "heal", group, step, source_group=source, bytes=1, took_s=0.1)
+
+    def fault(self, t, fault, target):
+        return self.add(t, "fault", role="chaos", fault=fault, target_group=target, pids=[1])
+
+    def write(self, run_dir: Path):
+        """Write the events as a run would, one file per role, group and rank."""
+        folder = run_dir / "events"
+        folder.mkdir(parents=True, exist_ok=True)
+        for event in self.events:
+            names = {
+                "worker": f"group-{event['group']}.rank-{event['rank']}",
+                "agent": f"agent-{event['group']}",
+            }
+            with (folder / f"{names.get(event['role'], event['role'])}.jsonl").open("a") as file:
+                file.write(json.dumps(event, separators=(",", ":")) + "\n")
+        return run_dir

@@ -1,0 +1,23 @@
+"""Real runs of torchtitan's debug models on the CPU, one at a time."""
+
+import pytest
+
+from watched import Watched
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Starts `everstep run` in a directory of its own (or in `run_dir`); all that it started ends with the
+    module.
+    """
+    runs = []
+
+    def _start(config, *args, run_dir=None):
+        run_dir = run_dir or tmp_path_factory.mktemp(config.stem) / "run"
+        run = Watched(config, run_dir, *args)
+        runs.append(run)
+        return run
+
+    yield _start
+    for run in runs:
+        run.end()

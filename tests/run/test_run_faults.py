@@ -1,0 +1,129 @@
+"""One run of three groups, hit by one fault after the other, against the run in which nothing failed.
+
+The tests are in the order of the run: each leaves it with all its groups taking part again.
+"""
+
+import os
+import signal
+import time
+
+import pytest
+
+from everstep.report.events import read_events
+from watched import LOSS_TOLERANCE, assert_nothing_lost, write_config
+
+ALL = (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return write_config(tmp_path_factory.mktemp("config") / "faults.toml", training={"steps": 1_000_000})
+
+
+@pytest.fixture(scope="module")
+def run(start, config):
+    return start(config)
+
+
+def test_a_group_killed_in_the_first_step_is_missed_by_nobody(run):
+    victim = run.wait_for_phase(1, {"compute", "reduce"})
+    assert not run.events("commit", group=1), "this is the first step"
+    killed = time.time()
+    os.kill(victim, signal.SIGKILL)
+    run.wait_for_step(ALL, after=killed)
+    assert run.events("commit")[0]["step"] == 1
+
+
+def test_the_run_goes_on_when_the_lighthouse_is_killed(run):
+    lighthouse = run.events("lighthouse_started")[-1]["pid"]
+    killed = time.time()
+    os.kill(lighthouse, signal.SIGKILL)
+    again = run.wait_for("lighthouse_started", after=killed)
+    run.wait_for_step(ALL, after=again["t"])
+    assert not run.events("workers_died", after=killed), "no group crashed"
+
+
+def test_two_of_three_groups_killed_at_once_come_back(run):
+    killed = run.kill(0, 2)
+    died = {run.wait_for("workers_died", after=killed, group=group)["group"] for group in (0, 2)}
+    run.wait_for_step(ALL, after=killed)
+    assert died == {0, 2}
+    assert not run.events("workers_died", after=killed, group=1), "the third one carries the state"
+
+
+def test_a_group_killed_while_it_heals_heals_in_the_end(run):
+    killed = run.kill(1)
+    for _ in range(3):
+        run.wait_for("workers_died", after=killed, group=1)
+        run.wait_for("workers_started", after=killed, group=1)
+        os.kill(run.wait_for_phase(1, {"connect", "heal"}), signal.SIGKILL)
+        killed = time.time()
+    run.wait_for_step(ALL, after=killed)
+    assert not run.events("workers_died", after=killed, group=0)
+    assert not run.events("workers_died", after=killed, group=2)
+
+
+def test_a_rank_that_is_stopped_for_ever_is_replaced(run):
+    stopped = run.kill(2, signum=signal.SIGSTOP)
+    run.wait_for_step((0, 1), after=stopped + 2.0)
+    stalled = run.wait_for("workers_stalled", after=stopped, group=2)
+    run.wait_for_step(ALL, after=stalled["t"])
+
+
+def test_all_groups_killed_at_once_go_on_from_the_checkpoint_with_the_same_losses(run):
+    saved = max(run.wait_for("checkpoint_saved")["step"], run.events("checkpoint_saved")[-1]["step"])
+    before = {e["step"]: e["loss"] for e in run.events("commit", rank=0)}
+    killed = run.kill(*ALL)
+    run.wait_for_step(ALL, after=killed)
+    restored = run.wait_for("training_started", after=killed, rank=0)
+    assert restored["source"] == "disk"
+    assert restored["step"] > saved - 10
+    again = {e["step"]: e["loss"] for e in run.events("commit", after=killed, rank=0)}
+    both = before.keys() & again.keys()
+    assert all(abs(before[step] - again[step]) <= LOSS_TOLERANCE for step in both)
+
+
+def test_one_interrupt_stops_the_run_cleanly_with_a_checkpoint(run):
+    tree = run.tree()
+    asked = time.time()
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 0
+    assert run.events("run_ended")[-1]["status"] == "stopped"
+    left = {event["step"] for event in run.events("left", after=asked)} | {
+        event["step"] for event in run.events("training_done", after=asked)
+    }
+    last = run.events("commit")[-1]["step"]
+    assert left == {last}, "all groups leave after the same step"
+    assert run.events("checkpoint_saved", after=asked)[-1]["step"] == last
+    assert not [process for process in tree if process.is_running()]
+
+
+@pytest.fixture(scope="module")
+def resumed(run, config, start):
+    """The run again, in its directory, with two groups."""
+    return start(config, "--groups", "2", run_dir=run.run_dir)
+
+
+def test_a_stopped_run_continues_in_its_directory_with_another_number_of_groups(run, resumed):
+    stopped_at = run.events("commit")[-1]["step"]
+    assert resumed.wait_for_step((0, 1)) > stopped_at
+    first = resumed.events("training_started")[0]
+    assert (first["source"], first["step"]) == ("disk", stopped_at + 1)
+
+
+def test_one_of_two_groups_goes_on_alone_while_the_other_is_stopped(resumed):
+    stopped = resumed.kill(0, signum=signal.SIGSTOP)
+    resumed.wait_for_step((1,), after=stopped + 2.0)
+    stalled = resumed.wait_for("workers_stalled", after=stopped, group=0)
+    resumed.wait_for_step((0, 1), after=stalled["t"])
+
+
+def test_the_losses_are_those_of_the_run_in_which_nothing_failed(run, resumed, config, start):
+    resumed.process.send_signal(signal.SIGINT)
+    assert resumed.wait() == 0
+    steps = resumed.events("commit")[-1]["step"]
+    reference = start(config, "--groups", "1", "--steps", str(steps))
+    assert reference.wait(600) == 0
+    assert_nothing_lost(run.run_dir, reference.run_dir, steps, statuses=("stopped",))
+    refused = [e for e in read_events(run.run_dir, {"commit"}) if not e["coverage_ok"]]
+    assert not refused

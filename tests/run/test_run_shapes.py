@@ -1,0 +1,143 @@
+"""Groups of several ranks, other models and data, spares: each run loses groups and keeps the losses of the
+run in which nothing failed.
+"""
+
+import json
+import signal
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from everstep.report import score
+from everstep.report.events import read_events
+from watched import assert_nothing_lost, write_config
+
+ENDLESS = ("--steps", "1000000")
+
+
+def stop(run):
+    """Stop a run cleanly; the number of steps it made."""
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 0
+    return run.events("commit")[-1]["step"]
+
+
+def losses_match(run, start, config, *args):
+    """Stop `run`, make as many steps without a failure in one group, compare; returns that run."""
+    steps = stop(run)
+    reference = start(config, "--groups", "1", "--steps", str(steps), *args)
+    assert reference.wait(600) == 0
+    assert_nothing_lost(run.run_dir, reference.run_dir, steps, statuses=("stopped",))
+    return reference
+
+
+def test_a_group_of_two_sharded_ranks_lives_and_dies_as_one(start, tmp_path):
+    config = write_config(tmp_path / "fsdp.toml", training={"global_batch_size": 10})
+    run = start(config, "--groups", "2", "--ranks-per-group", "2", *ENDLESS)
+    run.wait_for_step((0, 1))
+    for group, rank in ((0, 1), (1, 0)):
+        killed = run.kill(group, ranks=slice(rank, rank + 1))
+        died = run.wait_for("workers_died", after=killed, group=group)
+        assert f"rank {rank} was killed by SIGKILL" in died["reason"]
+        run.wait_for_step((0, 1), after=died["t"])
+    losses_match(run, start, config, "--ranks-per-group", "2")
+    owners = run.events("commit")[-1]["owners"]
+    assert len(owners) == 5, "slots of two ranks each, shared out unevenly"
+
+
+@pytest.mark.slow
+def test_one_stopped_rank_of_a_sharded_group_has_the_group_replaced(start, tmp_path):
+    config = write_config(tmp_path / "fsdp.toml", training={"global_batch_size": 10})
+    run = start(config, "--groups", "2", "--ranks-per-group", "2", *ENDLESS)
+    run.wait_for_step((0, 1))
+    for rank in (1, 0):
+        stopped = run.kill(1, signum=signal.SIGSTOP, ranks=slice(rank, rank + 1))
+        run.wait_for_step((0,), after=stopped + 2.0)
+        stalled = run.wait_for("workers_stalled", after=stopped, group=1)
+        run.wait_for_step((0, 1), after=stalled["t"])
+    losses_match(run, start, config, "--ranks-per-group", "2")
+
+
+def test_tensor_parallel_groups_lose_a_rank_and_keep_their_losses(start, tmp_path):
+    config = write_config(
+        tmp_path / "tp.toml",
+        training={"global_batch_size": 2},
+        parallelism={"tensor_parallel_degree": 2},
+    )
+    run = start(config, "--groups", "2", "--ranks-per-group", "2", *ENDLESS)
+    run.wait_for_step((0, 1))
+    killed = run.kill(1, ranks=slice(1, 2))
+    run.wait_for_step((0, 1), after=killed)
+    losses_match(run, start, config, "--ranks-per-group", "2")
+
+
+def test_random_kills_among_more_groups_than_slots_cost_no_sample(start, tmp_path):
+    config = write_config(tmp_path / "spares.toml", training={"global_batch_size": 2})
+    run = start(config, "--groups", "3", "--chaos-every", "2", "--fault_tolerance.groups", "2", *ENDLESS)
+    run.wait_for_step((0, 1, 2))
+    for kills in range(1, 4):
+        fault = run.events("fault")[-1] if len(run.events("fault")) >= kills else run.wait_for("fault")
+        run.wait_for("heal", after=fault["t"], group=fault["target_group"])
+    losses_match(run, start, config)
+    assert any(len(e["groups"]) == 3 for e in run.events("commit")), "a spare took part"
+
+
+def test_a_users_own_dataset_gives_the_same_batches_whoever_dies(start, tmp_path):
+    notes = tmp_path / "notes.jsonl"
+    texts = (f"note {n}: " + "the quick brown fox "[n % 7 :] * (n % 9) for n in range(400))
+    notes.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = write_config(
+        tmp_path / "jsonl.toml",
+        job={"module": "jsonl_job", "config": "debugmodel"},
+        data={"source": "dataloader"},
+        dataloader={"dataset": "notes", "dataset_path": str(notes)},
+        training={"global_batch_size": 4},
+    )
+    run = start(config, "--groups", "2", *ENDLESS)
+    run.wait_for_step((0, 1))
+    for group in (1, 0):
+        killed = run.kill(group)
+        run.wait_for_step((0, 1), after=killed)
+    losses_match(run, start, config)
+
+
+def test_a_mixture_of_experts_balances_over_the_whole_batch(start, tmp_path):
+    config = write_config(
+        tmp_path / "moe.toml",
+        job={"module": "deepseek_v3", "config": "deepseek_v3_debugmodel"},
+        training={"global_batch_size": 4},
+    )
+    run = start(config, "--groups", "2", *ENDLESS)
+    run.wait_for_step((0, 1))
+    killed = run.kill(1)
+    run.wait_for_step((0, 1), after=killed)
+    reference = losses_match(run, start, config)
+    states = [_last_checkpoint(r.run_dir, tmp_path / f"{i}.pt") for i, r in enumerate((run, reference))]
+    biases = [{name: value for name, value in state.items() if "expert_bias" in name} for state in states]
+    assert biases[0]
+    assert any(bias.abs().max() > 0 for bias in biases[0].values()), "balancing has moved them"
+    for name, bias in biases[0].items():
+        torch.testing.assert_close(bias, biases[1][name], rtol=0, atol=1e-7)
+
+
+def _last_checkpoint(run_dir, path):
+    """The model's tensors in the newest checkpoint of a run, by name."""
+    newest = max((run_dir / "checkpoint").iterdir(), key=lambda folder: int(folder.name.rpartition("-")[2]))
+    dcp_to_torch_save(newest, path)
+    return torch.load(path, weights_only=False)
+
+
+def test_shrinking_commits_what_is_left_of_a_step(start, tmp_path):
+    config = write_config(tmp_path / "shrink.toml", fault_tolerance={"on_loss": "shrink"})
+    run = start(config, *ENDLESS)
+    run.wait_for_step((0, 1, 2))
+    killed = run.kill(1)
+    run.wait_for_step((0, 1, 2), after=killed)
+    steps = stop(run)
+    figures = score.score(run.run_dir)
+    assert figures["last_step"] == figures["steps"] == steps
+    assert figures["samples_repeated"] == 0
+    lost = [e["owners"].count(-1) for e in read_events(run.run_dir, {"commit"}) if e["group"] == 0]
+    assert sum(lost) == figures["samples_lost"]
+    assert lost[-1] == 0, "a new step is shared out among those that are there"

@@ -1,0 +1,125 @@
+"""Groups that torchrun starts, as on a cluster: torchtitan's own command line, torchft's own lighthouse."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from everstep.report import score
+from everstep.report.events import EventTail
+from watched import DEADLINE_S, LOSS_TOLERANCE, environment, until, write_config
+
+
+@pytest.fixture
+def processes():
+    """Processes started by the test, ended with all below them after it."""
+    started = []
+    yield started
+    trees = [psutil.Process(p.pid).children(recursive=True) for p in started if p.poll() is None]
+    for process in [*started, *(child for tree in trees for child in tree)]:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    for process in started:
+        process.wait()
+
+
+class Torchrun:
+    """Groups started by torchrun in one run directory, with the lighthouse they need."""
+
+    def __init__(self, config, run_dir, processes):
+        self.config, self.run_dir, self.processes = config, run_dir, processes
+        run_dir.mkdir()
+        self.events = EventTail(run_dir)
+        self.seen = []
+        bind = run_dir / "lighthouse.log"
+        with bind.open("wb") as output:
+            # Port 0: the kernel chooses one.
+            lighthouse = subprocess.Popen(
+                [
+                    str(os.path.join(os.path.dirname(sys.executable), "torchft_lighthouse")),
+                    *("--bind", "127.0.0.1:0", "--min_replicas", "1", "--join_timeout_ms", "1000"),
+                    *("--heartbeat_timeout_ms", "2000"),
+                ],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment(RUST_LOG="info"),
+            )
+        processes.append(lighthouse)
+        (port,) = until(lambda: _listening(lighthouse.pid), "the lighthouse to listen")
+        self.lighthouse = f"http://127.0.0.1:{port}"
+
+    def group(self, group, *flags):
+        process = subprocess.Popen(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "--max_restarts", "3",
+                "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0", "--local_addr", "127.0.0.1",
+                "-m", "everstep.train", "--module", "everstep", "--config", str(self.config),
+                "--dump_folder", str(self.run_dir), "--fault_tolerance.group_id", str(group),
+                "--fault_tolerance.bind_host", "127.0.0.1", "--fault_tolerance.lighthouse", self.lighthouse,
+                *flags,
+            ],
+            env=environment(), cwd=self.run_dir, stdin=subprocess.DEVNULL,
+            stdout=(self.run_dir / f"torchrun-{group}.log").open("wb"), stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self.processes.append(process)
+        return process
+
+    def wait_for(self, what, condition):
+        """The first event for which `condition` holds."""
+
+        def found():
+            self.seen += self.events.new()
+            return [event for event in self.seen if condition(event)]
+
+        return until(found, what)[0]
+
+
+def _listening(pid):
+    return {c.laddr.port for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN}
+
+
+def test_two_groups_of_torchrun_train_as_one_and_survive_a_kill(tmp_path, processes, start):
+    config = write_config(tmp_path / "torchrun.toml", fault_tolerance={"groups": 2})
+    run = Torchrun(config, tmp_path / "run", processes)
+    groups = [run.group(0), run.group(1)]
+    run.wait_for("a common step", lambda e: e["kind"] == "commit" and len(e["groups"]) == 2)
+    victim = run.wait_for("a worker", lambda e: e["kind"] == "worker_ready" and e["group"] == 1)
+    killed = time.time()
+    os.kill(victim["pid"], signal.SIGKILL)
+    run.wait_for(
+        "the killed group's next step",
+        lambda e: e["kind"] == "commit" and e["group"] == 1 and e["t"] > killed + 1.0,
+    )
+    for process in groups:
+        assert process.poll() is None
+        # To its workers: SIGTERM to torchrun itself would end them without their last step.
+        for worker in psutil.Process(process.pid).children():
+            worker.send_signal(signal.SIGTERM)
+    assert [process.wait(DEADLINE_S) for process in groups] == [0, 0]
+    losses = score.curve(run.run_dir)
+    reference = start(config, "--groups", "1", "--steps", str(max(losses)))
+    assert reference.wait(600) == 0
+    expected = score.curve(reference.run_dir)
+    assert sorted(losses) == list(range(1, max(losses) + 1))
+    assert max(abs(losses[step] - expected[step]) for step in losses) <= LOSS_TOLERANCE
+
+
+def test_torchtitans_own_entry_point_loads_the_file(tmp_path):
+    """Without an accelerator it gets as far as torchtitan's device, which is not there."""
+    config = write_config(tmp_path / "stock.toml", fault_tolerance={"stall_timeout_s": 1.0})
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "--rdzv_backend", "c10d",
+            "--rdzv_endpoint", "127.0.0.1:0", "--local_addr", "127.0.0.1", "-m", "torchtitan.train",
+            "--module", "everstep", "--config", str(config), "--dump_folder", str(tmp_path / "run"),
+        ],
+        env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "quorum_timeout_s = 12.0 must be less than stall_timeout_s = 1.0" in done.stderr

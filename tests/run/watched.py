@@ -1,0 +1,211 @@
+"""`everstep run` as a user starts it, watched through its events and its processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from everstep.launch.heartbeat import beat_path, read_beat
+from everstep.report import score
+from everstep.report.events import EventTail
+
+HERE = Path(__file__).parent
+DEADLINE_S = 120.0
+"""For anything awaited. Far above what a quiet machine needs: a loaded one should not fail a test."""
+
+LOSS_TOLERANCE = 1e-4
+
+BASE = {
+    "job": {"module": "llama3", "config": "llama3_debugmodel"},
+    "training": {
+        "steps": 30,
+        "seq_len": 64,
+        "local_batch_size": 1,
+        "global_batch_size": 7,  # uneven among two and three groups
+        "disable_cuda_graphs": True,
+        # In bfloat16, sums in another order flip roundings, and a batch of so few tokens shows each of them.
+        "mixed_precision_param": "float32",
+    },
+    "optimizer": {"lr": 8e-4, "implementation": "foreach"},
+    # The curve does not depend on how many steps a run makes.
+    "lr_scheduler": {"warmup_steps": 5, "total_steps": 10_000},
+    "activation_checkpoint": {"mode": "none"},
+    "data": {"source": "stdlib"},
+    "fault_tolerance": {
+        "enable": True,
+        "groups": 3,
+        "heartbeat_timeout_s": 2.0,
+        "connect_timeout_s": 3.0,
+        "reduce_timeout_s": 8.0,
+        "join_timeout_s": 4.0,
+        "heal_timeout_s": 12.0,
+        "quorum_timeout_s": 12.0,
+        "stall_timeout_s": 15.0,
+        "startup_timeout_s": 300.0,
+        "audit_interval": 10,
+    },
+    "checkpoint": {"enable": True, "interval": 10, "keep_latest_k": 2},
+    "metrics": {"log_freq": 10},
+    "debug": {"seed": 0},
+}
+
+
+def write_config(path, **sections):
+    """BASE with `sections` laid over it, as TOML at `path`. A key of None is left out."""
+    table = {name: {**BASE.get(name, {}), **sections.get(name, {})} for name in BASE.keys() | sections.keys()}
+    lines = []
+    for name, keys in sorted(table.items()):
+        if name:  # the keys before the first section have none
+            lines.append(f"[{name}]")
+        for key, value in keys.items():
+            if value is not None:
+                text = str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+                lines.append(f"{key} = {text}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def until(condition, what, deadline_s=DEADLINE_S):
+    """Poll until `condition()` is true and return what it gave; fails the test naming `what` after the
+    deadline.
+    """
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        if result := condition():
+            return result
+        time.sleep(0.005)
+    pytest.fail(f"waited {deadline_s:g} s for {what}")
+    return None
+
+
+def environment(**more):
+    paths = os.pathsep.join([str(HERE), *sys.path])
+    return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | more
+
+
+class Watched:
+    """A running `everstep run` with everything below it."""
+
+    def __init__(self, config, run_dir, *args):
+        self.run_dir = run_dir
+        self.output = run_dir.with_suffix(".out")
+        temporary = run_dir.parent / "tmp"
+        temporary.mkdir(parents=True, exist_ok=True)
+        self._tail = EventTail(run_dir)
+        self._tail.skip_to_end()
+        self._seen = []
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "everstep.cli", "run", str(config), "--run-dir", str(run_dir), *args],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=run_dir.parent,
+                env=environment(TMPDIR=str(temporary), HF_HOME=str(temporary / "hf"), HF_HUB_OFFLINE="1"),
+                start_new_session=True,
+            )
+
+    def events(self, kind, after=0.0, **fields):
+        """Events of this start of the run, in order, later than `after` (wall time)."""
+        self._seen += self._tail.new()
+        return [
+            event
+            for event in self._seen
+            if event["kind"] == kind
+            and event["t"] > after
+            and all(event.get(name) == value for name, value in fields.items())
+        ]
+
+    def wait_for(self, kind, after=0.0, **fields):
+        """The first such event; fails when the run ends without it."""
+
+        def found():
+            over = self.process.poll() is not None
+            events = self.events(kind, after, **fields)
+            if over and not events:
+                pytest.fail(f"the run ended ({self.process.poll()}) before {kind} {fields}: {self.said()}")
+            return events
+
+        return until(found, f"{kind} {fields}")[0]
+
+    def wait_for_phase(self, group, phases, rank=0):
+        """The pid of a rank, seen in one of these phases of the group's newest incarnation."""
+
+        def found():
+            if self.process.poll() is not None:
+                pytest.fail(f"the run ended before group {group} was in {phases}: {self.said()}")
+            beat = read_beat(beat_path(self.run_dir, group, rank))
+            return beat if beat and beat.phase in phases and beat.pid in self.workers(group) else None
+
+        return until(found, f"group {group} in {phases}").pid
+
+    def wait_for_step(self, groups, after=None):
+        """A step in which all `groups` take part and whose commit all of them saw, later than `after`."""
+        after = time.time() if after is None else after
+        wanted = set(groups)
+
+        def common():
+            seen = [
+                {e["step"] for e in self.events("commit", after, group=group, rank=0) if wanted <= set(e["groups"])}
+                for group in wanted
+            ]
+            if self.process.poll() is not None:
+                pytest.fail(f"the run ended before groups {groups} took a step together: {self.said()}")
+            return set.intersection(*seen)
+
+        return min(until(common, f"a step of groups {groups}"))
+
+    def kill(self, *groups, signum=signal.SIGKILL, ranks=None):
+        """Send a signal to the newest workers of these groups at once; returns when (wall time)."""
+        pids = [pid for group in groups for pid in self.workers(group)[slice(None) if ranks is None else ranks]]
+        when = time.time()
+        for pid in pids:
+            os.kill(pid, signum)
+        return when
+
+    def workers(self, group):
+        """Pids of the group's newest workers, rank 0 first."""
+        self.wait_for("workers_started", group=group)
+        return self.events("workers_started", group=group)[-1]["pids"]
+
+    def wait(self, deadline_s=DEADLINE_S):
+        """The exit status, once the run ends by itself."""
+        try:
+            return self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the run did not end within {deadline_s:g} s: {self.said()[-2000:]}")
+
+    def said(self):
+        return self.output.read_text()
+
+    def tree(self):
+        """All processes of the run, the supervisor first."""
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def end(self):
+        """End it at once: what it started dies with it."""
+        if self.process.poll() is None:
+            tree = self.tree()
+            self.process.kill()
+            self.process.wait()
+            psutil.wait_procs(tree, timeout=10)
+
+
+def assert_nothing_lost(run_dir, against, steps, statuses=("done",)):
+    """The run made `steps` steps with the losses of `against`; no work of a survivor was thrown away."""
+    figures = score.score(run_dir, against)
+    assert figures["status"] in statuses, figures["reason"]
+    assert (figures["first_step"], figures["last_step"], figures["steps"]) == (1, steps, steps)
+    assert figures["loss_delta_steps"] == steps
+    assert figures["loss_delta_undefined"] == 0
+    assert figures["loss_delta_max"] <= LOSS_TOLERANCE
+    assert (figures["samples_lost"], figures["samples_repeated"]) == (0, 0)
+    assert figures["attempts_thrown_away"] == 0
+    assert figures["replicas_diverged"] == 0
+    return figures
