@@ -237,3 +237,15 @@ def test_a_model_built_without_checks_cannot_be_attached():
     model, _ = build(MODELS["llama3"]())
     with pytest.raises(ValueError, match=r"attention_check\.enable"):
         override.attach([model], AttentionCheck(enable=True))
+
+
+def test_an_attention_that_was_swapped_after_apply_is_not_left_unchecked_in_silence():
+    spec = MODELS["llama3"]()
+    section = AttentionCheck(enable=True)
+    config = trainer_config(spec)
+    override.apply(config, section)
+    plain_sdpa(spec)
+    spec.model.update_from_config(config=config)
+    apply_overrides(config.override, config)
+    with pytest.raises(ValueError, match=r"attention_check\.enable"):
+        override.attach([spec.model.build()], section)

@@ -31,7 +31,7 @@ from .roundoff import accumulator, growth, norms, operand_roundoff, tile_totals,
 BLOCK = 128
 """Most query rows that are worked on at once."""
 
-_CACHED = 1 << 19
+_CACHED = 1 << 21
 """Scores that a CPU works on at once: what its caches hold. An accelerator takes all heads together."""
 
 RESULTS = ("scores", "context", "scores.backward", "dp", "dv", "dq", "dk")

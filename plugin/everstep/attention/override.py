@@ -375,7 +375,7 @@ def attach(model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: i
         ValueError: no module is checked: `apply` was not called before the model was built.
     """
     checks = Checks(section, rank=rank, seed=seed)
-    found = 0
+    inner = 0
     for part in model_parts:
         for fqn, module in part.named_modules():
             if isinstance(module, (CheckedLinear, CheckedScaledBiasRowwiseLinear, _CheckedInner)):
@@ -383,7 +383,10 @@ def attach(model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: i
                 name = fqn.rsplit(".", 1)[-1]
                 number = int(layer.group(1)) if layer else -1
                 module.guard = checks.guard(number, name, module.results(name))
-                found += 1
-    if not found:
-        raise ValueError("attention_check.enable: the model was built without checked attention.")
+                inner += isinstance(module, _CheckedInner)
+    if not inner:
+        raise ValueError(
+            "attention_check.enable: the model was built without checked attention; `apply` has to see the "
+            "attention Configs that are built."
+        )
     return checks
