@@ -113,7 +113,7 @@ def test_two_groups_of_torchrun_train_as_one_and_survive_a_kill(tmp_path, proces
 
 @pytest.mark.slow
 def test_torchtitans_own_entry_point_loads_and_checks_the_file(tmp_path):
-    """It trains on accelerators only, but what it says about a file that cannot work is said on any machine."""
+    """It trains on accelerators only, but on any machine it says what is wrong with a file."""
     config = write_config(tmp_path / "stock.toml", fault_tolerance={"stall_timeout_s": 1.0})
     done = subprocess.run(
         [
