@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+
 from everstep.attention import explicit, findings, fused, guard, linear
 from everstep.attention.injection import Fault, Injector
 from everstep.attention.masks import Visible
@@ -175,9 +176,7 @@ def draw_case(rng: random.Random, dtype, styles: tuple[str, ...]) -> Case:
         inner, outer = rng.choice((64, 96, 256)), rng.choice((64, 192, 320))
         return linear_case(length, inner, outer, rng.random() < 0.5, dtype, style, seed)
     mask = rng.choice(("causal", "document", "window", "block", "full")) if kind == "explicit" else "causal"
-    return attention_case(
-        kind, length, rng.choice((1, 2, 4, 8)), mask, rng.choice((16, 32, 64)), dtype, style, seed
-    )
+    return attention_case(kind, length, rng.choice((1, 2, 4, 8)), mask, rng.choice((16, 32, 64)), dtype, style, seed)
 
 
 def draw_fault(rng: random.Random) -> Fault:
@@ -309,9 +308,7 @@ def show(table: dict, key: Callable[[tuple], tuple], title: str) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--injections", type=int, default=20_000)
     parser.add_argument("--vectors", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -331,9 +328,7 @@ def main() -> None:
         "by result": show(table, lambda p: (p[0], p[1], p[2]), "by result"),
         "extreme": show(
             table,
-            lambda p: (
-                (p[0], p[1], "forward" if p[2] in forward else "backward", p[3]) if p[3] in EXTREME else ()
-            ),
+            lambda p: (p[0], p[1], "forward" if p[2] in forward else "backward", p[3]) if p[3] in EXTREME else (),
             "INF, NaN, near-INF",
         ),
         "by size": show(

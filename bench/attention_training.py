@@ -20,10 +20,6 @@ if not cpu.has_accelerator():
     cpu.stand_in()
 
 import torch
-from everstep.attention import override
-from everstep.attention.section import AttentionCheck, Inject
-from everstep.data.byte_tokenizer import ByteTokenizer
-from everstep.data.stdlib_text import StdlibText
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -33,6 +29,11 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
+
+from everstep.attention import override
+from everstep.attention.section import AttentionCheck, Inject
+from everstep.data.byte_tokenizer import ByteTokenizer
+from everstep.data.stdlib_text import StdlibText
 
 
 class CheckedTrainer(Trainer):
@@ -79,9 +80,7 @@ def config(folder: str, steps: int, checkpointing: str) -> Trainer.Config:
         training=TrainingConfig(local_batch_size=2, seq_len=128, steps=steps, disable_cuda_graphs=True),
         metrics=MetricsProcessor.Config(log_freq=1000),
         checkpoint=CheckpointManager.Config(enable=False),
-        activation_checkpoint={"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}[
-            checkpointing
-        ],
+        activation_checkpoint={"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}[checkpointing],
     )
 
 
@@ -126,9 +125,7 @@ def difference(run: dict, clean: dict) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=2)
     parser.add_argument("--kinds", default="nan,inf,near-inf")
@@ -148,9 +145,7 @@ def main() -> None:
 
     def section(kind: str, frequency: float) -> AttentionCheck:
         inject = Inject(kind=kind, every=args.every, section=args.section) if kind else Inject()
-        return AttentionCheck(
-            enable=True, frequency=frequency, path=args.path, allow_injection=True, inject=inject
-        )
+        return AttentionCheck(enable=True, frequency=frequency, path=args.path, allow_injection=True, inject=inject)
 
     results = {"clean": train(section("", 0.0), args.steps, args.checkpointing)}
     results["clean, checked"] = train(section("", 1.0), args.steps, args.checkpointing)

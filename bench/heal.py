@@ -68,9 +68,7 @@ def raw_fetch(port: int, into: dict[str, torch.Tensor], connections: int) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=3)
@@ -95,13 +93,9 @@ def main() -> None:
                     fetch(address, TOKEN, 1, into, TIMEOUT, connections)
                 rates[name].append(nbytes / 1e9 / (time.perf_counter() - began))
         raw, heal = (statistics.median(rates[n]) for n in ("raw", "heal"))
-        rows.append(
-            {"gb": nbytes / 1e9, "connections": connections, "raw": raw, "heal": heal, "ratio": heal / raw}
-        )
+        rows.append({"gb": nbytes / 1e9, "connections": connections, "raw": raw, "heal": heal, "ratio": heal / raw})
         if not args.json:
-            print(
-                f"{connections} connections: raw {raw:.2f} GB/s, heal {heal:.2f} GB/s, ratio {heal / raw:.2f}"
-            )
+            print(f"{connections} connections: raw {raw:.2f} GB/s, heal {heal:.2f} GB/s, ratio {heal / raw:.2f}")
     if args.json:
         print(json.dumps(rows))
     process.terminate()

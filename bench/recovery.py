@@ -31,7 +31,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         run_dir = args.run_dir or Path(folder) / "run"
         # A step takes about a second and a half here: enough of them for all kills, and some to start with.
-        steps = round((args.kills + 4) * args.every)
+        steps = round((args.kills + 6) * args.every / 1.5)
         command = [sys.executable, "-m", "everstep.cli", "run", str(args.config)]
         command += ["--groups", str(args.groups), "--steps", str(steps), "--chaos-every", str(args.every)]
         status = subprocess.run([*command, "--run-dir", str(run_dir)], check=False).returncode

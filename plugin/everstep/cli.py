@@ -202,17 +202,13 @@ arguments that the dataclass does not know.
 
 def _usage() -> str:
     lines = [f"  {name:<8} {what}" for name, (what, _, _) in COMMANDS.items()]
-    return "\n".join(
-        ["usage: everstep COMMAND [arguments]", "", *lines, "", "everstep COMMAND --help tells more."]
-    )
+    return "\n".join(["usage: everstep COMMAND [arguments]", "", *lines, "", "everstep COMMAND --help tells more."])
 
 
 def _dispatch(args: Sequence[str]) -> int:
     name = args[0] if args else ""
     if name in ("", "-h", "--help"):
-        print(
-            f"Everstep {everstep.__version__}: pretraining with torchtitan that nothing stops.\n\n{_usage()}"
-        )
+        print(f"Everstep {everstep.__version__}: pretraining with torchtitan that nothing stops.\n\n{_usage()}")
         return 0 if name else 2
     if name == "--version":
         print(everstep.__version__)

@@ -175,9 +175,7 @@ class Channel:
         message."""
         length, digest = _FRAME.unpack(self.receive(_FRAME.size))
         if length > FRAME_LIMIT_BYTES:
-            raise WireError(
-                f"{self.peer} announced a message of {length} bytes, over the limit of {FRAME_LIMIT_BYTES}"
-            )
+            raise WireError(f"{self.peer} announced a message of {length} bytes, over the limit of {FRAME_LIMIT_BYTES}")
         body = self.receive(length)
         if xxhash.xxh3_64_intdigest(body) != digest:
             raise WireError(f"a message from {self.peer} does not match its checksum")

@@ -149,9 +149,7 @@ def test_a_fault_under_checkpointing_is_found_once(bench):
         torch.testing.assert_close(a, b)
 
 
-LOADS = st.lists(
-    st.builds(Load, st.floats(1e6, 1e15), st.floats(1.0, 1e9), st.floats(0.01, 1)), min_size=1, max_size=9
-)
+LOADS = st.lists(st.builds(Load, st.floats(1e6, 1e15), st.floats(1.0, 1e9), st.floats(0.01, 1)), min_size=1, max_size=9)
 
 
 @settings(max_examples=200, deadline=None)
@@ -160,9 +158,7 @@ def test_allotted_rates_meet_the_risk_and_no_rate_could_be_lower(loads, share):
     rate = 2e-25
     whole = sum(rate * load.flops * load.vulnerability for load in loads)
     rates = allot(loads, rate, share * whole)
-    unseen = sum(
-        (1 - f) * rate * load.flops * load.vulnerability for f, load in zip(rates, loads, strict=True)
-    )
+    unseen = sum((1 - f) * rate * load.flops * load.vulnerability for f, load in zip(rates, loads, strict=True))
     assert unseen <= share * whole * (1 + 1e-9) + 1e-300
     assert all(0 <= f <= 1 + 1e-12 for f in rates)
     assert sum(1e-9 < f < 1 - 1e-9 for f in rates) <= 1, "a knapsack has one broken piece"

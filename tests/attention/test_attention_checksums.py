@@ -35,9 +35,7 @@ def test_clean_vectors_stay_as_they_are(dtype):
 def test_one_extreme_element_is_located_and_rebuilt(dtype, value, index):
     a, sums, bound, limit = vectors(dtype)
     hit = a.clone()
-    hit[2, index] = (
-        max(min(value, torch.finfo(dtype).max), -torch.finfo(dtype).max) if abs(value) < 1e39 else value
-    )
+    hit[2, index] = max(min(value, torch.finfo(dtype).max), -torch.finfo(dtype).max) if abs(value) < 1e39 else value
     fixed, status = checksums.correct(hit, sums, bound, limit)
     assert status.tolist() == [CLEAN, CLEAN, CORRECTED, CLEAN, CLEAN]
     torch.testing.assert_close(fixed, a, atol=1e-4, rtol=1e-2 if dtype == torch.bfloat16 else 2e-3)
@@ -91,9 +89,7 @@ def matrix():
     width = 32
     tiles = y.unflatten(-1, (-1, width))
     rows = Direction(checksums.encode(tiles), torch.full((2, 16, 2), 1e-4), torch.full((2, 16, 2), 10.0))
-    columns = Direction(
-        checksums.encode(y.transpose(-1, -2)), torch.full((2, 64), 1e-4), torch.full((2, 64), 10.0)
-    )
+    columns = Direction(checksums.encode(y.transpose(-1, -2)), torch.full((2, 64), 1e-4), torch.full((2, 64), 10.0))
     return y, rows, columns, width
 
 

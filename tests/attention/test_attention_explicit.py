@@ -140,9 +140,7 @@ def test_scores_of_the_forward_that_no_check_saw_are_seen_by_the_backward(make_b
     args = operands()
     bench.checks.schedule.checking = lambda layer, section, **_: section == explicit.BACKWARD
     fault = Fault("scale", 0.5, magnitude=1e3)
-    _, refused, findings = bench.run(
-        lambda guard: computed(*args, Visible(causal=False), guard), "scores", fault
-    )
+    _, refused, findings = bench.run(lambda guard: computed(*args, Visible(causal=False), guard), "scores", fault)
     assert refused
     assert [(f["section"], f["action"]) for f in findings] == [("scores.backward", "refused")]
 

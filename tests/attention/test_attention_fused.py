@@ -70,9 +70,7 @@ def test_a_nan_score_is_repaired_with_what_the_kernel_keeps_of_it(bench):
     assert findings[0]["action"] == "recomputed"
 
 
-@pytest.mark.parametrize(
-    ("section", "magnitude"), [("scores", 40.0), ("dq", 300.0), ("dk", 300.0), ("dv", 300.0)]
-)
+@pytest.mark.parametrize(("section", "magnitude"), [("scores", 40.0), ("dq", 300.0), ("dk", 300.0), ("dv", 300.0)])
 def test_what_only_forward_and_backward_together_show_refuses_the_slot(bench, section, magnitude):
     _, refused, findings = bench.run(
         lambda guard: computed(*operands(), guard), section, Fault("scale", 0.4, magnitude=magnitude)
@@ -84,9 +82,7 @@ def test_what_only_forward_and_backward_together_show_refuses_the_slot(bench, se
 @pytest.mark.parametrize("section", ["dq", "dk", "dv"])
 @pytest.mark.parametrize("kind", ["nan", "inf", "near-inf"])
 def test_extreme_gradients_refuse_the_slot(bench, section, kind):
-    _, refused, _ = bench.run(
-        lambda guard: computed(*operands(torch.bfloat16), guard), section, Fault(kind, 0.4)
-    )
+    _, refused, _ = bench.run(lambda guard: computed(*operands(torch.bfloat16), guard), section, Fault(kind, 0.4))
     assert refused
 
 

@@ -109,9 +109,7 @@ def test_the_explicit_path_computes_what_flex_does(name, eager_flex):
 @pytest.mark.parametrize("registry", [llama3, gpt_oss], ids=["documents", "windows and sinks"])
 def test_varlen_masks_mean_what_block_masks_mean(registry):
     section = AttentionCheck(enable=True, frequency=1.0, path="explicit")
-    flex_spec, varlen_spec = (
-        registry.model_registry("debugmodel", attn_backend=x) for x in ("flex", "varlen")
-    )
+    flex_spec, varlen_spec = (registry.model_registry("debugmodel", attn_backend=x) for x in ("flex", "varlen"))
     (flex, _), (varlen, checks) = build(flex_spec, section), build(varlen_spec, section)
     varlen.load_state_dict(flex.state_dict())
     _, positions = batch(flex_spec)

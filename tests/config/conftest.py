@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 
 import pytest
+from torchtitan.trainer import Trainer
+
 from everstep.config.load import load_config
 from everstep.config.sections import Data, FaultTolerance, Job
-from torchtitan.trainer import Trainer
 
 
 class SectionedTrainer(Trainer):

@@ -2,9 +2,10 @@
 work are not."""
 
 import pytest
+from torchtitan.config import ParallelismConfig
+
 from everstep.config.checks import check_config, dp_ranks, problems, slots_per_step
 from everstep.config.errors import ConfigError
-from torchtitan.config import ParallelismConfig
 
 GOOD = """\
 [training]
@@ -116,8 +117,7 @@ REFUSED = {
     ),
     "a token file that nothing reads": (
         GOOD + '[data]\nsource = "stdlib"\npath = "some.tokens"\n',
-        'run.toml:14: [data] path = "some.tokens" is read with source = "tokens" only, but source is '
-        '"stdlib"',
+        'run.toml:14: [data] path = "some.tokens" is read with source = "tokens" only, but source is "stdlib"',
     ),
     "pipeline parallelism with CUDA graphs, which torchtitan refuses": (
         "[parallelism]\npipeline_parallel_degree = 2\n",
@@ -152,9 +152,7 @@ def test_timeouts_that_contain_each_other_are_in_order(load, shorter, longer):
     limit = getattr(config.fault_tolerance, longer)
     setattr(config.fault_tolerance, shorter, limit)
     beginning = f"[fault_tolerance] {shorter} = {limit} must be less than {longer} = {limit}: "
-    assert [p.key for p in problems(config) if p.message.startswith(beginning)] == [
-        ("fault_tolerance", shorter)
-    ]
+    assert [p.key for p in problems(config) if p.message.startswith(beginning)] == [("fault_tolerance", shorter)]
 
 
 def test_a_token_file_that_is_there_is_accepted(load, tmp_path):

@@ -3,8 +3,9 @@
 import sys
 
 import pytest
-from everstep import config_registry
 from torchtitan.config import ConfigManager
+
+from everstep import config_registry
 
 TEXT = """\
 [job]

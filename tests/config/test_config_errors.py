@@ -1,6 +1,7 @@
 """What a user is told about a wrong file: where, which key, the nearest valid key, the expected type."""
 
 import pytest
+
 from everstep.config.errors import ConfigError, nearest
 
 # the base that the `load` fixture writes takes lines 1 to 3
@@ -76,13 +77,11 @@ WRONG = {
     ),
     "a key of another mode": (
         "[activation_checkpoint]\nmemory_budget = 0.5\n",
-        'run.toml:5: [activation_checkpoint] memory_budget needs mode = "memory-budget", but mode is '
-        '"selective"',
+        'run.toml:5: [activation_checkpoint] memory_budget needs mode = "memory-budget", but mode is "selective"',
     ),
     "a class that is no data loader": (
         '[dataloader]\nclass = "torchtitan.components.loss.CrossEntropyLoss"\n',
-        "run.toml:5: [dataloader] class must name a BaseDataLoader, got "
-        '"torchtitan.components.loss.CrossEntropyLoss"',
+        'run.toml:5: [dataloader] class must name a BaseDataLoader, got "torchtitan.components.loss.CrossEntropyLoss"',
     ),
     "a class that cannot be imported": (
         '[dataloader]\nclass = "nowhere.Loader"\n',
@@ -154,8 +153,7 @@ def test_a_wrong_override_is_refused_in_one_sentence_without_a_help_screen(load,
     with pytest.raises(ConfigError) as caught:
         load("", ["--training.seq_lenn", "128"])
     assert str(caught.value) == (
-        "command line: Unrecognized options: --training.seq_lenn, 128; perhaps you meant "
-        "--training.seq-len INT"
+        "command line: Unrecognized options: --training.seq_lenn, 128; perhaps you meant --training.seq-len INT"
     )
     with pytest.raises(ConfigError) as caught:
         load("", ["--training.seq_len", "x"])

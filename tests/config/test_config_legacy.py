@@ -4,10 +4,11 @@ import json
 import logging
 
 import pytest
+from torchtitan.distributed.activation_checkpoint import FullAC
+
 from everstep.config.errors import ConfigError
 from everstep.config.legacy import GONE, GONE_TABLES, MOVED
 from everstep.config.resolved import resolved_toml
-from torchtitan.distributed.activation_checkpoint import FullAC
 
 BASE = '[model]\nname = "llama3"\nflavor = "debugmodel"\n'
 
@@ -285,9 +286,7 @@ def test_a_fault_tolerant_file_for_02_is_accepted_as_it_is(load):
 
 
 def test_modes_of_activation_checkpointing_keep_their_names(load):
-    assert (
-        load('[activation_checkpoint]\nmode = "full"\n', base=BASE).activation_checkpoint == FullAC.Config()
-    )
+    assert load('[activation_checkpoint]\nmode = "full"\n', base=BASE).activation_checkpoint == FullAC.Config()
     config = load(
         '[compile]\nenable = true\n[activation_checkpoint]\nmode = "memory_budget"\nmemory_budget = 0.25\n'
         "visualize_memory_budget_pareto = true\n",

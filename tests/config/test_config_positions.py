@@ -4,9 +4,10 @@ import json
 
 import pytest
 import tomli
-from everstep.config.positions import key_lines, line_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from everstep.config.positions import key_lines, line_of
 
 DOCUMENT = '''\
 # [fake]

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import tomli
-from everstep.config.load import load_config
-from everstep.config.resolved import _structure, _toml_lines, config_identity, differing_keys, resolved_toml
 from hypothesis import given
 from hypothesis import strategies as st
+
+from everstep.config.load import load_config
+from everstep.config.resolved import _structure, _toml_lines, config_identity, differing_keys, resolved_toml
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -71,9 +72,7 @@ VALUES = st.recursive(
     | st.integers(-(2**63), 2**63 - 1)
     | st.floats(allow_nan=False)
     | st.text(st.characters(codec="utf-8", exclude_categories=["Cs"])),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text("a.'\"\n é", max_size=3), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("a.'\"\n é", max_size=3), inner, max_size=3),
     max_leaves=10,
 )
 
@@ -141,17 +140,13 @@ def test_what_decides_the_result_does(demo, tmp_path, flag, difference):
 
 
 def test_a_run_may_be_prolonged_if_its_schedule_has_a_length_of_its_own(demo, tmp_path):
-    before, after = (
-        demo(tmp_path, "--lr_scheduler.total_steps=120", f"--training.steps={n}") for n in (120, 240)
-    )
+    before, after = (demo(tmp_path, "--lr_scheduler.total_steps=120", f"--training.steps={n}") for n in (120, 240))
     assert differing_keys(before, after) == []
 
 
 def test_the_dataset_and_tokenizer_decide_the_result_where_they_are_read(load):
     before = load("")
-    assert differing_keys(before, load('[dataloader]\ndataset = "c4"\n')) == [
-        '[dataloader] dataset: "c4_test" → "c4"'
-    ]
+    assert differing_keys(before, load('[dataloader]\ndataset = "c4"\n')) == ['[dataloader] dataset: "c4_test" → "c4"']
     assert differing_keys(before, load("", ["--hf_assets_path", "other"])) == [
         'hf_assets_path: "./tests/assets/tokenizer" → "other"'
     ]
@@ -159,9 +154,7 @@ def test_the_dataset_and_tokenizer_decide_the_result_where_they_are_read(load):
 
 def test_the_learning_rate_decides_the_result(load):
     before, after = load(""), load("[optimizer]\nlr = 1e-3\n")
-    assert differing_keys(before, after) == [
-        "[optimizer.param_groups[0].optimizer_kwargs] lr: 0.0008 → 0.001"
-    ]
+    assert differing_keys(before, after) == ["[optimizer.param_groups[0].optimizer_kwargs] lr: 0.0008 → 0.001"]
 
 
 def test_another_model_is_another_identity(load):

@@ -2,8 +2,9 @@ import json
 
 import pytest
 import torchtitan.hf_datasets.text_datasets as text_datasets
-from everstep.data.byte_tokenizer import ByteTokenizer
 from torchtitan.hf_datasets import DatasetConfig
+
+from everstep.data.byte_tokenizer import ByteTokenizer
 
 
 @pytest.fixture(scope="session")
@@ -29,9 +30,7 @@ def register(monkeypatch):
     """Gives torchtitan's text dataloader a dataset of that name."""
 
     def register(name, loader):
-        config = DatasetConfig(
-            path="given to the loader", loader=loader, sample_processor=lambda row: row["text"]
-        )
+        config = DatasetConfig(path="given to the loader", loader=loader, sample_processor=lambda row: row["text"])
         monkeypatch.setitem(text_datasets.DATASETS, name, config)
 
     return register

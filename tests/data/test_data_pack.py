@@ -13,15 +13,16 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
 from everstep.data import token_format
 from everstep.data.inputs import InputError
 from everstep.data.pack import Pack, pack, run
 from everstep.data.token_format import TokenFileError, map_tokens, read_footer, verify
 from everstep.data.tokens import TokenFile
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 
 def texts_in(path, tokenizer):
@@ -49,9 +50,7 @@ def assets(tmp_path_factory):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(
-        ["the slot of a step is a pure function of the step and the slot"] * 50, trainer
-    )
+    tokenizer.train_from_iterator(["the slot of a step is a pure function of the step and the slot"] * 50, trainer)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
     return directory
@@ -115,9 +114,7 @@ def corpus(tmp_path):
     """Three kinds of input, long enough to be killed in each of them."""
     random = np.random.default_rng(0)
     words = np.array(["slot", "ledger", "quorum", "keeper", "group", "Zeichen ü"])
-    texts = [
-        " ".join(words[random.integers(0, len(words), count)]) for count in random.integers(1, 300, 1200)
-    ]
+    texts = [" ".join(words[random.integers(0, len(words), count)]) for count in random.integers(1, 300, 1200)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:400]))
     write_parquet(tmp_path / "b.parquet", texts[400:800])
     with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
@@ -370,9 +367,7 @@ def test_a_file_that_does_not_fit_is_refused(token_file, tmp_path, assets, token
         with pytest.raises(TokenFileError, match=sentence):
             open_file(tmp_path / path, tokenizer)
     with pytest.raises(TokenFileError, match=r"data.path is empty"):
-        TokenFile.Config().build(
-            dp_world_size=1, dp_rank=0, tokenizer=tokenizer, seq_len=4, local_batch_size=1
-        )
+        TokenFile.Config().build(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, seq_len=4, local_batch_size=1)
 
 
 def test_the_command_reports_in_sentences_and_exit_codes(tmp_path, jsonl, capsys):

@@ -5,16 +5,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
+from torchtitan.models.llama3 import model_registry
+
 from everstep.data.documents import Documents
 from everstep.data.pack import pack
 from everstep.data.permutation import Permutation
 from everstep.data.slots import SlotSource
 from everstep.data.stdlib_text import StdlibText
 from everstep.data.tokens import TokenFile
-from hypothesis import given
-from hypothesis import strategies as st
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
-from torchtitan.models.llama3 import model_registry
 
 
 @given(st.integers(1, 3000), st.integers(-(2**70), 2**70), st.integers(0, 10**6))
@@ -35,9 +36,7 @@ def test_a_permutation_of_any_size_stays_in_its_range():
 
 
 def test_seed_and_epoch_each_give_another_order():
-    orders = {
-        tuple(map(Permutation(100, seed, epoch), range(100))) for seed in range(10) for epoch in range(10)
-    }
+    orders = {tuple(map(Permutation(100, seed, epoch), range(100))) for seed in range(10) for epoch in range(10)}
     assert len(orders) == 100
     assert tuple(range(100)) not in orders
 
@@ -120,24 +119,15 @@ def test_unshuffled_rows_are_those_of_torchtitans_own_text_dataset(build, tokeni
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize(
-    ("slots", "group_ranks", "ranks"), [(6, 1, 2), (6, 1, 6), (3, 2, 2), (4, 2, 8), (5, 1, 1)]
-)
-def test_plain_iteration_on_all_ranks_reads_in_a_step_what_its_slots_are(
-    build, shuffle, slots, group_ranks, ranks
-):
+@pytest.mark.parametrize(("slots", "group_ranks", "ranks"), [(6, 1, 2), (6, 1, 6), (3, 2, 2), (4, 2, 8), (5, 1, 1)])
+def test_plain_iteration_on_all_ranks_reads_in_a_step_what_its_slots_are(build, shuffle, slots, group_ranks, ranks):
     groups = [build(shuffle=shuffle) for _ in range(group_ranks)]
     for rank, source in enumerate(groups):
         assert isinstance(source, SlotSource)
         source.open_slots(slots, rank, group_ranks)
     stock = [iter(build(rank, ranks, shuffle=shuffle)) for rank in range(ranks)]
     for step in range(1, 12):
-        of_slots = [
-            row
-            for slot in range(slots)
-            for source in groups
-            for row in rows_of(source.microbatch(step, slot))
-        ]
+        of_slots = [row for slot in range(slots) for source in groups for row in rows_of(source.microbatch(step, slot))]
         accumulation = slots * group_ranks // ranks
         of_stock = [row for _ in range(accumulation) for loader in stock for row in rows_of(next(loader))]
         assert of_slots == of_stock

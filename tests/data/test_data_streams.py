@@ -8,9 +8,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from datasets import Dataset, load_dataset
-from everstep.data.slots import SlotSource
-from everstep.data.stream_states import StreamState, decode_states, encode_states
-from everstep.data.streams import SlotStreams
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchtitan.components.dataloader import DataloaderExhaustedError
@@ -19,6 +16,10 @@ from torchtitan.hf_datasets.text_datasets import (
     HuggingFaceTextDataLoader,
     InterleavedHuggingFaceTextDataLoader,
 )
+
+from everstep.data.slots import SlotSource
+from everstep.data.stream_states import StreamState, decode_states, encode_states
+from everstep.data.streams import SlotStreams
 
 SEQ_LEN, BATCH = 16, 2
 
@@ -69,9 +70,7 @@ def uninterrupted(config, tokenizer, slots, steps):
     """By slot, the batches that torchtitan's own dataloader gives, with None after their end."""
 
     loaders = [iter(build(config, tokenizer, slot, slots)) for slot in range(slots)]
-    return [
-        [flat(batch) if (batch := next(loader, None)) else None for _ in range(steps)] for loader in loaders
-    ]
+    return [[flat(batch) if (batch := next(loader, None)) else None for _ in range(steps)] for loader in loaders]
 
 
 SLOTS, STEPS = 3, 14
@@ -85,9 +84,7 @@ SLOTS, STEPS = 3, 14
 @pytest.mark.parametrize("dataset", ["map", "iterable"])
 @pytest.mark.parametrize("infinite", [True, False])
 @given(data=st.data())
-def test_groups_that_come_and_go_get_the_batches_of_an_uninterrupted_run(
-    datasets, tokenizer, dataset, infinite, data
-):
+def test_groups_that_come_and_go_get_the_batches_of_an_uninterrupted_run(datasets, tokenizer, dataset, infinite, data):
     """Three groups share the slots of each step at random; they fail in the middle of steps, begin anew with
     nothing or with what a peer knows, and tell each other their states now and then or never."""
     config = base(dataset, infinite=infinite)
@@ -109,9 +106,7 @@ def test_groups_that_come_and_go_get_the_batches_of_an_uninterrupted_run(
             computes(data.draw(group_numbers), step, slot)
         for group in groups:
             group.committed(step)
-        match data.draw(
-            st.sampled_from(["", "", "exchange", "heal", "forget", "restart", "go back"]), "event"
-        ):
+        match data.draw(st.sampled_from(["", "", "exchange", "heal", "forget", "restart", "go back"]), "event"):
             case "exchange":
                 told = [group.stream_states() for group in groups]
                 for group in groups:
@@ -152,9 +147,7 @@ def test_a_stream_restored_after_its_last_document_was_read_still_gives_the_rows
         heir.microbatch(len(expected) + 1, 0)
 
 
-def test_a_batch_is_the_same_again_until_its_step_is_committed_and_after_a_rollback(
-    datasets, tokenizer, monkeypatch
-):
+def test_a_batch_is_the_same_again_until_its_step_is_committed_and_after_a_rollback(datasets, tokenizer, monkeypatch):
     source = streams(base(), tokenizer, SLOTS)
     assert isinstance(source, SlotSource)
     first = source.microbatch(1, 2)
@@ -196,9 +189,7 @@ def test_states_are_told_once_and_never_beyond_the_committed_step(datasets, toke
     assert source.stream_states() == {}
     source.microbatch(2, 0)
     source.microbatch(2, 2)
-    assert {stream: known.position for stream, known in decode_states(source.known_states()).items()} == {
-        0: 1
-    }
+    assert {stream: known.position for stream, known in decode_states(source.known_states()).items()} == {0: 1}
     source.committed(2)
     assert {stream: known.position for stream, known in source.stream_states().items()} == {
         0: 2,
@@ -235,9 +226,7 @@ def test_without_a_number_of_streams_plain_iteration_is_that_of_the_wrapped_data
     config = base(infinite=False)
     for rank in range(2):
         wrapped = [flat(batch) for batch in build(config, tokenizer, rank, 2)]
-        assert [
-            flat(batch) for batch in build(SlotStreams.Config(base=config), tokenizer, rank, 2)
-        ] == wrapped
+        assert [flat(batch) for batch in build(SlotStreams.Config(base=config), tokenizer, rank, 2)] == wrapped
         assert len(wrapped) > 10
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from everstep.report.events import read_events
 
 HERE = Path(__file__).parent
@@ -50,8 +51,7 @@ class TinyRun:
         }  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "run_tiny.py"), str(run_dir), str(groups), str(ranks), *flags],
-            env=os.environ
-            | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "TMPDIR": str(self.temporary)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "TMPDIR": str(self.temporary)},
             # In a session of its own; with a terminal to call its own, whose Ctrl-C reaches it alone.
             start_new_session=True,
             preexec_fn=None if terminal is None else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
@@ -71,9 +71,7 @@ class TinyRun:
 
         def found():
             if self.process.poll() not in (None, 0) and not self.events(kind, **fields):
-                pytest.fail(
-                    f"the run ended with {self.process.returncode} before {kind} {fields}: {self.said()}"
-                )
+                pytest.fail(f"the run ended with {self.process.returncode} before {kind} {fields}: {self.said()}")
             return [event for event in self.events(kind, **fields) if event["t"] > after]
 
         return until(found, f"{kind} {fields}")[0]

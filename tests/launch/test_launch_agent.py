@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from conftest import alive, until
 from everstep.report.events import read_events
 
@@ -37,8 +38,7 @@ def agent(tmp_path):
         temporary.mkdir(exist_ok=True)
         process = subprocess.Popen(
             [sys.executable, "-c", CODE, json.dumps(arguments)],
-            env=os.environ
-            | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "TMPDIR": str(temporary)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "TMPDIR": str(temporary)},
             start_new_session=True,
         )
         started.append(process)

@@ -38,9 +38,7 @@ def test_every_command_explains_itself_without_torch(command):
         f"try: cli.main([{command!r}, '--help'])\n"
         "finally: print('torch' in sys.modules)"
     )
-    shown = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False
-    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert shown.returncode == 0
     assert shown.stdout.startswith(f"usage: everstep {command}")
     assert shown.stdout.endswith("False\n")
@@ -139,9 +137,7 @@ def test_the_config_is_checked_and_settled_before_a_run_starts(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    unknown_key, indivisible, apart, settled, fewer_groups, other_seed = json.loads(
-        done.stdout.splitlines()[-1]
-    )
+    unknown_key, indivisible, apart, settled, fewer_groups, other_seed = json.loads(done.stdout.splitlines()[-1])
     assert unknown_key[0] == 2
     assert "stepz" in unknown_key[1]["error"]
     assert "steps" in unknown_key[1]["error"]

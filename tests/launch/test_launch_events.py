@@ -5,6 +5,7 @@ import multiprocessing
 import os
 
 import pytest
+
 from everstep.report.events import EventLog, EventTail, read_events
 
 

@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+
 from conftest import alive, until
 
 ENDLESS = ("--training.steps", "1000000")

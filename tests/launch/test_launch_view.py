@@ -2,8 +2,9 @@
 
 import io
 
-from everstep.launch.view import RunState, open_view, panel
 from rich.console import Console
+
+from everstep.launch.view import RunState, open_view, panel
 
 
 def commit(step, t, groups=(0, 1), loss=2.0, tokens=100):

@@ -72,8 +72,7 @@ def test_concurrent_joiners_all_receive_it(server):
     state, got = a_state(big=20_000), []
     server.serve(3, state)
     joiners = [
-        threading.Thread(target=lambda: got.append(fetch(server.address, TOKEN, 3, None, SOON)))
-        for _ in range(5)
+        threading.Thread(target=lambda: got.append(fetch(server.address, TOKEN, 3, None, SOON))) for _ in range(5)
     ]
     for joiner in joiners:
         joiner.start()

@@ -172,9 +172,7 @@ class Simulator:
 
     def commit(self, move, step, able, commits, which):
         commit = Committed(step, self.random.random())
-        owners = [
-            next(number for number in able if slot in self.up[number].held) for slot in range(self.slots)
-        ]
+        owners = [next(number for number in able if slot in self.up[number].held) for slot in range(self.slots)]
         if move == "lose":
             owners[which % self.slots], commit.lost = -1, 1
         for place, number in enumerate(commits):

@@ -1,6 +1,9 @@
 """What faults cost: stalls, delays, rejoins, and the healthy step they are measured against."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from everstep.report.attempts import collect_attempts
 from everstep.report.faults import (
     Fault,
@@ -12,8 +15,6 @@ from everstep.report.faults import (
     stall_s,
 )
 from everstep.report.lineage import trace
-from hypothesis import given
-from hypothesis import strategies as st
 from timeline import Timeline
 
 

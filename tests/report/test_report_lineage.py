@@ -65,9 +65,7 @@ def test_a_way_back_shows_even_when_only_the_group_that_healed_from_the_reloaded
 
 def test_a_state_that_was_healed_but_not_committed_on_passes_on_with_the_next_heal():
     run = Timeline().start(0, 0, 1).commit(1, 1, [0, 1]).commit(2, 2, [0, 1], by=[1])
-    run.heal(2.5, 0, source=1).commit(
-        3, 3, [1], by=[1]
-    )  # both commits died with group 1, but 0 has the first
+    run.heal(2.5, 0, source=1).commit(3, 3, [1], by=[1])  # both commits died with group 1, but 0 has the first
     run.commit(3.5, 2, [2], by=[2])  # a stray that nobody builds on
     run.start(4, 1).heal(4.5, 1, source=0).commit(5, 3, [0], by=[1])
     assert final(run) == [(1, 1), (2, 2), (3, 5)]

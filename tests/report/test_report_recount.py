@@ -1,10 +1,11 @@
 """The score against the truth of simulated runs, and against a second computation in another way."""
 
 import pytest
-from everstep.report.faults import collect_faults, presences, rejoin_s
-from everstep.report.score import score_events
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from everstep.report.faults import collect_faults, presences, rejoin_s
+from everstep.report.score import score_events
 from recount import differences
 from simulator import MOVES, Simulator
 
@@ -44,7 +45,5 @@ def test_a_second_computation_agrees(groups, slots, seed, moves):
 def test_every_kill_after_which_the_group_took_part_again_has_its_rejoin(groups, slots, seed, moves):
     events, truth = simulated(groups, slots, seed, moves)
     faults, present = collect_faults(events), presences(events)
-    measured = [
-        rejoin_s(fault, group, faults, present.get(group)) for fault in faults for group in fault.groups
-    ]
+    measured = [rejoin_s(fault, group, faults, present.get(group)) for fault in faults for group in fault.groups]
     assert sorted(back for back in measured if back is not None) == pytest.approx(sorted(truth.rejoins))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from everstep.report.events import read_events
 from everstep.report.score import (
     curve,
@@ -38,9 +39,7 @@ def finished_run(loss_shift=0.0):
     for step, groups in ((5, [0, 1]), (6, [0, 1]), (7, all_groups), (8, all_groups)):
         if step == 7:
             run.heal(8.5, 2, source=0, step=7)
-        run.commit(
-            step + 2, step, groups, owners=[groups[i % len(groups)] for i in range(6)], loss=5 - step * 0.1
-        )
+        run.commit(step + 2, step, groups, owners=[groups[i % len(groups)] for i in range(6)], loss=5 - step * 0.1)
         for group in groups:
             slots = [i for i in range(6) if groups[i % len(groups)] == group]
             run.attempt(step + 2, step, group, slots, took_s=0.9)
@@ -75,18 +74,14 @@ def test_two_runs_are_compared_over_the_steps_that_both_have(tmp_path):
     figures = score(ours, against=theirs)
     assert figures["loss_delta_max"] == pytest.approx(0.25)
     assert figures["loss_delta_steps"] == 8
-    assert verdict(figures) == [
-        f"The loss differs by up to {figures['loss_delta_max']} from the other run's."
-    ]
+    assert verdict(figures) == [f"The loss differs by up to {figures['loss_delta_max']} from the other run's."]
     assert score(ours, against=ours)["loss_delta_max"] == 0
     assert score(ours)["loss_delta_max"] is None
 
 
 def test_losses_that_are_not_numbers_are_counted_not_subtracted():
     nan, inf = math.nan, math.inf
-    delta = loss_delta(
-        {1: 1.0, 2: nan, 3: nan, 4: inf, 5: inf, 6: 1.0}, {1: 1.5, 2: nan, 3: 2.0, 4: inf, 5: -inf}
-    )
+    delta = loss_delta({1: 1.0, 2: nan, 3: nan, 4: inf, 5: inf, 6: 1.0}, {1: 1.5, 2: nan, 3: 2.0, 4: inf, 5: -inf})
     assert delta == {"loss_delta_max": 0.5, "loss_delta_steps": 5, "loss_delta_undefined": 2}
 
 
@@ -97,9 +92,7 @@ def test_the_score_is_one_json_object_that_needs_no_torch(tmp_path):
         "figures = score(Path(sys.argv[1]), Path(sys.argv[1])); summary(figures)\n"
         "print(json.dumps(figures, allow_nan=False)); sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, run_dir], capture_output=True, check=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", program, run_dir], capture_output=True, check=True, text=True)
     figures = json.loads(done.stdout)
     assert figures["kills"] == 1
     assert [name for name, value in figures.items() if isinstance(value, dict | list)] == ["faults"]

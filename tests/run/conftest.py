@@ -1,6 +1,7 @@
 """Real runs of torchtitan's debug models on the CPU, one at a time."""
 
 import pytest
+
 from watched import Watched
 
 

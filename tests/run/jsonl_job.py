@@ -1,11 +1,12 @@
 """A user's own module for `[job] module`: torchtitan's debug Llama 3 on their own dataset, a JSONL file."""
 
 from datasets import load_dataset
-from everstep.data.byte_tokenizer import ByteTokenizer
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
+
+from everstep.data.byte_tokenizer import ByteTokenizer
 
 DATASETS["notes"] = DatasetConfig(
     path="given as dataset_path",

@@ -8,6 +8,7 @@ import signal
 import time
 
 import pytest
+
 from everstep.report.events import read_events
 from watched import LOSS_TOLERANCE, assert_nothing_lost, write_config
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from watched import environment, write_config
 
 COMPLETE_S = 90.0
@@ -116,8 +117,7 @@ def test_a_run_directory_is_not_taken_from_another_config_or_a_run_that_is_going
         return {
             path: path.read_bytes()
             for path in run.run_dir.rglob("*")
-            if path.is_file()
-            and path.relative_to(run.run_dir).parts[0] in ("config.toml", "checkpoint", "events")
+            if path.is_file() and path.relative_to(run.run_dir).parts[0] in ("config.toml", "checkpoint", "events")
         }
 
     before = contents()

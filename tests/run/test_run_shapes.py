@@ -7,9 +7,10 @@ import signal
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
 from everstep.report import score
 from everstep.report.events import read_events
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from watched import assert_nothing_lost, write_config
 
 ENDLESS = ("--steps", "1000000")

@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+
 from everstep.report import score
 from everstep.report.events import EventTail
 from watched import DEADLINE_S, LOSS_TOLERANCE, environment, until, write_config
@@ -80,9 +81,7 @@ class Torchrun:
 
 
 def _listening(pid):
-    return {
-        c.laddr.port for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN
-    }
+    return {c.laddr.port for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN}
 
 
 def test_two_groups_of_torchrun_train_as_one_and_survive_a_kill(tmp_path, processes, start):

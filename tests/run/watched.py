@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from everstep.launch.heartbeat import beat_path, read_beat
 from everstep.report import score
 from everstep.report.events import EventTail
@@ -150,11 +151,7 @@ class Watched:
 
         def common():
             seen = [
-                {
-                    e["step"]
-                    for e in self.events("commit", after, group=group, rank=0)
-                    if wanted <= set(e["groups"])
-                }
+                {e["step"] for e in self.events("commit", after, group=group, rank=0) if wanted <= set(e["groups"])}
                 for group in wanted
             ]
             if self.process.poll() is not None:
@@ -165,9 +162,7 @@ class Watched:
 
     def kill(self, *groups, signum=signal.SIGKILL, ranks=None):
         """Send a signal to the newest workers of these groups at once; returns when (wall time)."""
-        pids = [
-            pid for group in groups for pid in self.workers(group)[slice(None) if ranks is None else ranks]
-        ]
+        pids = [pid for group in groups for pid in self.workers(group)[slice(None) if ranks is None else ranks]]
         when = time.time()
         for pid in pids:
             os.kill(pid, signum)

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torchft.coordination import LighthouseServer
 
 from everstep.quorum.heal import HealServer, HealState
 from everstep.quorum.membership import Membership
 from everstep.quorum.process_group import CrossGroup
 from everstep.report.events import EventLog
-from everstep.training.protocol import Blank, SlotRefused, SlotSums, StepProtocol, Timeouts
+from everstep.training.protocol import Blank, Left, SlotRefused, SlotSums, StepProtocol, Timeouts
 from everstep.training.reduction import GradientReducer
 
 TOKEN = b"t" * 32
@@ -82,6 +83,19 @@ def crash_if(wanted: str, here: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def lighthouse(port: int, connection: Connection) -> None:
+    """torchft's lighthouse on a port (0: any), which is sent back; until killed."""
+    server = LighthouseServer(
+        bind=f"127.0.0.1:{port}",
+        min_replicas=1,
+        join_timeout_ms=30_000,
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=500,
+    )
+    connection.send(int(server.address().rpartition(":")[2]))
+    signal.pause()
+
+
 @dataclass(frozen=True)
 class Options:
     """One member. With `pause_after`, it waits after that commit for a word from the test."""
@@ -125,6 +139,14 @@ def main(args: Options, connection: Connection) -> None:
         reduce_timeout=timedelta(seconds=args.reduce_s),
     )
 
+    asked_to_leave = False
+
+    def leave(signum: int, frame: object) -> None:
+        nonlocal asked_to_leave
+        asked_to_leave = True
+
+    signal.signal(signal.SIGTERM, leave)
+
     def beat(phase: str, step: int) -> None:
         crash_if(args.crash_at, f"{phase}:{step}")
 
@@ -148,6 +170,7 @@ def main(args: Options, connection: Connection) -> None:
         events=events,
         beat=beat,
         all_in_group=lambda flag: flag,
+        asked_to_leave=lambda: asked_to_leave,
         device=torch.device("cpu"),
     )
     connection.send("ready")
@@ -157,6 +180,8 @@ def main(args: Options, connection: Connection) -> None:
         except Blank:
             protocol.restored(0)
             continue
+        except Left:
+            break
         reducer.assign(1.0)
         with torch.no_grad():
             work.param += work.param.grad
@@ -175,6 +200,8 @@ def main(args: Options, connection: Connection) -> None:
                 "tokens": float(commit.tokens.sum()),
             }
         )
+        if protocol.leaving:
+            break
         if args.pause_after == commit.step:
             connection.recv()
     connection.send(None)

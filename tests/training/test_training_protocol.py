@@ -4,9 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -78,18 +76,15 @@ class Run:
         self.start_lighthouse()
 
     def start_lighthouse(self) -> None:
-        code = (
-            "import time\n"
-            "from torchft.coordination import LighthouseServer\n"
-            f"server = LighthouseServer(bind='127.0.0.1:{self.port}', min_replicas=1, join_timeout_ms=30000,"
-            " quorum_tick_ms=20, heartbeat_timeout_ms=500)\n"
-            "print(server.address(), flush=True)\n"
-            "time.sleep(600)\n"
-        )
-        self.lighthouse = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        self.port = int(self.lighthouse.stdout.readline().rpartition(":")[2])
+        connection, theirs = self._context.Pipe()
+        self.lighthouse = self._context.Process(target=member.lighthouse, args=(self.port, theirs), daemon=True)
+        self.lighthouse.start()
+        assert connection.poll(DEADLINE_S)
+        self.port = connection.recv()
+
+    def kill_lighthouse(self) -> None:
+        self.lighthouse.kill()
+        self.lighthouse.join()
 
     def group(self, number: int, *, steps: int, **options: object) -> Group:
         lighthouse = f"http://127.0.0.1:{self.port}"
@@ -114,8 +109,7 @@ class Run:
     def close(self) -> None:
         for group in self.members:
             group.kill()
-        self.lighthouse.kill()
-        self.lighthouse.wait()
+        self.kill_lighthouse()
 
 
 @pytest.fixture(scope="module")
@@ -219,8 +213,7 @@ def test_a_stopped_group_is_left_behind_and_heals_when_it_wakes(run):
 def test_the_lighthouse_dies_and_comes_back_with_an_empty_memory(run):
     first, second = run.together(2, steps=40, slot_s=0.02)
     second.until(6)
-    run.lighthouse.kill()
-    run.lighthouse.wait()
+    run.kill_lighthouse()
     run.start_lighthouse()
     check(first, 40)
     check(second, 40)
@@ -229,7 +222,7 @@ def test_the_lighthouse_dies_and_comes_back_with_an_empty_memory(run):
 def test_a_group_gives_up_when_no_quorum_ever_comes(run):
     group = run.group(0, steps=1_000_000, give_up_s=3)
     group.until(3)
-    run.lighthouse.kill()
+    run.kill_lighthouse()
     with contextlib.suppress(AssertionError):
         group.until(1_000_000)
     assert group.death() == 1
@@ -293,3 +286,20 @@ def test_a_refused_slot_is_computed_again_and_nothing_else_is(run):
     again = [event for event in run.events("attempt") if event["step"] == 6 and event["attempt"] > 1]
     assert [slot for event in again for slot in event["computed"]] == [2]
     assert not any(event["recomputed"] for event in again)
+
+
+def test_a_group_that_is_asked_to_leave_finishes_its_step_and_the_others_go_on(run):
+    first, second = run.together(2, steps=40, slot_s=0.02)
+    second.until(6)
+    second.process.terminate()
+    assert second.death() == 0
+    check(first, 40)
+    assert 0 < len(second.commits) < 40
+
+
+def test_a_group_can_leave_while_there_is_no_quorum(run):
+    group = run.group(0, steps=1_000_000)
+    group.until(3)
+    run.kill_lighthouse()
+    group.process.terminate()
+    assert group.death() == 0

@@ -115,9 +115,7 @@ class _Block(NamedTuple):
 class _Operands:
     """One call's operands in the accumulator dtype, and the blocks they are cut into."""
 
-    def __init__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible, scale: float
-    ) -> None:
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible, scale: float) -> None:
         self.groups = q.shape[2] // k.shape[2]
         self.q = _by_key_head(q, self.groups, scale)
         self.k = _by_key_head(k, 1).squeeze(2)
@@ -135,9 +133,7 @@ class _Operands:
         for start in range(0, length, rows):
             stop = min(start + rows, length)
             low, high = visible.keys(start, stop, length)
-            seen = visible.block(
-                start, stop, low, high, batch=batch, heads=n_kv * groups, device=self.q.device
-            )
+            seen = visible.block(start, stop, low, high, batch=batch, heads=n_kv * groups, device=self.q.device)
             if seen is not None:
                 by_head = seen.shape[1] == n_kv * groups > 1
                 seen = seen.unflatten(1, (n_kv, groups)) if by_head else seen.unsqueeze(1)
@@ -228,9 +224,7 @@ class _Attention(torch.autograd.Function):
         # d lse enters dS as -delta does: both multiply P.
         delta = (d_out * out).sum(-1, keepdim=True) - _by_key_head(d_lse.unsqueeze(-1), ops.groups)
         flops = 2 * ops.pairs() * (3 * q.shape[-1] + 2 * v.shape[-1])
-        checking = guard is not None and guard.checking(
-            BACKWARD, flops=flops, cost=5 * ops.pairs(), backward=True
-        )
+        checking = guard is not None and guard.checking(BACKWARD, flops=flops, cost=5 * ops.pairs(), backward=True)
         dq, dk, dv = torch.empty_like(ops.q), torch.zeros_like(ops.k), torch.zeros_like(ops.v)
         backward = _Products(ops, guard, checking, backward=True)
         for backward.part, block in enumerate(ops.blocks):
@@ -260,9 +254,7 @@ class _Products:
     def _touch(self, section: str, y: torch.Tensor) -> torch.Tensor:
         if self.guard is None:
             return y
-        return self.guard.touch(
-            section, y, backward=self.backward, part=self.part, parts=len(self.ops.blocks)
-        )
+        return self.guard.touch(section, y, backward=self.backward, part=self.part, parts=len(self.ops.blocks))
 
     def _product(
         self, section: str, a: torch.Tensor, b: torch.Tensor, check: Callable[[torch.Tensor], Deviation]
@@ -297,9 +289,7 @@ class _Products:
         p, p_sums = self._probabilities(block, q, k, lse)
         signed = p @ _signs(k.shape[-2], k) if self.checking else p_sums
         outer = ops.growth(q.shape[-2] + k.shape[-2])
-        dv = self._product(
-            "dv", p.transpose(-1, -2), d_out, lambda y: _column_sums(y, signed, p_sums, d_out, outer)
-        )
+        dv = self._product("dv", p.transpose(-1, -2), d_out, lambda y: _column_sums(y, signed, p_sums, d_out, outer))
         dp = self._product(
             "dp",
             d_out,
@@ -347,7 +337,5 @@ class _Products:
             p = block.mask(q @ k.transpose(-1, -2)).sub_(lse).exp_()
             sums, recomputed = p.sum(-1), 1
             refused = Deviation(expected - sums, bound, bound).bad().sum()
-        self.guard.report(
-            "scores.backward", outcome(found, recomputed=recomputed, refused=refused), backward=True
-        )
+        self.guard.report("scores.backward", outcome(found, recomputed=recomputed, refused=refused), backward=True)
         return p, sums

@@ -61,9 +61,7 @@ def outcome(
     finite = torch.where(bad & residual.isfinite(), residual.abs(), torch.zeros_like(residual))
     actions = [torch.as_tensor(x, device=residual.device).double() for x in (corrected, recomputed, refused)]
     largest = finite.max() if finite.numel() else finite.sum()
-    return torch.cat(
-        [torch.stack(actions), kinds, torch.stack([torch.where(broken, total, 0.0), largest.double()])]
-    )
+    return torch.cat([torch.stack(actions), kinds, torch.stack([torch.where(broken, total, 0.0), largest.double()])])
 
 
 def recomputing() -> bool:
@@ -123,14 +121,11 @@ class FindingLog:
         # A finding of the first pass that checkpointing's second pass sees too is one finding. One that only
         # the second pass sees is a fault of its own: that pass feeds the backward.
         found = [
-            self._finding(layer, section, passes[min(passes)])
-            for (layer, section), passes in sorted(merged.items())
+            self._finding(layer, section, passes[min(passes)]) for (layer, section), passes in sorted(merged.items())
         ]
         self.last = found
         self._findings += found
-        refusing = [
-            f"layer {f['layer']} {f['section']} ({f['kind']})" for f in found if f["action"] == "refused"
-        ]
+        refusing = [f"layer {f['layer']} {f['section']} ({f['kind']})" for f in found if f["action"] == "refused"]
         if refusing:
             self._refusals[self._step, self._slot].append(", ".join(refusing))
         return bool(refusing)

@@ -66,9 +66,7 @@ class _Inputs(torch.autograd.Function):
         dv = guard.touch("dv", dv, backward=True)
         if watch.checking and watch.side is not None:
             q, k, v = ctx.saved_tensors
-            found = backward_deviation(
-                q, k, v, dq, dk, dv, watch.side, watch.scale, plain_scores=watch.plain_scores
-            )
+            found = backward_deviation(q, k, v, dq, dk, dv, watch.side, watch.scale, plain_scores=watch.plain_scores)
             bad = found.bad()
             if bad.device.type != "cpu" or bad.any():
                 guard.report(BACKWARD, outcome(found, refused=bad.sum()), backward=True)
@@ -115,12 +113,8 @@ def attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     pairs = q.shape[0] * q.shape[2] * float(q.shape[1]) ** 2 / 2
-    forward = guard.checking(
-        FORWARD, flops=2 * pairs * (q.shape[-1] + v.shape[-1]), cost=float(q.numel() + v.numel())
-    )
-    backward = guard.checking(
-        BACKWARD, flops=2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1]), cost=10.0 * q.numel()
-    )
+    forward = guard.checking(FORWARD, flops=2 * pairs * (q.shape[-1] + v.shape[-1]), cost=float(q.numel() + v.numel()))
+    backward = guard.checking(BACKWARD, flops=2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1]), cost=10.0 * q.numel())
     watched = torch.is_grad_enabled() and (backward or guard.injecting)
     watch = _Watch(guard, scale, plain_scores, backward)
     if watched:

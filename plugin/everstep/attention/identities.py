@@ -181,10 +181,7 @@ def backward_deviation(
         if side.lse is not None:
             expected = scale * torch.einsum("blng,blngh->bnh", side.lse.to(acc).reshape(by_group), q_grouped)
         v_most = torch.linalg.vector_norm(v.to(acc), dim=-1).amax(1)
-        row = (
-            side.rounding.reshape(by_group)
-            + 2 * unit32 * side.magnitude.reshape(by_group) * v_most[:, None, :, None]
-        )
+        row = side.rounding.reshape(by_group) + 2 * unit32 * side.magnitude.reshape(by_group) * v_most[:, None, :, None]
         q_squares = q_grouped.square()
         rows = torch.einsum("blng,blngh->bnh", row.square(), q_squares).sqrt()
         all_do = side.magnitude.reshape(by_group).square().sum((1, 3)).sqrt()
@@ -219,9 +216,7 @@ def backward_deviation(
     )
 
 
-def _columns(
-    residual: torch.Tensor, sigma: torch.Tensor, shared: torch.Tensor, scale: torch.Tensor
-) -> Deviation:
+def _columns(residual: torch.Tensor, sigma: torch.Tensor, shared: torch.Tensor, scale: torch.Tensor) -> Deviation:
     """Residual columns (..., H) with the norm over them as one column more."""
     norm = torch.linalg.vector_norm
     return Deviation(

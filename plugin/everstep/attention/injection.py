@@ -92,10 +92,7 @@ class Injector:
         plan = self.plan
         due = step >= plan.first_step and (step - plan.first_step) % plan.every == 0
         places = [
-            (layer, name)
-            for layer, names in self._sections.items()
-            if plan.layer in (-1, layer)
-            for name in names
+            (layer, name) for layer, names in self._sections.items() if plan.layer in (-1, layer) for name in names
         ]
         if (
             not (plan.kind and due and places)

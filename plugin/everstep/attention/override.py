@@ -282,9 +282,7 @@ def checked_varlen(config: VarlenAttention.Config, *, path: str) -> VarlenAttent
     return derive(config, CheckedVarlenAttention.Config, path=path)
 
 
-@override(
-    target=ScaledDotProductAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself"
-)
+@override(target=ScaledDotProductAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
 def checked_sdpa(config: ScaledDotProductAttention.Config, *, path: str) -> ScaledDotProductAttention.Config:
     """The checked counterpart of ScaledDotProductAttention."""
     return derive(config, CheckedScaledDotProductAttention.Config, path=path)
@@ -310,9 +308,7 @@ def apply(config: Any, section: AttentionCheck) -> None:
         ScaledDotProductAttention.Config: "checked_sdpa",
     }
     if not kinds:
-        raise ValueError(
-            f"attention_check.enable: the model {config.model_spec.name} has no attention to check."
-        )
+        raise ValueError(f"attention_check.enable: the model {config.model_spec.name} has no attention to check.")
     unknown = [kind.__qualname__ for kind in kinds if kind not in names]
     if unknown:
         raise ValueError(f"attention_check.enable: inner attention {', '.join(unknown)} cannot be checked.")
@@ -321,8 +317,7 @@ def apply(config: Any, section: AttentionCheck) -> None:
     path = ("explicit" if on_cpu else "fused") if section.path == "auto" else section.path
     if on_cpu and path == "fused" and kinds != {ScaledDotProductAttention.Config}:
         raise ValueError(
-            'attention_check.path = "fused": the attention kernel of this model does not run on a CPU; use '
-            '"explicit".'
+            'attention_check.path = "fused": the attention kernel of this model does not run on a CPU; use "explicit".'
         )
     if on_cpu:
         # Compiling the mask takes longer than a CPU run's masks take without.
@@ -348,9 +343,7 @@ def _refuse(config: Any) -> None:
             f'parallelism.spmd_backend = "spmd_types", not "{parallelism.spmd_backend}".'
         )
     if parallelism.spmd_backend == "full_dtensor":
-        raise ValueError(
-            'attention_check.enable: parallelism.spmd_backend = "full_dtensor" is not supported.'
-        )
+        raise ValueError('attention_check.enable: parallelism.spmd_backend = "full_dtensor" is not supported.')
     if config.debug.spmd_typechecking:
         raise ValueError(
             "attention_check.enable: debug.spmd_typechecking = true is not supported: sums have no SPMD type."
@@ -367,9 +360,7 @@ def _refuse(config: Any) -> None:
         )
 
 
-def attach(
-    model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: int = 0, seed: int = 0
-) -> Checks:
+def attach(model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: int = 0, seed: int = 0) -> Checks:
     """Give the checked modules of a built model their guards.
 
     Args:

@@ -68,9 +68,7 @@ def apply_sums(a: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     return a.to(plain.dtype) @ plain
 
 
-def row_deviation(
-    y: torch.Tensor, a: torch.Tensor, sums: TileSums, offset: torch.Tensor | None = None
-) -> Deviation:
+def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, offset: torch.Tensor | None = None) -> Deviation:
     """How the row tiles of y = a @ b (+ bias) compare with their checksums; residual (M, T).
 
     Args:
@@ -233,7 +231,5 @@ def _settle(guard, section, y, a, b, check, *, backward):
         left = check(fixed).bad().sum()
         recomputed = recomputed + 1
     corrected = repaired.corrected * (recomputed == 0)
-    guard.report(
-        section, outcome(seen, corrected=corrected, recomputed=recomputed, refused=left), backward=backward
-    )
+    guard.report(section, outcome(seen, corrected=corrected, recomputed=recomputed, refused=left), backward=backward)
     return fixed

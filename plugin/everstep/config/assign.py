@@ -249,9 +249,7 @@ def _new_section(declared: type, keys: dict[str, Any], source: Source, path: Pat
         raise source.error(path, f"{describe_table(path)}: {error}") from error
 
 
-def _set_variant(
-    variants: dict[str, type | None], value: Any, current: Any, source: Source, path: Path
-) -> Any:
+def _set_variant(variants: dict[str, type | None], value: Any, current: Any, source: Source, path: Path) -> Any:
     if not isinstance(value, dict):
         raise source.error(path, f"{source.name(path)} must be a table, got {shown(value)}")
     keys = dict(value)
@@ -272,9 +270,7 @@ def _set_variant(
         owners = [n for n, kind in variants.items() if kind is not None and key in field_types(kind)]
         if owners:
             wanted = " or ".join(f'"{owner}"' for owner in owners)
-            raise source.error(
-                (*path, key), f'{describe((*path, key))} needs mode = {wanted}, but mode is "{name}"'
-            )
+            raise source.error((*path, key), f'{describe((*path, key))} needs mode = {wanted}, but mode is "{name}"')
     if chosen is None:
         if keys:
             key, item = next(iter(keys.items()))
@@ -292,9 +288,7 @@ def _component_config(name: Any, declared: type, source: Source, path: Path) -> 
     try:
         component = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise source.error(
-            path, f"{source.name(path)} = {shown(name)} cannot be imported: {error}"
-        ) from error
+        raise source.error(path, f"{source.name(path)} = {shown(name)} cannot be imported: {error}") from error
     config_class = getattr(component, "Config", None)
     # the section must be able to stand for any other of its kind, so what counts is the root of the kind
     root = [c for c in declared.__mro__ if dataclasses.is_dataclass(c) and c is not Configurable.Config][-1]

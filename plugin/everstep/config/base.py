@@ -29,9 +29,7 @@ def base_config(job: Job, source: Source) -> Trainer.Config:
         ConfigError: nothing is named, or the registry has no such config or flavor.
     """
     if not job.module:
-        raise source.error(
-            ("job",), 'no base config: write [job] module = "llama3" and config = "llama3_debugmodel"'
-        )
+        raise source.error(("job",), 'no base config: write [job] module = "llama3" and config = "llama3_debugmodel"')
     registry = _registry(job.module, source)
     if not job.config and not job.flavor:
         choices = ", ".join(_config_functions(registry))
@@ -42,9 +40,7 @@ def base_config(job: Job, source: Source) -> Trainer.Config:
         return config
     spec = _model_spec(registry, job, source)
     if config is None:
-        loss = ChunkedLossWrapper.Config(
-            loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))
-        )
+        loss = ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec)))
         return Trainer.Config(
             model_spec=spec,
             loss=loss,
@@ -104,9 +100,7 @@ def _call_config(registry: ModuleType, job: Job, source: Source) -> Trainer.Conf
     try:
         config = getattr(registry, job.config)()
     except (ImportError, ValueError) as error:  # a library or device that this config needs
-        raise source.error(
-            ("job", "config"), f'[job] config = "{job.config}" cannot be made here: {error}'
-        ) from error
+        raise source.error(("job", "config"), f'[job] config = "{job.config}" cannot be made here: {error}') from error
     if not isinstance(config, Trainer.Config):
         raise source.error(
             ("job", "config"), f'[job] config = "{job.config}" is not the config of a torchtitan Trainer'
@@ -132,7 +126,5 @@ def _model_spec(registry: ModuleType, job: Job, source: Source) -> Any:
 def _flavors(model_registry: Any) -> list[str]:
     """The flavors a registry knows: the keys of the one table of models that its module holds."""
     module = inspect.getmodule(model_registry)
-    tables = [
-        table for name, table in vars(module).items() if name.endswith("_configs") and isinstance(table, dict)
-    ]
+    tables = [table for name, table in vars(module).items() if name.endswith("_configs") and isinstance(table, dict)]
     return list(tables[0]) if len(tables) == 1 else []

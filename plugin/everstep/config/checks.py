@@ -46,9 +46,7 @@ def dp_ranks(parallelism: Any, ranks_per_group: int) -> int:
     """How many ranks of a group read data of their own: ranks / (tensor x context x pipeline parallel
     degrees)."""
     sharing = (
-        parallelism.tensor_parallel_degree
-        * parallelism.context_parallel_degree
-        * parallelism.pipeline_parallel_degree
+        parallelism.tensor_parallel_degree * parallelism.context_parallel_degree * parallelism.pipeline_parallel_degree
     )
     return ranks_per_group // sharing
 
@@ -182,9 +180,7 @@ def _batch(config: Any) -> Iterator[Problem]:
     training, parallelism, ft = config.training, config.parallelism, config.fault_tolerance
     for key in ("local_batch_size", "seq_len", "steps"):
         if getattr(training, key) < 1:
-            yield Problem(
-                ("training", key), f"[training] {key} must be at least 1, got {getattr(training, key)}"
-            )
+            yield Problem(("training", key), f"[training] {key} must be at least 1, got {getattr(training, key)}")
             return
     batch = training.global_batch_size
     if batch < 0:
@@ -219,9 +215,7 @@ def _data(config: Any) -> Iterator[Problem]:
     data = config.data
     if data.source == "tokens":
         if not data.path:
-            yield Problem(
-                ("data", "source"), '[data] source = "tokens" needs path, the token file of `everstep pack`'
-            )
+            yield Problem(("data", "source"), '[data] source = "tokens" needs path, the token file of `everstep pack`')
         elif not FilePath(data.path).is_file():
             yield Problem(("data", "path"), f'[data] path = "{data.path}": there is no such file')
     elif data.path:
@@ -241,9 +235,7 @@ def check_files(config: Any) -> None:
     from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
     folder = FilePath(config.hf_assets_path)
-    reads_folder = config.data.source != "stdlib" and isinstance(
-        config.tokenizer, HuggingFaceTokenizer.Config
-    )
+    reads_folder = config.data.source != "stdlib" and isinstance(config.tokenizer, HuggingFaceTokenizer.Config)
     if reads_folder and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ConfigError(
             f'hf_assets_path = "{folder}": there is no tokenizer ({", ".join(_TOKENIZER_FILES)}), which [data] '

@@ -70,9 +70,7 @@ MOVED: dict[str, str] = {
 }
 """0.2's key → today's key, for the same value (`process_group_timeout_ms` is divided by 1000)."""
 
-_CONVERTERS = (
-    "a registry config that applies the converter, named in [job] config, e.g. llama3_debugmodel_float8"
-)
+_CONVERTERS = "a registry config that applies the converter, named in [job] config, e.g. llama3_debugmodel_float8"
 _DILOCO = "nothing: semi-synchronous training (LocalSGD, DiLoCo) is not supported"
 _MEMORY_ESTIMATION = "nothing: torchtitan no longer estimates memory"
 _VALIDATOR = "[training]: validation uses the batch size and length of training"
@@ -178,12 +176,8 @@ def translate(source: Source) -> list[Dropped]:
 
 def dropped_warning(source: Source, dropped: list[Dropped]) -> str:
     """One message that names every dropped key, its line and what to use instead."""
-    rows = [
-        f"  line {d.line}: {describe(d.path)} → {d.went}" for d in sorted(dropped, key=lambda d: d.line or 0)
-    ]
-    return "\n".join(
-        [f"{source.file}: these keys of torchtitan 0.2 have no counterpart and are not used:", *rows]
-    )
+    rows = [f"  line {d.line}: {describe(d.path)} → {d.went}" for d in sorted(dropped, key=lambda d: d.line or 0)]
+    return "\n".join([f"{source.file}: these keys of torchtitan 0.2 have no counterpart and are not used:", *rows])
 
 
 def _refuse_semi_sync(source: Source) -> None:
@@ -235,9 +229,7 @@ def _move(source: Source, old: Path, new: Path) -> None:
         if not isinstance(target, dict):
             raise source.error(new[:depth], f"{describe(new[:depth])} must be a table")
     if key in target:
-        raise source.error(
-            old, f"{describe(old)} is torchtitan 0.2's name of {describe(new)}, which the file sets too"
-        )
+        raise source.error(old, f"{describe(old)} is torchtitan 0.2's name of {describe(new)}, which the file sets too")
     target[str(key)] = value
     source.written_as[new] = old
 

@@ -28,9 +28,7 @@ _GROUP_KEYS = {"name": str, "lr": float, "beta1": float, "beta2": float, "eps": 
 """Keys of [optimizer] that mean every parameter group at once, as in torchtitan 0.2."""
 
 
-def load_config(
-    path: FilePath, config_class: type[C], overrides: Sequence[str] = (), *, check: bool = True
-) -> C:
+def load_config(path: FilePath, config_class: type[C], overrides: Sequence[str] = (), *, check: bool = True) -> C:
     """The config that a TOML file describes.
 
     Args:

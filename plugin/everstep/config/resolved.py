@@ -122,9 +122,7 @@ def _structure(value: Any) -> Any:
     """
     if dataclasses.is_dataclass(value):
         fields = {
-            f.name: _structure(getattr(value, f.name))
-            for f in dataclasses.fields(value)
-            if f.name != "inner_attention"
+            f.name: _structure(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "inner_attention"
         }
         return {"class": class_name(value), **fields}
     if isinstance(value, dict):

@@ -77,9 +77,7 @@ def parse_source(text: str, file: str) -> Source:
     try:
         table = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        raise ConfigError(
-            f"{file}:{error.lineno}: not valid TOML: {error.msg} (column {error.colno})"
-        ) from None
+        raise ConfigError(f"{file}:{error.lineno}: not valid TOML: {error.msg} (column {error.colno})") from None
     return Source(file=file, table=table, lines=key_lines(text))
 
 

@@ -125,8 +125,7 @@ def _text(file: Path, place: Place, on_bad: OnBad) -> Iterator[tuple[str, Place]
     except UnicodeDecodeError as error:
         text, line = "", data.count(b"\n", 0, error.start) + 1
         bad = DocumentError(
-            f"{file}:{line}: byte {data[error.start]:#04x} is not UTF-8. Convert the file, for "
-            "instance with iconv."
+            f"{file}:{line}: byte {data[error.start]:#04x} is not UTF-8. Convert the file, for instance with iconv."
         )
         on_bad(bad)
     yield text, replace(place, offset=1)
@@ -146,9 +145,7 @@ def _jsonl(file: Path, text_key: str, place: Place, on_bad: OnBad) -> Iterator[t
             try:
                 line = stream.readline()
             except (EOFError, gzip.BadGzipFile) as error:
-                raise InputError(
-                    f"{file}:{place.line + 1}: the gzip data is damaged or cut off ({error})."
-                ) from None
+                raise InputError(f"{file}:{place.line + 1}: the gzip data is damaged or cut off ({error}).") from None
             if not line:
                 return
             place = replace(place, offset=place.offset + len(line), line=place.line + 1)
@@ -172,9 +169,7 @@ def _json_text(line: bytes, text_key: str, where: str) -> str:
         raise DocumentError(f"{where}: a JSON object with the key {text_key!r} is needed.")
     if text_key not in record:
         keys = ", ".join(map(repr, record)) or "none"
-        raise DocumentError(
-            f"{where}: no key {text_key!r} (there: {keys}). Name the text's key with --text-key."
-        )
+        raise DocumentError(f"{where}: no key {text_key!r} (there: {keys}). Name the text's key with --text-key.")
     return _checked(record[text_key], text_key, where)
 
 
@@ -184,9 +179,7 @@ def _checked(text: Any, text_key: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DocumentError(
-            f"{where}: {text_key!r} has half a surrogate pair at character {error.start}."
-        ) from None
+        raise DocumentError(f"{where}: {text_key!r} has half a surrogate pair at character {error.start}.") from None
     return text
 
 

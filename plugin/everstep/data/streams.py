@@ -125,10 +125,7 @@ class SlotStreams(BaseDataLoader):
             if (step, slot) not in self._held:
                 self._held[step, slot] = self._batch(slot * self._dp_size + self._dp_rank, step - 1)
             inputs, labels = self._held[step, slot]
-            copies = {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
-                for key, value in inputs.items()
-            }
+            copies = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
             return copies, labels.clone()
 
     def committed(self, step: int) -> None:
@@ -222,9 +219,7 @@ class SlotStreams(BaseDataLoader):
         return _Stream(build, seed=stream, known=known)
 
     def _exhausted(self, stream: int, number: int) -> DataloaderExhaustedError:
-        return DataloaderExhaustedError(
-            f"data stream {stream} of {self._streams} ended before batch {number}"
-        )
+        return DataloaderExhaustedError(f"data stream {stream} of {self._streams} ended before batch {number}")
 
     # Under torchtitan's own trainer.
 

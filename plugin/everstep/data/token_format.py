@@ -101,15 +101,11 @@ def read_footer(path: Path) -> tuple[Footer, str]:
             file.seek(size - _TAIL.size - length)
             text = file.read(length)
     except FileNotFoundError:
-        raise TokenFileError(
-            f"no token file {path}: check the path, or make it with `everstep pack`."
-        ) from None
+        raise TokenFileError(f"no token file {path}: check the path, or make it with `everstep pack`.") from None
     except IsADirectoryError:
         raise TokenFileError(f"{path} is a directory, data.path needs a token file.") from None
     if hashlib.sha256(text).digest() != digest:
-        raise TokenFileError(
-            f"{path} is damaged: the checksum of its footer differs. Copy it again or pack it again."
-        )
+        raise TokenFileError(f"{path} is damaged: the checksum of its footer differs. Copy it again or pack it again.")
     footer = Footer(**json.loads(text))
     if footer.footer_at + length + _TAIL.size != size:
         raise cut
@@ -158,6 +154,4 @@ def _check(
         size -= len(block)
         on_bytes(len(block))
     if digest.hexdigest() != sha256:
-        raise TokenFileError(
-            f"{path} is damaged: the checksum of its {place} differs. Copy it again or pack it again."
-        )
+        raise TokenFileError(f"{path} is damaged: the checksum of its {place} differs. Copy it again or pack it again.")

@@ -97,9 +97,7 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
     own_dir = "" if settings.socket_dir else tempfile.mkdtemp(prefix="everstep-")
     socket_dir = Path(settings.socket_dir or own_dir)
     fork_point_pid = start_fork_point(socket_dir)
-    tempfile.tempdir = str(
-        socket_dir
-    )  # where multiprocessing leaves its files, cleaned up even if we are killed
+    tempfile.tempdir = str(socket_dir)  # where multiprocessing leaves its files, cleaned up even if we are killed
 
     asked_to_stop = False
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -70,7 +71,7 @@ class _Group:
     """How often its agents crashed since the group's last step."""
 
 
-class _StopNow(Exception):  # noqa: N818  nothing is wrong
+class _StopNow(Exception):
     """The second Ctrl-C."""
 
 
@@ -92,9 +93,7 @@ class Supervisor:
         self._warm: WarmProcess | None = None
         self._asked: dict[int, str] = {}
         self._pids: dict[str, int] = {}
-        self._early: dict[
-            int, int
-        ] = {}  # exit codes of children that ended before the answer that names them
+        self._early: dict[int, int] = {}  # exit codes of children that ended before the answer that names them
         self._prepared = False
         self._devices: list[str | None] = []
         self._port = 0
@@ -296,11 +295,9 @@ class Supervisor:
 
     def _prepare_ended(self, exitcode: int) -> None:
         try:
-            found = json.loads((self._private / "prepared").read_text())
+            found: dict[str, Any] = json.loads((self._private / "prepared").read_text())
         except FileNotFoundError:
-            found = {
-                "error": f"checking the config failed ({exitcode}), see {self.run_dir.path}/logs/prepare.log."
-            }
+            found = {"error": f"checking the config failed ({exitcode}), see {self.run_dir.path}/logs/prepare.log."}
         if "error" in found:
             self._unusable = found["error"]
             return

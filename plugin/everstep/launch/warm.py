@@ -47,9 +47,7 @@ def preload(modules: Sequence[str] = PRELOAD) -> None:
     # Without it, asking whether CUDA is there would initialise it, and a forked worker could not use it any
     # more.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    os.environ.setdefault(
-        "RUST_LOG", "warn"
-    )  # torchft would fill the logs with every quorum, several times a step
+    os.environ.setdefault("RUST_LOG", "warn")  # torchft would fill the logs with every quorum, several times a step
     if any(module.startswith("torchtitan") for module in modules):
         from everstep.platform import cpu
 

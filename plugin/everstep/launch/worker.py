@@ -41,9 +41,7 @@ def log_path(run_dir: Path, group: int, rank: int) -> Path:
 def start(place: Place, argv: list[str]) -> None:
     """TorchElastic's entry point. Runs the trainer and returns when it is done or was asked to stop."""
     die_with_parent(place.fork_point_pid)
-    signal.signal(
-        signal.SIGTERM, signal.SIG_DFL
-    )  # the fork point ignores it; the trainer installs its own handler
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork point ignores it; the trainer installs its own handler
     rank = int(os.environ["RANK"])
     incarnation = place.first_incarnation + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     heart = Heartbeat(place.run_dir, place.group, rank)

@@ -22,15 +22,19 @@ def stand_in() -> None:
     import torch._utils
 
     torch._utils._get_available_device_type = lambda: "cpu"
-    torch.cpu.get_device_name = lambda device=None: "CPU"
     total = psutil.virtual_memory().total
-    torch.cpu.get_device_properties = lambda device=None: types.SimpleNamespace(total_memory=total)
-    torch.cpu.reset_peak_memory_stats = lambda *args: None
-    torch.cpu.empty_cache = lambda *args: None
-    torch.cpu.memory_stats = lambda *args: {}
-    torch.cpu.set_device = lambda *args: None
-    # torchtitan passes the current device to barrier(device_ids=[...])
-    torch.cpu.current_device = lambda *args: 0
+    answers = {
+        "get_device_name": lambda device=None: "CPU",
+        "get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=total),
+        "reset_peak_memory_stats": lambda *args: None,
+        "empty_cache": lambda *args: None,
+        "memory_stats": lambda *args: {},
+        "set_device": lambda *args: None,
+        # torchtitan passes the current device to barrier(device_ids=[...])
+        "current_device": lambda *args: 0,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cpu, name, answer)
 
 
 def sum_only_collectives(model_parts: list[torch.nn.Module]) -> None:

@@ -112,9 +112,7 @@ def _schema(step: int, state: HealState) -> dict[str, Any]:
     return {
         "version": SCHEMA_VERSION,
         "step": step,
-        "tensors": [
-            [n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in state.tensors.items()
-        ],
+        "tensors": [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in state.tensors.items()],
         "blobs": [[n, len(b)] for n, b in state.blobs.items()],
         "meta": state.meta,
     }
@@ -266,9 +264,7 @@ def fetch(
         answer = channels[0].ask({"op": "open", "step": step, "patience_s": 0.9 * timeout.total_seconds()})
         state = _place(answer, step, into)
         blobs = {name: bytearray(size) for name, size in answer["blobs"]}
-        sink = wire.Pieces(
-            [*(_memory_of(t) for t in state.tensors.values()), *map(memoryview, blobs.values())]
-        )
+        sink = wire.Pieces([*(_memory_of(t) for t in state.tensors.values()), *map(memoryview, blobs.values())])
         if sink.size != answer["size"]:
             raise HealError(f"it announced {answer['size']} bytes for a schema of {sink.size}")
         for _ in range(min(connections, -(-sink.size // wire.RANGE_BYTES)) - 1):

@@ -48,9 +48,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--min-groups", type=int, default=1)
     parser.add_argument("--join-timeout-s", type=float, default=2.0)
     parser.add_argument("--heartbeat-timeout-s", type=float, default=2.0)
-    parser.add_argument(
-        "--die-with-parent", action="store_true", help="end when the process that started it ends"
-    )
+    parser.add_argument("--die-with-parent", action="store_true", help="end when the process that started it ends")
     options = parser.parse_args(args)
     if options.die_with_parent:
         die_with_parent(os.getppid())

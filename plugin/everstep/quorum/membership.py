@@ -124,7 +124,7 @@ class Membership:
                 init_sync=False,
                 commit_failures=failures,
             )
-        except Exception as error:  # noqa: BLE001 the Rust client raises several unrelated types
+        except Exception as error:  # the Rust client raises several unrelated types
             raise QuorumUnavailable(str(error).splitlines()[0][:300]) from error
         members = ",".join(answer.replica_ids)
         # The id alone may repeat after a lighthouse restart, and old keys stay in the members' stores.
@@ -152,14 +152,14 @@ class Membership:
         try:
             client = ManagerClient(quorum.source_manager, connect_timeout=self._connect_timeout)
             return client._checkpoint_metadata(self.rank, timeout=timeout)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             raise QuorumUnavailable(f"the heal source did not answer: {error}".splitlines()[0]) from error
 
     def vote(self, *, step: int, yes: bool, timeout: timedelta) -> bool:
         """Whether all ranks of this group vote yes. All ranks call this. Raises QuorumUnavailable."""
         try:
             return self._client.should_commit(self.rank, step, yes, timeout=timeout)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             raise QuorumUnavailable(f"the group's vote failed: {error}".splitlines()[0]) from error
 
     def leave(self) -> None:

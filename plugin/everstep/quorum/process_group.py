@@ -19,7 +19,6 @@ from torchft.process_group import create_store_client
 
 from everstep.quorum.watch import PeerLost, PeerWatch
 
-
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.0001, 0.001
 
 
@@ -85,7 +84,7 @@ class CrossGroup:
         except PeerLost as error:
             self.abort()
             raise CrossGroupError(f"could not connect to the other groups: {error}") from error
-        except Exception as error:  # noqa: BLE001 torch and torchft raise what they like here
+        except Exception as error:  # torch and torchft raise what they like here
             self.abort()
             raise CrossGroupError(f"could not connect to the other groups: {_first_line(error)}") from error
         self.size = size
@@ -107,7 +106,7 @@ class CrossGroup:
         options.timeout = timeout or self._reduce_timeout
         try:
             return self._group.allreduce([tensor], options)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             raise self._broken(error) from error
 
     def finish(self, work: Work) -> None:
@@ -125,7 +124,7 @@ class CrossGroup:
         try:
             work.wait()
             error = self._group.errored()
-        except Exception as raised:  # noqa: BLE001
+        except Exception as raised:
             raise self._broken(raised) from raised
         if error is not None:
             raise self._broken(error) from error

@@ -65,16 +65,16 @@ class PeerWatch:
             PeerLost: one of them cannot be reached.
         """
         connections = []
-        try:
-            for peer in peers:
-                host, _, port = peer.rpartition(":")
+        for peer in peers:
+            host, _, port = peer.rpartition(":")
+            try:
                 connection = socket.create_connection((host, int(port)), timeout.total_seconds())
                 connections.append(connection)
                 connection.sendall(key)
-        except OSError as error:
-            for connection in connections:
-                connection.close()
-            raise PeerLost(f"{peer} does not answer: {error}") from error
+            except OSError as error:
+                for connection in connections:
+                    connection.close()
+                raise PeerLost(f"{peer} does not answer: {error}") from error
         with self._lock:
             self._watched[key] = connections
             for connection in connections:

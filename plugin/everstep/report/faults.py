@@ -180,9 +180,7 @@ def fault_rows(
             "delay_s": delay_s(fault, around, step_s) if step_s is not None else None,
         }
         for group in fault.groups:
-            rows.append(
-                row | {"group": group, "rejoin_s": rejoin_s(fault, group, faults, present.get(group))}
-            )
+            rows.append(row | {"group": group, "rejoin_s": rejoin_s(fault, group, faults, present.get(group))})
         if not fault.groups:
             rows.append(row | {"group": None, "rejoin_s": None})
     return rows

@@ -41,7 +41,7 @@ GOODPUT_DEFINITION = "steps in the final state times the median healthy step, ov
 ACTIONS = ("corrected", "recomputed", "refused")
 """What the attention check can do about what it finds."""
 
-LOSS_TOLERANCE = 1e-3
+LOSS_TOLERANCE = 1e-4
 """Largest difference of a loss to the other run's that `verdict` accepts: sums in another order stay far
 below it, a missing or repeated batch does not."""
 
@@ -159,9 +159,7 @@ def _measure(
 def samples(slots: Iterable[tuple[Commit, Collection[int]]], batch: int | None) -> int:
     """Samples in some slots of each commit, with `batch` samples in a whole step. While that is not known, a
     slot counts as one."""
-    per_slot = (
-        (batch / len(commit.owners) if batch and commit.owners else 1, chosen) for commit, chosen in slots
-    )
+    per_slot = ((batch / len(commit.owners) if batch and commit.owners else 1, chosen) for commit, chosen in slots)
     return round(sum(size * len(chosen) for size, chosen in per_slot))
 
 

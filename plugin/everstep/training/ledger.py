@@ -59,8 +59,8 @@ def encode(row: Row, slots: int) -> list[int]:
     packed = [0] * (words(slots) - ROW_HEADER)
     for slot in row.held:
         packed[slot // BITS_PER_WORD] |= 1 << slot % BITS_PER_WORD
-    audited = row.checksum is not None
-    return [row.group + 1, row.step, int(row.computes), int(audited), row.checksum if audited else 0, *packed]
+    audited, checksum = (0, 0) if row.checksum is None else (1, row.checksum)
+    return [row.group + 1, row.step, int(row.computes), audited, checksum, *packed]
 
 
 def decode(values: Sequence[int], slots: int) -> Row:
@@ -84,9 +84,7 @@ def plan(rows: Sequence[Row], slots: int, on_loss: Literal["redistribute", "shri
         the plan; `shares` and what is held after `drops` cover each slot exactly once under `redistribute`.
     """
     differing = differing_groups(rows)
-    able = sorted(
-        (row for row in rows if row.computes and row.group not in differing), key=lambda row: row.group
-    )
+    able = sorted((row for row in rows if row.computes and row.group not in differing), key=lambda row: row.group)
     drops = _conflicting(able)
     held = frozenset().union(*(row.held for row in able if row.group not in drops)) if able else frozenset()
     missing = [slot for slot in range(slots) if slot not in held]

@@ -50,19 +50,21 @@ class SlotSums:
     extra: torch.Tensor
 
 
-class SlotRefused(Exception):  # noqa: N818 the slot is computed again
+class SlotRefused(Exception):
     """A check found the slot's computation wrong and could not repair it: its gradient must not be used."""
 
 
-class OutOfData(Exception):  # noqa: N818 the end of a run, not an error
+class OutOfData(Exception):  # the end of a run, not an error
     """The data ended before this step: the run is over for all groups."""
 
 
 class Work(Protocol):
     """What the protocol needs from a trainer."""
 
-    may_refuse: bool
-    """Whether `compute` may raise SlotRefused."""
+    @property
+    def may_refuse(self) -> bool:
+        """Whether `compute` may raise SlotRefused."""
+        ...
 
     def compute(self, step: int, slot: int) -> None:
         """Forward and backward of one slot of `step`; the gradient is added to `param.grad`.
@@ -145,8 +147,12 @@ class Commit:
     took_s: float
 
 
-class Blank(Exception):  # noqa: N818 a turn of the protocol, not an error
+class Blank(Exception):  # a turn of the protocol, not an error
     """No member of the quorum has any state: it has to come from somewhere else."""
+
+
+class Left(Exception):
+    """This group was asked to leave while there was no quorum to commit another step in."""
 
 
 class GaveUp(RuntimeError):
@@ -197,6 +203,7 @@ class StepProtocol:
         events: the rank's event log.
         beat: called with a phase's name wherever progress is made.
         all_in_group: whether a flag is true on all ranks of the group; a collective of the group.
+        asked_to_leave: whether this rank was asked to stop after the next commit.
         device: where the exchanged vectors live (the CPU for Gloo, the accelerator for NCCL).
     """
 
@@ -216,6 +223,7 @@ class StepProtocol:
         events: EventLog,
         beat: Callable[[str, int], None],
         all_in_group: Callable[[bool], bool],
+        asked_to_leave: Callable[[], bool],
         device: torch.device,
     ) -> None:
         self._group, self._slots, self._on_loss = group, slots, on_loss
@@ -223,12 +231,13 @@ class StepProtocol:
         self._membership, self._cross, self._heal_server = membership, cross, heal_server
         self._token, self._timeouts, self._events = token, timeouts, events
         self._beat, self._all_in_group, self._device = beat, all_in_group, device
+        self._asked_to_leave = asked_to_leave
         self.step = -1
         """The last step this group committed; -1 while it has no state."""
         self.checksum: int | None = None
         """Of the parameters after `step`, when an audit of them is due."""
         self.leaving = False
-        """Whether this group asks to stop after the next commit."""
+        """Whether this group stops after the next commit; settled anew in each attempt."""
         self._held = _Held(step=-1)
         self._failures = 0
         self._connected = ""
@@ -244,6 +253,7 @@ class StepProtocol:
         Raises:
             Blank: no group has a state; load one from elsewhere, call `restored`, then this again.
             OutOfData: on all groups, when one of them found no more.
+            Left: asked to leave, and no quorum.
             GaveUp: see `Timeouts.give_up`.
         """
         attempt = 0
@@ -272,6 +282,8 @@ class StepProtocol:
     def _attempt(self, attempt: int) -> Commit | None:
         begin = time.monotonic()
         self._beat("quorum", self.step + 1)
+        # The request reaches a group's ranks at different moments.
+        self.leaving = not self._all_in_group(not self._asked_to_leave())
         try:
             quorum = self._membership.join(
                 step=self.step,
@@ -283,6 +295,8 @@ class StepProtocol:
             self._failures += 1
             waited = round(time.monotonic() - begin, 3)
             self._events.emit("quorum_failed", self.step + 1, reason=str(error), waited_s=waited)
+            if self.leaving:
+                raise Left from error
             return None
         waited_s = time.monotonic() - begin
         if quorum.step < 0:

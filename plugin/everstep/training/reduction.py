@@ -41,9 +41,7 @@ class _Bucket:
     def allocate(self) -> None:
         first, sizes = local(self.params[0]), [local(p).numel() for p in self.params]
         self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        self.views = [
-            piece.view_as(local(p)) for piece, p in zip(self.flat.split(sizes), self.params, strict=True)
-        ]
+        self.views = [piece.view_as(local(p)) for piece, p in zip(self.flat.split(sizes), self.params, strict=True)]
 
     def fill(self, index: int) -> None:
         grad = self.params[index].grad

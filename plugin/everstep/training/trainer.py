@@ -33,7 +33,7 @@ from everstep.quorum.process_group import CrossGroup
 from everstep.quorum.token import run_token
 from everstep.report.events import EventLog
 from everstep.training import finish
-from everstep.training.protocol import Blank, Commit, OutOfData, StepProtocol, Timeouts
+from everstep.training.protocol import Blank, Commit, Left, OutOfData, StepProtocol, Timeouts
 from everstep.training.reduction import GradientReducer
 from everstep.training.state import TrainingState, slot_seed
 from everstep.training.work import TitanWork, all_in_group, sum_in_group
@@ -68,6 +68,8 @@ class EverstepTrainer(titan.Trainer):
             # not super(): `slots=True` makes a second class, which the first one's super() does not know
             titan.Trainer.Config.__post_init__(self)
             check_config(self)
+
+    config: Config  # pyrefly: ignore[bad-override-mutable-attribute] torchtitan's declares its own Config
 
     def __init__(self, config: Config) -> None:
         begin = time.monotonic()
@@ -130,6 +132,7 @@ class EverstepTrainer(titan.Trainer):
                 f"{type(self.dataloader).__name__} cannot be read by slot: leave [data] source to Everstep's config"
             )
         self.source: SlotSource = self.dataloader
+        assert config.model_spec is not None
         self.source.require_vocab(decoder_vocab_size(config.model_spec))
         self.source.open_slots(self._slots, self.dp_rank, dp_size)
         self.tokens_per_step = config.training.local_batch_size * config.training.seq_len * dp_size * self._slots
@@ -183,6 +186,7 @@ class EverstepTrainer(titan.Trainer):
             events=self.events,
             beat=self._heartbeat.beat,
             all_in_group=all_in_group,
+            asked_to_leave=lambda: self._asked_to_leave,
             device=self.device if ft.process_group == "nccl" else torch.device("cpu"),
         )
 
@@ -196,14 +200,16 @@ class EverstepTrainer(titan.Trainer):
         with self.config.profiler.build(global_step=self.step, base_folder=self.config.dump_folder) as profiler:
             while self.should_continue_training() and not leaves and not over:
                 self.gc_handler.run(self.step)
-                # The signal reaches a group's ranks at different moments.
-                self._protocol.leaving = not all_in_group(not self._asked_to_leave)
                 try:
                     commit = self._protocol.next()
                 except Blank:
                     over = all_in_group(finish.is_over(self._run_dir, self.config.training.steps))
-                    if not over:
+                    leaves = self._protocol.leaving
+                    if not over and not leaves:
                         self._restore_or_wait()
+                    continue
+                except Left:
+                    leaves = True
                     continue
                 except OutOfData:
                     logger.warning(f"Ran out of data after step {self.step}")
@@ -293,7 +299,7 @@ class EverstepTrainer(titan.Trainer):
         self._protocol.committed()
         if self.checks is not None:
             self.checks.committed(self.step)
-        if config.fault_tolerance.audit_interval and self.step % config.fault_tolerance.audit_interval == 0:
+        if self._ft.audit_interval and self.step % self._ft.audit_interval == 0:
             self._protocol.checksum = self._audit_checksum()
         self.events.emit(
             "commit",
@@ -341,7 +347,9 @@ class EverstepTrainer(titan.Trainer):
         def save() -> None:
             if not complete and self.config.checkpoint.enable:
                 # Training goes on from here one day: the optimizer has to be in it.
+                # pyrefly: ignore[missing-attribute] the base class has it in its Config only
                 self.checkpointer.last_save_model_only = False
+                # pyrefly: ignore[missing-attribute]
                 self.checkpointer.last_save_in_hf = False
             begin = time.monotonic()
             if self.checkpointer.save(self.step, last_step=True):

@@ -178,4 +178,5 @@ def all_in_group(flag: bool) -> bool:
 
 
 def _group_device() -> torch.device:
-    return torch.device("cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator())
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if dist.get_backend() == "gloo" or accelerator is None else accelerator
