@@ -76,7 +76,7 @@ def test_random_kills_among_more_groups_than_slots_cost_no_sample(start, tmp_pat
     config = write_config(tmp_path / "spares.toml", training={"global_batch_size": 2})
     run = start(config, "--groups", "3", "--chaos-every", "2", "--fault_tolerance.groups", "2", *ENDLESS)
     run.wait_for_step((0, 1, 2))
-    for kills in range(1, 4):
+    for kills in (1, 2):
         fault = run.events("fault")[-1] if len(run.events("fault")) >= kills else run.wait_for("fault")
         run.wait_for("heal", after=fault["t"], group=fault["target_group"])
     losses_match(run, start, config)
