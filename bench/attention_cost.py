@@ -138,9 +138,7 @@ def compare(calls: dict[str, Callable[[int], None]], rounds: int, device: torch.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dim", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=2816)
     parser.add_argument("--head", type=int, default=64)
@@ -152,9 +150,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    device = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    )
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     x = torch.randn(args.batch, args.length, args.dim, device=device).to(DTYPES[args.dtype])
     results = {}
