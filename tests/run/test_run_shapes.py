@@ -3,6 +3,7 @@ run in which nothing failed.
 """
 
 import json
+import os
 import signal
 
 import pytest
@@ -132,12 +133,12 @@ def test_shrinking_commits_what_is_left_of_a_step(start, tmp_path):
     config = write_config(tmp_path / "shrink.toml", fault_tolerance={"on_loss": "shrink"})
     run = start(config, *ENDLESS)
     run.wait_for_step((0, 1, 2))
-    killed = run.kill(1)
-    run.wait_for_step((0, 1, 2), after=killed)
+    os.kill(run.wait_for_phase(1, {"compute"}), signal.SIGKILL)
+    run.wait_for_step((0, 1, 2))
     steps = stop(run)
     figures = score.score(run.run_dir)
     assert figures["last_step"] == figures["steps"] == steps
     assert figures["samples_repeated"] == 0
     lost = [e["owners"].count(-1) for e in read_events(run.run_dir, {"commit"}) if e["group"] == 0]
-    assert sum(lost) == figures["samples_lost"]
+    assert sum(lost) == figures["samples_lost"] > 0
     assert lost[-1] == 0, "a new step is shared out among those that are there"
