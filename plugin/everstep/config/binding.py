@@ -1,5 +1,6 @@
 """Which data component `[data]` means."""
 
+from pathlib import Path
 from typing import Any
 
 
@@ -16,6 +17,7 @@ def bind_data(config: Any) -> None:
     from everstep.data.byte_tokenizer import ByteTokenizer
     from everstep.data.stdlib_text import StdlibText
     from everstep.data.streams import SlotStreams
+    from everstep.data.token_format import in_bytes
     from everstep.data.tokens import TokenFile
 
     data, seed = config.data, config.debug.seed or 0
@@ -24,5 +26,7 @@ def bind_data(config: Any) -> None:
         config.tokenizer = ByteTokenizer.Config()
     elif data.source == "tokens":
         config.dataloader = TokenFile.Config(path=data.path, shuffle=data.shuffle, seed=seed)
+        if in_bytes(Path(data.path)):
+            config.tokenizer = ByteTokenizer.Config()
     elif config.fault_tolerance.enable and not isinstance(config.dataloader, SlotStreams.Config):
         config.dataloader = SlotStreams.Config(base=config.dataloader)

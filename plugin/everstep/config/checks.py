@@ -234,8 +234,15 @@ def check_files(config: Any) -> None:
     """
     from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
+    from everstep.data.token_format import TokenFileError, in_bytes
+
     folder = FilePath(config.hf_assets_path)
-    reads_folder = config.data.source != "stdlib" and isinstance(config.tokenizer, HuggingFaceTokenizer.Config)
+    source, path = config.data.source, FilePath(config.data.path)
+    try:
+        brings_its_own = source == "stdlib" or (source == "tokens" and in_bytes(path))
+    except TokenFileError as error:
+        raise ConfigError(f"data.path: {error}") from error
+    reads_folder = not brings_its_own and isinstance(config.tokenizer, HuggingFaceTokenizer.Config)
     if reads_folder and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ConfigError(
             f'hf_assets_path = "{folder}": there is no tokenizer ({", ".join(_TOKENIZER_FILES)}), which [data] '

@@ -112,6 +112,12 @@ def read_footer(path: Path) -> tuple[Footer, str]:
     return footer, digest.hex()
 
 
+def in_bytes(path: Path) -> bool:
+    """Whether the file was packed byte by byte, without a tokenizer. Raises TokenFileError as `read_footer`."""
+    footer, _ = read_footer(path)
+    return footer.source["tokenizer"]["kind"] == "bytes"
+
+
 def map_tokens(path: Path, footer: Footer) -> tuple[np.ndarray, np.ndarray]:
     """The file's tokens, shape [tokens], and document starts, uint64, shape [documents + 1]; memory-mapped,
     read only."""
