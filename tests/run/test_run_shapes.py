@@ -103,6 +103,7 @@ def test_a_users_own_dataset_gives_the_same_batches_whoever_dies(start, tmp_path
     losses_match(run, start, config)
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_balances_over_the_whole_batch(start, tmp_path):
     config = write_config(
         tmp_path / "moe.toml",

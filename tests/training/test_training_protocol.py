@@ -180,13 +180,13 @@ def test_a_group_may_die_in_any_phase(run, phase):
 
 @pytest.mark.parametrize("phase", ["connect", "heal"])
 def test_a_group_may_die_while_it_joins_again_and_again_and_come_back(run, phase):
-    survivor = run.group(0, steps=150, slot_s=0.02)
+    survivor = run.group(0, steps=100, slot_s=0.02)
     survivor.until(2)
     for _ in range(3):
-        assert run.group(1, steps=150, slot_s=0.02, crash_at=phase).death() == -signal.SIGKILL
-    last = run.group(1, steps=150, slot_s=0.02)
-    check(survivor, 150)
-    check(last, 150)
+        assert run.group(1, steps=100, slot_s=0.02, crash_at=phase).death() == -signal.SIGKILL
+    last = run.group(1, steps=100, slot_s=0.02)
+    check(survivor, 100)
+    check(last, 100)
     assert len(last.commits) > 5
 
 
@@ -200,13 +200,13 @@ def test_two_of_three_die_at_once(run):
 
 
 def test_a_stopped_group_is_left_behind_and_heals_when_it_wakes(run):
-    first, second, sleeper = run.together(3, steps=80, slot_s=0.04)
+    first, second, sleeper = run.together(3, steps=60, slot_s=0.04)
     sleeper.until(5)
     os.kill(sleeper.process.pid, signal.SIGSTOP)
     first.until(25)
     os.kill(sleeper.process.pid, signal.SIGCONT)
     for group in (first, second, sleeper):
-        check(group, 80)
+        check(group, 60)
     assert run.events("heal")[-1]["group"] == 2
 
 
