@@ -371,10 +371,10 @@ class EverstepTrainer(titan.Trainer):
                 timeout=timedelta(seconds=config.comm.train_timeout_seconds), parallel_dims=self.parallel_dims
             )
 
-    def _save(self) -> None:
+    def _save(self, *, last: bool = False) -> None:
         self._heartbeat.beat("checkpoint", self.step)
         begin = time.monotonic()
-        if self.checkpointer.save(self.step):
+        if self.checkpointer.save(self.step, last_step=last):
             self.events.emit("checkpoint_saved", self.step, took_s=round(time.monotonic() - begin, 3))
 
     def _finish(self) -> None:
@@ -388,9 +388,7 @@ class EverstepTrainer(titan.Trainer):
                 self.checkpointer.last_save_model_only = False
                 # pyrefly: ignore[missing-attribute]
                 self.checkpointer.last_save_in_hf = False
-            begin = time.monotonic()
-            if self.checkpointer.save(self.step, last_step=True):
-                self.events.emit("checkpoint_saved", self.step, took_s=round(time.monotonic() - begin, 3))
+            self._save(last=True)
 
         finish.finish(
             self._run_dir,
