@@ -76,6 +76,21 @@ def test_a_killed_worker_takes_its_group_down_and_is_replaced_warm(run):
     assert run.workers(1) == others, "the other group goes on"
 
 
+def test_the_rank_that_was_killed_is_named_though_its_peer_failed_before_anybody_looked(run):
+    first, second = run.workers(0)
+    agent = run.events("agent_started", target_group=0)[-1]["pid"]
+    killed = time.time()
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        os.kill(second, signal.SIGKILL)
+        os.kill(first, signal.SIGUSR1)
+        until(lambda: not alive(first) and not alive(second), "both ranks to end")
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    assert "rank 1 was killed by SIGKILL" in run.wait_for("workers_died", after=killed, group=0)["reason"]
+    run.wait_for("commit", after=run.wait_for("worker_up", after=killed, group=0)["t"], group=0, rank=1)
+
+
 def test_each_incarnation_has_a_number_and_one_log_holds_them_all(run):
     numbers = [event["incarnation"] for event in run.events("workers_started", group=0)]
     assert numbers == list(range(len(numbers)))

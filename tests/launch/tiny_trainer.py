@@ -2,7 +2,7 @@
 
 It has no model and no torch, so that processes are what these tests are about. Flags of its own:
 `--tiny.step_s S` (length of a step), `--tiny.fail` (raise before the first step), `--tiny.exit N` (leave
-with status N at once).
+with status N at once). SIGUSR1 is to it what the death of a peer is to a trainer: an exception.
 """
 
 import json
@@ -29,6 +29,7 @@ def main(argv):
         raise RuntimeError("no such luck")
     asked_to_leave = []
     signal.signal(signal.SIGTERM, lambda *_: asked_to_leave.append(True))
+    signal.signal(signal.SIGUSR1, fail)
     heart, events = Heartbeat(run_dir, group, rank), EventLog(run_dir, group, rank, "worker")
     steps, step_s = int(flag(argv, "--training.steps")), float(flag(argv, "--tiny.step_s", "0.02"))
     print(f"rank {rank} of group {group} trains", flush=True)
@@ -41,6 +42,10 @@ def main(argv):
             events.emit("left", step)
             return
     events.emit("training_done", steps)
+
+
+def fail(*_):
+    raise RuntimeError("a peer is gone")
 
 
 def prepare(config, run_dir, flags, ranks, answer):

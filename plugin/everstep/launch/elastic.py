@@ -6,6 +6,7 @@ clean stop lets the workers finish their step; each restart is decided by `watch
 rendezvous store listens on one address.
 """
 
+import dataclasses
 import os
 import select
 import signal
@@ -20,6 +21,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from everstep.launch import worker
@@ -162,6 +164,7 @@ class GroupAgent(LocalElasticAgent):
         self._next_beat = 0.0
         self._incarnation = settings.first_incarnation - 1
         self._pids: dict[int, int] = {}
+        self._died_by_themselves: list[int] = []
         self._started_mono = 0.0
         self._stop_deadline: float | None = None
         self._stall: Stall | None = None
@@ -174,6 +177,7 @@ class GroupAgent(LocalElasticAgent):
         self._stall = None
         local = super()._start_workers(worker_group)
         self._pids = {worker_group.workers[local_rank].global_rank: pid for local_rank, pid in local.items()}
+        self._died_by_themselves = []
         self._incarnation += 1
         self._events.emit("workers_started", incarnation=self._incarnation, pids=list(self._pids.values()))
         return local
@@ -212,7 +216,9 @@ class GroupAgent(LocalElasticAgent):
         """A worker that finished waits for the agent, so one that is gone before all have finished has
         died.
         """
-        return any(_is_gone(pid) for pid in self._pids.values())
+        if not self._died_by_themselves:
+            self._died_by_themselves = [rank for rank, pid in self._pids.items() if _is_gone(pid)]
+        return bool(self._died_by_themselves)
 
     def _stalled(self) -> bool:
         if self._stall is not None:
@@ -238,7 +244,7 @@ class GroupAgent(LocalElasticAgent):
         return self._stall is not None
 
     def _after_death(self, result: RunResult) -> None:
-        rank, failure = min(result.failures.items())
+        rank, failure = self._first_death(result)
         reason = f"rank {rank} {describe_exit(failure.exitcode)}"
         if failure.exitcode > 0 and (why := last_line(failure.message)):
             reason += f": {why}"
@@ -262,6 +268,19 @@ class GroupAgent(LocalElasticAgent):
             if give_up is not None:
                 self.gave_up = f"group {self.settings.group} is given up, {give_up}; last: {reason}"
                 self._remaining_restarts = 0
+
+    def _first_death(self, result: RunResult) -> tuple[int, ProcessFailure]:
+        """The rank that brought its group down. TorchElastic names one of the dead: perhaps a peer that had
+        time to fail at the death of the first, so a rank that a signal killed, other than ours, goes first.
+        """
+        rank, failure = min(result.failures.items())
+        processes = self._pcontext._pc.processes if self._pcontext is not None else ()
+        by_pid = {process.pid: process.exitcode for process in processes}
+        for other in self._died_by_themselves:
+            exitcode = by_pid.get(self._pids[other])
+            if failure.exitcode >= 0 and exitcode is not None and exitcode < 0:
+                return other, dataclasses.replace(failure, pid=self._pids[other], exitcode=exitcode)
+        return rank, failure
 
     def _signal_workers(self, signum: signal.Signals) -> None:
         for pid in self._pids.values():
