@@ -21,6 +21,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
@@ -274,8 +275,9 @@ class GroupAgent(LocalElasticAgent):
         time to fail at the death of the first, so a rank that a signal killed, other than ours, goes first.
         """
         rank, failure = min(result.failures.items())
-        processes = self._pcontext._pc.processes if self._pcontext is not None else ()
-        by_pid = {process.pid: process.exitcode for process in processes}
+        context = self._pcontext
+        started = context._pc if isinstance(context, MultiprocessContext) else None
+        by_pid = {process.pid: process.exitcode for process in started.processes} if started is not None else {}
         for other in self._died_by_themselves:
             exitcode = by_pid.get(self._pids[other])
             if failure.exitcode >= 0 and exitcode is not None and exitcode < 0:
