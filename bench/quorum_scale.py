@@ -1,0 +1,231 @@
+"""How long a quorum takes with many groups: one real lighthouse, real manager servers and clients, no training.
+
+    python bench/quorum_scale.py [--groups 4 16 64 128 256] [--seconds 45] [--step 1.0] [--plot docs/scale.svg]
+
+Each simulated group is a thread with the manager server and client of a real group: it asks for a quorum, "computes"
+for STEP seconds, and asks again. The latency is what a group waits from its request to the quorum. For each number of
+groups there are two series: nobody dies, and every second one group dies (its heartbeats end, as they do when its
+processes are killed) and a new incarnation joins DOWN_S later. The lighthouse is a process of its own, and
+GROUPS_PER_PROCESS groups share one. All of it shares this machine's cores; the groups of a real run have their own.
+"""
+
+import argparse
+import multiprocessing
+import os
+import random
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import mean, quantiles
+
+import psutil
+from torch.distributed import HashStore
+
+from everstep.quorum.membership import Membership, QuorumUnavailable
+
+GROUPS_PER_PROCESS = 64
+HEARTBEAT_TIMEOUT_S = 2.0
+JOIN_TIMEOUT_S = 10.0
+DOWN_S = 4.0
+WARM_UP_ROUNDS = 3
+TIMEOUT = timedelta(seconds=20)
+
+
+@dataclass(frozen=True)
+class Series:
+    """Quorum latencies with one number of groups, in seconds; the lighthouse's share of one core and its bytes."""
+
+    groups: int
+    deaths_per_s: float
+    quorums: int
+    waits: int
+    p50_s: float
+    p99_s: float
+    max_s: float
+    members_mean: float
+    lighthouse_cpu: float
+    lighthouse_rss: int
+
+
+class Group(threading.Thread):
+    """One simulated group. `waits` holds (step, members, seconds) of its quorums."""
+
+    def __init__(self, group: int, lighthouse: str, step_s: float, end: float) -> None:
+        super().__init__(name=f"group-{group}", daemon=True)
+        self.group, self._lighthouse, self._step_s, self._end = group, lighthouse, step_s, end
+        self._doomed = threading.Event()
+        self.waits: list[tuple[int, int, float]] = []
+
+    def die(self) -> None:
+        self._doomed.set()
+
+    def run(self) -> None:
+        step, incarnation = 0, 0
+        membership = self._live(incarnation)
+        while time.monotonic() < self._end:
+            asked = time.monotonic()
+            try:
+                quorum = membership.join(step=step, failures=0, metadata="", timeout=TIMEOUT)
+            except QuorumUnavailable:
+                continue
+            waited = time.monotonic() - asked
+            step = quorum.step + 1
+            # A healing group waits for the others in the first place: its wait is no latency of the lighthouse.
+            if not quorum.heals:
+                self.waits.append((step, len(quorum.groups), waited))
+            time.sleep(self._step_s)
+            if self._doomed.is_set():
+                self._doomed.clear()
+                membership.leave()
+                time.sleep(DOWN_S)
+                incarnation += 1
+                membership = self._live(incarnation)
+
+    def _live(self, incarnation: int) -> Membership:
+        return Membership(
+            group=self.group,
+            rank=0,
+            world_size=1,
+            store=HashStore(),
+            incarnation=str(incarnation),
+            store_address=f"127.0.0.1:{20000 + self.group}",
+            lighthouse=self._lighthouse,
+            host="127.0.0.1",
+            connect_timeout=timedelta(seconds=20),
+        )
+
+
+def crowd(
+    groups: range, lighthouse: str, step_s: float, seconds: float, deaths_per_s: float, results: multiprocessing.Queue
+) -> None:
+    """The groups of one process; puts their waits into `results` and leaves them where they are."""
+    end = time.monotonic() + seconds
+    members = [Group(group, lighthouse, step_s, end) for group in groups]
+    for member in members:
+        member.start()
+    chooser = random.Random(groups.start)
+    time.sleep(WARM_UP_ROUNDS * step_s)
+    while time.monotonic() < end:
+        time.sleep(1.0 / deaths_per_s if deaths_per_s else step_s)
+        if deaths_per_s:
+            chooser.choice(members).die()
+    results.put([wait for member in members for wait in member.waits])
+
+
+def measure(groups: int, step_s: float, seconds: float, deaths_per_s: float) -> Series:
+    """One series: quorums of `groups` groups for so many seconds."""
+    lighthouse, address = start_lighthouse(groups)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    parts = [range(first, min(first + GROUPS_PER_PROCESS, groups)) for first in range(0, groups, GROUPS_PER_PROCESS)]
+    crowds = [
+        # Each process has its share of the deaths.
+        context.Process(
+            target=crowd, args=(part, address, step_s, seconds, deaths_per_s * len(part) / groups, results), daemon=True
+        )
+        for part in parts
+    ]
+    try:
+        for process in crowds:
+            process.start()
+        time.sleep(WARM_UP_ROUNDS * step_s)
+        watched = psutil.Process(lighthouse.pid)
+        begin, cpu_begin = time.monotonic(), sum(watched.cpu_times()[:2])
+        waits = [wait for _ in crowds for wait in results.get()]
+        cpu = (sum(watched.cpu_times()[:2]) - cpu_begin) / (time.monotonic() - begin)
+        rss = watched.memory_info().rss
+    finally:
+        for process in crowds:
+            process.kill()
+        lighthouse.kill()
+        lighthouse.wait()
+    counted = [wait for wait in waits if wait[0] > WARM_UP_ROUNDS]
+    seconds = sorted(wait for _, _, wait in counted)
+    cuts = quantiles(seconds, n=100, method="inclusive")
+    return Series(
+        groups=groups,
+        deaths_per_s=deaths_per_s,
+        quorums=len({step for step, _, _ in counted}),
+        waits=len(seconds),
+        p50_s=round(cuts[49], 4),
+        p99_s=round(cuts[98], 4),
+        max_s=round(seconds[-1], 4),
+        members_mean=round(mean(members for _, members, _ in counted), 1),
+        lighthouse_cpu=round(cpu, 3),
+        lighthouse_rss=rss,
+    )
+
+
+def start_lighthouse(groups: int) -> tuple[subprocess.Popen, str]:
+    """A lighthouse of its own that waits for at least half of the groups; its process and address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        bind = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "everstep.quorum.lighthouse", "--bind", bind, "--min-groups", str(groups // 2)]
+    command += ["--heartbeat-timeout-s", str(HEARTBEAT_TIMEOUT_S), "--join-timeout-s", str(JOIN_TIMEOUT_S)]
+    lighthouse = subprocess.Popen([*command, "--die-with-parent"], stdout=subprocess.PIPE, text=True)
+    assert lighthouse.stdout is not None
+    if "lighthouse on" not in (said := lighthouse.stdout.readline()):
+        raise RuntimeError(f"the lighthouse did not start: {said}")
+    return lighthouse, f"http://{bind}"
+
+
+def plot(series: list[Series], path: Path) -> None:
+    """p50 and p99 against the number of groups, with and without deaths, as SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    styles = {False: ("#1f77b4", "nobody dies"), True: ("#d62728", "one group dies every second")}
+    for dying, (colour, label) in styles.items():
+        line = [s for s in series if bool(s.deaths_per_s) == dying]
+        groups = [s.groups for s in line]
+        axes.plot(groups, [s.p50_s for s in line], "o-", color=colour, label=f"{label}, p50")
+        axes.plot(groups, [s.p99_s for s in line], "s--", color=colour, label=f"{label}, p99")
+    axes.axhline(HEARTBEAT_TIMEOUT_S, color="grey", linewidth=0.8, linestyle=":", label="heartbeat timeout")
+    axes.set(xscale="log", yscale="log", xlabel="groups", ylabel="seconds from request to quorum")
+    axes.set_xticks([s.groups for s in series if not s.deaths_per_s], [s.groups for s in series if not s.deaths_per_s])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--groups", type=int, nargs="+", default=[4, 16, 64, 128, 256])
+    parser.add_argument("--seconds", type=float, default=45.0, help="length of a series")
+    parser.add_argument("--step", type=float, default=1.0, help="seconds between quorums")
+    parser.add_argument("--plot", type=Path, help="where to write the SVG")
+    args = parser.parse_args()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard > 0 else soft, hard))
+    os.environ["RUST_LOG"] = "error"
+    os.environ.setdefault("TOKIO_WORKER_THREADS", "1")  # a manager server has a runtime of its own: 256 of them here
+    series = []
+    print("groups  deaths/s  quorums  members   p50 s   p99 s   max s  lighthouse CPU, MiB", flush=True)
+    for groups in args.groups:
+        for deaths_per_s in (0.0, 1.0):
+            found = measure(groups, args.step, args.seconds, deaths_per_s)
+            series.append(found)
+            print(
+                f"{found.groups:6d}  {found.deaths_per_s:8.1f}  {found.quorums:7d}  {found.members_mean:7.1f}"
+                f"  {found.p50_s:6.3f}  {found.p99_s:6.3f}  {found.max_s:6.3f}"
+                f"  {found.lighthouse_cpu:14.2f}  {found.lighthouse_rss >> 20:3d}",
+                flush=True,
+            )
+    if args.plot:
+        plot(series, args.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
