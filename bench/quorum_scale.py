@@ -146,16 +146,16 @@ def measure(groups: int, step_s: float, seconds: float, deaths_per_s: float) -> 
         lighthouse.kill()
         lighthouse.wait()
     counted = [wait for wait in waits if wait[0] > WARM_UP_ROUNDS]
-    seconds = sorted(wait for _, _, wait in counted)
-    cuts = quantiles(seconds, n=100, method="inclusive")
+    latencies = sorted(wait for _, _, wait in counted)
+    cuts = quantiles(latencies, n=100, method="inclusive")
     return Series(
         groups=groups,
         deaths_per_s=deaths_per_s,
         quorums=len({step for step, _, _ in counted}),
-        waits=len(seconds),
+        waits=len(latencies),
         p50_s=round(cuts[49], 4),
         p99_s=round(cuts[98], 4),
-        max_s=round(seconds[-1], 4),
+        max_s=round(latencies[-1], 4),
         members_mean=round(mean(members for _, members, _ in counted), 1),
         lighthouse_cpu=round(cpu, 3),
         lighthouse_rss=rss,
@@ -192,7 +192,8 @@ def plot(series: list[Series], path: Path) -> None:
         axes.plot(groups, [s.p99_s for s in line], "s--", color=colour, label=f"{label}, p99")
     axes.axhline(HEARTBEAT_TIMEOUT_S, color="grey", linewidth=0.8, linestyle=":", label="heartbeat timeout")
     axes.set(xscale="log", yscale="log", xlabel="groups", ylabel="seconds from request to quorum")
-    axes.set_xticks([s.groups for s in series if not s.deaths_per_s], [s.groups for s in series if not s.deaths_per_s])
+    ticks = sorted({s.groups for s in series})
+    axes.set_xticks(ticks, [str(groups) for groups in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")

@@ -1,0 +1,182 @@
+"""A long run with hundreds of kills: is everything kept, and does anything grow?
+
+    python bench/endurance.py [--kills 300] [--every 6] [--groups 3] [--config configs/demo.toml] [--run-dir DIR]
+
+Starts `everstep run`, breaks it with `everstep chaos` and stops it cleanly after the last kill. For the first half of
+the kills group 0 is spared, so that one trainer lives through all of them; then every group is hit. Every few seconds
+the memory, file descriptors and threads of the run's processes, the bytes in shared memory and the members that the
+lighthouse remembers are read. Each of these series is flat when the median of its last quarter is within GROWTH of
+that of its second quarter (the first quarter is start-up). Prints one JSON object; status 1 if the promise was broken
+or something grew. The figures of the run go to DIR/endurance.json as well, beside its report.
+"""
+
+import argparse
+import json
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+from statistics import median
+from urllib.request import urlopen
+
+import psutil
+
+from everstep.report.events import EventTail, read_events
+from everstep.report.score import score, verdict
+
+ROOT = Path(__file__).resolve().parents[1]
+SAMPLE_S = 5.0
+GROWTH = 0.1
+TRAINER = "trainer of group 0"
+SLACK = {"rss_mib": 8.0, "fds": 4.0, "threads": 4.0, "bytes_mib": 8.0, "members": 8.0}
+"""Differences that are never called growth, in the series' own units."""
+
+
+class Samples:
+    """Series of one run, read from outside: by process role and quantity, over time."""
+
+    def __init__(self, run_dir: Path, supervisor: psutil.Process):
+        self._run_dir, self._supervisor = run_dir, supervisor
+        self._roles: dict[int, str] = {}
+        self._tail = EventTail(run_dir)
+        self._lighthouse = ""
+        self.series: dict[str, list[tuple[float, float]]] = {}
+
+    def take(self, spared: bool) -> None:
+        """One sample of everything; of the trainer of group 0 only while it is `spared`, and so grows old."""
+        self._follow()
+        now = time.monotonic()
+        by_role: dict[str, list[dict[str, float]]] = {}
+        for process in [self._supervisor, *self._supervisor.children(recursive=True)]:
+            role = "supervisor" if process == self._supervisor else self._roles.get(process.pid, "")
+            if role and (spared or role != TRAINER) and (found := _read(process)):
+                by_role.setdefault(role, []).append(found)
+        for role, processes in by_role.items():
+            for quantity in ("rss_mib", "fds", "threads"):
+                largest = max(found[quantity] for found in processes)
+                self.series.setdefault(f"{role} {quantity}", []).append((now, largest))
+        self.series.setdefault("shared memory bytes_mib", []).append((now, _shared_bytes() / 2**20))
+        members = self._members()
+        if members is not None:
+            self.series.setdefault("lighthouse members", []).append((now, members))
+
+    def _follow(self) -> None:
+        for event in self._tail.new():
+            if event["kind"] == "lighthouse_started":
+                self._lighthouse = event["address"]
+                self._roles[event["pid"]] = "lighthouse"
+            elif event["kind"] == "agent_started":
+                self._roles[event["pid"]] = "agent"
+            elif event["kind"] == "workers_started" and event["group"] == 0:
+                self._roles.update(dict.fromkeys(event["pids"], TRAINER))
+
+    def _members(self) -> int | None:
+        """Incarnations of groups on the lighthouse's status page."""
+        try:
+            with urlopen(f"{self._lighthouse}/status", timeout=2.0) as page:
+                return len(set(re.findall(r"\d{6}:[0-9a-f-]{36}", page.read().decode())))
+        except (OSError, ValueError):
+            return None
+
+    def growth(self) -> dict[str, dict[str, float | bool]]:
+        """For each series the medians of its second and last quarter, and whether it is flat."""
+        found = {}
+        for name, points in sorted(self.series.items()):
+            values = [value for _, value in points]
+            quarter = len(values) // 4
+            if quarter == 0:
+                continue
+            early, late = median(values[quarter : 2 * quarter]), median(values[-quarter:])
+            slack = SLACK[name.rpartition(" ")[2]]
+            flat = late <= early + max(GROWTH * early, slack)
+            found[name] = {"second_quarter": round(early, 1), "last_quarter": round(late, 1), "flat": flat}
+        return found
+
+
+def _read(process: psutil.Process) -> dict[str, float] | None:
+    try:
+        return {
+            "rss_mib": process.memory_info().rss / 2**20,
+            "fds": process.num_fds(),
+            "threads": process.num_threads(),
+        }
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return None
+
+
+def _shared_bytes() -> int:
+    """Bytes of all files in this machine's shared memory."""
+    return sum(_size(path) for path in Path("/dev/shm").rglob("*"))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def kills_so_far(run_dir: Path) -> int:
+    return sum(e["kind"] == "fault" and e["fault"].startswith("kill") for e in read_events(run_dir))
+
+
+def break_until(kills: int, run_dir: Path, every_s: float, spared: bool, samples: Samples) -> None:
+    """Kill groups, all or all but group 0, until the run has had `kills` of them, sampling meanwhile."""
+    command = [sys.executable, "-m", "everstep.cli", "chaos", str(run_dir), "--every", str(every_s)]
+    command += ["--faults", "kill-group", "--seed", str(kills)]
+    command += ["--spare-group", "0"] if spared else []
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as injector:
+        while injector.poll() is None and kills_so_far(run_dir) < kills:
+            samples.take(spared)
+            time.sleep(SAMPLE_S)
+        injector.send_signal(signal.SIGINT)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--every", type=float, default=6.0, help="seconds between kills")
+    parser.add_argument("--groups", type=int, default=3)
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "demo.toml")
+    parser.add_argument("--run-dir", type=Path, help="kept; a temporary folder otherwise")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = (args.run_dir or Path(folder) / "run").resolve()
+        command = [sys.executable, "-m", "everstep.cli", "run", str(args.config), "--run-dir", str(run_dir)]
+        command += ["--groups", str(args.groups), "--steps", "1000000", "--lr_scheduler.total_steps", "10000"]
+        begin = time.monotonic()
+        with subprocess.Popen([*command, "--snapshot.enable"], stdout=subprocess.DEVNULL) as run:
+            samples = Samples(run_dir, psutil.Process(run.pid))
+            while not any(e["kind"] == "commit" for e in read_events(run_dir)):
+                time.sleep(0.5)
+            break_until(args.kills // 2, run_dir, args.every, True, samples)
+            break_until(args.kills, run_dir, args.every, False, samples)
+            time.sleep(2 * args.every)  # the last one rejoins
+            run.send_signal(signal.SIGINT)
+        found = score(run_dir)
+        growth = samples.growth()
+        fields = "kills steps attempts attempts_thrown_away samples_lost samples_repeated committed_ratio goodput "
+        fields += "stall_s_median stall_s_max rejoin_s_median rejoin_s_max step_s_median groups_mean replicas_diverged"
+        result = {
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": f"{psutil.cpu_count()} CPU cores, {psutil.virtual_memory().total / 2**30:.0f} GiB, "
+            f"{platform.system()} {platform.machine()}",
+            "config": tomllib.loads(args.config.read_text())["job"],
+            "took_s": round(time.monotonic() - begin),
+            **{field: found[field] for field in fields.split()},
+            "growth": growth,
+        }
+        (run_dir / "endurance.json").write_text(json.dumps(result, indent=2) + "\n")
+        print(json.dumps(result, indent=2))
+        broken = verdict(found) + [f"{name} grew" for name, series in growth.items() if not series["flat"]]
+        print("\n".join(broken), file=sys.stderr)
+    return run.returncode or int(bool(broken)) or int(found["kills"] < args.kills)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
