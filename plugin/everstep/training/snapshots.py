@@ -1,7 +1,9 @@
 """A rank's side of the CPU snapshots: its group's keeper, its copier, and the way back from memory."""
 
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from everstep.report.events import EventLog
 from everstep.snapshot.arena import Arena, run_id
 from everstep.snapshot.copier import Copier, State
 from everstep.snapshot.keeper import KeeperError, end_keepers, start_keeper, touch
-from everstep.snapshot.layout import Layout
+from everstep.snapshot.layout import Layout, Shard
 from everstep.snapshot.recovery import recover
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.slot import SlotError
@@ -36,6 +38,8 @@ class Snapshots:
     ) -> None:
         self._run_dir, self._group, self._host = run_dir, group, host
         self._settings, self._events = settings, events
+        self.shards: Mapping[str, Shard] = {}
+        """`TrainingState.shards()`, once there is a state."""
         self._rank, self._ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._arena = Arena(Path(settings.arena_dir), run_id(token), group)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
@@ -70,7 +74,7 @@ class Snapshots:
 
         def now() -> State:
             fresh = state()
-            return State(fresh.tensors, fresh.meta, fresh.blobs)
+            return State(fresh.tensors, fresh.meta, fresh.blobs, self.shards)
 
         touch(self._arena)
         self._copier.committed(commit.step, commit.lineage, commit.groups, commit.held, now)
@@ -82,7 +86,7 @@ class Snapshots:
             state: this rank's state as it is, for its layout.
             disk_step: newest step of the disk checkpoint.
         """
-        layout = Layout.of(state.tensors)
+        layout = Layout.of(state.tensors, self.shards)
         timeout = timedelta(seconds=self._settings.transfer_timeout_s)
         found = recover(
             self._run_dir,
@@ -101,6 +105,16 @@ class Snapshots:
         self._copier.learn_complete(found.restored.step, found.restored.lineage)
         tensors = layout.views(torch.from_numpy(found.restored.flat))
         return HealState(tensors=tensors, meta=found.restored.meta, blobs=found.restored.blobs)
+
+    def start_export(self, step: int, folder: str) -> subprocess.Popen:
+        """Start the process that writes a checkpoint of the newest state in memory at or after `step` below `folder`.
+        It ends with this one."""
+        command = [sys.executable, "-m", "everstep.training.export", str(self._run_dir), folder, "--below"]
+        command += ["--not-before", str(step), "--group", str(self._group)]
+        with (self._run_dir / "logs" / "export.log").open("ab") as log:
+            # Of the devices it needs none.
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
     def close(self, over: bool) -> None:
         """Let go of the arena. `over`: nothing will ever be restored from it, so the keeper is told to

@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.components.checkpoint_utils import init_optim_state
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 
 from everstep.quorum.heal import HealState
+from everstep.snapshot.layout import Shard
 from everstep.training.reduction import local
 
 
@@ -68,13 +71,26 @@ class TrainingState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Name → this rank's local tensor, sharing memory with the trainer's."""
-        named = {f"param/{name}": local(param.detach()) for name, param in self.parameters.items()}
-        named |= {f"buffer/{name}": local(buffer) for name, buffer in self.buffers.items()}
+        return {name: local(tensor) for name, tensor in self._named().items()}
+
+    def shards(self) -> dict[str, Shard]:
+        """Of the tensors that are sharded: which box of the whole this rank has."""
+        found = {}
+        for name, tensor in self._named().items():
+            if isinstance(tensor, DTensor):
+                mesh, placements = tensor.device_mesh, tensor.placements
+                _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+                found[name] = Shard(tuple(tensor.shape), tuple(offset))
+        return found
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        named = {f"param/{name}": param.detach() for name, param in self.parameters.items()}
+        named |= {f"buffer/{name}": buffer for name, buffer in self.buffers.items()}
         for i, optimizer in enumerate(self._optimizers):
             index = {param: n for n, param in enumerate(p for g in optimizer.param_groups for p in g["params"])}
             for param, state in optimizer.state.items():
                 named |= {
-                    f"optimizer/{i}/{index[param]}/{key}": local(value)
+                    f"optimizer/{i}/{index[param]}/{key}": value
                     for key, value in state.items()
                     if isinstance(value, torch.Tensor)
                 }

@@ -33,6 +33,7 @@ from everstep.quorum.membership import Membership, incarnation
 from everstep.quorum.process_group import CrossGroup
 from everstep.quorum.token import run_token
 from everstep.report.events import EventLog
+from everstep.snapshot.checkpointer import SnapshotCheckpointManager, from_snapshots
 from everstep.snapshot.section import Snapshot
 from everstep.training import finish
 from everstep.training.protocol import Blank, Commit, Left, OutOfData, StepProtocol, Timeouts
@@ -87,6 +88,8 @@ class EverstepTrainer(titan.Trainer):
                 cpu.use_plain_attention(config.model_spec.model)
         attention.apply(config, config.attention_check)
         if config.fault_tolerance.enable:
+            if config.snapshot.enable:
+                config.checkpoint = from_snapshots(config.checkpoint)
             os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise
             self._open_run(config)
         super().__init__(config)
@@ -149,6 +152,10 @@ class EverstepTrainer(titan.Trainer):
         self.source.open_slots(self._slots, self.dp_rank, dp_size)
         self.tokens_per_step = config.training.local_batch_size * config.training.seq_len * dp_size * self._slots
         self._state = TrainingState(self.model_parts, self.optimizers, self.lr_schedulers, self)
+        if self.snapshots is not None:
+            self.snapshots.shards = self._state.shards()
+            if isinstance(self.checkpointer, SnapshotCheckpointManager):
+                self.checkpointer.export_with(self.snapshots.start_export)
         self._reducer = GradientReducer(
             (p for part in self.model_parts for p in part.parameters() if p.requires_grad),
             int(ft.bucket_mb * 2**20),

@@ -15,6 +15,7 @@ from everstep.data.slots import Batch
 from everstep.data.streams import SlotStreams
 from everstep.launch.watchdog import HOPELESS_EXIT
 from everstep.quorum.heal import HealState
+from everstep.training.export import DATALOADER_BLOB, pack_dataloader
 from everstep.training.protocol import OutOfData, SlotRefused, SlotSums
 from everstep.training.reduction import local
 from everstep.training.state import TrainingState, slot_seed
@@ -154,6 +155,7 @@ class TitanWork:
     def serve(self) -> HealState:
         state = self._state.snapshot({DATA_BLOB: self._trainer.source.known_states()})
         if self._trainer.snapshots is not None:
+            state.blobs[DATALOADER_BLOB] = pack_dataloader(self._trainer.source.state_dict())
             state.meta[COMPLETE_SNAPSHOT] = self._trainer.snapshots.complete
         return state
 

@@ -1,0 +1,173 @@
+"""Disk checkpoints out of the snapshots: torchtitan's checkpoint manager and format, none of the trainer's time.
+
+The only file of this room that knows torchtitan. `[checkpoint]` means what it means to torchtitan; only who writes is
+different: a process beside the trainer, which takes the state from the keepers' memory, verified, and writes it in the
+format and under the names of torchtitan's own manager, so that either loads what the other wrote.
+"""
+
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
+from torchtitan.components.checkpointer.base import (
+    DATALOADER,
+    LR_SCHEDULER,
+    OPTIMIZER,
+    TRAIN_STATE,
+    ModelWrapper,
+)
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config.override import apply_overrides
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import set_default_dtype
+from torchtitan.trainer import Trainer
+
+StartExport = Callable[[int, str], subprocess.Popen]
+"""Starts the process that writes the newest state at or after a step below a folder, as `step-N`."""
+
+
+class SnapshotCheckpointManager(CheckpointManager):
+    """torchtitan's checkpoint manager, which leaves all checkpoints but the last to a process of its own.
+
+    The last one is written by the trainer: nothing waits for it any more, and it may be in another format. So is one
+    that could not be taken from memory, at the group's next commit.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        """torchtitan's own keys. `async_mode` is not used: nothing is staged."""
+
+    def __init__(self, config: Config, **parts: Any) -> None:
+        self._start: StartExport | None = None
+        self._writer: subprocess.Popen | None = None
+        self._owed = False
+        super().__init__(config, **parts)
+
+    def export_with(self, start: StartExport) -> None:
+        """Have checkpoints written by the process that `start` starts."""
+        self._start = start
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Begin a checkpoint if one is due. Returns whether it is on disk already."""
+        if last_step:
+            self._wait_for_writer()
+        else:
+            self._collect()
+        if last_step or self._owed or self._start is None:
+            self._owed = False
+            return super()._save(curr_step, last_step)
+        if self._should_save(curr_step) and dist.get_rank() == 0:
+            if self._writer is None:
+                self._writer = self._start(curr_step, self.folder)
+            else:
+                logger.warning(f"The checkpoint of step {curr_step} is left out: the one before is still being written")
+        return False
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        return super()._should_save(curr_step, last_step or (self._owed and not self.load_only))
+
+    def _collect(self) -> None:
+        """See how the writer ended, if it has."""
+        if self._writer is None or self._writer.poll() is None:
+            return
+        if self._writer.returncode:
+            self._owed = True
+            logger.warning("A checkpoint could not be written from memory; the trainer writes the next one itself")
+        else:
+            self._purge_stale_checkpoints()
+        self._writer = None
+
+    def _wait_for_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.wait()
+            self._collect()
+
+    def _close(self) -> None:
+        self._wait_for_writer()
+        super()._close()
+
+
+def from_snapshots(config: BaseCheckpointManager.Config) -> BaseCheckpointManager.Config:
+    """The same settings for a manager that writes from snapshots; those of another manager as they are."""
+    if type(config) is not CheckpointManager.Config:
+        return config
+    return SnapshotCheckpointManager.Config(**{field.name: getattr(config, field.name) for field in fields(config)})
+
+
+def export_checkpoint(
+    config: Trainer.Config,
+    tensors: Mapping[str, torch.Tensor],
+    meta: Mapping[str, Any],
+    dataloader: Mapping[str, Any],
+    folder: Path,
+) -> None:
+    """Write a state as torchtitan's manager would have written it: same names, same format (DCP).
+
+    Args:
+        config: of the run; model, optimizer and schedule are built from it, on no device.
+        tensors: whole tensors, named as `training.state.TrainingState.tensors` names them.
+        meta: as `training.state.TrainingState.meta` gives it.
+        dataloader: the dataloader's own state.
+        folder: where to; what is not overwritten there stays.
+
+    Raises:
+        ValueError: the tensors are not those of the config's model.
+    """
+    model = _model_with(config, tensors)
+    optimizers = config.optimizer.build(model_parts=[model])
+    schedulers = config.lr_scheduler.build(optimizers=optimizers, training_steps=config.training.steps)
+    schedulers.load_state_dict(meta["lr_schedulers"])
+    for index, optimizer in enumerate(optimizers):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        prefix = f"optimizer/{index}/"
+        for name in [name for name in tensors if name.startswith(prefix)]:
+            number, key = name.removeprefix(prefix).split("/")
+            optimizer.state[params[int(number)]][key] = tensors[name]
+        for group, rate in zip(optimizer.param_groups, meta["lr"][index], strict=True):
+            group["lr"] = rate
+    states = {
+        **ModelWrapper([model]).state_dict(),
+        OPTIMIZER: optimizers.state_dict(),
+        LR_SCHEDULER: schedulers.state_dict(),
+        DATALOADER: dict(dataloader),
+        TRAIN_STATE: dict(meta["counters"]),
+    }
+    dcp.save(states, checkpoint_id=str(folder), no_dist=True)
+
+
+def _model_with(config: Trainer.Config, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """The config's model around these parameters and buffers. Its hooks, which name and split what a checkpoint holds,
+    are why a model is needed at all."""
+    assert config.model_spec is not None
+    model_config = config.model_spec.model
+    model_config.update_from_config(config=config)
+    if config.override.imports:
+        apply_overrides(config.override, config)
+    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+        model = model_config.build()
+    given = {_canonical(name): tensor for name, tensor in tensors.items() if not name.startswith("optimizer/")}
+    fresh = {id(param): nn.Parameter(given[f"param/0.{name}"]) for name, param in model.named_parameters()
+             if f"param/0.{name}" in given}  # fmt: skip
+    missing = [name for name, param in model.named_parameters() if id(param) not in fresh]
+    if missing:
+        raise ValueError(f"the snapshot has no {missing[0]}: it is of another model than the config's")
+    for path, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            setattr(module, name, fresh[id(param)])  # a shared parameter stays shared
+        for name, _ in list(module.named_buffers(recurse=False)):
+            full = f"buffer/0.{path}.{name}" if path else f"buffer/0.{name}"
+            if full in given:
+                setattr(module, name, given[full])
+    return model
+
+
+def _canonical(name: str) -> str:
+    """A parameter's name without what activation checkpointing and torch.compile wrap around modules."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

@@ -1,0 +1,95 @@
+"""A whole state out of the keepers' memory, for whoever wants to write it down.
+
+Every rank's state of one step is fetched and verified as a start would do it, and the ranks' shards are put together
+to whole tensors. The keepers and the training beside it do not notice.
+"""
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everstep.snapshot import ladder, peers
+from everstep.snapshot.arena import run_id
+from everstep.snapshot.layout import Layout
+from everstep.snapshot.recovery import gather
+from everstep.snapshot.restore import Blame, Restored, RestoreError, restore_rank
+
+POLL_S = 0.1
+
+
+class ExportError(RuntimeError):
+    """No state that could be written; the message says why."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The state of a whole replica group after one step."""
+
+    step: int
+    tensors: dict[str, torch.Tensor]
+    """Whole tensors, by the names that the snapshots give them."""
+    meta: dict[str, Any]
+    """What the groups' snapshots carry beside tensors; equal on all ranks."""
+    blobs: list[dict[str, bytes]]
+    """By rank: what is its own."""
+
+
+def fetch(run_dir: Path, *, not_before: int = 0, timeout: timedelta, patience: timedelta) -> list[Restored]:
+    """The newest state that can be had from memory, by rank.
+
+    Args:
+        not_before: the lowest step that will do; it is waited for. A step may be overwritten while it is read, at
+            short steps or with a large state; a newer one is then taken.
+        timeout: the longest silence of a keeper.
+        patience: for the whole wait.
+
+    Raises:
+        ExportError: nothing restorable came in time.
+    """
+    token = peers.read_token(run_dir)
+    deadline = time.monotonic() + patience.total_seconds()
+    blamed: list[Blame] = []
+    why = "no keeper of this run answers"
+    while True:
+        held, silent = gather(run_dir, token, timeout, timedelta(0))
+        usable = [slot for slot in held if not any(blame.hits(slot.header) for blame in blamed)]
+        ranks = max((slot.header.ranks for slot in usable), default=1)
+        decision = ladder.decide(usable, run=run_id(token), ranks=ranks)
+        if decision.from_memory and decision.step >= not_before:
+            try:
+                own = {rank: min(column.data, default=0) for rank, column in decision.columns.items()}
+                return [
+                    restore_rank(column, rank, own[rank], token, timeout)
+                    for rank, column in sorted(decision.columns.items())
+                ]
+            except RestoreError as error:
+                blamed.append(error.blame)
+                why = str(error)
+        elif decision.from_memory:
+            why = f"the newest step in memory is {decision.step}, not {not_before}"
+        else:
+            why = "; ".join([*decision.reasons, *(f"{name} does not answer: {w}" for name, w in silent.items())]) or why
+        if time.monotonic() >= deadline:
+            raise ExportError(f"{run_dir}: no state could be taken from memory: {why}")
+        time.sleep(POLL_S)
+
+
+def whole(ranks: list[Restored]) -> Whole:
+    """Put the ranks' shards together. Where no tensor is sharded, the result shares the ranks' memory."""
+    tensors: dict[str, torch.Tensor] = {}
+    for restored in ranks:
+        layout = Layout.from_json(restored.layout)
+        views = layout.views(torch.from_numpy(restored.flat))
+        for entry in layout.entries:
+            if entry.shard is None:
+                tensors.setdefault(entry.name, views[entry.name])
+                continue
+            if entry.name not in tensors:
+                tensors[entry.name] = torch.empty(entry.shard.shape, dtype=entry.torch_dtype)
+            box = tuple(slice(o, o + n) for o, n in zip(entry.shard.offset, entry.shape, strict=True))
+            tensors[entry.name][box] = views[entry.name]
+    return Whole(ranks[0].step, tensors, ranks[0].meta, [restored.blobs for restored in ranks])

@@ -1,0 +1,96 @@
+"""A torchtitan checkpoint out of a run's memory: `everstep snapshots --export`, and what writes `[checkpoint]` when
+snapshots are on.
+
+    python -m everstep.training.export RUN_DIR FOLDER [--not-before STEP] [--below] [--group K]
+
+A process of its own, at low priority and without a device. It takes the state first and looks for torchtitan then:
+importing it takes longer than some steps, after which the keepers hold another.
+"""
+
+import argparse
+import io
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from everstep.launch.lifeline import die_with_parent
+from everstep.report.events import EventLog
+from everstep.snapshot.export import ExportError, Whole, fetch, whole
+
+DATALOADER_BLOB = "dataloader"
+TIMEOUT = timedelta(seconds=10)
+PATIENCE = timedelta(seconds=60)
+
+
+def pack_dataloader(state: dict) -> bytes:
+    """A dataloader's `state_dict()` (numbers, strings, bytes) as a blob of a snapshot."""
+    sink = io.BytesIO()
+    torch.save(state, sink)
+    return sink.getvalue()
+
+
+def unpack_dataloader(blobs: list[dict[str, bytes]]) -> dict:
+    """The state of all ranks' dataloaders, each of which has keys of its own."""
+    merged: dict = {}
+    for blob in blobs:
+        merged |= torch.load(io.BytesIO(blob[DATALOADER_BLOB]), weights_only=True)
+    return merged
+
+
+def export(run_dir: Path, folder: Path, *, not_before: int = 0, below: bool = False) -> Whole:
+    """Write the newest state in memory as a checkpoint.
+
+    Args:
+        run_dir: of the run.
+        folder: where to; with `below`, into its `step-N`.
+        not_before: the lowest step that will do.
+
+    Raises:
+        ExportError: there is none, or it is of another model than the run directory's config.
+    """
+    found = whole(fetch(run_dir, not_before=not_before, timeout=TIMEOUT, patience=PATIENCE))
+    from everstep.platform import cpu
+
+    cpu.stand_in()
+    from everstep.config.load import load_config
+    from everstep.snapshot.checkpointer import export_checkpoint
+    from everstep.training.trainer import EverstepTrainer
+
+    config = load_config(run_dir / "config.toml", EverstepTrainer.Config, check=False)
+    target = folder / f"step-{found.step}" if below else folder
+    try:
+        export_checkpoint(config, found.tensors, found.meta, unpack_dataloader(found.blobs), target)
+    except (ValueError, KeyError) as error:
+        raise ExportError(f"{run_dir}: the state in memory does not fit {run_dir / 'config.toml'}: {error}") from error
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="everstep.training.export", description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--not-before", type=int, default=0, help="the lowest step that will do")
+    parser.add_argument("--below", action="store_true", help="write to FOLDER/step-N")
+    parser.add_argument("--group", type=int, help="the group whose trainer asked, and with which this process ends")
+    options = parser.parse_args(argv)
+    if options.group is not None:
+        die_with_parent(os.getppid())
+    os.nice(10)
+    begin = time.monotonic()
+    try:
+        found = export(options.run_dir, options.folder, not_before=options.not_before, below=options.below)
+    except ExportError as error:
+        print(f"export: {error}", file=sys.stderr, flush=True)
+        return 1
+    if options.group is not None:
+        events = EventLog(options.run_dir, options.group, 0, "exporter")
+        events.emit("checkpoint_saved", found.step, took_s=round(time.monotonic() - begin, 3), source="memory")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
