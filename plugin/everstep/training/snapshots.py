@@ -69,15 +69,16 @@ class Snapshots:
         """What `complete` was at the group that this one heals from."""
         self._copier.learn_complete(step, lineage)
 
-    def committed(self, commit: Commit, state: Callable[[], HealState]) -> None:
-        """Take a snapshot of a step that was just committed, if one is due."""
+    def committed(self, commit: Commit, state: Callable[[], HealState], keep: bool) -> None:
+        """Take a snapshot of a step that was just committed, if one is due. `keep`: a checkpoint will be written of
+        it."""
 
         def now() -> State:
             fresh = state()
             return State(fresh.tensors, fresh.meta, fresh.blobs, self.shards)
 
         touch(self._arena)
-        self._copier.committed(commit.step, commit.lineage, commit.groups, commit.held, now)
+        self._copier.committed(commit.step, commit.lineage, commit.groups, commit.held, now, keep)
 
     def recover(self, state: HealState, disk_step: int | None) -> HealState | None:
         """The newest state there is, if it is in memory; else None. A collective of the group.
