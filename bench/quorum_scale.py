@@ -95,7 +95,7 @@ class Group(threading.Thread):
             store=HashStore(),
             incarnation=str(incarnation),
             store_address=f"127.0.0.1:{20000 + self.group}",
-            lighthouse=self._lighthouse,
+            find_lighthouse=lambda: self._lighthouse,
             host="127.0.0.1",
             connect_timeout=timedelta(seconds=20),
         )

@@ -17,7 +17,7 @@ from typing import Any
 import tyro
 
 import everstep
-from everstep.launch.rundir import LaunchError, default_run_dir, read_toml
+from everstep.launch.rundir import LaunchError, default_run_dir
 
 
 @dataclass(kw_only=True)
@@ -59,20 +59,29 @@ class Agent:
     config: tyro.conf.Positional[Path]
     """The run's TOML file."""
 
-    group: int
-    """This group's id, from 0, the same after every restart."""
+    group: int | None = None
+    """This group's id, from 0, the same after every restart. In a Slurm array job: the task's index."""
 
     run_dir: Path
     """The run directory, shared by all groups."""
 
-    lighthouse: str
-    """Address of the lighthouse, http://host:port."""
+    lighthouse: str = ""
+    """Address of the lighthouse, http://host:port. Default: as published in the run directory, waited for."""
 
     groups: int | None = None
     """Number of replica groups; the file's fault_tolerance.groups if not given."""
 
     ranks: int = 1
     """Ranks (processes, GPUs) of the group on this machine."""
+
+    nodes: int = 1
+    """Machines of the group; each runs an agent. Slurm says it in its jobs."""
+
+    node_rank: int = 0
+    """Which of them this is, from 0. Slurm says it in its jobs."""
+
+    restart: int = 0
+    """How often this group was started before: the highest one counts. Slurm says it in its jobs."""
 
     host: str = ""
     """Address that this group's servers listen on and advertise. Default: the host name."""
@@ -124,14 +133,32 @@ def run(command: Run, flags: Sequence[str]) -> int:
 def agent(command: Agent, flags: Sequence[str]) -> int:
     """`everstep agent`; returns the exit status."""
     from everstep.launch.agent import AgentSettings, run_agent
-    from everstep.launch.settings import fault_tolerance, local_host
+    from everstep.launch.settings import fault_tolerance, local_host, read_run_toml
+    from everstep.launch.slurm import Allocation
 
-    section = fault_tolerance(read_toml(command.config), flags)
+    section = fault_tolerance(read_run_toml(command.config), flags)
+    slurm = Allocation.from_environment() if command.group is None else None
+    if command.group is None and slurm is None:
+        raise LaunchError("--group is missing: only in a Slurm array job the task's index says it.")
+    place = slurm or Allocation(
+        group=command.group or 0,
+        job=0,
+        restart=command.restart,
+        nodes=command.nodes,
+        node_rank=command.node_rank,
+        node="",
+    )
     return run_agent(
         AgentSettings(
             config=str(command.config.resolve()),
             run_dir=str(command.run_dir.resolve()),
-            group=command.group,
+            group=place.group,
+            job=place.job,
+            restart=place.restart,
+            nodes=place.nodes,
+            node_rank=place.node_rank,
+            node=place.node,
+            node_failures=section.node_failures,
             groups=section.groups if command.groups is None else command.groups,
             ranks=command.ranks,
             lighthouse=command.lighthouse,
@@ -239,13 +266,21 @@ def _export(run_dir: Path, folder: Path) -> int:
 
 
 COMMANDS = {
-    "run": ("start a run on this machine", "everstep.cli:Run", run),
-    "agent": ("run one replica group's workers; what a batch job starts", "everstep.cli:Agent", agent),
-    "report": ("compute what a run did from its events", "everstep.cli:Report", report),
-    "snapshots": ("show what a run holds in host memory", "everstep.cli:Snapshots", snapshots),
-    "pack": ("make a token file from text", "everstep.data.pack:Pack", pack),
+    "run": ("start a run on this machine", "everstep.cli:Run", "everstep.cli:run"),
+    "submit": ("start a run on a Slurm cluster", "everstep.launch.cluster:Submit", "everstep.launch.cluster:submit"),
+    "status": ("show a run on Slurm", "everstep.launch.cluster:Status", "everstep.launch.cluster:status"),
+    "stop": ("stop a run cleanly", "everstep.launch.cluster:Stop", "everstep.launch.cluster:stop"),
+    "report": ("compute what a run did from its events", "everstep.cli:Report", "everstep.cli:report"),
+    "snapshots": ("show what a run holds in host memory", "everstep.cli:Snapshots", "everstep.cli:snapshots"),
+    "pack": ("make a token file from text", "everstep.data.pack:Pack", "everstep.cli:pack"),
+    "agent": ("run one replica group's workers; what a batch job starts", "everstep.cli:Agent", "everstep.cli:agent"),
+    "lighthouse": (
+        "run a run's lighthouse; what a batch job starts",
+        "everstep.launch.cluster:Lighthouse",
+        "everstep.launch.cluster:run_lighthouse",
+    ),
 }
-"""By name: what it does, the dataclass of its arguments, and the function that acts on them and on the
+"""By name: what it does, where the dataclass of its arguments is, and where the function that acts on them and on the
 arguments that the dataclass does not know.
 """
 
@@ -267,14 +302,18 @@ def _dispatch(args: Sequence[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, 1, cutoff=0.0)[0]
         raise LaunchError(f"no command {name}, did you mean {near}?\n\n{_usage()}")
     _, arguments, act = COMMANDS[name]
-    module, _, kind = arguments.partition(":")
     command, flags = tyro.cli(
-        getattr(importlib.import_module(module), kind),
+        _named(arguments),
         args=args[1:],
         prog=f"everstep {name}",
         return_unknown_args=True,
     )
-    return act(command, flags)
+    return _named(act)(command, flags)
+
+
+def _named(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

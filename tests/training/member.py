@@ -130,7 +130,7 @@ def main(args: Options, connection: Connection) -> None:
         store=store,
         incarnation=str(os.getpid()),
         store_address=f"127.0.0.1:{store.port}",
-        lighthouse=args.lighthouse,
+        find_lighthouse=lambda: args.lighthouse,
         host="127.0.0.1",
         connect_timeout=timedelta(seconds=10),
     )

@@ -94,6 +94,10 @@ class FaultTolerance:
     restart_window_s: float = 3600.0
     """The window in which max_restarts counts."""
 
+    node_failures: int = 10
+    """In a batch job: how many deaths may begin on one node within restart_window_s before the group goes on without
+    it. 0: any number."""
+
     audit_interval: int = 50
     """Every so many committed steps the groups compare a checksum of their parameters; one that differs is
     named and heals. 0: never."""

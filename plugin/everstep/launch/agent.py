@@ -4,10 +4,14 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from everstep.launch import fence
+from everstep.launch.address import await_address, write_json
+from everstep.launch.fence import Claim
 from everstep.launch.forkpoint import start_fork_point
 from everstep.launch.warm import PRELOAD
 from everstep.launch.warm import preload as import_modules
@@ -19,6 +23,18 @@ GAVE_UP_EXIT = 3
 
 KILLED_EXIT = 4
 """Exit status of an agent that was asked to stop and whose workers did not end by themselves."""
+
+NODE_BAD_EXIT = 5
+"""Exit status of an agent that should be started again on another node."""
+
+FENCED_EXIT = 6
+"""Exit status of an agent whose group was started again elsewhere."""
+
+STARTS_WITHOUT_A_STEP = 5
+"""Agents of a group, one after the other, that may end before the group commits a step."""
+
+ADDRESS_TIMEOUT_S = 24 * 3600.0
+"""How long to wait for a lighthouse: its job may be pending."""
 
 _LAST_WORDS = ("training_done", "left")
 
@@ -34,7 +50,7 @@ class AgentSettings:
     groups: int
     ranks: int
     lighthouse: str
-    """`http://host:port`"""
+    """`http://host:port`; empty: as published in the run directory."""
     flags: list[str] = field(default_factory=list)
     """torchtitan flags, passed on."""
     host: str = "127.0.0.1"
@@ -50,17 +66,27 @@ class AgentSettings:
     restart_window_s: float = 3600.0
     entry: str = "everstep.train:main"
     """`module:function` that a worker calls with its argv."""
+    job: int = 0
+    """The batch system's job, if there is one."""
+    restart: int = 0
+    """How often the batch system has restarted that job."""
+    nodes: int = 1
+    """Nodes of this group."""
+    node_rank: int = 0
+    node: str = ""
+    """This node's name in the batch system, if there are others to go to."""
+    node_failures: int = 0
 
     def to_json(self) -> dict:
         return asdict(self)
 
 
-def worker_argv(settings: AgentSettings) -> list[str]:
+def worker_argv(settings: AgentSettings, lighthouse: str) -> list[str]:
     """What a worker of this group is started with. The user's flags come last: they win."""
     return [
         "--module", "everstep", "--config", settings.config, "--dump_folder", settings.run_dir,
         "--fault_tolerance.group_id", str(settings.group), "--fault_tolerance.groups", str(settings.groups),
-        "--fault_tolerance.lighthouse", settings.lighthouse, "--fault_tolerance.bind_host", settings.host,
+        "--fault_tolerance.lighthouse", lighthouse, "--fault_tolerance.bind_host", settings.host,
         *settings.flags,
     ]  # fmt: skip
 
@@ -68,6 +94,41 @@ def worker_argv(settings: AgentSettings) -> list[str]:
 def next_incarnation(run_dir: Path, group: int) -> int:
     """0 for a group's first workers in this run directory, then one more each time."""
     return sum(e["kind"] == "workers_started" and e["group"] == group for e in read_events(run_dir))
+
+
+def over_file(run_dir: Path, group: int) -> Path:
+    """Says how a group ended for good: {"status": "done", "stopped" or "failed", "reason"}. A batch job starts a group
+    again as long as there is none, whatever the exit status of its processes."""
+    return Path(run_dir) / "state" / f"group-{group}.over"
+
+
+def bad_node_file(run_dir: Path, group: int) -> Path:
+    """Names the node that a group's last agent found bad: {"node", "reason", "claim"}."""
+    return Path(run_dir) / "state" / f"group-{group}.bad-node.json"
+
+
+def stop_file(run_dir: Path) -> Path:
+    """Asks every agent of the run for a clean stop, as long as it is there."""
+    return Path(run_dir) / "state" / "stop"
+
+
+def reason_not_to_start(run_dir: Path, group: int, limits: RestartLimits) -> str | None:
+    """Why a group should not be started again, going by how its earlier agents ended; None: start it."""
+    since_step, recent = 0, 0
+    now = time.time()
+    for event in read_events(run_dir):
+        if event["group"] != group:
+            continue
+        if event["kind"] == "agent_up":
+            since_step += 1
+            recent += event["t"] > now - limits.window_s
+        elif event["kind"] == "commit":
+            since_step = 0
+    if recent > limits.max_restarts:
+        return f"it was started {recent} times within {limits.window_s:g} s (fault_tolerance.max_restarts)"
+    if since_step >= STARTS_WITHOUT_A_STEP:
+        return f"it was started {since_step} times without committing a step"
+    return None
 
 
 def _last_word(run_dir: Path, group: int) -> str:
@@ -82,23 +143,14 @@ def main(settings: dict) -> int:
 
 
 def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
-    """Run a group until its workers finish (0), are stopped by SIGTERM or SIGINT (0, or KILLED_EXIT), or
-    are given up (GAVE_UP_EXIT).
+    """Run a group until its workers finish (0), are stopped by SIGTERM, SIGINT or the run's stop file (0, or
+    KILLED_EXIT), or are given up (GAVE_UP_EXIT). In a batch job also until this node turns out bad (NODE_BAD_EXIT) or
+    the group was started again elsewhere (FENCED_EXIT).
 
     Must be called in the main thread of a process without other threads; `preload` are modules to import
     first.
     """
-    import_modules(preload)
-    from everstep.launch.elastic import GroupAgent, GroupSettings
-
     run_dir = Path(settings.run_dir)
-    if settings.devices is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = settings.devices
-    own_dir = "" if settings.socket_dir else tempfile.mkdtemp(prefix="everstep-")
-    socket_dir = Path(settings.socket_dir or own_dir)
-    fork_point_pid = start_fork_point(socket_dir)
-    tempfile.tempdir = str(socket_dir)  # where multiprocessing leaves its files, cleaned up even if we are killed
-
     asked_to_stop = False
 
     def ask_to_stop(*_: object) -> None:
@@ -107,45 +159,106 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
 
     for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(stop, ask_to_stop)
-    # TorchElastic would turn these into an exception that gives workers 30 s; SIGQUIT keeps that meaning.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    stop_asked = stop_file(run_dir)
+
+    def stopping() -> bool:
+        return asked_to_stop or stop_asked.exists()
 
     events = EventLog(run_dir, settings.group, None, "agent")
+    claim = Claim(settings.job, settings.restart)
+    limits = RestartLimits(settings.max_restarts, settings.restart_window_s)
+
+    def end(status: str, reason: str, exit_status: int) -> int:
+        events.emit("agent_ended", status=status, reason=reason)
+        if exit_status:
+            print(reason, flush=True)
+        if settings.job and settings.node_rank == 0:
+            final = status == "done" or (status == "stopped" and stop_asked.exists()) or exit_status == GAVE_UP_EXIT
+            if final:
+                write_json(over_file(run_dir, settings.group), {"status": status, "reason": reason})
+            fence.release(run_dir, settings.group, claim)
+        return exit_status
+
+    first_incarnation = next_incarnation(run_dir, settings.group)
+    if settings.job and settings.node_rank == 0:
+        if why_not := reason_not_to_start(run_dir, settings.group, limits):
+            return end("failed", f"group {settings.group} is given up, {why_not}", GAVE_UP_EXIT)
+        events.emit("agent_up", job=settings.job, restart=settings.restart, node=settings.node, pid=os.getpid())
+    try:
+        if settings.node_rank == 0:
+            fence.claim_group(run_dir, settings.group, claim, stopping)
+        lighthouse = settings.lighthouse or await_address(run_dir, stopping, ADDRESS_TIMEOUT_S)
+    except fence.Fenced as fenced:
+        return end("fenced", str(fenced), FENCED_EXIT)
+    if stopping():
+        return end("stopped", "asked to stop", 0)
+
+    import_modules(preload)
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError
+
+    from everstep.launch.elastic import GroupAgent, GroupSettings
+
+    if settings.devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = settings.devices
+    if settings.job:
+        os.environ[fence.ENVIRONMENT] = str(claim)
+    own_dir = "" if settings.socket_dir else tempfile.mkdtemp(prefix="everstep-")
+    socket_dir = Path(settings.socket_dir or own_dir)
+    fork_point_pid = start_fork_point(socket_dir)
+    tempfile.tempdir = str(socket_dir)  # where multiprocessing leaves its files, cleaned up even if we are killed
+    # TorchElastic would turn signals into an exception that gives workers 30 s; SIGQUIT keeps that meaning.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+
     agent = GroupAgent(
         GroupSettings(
             run_dir=run_dir,
             group=settings.group,
             ranks=settings.ranks,
-            argv=worker_argv(settings),
+            argv=worker_argv(settings, lighthouse),
             entry=settings.entry,
             host=settings.host,
             stall_timeout_s=settings.stall_timeout_s,
             startup_timeout_s=settings.startup_timeout_s,
             stop_grace_s=settings.stop_grace_s,
-            limits=RestartLimits(settings.max_restarts, settings.restart_window_s),
+            limits=limits,
             fork_point_pid=fork_point_pid,
-            first_incarnation=next_incarnation(run_dir, settings.group),
-            stopping=lambda: asked_to_stop,
+            first_incarnation=first_incarnation,
+            stopping=stopping,
+            claim=claim,
+            nodes=settings.nodes,
+            node_rank=settings.node_rank,
+            node=settings.node,
+            node_failures=settings.node_failures,
         ),
         events,
     )
-    result = agent.run()
-    if asked_to_stop and agent.killed_in_the_end:
-        events.emit("agent_ended", status="killed", reason=agent.killed_in_the_end)
-        status = KILLED_EXIT
-    elif asked_to_stop:
-        events.emit("agent_ended", status="stopped", reason="asked to stop")
-        status = 0
-    elif result.is_failed():
-        events.emit("agent_ended", status="failed", reason=agent.gave_up)
-        print(agent.gave_up, flush=True)
-        status = GAVE_UP_EXIT
-    elif _last_word(run_dir, settings.group) == "left":
-        events.emit("agent_ended", status="stopped", reason="its workers were asked to stop")
-        status = 0
-    else:
-        events.emit("agent_ended", status="done", reason="its workers finished")
-        status = 0
-    if own_dir:
-        shutil.rmtree(own_dir, ignore_errors=True)
-    return status
+    try:
+        failed = agent.run().is_failed()
+    except fence.Fenced as fenced:
+        return end("fenced", str(fenced), FENCED_EXIT)
+    except RendezvousClosedError:
+        failed = False  # asked to stop while it waited for the group's other nodes
+    except Exception as error:
+        if agent.node_bad:
+            failed = True
+        elif settings.job:
+            return end("crashed", f"the agent of group {settings.group} failed: {error}", 1)
+        else:
+            raise
+    finally:
+        if own_dir:
+            shutil.rmtree(own_dir, ignore_errors=True)
+    if stopping() and agent.killed_in_the_end:
+        return end("killed", agent.killed_in_the_end, KILLED_EXIT)
+    if agent.node_bad:
+        bad = {"node": settings.node, "host": settings.host, "reason": agent.node_bad}
+        events.emit("node_bad", **bad)
+        write_json(bad_node_file(run_dir, settings.group), bad | {"claim": str(claim)})
+        return end("node_bad", f"node {settings.node} is not used any more: {agent.node_bad}", NODE_BAD_EXIT)
+    if stopping():
+        return end("stopped", "asked to stop", 0)
+    if failed:
+        return end("failed", agent.gave_up, GAVE_UP_EXIT)
+    if _last_word(run_dir, settings.group) == "left":
+        return end("stopped", "its workers were asked to stop", 0)
+    return end("done", "its workers finished", 0)

@@ -1,4 +1,4 @@
-"""TorchElastic, fitted to one replica group: the only file here that imports torch.
+"""TorchElastic, fitted to one replica group. With `rendezvous`, the only file here that imports torch.
 
 What is different from `elastic_launch`: a group whose rank died is torn down by SIGKILL at once (there is
 nothing left to save, and 30 s of grace would be 30 s less training); a watchdog runs with every poll; a
@@ -10,24 +10,24 @@ import dataclasses
 import os
 import select
 import signal
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from everstep.launch import worker
+from everstep.launch import fence, health, worker
+from everstep.launch.fence import Claim, Fenced
 from everstep.launch.heartbeat import BeatFile, agent_beat_path, beat_path, read_beat
+from everstep.launch.rendezvous import OneNodeRendezvous, RunDirRendezvous
 from everstep.launch.watchdog import (
+    UNFIT_EXIT,
     Death,
     RestartLimits,
     Stall,
@@ -40,53 +40,6 @@ from everstep.report.events import EventLog
 MONITOR_INTERVAL_S = 0.05
 BEAT_INTERVAL_S = 0.5
 UNLIMITED_RESTARTS = 2**31 - 1  # TorchElastic's own counter never decides: reason_to_give_up does
-
-
-class OneNodeRendezvous(RendezvousHandler):
-    """Rendezvous of a group that lives on one node: a fresh store for each incarnation, on `host` only.
-
-    TorchElastic's own stores listen on every interface; this one is handed a socket that does not. The
-    workers use the same store for `init_process_group`.
-    """
-
-    def __init__(self, run_id: str, host: str):
-        self._run_id = run_id
-        self._host = host
-
-    def get_backend(self) -> str:
-        return "one-node"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        listener = socket.create_server((self._host, 0), backlog=1024)
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            self._host,
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=60),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self._host, port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        return None
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
 
 
 class OneFilePerRank(LogsSpecs):
@@ -121,6 +74,7 @@ class GroupSettings:
     run_dir: Path
     group: int
     ranks: int
+    """On this node."""
     argv: list[str]
     entry: str
     host: str
@@ -132,6 +86,13 @@ class GroupSettings:
     first_incarnation: int
     stopping: Callable[[], bool] = field(default=lambda: False)
     """Whether a clean stop has been asked for."""
+    claim: Claim = field(default_factory=Claim)
+    nodes: int = 1
+    node_rank: int = 0
+    node: str = ""
+    """This node's name, if there are others to go to."""
+    node_failures: int = 0
+    """Deaths that begin on this node within the limits' window before it counts as bad; 0: any number."""
 
 
 class GroupAgent(LocalElasticAgent):
@@ -150,7 +111,7 @@ class GroupAgent(LocalElasticAgent):
             local_world_size=settings.ranks,
             entrypoint=worker.start,
             args=(place, settings.argv),
-            rdzv_handler=OneNodeRendezvous(f"group-{settings.group}.{settings.first_incarnation}", settings.host),
+            rdzv_handler=_rendezvous(settings),
             max_restarts=UNLIMITED_RESTARTS,
             monitor_interval=MONITOR_INTERVAL_S,
         )
@@ -158,12 +119,15 @@ class GroupAgent(LocalElasticAgent):
         super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=5)
         self.settings = settings
         self.gave_up = ""
+        self.node_bad = ""
+        """Why this node should not be used any more."""
         self.killed_in_the_end = ""
         """Why a stop was not clean."""
         self._events = events
         self._heart = BeatFile(agent_beat_path(settings.run_dir, settings.group))
         self._next_beat = 0.0
         self._incarnation = settings.first_incarnation - 1
+        self._starts = 0
         self._pids: dict[int, int] = {}
         self._died_by_themselves: list[int] = []
         self._started_mono = 0.0
@@ -174,13 +138,22 @@ class GroupAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         if _is_gone(self.settings.fork_point_pid):
             raise RuntimeError("the fork point of this agent has died; a new agent has to take over")
+        self._look_at_fence()
+        if self.settings.node and (sick := health.complaint(self.settings.run_dir)):
+            self.node_bad = sick
+            raise RuntimeError(f"this node is not fit to train on: {sick}")
         self._started_mono = time.monotonic()
         self._stall = None
+        # Workers tell their incarnations apart by TorchElastic's count, which on several nodes is each node's own.
+        self._remaining_restarts = UNLIMITED_RESTARTS - self._starts
+        self._starts += 1
         local = super()._start_workers(worker_group)
         self._pids = {worker_group.workers[local_rank].global_rank: pid for local_rank, pid in local.items()}
         self._died_by_themselves = []
         self._incarnation += 1
-        self._events.emit("workers_started", incarnation=self._incarnation, pids=list(self._pids.values()))
+        # A group's incarnation is told once, by its first node.
+        kind = "workers_started" if self.settings.node_rank == 0 else "node_workers_started"
+        self._events.emit(kind, incarnation=self._incarnation, pids=list(self._pids.values()))
         return local
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -200,8 +173,16 @@ class GroupAgent(LocalElasticAgent):
 
     def _beat(self) -> None:
         if time.monotonic() >= self._next_beat:
-            self._heart.beat("watching")
+            self._look_at_fence()
+            if self.settings.node_rank == 0:
+                self._heart.beat("watching")
             self._next_beat = time.monotonic() + BEAT_INTERVAL_S
+
+    def _look_at_fence(self) -> None:
+        """Raises Fenced, with the workers killed, when another start of this group has a higher claim."""
+        if not fence.holds(self.settings.run_dir, self.settings.group, self.settings.claim):
+            self._kill_workers()
+            raise Fenced(f"group {self.settings.group} was started again elsewhere; this start of it ends")
 
     def _stop_cleanly(self) -> None:
         now = time.monotonic()
@@ -264,11 +245,24 @@ class GroupAgent(LocalElasticAgent):
             # A worker that has not begun yet has nothing to finish: SIGTERM just ends it.
             if failure.exitcode != -signal.SIGTERM and not self.killed_in_the_end:
                 self.killed_in_the_end = reason
+        elif self.settings.node and (bad := self._reason_to_move(failure.exitcode)):
+            self.node_bad = f"{bad}; last: {reason}"
+            self._remaining_restarts = 0
         else:
             give_up = reason_to_give_up(self._deaths, self.settings.limits)
             if give_up is not None:
                 self.gave_up = f"group {self.settings.group} is given up, {give_up}; last: {reason}"
                 self._remaining_restarts = 0
+
+    def _reason_to_move(self, exitcode: int) -> str | None:
+        """Why the group should go on without this node."""
+        if exitcode == UNFIT_EXIT:
+            return "its arithmetic was wrong twice in the same place"
+        window_s, now = self.settings.limits.window_s, time.monotonic()
+        recent = sum(death.mono > now - window_s for death in self._deaths)
+        if 0 < self.settings.node_failures <= recent:
+            return f"workers died here {recent} times within {window_s:g} s (fault_tolerance.node_failures)"
+        return None
 
     def _first_death(self, result: RunResult) -> tuple[int, ProcessFailure]:
         """The rank that brought its group down. TorchElastic names one of the dead: perhaps a peer that had
@@ -293,6 +287,16 @@ class GroupAgent(LocalElasticAgent):
 
     def _kill_workers(self) -> None:
         self._signal_workers(signal.SIGKILL)
+
+
+def _rendezvous(settings: GroupSettings) -> RendezvousHandler:
+    if settings.nodes == 1:
+        return OneNodeRendezvous(f"group-{settings.group}.{settings.first_incarnation}", settings.host)
+    meeting = settings.run_dir / "state" / f"group-{settings.group}.rendezvous.json"
+    claim = f"group-{settings.group}.{settings.claim}"
+    return RunDirRendezvous(
+        meeting, claim, settings.nodes, settings.node_rank, settings.host, lambda: settings.stopping()
+    )
 
 
 def last_line(message: str | dict) -> str:

@@ -6,9 +6,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from everstep.config.errors import ConfigError
+from everstep.config.legacy import translate
 from everstep.config.sections import FaultTolerance
+from everstep.config.source import read_source
 from everstep.launch.rundir import LaunchError, read_toml
 from everstep.launch.supervisor import RunSettings
+
+
+def read_run_toml(path: Path) -> dict:
+    """A run's TOML file with the names of today: one written for torchtitan 0.2 says other words for the same.
+
+    Raises:
+        LaunchError: it is missing or no TOML.
+    """
+    read_toml(path)
+    try:
+        source = read_source(path)
+        translate(source)
+    except ConfigError as error:
+        raise LaunchError(str(error)) from None
+    return source.table
 
 
 def flag_value(flags: Sequence[str], name: str) -> str | None:
@@ -74,7 +92,7 @@ def run_settings(
     flags: Sequence[str],
 ) -> RunSettings:
     """Everything `everstep run` was asked for. Raises LaunchError for a missing or invalid file or value."""
-    toml = read_toml(config)
+    toml = read_run_toml(config)
     flags = list(flags)
     if steps is not None:
         if steps < 1:

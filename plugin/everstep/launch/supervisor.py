@@ -19,7 +19,8 @@ import psutil
 
 import everstep
 from everstep.config.sections import FaultTolerance
-from everstep.launch.agent import GAVE_UP_EXIT, KILLED_EXIT, AgentSettings
+from everstep.launch.address import publish_address
+from everstep.launch.agent import GAVE_UP_EXIT, KILLED_EXIT, AgentSettings, stop_file
 from everstep.launch.heartbeat import agent_beat_path, forget_beats, read_beat
 from everstep.launch.kills import RandomKills
 from everstep.launch.lifeline import adopt_orphans
@@ -119,6 +120,7 @@ class Supervisor:
         try:
             self._tail.skip_to_end()
             forget_beats(self.run_dir.path)
+            stop_file(self.run_dir.path).unlink(missing_ok=True)
             self._start_warm()
             while not self._over():
                 self._reap()
@@ -251,6 +253,7 @@ class Supervisor:
                 continue
             pid = self._pids[name] = answer["pid"]
             if name == "lighthouse":
+                publish_address(self.run_dir.path, f"http://{HOST}:{self._port}", pid)
                 self._events.emit("lighthouse_started", address=f"http://{HOST}:{self._port}", pid=pid)
             elif name.startswith("agent-"):
                 index = int(name.removeprefix("agent-"))

@@ -72,6 +72,9 @@ USAGE_EXIT = 2  # what argument parsers exit with: trying again cannot help
 HOPELESS_EXIT = 64
 """A trainer ends with this when it would end the same way again: training that diverged, for instance."""
 
+UNFIT_EXIT = 65
+"""A trainer ends with this when the machine it runs on cannot be trusted: its results were wrong repeatedly."""
+
 
 def reason_to_give_up(deaths: Sequence[Death], limits: RestartLimits) -> str | None:
     """Why the workers should not be started again after the last of `deaths`; None: start them.
@@ -85,6 +88,8 @@ def reason_to_give_up(deaths: Sequence[Death], limits: RestartLimits) -> str | N
         return "its configuration is not valid"
     if last.exitcode == HOPELESS_EXIT:
         return "its trainer found that going on is no use; its log says why"
+    if last.exitcode == UNFIT_EXIT:
+        return "its trainer found this machine unfit, and there is no other to go to; its log says why"
     recent = [death for death in deaths if death.mono > last.mono - limits.window_s]
     if len(recent) > limits.max_restarts:
         return f"it died {len(recent)} times within {limits.window_s:g} s (fault_tolerance.max_restarts)"

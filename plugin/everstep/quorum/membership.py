@@ -6,6 +6,7 @@ joins quorums when all ranks of the group have asked, and collects the group's v
 
 import os
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -60,7 +61,7 @@ class Membership:
         store: the group's own store, which outlives its workers' restarts or not.
         incarnation: differs after every restart of the group's workers.
         store_address: `host:port` of a TCPStore of this group that other groups reach.
-        lighthouse: `http://host:port`.
+        find_lighthouse: gives `http://host:port`, and another one when the lighthouse has moved.
         host: name or address the manager server is reached under; a loopback address keeps it to this machine.
         connect_timeout: for connections to manager servers and the lighthouse.
     """
@@ -74,31 +75,52 @@ class Membership:
         store: dist.Store,
         incarnation: str,
         store_address: str,
-        lighthouse: str,
+        find_lighthouse: Callable[[], str],
         host: str,
         connect_timeout: timedelta,
     ) -> None:
         self.rank = rank
+        self._group, self._world_size, self._host = group, world_size, host
+        self._store = dist.PrefixStore(f"everstep/membership/{incarnation}", store)
+        self._store_address = store_address
+        self._find_lighthouse = find_lighthouse
         self._connect_timeout = connect_timeout
         self._server: ManagerServer | None = None
-        store = dist.PrefixStore(f"everstep/membership/{incarnation}", store)
-        if rank == 0:
-            loopback = host in ("localhost", "127.0.0.1")
+        self._lighthouse = ""
+        self._moves = 0
+        self._connect()
+
+    def _connect(self) -> None:
+        """Speak for the group to the lighthouse where it is now. All ranks of the group call this."""
+        self._lighthouse = self._find_lighthouse()
+        key = f"manager-{self._moves}"
+        if self.rank == 0:
+            loopback = self._host in ("localhost", "127.0.0.1")
             self._server = ManagerServer(
                 # Sorted as text by torchft, hence the zeros; the uuid tells a group from its predecessor.
-                replica_id=f"{group:0{GROUP_DIGITS}d}:{uuid.uuid4()}",
-                lighthouse_addr=lighthouse,
-                hostname=host,
+                replica_id=f"{self._group:0{GROUP_DIGITS}d}:{uuid.uuid4()}",
+                lighthouse_addr=self._lighthouse,
+                hostname=self._host,
                 bind="127.0.0.1:0" if loopback else "[::]:0",
-                store_addr=store_address,
-                world_size=world_size,
+                store_addr=self._store_address,
+                world_size=self._world_size,
                 heartbeat_interval=HEARTBEAT,
-                connect_timeout=connect_timeout,
+                connect_timeout=self._connect_timeout,
                 # A lighthouse that restarts is asked again every 100 ms until the quorum's own timeout.
                 quorum_retries=10_000,
             )
-            store.set("manager", self._server.address())
-        self._client = ManagerClient(store.get("manager").decode(), connect_timeout=connect_timeout)
+            self._store.set(key, self._server.address())
+        self._client = ManagerClient(self._store.get(key).decode(), connect_timeout=self._connect_timeout)
+
+    def follow_lighthouse(self, all_in_group: Callable[[bool], bool]) -> bool:
+        """After a quorum that did not come: if the lighthouse is elsewhere now, speak to it there. Returns whether it
+        moved. All ranks of the group call this; `all_in_group` tells each whether a flag holds on all."""
+        if all_in_group(self._find_lighthouse() == self._lighthouse):
+            return False
+        self.leave()
+        self._moves += 1
+        self._connect()
+        return True
 
     def join(self, *, step: int, failures: int, metadata: str, timeout: timedelta) -> Quorum:
         """Wait for the next quorum. All ranks of the group call this.

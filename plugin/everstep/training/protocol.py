@@ -305,6 +305,8 @@ class StepProtocol:
             self._events.emit("quorum_failed", self.step + 1, reason=str(error), waited_s=waited)
             if self.leaving:
                 raise Left from error
+            if self._membership.follow_lighthouse(self._all_in_group):
+                self._events.emit("lighthouse_followed", self.step + 1)
             return None
         waited_s = time.monotonic() - begin
         if quorum.step < 0:

@@ -25,6 +25,9 @@ from everstep.config.binding import bind_data
 from everstep.config.checks import check_config
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.data.slots import SlotSource
+from everstep.launch import fence
+from everstep.launch.address import published_address
+from everstep.launch.agent import FENCED_EXIT
 from everstep.launch.heartbeat import Heartbeat, beats_of_groups
 from everstep.launch.watchdog import DONE, HOPELESS_EXIT, STARTUP
 from everstep.platform import cpu
@@ -166,6 +169,7 @@ class EverstepTrainer(titan.Trainer):
     def _join_run(self) -> StepProtocol:
         """Announce this rank's group. From here on the other groups wait for it in every quorum."""
         ft = self._ft
+        given = ft.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._membership = Membership(
             group=ft.group_id,
@@ -174,7 +178,7 @@ class EverstepTrainer(titan.Trainer):
             store=dist.TCPStore(host, port, is_master=False, wait_for_workers=False),
             incarnation=incarnation(),
             store_address=f"{host}:{port}",
-            lighthouse=ft.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", ""),
+            find_lighthouse=lambda: published_address(self._run_dir) or given,
             host=self._host,
             connect_timeout=timedelta(seconds=ft.quorum_timeout_s),
         )
@@ -202,11 +206,19 @@ class EverstepTrainer(titan.Trainer):
                 give_up=timedelta(seconds=ft.give_up_after_s),
             ),
             events=self.events,
-            beat=self._heartbeat.beat,
+            beat=self._beat,
             all_in_group=all_in_group,
             asked_to_leave=lambda: self._asked_to_leave,
             device=self.device if ft.process_group == "nccl" else torch.device("cpu"),
         )
+
+    def _beat(self, phase: str, step: int) -> None:
+        """A sign of life; and before a quorum the last look whether this start of the group is the one that counts."""
+        claim = os.environ.get(fence.ENVIRONMENT) if phase == "quorum" else None
+        if claim and not fence.holds(self._run_dir, self._ft.group_id, fence.Claim.parse(claim)):
+            self.events.emit("fenced", step, claim=claim)
+            os._exit(FENCED_EXIT)
+        self._heartbeat.beat(phase, step)
 
     def train(self) -> None:
         if not self.config.fault_tolerance.enable:

@@ -13,7 +13,7 @@ from torchtitan.tools.logging import logger
 from everstep.attention.guard import Checks
 from everstep.data.slots import Batch
 from everstep.data.streams import SlotStreams
-from everstep.launch.watchdog import HOPELESS_EXIT
+from everstep.launch.watchdog import UNFIT_EXIT
 from everstep.quorum.heal import HealState
 from everstep.training.export import DATALOADER_BLOB, pack_dataloader
 from everstep.training.protocol import OutOfData, SlotRefused, SlotSums
@@ -95,7 +95,7 @@ class TitanWork:
         if reason := checks.reason_to_leave():
             logger.error(reason)
             self._trainer.events.emit("unfit", step, reason=reason)
-            raise SystemExit(HOPELESS_EXIT)
+            raise SystemExit(UNFIT_EXIT)
         if all_in_group(not refused):
             return
         for load, before in zip(self.expert_loads, loads, strict=True):

@@ -1,0 +1,57 @@
+"""Where the lighthouse is: one small file in the run directory, which all nodes share.
+
+Whoever runs the lighthouse writes it once the lighthouse listens; agents and workers that were not given an address
+read it, and read it again when no quorum comes: the lighthouse may have moved to another node.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+POLL_S = 0.2
+
+
+def address_file(run_dir: Path) -> Path:
+    return Path(run_dir) / "state" / "lighthouse.json"
+
+
+def publish_address(run_dir: Path, address: str, pid: int) -> None:
+    """Say that the lighthouse is at `address` (http://host:port)."""
+    write_json(address_file(run_dir), {"address": address, "pid": pid, "since": time.time()})
+
+
+def published_address(run_dir: Path) -> str:
+    """The lighthouse's address as it was last published; "" if it never was."""
+    found = read_json(address_file(run_dir))
+    return str(found.get("address", ""))
+
+
+def await_address(run_dir: Path, stopping: Callable[[], bool], timeout_s: float) -> str:
+    """The published address, waited for; "" when asked to stop before it came. Raises TimeoutError."""
+    deadline = time.monotonic() + timeout_s
+    while not (address := published_address(run_dir)) and not stopping():
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"no lighthouse has published its address in {address_file(run_dir)} for {timeout_s:g} s; "
+                "start one with `everstep lighthouse`, or give --lighthouse"
+            )
+        time.sleep(POLL_S)
+    return address
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Replace a small file of the run's state, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_text(json.dumps(value))
+    draft.replace(path)
+
+
+def read_json(path: Path) -> dict:
+    """What `write_json` wrote; {} if there is nothing."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}

@@ -1,0 +1,116 @@
+"""`everstep lighthouse`: the lighthouse of a run on a cluster, kept up until the run is over.
+
+On one machine the supervisor does this beside everything else; here it is a small job of its own. The lighthouse itself
+keeps no state. It is started again, on the same port, when it dies and when it no longer answers, and its address
+is published in the run directory, where groups look for it after it has moved to another node.
+"""
+
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from everstep.config.sections import FaultTolerance
+from everstep.launch.address import publish_address
+from everstep.launch.agent import over_file, stop_file
+from everstep.launch.heartbeat import beats_of_groups
+from everstep.launch.machine import free_port, listens
+from everstep.launch.rundir import LaunchError
+from everstep.report.events import EventLog
+
+POLL_S = 0.2
+PROBE_EVERY_S = 5.0
+PROBE_TIMEOUT_S = 5.0
+SILENT_PROBES = 3
+START_TIMEOUT_S = 60.0
+LINGER_S = 60.0
+"""How long after the last sign of life of any group the lighthouse stays when all groups have ended."""
+
+
+@dataclass(frozen=True)
+class Beacon:
+    """What to run, and where. `host`: what the lighthouse listens on and what the groups are told."""
+
+    run_dir: Path
+    host: str
+    groups: int
+    fault_tolerance: FaultTolerance
+
+
+def keep_up(beacon: Beacon) -> int:
+    """Until every group has ended for good, or SIGTERM or SIGINT; returns the exit status.
+
+    Raises:
+        LaunchError: the lighthouse does not start.
+    """
+    asked_to_stop = False
+
+    def ask_to_stop(*_: object) -> None:
+        nonlocal asked_to_stop
+        asked_to_stop = True
+
+    for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(stop, ask_to_stop)
+    events = EventLog(beacon.run_dir, None, None, "lighthouse")
+    port = free_port(beacon.host)
+    address = f"http://{beacon.host}:{port}"
+    while not asked_to_stop and not _all_over(beacon):
+        process = _start(beacon, port)
+        try:
+            publish_address(beacon.run_dir, address, process.pid)
+            events.emit("lighthouse_started", address=address, pid=process.pid)
+            silent, next_probe = 0, time.monotonic() + PROBE_EVERY_S
+            while process.poll() is None and silent < SILENT_PROBES and not asked_to_stop and not _all_over(beacon):
+                time.sleep(POLL_S)
+                if time.monotonic() >= next_probe:
+                    silent = 0 if answers(address) else silent + 1
+                    next_probe = time.monotonic() + PROBE_EVERY_S
+            if process.poll() is not None or silent:
+                reason = "does not answer" if process.poll() is None else "ended"
+                events.emit("lighthouse_died", exitcode=process.poll(), reason=reason)
+        finally:
+            process.kill()
+            process.wait()
+    return 0
+
+
+def answers(address: str) -> bool:
+    """Whether the lighthouse there answers a question, as one that merely listens may not."""
+    try:
+        with urllib.request.urlopen(f"{address}/status", timeout=PROBE_TIMEOUT_S) as page:
+            return bool(page.read(1))
+    except OSError:
+        return False
+
+
+def _start(beacon: Beacon, port: int) -> subprocess.Popen:
+    ft = beacon.fault_tolerance
+    command = [sys.executable, "-m", "everstep.quorum.lighthouse", "--bind", f"{beacon.host}:{port}"]
+    command += ["--min-groups", str(ft.min_groups), "--heartbeat-timeout-s", str(ft.heartbeat_timeout_s)]
+    command += ["--join-timeout-s", str(ft.join_timeout_s), "--die-with-parent"]
+    log = beacon.run_dir / "logs" / "lighthouse.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not listens(beacon.host, port):
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            process.wait()
+            raise LaunchError(f"the lighthouse does not start on {beacon.host}:{port}, see {log}")
+        time.sleep(POLL_S)
+    return process
+
+
+def _all_over(beacon: Beacon) -> bool:
+    """Whether no group will ask for a quorum any more. Groups of which nothing was heard for a while count as gone in a
+    run that was stopped or finished by another."""
+    ended = [over_file(beacon.run_dir, group).exists() for group in range(beacon.groups)]
+    if all(ended):
+        return True
+    if not any(ended) and not stop_file(beacon.run_dir).exists():
+        return False
+    return all(age > LINGER_S for _, _, age in beats_of_groups(beacon.run_dir))

@@ -1,0 +1,127 @@
+"""The commands of a cluster: `everstep lighthouse`, `submit`, `status` and `stop`."""
+
+import shlex
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from everstep.launch import beacon, slurm
+from everstep.launch.rundir import LaunchError, default_run_dir
+from everstep.launch.settings import fault_tolerance, read_run_toml
+
+
+@dataclass(kw_only=True)
+class Lighthouse:
+    """Run a run's lighthouse on this machine until the run is over, and start it again when it dies: what a batch job
+    starts. Its address is published in the run directory."""
+
+    config: tyro.conf.Positional[Path]
+    """The run's TOML file."""
+
+    run_dir: Path
+    """The run directory, shared by all groups."""
+
+    groups: int | None = None
+    """Number of replica groups; the file's fault_tolerance.groups if not given."""
+
+    host: str = ""
+    """Address to listen on and to tell the groups. Default: the host name."""
+
+
+@dataclass(kw_only=True)
+class Submit:
+    """Submit a run to Slurm: an array job with one task per replica group, and a small job for the lighthouse.
+
+    Flags with a section, like --training.steps 1000, are torchtitan's; all others go to sbatch for the groups' job,
+    like --partition gpu --gpus-per-node 8 --time 24:00:00.
+    """
+
+    config: tyro.conf.Positional[Path]
+    """The run's TOML file."""
+
+    groups: int | None = None
+    """Number of replica groups; the file's fault_tolerance.groups if not given."""
+
+    nodes_per_group: int = 1
+    """Nodes of each group."""
+
+    ranks_per_node: int = 1
+    """Ranks (processes, GPUs) on each node."""
+
+    run_dir: Path | None = None
+    """On a file system that all nodes share. Default: runs/<config>-<timestamp>."""
+
+    lighthouse_flags: str = ""
+    """sbatch flags of the lighthouse's job, as one word, for instance "--partition=cpu"."""
+
+    dry_run: bool = False
+    """Print the sbatch commands and do nothing."""
+
+
+@dataclass(kw_only=True)
+class Status:
+    """Show the groups of a run as Slurm sees them, beside what the run itself says."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """The run directory."""
+
+
+@dataclass(kw_only=True)
+class Stop:
+    """Stop a run cleanly: every group finishes its step, one writes the last checkpoint."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """The run directory."""
+
+
+def run_lighthouse(command: Lighthouse, flags: Sequence[str]) -> int:
+    """Until every group has ended; returns the exit status."""
+    section = fault_tolerance(read_run_toml(command.config), flags)
+    groups = section.groups if command.groups is None else command.groups
+    host = command.host or socket.gethostname()
+    return beacon.keep_up(beacon.Beacon(command.run_dir.resolve(), host, groups, section))
+
+
+def submit(command: Submit, flags: Sequence[str]) -> int:
+    """Exit status 0 when both jobs are queued."""
+    sbatch_flags, titan_flags = slurm.split_flags(flags)
+    section = fault_tolerance(read_run_toml(command.config), titan_flags)
+    groups = section.groups if command.groups is None else command.groups
+    if groups < 1 or command.nodes_per_group < 1 or command.ranks_per_node < 1:
+        raise LaunchError("--groups, --nodes-per-group and --ranks-per-node must be at least 1.")
+    run_dir = (command.run_dir or default_run_dir(command.config, time.localtime())).resolve()
+    submission = slurm.Submission(
+        config=command.config.resolve(),
+        run_dir=run_dir,
+        groups=groups,
+        nodes_per_group=command.nodes_per_group,
+        sbatch_flags=sbatch_flags,
+        lighthouse_flags=shlex.split(command.lighthouse_flags),
+        flags=["--ranks", str(command.ranks_per_node), *titan_flags],
+    )
+    if command.dry_run:
+        print(slurm.describe_commands(submission))
+        return 0
+    slurm.require_slurm()
+    slurm.settle(command.config, run_dir, groups, command.ranks_per_node * command.nodes_per_group, titan_flags)
+    print(slurm.describe_submission(submission, slurm.submit(submission)))
+    return 0
+
+
+def status(command: Status, flags: Sequence[str]) -> int:
+    """Prints the table; returns 0."""
+    slurm.require_slurm()
+    print(slurm.status(command.run_dir.resolve()))
+    return 0
+
+
+def stop(command: Stop, flags: Sequence[str]) -> int:
+    """Returns at once; the groups stop after their step."""
+    if not (command.run_dir / "events").is_dir():
+        raise LaunchError(f"{command.run_dir} is no run directory: there are no events in it.")
+    print(slurm.stop(command.run_dir.resolve()))
+    return 0

@@ -1,0 +1,101 @@
+"""Which start of a group is the one that counts.
+
+A batch system may start a group again while the earlier start still runs: its node was taken for dead and is not. The
+start with the higher claim (job, restart) wins. It waits until the earlier one has ended or has been silent for
+LEASE_S, and the earlier one, as soon as it can do anything again, sees that it lost and ends: its agent looks twice a
+second, its workers before they ask for a quorum.
+"""
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from everstep.launch.address import read_json, write_json
+from everstep.launch.heartbeat import agent_beat_path
+
+LEASE_S = 10.0
+"""An agent that has not beaten for this long can be taken for gone: should it wake up, it looks at the fence first."""
+
+POLL_S = 0.2
+ENVIRONMENT = "EVERSTEP_FENCE"
+
+
+class Fenced(Exception):
+    """Another start of this group has a higher claim."""
+
+
+@dataclass(frozen=True, order=True)
+class Claim:
+    """A start of a group. Later ones compare greater."""
+
+    job: int = 0
+    """The batch system's job id; 0 without one."""
+    restart: int = 0
+    """How often the batch system has restarted that job."""
+
+    def __str__(self) -> str:
+        return f"{self.job}.{self.restart}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Claim":
+        job, _, restart = text.partition(".")
+        return cls(int(job), int(restart))
+
+
+def fence_file(run_dir: Path, group: int) -> Path:
+    return Path(run_dir) / "state" / f"group-{group}.fence.json"
+
+
+def holder(run_dir: Path, group: int) -> Claim | None:
+    """The claim that counts; None while there is none."""
+    found = read_json(fence_file(run_dir, group))
+    return Claim(found["job"], found["restart"]) if found else None
+
+
+def holds(run_dir: Path, group: int, claim: Claim) -> bool:
+    """Whether nobody has a higher claim."""
+    other = holder(run_dir, group)
+    return other is None or other <= claim
+
+
+def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], bool]) -> None:
+    """Make `claim` the one that counts and wait until the start before has ended.
+
+    Raises:
+        Fenced: there is a higher one.
+    """
+    path = fence_file(run_dir, group)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / f"group-{group}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = read_json(path)
+        if before and Claim(before["job"], before["restart"]) > claim:
+            raise Fenced(f"group {group} was started again as {before['job']}.{before['restart']} on {before['host']}")
+        mine = asdict(claim) | {"host": socket.gethostname(), "pid": os.getpid(), "ended": False}
+        write_json(path, mine)
+    if not before or before["ended"] or Claim(before["job"], before["restart"]) == claim:
+        return
+    while not stopping() and not _silent(run_dir, group):
+        time.sleep(POLL_S)
+
+
+def release(run_dir: Path, group: int, claim: Claim) -> None:
+    """This start has ended, its workers with it."""
+    found = read_json(fence_file(run_dir, group))
+    if found and Claim(found["job"], found["restart"]) == claim:
+        write_json(fence_file(run_dir, group), found | {"ended": True})
+
+
+def _silent(run_dir: Path, group: int) -> bool:
+    """Whether the group's agent has not beaten within the lease, by the shared file system's clock."""
+    try:
+        beat = agent_beat_path(run_dir, group).stat().st_mtime
+    except FileNotFoundError:
+        return True
+    probe = fence_file(run_dir, group).with_suffix(".now")
+    probe.touch()
+    return probe.stat().st_mtime - beat > LEASE_S

@@ -1,0 +1,34 @@
+"""Is this node fit to train on? A few things that break on single nodes and that a trainer would only meet later."""
+
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+SMALLEST_FREE_BYTES = 64 << 20
+
+
+def complaint(run_dir: Path) -> str:
+    """What is wrong with this node; "" if nothing is.
+
+    The run directory and a local temporary folder take a write, and shared memory has room for what a trainer's
+    processes exchange.
+    """
+    for folder in (run_dir / "state", Path(tempfile.gettempdir())):
+        probe = folder / f".fit-{socket.gethostname()}-{os.getpid()}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with probe.open("wb") as file:
+                file.write(b"x" * 4096)
+                file.flush()
+                os.fsync(file.fileno())
+            probe.unlink()
+        except OSError as error:
+            return f"{folder} cannot be written: {error.strerror}"
+    if SHARED_MEMORY.exists():
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        if free < SMALLEST_FREE_BYTES:
+            return f"{SHARED_MEMORY} has {free >> 20} MiB free, {SMALLEST_FREE_BYTES >> 20} are needed"
+    return ""

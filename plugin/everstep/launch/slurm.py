@@ -1,0 +1,270 @@
+"""Everstep on Slurm: what `everstep submit`, `status` and `stop` do. Slurm schedules; nothing here does.
+
+A run is two jobs: an array with one task per replica group, and a small one for the lighthouse. Everything they share
+is the run directory, on a file system that all nodes see. RUN_DIR/state/slurm.json names the jobs.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everstep.launch.address import published_address, read_json, write_json
+from everstep.launch.agent import over_file, stop_file
+from everstep.launch.heartbeat import beats_of_groups
+from everstep.launch.rundir import LaunchError
+from everstep.report.events import read_events
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "slurm"
+ENDED_STATES = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A run to be given to Slurm. `sbatch_flags` go to the groups' job, `flags` are torchtitan's."""
+
+    config: Path
+    run_dir: Path
+    groups: int
+    nodes_per_group: int = 1
+    sbatch_flags: Sequence[str] = field(default_factory=tuple)
+    lighthouse_flags: Sequence[str] = field(default_factory=tuple)
+    flags: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def settled(self) -> Path:
+        """The run's config with everything resolved, which the jobs use whatever happens to the file."""
+        return self.run_dir / "config.toml"
+
+    def commands(self) -> dict[str, list[str]]:
+        """The sbatch commands, by job, as they are run."""
+        name, logs = self.config.stem, self.run_dir / "logs"
+        here = f"--export=ALL,EVERSTEP={Path(sys.executable).with_name('everstep')}"
+        common = [str(self.settled), "--run-dir", str(self.run_dir), "--groups", str(self.groups)]
+        lighthouse = [
+            "sbatch",
+            "--parsable",
+            f"--job-name={name}-lighthouse",
+            here,
+            f"--output={logs}/lighthouse-job.log",
+        ]
+        groups = ["sbatch", "--parsable", f"--job-name={name}", f"--array=0-{self.groups - 1}"]
+        groups += [here, f"--nodes={self.nodes_per_group}", "--ntasks-per-node=1", f"--output={logs}/group-%a/job.log"]
+        return {
+            "lighthouse": [*lighthouse, *self.lighthouse_flags, str(SCRIPTS / "lighthouse.sbatch"), *common],
+            "groups": [*groups, *self.sbatch_flags, str(SCRIPTS / "train.sbatch"), *common, *self.flags],
+        }
+
+
+def job_file(run_dir: Path) -> Path:
+    return Path(run_dir) / "state" / "slurm.json"
+
+
+def submit(submission: Submission) -> dict[str, int]:
+    """Give the run to Slurm; job ids by job. What of it is queued or running already is left as it is.
+
+    Raises:
+        LaunchError: Slurm refuses, or the run is there as a whole.
+    """
+    run_dir, known = submission.run_dir, read_json(job_file(submission.run_dir))
+    alive = {name: job for name, job in known.items() if name in ("lighthouse", "groups") and states_of(job)}
+    if len(alive) == 2:
+        raise LaunchError(
+            f"{run_dir} is submitted already: jobs {alive['groups']} (groups) and {alive['lighthouse']} (lighthouse). "
+            f"Watch it with `everstep status {run_dir}`, end it with `everstep stop {run_dir}`."
+        )
+    stop_file(run_dir).unlink(missing_ok=True)
+    for group in range(submission.groups):
+        (run_dir / "logs" / f"group-{group}").mkdir(parents=True, exist_ok=True)
+        if "groups" not in alive:
+            over_file(run_dir, group).unlink(missing_ok=True)
+    jobs: dict[str, int] = dict(alive)
+    for name, command in submission.commands().items():
+        if name not in alive:
+            jobs[name] = int(_slurm(command).strip().partition(";")[0])
+            write_json(job_file(run_dir), jobs)
+    return jobs
+
+
+def describe_submission(submission: Submission, jobs: Mapping[str, int]) -> str:
+    """What to do next, for the person who submitted."""
+    run_dir = submission.run_dir
+    return "\n".join(
+        [
+            f"groups      job {jobs['groups']}, array 0-{submission.groups - 1}, "
+            f"{submission.nodes_per_group} node(s) each, logs in {run_dir}/logs/group-K/",
+            f"lighthouse  job {jobs['lighthouse']}",
+            f"watch       everstep status {run_dir}    (or tail -f {run_dir}/logs/group-0/job.log)",
+            f"stop        everstep stop {run_dir}    (cleanly, with a final checkpoint)",
+            "resume      the same submit command again",
+        ]
+    )
+
+
+def stop(run_dir: Path) -> str:
+    """Ask for a clean stop: every group finishes its step, one writes the last checkpoint. Pending tasks are
+    cancelled. Returns what was done."""
+    stop_file(run_dir).parent.mkdir(parents=True, exist_ok=True)
+    stop_file(run_dir).touch()
+    said = [f"asked every group of {run_dir} to finish its step and to stop"]
+    job = read_json(job_file(run_dir)).get("groups")
+    if job and any(task.state == "PENDING" for task in states_of(job)):
+        _slurm(["scancel", "--state=PENDING", str(job)])
+        said.append("cancelled the tasks that were pending")
+    return "; ".join(said)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of an array as Slurm sees it."""
+
+    group: int | None
+    state: str
+    nodes: str
+    reason: str
+
+
+def states_of(job: int) -> list[Task]:
+    """The tasks of a job that have not ended; a pending range of an array is one task for each index."""
+    done = subprocess.run(
+        ["squeue", "--noheader", "--array", f"--jobs={job}", "--format=%K|%T|%N|%r"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode and "Invalid job id" in done.stderr:
+        return []
+    if done.returncode:
+        raise LaunchError(f"squeue: {done.stderr.strip()}")
+    tasks = []
+    for line in done.stdout.splitlines():
+        index, state, nodes, reason = line.split("|", 3)
+        if state not in ENDED_STATES:
+            tasks.append(Task(int(index) if index.isdigit() else None, state, nodes, reason))
+    return tasks
+
+
+def status(run_dir: Path) -> str:
+    """Groups as Slurm sees them beside groups as the run sees them.
+
+    Raises:
+        LaunchError: the run was not submitted to Slurm.
+    """
+    jobs = read_json(job_file(run_dir))
+    if "groups" not in jobs:
+        raise LaunchError(f"{run_dir} was not submitted to Slurm: there is no {job_file(run_dir)}.")
+    run = _as_the_run_sees_it(run_dir)
+    tasks = {task.group: task for task in states_of(jobs["groups"])}
+    lighthouse = states_of(jobs["lighthouse"]) if "lighthouse" in jobs else []
+    where = published_address(run_dir) or "no address yet"
+    state = lighthouse[0].state if lighthouse else "ended"
+    lines = [f"step {run['step']}, groups in the last step: {run['groups']}", f"lighthouse  {state:12} {where}", ""]
+    lines.append(f"{'group':>5}  {'Slurm':12} {'nodes':16} {'starts':>6}  {'last beat':24} notes")
+    beats = {group: (beat, age) for group, beat, age in beats_of_groups(run_dir)}
+    numbers = sorted({*run["seen"], *(g for g in tasks if g is not None), *beats})
+    for group in numbers:
+        task = tasks.get(group)
+        over = read_json(over_file(run_dir, group))
+        beat = (
+            f"{beats[group][0].phase}, step {beats[group][0].step}, {beats[group][1]:.0f} s" if group in beats else "-"
+        )
+        notes = [f"{over['status']}: {over['reason']}"] if over else []
+        if task and task.state == "PENDING":
+            notes.append(task.reason)
+        notes += run["notes"].get(group, [])
+        lines.append(
+            f"{group:>5}  {task.state if task else 'ended':12} {(task.nodes if task else '') or '-':16} "
+            f"{run['starts'].get(group, 0):>6}  {beat:24} {'; '.join(notes)}"
+        )
+    return "\n".join(lines)
+
+
+def _as_the_run_sees_it(run_dir: Path) -> dict[str, Any]:
+    seen: dict[str, Any] = {"step": 0, "groups": "none", "seen": set(), "starts": {}, "notes": {}}
+    for event in read_events(run_dir):
+        group = event["group"]
+        if group is not None:
+            seen["seen"].add(group)
+        if event["kind"] == "commit" and event["step"] >= seen["step"]:
+            seen["step"], seen["groups"] = event["step"], " ".join(map(str, sorted(event["groups"])))
+        elif event["kind"] == "agent_up":
+            seen["starts"][group] = seen["starts"].get(group, 0) + 1
+        elif event["kind"] == "node_bad":
+            seen["notes"].setdefault(group, []).append(f"left node {event['node']}: {event['reason']}")
+    return seen
+
+
+def split_flags(flags: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split flags into sbatch's and torchtitan's, which are those with a section: `--training.steps 10`."""
+    slurm: list[str] = []
+    titan: list[str] = []
+    target = slurm
+    for flag in flags:
+        if flag.startswith("-"):
+            target = titan if re.match(r"--[a-z_]+\.", flag) else slurm
+        target.append(flag)
+    return slurm, titan
+
+
+def settle(config: Path, run_dir: Path, groups: int, ranks: int, flags: Sequence[str]) -> None:
+    """Check the config as groups of `ranks` will and put it, resolved, into the run directory. Raises LaunchError."""
+    answer = run_dir / "state" / "prepared.json"
+    answer.parent.mkdir(parents=True, exist_ok=True)
+    order = [str(config), str(run_dir), ["--fault_tolerance.groups", str(groups), *flags], ranks, str(answer)]
+    code = "import sys, json; from everstep.launch.prepare import main; main(*json.loads(sys.argv[1]))"
+    command = [sys.executable, "-c", code, json.dumps(order)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = read_json(answer) or {"error": done.stderr.strip()[-2000:]}
+    answer.unlink(missing_ok=True)
+    if "error" in found:
+        raise LaunchError(found["error"])
+
+
+def describe_commands(submission: Submission) -> str:
+    return "\n".join(shlex.join(command) for command in submission.commands().values())
+
+
+def require_slurm() -> None:
+    """Raises LaunchError where there is no Slurm."""
+    if shutil.which("sbatch") is None:
+        raise LaunchError("there is no sbatch here: run this on a login node of a Slurm cluster.")
+
+
+def _slurm(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LaunchError(f"{command[0]} failed: {done.stderr.strip() or done.stdout.strip()}\n  {shlex.join(command)}")
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What Slurm's environment says about this task of a group's job."""
+
+    group: int
+    job: int
+    restart: int
+    nodes: int
+    node_rank: int
+    node: str
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Allocation | None":
+        """None outside of a Slurm array job."""
+        if "SLURM_ARRAY_TASK_ID" not in environment:
+            return None
+        return cls(
+            group=int(environment["SLURM_ARRAY_TASK_ID"]),
+            job=int(environment["SLURM_ARRAY_JOB_ID"]),
+            restart=int(environment.get("SLURM_RESTART_COUNT") or 0),
+            nodes=int(environment.get("SLURM_NNODES", "1")),
+            node_rank=int(environment.get("SLURM_NODEID", "0")),
+            node=environment.get("SLURMD_NODENAME", ""),
+        )
