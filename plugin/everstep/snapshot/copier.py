@@ -26,6 +26,8 @@ from everstep.snapshot.slot import Header, SlotError, SlotWriter, chunk_digests,
 BUCKET_BYTES = 32 << 20
 KEEPER_SILENT_S = 5.0
 GATE_POLL_S = 0.02
+KEEP_S = 10.0
+"""How long a snapshot that is to become a checkpoint waits for its reader."""
 
 
 @dataclass
@@ -61,13 +63,15 @@ class Standing:
     """The keeper has published parity over it."""
     coding: bool
     """The keeper is verifying it or coding parity over it now."""
+    held: bool = False
+    """Somebody reads it, or is about to, to write a checkpoint."""
 
 
 def slot_to_overwrite(slots: Sequence[Standing | None]) -> int | None:
     """Which slot the next snapshot goes to, so that the newest complete and the newest coded step survive it.
 
     None: neither may go yet, since the younger slot's parity is under way and the older one's is what there
-    is.
+    is, or the older one is held.
     """
     for index, slot in enumerate(slots):
         if slot is None or not slot.sound:
@@ -76,7 +80,7 @@ def slot_to_overwrite(slots: Sequence[Standing | None]) -> int | None:
     older, younger = sorted(standing, key=lambda index: standing[index].sequence)
     if not standing[younger].complete:
         return younger
-    if standing[younger].coding and standing[older].coded:
+    if standing[older].held or (standing[younger].coding and standing[older].coded):
         return None
     return older
 
@@ -104,6 +108,7 @@ class Copier:
         self._complete: tuple[int, str] | None = None
         self._newest: tuple[int, str, tuple[int, ...]] | None = None
         self._damaged: set[int] = set()
+        self._kept: tuple[int, float] = (-1, 0.0)
         self._plan: _Plan | None = None
         self._last_failure = ""
         self._condition = threading.Condition()
@@ -123,7 +128,15 @@ class Copier:
         knows. Slots found here are then not overwritten before a newer one is complete."""
         self._complete = (step, lineage)
 
-    def committed(self, step: int, lineage: str, members: Sequence[int], held: int, state: Callable[[], State]) -> bool:
+    def committed(
+        self,
+        step: int,
+        lineage: str,
+        members: Sequence[int],
+        held: int,
+        state: Callable[[], State],
+        keep: bool = False,
+    ) -> bool:
         """Tell that a step was committed; take a snapshot of it if it is due. Returns whether one was begun.
 
         Args:
@@ -133,10 +146,12 @@ class Copier:
             members: the groups that committed, all of which hold the state now.
             held: the step that was `published` on all of them when they voted; -1 if they differed.
             state: called if a snapshot is due. Its tensors must not change before `wait` has returned.
+            keep: a checkpoint is to be written of this step: take it in any case, and do not overwrite it
+                before it has been read or `KEEP_S` are over. To be told alike in all groups.
         """
         self.wait()
         self._learn(frozenset(members), held)
-        if step % self._settings.interval:
+        if step % self._settings.interval and not keep:
             return False
         began = time.perf_counter()
         what = state()
@@ -145,7 +160,7 @@ class Copier:
         if device is not None:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(device))
-        job = _Job(step, lineage, tuple(sorted(members)), what, device, ready)
+        job = _Job(step, lineage, tuple(sorted(members)), what, device, ready, keep)
         job.blocked_s = time.perf_counter() - began
         with self._condition:
             self._job, self._hurry = job, False
@@ -226,7 +241,10 @@ class Copier:
         index = self._gate()
         if index is None:
             job.outcome = "skipped"
-            job.reason = "parity of the step before is still under way, and the older slot holds the last coded one"
+            if any(slot is not None and slot.held for slot in self._standings()):
+                job.reason = "the older slot is being written to disk, and the younger is the newest step"
+            else:
+                job.reason = "parity of the step before is still under way, and the older slot holds the last coded one"
             return
         began = time.perf_counter()
         plan = self._plan
@@ -261,6 +279,8 @@ class Copier:
             taken_at=time.time(),
             payload_bytes=size,
         )
+        if job.keep:
+            self._kept = (sequence, time.monotonic() + KEEP_S)
         slot.writer.publish(header, chunk_digests(payload))
         self._newest = (job.step, job.lineage, job.members)
         job.outcome, job.copied_bytes, job.copy_s = "taken", size, time.perf_counter() - began
@@ -303,7 +323,12 @@ class Copier:
             sound=header.sequence not in self._damaged,
             coded=header.identity in coded,
             coding=alive and header.parity > 0 and (notes.sequence < header.sequence or (dealt and not notes.settled)),
+            held=(alive and notes.holding == header.sequence) or self._awaits_reader(header, notes),
         )
+
+    def _awaits_reader(self, header: Header, notes: Notes) -> bool:
+        sequence, until = self._kept
+        return header.sequence == sequence and notes.held != sequence and time.monotonic() < until
 
     def _next_sequence(self) -> int:
         # By the clock, so that no number comes again after a publication that was broken off: the keeper goes
@@ -327,6 +352,7 @@ class _Job:
     device: torch.device | None
     ready: torch.cuda.Event | None
     """Recorded on the compute stream at the commit: what the copy must come after."""
+    keep: bool = False
     done: bool = False
     outcome: str = "failed"
     reason: str = ""

@@ -59,6 +59,7 @@ class RankWatch:
         )
         self._lock = threading.Lock()
         self._notes = Notes()
+        self._holders: list[int] = []
         self.sound: dict[int, bool] = {}
         """By sequence: what verification found, of the slots that are there now."""
         self._thread = threading.Thread(target=self._run, name=f"rank-{rank}", daemon=True)
@@ -72,6 +73,18 @@ class RankWatch:
                 self._keeper.arena.write_notes(self.rank, self._notes)
             except OSError as error:
                 log.warning("rank %d: notes cannot be written: %s", self.rank, error)
+
+    def hold(self, sequence: int) -> None:
+        """Ask the trainer to leave a slot alone until `release`."""
+        with self._lock:
+            self._holders.append(sequence)
+        self.note(holding=sequence, held=sequence)
+
+    def release(self, sequence: int) -> None:
+        with self._lock:
+            self._holders.remove(sequence)
+            left = self._holders[-1] if self._holders else -1
+        self.note(holding=left)
 
     def _run(self) -> None:
         dealt = -1
@@ -228,6 +241,9 @@ class Keeper:
             if operation == "open":
                 message = self._serve_slot(channel, message)
                 continue
+            if operation == "hold":
+                message = self._hold_slot(channel, message)
+                continue
             if operation == "inventory":
                 channel.send_frame({"slots": self._inventory()})
             elif operation == "ping":
@@ -322,6 +338,24 @@ class Keeper:
                 if following is None or following.get("op") != "still":
                     return following
                 channel.send_frame({"still": reader.header() == header})
+
+    def _hold_slot(self, channel: wire.Channel, message: dict[str, Any]) -> dict[str, Any]:
+        """Keep a slot from being overwritten for as long as the peer keeps asking. Returns its first other
+        message."""
+        reader, header = self._await_slot(message)
+        with contextlib.closing(reader):
+            while (watch := self._watches.get(header.rank)) is None:  # a rank's first slot: seen within POLL_S
+                if self.over.wait(POLL_S):
+                    raise wire.RefusedError(f"the keeper of group {self.group} is ending")
+            watch.hold(header.sequence)
+            try:
+                while True:
+                    channel.send_frame({"still": reader.header() == header})
+                    following = channel.receive_frame()
+                    if following.get("op") != "still":
+                        return following
+            finally:
+                watch.release(header.sequence)
 
 
 class _Slot:

@@ -158,7 +158,7 @@ class EverstepTrainer(titan.Trainer):
         if self.snapshots is not None:
             self.snapshots.shards = self._state.shards()
             if isinstance(self.checkpointer, SnapshotCheckpointManager):
-                self.checkpointer.export_with(self.snapshots.start_export)
+                self.checkpointer.export_with(self.snapshots.start_export, all_in_group)
         self._reducer = GradientReducer(
             (p for part in self.model_parts for p in part.parameters() if p.requires_grad),
             int(ft.bucket_mb * 2**20),
@@ -352,7 +352,7 @@ class EverstepTrainer(titan.Trainer):
         self.source.committed(self.step)
         self._protocol.committed()
         if self.snapshots is not None:
-            self.snapshots.committed(commit, self._work.serve)
+            self.snapshots.committed(commit, self._work.serve, self._checkpoint_from_memory(commit))
         if self.checks is not None:
             self.checks.committed(self.step)
         if self._ft.audit_interval and self.step % self._ft.audit_interval == 0:
@@ -389,6 +389,11 @@ class EverstepTrainer(titan.Trainer):
             dist_utils.set_pg_timeouts(
                 timeout=timedelta(seconds=config.comm.train_timeout_seconds), parallel_dims=self.parallel_dims
             )
+
+    def _checkpoint_from_memory(self, commit: Commit) -> bool:
+        """Whether a checkpoint is due that is written from the snapshots; the same in all groups."""
+        goes_on = self.should_continue_training() and not commit.all_leave
+        return goes_on and isinstance(self.checkpointer, SnapshotCheckpointManager) and self.checkpointer.due(self.step)
 
     def _save(self, *, last: bool = False) -> None:
         self._heartbeat.beat("checkpoint", self.step)
