@@ -1,0 +1,189 @@
+"""A real Slurm on this machine: slurmctld, munge and four virtual nodes on loopback, from Debian's packages."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+NODES = ("n1", "n2", "n3", "n4")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "mungekey")
+UP_S = 60.0
+
+CONF = """
+ClusterName=everstep
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={home}/munge.socket,cred_expire=5
+SlurmctldPort={ports[0]}
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+StateSaveLocation={home}/state
+SlurmdSpoolDir={home}/spool/%n
+SlurmctldPidFile={home}/slurmctld.pid
+SlurmdPidFile={home}/slurmd.%n.pid
+SlurmctldLogFile={home}/slurmctld.log
+SlurmdLogFile={home}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=2,sched_interval=2,batch_sched_delay=0,sched_min_interval=100000
+SlurmctldTimeout=30
+SlurmdTimeout=12
+MessageTimeout=10
+KillWait=5
+InactiveLimit=0
+ReturnToService=2
+JobRequeue=1
+PropagateResourceLimits=NONE
+NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[4]}] CPUs=16 Boards=1 SocketsPerBoard=1 CoresPerSocket=16 ThreadsPerCore=1 RealMemory=20000 State=UNKNOWN
+PartitionName=main Nodes=n[1-4] Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+"""  # noqa: E501
+
+
+def missing() -> str:
+    """Why there cannot be a cluster here; "" if there can."""
+    absent = [program for program in PROGRAMS if shutil.which(program) is None]
+    if absent:
+        return f"no {absent[0]}: apt-get install slurmctld slurmd slurm-client munge"
+    return "" if os.geteuid() == 0 else "virtual nodes need root"
+
+
+class Cluster:
+    """Brings itself up; `close` ends every process of it, jobs included."""
+
+    def __init__(self) -> None:
+        self.home = Path(tempfile.mkdtemp(prefix="everstep-slurm-"))
+        self.home.chmod(0o755)  # munge wants to know who can write here
+        for folder in ("state", *(f"spool/{node}" for node in NODES)):
+            (self.home / folder).mkdir(parents=True)
+        self.environment = os.environ | {"SLURM_CONF": str(self.home / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+        conf = CONF.format(home=self.home, host=socket.gethostname(), ports=free_ports(5))
+        (self.home / "slurm.conf").write_text(conf.lstrip())
+        self.call("mungekey", "-c", "-k", self.home / "munge.key")
+        files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        self.call("munged", *(f"--{flag}={self.home}/munge.{name}" for flag, name in files.items()))
+        self.start_controller()
+        for node in NODES:
+            self.start_node(node)
+        self.until(lambda: self.idle_nodes() == set(NODES), "four idle nodes")
+
+    def call(self, *command, check: bool = True) -> str:
+        done = subprocess.run(
+            [str(word) for word in command], env=self.environment, capture_output=True, text=True, check=False
+        )
+        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout + done.stderr
+
+    def until(self, condition, what: str, deadline_s: float = UP_S):
+        deadline = time.monotonic() + deadline_s
+        while not (found := condition()):
+            assert time.monotonic() < deadline, f"waited {deadline_s:g} s for {what}: {self.call('sinfo', '-R', '-N')}"
+            time.sleep(0.2)
+        return found
+
+    def idle_nodes(self) -> set[str]:
+        listed = self.call("sinfo", "-h", "-N", "-t", "idle,mix,alloc", "-o", "%N", check=False)
+        return set(listed.split()) & set(NODES)
+
+    def start_controller(self) -> None:
+        self.call("slurmctld", "-i")
+
+    def stop_controller(self) -> None:
+        self.end(self.pid("slurmctld.pid"), signal.SIGTERM)
+
+    def start_node(self, node: str) -> None:
+        self.call("slurmd", "-N", node)
+
+    def node_processes(self, node: str) -> list[psutil.Process]:
+        """slurmd of a node, its step daemons and all that they started."""
+        daemon = psutil.Process(self.pid(f"slurmd.{node}.pid"))
+        steps = [p for p in psutil.process_iter(["name", "environ"]) if p.info["name"] in ("slurmstepd",)]
+        mine = [p for p in steps if f"[{self.step_node(p)}]" == f"[{node}]"]
+        return [daemon, *(child for step in mine for child in (step, *step.children(recursive=True)))]
+
+    def step_node(self, step: psutil.Process) -> str:
+        """The node that a slurmstepd is of, as what it started knows."""
+        for child in step.children(recursive=True):
+            try:
+                return child.environ().get("SLURMD_NODENAME", "")
+            except psutil.Error:
+                continue
+        return ""
+
+    def kill_node(self, node: str) -> None:
+        """Everything on the node dies at once, as when its power goes."""
+        for process in self.node_processes(node):
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+
+    def pid(self, name: str) -> int:
+        return int((self.home / name).read_text())
+
+    def end(self, pid: int, signum: int) -> None:
+        try:
+            process = psutil.Process(pid)
+            process.send_signal(signum)
+            process.wait(20)
+        except psutil.Error:
+            return
+
+    def jobs(self) -> str:
+        return self.call("squeue", "-h", check=False)
+
+    def cancel_all(self) -> None:
+        self.call("scancel", "--full", "-s", "KILL", "-u", "root", check=False)
+        self.call("scancel", "-u", "root", check=False)
+        self.until(lambda: not self.jobs().strip(), "the jobs to end")
+
+    def close(self) -> None:
+        for node in NODES:
+            for process in self.node_processes_or_none(node):
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    continue
+        for name in ("slurmctld.pid", "munge.pid"):
+            if (self.home / name).exists():
+                self.end(self.pid(name), signal.SIGKILL)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def node_processes_or_none(self, node: str) -> list[psutil.Process]:
+        try:
+            return self.node_processes(node)
+        except (OSError, ValueError, psutil.Error):
+            return []
+
+
+def free_ports(count: int) -> list[int]:
+    """Consecutive free ports of loopback."""
+    for first in range(16_800, 19_900, count):
+        probes = []
+        try:
+            for port in range(first, first + count):
+                probe = socket.socket()
+                probes.append(probe)
+                probe.bind(("127.0.0.1", port))
+            return list(range(first, first + count))
+        except OSError:
+            continue
+        finally:
+            for probe in probes:
+                probe.close()
+    raise RuntimeError("no free ports")

@@ -1,0 +1,206 @@
+"""Real training through the real batch files on a real Slurm, with everything that Slurm does to jobs."""
+
+import itertools
+import os
+import shlex
+import signal
+import time
+
+import psutil
+import pytest
+
+from watched import write_config
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def test_the_printed_commands_are_what_sbatch_takes(cluster, tmp_path):
+    config = write_config(tmp_path / "tiny.toml")
+    words = ["--groups", "3", "--nodes-per-group", "2", "--run-dir", tmp_path / "run", "--dry-run"]
+    printed = cluster.call("scripts/submit", config, *words, "--time=2:00:00", "--training.steps", "7").splitlines()
+    assert [shlex.split(line)[0] for line in printed] == ["sbatch", "sbatch"]
+    assert not (tmp_path / "run").exists(), "a dry run writes nothing"
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    for line in printed:
+        command = shlex.split(line)
+        said = cluster.call(command[0], "--test-only", *command[1:])
+        assert "to start at" in said
+    assert "--array=0-2" in printed[1]
+    assert "--nodes=2" in printed[1]
+    assert printed[1].endswith("--ranks 1 --training.steps 7")
+
+
+def test_a_killed_step_comes_back_and_nothing_is_lost(submit):
+    run = submit()
+    run.wait_for_step((0, 1, 2))
+    killed = time.time()
+    run.cluster.call("scancel", "-s", "KILL", f"{run.task(1)}.0")
+    run.wait_for_step((0, 2), after=killed)
+    assert run.wait_for("agent_up", after=killed, group=1)["restart"] == 1
+    run.wait_for_step((0, 1, 2), after=killed)
+    again = run.everstep("submit", run.config, "--groups", "3", "--run-dir", run.run_dir, check=False)
+    assert "is submitted already" in again
+    status = run.status()
+    assert "RUNNING" in status
+    run.assert_as_without_failures()
+    run.cluster.until(lambda: not run.cluster.jobs().strip(), "the jobs to end by themselves")
+
+
+@pytest.mark.slow
+def test_a_dead_node_gives_its_group_to_another(submit):
+    run = submit("--exclusive")
+    run.wait_for_step((0, 1, 2))
+    node = run.node_of(1)
+    killed = time.time()
+    run.cluster.kill_node(node)
+    run.wait_for_step((0, 2), after=killed)
+    try:
+        assert run.wait_for("agent_up", after=killed, group=1)["node"] != node
+        run.wait_for_step((0, 1, 2), after=killed)
+    finally:
+        run.cluster.start_node(node)
+    run.assert_as_without_failures()
+
+
+@pytest.mark.slow
+def test_a_node_set_down_gives_its_group_to_another(submit):
+    run = submit("--exclusive")
+    run.wait_for_step((0, 1, 2))
+    node, when = run.node_of(1), time.time()
+    run.cluster.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
+    try:
+        assert run.wait_for("agent_up", after=when, group=1)["node"] != node
+        run.wait_for_step((0, 1, 2), after=when)
+    finally:
+        run.cluster.call("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    run.assert_as_without_failures()
+
+
+@pytest.mark.slow
+def test_of_two_incarnations_only_the_later_one_trains(submit):
+    run = submit("--exclusive")
+    run.wait_for_step((0, 1, 2))
+    node, frozen = run.node_of(1), time.time()
+    daemon = psutil.Process(run.cluster.pid(f"slurmd.{node}.pid"))
+    daemon.suspend()  # its step goes on: Slurm takes the node for dead and starts the group elsewhere
+    try:
+        up = run.wait_for("agent_up", after=frozen, group=1)
+        assert (up["restart"], up["node"] != node) == (1, True)
+        fenced = run.wait_for("agent_ended", after=up["t"], group=1, status="fenced")
+        started = run.wait_for("workers_started", after=up["t"], group=1)
+        assert fenced["t"] < started["t"], "the old workers ended before the new ones began"
+    finally:
+        daemon.resume()
+    run.wait_for_step((0, 1, 2), after=started["t"])
+    run.assert_as_without_failures()
+
+
+@pytest.mark.slow
+def test_the_lighthouse_job_comes_back_and_the_run_goes_on(submit):
+    run = submit()
+    run.wait_for_step((0, 1, 2))
+    first = run.wait_for("lighthouse_started")
+    os.kill(first["pid"], signal.SIGKILL)
+    second = run.wait_for("lighthouse_started", after=first["t"])
+    assert second["address"] == first["address"], "started again by its own process"
+    run.wait_for_step((0, 1, 2), after=second["t"])
+    psutil.Process(second["pid"]).parent().kill()  # the whole job this time
+    third = run.wait_for("lighthouse_started", after=second["t"])
+    run.wait_for_step((0, 1, 2), after=third["t"])
+    run.assert_as_without_failures()
+
+
+@pytest.mark.slow
+def test_nobody_notices_a_new_slurmctld(submit):
+    run = submit()
+    run.wait_for_step((0, 1, 2))
+    run.cluster.stop_controller()
+    away = time.time()
+    step = run.wait_for_step((0, 1, 2), after=away)["step"]
+    run.cluster.start_controller()
+    run.wait_for_step((0, 1, 2), after=time.time())
+    assert run.events("workers_died") == []
+    figures = run.assert_as_without_failures()
+    assert figures["steps"] > step
+
+
+@pytest.mark.slow
+def test_a_notice_is_a_clean_leave_and_a_requeue(submit):
+    run = submit()
+    run.wait_for_step((0, 1, 2))
+    run.wait_for_step((0, 1, 2), after=time.time() + 5)
+    asked = time.time()
+    run.cluster.call("scancel", "--signal=TERM", "--batch", run.task(1))
+    left = run.wait_for("left", after=asked, group=1)
+    assert run.wait_for("agent_up", after=asked, group=1)["restart"] == 1
+    run.wait_for_step((0, 1, 2), after=left["t"])
+    steps = run.events("commit", group=0)
+    gaps = [b["t"] - a["t"] for a, b in itertools.pairwise(steps)]
+    usual = sorted(gaps)[len(gaps) // 2]
+    after = [gap for gap, commit in zip(gaps, steps[1:], strict=False) if asked < commit["t"] < left["t"] + 10]
+    assert max(after[:3]) < 2 * usual + 1.5, "no more than a step"
+    figures = run.assert_as_without_failures()
+    assert figures["deaths_unprovoked"] == 0
+
+
+@pytest.mark.slow
+def test_the_time_limit_requeues_all_groups_with_their_state(submit):
+    run = submit("--time=1", "--signal=B:TERM@25")
+    run.wait_for_step((0, 1, 2))
+    again = [run.wait_for("agent_up", deadline_s=240, group=group, restart=1) for group in (0, 1, 2)]
+    run.cluster.until(
+        lambda: run.events("training_started", after=min(e["t"] for e in again)), "the groups to train again", 240
+    )
+    started = run.events("training_started", after=min(e["t"] for e in again))
+    assert all(event["source"] in ("disk", "peer") for event in started)
+    run.wait_for_step((0, 1, 2), after=max(e["t"] for e in again), deadline_s=240)
+    run.assert_as_without_failures()
+
+
+@pytest.mark.slow
+def test_a_broken_config_stops_with_the_reason(submit):
+    run = submit()
+    text = (run.run_dir / "config.toml").read_text()
+    (run.run_dir / "config.toml").write_text(text.replace("[training]", "[training]\nno_such_key = 1", 1))
+    run.cluster.until(lambda: not run.tasks(), "the groups to be given up", 180)
+    status = run.status()
+    assert status.count("is given up") == 3, status
+    assert "no_such_key" in status or "configuration is not valid" in status, status
+
+
+@pytest.mark.slow
+def test_groups_of_two_nodes_train_and_come_back(submit):
+    run = submit("--nodes-per-group", "2", "--exclusive", groups=2)
+    run.wait_for_step((0, 1))
+    assert len(run.events("node_workers_started", group=1)) == 1
+    killed = time.time()
+    victim = run.events("node_workers_started", group=1)[-1]["pids"][0]
+    os.kill(victim, signal.SIGKILL)  # a worker on the second node: warm, the allocation stays
+    run.wait_for("workers_died", after=killed, group=1)
+    run.wait_for_step((0, 1), after=run.wait_for("workers_started", after=killed, group=1)["t"])
+    assert len(run.events("agent_up", group=1)) == 1
+    lost = time.time()
+    run.cluster.call("scancel", "-s", "KILL", f"{run.task(1)}.0")
+    run.wait_for_step((0, 1), after=run.wait_for("agent_up", after=lost, group=1)["t"])
+    steps = run.stop()
+    assert {e["step"] for e in run.events("commit")} == set(range(1, steps + 1))
+
+
+@pytest.mark.slow
+def test_a_bad_node_is_left_and_not_used_again(submit):
+    run = submit("--exclusive", fault_tolerance={"node_failures": 2})
+    run.wait_for_step((0, 1, 2))
+    node = run.node_of(1)
+    for _ in range(2):
+        started = run.events("workers_started", group=1)[-1]
+        killed = time.time()
+        os.kill(started["pids"][0], signal.SIGKILL)
+        run.wait_for("workers_died", after=killed, group=1)
+        if not run.events("node_bad"):
+            run.wait_for_step((0, 1, 2), after=run.wait_for("workers_started", after=killed, group=1)["t"])
+    assert run.wait_for("node_bad", group=1)["node"] == node
+    assert run.wait_for("agent_up", after=killed, group=1)["node"] != node
+    assert node in run.cluster.call("scontrol", "show", "job", run.task(1))
+    assert f"left node {node}" in run.status()
+    run.wait_for_step((0, 1, 2), after=time.time())
+    run.assert_as_without_failures()
