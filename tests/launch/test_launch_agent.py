@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-from conftest import alive, until
+from conftest import DEADLINE_S, alive, until
 
 
 def both_train(agent):
@@ -24,7 +24,7 @@ def test_a_batch_systems_sigterm_to_every_process_is_a_clean_stop(agent):
     one = agent("--training.steps", "1000000")
     until(lambda: both_train(one), "both ranks to train")
     os.killpg(one.process.pid, signal.SIGTERM)
-    assert one.process.wait(30) == 0
+    assert one.process.wait(DEADLINE_S) == 0
     assert {event["rank"] for event in one.events("left")} == {0, 1}
     assert one.events("agent_ended")[0]["status"] == "stopped"
 
@@ -36,7 +36,7 @@ def test_workers_that_do_not_end_within_the_grace_time_are_killed(agent):
     os.kill(one.events("workers_started")[0]["pids"][0], signal.SIGSTOP)
     asked = time.monotonic()
     one.process.send_signal(signal.SIGTERM)
-    assert one.process.wait(30) == 4
+    assert one.process.wait(DEADLINE_S) == 4
     assert one.events("agent_ended")[0]["reason"] == "did not end within 1 s and was killed"
-    assert 1.0 <= time.monotonic() - asked < 10.0
-    until(lambda: not any(alive(child.pid) for child in below), "all below the agent to end", deadline_s=5.0)
+    assert time.monotonic() - asked >= 1.0
+    until(lambda: not any(alive(child.pid) for child in below), "all below the agent to end")

@@ -25,8 +25,8 @@ from everstep.config.checks import timeout_problems
 from everstep.config.sections import FaultTolerance
 from everstep.launch import health
 from everstep.launch.address import published_address, read_json, write_json
-from everstep.launch.beacon import answers
 from everstep.launch.fence import LEASE_S
+from everstep.launch.probe import answers
 from everstep.snapshot.section import Snapshot
 
 Verdict = Literal["ok", "warning", "error"]
