@@ -6,6 +6,8 @@ import time
 import tomllib
 from pathlib import Path
 
+import psutil
+
 
 class LaunchError(Exception):
     """Something the user can put right; its text is all they need to see."""
@@ -64,3 +66,15 @@ class RunDir:
     def config(self) -> Path:
         """The run's config with everything resolved; the workers load this one."""
         return self.path / "config.toml"
+
+
+def holder_of(path: Path) -> tuple[int, float] | None:
+    """Who has the run directory locked, without touching the lock: its pid, and the wall time at which it said so.
+    None: nobody on this machine."""
+    lock = path.resolve() / ".lock"
+    try:
+        pid, since = int(lock.read_text()), lock.stat().st_mtime
+        holds = any(file.path == str(lock) for file in psutil.Process(pid).open_files())
+    except (FileNotFoundError, ValueError, psutil.NoSuchProcess, psutil.AccessDenied):
+        return None
+    return (pid, since) if holds else None

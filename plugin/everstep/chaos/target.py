@@ -1,0 +1,121 @@
+"""Where a run runs, and how its processes are reached there."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from signal import SIGKILL, Signals
+from typing import ClassVar
+
+import psutil
+
+from everstep.chaos import signals
+from everstep.chaos.undo import Undo
+from everstep.chaos.view import Proc, View
+from everstep.launch.rundir import LaunchError, holder_of
+from everstep.snapshot.peers import Place, read_places
+
+
+class Target(ABC):
+    """A run's processes, on one machine or on a cluster."""
+
+    kind: ClassVar[str]
+    """What `Fault.on` names."""
+
+    def __init__(self, view: View):
+        self.run = view
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run.run_dir
+
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether the run goes on."""
+
+    @abstractmethod
+    def launcher(self) -> Proc | None:
+        """The supervisor; None where the batch system is the supervisor, or it has ended."""
+
+    @abstractmethod
+    def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
+        """Send a signal to processes of the run. Those that are not (any more) are left alone; returns the pids of
+        the others."""
+
+    @abstractmethod
+    def later(self, procs: Iterable[Proc], signum: Signals) -> Undo:
+        """The same as something to be done later, by whoever it may be."""
+
+    @abstractmethod
+    def kill_agent(self, group: int) -> None:
+        """The group's agent dies, and its workers with it."""
+
+    def keepers(self, group: int) -> list[Proc]:
+        """The processes that hold the group's snapshots and still live."""
+        return [keeper for keeper, _ in self.keeping(group)]
+
+    @abstractmethod
+    def keeping(self, group: int) -> list[tuple[Proc, Place]]:
+        """`keepers`, with what each wrote about itself: where its memory is, for instance."""
+
+
+class LocalTarget(Target):
+    """A run of `everstep run` on this machine. Everything but keepers descends from the supervisor, which holds the
+    run directory's lock; a pid that does not is not touched, whatever the events say."""
+
+    kind = "local"
+
+    def alive(self) -> bool:
+        return self.launcher() is not None
+
+    def launcher(self) -> Proc | None:
+        found = holder_of(self.run_dir)
+        return Proc(found[0], found[1], "launcher") if found and signals.is_same(*found) else None
+
+    def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
+        return signals.send([(p.pid, p.since) for p in procs if self._ours(p)], signum)
+
+    def later(self, procs: Iterable[Proc], signum: Signals) -> Undo:
+        known = [[p.pid, p.since] for p in procs if self._ours(p)]
+        return Undo("everstep.chaos.signals:send", {"procs": known, "signum": int(signum)})
+
+    def kill_agent(self, group: int) -> None:
+        agent = self.run.agent(group)
+        self.signal([agent] if agent else [], SIGKILL)
+
+    def keeping(self, group: int) -> list[tuple[Proc, Place]]:
+        found = []
+        for place in read_places(self.run_dir):
+            keeper = Proc(place.pid, place.started_at, "keeper", group)
+            if place.group == group and self._ours(keeper):
+                found.append((keeper, place))
+        return found
+
+    def _ours(self, proc: Proc) -> bool:
+        """Whether it is the process that the run announced, and a part of this run."""
+        if not signals.is_same(proc.pid, proc.since):
+            return False
+        launcher = self.launcher()
+        try:
+            process = psutil.Process(proc.pid)
+            if (
+                proc.role == "keeper"
+            ):  # in a session of its own, it may have outlived the supervisor that it descends from
+                words = " ".join(process.cmdline())
+                return "everstep.snapshot.keeper" in words and str(self.run_dir) in words
+            return launcher is not None and launcher.pid in [proc.pid, *(p.pid for p in process.parents())]
+        except psutil.NoSuchProcess:
+            return False
+
+
+def find_target(run_dir: Path, spared: Iterable[int] = ()) -> Target:
+    """The run in `run_dir`, wherever it runs. Raises LaunchError: no run is there, or it is over."""
+    run_dir = Path(run_dir).resolve()
+    if not (run_dir / "events").is_dir():
+        raise LaunchError(f"{run_dir} is no run directory: there are no events in it.")
+    target = LocalTarget(View(run_dir, spared))
+    target.run.follow()
+    if not target.alive():
+        ended = target.run.ended
+        why = f"{ended['status']}, {ended['reason']}" if ended else "its supervisor is gone"
+        raise LaunchError(f"the run in {run_dir} is over: {why}.")
+    return target

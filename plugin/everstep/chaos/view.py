@@ -1,0 +1,184 @@
+"""A run as an injector sees it: who has which processes, and who takes part, from events and beats alone."""
+
+import time
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everstep.launch.heartbeat import Beat, beat_path, read_beat
+from everstep.report.events import EventTail
+
+SETTLED_S = 1.0
+"""A group that commits so long after it was hit is there; commits before that may have been on their way."""
+
+
+@dataclass(frozen=True)
+class Proc:
+    """A process as the run announced it. One of that pid that began after `since` (wall time) is another process."""
+
+    pid: int
+    since: float
+    role: str
+    """worker, agent, keeper, lighthouse or launcher."""
+    group: int | None = None
+    rank: int | None = None
+    node: str = ""
+    """Its node in the batch system, if there is one."""
+
+
+class View:
+    """The state of a run, kept up to date by `follow` (or `apply`, by who reads the events anyway).
+
+    `spared`: groups that nothing may be done to. `one_host`: all events are this machine's, so that monotonic clocks
+    can be compared, which no clock jump moves.
+    """
+
+    def __init__(self, run_dir: Path, spared: Iterable[int] = (), one_host: bool = True):
+        self.run_dir = Path(run_dir)
+        self.spared = frozenset(spared)
+        self.started: dict[str, Any] | None = None
+        """The newest `run_started`; a run without a supervisor has none."""
+        self.ended: dict[str, Any] | None = None
+        """The `run_ended` that ended it, if it is over."""
+        self.step = 0
+        """The newest committed step."""
+        self.first_commit: float | None = None
+        """Local monotonic time at which the first commit of the view's own time was seen."""
+        self.taking_part: set[int] = set()
+        """Groups that hold the current state and are not being hit."""
+        self.lighthouse: Proc | None = None
+        self._tail = EventTail(run_dir)
+        self._clock = "mono" if one_host else "t"
+        self._now = time.monotonic if one_host else time.time
+        self._agents: dict[int, Proc] = {}
+        self._workers: dict[int, list[Proc]] = {}
+        self._workers_since: dict[int, float] = {}
+        self._hit: dict[int, float] = {}
+        self._config: dict[str, Any] | None = None
+
+    def follow(self) -> list[dict[str, Any]]:
+        """Read what was appended to the run's events; returns it."""
+        events = self._tail.new()
+        self.apply(events)
+        return events
+
+    def apply(self, events: Iterable[dict[str, Any]]) -> None:
+        for event in events:
+            self._apply(event)
+
+    def _apply(self, event: dict[str, Any]) -> None:
+        kind, group = event["kind"], event.get("group")
+        group = -1 if group is None else group  # of events that are nobody's, which do not read it
+        match kind:
+            case "run_started":
+                self.started, self.ended, self.lighthouse, self._config = event, None, None, None
+                for known in (self._agents, self._workers, self._workers_since, self._hit, self.taking_part):
+                    known.clear()
+            case "run_ended":
+                self.ended = event
+                self.taking_part.clear()
+            case "lighthouse_started":
+                self.lighthouse = Proc(event["pid"], event["t"], "lighthouse")
+            case "lighthouse_died":
+                self.lighthouse = None
+            case "agent_started":
+                index = event["target_group"]
+                self._agents[index] = Proc(event["pid"], event["t"], "agent", index)
+            case "agent_up":
+                self._agents[group] = Proc(event["pid"], event["t"], "agent", group, node=event.get("node", ""))
+            case "agent_died":
+                self._gone(event["target_group"])
+                self._agents.pop(event["target_group"], None)
+            case "agent_ended":
+                self._gone(group)
+                self._agents.pop(group, None)
+            case "workers_started":
+                self._gone(group)
+                node = self._agents[group].node if group in self._agents else ""
+                self._workers[group] = [
+                    Proc(pid, event["t"], "worker", group, rank, node) for rank, pid in enumerate(event["pids"])
+                ]
+                self._workers_since[group] = event[self._clock]
+            case "workers_died":
+                self._gone(group)
+            case "workers_stalled":
+                self.taking_part.discard(group)
+            case "commit":
+                self._committed(event, group)
+
+    def _gone(self, group: int) -> None:
+        self.taking_part.discard(group)
+        self._workers.pop(group, None)
+        self._hit.pop(group, None)
+
+    def _committed(self, event: dict[str, Any], group: int) -> None:
+        self.step = max(self.step, event["step"])
+        if self.first_commit is None:
+            self.first_commit = time.monotonic()
+        if group not in event["groups"] or group not in self._workers:
+            return
+        at = event[self._clock]
+        if at > self._workers_since[group] and at > self._hit.get(group, float("-inf")) + SETTLED_S:
+            self.taking_part.add(group)
+            self._hit.pop(group, None)
+
+    def hit(self, groups: Iterable[int]) -> None:
+        """These groups are being hit now: they take part again once they have committed a step later on."""
+        for group in groups:
+            self.taking_part.discard(group)
+            self._hit[group] = self._now()
+
+    # What faults ask
+
+    @property
+    def groups(self) -> int:
+        """The nominal number of groups."""
+        if self.started is not None:
+            return self.started["groups"]
+        return int(self.section("fault_tolerance").get("groups", 1))
+
+    @property
+    def group_ids(self) -> list[int]:
+        """Every group that has an agent or workers."""
+        return sorted(self._agents.keys() | self._workers.keys())
+
+    def candidates(self, lost: int = 1) -> list[int]:
+        """Groups of which `lost` may be hit at once: they take part, are not spared, and when all `lost` are gone
+        another one still holds the state. In a run of one group there is no other, and it may be hit."""
+        holders = len(self.taking_part)
+        if self.groups > 1 and holders <= lost:
+            return []
+        return sorted(self.taking_part - self.spared)
+
+    def workers(self, group: int) -> list[Proc]:
+        """The group's newest workers by rank; none while it is being started again."""
+        return self._workers.get(group, [])
+
+    def agent(self, group: int) -> Proc | None:
+        return self._agents.get(group)
+
+    def beat(self, group: int, rank: int = 0) -> Beat | None:
+        """The last beat of a rank's newest worker: its step and phase. None before its first."""
+        beat = read_beat(beat_path(self.run_dir, group, rank))
+        pids = [worker.pid for worker in self.workers(group)]
+        return beat if beat is not None and beat.pid in pids else None
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A section of the run's resolved config."""
+        if self._config is None:
+            try:
+                self._config = tomllib.loads((self.run_dir / "config.toml").read_text())
+            except FileNotFoundError:
+                return {}
+        return self._config.get(name, {})
+
+    @property
+    def allows_faults(self) -> bool:
+        """Whether the run's workers take orders to break themselves: [fault_tolerance] allow_faults."""
+        return bool(self.section("fault_tolerance").get("allow_faults", False))
+
+    @property
+    def takes_snapshots(self) -> bool:
+        return bool(self.section("snapshot").get("enable", False))
