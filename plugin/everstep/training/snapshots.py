@@ -15,9 +15,10 @@ import torch.distributed as dist
 from everstep.quorum.heal import HealState
 from everstep.report.events import EventLog
 from everstep.snapshot.arena import Arena, run_id
-from everstep.snapshot.copier import Copier, State
-from everstep.snapshot.keeper import KeeperError, end_keepers, start_keeper, touch
+from everstep.snapshot.copier import Copier
+from everstep.snapshot.keepers import KeeperError, end_keepers, start_keeper, touch
 from everstep.snapshot.layout import Layout, Shard
+from everstep.snapshot.plan import State
 from everstep.snapshot.recovery import recover
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.slot import SlotError

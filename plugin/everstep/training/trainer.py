@@ -41,6 +41,7 @@ from everstep.snapshot.section import Snapshot
 from everstep.training import finish
 from everstep.training.protocol import Blank, Commit, Left, OutOfData, StepProtocol, Timeouts
 from everstep.training.reduction import GradientReducer
+from everstep.training.saboteur import Saboteur
 from everstep.training.snapshots import Snapshots
 from everstep.training.state import TrainingState, slot_seed
 from everstep.training.work import TitanWork, all_in_group, sum_in_group
@@ -164,6 +165,8 @@ class EverstepTrainer(titan.Trainer):
             int(ft.bucket_mb * 2**20),
         )
         self._work = TitanWork(self, self._slots, self._state)
+        if ft.allow_faults:
+            Saboteur(self, ft.group_id, dist.get_rank())
         self._heal_server = HealServer(self._host, self._token, timedelta(seconds=ft.heal_timeout_s))
 
     def _join_run(self) -> StepProtocol:
