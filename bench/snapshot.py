@@ -35,7 +35,8 @@ import torch.distributed.checkpoint as dcp
 
 from everstep.snapshot import parity
 from everstep.snapshot.arena import Arena
-from everstep.snapshot.copier import Copier, State
+from everstep.snapshot.copier import Copier
+from everstep.snapshot.plan import State
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.slot import chunk_digests
 
@@ -148,11 +149,11 @@ def with_dcp(trainer: Trainer, steps: int, home: Path, pinned: bool) -> dict:
         if saving is not None:
             (getattr(saving, "staging_completion", None) or saving).result()
 
-    def begin(step: int) -> None:
+    def begin(_: int) -> None:
         nonlocal saving
         if saving is not None:
             getattr(saving, "upload_completion", saving).result()
-        folder = str(home / f"dcp-{step % 2}")
+        folder = str(home / "dcp")  # one is enough: at 4 GB a second would not fit beside the rest
         if pinned:
             kind = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
             saving = dcp.async_save(
@@ -167,6 +168,7 @@ def with_dcp(trainer: Trainer, steps: int, home: Path, pinned: bool) -> dict:
         getattr(saving, "upload_completion", saving).result()
     if stager is not None:
         stager.close()
+    shutil.rmtree(home / "dcp")
     return row
 
 

@@ -168,7 +168,7 @@ def test_each_group_gets_devices_of_its_own_while_they_last():
 
 def test_a_worker_is_told_its_place_and_the_users_flags_come_last():
     argv = worker_argv(
-        AgentSettings("c.toml", "runs/x", 1, 3, 1, "http://h:1", ["--training.steps", "5"], host="10.0.0.1")
+        AgentSettings("c.toml", "runs/x", 1, 3, 1, "", ["--training.steps", "5"], host="10.0.0.1"), "http://h:1"
     )
     assert argv[:6] == ["--module", "everstep", "--config", "c.toml", "--dump_folder", "runs/x"]
     assert flag_value(argv, "fault_tolerance.group_id") == "1"

@@ -51,7 +51,7 @@ ReturnToService=2
 JobRequeue=1
 PropagateResourceLimits=NONE
 NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[4]}] CPUs=16 Boards=1 SocketsPerBoard=1 CoresPerSocket=16 ThreadsPerCore=1 RealMemory=20000 State=UNKNOWN
-PartitionName=main Nodes=n[1-4] Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+PartitionName=main Nodes=n[1-4] Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO LLN=YES
 """  # noqa: E501
 
 

@@ -13,10 +13,11 @@ import psutil
 import torch
 
 from everstep.quorum.token import run_token
-from everstep.snapshot import keeper, ladder, peers, recovery, restore
+from everstep.snapshot import keepers, ladder, peers, recovery, restore
 from everstep.snapshot.arena import Arena, run_id
-from everstep.snapshot.copier import Copier, State
+from everstep.snapshot.copier import Copier
 from everstep.snapshot.layout import Layout
+from everstep.snapshot.plan import State
 from everstep.snapshot.section import Snapshot
 
 TIMEOUT = timedelta(seconds=5)
@@ -72,7 +73,7 @@ class Cluster:
         return Arena(self.home, run_id(self.token), group)
 
     def start_keeper(self, group: int) -> peers.Place:
-        return keeper.start_keeper(self.run_dir, group, "127.0.0.1", self.settings)
+        return keepers.start_keeper(self.run_dir, group, "127.0.0.1", self.settings)
 
     def start_copier(self, group: int) -> None:
         emit = lambda kind, step=None, **fields: self.events.append((group, kind, step, fields))  # noqa: E731

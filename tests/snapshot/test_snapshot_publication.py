@@ -176,6 +176,15 @@ def test_any_flipped_bit_anywhere_is_noticed(folder, seed):
     assert what_is_there(path) is None
 
 
+def test_no_bit_of_a_header_may_be_another(folder):
+    path = folder / "slot-0"
+    publish(SlotWriter(path), 1, 64)
+    whole = path.read_bytes()
+    for at in range(20 + len(whole[20:65_536].rstrip(b"\0"))):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        assert SlotReader(path).header() is None, f"byte {at}"
+
+
 def test_a_file_cut_short_is_nothing_at_every_length(folder):
     path = folder / "slot-0"
     publish(SlotWriter(path), 1, 50_000)

@@ -9,10 +9,11 @@ import psutil
 import pytest
 
 from everstep import wire
-from everstep.snapshot import keeper, peers
+from everstep.snapshot import keepers, peers
 from everstep.snapshot.arena import Arena
-from everstep.snapshot.copier import Copier, State
+from everstep.snapshot.copier import Copier
 from everstep.snapshot.inspect import InspectError, describe, inspect, sound, to_json
+from everstep.snapshot.plan import State
 from everstep.snapshot.restore import RestoreError
 from everstep.snapshot.slot import HEADER_BYTES
 from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, is_zombie, wait_until
@@ -106,7 +107,7 @@ def test_when_the_run_is_over_nothing_is_left():
         run.commit(1)
         run.wait()
         pids = [place.pid for place in peers.read_places(run.run_dir)]
-        assert keeper.end_keepers(run.run_dir) == []
+        assert keepers.end_keepers(run.run_dir) == []
         wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
         assert not run.arena(0).path.exists()
         assert not run.arena(1).path.exists()
@@ -126,7 +127,7 @@ def test_a_keeper_that_is_spoken_for_stays():
         place = peers.read_places(run.run_dir)[0]
         until = time.monotonic() + 4
         while time.monotonic() < until:
-            keeper.touch(run.arena(0))
+            keepers.touch(run.arena(0))
             assert psutil.pid_exists(place.pid)
             time.sleep(0.2)
 

@@ -82,7 +82,7 @@ class Guard:
     @property
     def injecting(self) -> bool:
         """Whether this run injects faults at all."""
-        return bool(self.checks.injector.plan.kind)
+        return self.checks.injector.active
 
     def fault(self, section: str, *, backward: bool = False, part: int = 0, parts: int = 1) -> Fault | None:
         """The fault to inject into this result, if one is due. A forward's second run is spared."""

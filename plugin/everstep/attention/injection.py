@@ -79,6 +79,7 @@ class Injector:
         self._sections: dict[int, list[str]] = {}
         self._hit_step = 0
         self._armed: tuple[int, str, Fault, random.Random] | None = None
+        self._ordered: tuple[Fault, random.Random] | None = None
         self.hits: list[tuple[int, int, str]] = []
         """Step, layer and section of every fault so far."""
 
@@ -87,9 +88,23 @@ class Injector:
         names = self._sections.setdefault(layer, [])
         names += [name for name in sections if fnmatch(name, self.plan.section)]
 
+    @property
+    def active(self) -> bool:
+        """Whether results may be hit at all."""
+        return bool(self.plan.kind) or self._armed is not None
+
+    def order(self, fault: Fault, seed: str) -> None:
+        """Hit one result of the next slot with this fault, whatever the plan."""
+        self._ordered = fault, random.Random(seed)
+
     def begin(self, step: int) -> None:
         """A slot of `step` begins. A step is hit once, however often its slots are computed."""
         plan = self.plan
+        if self._ordered is not None:
+            (fault, draw), self._ordered = self._ordered, None
+            layer = draw.choice(sorted(self._sections))
+            self._armed, self._step = (layer, draw.choice(self._sections[layer]), fault, draw), step
+            return
         due = step >= plan.first_step and (step - plan.first_step) % plan.every == 0
         places = [
             (layer, name) for layer, names in self._sections.items() if plan.layer in (-1, layer) for name in names

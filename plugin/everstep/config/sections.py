@@ -98,6 +98,9 @@ class FaultTolerance:
     """In a batch job: how many deaths may begin on one node within restart_window_s before the group goes on without
     it. 0: any number."""
 
+    allow_faults: bool = False
+    """Let `everstep chaos` order this run's workers to break themselves. Never in a run whose result matters."""
+
     audit_interval: int = 50
     """Every so many committed steps the groups compare a checksum of their parameters; one that differs is
     named and heals. 0: never."""

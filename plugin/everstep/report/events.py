@@ -53,6 +53,8 @@ class EventLog:
         self.path = event_path(run_dir, group, rank, role)
         self._head = {"role": role, "group": group, "rank": rank}
         self._complained = False
+        # The wall clock of a host may be set while we run; what happened did not happen in another order.
+        self._wall, self._mono = time.time(), time.monotonic()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._fd).st_size
@@ -64,9 +66,10 @@ class EventLog:
         shadowed = [name for name in fields if name in RESERVED]
         if shadowed:
             raise ValueError(f"event {kind}: {', '.join(shadowed)} would overwrite what every event carries")
+        mono = time.monotonic()
         event = {
-            "t": time.time(),
-            "mono": time.monotonic(),
+            "t": self._wall - self._mono + mono,
+            "mono": mono,
             **self._head,
             "step": step,
             "kind": kind,

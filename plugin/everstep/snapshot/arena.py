@@ -47,6 +47,10 @@ class Notes:
     """No parity work on it is under way or to come."""
     reason: str = ""
     """Why it is settled without being coded."""
+    holding: int = -1
+    """A slot that somebody reads and that must not be overwritten meanwhile."""
+    held: int = -1
+    """The slot that was held last."""
 
 
 class Arena:

@@ -25,6 +25,7 @@ from torchtitan.components.checkpointer.base import (
 )
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.override import apply_overrides
+from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
 from torchtitan.trainer import Trainer
@@ -38,6 +39,9 @@ class SnapshotCheckpointManager(CheckpointManager):
 
     The last one is written by the trainer: nothing waits for it any more, and it may be in another format. So is one
     that could not be taken from memory, at the group's next commit.
+
+    Rank 0 has the writer. What became of it is agreed on by the group's ranks at each commit while it is at work, since
+    a checkpoint that they write themselves is a collective.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -47,56 +51,70 @@ class SnapshotCheckpointManager(CheckpointManager):
     def __init__(self, config: Config, **parts: Any) -> None:
         self._start: StartExport | None = None
         self._writer: subprocess.Popen | None = None
-        self._owed = False
+        self._at_work, self._owed = False, False
         super().__init__(config, **parts)
 
-    def export_with(self, start: StartExport) -> None:
-        """Have checkpoints written by the process that `start` starts."""
-        self._start = start
+    def export_with(self, start: StartExport, all_in_group: Callable[[bool], bool]) -> None:
+        """Have checkpoints written by the process that `start` starts.
+
+        `all_in_group`: whether a flag holds on all ranks of the group; a collective.
+        """
+        self._start, self._all_in_group = start, all_in_group
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is to be written of this step, by whichever group; not of the last one."""
+        return self.enable and CheckpointManager._should_save(self, step)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Begin a checkpoint if one is due. Returns whether it is on disk already."""
-        if last_step:
-            self._wait_for_writer()
-        else:
+        if last_step and self._writer is not None:
+            self._writer.wait()
+        if self._at_work:
             self._collect()
         if last_step or self._owed or self._start is None:
+            saved = super()._save(curr_step, last_step)
             self._owed = False
-            return super()._save(curr_step, last_step)
-        if self._should_save(curr_step) and dist.get_rank() == 0:
-            if self._writer is None:
-                self._writer = self._start(curr_step, self.folder)
-            else:
+            return saved
+        if self.due(curr_step):
+            if self._at_work:
                 logger.warning(f"The checkpoint of step {curr_step} is left out: the one before is still being written")
+            else:
+                self._at_work = True
+                if dist.get_rank() == 0:
+                    self._writer = self._start(curr_step, self.folder)
         return False
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         return super()._should_save(curr_step, last_step or (self._owed and not self.load_only))
 
     def _collect(self) -> None:
-        """See how the writer ended, if it has."""
-        if self._writer is None or self._writer.poll() is None:
+        """See how the writer ended, if it has. A collective of the group."""
+        status = None if self._writer is None else self._writer.poll()
+        if not self._all_in_group(self._writer is None or status is not None):
             return
-        if self._writer.returncode:
+        self._at_work, self._writer = False, None
+        if self._all_in_group(not status):
+            self._purge_stale_checkpoints()
+        else:
             self._owed = True
             logger.warning("A checkpoint could not be written from memory; the trainer writes the next one itself")
-        else:
-            self._purge_stale_checkpoints()
-        self._writer = None
 
-    def _wait_for_writer(self) -> None:
-        if self._writer is not None:
-            self._writer.wait()
-            self._collect()
+    def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
+        """Write as torchtitan does. What the folder says of an earlier state of the same step is taken back first: it
+        would vouch for files of both, should this process die on the way."""
+        if dist.get_rank() == 0:  # the others write after a collective that rank 0 has not come to yet
+            (Path(checkpoint_id) / ".metadata").unlink(missing_ok=True)
+        return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
 
     def _close(self) -> None:
-        self._wait_for_writer()
+        if self._writer is not None:
+            self._writer.wait()
         super()._close()
 
 
 def from_snapshots(config: BaseCheckpointManager.Config) -> BaseCheckpointManager.Config:
     """The same settings for a manager that writes from snapshots; those of another manager as they are."""
-    if type(config) is not CheckpointManager.Config:
+    if type(config) is not CheckpointManager.Config or filesystem.is_remote(config.folder):
         return config
     return SnapshotCheckpointManager.Config(**{field.name: getattr(config, field.name) for field in fields(config)})
 

@@ -7,39 +7,25 @@ every group: all groups that voted have published their parts of the steps befor
 which step is complete on all keepers, and so which of its two slots it may overwrite, without asking anyone.
 """
 
-import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from everstep.snapshot import stripes
 from everstep.snapshot.arena import SLOTS, Arena, Notes, check_room, memory_needed
-from everstep.snapshot.layout import Entry, Layout, Shard, buckets
+from everstep.snapshot.mapped import MappedSlot
+from everstep.snapshot.plan import Plan, State
 from everstep.snapshot.restore import pack_own
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.slot import Header, SlotError, SlotWriter, chunk_digests, pack_sections
 
-BUCKET_BYTES = 32 << 20
 KEEPER_SILENT_S = 5.0
 GATE_POLL_S = 0.02
-
-
-@dataclass
-class State:
-    """What a snapshot of one rank carries."""
-
-    tensors: Mapping[str, torch.Tensor]
-    """Local shards, contiguous, all on one device (host scalars beside them are fine)."""
-    meta: dict[str, Any] = field(default_factory=dict)
-    """JSON: counters, learning-rate schedule; the same in all groups."""
-    blobs: dict[str, bytes] = field(default_factory=dict)
-    """Byte strings of this rank and group: random states, a dataloader's position."""
-    shards: Mapping[str, Shard] | None = None
-    """Which boxes of whole tensors the shards are; needed to export a checkpoint."""
+KEEP_S = 10.0
+"""How long a snapshot that is to become a checkpoint waits for its reader."""
 
 
 class Emit(Protocol):
@@ -61,13 +47,15 @@ class Standing:
     """The keeper has published parity over it."""
     coding: bool
     """The keeper is verifying it or coding parity over it now."""
+    held: bool = False
+    """Somebody reads it, or is about to, to write a checkpoint."""
 
 
 def slot_to_overwrite(slots: Sequence[Standing | None]) -> int | None:
     """Which slot the next snapshot goes to, so that the newest complete and the newest coded step survive it.
 
     None: neither may go yet, since the younger slot's parity is under way and the older one's is what there
-    is.
+    is, or the older one is held.
     """
     for index, slot in enumerate(slots):
         if slot is None or not slot.sound:
@@ -76,7 +64,7 @@ def slot_to_overwrite(slots: Sequence[Standing | None]) -> int | None:
     older, younger = sorted(standing, key=lambda index: standing[index].sequence)
     if not standing[younger].complete:
         return younger
-    if standing[younger].coding and standing[older].coded:
+    if standing[older].held or (standing[younger].coding and standing[older].coded):
         return None
     return older
 
@@ -100,11 +88,12 @@ class Copier:
         self._revive_after = time.monotonic() + KEEPER_SILENT_S
         self._arena, self._rank, self._ranks = arena, rank, ranks
         self._settings, self._emit = settings, emit
-        self._slots = [_MappedSlot(SlotWriter(arena.file("data", rank, i))) for i in range(SLOTS)]
+        self._slots = [MappedSlot(SlotWriter(arena.file("data", rank, i))) for i in range(SLOTS)]
         self._complete: tuple[int, str] | None = None
         self._newest: tuple[int, str, tuple[int, ...]] | None = None
         self._damaged: set[int] = set()
-        self._plan: _Plan | None = None
+        self._kept: tuple[int, float] = (-1, 0.0)
+        self._plan: Plan | None = None
         self._last_failure = ""
         self._condition = threading.Condition()
         self._job: _Job | None = None
@@ -123,7 +112,15 @@ class Copier:
         knows. Slots found here are then not overwritten before a newer one is complete."""
         self._complete = (step, lineage)
 
-    def committed(self, step: int, lineage: str, members: Sequence[int], held: int, state: Callable[[], State]) -> bool:
+    def committed(
+        self,
+        step: int,
+        lineage: str,
+        members: Sequence[int],
+        held: int,
+        state: Callable[[], State],
+        keep: bool = False,
+    ) -> bool:
         """Tell that a step was committed; take a snapshot of it if it is due. Returns whether one was begun.
 
         Args:
@@ -133,10 +130,12 @@ class Copier:
             members: the groups that committed, all of which hold the state now.
             held: the step that was `published` on all of them when they voted; -1 if they differed.
             state: called if a snapshot is due. Its tensors must not change before `wait` has returned.
+            keep: a checkpoint is to be written of this step: take it in any case, and do not overwrite it
+                before it has been read or `KEEP_S` are over. To be told alike in all groups.
         """
         self.wait()
         self._learn(frozenset(members), held)
-        if step % self._settings.interval:
+        if step % self._settings.interval and not keep:
             return False
         began = time.perf_counter()
         what = state()
@@ -145,7 +144,7 @@ class Copier:
         if device is not None:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(device))
-        job = _Job(step, lineage, tuple(sorted(members)), what, device, ready)
+        job = _Job(step, lineage, tuple(sorted(members)), what, device, ready, keep)
         job.blocked_s = time.perf_counter() - began
         with self._condition:
             self._job, self._hurry = job, False
@@ -226,12 +225,15 @@ class Copier:
         index = self._gate()
         if index is None:
             job.outcome = "skipped"
-            job.reason = "parity of the step before is still under way, and the older slot holds the last coded one"
+            if any(slot is not None and slot.held for slot in self._standings()):
+                job.reason = "the older slot is being written to disk, and the younger is the newest step"
+            else:
+                job.reason = "parity of the step before is still under way, and the older slot holds the last coded one"
             return
         began = time.perf_counter()
         plan = self._plan
-        if plan is None or not plan.fits(job, self._settings):
-            plan = self._plan = _Plan(job, self._arena, self._rank, self._ranks, self._settings)
+        if plan is None or not plan.fits(job.state, job.members, self._settings):
+            plan = self._plan = Plan(job.state, job.members, self._arena.group, self._rank, self._ranks, self._settings)
         own = pack_own(job.state.meta, job.state.blobs)
         tail, places = pack_sections({"own": own, "layout": plan.layout_json}, plan.part[1] - plan.part[0])
         size = plan.part[1] - plan.part[0] + len(tail)
@@ -240,7 +242,7 @@ class Copier:
         slot = self._slots[index]
         slot.reserve(size, job.device)
         slot.writer.begin()
-        plan.copy(job, slot)
+        plan.copy(slot.payload(), job.device, job.ready)
         payload = slot.writer.payload(size)
         payload[size - len(tail) :] = tail
         header = Header(
@@ -261,6 +263,8 @@ class Copier:
             taken_at=time.time(),
             payload_bytes=size,
         )
+        if job.keep:
+            self._kept = (sequence, time.monotonic() + KEEP_S)
         slot.writer.publish(header, chunk_digests(payload))
         self._newest = (job.step, job.lineage, job.members)
         job.outcome, job.copied_bytes, job.copy_s = "taken", size, time.perf_counter() - began
@@ -303,7 +307,12 @@ class Copier:
             sound=header.sequence not in self._damaged,
             coded=header.identity in coded,
             coding=alive and header.parity > 0 and (notes.sequence < header.sequence or (dealt and not notes.settled)),
+            held=(alive and notes.holding == header.sequence) or self._awaits_reader(header, notes),
         )
+
+    def _awaits_reader(self, header: Header, notes: Notes) -> bool:
+        sequence, until = self._kept
+        return header.sequence == sequence and notes.held != sequence and time.monotonic() < until
 
     def _next_sequence(self) -> int:
         # By the clock, so that no number comes again after a publication that was broken off: the keeper goes
@@ -311,7 +320,7 @@ class Copier:
         newest = max((h.sequence for h in self._arena.headers("data", self._rank) if h), default=0)
         return max(newest + 1, time.time_ns())
 
-    def _make_room(self, size: int, plan: "_Plan") -> None:
+    def _make_room(self, size: int, plan: Plan) -> None:
         self._arena.create()  # it is there, unless somebody removed it
         if any(slot.writer.capacity < size for slot in self._slots):
             needed = memory_needed(size, len(plan.members), plan.parity) - self._arena.bytes_of(self._rank)
@@ -327,132 +336,10 @@ class _Job:
     device: torch.device | None
     ready: torch.cuda.Event | None
     """Recorded on the compute stream at the commit: what the copy must come after."""
+    keep: bool = False
     done: bool = False
     outcome: str = "failed"
     reason: str = ""
     copied_bytes: int = 0
     copy_s: float = 0.0
     blocked_s: float = 0.0
-
-
-class _Plan:
-    """Which bytes of which tensors go where; made anew when tensors or members change."""
-
-    def __init__(self, job: _Job, arena: Arena, rank: int, ranks: int, settings: Snapshot) -> None:
-        if arena.group not in job.members:
-            raise SlotError(f"group {arena.group} is none of the members {list(job.members)} of step {job.step}")
-        self.members = job.members
-        self.layout = Layout.of(job.state.tensors, job.state.shards)
-        self.layout_json = json.dumps(self.layout.to_json(), separators=(",", ":")).encode()
-        self.topology = self.layout.topology(rank, ranks)
-        index, count = job.members.index(arena.group), len(job.members)
-        full = settings.scope == "full"
-        self.parity = 0 if full else stripes.effective_parity(count, settings.parity)
-        self.part = (0, self.layout.size) if full else stripes.part_bounds(self.layout.size, count, index)
-        self._key = self._key_of(job, settings)
-        self._buckets = buckets(self.layout.pieces(*self.part), BUCKET_BYTES)
-        self._sources = [[_source(job.state.tensors[e.name], a, b) for e, a, b in run] for run in self._buckets]
-        self._stream: torch.cuda.Stream | None = None
-
-    @staticmethod
-    def _key_of(job: _Job, settings: Snapshot) -> tuple:
-        tensors = job.state.tensors
-        return job.members, settings.scope, tuple(tensors), tuple(t.data_ptr() for t in tensors.values())
-
-    def fits(self, job: _Job, settings: Snapshot) -> bool:
-        return self._key == self._key_of(job, settings)
-
-    def copy(self, job: _Job, slot: "_MappedSlot") -> None:
-        """Copy this member's part into the slot's payload. Returns when every byte is there."""
-        payload = slot.payload()
-        targets = [[self._target(payload, *piece) for piece in run] for run in self._buckets]
-        if job.device is None:
-            for run, sources in zip(targets, self._sources, strict=True):
-                torch._foreach_copy_(run, sources)
-        else:
-            self._copy_from_device(job, payload, targets)
-
-    def _target(self, payload: torch.Tensor, entry: Entry, start: int, stop: int) -> torch.Tensor:
-        at = entry.offset - self.part[0]
-        return payload[at + start : at + stop].view(entry.torch_dtype)
-
-    def _copy_from_device(self, job: _Job, payload: torch.Tensor, targets: list[list[torch.Tensor]]) -> None:
-        """Gather each bucket on the device, then one copy per bucket to the (pinned) arena, on a stream of
-        its own."""
-        assert job.device is not None
-        assert job.ready is not None
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(job.device)
-        staging = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=job.device)
-        from_host: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(job.ready)
-            staging.record_stream(self._stream)
-            for pieces, sources, run in zip(self._buckets, self._sources, targets, strict=True):
-                first, last = pieces[0], pieces[-1]
-                begin, end = first[0].offset + first[1], last[0].offset + last[2]
-                gathered, gathered_from = [], []
-                for (entry, a, b), source, target in zip(pieces, sources, run, strict=True):
-                    if not source.is_cuda:
-                        from_host.append((target, source))
-                        continue
-                    place = staging[entry.offset + a - begin : entry.offset + b - begin]
-                    gathered.append(place.view(entry.torch_dtype))
-                    gathered_from.append(source)
-                if gathered:
-                    torch._foreach_copy_(gathered, gathered_from)
-                at = begin - self.part[0]
-                payload[at : at + end - begin].copy_(staging[: end - begin], non_blocking=True)
-        self._stream.synchronize()
-        # Host scalars, such as an optimizer's step counters, go into the holes that the buckets left for
-        # them.
-        for target, source in from_host:
-            target.copy_(source)
-
-
-def _source(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """The elements of a contiguous tensor that lie in bytes [start, stop)."""
-    size = tensor.dtype.itemsize
-    return tensor.detach().view(-1)[start // size : stop // size]
-
-
-def _cuda_runtime() -> Any:
-    return torch.cuda.cudart()
-
-
-class _MappedSlot:
-    """A slot's memory as a tensor, registered with CUDA where copies come from a device."""
-
-    def __init__(self, writer: SlotWriter) -> None:
-        self.writer = writer
-        self._registered: int | None = None
-        self._tensor: torch.Tensor | None = None
-
-    def reserve(self, size: int, device: torch.device | None) -> None:
-        if size > self.writer.capacity:
-            self._unregister()  # before the mapping goes
-            self._tensor = None
-        if self.writer.reserve(size) or self._tensor is None or len(self._tensor) < size:
-            self._unregister()
-            self._tensor = torch.frombuffer(self.writer.payload(self.writer.capacity), dtype=torch.uint8)
-        if device is not None and self._registered is None:
-            address, length = self.writer.address
-            # Page-locked for this process: device copies are asynchronous only into such memory.
-            code = int(_cuda_runtime().cudaHostRegister(address, length, 0))
-            if code:
-                raise SlotError(f"{self.writer.path}: cudaHostRegister of {length} bytes failed with error {code}")
-            self._registered = address
-
-    def payload(self) -> torch.Tensor:
-        assert self._tensor is not None
-        return self._tensor
-
-    def _unregister(self) -> None:
-        if self._registered is not None:
-            _cuda_runtime().cudaHostUnregister(self._registered)
-            self._registered = None
-
-    def release(self) -> None:
-        self._unregister()
-        self._tensor = None
-        self.writer.release()

@@ -4,14 +4,16 @@ Every rank's state of one step is fetched and verified as a start would do it, a
 to whole tensors. The keepers and the training beside it do not notice.
 """
 
+import math
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from everstep import wire
 from everstep.snapshot import ladder, peers
 from everstep.snapshot.arena import run_id
 from everstep.snapshot.layout import Layout
@@ -19,6 +21,14 @@ from everstep.snapshot.recovery import gather
 from everstep.snapshot.restore import Blame, Restored, RestoreError, restore_rank
 
 POLL_S = 0.1
+
+
+class _Box(NamedTuple):
+    """Where a shard lies in its tensor."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
 
 
 class ExportError(RuntimeError):
@@ -42,8 +52,7 @@ def fetch(run_dir: Path, *, not_before: int = 0, timeout: timedelta, patience: t
     """The newest state that can be had from memory, by rank.
 
     Args:
-        not_before: the lowest step that will do; it is waited for. A step may be overwritten while it is read, at
-            short steps or with a large state; a newer one is then taken.
+        not_before: the step that is wanted; it is waited for. If it cannot be had any more, a newer one is taken.
         timeout: the longest silence of a keeper.
         patience: for the whole wait.
 
@@ -59,15 +68,17 @@ def fetch(run_dir: Path, *, not_before: int = 0, timeout: timedelta, patience: t
         usable = [slot for slot in held if not any(blame.hits(slot.header) for blame in blamed)]
         ranks = max((slot.header.ranks for slot in usable), default=1)
         decision = ladder.decide(usable, run=run_id(token), ranks=ranks)
+        if not_before and decision.step > not_before:
+            wanted = [slot for slot in usable if slot.header.step == not_before]
+            exact = ladder.decide(wanted, run=run_id(token), ranks=ranks)
+            decision = exact if exact.from_memory else decision
         if decision.from_memory and decision.step >= not_before:
             try:
-                own = {rank: min(column.data, default=0) for rank, column in decision.columns.items()}
-                return [
-                    restore_rank(column, rank, own[rank], token, timeout)
-                    for rank, column in sorted(decision.columns.items())
-                ]
+                return _read(decision, token, timeout)
             except RestoreError as error:
                 blamed.append(error.blame)
+                why = str(error)
+            except wire.WireError as error:
                 why = str(error)
         elif decision.from_memory:
             why = f"the newest step in memory is {decision.step}, not {not_before}"
@@ -78,11 +89,38 @@ def fetch(run_dir: Path, *, not_before: int = 0, timeout: timedelta, patience: t
         time.sleep(POLL_S)
 
 
+def _read(decision: ladder.Decision, token: bytes, timeout: timedelta) -> list[Restored]:
+    """All ranks' states, while their slots are held."""
+    slots = [
+        (address, rank, column.identity)
+        for rank, column in decision.columns.items()
+        for address in column.data.values()
+    ]
+    with peers.Hold(slots, token, timeout):
+        return [
+            restore_rank(column, rank, min(column.data, default=0), token, timeout)
+            for rank, column in sorted(decision.columns.items())
+        ]
+
+
 def whole(ranks: list[Restored]) -> Whole:
-    """Put the ranks' shards together. Where no tensor is sharded, the result shares the ranks' memory."""
+    """Put the ranks' shards together. Where no tensor is sharded, the result shares the ranks' memory.
+
+    Raises:
+        ExportError: the ranks hold tensors of different names, as pipeline stages do: their optimizer states are
+            numbered stage by stage and cannot be told apart. Or the shards do not make up a whole tensor.
+    """
     tensors: dict[str, torch.Tensor] = {}
-    for restored in ranks:
-        layout = Layout.from_json(restored.layout)
+    layouts = [Layout.from_json(restored.layout) for restored in ranks]
+    names = {entry.name for entry in layouts[0].entries}
+    for rank, layout in enumerate(layouts):
+        if {entry.name for entry in layout.entries} != names:
+            raise ExportError(f"rank {rank} holds other tensors than rank 0, as with pipeline stages")
+    for name, boxes in _boxes(layouts).items():
+        shape, covered = boxes[0].shape, sum(math.prod(size) for _, size in {(b.offset, b.size) for b in boxes})
+        if covered != math.prod(shape):
+            raise ExportError(f"the ranks' shards of {name} make up {covered} elements of its {math.prod(shape)}")
+    for restored, layout in zip(ranks, layouts, strict=True):
         views = layout.views(torch.from_numpy(restored.flat))
         for entry in layout.entries:
             if entry.shard is None:
@@ -93,3 +131,13 @@ def whole(ranks: list[Restored]) -> Whole:
             box = tuple(slice(o, o + n) for o, n in zip(entry.shard.offset, entry.shape, strict=True))
             tensors[entry.name][box] = views[entry.name]
     return Whole(ranks[0].step, tensors, ranks[0].meta, [restored.blobs for restored in ranks])
+
+
+def _boxes(layouts: list[Layout]) -> dict[str, list[_Box]]:
+    """Of the sharded tensors: every rank's box."""
+    found: dict[str, list[_Box]] = {}
+    for layout in layouts:
+        for entry in layout.entries:
+            if entry.shard is not None:
+                found.setdefault(entry.name, []).append(_Box(entry.shard.shape, entry.shard.offset, entry.shape))
+    return found

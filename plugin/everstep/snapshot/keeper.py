@@ -18,128 +18,27 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from everstep import wire
 from everstep.snapshot import peers
-from everstep.snapshot.arena import SLOTS, Arena, Kind, Notes, run_id
-from everstep.snapshot.coding import Coder, CodingError
+from everstep.snapshot.arena import SLOTS, Arena, Kind, run_id
+from everstep.snapshot.keepers import LOCKED_EXIT
 from everstep.snapshot.peers import Place
+from everstep.snapshot.rank_watch import POLL_S, RankWatch
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.slot import Header, SlotError, SlotReader, table_bytes
 
-POLL_S = 0.05
 HEARTBEAT_S = 0.5
 GONE_S = 20.0
-START_TIMEOUT_S = 30.0
-LOCKED_EXIT = 3
 
 log = logging.getLogger("everstep.keeper")
-
-
-class KeeperError(RuntimeError):
-    """A keeper that could not be started; the message says why."""
-
-
-class RankWatch:
-    """Verifies and codes what one rank's trainer publishes, in a thread of its own."""
-
-    def __init__(self, keeper: "Keeper", rank: int) -> None:
-        self._keeper, self.rank = keeper, rank
-        settings = keeper.settings
-        self._coder = Coder(
-            keeper.arena, rank, keeper.token, keeper.address_of, int(settings.memory_reserve_gb * 2**30)
-        )
-        self._lock = threading.Lock()
-        self._notes = Notes()
-        self.sound: dict[int, bool] = {}
-        """By sequence: what verification found, of the slots that are there now."""
-        self._thread = threading.Thread(target=self._run, name=f"rank-{rank}", daemon=True)
-        self._thread.start()
-
-    def note(self, **changes: Any) -> None:
-        """Tell the trainer, by way of the notes file."""
-        with self._lock:
-            self._notes = replace(self._notes, heartbeat=time.monotonic(), **changes)
-            try:
-                self._keeper.arena.write_notes(self.rank, self._notes)
-            except OSError as error:
-                log.warning("rank %d: notes cannot be written: %s", self.rank, error)
-
-    def _run(self) -> None:
-        dealt = -1
-        while not self._keeper.over.is_set():
-            newest = self._newest()
-            if newest is None or newest.sequence == dealt:
-                self._keeper.over.wait(POLL_S)
-                continue
-            self._keeper.spoken()
-            dealt = newest.sequence
-            self._verify(newest)
-            if self.sound.get(newest.sequence):
-                self._code(newest)
-
-    def _published(self) -> list[Header]:
-        if self._keeper.over.is_set():
-            return []
-        return [header for header in self._keeper.arena.headers("data", self.rank) if header]
-
-    def _newest(self) -> Header | None:
-        headers = self._published()
-        with self._keeper.changed:
-            self.sound = {h.sequence: self.sound[h.sequence] for h in headers if h.sequence in self.sound}
-        return max(headers, key=lambda header: header.sequence, default=None)
-
-    def _verify(self, header: Header) -> None:
-        for index in range(SLOTS):
-            damage = self._damage(index, header)
-            if damage is None:
-                continue
-            sound = damage == ""
-            with self._keeper.changed:
-                self.sound[header.sequence] = sound
-                self._keeper.changed.notify_all()
-            coding = sound and header.parity > 0
-            self.note(sequence=header.sequence, sound=sound, coded=False, settled=not coding, reason=damage)
-            if not sound:
-                log.error("rank %d, step %d: %s", self.rank, header.step, damage)
-
-    def _damage(self, index: int, header: Header) -> str | None:
-        """None: this file does not hold that slot. "": it does, unharmed. Else what is wrong with it."""
-        try:
-            reader = SlotReader(self._keeper.arena.file("data", self.rank, index))
-        except OSError:
-            return None
-        try:
-            return (reader.damage(header) or "") if reader.header() == header else None
-        except SlotError as error:
-            return str(error)
-        finally:
-            reader.close()
-
-    def _code(self, header: Header) -> None:
-        if header.parity == 0:
-            return
-        settings = self._keeper.settings
-        try:
-            self._coder.code(
-                header,
-                timedelta(seconds=settings.coding_timeout_s),
-                timedelta(seconds=settings.transfer_timeout_s),
-                held=lambda: header in self._published(),
-                newest=lambda: not any(h.sequence > header.sequence for h in self._published()),
-            )
-            self.note(coded=True, settled=True)
-        except CodingError as error:
-            log.warning("rank %d, step %d: no parity: %s", self.rank, header.step, error)
-            self.note(settled=True, reason=str(error))
 
 
 class Keeper:
@@ -227,6 +126,9 @@ class Keeper:
             operation = message.get("op")
             if operation == "open":
                 message = self._serve_slot(channel, message)
+                continue
+            if operation == "hold":
+                message = self._hold_slot(channel, message)
                 continue
             if operation == "inventory":
                 channel.send_frame({"slots": self._inventory()})
@@ -323,6 +225,24 @@ class Keeper:
                     return following
                 channel.send_frame({"still": reader.header() == header})
 
+    def _hold_slot(self, channel: wire.Channel, message: dict[str, Any]) -> dict[str, Any]:
+        """Keep a slot from being overwritten for as long as the peer keeps asking. Returns its first other
+        message."""
+        reader, header = self._await_slot(message)
+        with contextlib.closing(reader):
+            while (watch := self._watches.get(header.rank)) is None:  # a rank's first slot: seen within POLL_S
+                if self.over.wait(POLL_S):
+                    raise wire.RefusedError(f"the keeper of group {self.group} is ending")
+            watch.hold(header.sequence)
+            try:
+                while True:
+                    channel.send_frame({"still": reader.header() == header})
+                    following = channel.receive_frame()
+                    if following.get("op") != "still":
+                        return following
+            finally:
+                watch.release(header.sequence)
+
 
 class _Slot:
     """A slot's payload and table as `wire.Bytes`."""
@@ -330,81 +250,6 @@ class _Slot:
     def __init__(self, reader: SlotReader, header: Header) -> None:
         self.size = header.payload_bytes + table_bytes(header.payload_bytes)
         self.views = reader.views
-
-
-def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot) -> Place:
-    """Start this host's keeper of a group, or find the one that is already there.
-
-    `host`: address to listen on and advertise (fault_tolerance.bind_host).
-
-    Raises:
-        KeeperError: it did not come up; the message has its last words.
-    """
-    run_dir = run_dir.resolve()
-    place = find_keeper(run_dir, group, settings)
-    if place is not None:
-        return place
-    log_file = run_dir / "logs" / f"keeper-{group}.log"
-    log_file.parent.mkdir(parents=True, exist_ok=True)
-    order = json.dumps({"run_dir": str(run_dir), "group": group, "host": host, "settings": asdict(settings)})
-    # The keeper must find this package the way we did, also where that was the working directory.
-    search = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with log_file.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "everstep.snapshot.keeper", order],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            cwd="/",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
-        )
-    # Reaps it should it end while we live; a keeper that outlives us is init's.
-    threading.Thread(target=process.wait, name="keeper-reaper", daemon=True).start()
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        place = find_keeper(run_dir, group, settings)
-        if place is not None:
-            return place
-        if process.poll() not in (None, LOCKED_EXIT):
-            break
-        time.sleep(0.02)
-    last_words = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-    raise KeeperError(f"the keeper of group {group} did not come up: {last_words[0]} ({log_file})")
-
-
-def find_keeper(run_dir: Path, group: int, settings: Snapshot) -> Place | None:
-    """This host's keeper of a group, if it is alive and answers."""
-    with contextlib.suppress(OSError, ValueError, TypeError, wire.WireError):
-        token = peers.read_token(run_dir)
-        place = Place(**json.loads(peers.place_file(run_dir, group).read_text()))
-        timeout = timedelta(seconds=settings.transfer_timeout_s)
-        answer = peers.ask(place.address, token, {"op": "ping"}, timeout)
-        if answer["group"] == group and answer["pid"] == place.pid:
-            return place
-    return None
-
-
-def end_keepers(run_dir: Path, groups: set[int] | None = None, timeout: timedelta = timedelta(seconds=5)) -> list[str]:
-    """The run is over: tell every keeper (or those of `groups`) to remove its arena and end.
-
-    Returns a sentence for each that could not be told; it ends by itself after keeper_ttl_s.
-    """
-    token, silent = peers.read_token(run_dir), []
-    for place in peers.read_places(run_dir):
-        if groups is not None and place.group not in groups:
-            continue
-        try:
-            peers.ask(place.address, token, {"op": "end"}, timeout)
-        except wire.WireError as error:
-            silent.append(f"keeper of group {place.group} on {place.host}: {error}")
-    return silent
-
-
-def touch(arena: Arena) -> None:
-    """Say that the arena's keeper is still wanted. For agents and trainers, well within keeper_ttl_s."""
-    with contextlib.suppress(OSError):  # no arena: nobody to speak for
-        (arena.path / "touched").touch()
 
 
 def _lower_priority() -> None:

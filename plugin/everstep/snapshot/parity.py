@@ -5,8 +5,7 @@ with the polynomial x^8 + x^4 + x^3 + x^2 + 1 (0x11d), the field of Intel's ISA-
 or parity, can be recomputed for k <= 255 (H. P. Anvin, "The mathematics of RAID-6"). One parity shard is P
 alone: plain XOR.
 
-ISA-L computes it where its shared library is installed (Debian: libisal2), NumPy tables otherwise; the bytes
-are equal.
+ISA-L computes it where its shared library is installed (Debian: libisal2), NumPy otherwise; the bytes are equal.
 """
 
 import ctypes
@@ -19,7 +18,7 @@ import numpy as np
 POLYNOMIAL = 0x11D
 MAX_PARITY = 2
 MAX_DATA = 255
-_TILE_BYTES = 128 << 10  # NumPy: source, destination and temporary stay in the second-level cache
+_TILE_BYTES = 64 << 10  # NumPy: sources, destination and scratch stay in the second-level cache
 
 
 class ParityError(ValueError):
@@ -51,12 +50,6 @@ def gf_inverse(a: int) -> int:
         raise ZeroDivisionError("0 has no inverse in GF(2^8)")
     exp, log = _field()
     return int(exp[255 - log[a]])
-
-
-@functools.cache
-def _products(factor: int) -> np.ndarray:
-    """Table of factor · x for every byte x."""
-    return np.array([gf_multiply(factor, x) for x in range(256)], dtype=np.uint8)
 
 
 def encoding_rows(data: int, parity: int) -> list[list[int]]:
@@ -108,26 +101,36 @@ def combine(rows: Sequence[Sequence[int]], shards: Sequence[np.ndarray], out: Se
 
 
 def combine_numpy(rows: Sequence[Sequence[int]], shards: Sequence[np.ndarray], out: Sequence[np.ndarray]) -> None:
-    """`combine` by table look-up."""
+    """`combine` without a library: Horner's rule over the coefficients' bits.
+
+    Σ_c f_c · d_c is Σ_b 2^b · (the XOR of those d_c whose f_c has bit b), from the highest bit on: at most seven
+    doublings for a row, however many shards it has, and plain XOR between them.
+    """
     length = out[0].nbytes
-    product = np.empty(min(_TILE_BYTES, length), dtype=np.uint8)
+    carries = np.empty(min(_TILE_BYTES, length), dtype=np.uint8)
     for start in range(0, length, _TILE_BYTES):
         tile = slice(start, min(start + _TILE_BYTES, length))
         for row, target in zip(rows, out, strict=True):
-            accumulator, begun = target[tile], False
-            for factor, shard in zip(row, shards, strict=True):
-                if not factor:
-                    continue
-                term = shard[tile]
-                if factor != 1:
-                    term = np.take(_products(factor), term, out=product[: len(term)], mode="clip")
+            total, begun = target[tile], False
+            for bit in reversed(range(max(row).bit_length())):
                 if begun:
-                    np.bitwise_xor(accumulator, term, out=accumulator)
-                else:
-                    accumulator[:] = term
-                    begun = True
+                    _double(total, carries[: len(total)])
+                for shard in (s for factor, s in zip(row, shards, strict=True) if factor >> bit & 1):
+                    if begun:
+                        np.bitwise_xor(total, shard[tile], out=total)
+                    else:
+                        total[:] = shard[tile]
+                        begun = True
             if not begun:
-                accumulator[:] = 0
+                total[:] = 0
+
+
+def _double(elements: np.ndarray, carries: np.ndarray) -> None:
+    """Multiply bytes by 2 in the field, in place. `carries`: scratch of the same length."""
+    np.less(elements.view(np.int8), 0, out=carries.view(bool))  # 1 where the highest bit is set; faster than a shift
+    np.multiply(carries, np.uint8(POLYNOMIAL & 0xFF), out=carries)
+    np.add(elements, elements, out=elements)
+    np.bitwise_xor(elements, carries, out=elements)
 
 
 class _Isal:
@@ -139,20 +142,18 @@ class _Isal:
 
     def combine(self, rows: Sequence[Sequence[int]], shards: Sequence[np.ndarray], out: Sequence[np.ndarray]) -> None:
         k, length = len(shards), out[0].nbytes
-        plain = [r for r, row in enumerate(rows) if all(x == 1 for x in row) and self._can_xor(shards, out[r])]
-        for r in plain:
-            places = (ctypes.c_void_p * (k + 1))(*(s.ctypes.data for s in shards), out[r].ctypes.data)
+        if len(rows) == 1 and all(factor == 1 for factor in rows[0]) and self._can_xor(shards, out[0]):
+            places = (ctypes.c_void_p * (k + 1))(*(s.ctypes.data for s in shards), out[0].ctypes.data)
             if self._xor(k + 1, length, places):
                 raise ParityError(f"ISA-L's xor_gen refused {k} shards of {length} bytes")
-        left = [r for r in range(len(rows)) if r not in plain]
-        if not left:
             return
-        matrix = (ctypes.c_ubyte * (k * len(left)))(*(x for r in left for x in rows[r]))
-        tables = (ctypes.c_ubyte * (32 * k * len(left)))()
-        self._tables(k, len(left), matrix, tables)
+        # All rows at once: the shards are read once.
+        matrix = (ctypes.c_ubyte * (k * len(rows)))(*(factor for row in rows for factor in row))
+        tables = (ctypes.c_ubyte * (32 * k * len(rows)))()
+        self._tables(k, len(rows), matrix, tables)
         sources = (ctypes.c_void_p * k)(*(s.ctypes.data for s in shards))
-        targets = (ctypes.c_void_p * len(left))(*(out[r].ctypes.data for r in left))
-        self._encode(length, k, len(left), tables, sources, targets)
+        targets = (ctypes.c_void_p * len(rows))(*(target.ctypes.data for target in out))
+        self._encode(length, k, len(rows), tables, sources, targets)
 
     def _can_xor(self, shards: Sequence[np.ndarray], target: np.ndarray) -> bool:
         # xor_gen wants two sources or more and memory aligned to 32 bytes.

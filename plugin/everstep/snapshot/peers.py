@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -115,6 +116,51 @@ def open_slot(
         "patience_s": patience_s,
     }
     return Header.from_json(channel.ask(message)["header"])
+
+
+class Hold:
+    """Slots that their trainers leave alone while this context lasts, so that large ones can be read at
+    leisure. Snapshots that would need the place are skipped meanwhile.
+
+    Entering raises wire.WireError if a keeper does not hold a slot any more. A hold ends with the process that
+    has it.
+    """
+
+    def __init__(self, slots: Sequence[tuple[str, int, Identity]], token: bytes, timeout: timedelta) -> None:
+        """`slots`: keeper's address, rank and identity of each."""
+        self._slots, self._token, self._timeout = slots, token, timeout
+        self._channels: list[wire.Channel] = []
+        self._over = threading.Event()
+
+    def __enter__(self) -> "Hold":
+        self._asker = threading.Thread(target=self._keep_asking, name="slot-holder", daemon=True)
+        try:
+            for address, rank, identity in self._slots:
+                self._channels.append(wire.connect(address, self._token, self._timeout))
+                question = {"op": "hold", "kind": "data", "rank": rank, "identity": identity, "sound": False}
+                if not self._channels[-1].ask({**question, "patience_s": 0})["still"]:
+                    raise wire.WireError(f"{address} has gone on to another step")
+        except wire.WireError:
+            self._close()
+            raise
+        self._asker.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._asker.join()
+        self._close()
+
+    def _keep_asking(self) -> None:
+        # A keeper takes a peer that is silent for the transfer timeout for dead, and the slot for free.
+        while not self._over.wait(self._timeout.total_seconds() / 4):
+            for channel in self._channels:
+                with contextlib.suppress(wire.WireError):  # the download will notice
+                    channel.ask({"op": "still"})
+
+    def _close(self) -> None:
+        for channel in self._channels:
+            channel.close()
 
 
 class Download:

@@ -10,6 +10,7 @@ importing it takes longer than some steps, after which the keepers hold another.
 import argparse
 import io
 import os
+import shutil
 import sys
 import time
 from datetime import timedelta
@@ -41,13 +42,14 @@ def unpack_dataloader(blobs: list[dict[str, bytes]]) -> dict:
     return merged
 
 
-def export(run_dir: Path, folder: Path, *, not_before: int = 0, below: bool = False) -> Whole:
+def export(run_dir: Path, folder: Path, *, not_before: int = 0, below: bool = False, writer: int = 0) -> Whole:
     """Write the newest state in memory as a checkpoint.
 
     Args:
         run_dir: of the run.
         folder: where to; with `below`, into its `step-N`.
         not_before: the lowest step that will do.
+        writer: who writes; no two do at once. With `below`, names the folder that a checkpoint is in until it is whole.
 
     Raises:
         ExportError: there is none, or it is of another model than the run directory's config.
@@ -62,11 +64,25 @@ def export(run_dir: Path, folder: Path, *, not_before: int = 0, below: bool = Fa
 
     config = load_config(run_dir / "config.toml", EverstepTrainer.Config, check=False)
     target = folder / f"step-{found.step}" if below else folder
+    draft = folder / f"writing-{writer}" if below else folder
+    if below:
+        shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
     try:
-        export_checkpoint(config, found.tensors, found.meta, unpack_dataloader(found.blobs), target)
+        export_checkpoint(config, found.tensors, found.meta, unpack_dataloader(found.blobs), draft)
     except (ValueError, KeyError) as error:
         raise ExportError(f"{run_dir}: the state in memory does not fit {run_dir / 'config.toml'}: {error}") from error
+    _put_in_place(draft, target)
     return found
+
+
+def _put_in_place(draft: Path, target: Path) -> None:
+    """A whole checkpoint gets its name at once. One of the same step, from before the run went back, makes way."""
+    if draft == target:
+        return
+    if target.exists():
+        (target / ".metadata").unlink(missing_ok=True)  # from here on torchtitan does not believe it
+        shutil.rmtree(target)
+    draft.rename(target)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,7 +98,13 @@ def main(argv: list[str] | None = None) -> int:
     os.nice(10)
     begin = time.monotonic()
     try:
-        found = export(options.run_dir, options.folder, not_before=options.not_before, below=options.below)
+        found = export(
+            options.run_dir,
+            options.folder,
+            not_before=options.not_before,
+            below=options.below,
+            writer=options.group or 0,
+        )
     except ExportError as error:
         print(f"export: {error}", file=sys.stderr, flush=True)
         return 1

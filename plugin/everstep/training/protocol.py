@@ -250,6 +250,7 @@ class StepProtocol:
         self._failures = 0
         self._connected = ""
         self._slot_s: float | None = None
+        self._doubted = -1
         self._progress = time.monotonic()
 
     def next(self) -> Commit:
@@ -478,7 +479,7 @@ class StepProtocol:
         reduce_begin = time.monotonic()
         # The group's own collectives come in the same order on all its ranks, whatever fails between groups.
         sums = self._work.results()
-        error = self._finish_gradients(step)
+        error = self._finish_gradients(step) or self._doubt(step, computed)
         while heal is not None and heal.is_alive():
             self._beat("heal", step)
             heal.join(timeout=1.0)
@@ -544,6 +545,20 @@ class StepProtocol:
         except CrossGroupError as error:
             return str(error)
         return ""
+
+    def _doubt(self, step: int, computed: list[int]) -> str:
+        """Why the sums cannot be right; or nothing. A group whose own part is not finite gives its slots up, to compute
+        them again: something may have gone wrong. When that changes nothing the step goes on, and training diverges."""
+        if self._all_in_group(self._reducer.finite()) or self._doubted == step:
+            return ""
+        self._doubted = step
+        if not self._all_in_group(self._reducer.own_finite()):
+            for slot in sorted(self._held.slots):
+                self._events.emit("slot_refused", step, slot=slot, reason="a gradient is not finite")
+            computed.clear()
+            self._held.slots.clear()
+            self._work.discard()
+        return "the sum of the gradients is not finite"
 
     def _disconnect(self) -> None:
         self._cross.abort()

@@ -137,6 +137,15 @@ class GradientReducer:
                     bucket.allocate()
             raise error
 
+    def finite(self) -> bool:
+        """Whether the sums are: no INF, no NaN. A host synchronisation."""
+        return all(bool(bucket.flat.isfinite().all()) for bucket in self._buckets)
+
+    def own_finite(self) -> bool:
+        """Whether this group's own part of the sums is."""
+        grads = (local(p.grad) for bucket in self._buckets for p in bucket.params if p.grad is not None)
+        return all(bool(grad.isfinite().all()) for grad in grads)
+
     def assign(self, scale: float) -> None:
         """Make the sums, times `scale`, the parameters' gradients. Only after `finish`."""
         with torch.no_grad():

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from everstep.quorum.heal import HealState
 from everstep.report.events import EventLog
 from everstep.snapshot.arena import Arena, run_id
-from everstep.snapshot.copier import Copier, State
-from everstep.snapshot.keeper import KeeperError, end_keepers, start_keeper, touch
+from everstep.snapshot.copier import Copier
+from everstep.snapshot.keepers import KeeperError, end_keepers, start_keeper, touch
 from everstep.snapshot.layout import Layout, Shard
+from everstep.snapshot.plan import State
 from everstep.snapshot.recovery import recover
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.slot import SlotError
@@ -42,8 +44,10 @@ class Snapshots:
         """`TrainingState.shards()`, once there is a state."""
         self._rank, self._ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._arena = Arena(Path(settings.arena_dir), run_id(token), group)
+        # Beside the building of the trainer: it takes a process.
+        self._keeper_start = threading.Thread(target=self._start_keeper, name="keeper-start", daemon=True)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            self._start_keeper()
+            self._keeper_start.start()
         self._copier = Copier(self._arena, self._rank, self._ranks, settings, events.emit, self._start_keeper)
 
     def _start_keeper(self) -> None:
@@ -54,6 +58,10 @@ class Snapshots:
             self._events.emit("keeper_found", pid=place.pid, address=place.address)
         except (KeeperError, SlotError, OSError) as error:
             self._events.emit("snapshot_failed", reason=str(error))
+
+    def _await_keeper(self) -> None:
+        if self._keeper_start.ident is not None:
+            self._keeper_start.join()
 
     def settle(self) -> int:
         """Wait until the last commit's snapshot is taken; the newest step held, -1 for none."""
@@ -69,15 +77,16 @@ class Snapshots:
         """What `complete` was at the group that this one heals from."""
         self._copier.learn_complete(step, lineage)
 
-    def committed(self, commit: Commit, state: Callable[[], HealState]) -> None:
-        """Take a snapshot of a step that was just committed, if one is due."""
+    def committed(self, commit: Commit, state: Callable[[], HealState], keep: bool) -> None:
+        """Take a snapshot of a step that was just committed, if one is due. `keep`: a checkpoint will be written of
+        it."""
 
         def now() -> State:
             fresh = state()
             return State(fresh.tensors, fresh.meta, fresh.blobs, self.shards)
 
         touch(self._arena)
-        self._copier.committed(commit.step, commit.lineage, commit.groups, commit.held, now)
+        self._copier.committed(commit.step, commit.lineage, commit.groups, commit.held, now, keep)
 
     def recover(self, state: HealState, disk_step: int | None) -> HealState | None:
         """The newest state there is, if it is in memory; else None. A collective of the group.
@@ -86,6 +95,7 @@ class Snapshots:
             state: this rank's state as it is, for its layout.
             disk_step: newest step of the disk checkpoint.
         """
+        self._await_keeper()
         layout = Layout.of(state.tensors, self.shards)
         timeout = timedelta(seconds=self._settings.transfer_timeout_s)
         found = recover(
@@ -119,6 +129,7 @@ class Snapshots:
     def close(self, over: bool) -> None:
         """Let go of the arena. `over`: nothing will ever be restored from it, so the keeper is told to
         end."""
+        self._await_keeper()  # one that comes up later would not hear that the run is over
         self._copier.close()
         if over and int(os.environ.get("LOCAL_RANK", "0")) == 0:
             end_keepers(self._run_dir, {self._group})

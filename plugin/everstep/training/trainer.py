@@ -41,6 +41,7 @@ from everstep.snapshot.section import Snapshot
 from everstep.training import finish
 from everstep.training.protocol import Blank, Commit, Left, OutOfData, StepProtocol, Timeouts
 from everstep.training.reduction import GradientReducer
+from everstep.training.saboteur import Saboteur
 from everstep.training.snapshots import Snapshots
 from everstep.training.state import TrainingState, slot_seed
 from everstep.training.work import TitanWork, all_in_group, sum_in_group
@@ -158,12 +159,14 @@ class EverstepTrainer(titan.Trainer):
         if self.snapshots is not None:
             self.snapshots.shards = self._state.shards()
             if isinstance(self.checkpointer, SnapshotCheckpointManager):
-                self.checkpointer.export_with(self.snapshots.start_export)
+                self.checkpointer.export_with(self.snapshots.start_export, all_in_group)
         self._reducer = GradientReducer(
             (p for part in self.model_parts for p in part.parameters() if p.requires_grad),
             int(ft.bucket_mb * 2**20),
         )
         self._work = TitanWork(self, self._slots, self._state)
+        if ft.allow_faults:
+            Saboteur(self, ft.group_id, dist.get_rank())
         self._heal_server = HealServer(self._host, self._token, timedelta(seconds=ft.heal_timeout_s))
 
     def _join_run(self) -> StepProtocol:
@@ -352,7 +355,7 @@ class EverstepTrainer(titan.Trainer):
         self.source.committed(self.step)
         self._protocol.committed()
         if self.snapshots is not None:
-            self.snapshots.committed(commit, self._work.serve)
+            self.snapshots.committed(commit, self._work.serve, self._checkpoint_from_memory(commit))
         if self.checks is not None:
             self.checks.committed(self.step)
         if self._ft.audit_interval and self.step % self._ft.audit_interval == 0:
@@ -389,6 +392,11 @@ class EverstepTrainer(titan.Trainer):
             dist_utils.set_pg_timeouts(
                 timeout=timedelta(seconds=config.comm.train_timeout_seconds), parallel_dims=self.parallel_dims
             )
+
+    def _checkpoint_from_memory(self, commit: Commit) -> bool:
+        """Whether a checkpoint is due that is written from the snapshots; the same in all groups."""
+        goes_on = self.should_continue_training() and not commit.all_leave
+        return goes_on and isinstance(self.checkpointer, SnapshotCheckpointManager) and self.checkpointer.due(self.step)
 
     def _save(self, *, last: bool = False) -> None:
         self._heartbeat.beat("checkpoint", self.step)

@@ -1,0 +1,140 @@
+"""The checkpoint manager: who writes when, and what a torn checkpoint may not be taken for."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchtitan.components.checkpointer import CheckpointManager
+
+from everstep.snapshot.checkpointer import SnapshotCheckpointManager, from_snapshots
+from everstep.training.export import _put_in_place
+
+
+class Bare:
+    """What a manager needs to know of the rest of a trainer."""
+
+    def __init__(self, **state) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict:
+        return self.state
+
+    def load_state_dict(self, state: dict) -> None:
+        self.state = state
+
+
+@pytest.fixture
+def alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def manager(folder: Path, writer: str | None, **settings) -> SnapshotCheckpointManager:
+    """A manager whose writer is a process that runs `writer`, a Python statement with `step` and `folder`."""
+    config = from_snapshots(CheckpointManager.Config(enable=True, interval=4, **settings))
+    built = config.build(
+        dataloader=Bare(rows=1),
+        model_parts=[torch.nn.Linear(3, 2)],
+        optimizers=Bare(),
+        lr_schedulers=Bare(last_epoch=1),
+        states={"train_state": Bare(step=1)},
+        sd_adapter=None,
+        base_folder=str(folder),
+    )
+    assert isinstance(built, SnapshotCheckpointManager)
+    if writer is not None:
+        built.started = []
+
+        def start(step: int, folder: str) -> subprocess.Popen:
+            built.started.append(step)
+            return subprocess.Popen([sys.executable, "-c", f"step, folder = {step}, {folder!r}\n{writer}"])
+
+        built.export_with(start, lambda flag: flag)
+    return built
+
+
+def saved(folder: Path) -> set[str]:
+    return {path.parent.name for path in (folder / "checkpoint").glob("*/.metadata")}
+
+
+def test_a_checkpoint_that_is_due_is_left_to_the_writer_and_the_trainer_goes_on(tmp_path, alone):
+    it = manager(tmp_path, "pass")
+    assert [step for step in range(1, 10) if it.due(step)] == [4, 8]
+    assert [it.save(step) for step in range(1, 6)] == [False] * 5
+    assert it.started == [4]
+    it.close()
+    assert saved(tmp_path) == set()
+
+
+def test_what_the_writer_could_not_write_the_trainer_writes_at_its_next_commit(tmp_path, alone):
+    it = manager(tmp_path, "raise SystemExit(1)")
+    it.save(4)
+    it._writer.wait()
+    assert it.save(5)
+    assert saved(tmp_path) == {"step-5"}
+    assert not it.save(6), "once"
+    assert not it.save(8)
+    assert it.started == [4, 8]
+    it.close()
+
+
+def test_no_second_writer_is_started_beside_the_first(tmp_path, alone):
+    it = manager(tmp_path, "import time; time.sleep(30)")
+    it.save(4)
+    it.save(8)
+    assert it.started == [4]
+    it._writer.kill()
+    it._writer.wait()
+    it.close()
+
+
+def test_the_last_checkpoint_is_whole_when_save_returns(tmp_path, alone):
+    it = manager(tmp_path, "import time; time.sleep(0.2)")
+    it.save(4)
+    assert it.save(6, last_step=True)
+    assert it._writer is None
+    assert saved(tmp_path) == {"step-6"}
+    it.close()
+
+
+def test_a_step_that_is_written_again_is_not_believed_before_it_is_whole(tmp_path, alone, monkeypatch):
+    it = manager(tmp_path, None)
+    assert it.save(4)
+    monkeypatch.setattr(CheckpointManager, "dcp_save", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        it.save(4)
+    assert it._find_load_step() == -1
+    it.close()
+
+
+def test_only_a_whole_checkpoint_gets_its_name(tmp_path):
+    folder = tmp_path / "checkpoint"
+    for name in ("step-4", "writing-0"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / ".metadata").write_text(name)
+    (folder / "step-4" / "__7_0.distcp").write_text("of before")
+    _put_in_place(folder / "writing-0", folder / "step-4")
+    assert [path.name for path in folder.iterdir()] == ["step-4"]
+    assert [path.read_text() for path in (folder / "step-4").iterdir()] == ["writing-0"]
+
+
+def test_an_unfinished_checkpoint_has_no_name_that_torchtitan_would_load(tmp_path, alone):
+    it = manager(tmp_path, None)
+    for name in ("writing-0", "writing-12"):
+        (tmp_path / "checkpoint" / name).mkdir(parents=True)
+        (tmp_path / "checkpoint" / name / ".metadata").touch()
+    assert it._find_load_step() == -1
+    it.close()
+
+
+def test_settings_are_torchtitans_and_a_remote_folder_is_left_to_it():
+    config = CheckpointManager.Config(enable=True, interval=7, keep_latest_k=3, folder="elsewhere")
+    ours = from_snapshots(config)
+    assert type(ours) is SnapshotCheckpointManager.Config
+    assert (ours.interval, ours.keep_latest_k, ours.folder) == (7, 3, "elsewhere")
+    remote = CheckpointManager.Config(enable=True, folder="gs://bucket/run")
+    assert from_snapshots(remote) is remote

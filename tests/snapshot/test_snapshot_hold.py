@@ -1,0 +1,120 @@
+"""A step that is being written to disk stays in memory until it has been read."""
+
+import time
+
+import pytest
+
+from everstep import wire
+from everstep.snapshot import copier, peers
+from everstep.snapshot.copier import Standing, slot_to_overwrite
+from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, wait_until
+
+
+def slot(sequence, **facts):
+    return Standing(**{"sequence": sequence, "complete": True, "sound": True, "coded": False, "coding": False, **facts})
+
+
+def test_neither_the_held_slot_nor_the_newest_complete_one_is_overwritten():
+    assert slot_to_overwrite([slot(1, held=True), slot(2)]) is None
+    assert slot_to_overwrite([slot(1), slot(2, held=True)]) == 0
+    assert slot_to_overwrite([slot(1, held=True), slot(2, complete=False)]) == 1
+    assert slot_to_overwrite([slot(1, held=True), None]) == 1
+
+
+def steps_of(run: Cluster) -> list[set[int]]:
+    return [{h.step for h in run.arena(g).headers("data", 0) if h} for g in run.groups]
+
+
+def slots_of(run: Cluster, step: int) -> list:
+    decision = run.decide()
+    assert decision.step == step
+    column = decision.columns[0]
+    return [(address, 0, column.identity) for address in column.data.values()]
+
+
+def test_a_held_step_stays_while_training_goes_on_and_is_given_up_afterwards():
+    with Cluster(2, parity=0) as run:
+        run.commit(1)
+        run.wait()
+        decision = run.decide()
+        with peers.Hold(slots_of(run, 1), run.token, TIMEOUT):
+            for step in (2, 3, 4):
+                run.commit(step)
+            run.wait()
+            assert steps_of(run) == [{1, 2}, {1, 2}]
+            assert_is_step(run.restore(decision), 1)
+            skipped = [(step, fields["reason"]) for _, kind, step, fields in run.events if kind == "snapshot_skipped"]
+            assert {step for step, _ in skipped} == {3, 4}
+            assert all("being written to disk" in reason for _, reason in skipped)
+        wait_until(lambda: all(run.arena(g).read_notes(0).holding == -1 for g in run.groups))
+        run.commit(5)
+        run.wait()
+        assert steps_of(run) == [{2, 5}, {2, 5}]
+
+
+def test_a_hold_ends_with_who_has_it():
+    with Cluster(1) as run:
+        run.commit(1)
+        run.wait()
+        [(address, rank, identity)] = slots_of(run, 1)
+        channel = wire.connect(address, run.token, TIMEOUT)
+        channel.ask({"op": "hold", "kind": "data", "rank": rank, "identity": identity, "sound": False, "patience_s": 0})
+        assert run.arena(0).read_notes(0).holding != -1
+        channel.close()
+        wait_until(lambda: run.arena(0).read_notes(0).holding == -1)
+
+
+def test_a_step_that_is_gone_cannot_be_held():
+    with Cluster(1) as run:
+        for step in (1, 2, 3):
+            run.commit(step)
+            run.wait()
+        [(address, rank, (step, *rest))] = slots_of(run, 3)
+        with (
+            pytest.raises(wire.RefusedError, match="step 1 of rank 0 is not held here"),
+            peers.Hold([(address, rank, (step - 2, *rest))], run.token, TIMEOUT),
+        ):
+            pass
+
+
+def keep(run: Cluster, step: int) -> None:
+    """A commit of which a checkpoint is to be written."""
+    plain = {group: run.copiers[group].committed for group in run.groups}
+    try:
+        for group in run.groups:
+            run.copiers[group].committed = lambda *a, group=group: plain[group](*a, keep=True)
+        run.commit(step)
+    finally:
+        for group in run.groups:
+            del run.copiers[group].committed
+
+
+def test_a_step_to_be_written_is_taken_whatever_the_interval_and_waits_for_its_reader():
+    with Cluster(2, parity=0, interval=2) as run:
+        run.commit(2)
+        keep(run, 3)
+        run.commit(4)
+        run.commit(6)
+        run.wait()
+        assert steps_of(run) == [{3, 4}, {3, 4}], "it waits for its reader"
+        decision = run.decide()
+        assert decision.step == 4
+        identity = (3, *decision.columns[0].identity[1:])
+        with peers.Hold([(a, 0, identity) for a in decision.columns[0].data.values()], run.token, TIMEOUT):
+            pass
+        wait_until(lambda: all(run.arena(g).read_notes(0).holding == -1 for g in run.groups))
+        run.commit(8)
+        run.wait()
+        assert steps_of(run) == [{4, 8}, {4, 8}], "and no longer"
+
+
+def test_a_reader_that_does_not_come_is_not_waited_for_for_long(monkeypatch):
+    monkeypatch.setattr(copier, "KEEP_S", 0.2)
+    with Cluster(1) as run:
+        keep(run, 1)
+        run.commit(2)
+        run.wait()
+        time.sleep(0.3)
+        run.commit(3)
+        run.wait()
+        assert steps_of(run) == [{2, 3}]
