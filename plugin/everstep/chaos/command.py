@@ -4,7 +4,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -25,16 +26,8 @@ UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(kw_only=True)
-class Chaos:
-    """Break a running run, on this machine or on Slurm: every so many seconds, or as a campaign file says.
-
-    Ends with Ctrl-C, with the run, after --for, or when a campaign is through; every fault that still lasts ends with
-    it. Only processes of this run are touched, and never the last group that holds its state, unless the fault is about
-    that (kill-all, kill-launcher).
-    """
-
-    run_dir: tyro.conf.Positional[Path | None] = None
-    """The run directory of a run that is going on."""
+class Plan:
+    """What to do to a run, and when."""
 
     every: float | None = None
     """Seconds between faults. The first comes so long after the first step."""
@@ -49,7 +42,8 @@ class Chaos:
     """Draws kinds, groups and ranks. Default: the campaign's, else 0."""
 
     faults: str | None = None
-    """Kinds for --every, with commas: kill-worker,hang; "all": every kind that can be done to this run. See --list."""
+    """Kinds for --every, with commas: kill-worker,hang; "all": every kind that can be done to this run. Default:
+    kill-group. See everstep chaos --list."""
 
     spare_group: tuple[int, ...] | None = None
     """Groups that nothing is done to."""
@@ -57,8 +51,66 @@ class Chaos:
     campaign: Path | None = None
     """A TOML file that says which fault comes at which step or time."""
 
+
+@dataclass(kw_only=True)
+class Chaos(Plan):
+    """Break a running run, on this machine or on Slurm: every so many seconds, or as a campaign file says.
+
+    Ends with Ctrl-C, with the run, after --for, or when a campaign is through; every fault that still lasts ends with
+    it. Only processes of this run are touched, and never the last group that holds its state, unless the fault is about
+    that (kill-all, kill-launcher).
+    """
+
+    run_dir: tyro.conf.Positional[Path | None] = None
+    """The run directory of a run that is going on."""
+
     list: bool = False
     """Show every kind of fault, what it breaks and what is expected of the run, and end."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A plan that was found to make sense, before there need be a run."""
+
+    campaign: Campaign
+    every_s: float | None
+    for_s: float | None
+    names: list[str]
+    spared: tuple[int, ...]
+    seed: int
+    jitter: bool
+
+    def runner(self, target: Target) -> Runner:
+        """Raises LaunchError for a kind of fault that this run never allows."""
+        parts: list[Schedule] = []
+        if self.campaign.entries:
+            possible([entry.fault.name for entry in self.campaign.entries], target)
+            parts.append(Listed(self.campaign.entries, self.seed))
+        if self.every_s is not None:
+            parts.append(Every(self.every_s, make(possible(self.names, target)), self.seed, self.jitter))
+        return Runner(target, Both(*parts))
+
+
+def settle(plan: Plan) -> Order:
+    """Raises LaunchError for what makes no sense."""
+    campaign = read_campaign(plan.campaign) if plan.campaign else Campaign()
+    every_s = plan.every if plan.every is not None else campaign.every
+    if every_s is None and not campaign.entries:
+        raise LaunchError("give --every SECONDS, or a --campaign FILE.toml.")
+    if every_s is not None and every_s <= 0:
+        raise LaunchError("--every must be more than 0 seconds.")
+    names = plan.faults.split(",") if plan.faults else [*campaign.faults] or [*DEFAULT_FAULTS]
+    if names != ["all"]:
+        find(names)
+    return Order(
+        campaign=campaign,
+        every_s=every_s,
+        for_s=seconds(plan.for_) if plan.for_ else None,
+        names=names,
+        spared=plan.spare_group if plan.spare_group is not None else campaign.spare_groups,
+        seed=plan.seed if plan.seed is not None else campaign.seed,
+        jitter=plan.jitter or campaign.jitter,
+    )
 
 
 def chaos(command: Chaos, flags: Sequence[str]) -> int:
@@ -70,29 +122,29 @@ def chaos(command: Chaos, flags: Sequence[str]) -> int:
         return 0
     if command.run_dir is None:
         raise LaunchError("give the directory of a run that is going on; `everstep chaos --list` shows the faults.")
-    campaign = read_campaign(command.campaign) if command.campaign else Campaign()
-    every = command.every if command.every is not None else campaign.every
-    if every is None and not campaign.entries:
-        raise LaunchError("give --every SECONDS, or a --campaign FILE.toml.")
-    if every is not None and every <= 0:
-        raise LaunchError("--every must be more than 0 seconds.")
-    for_s = seconds(command.for_) if command.for_ else None
-    names = command.faults.split(",") if command.faults else [*campaign.faults] or [*DEFAULT_FAULTS]
-    if names != ["all"]:
-        find(names)
-    spared = command.spare_group if command.spare_group is not None else campaign.spare_groups
-    target = find_target(command.run_dir, spared)
-    seed = command.seed if command.seed is not None else campaign.seed
-    parts: list[Schedule] = [Listed(campaign.entries, seed)] if campaign.entries else []
-    if every is not None:
-        parts.append(Every(every, make(possible(names, target)), seed, command.jitter or campaign.jitter))
-    return _inject(Runner(target, Both(*parts)), for_s)
+    order = settle(command)
+    runner = order.runner(find_target(command.run_dir, order.spared))
+    with stops_obeyed() as stops:
+        _, unmet = inject(runner, order.for_s, lambda: bool(stops))
+    return int(bool(unmet))
 
 
-def _inject(runner: Runner, for_s: float | None) -> int:
+@contextmanager
+def stops_obeyed() -> Iterator[list[int]]:
+    """SIGINT, SIGTERM and SIGHUP are collected in a list rather than end this process."""
     stops: list[int] = []
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, lambda number, _: stops.append(number))
+    signums = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(signum, lambda number, _: stops.append(number)) for signum in signums]
+    try:
+        yield stops
+    finally:
+        for signum, handler in zip(signums, before, strict=True):
+            signal.signal(signum, handler)
+
+
+def inject(runner: Runner, for_s: float | None, stopping: Callable[[], bool]) -> tuple[str, list[str]]:
+    """Inject, telling on stdout what happens; returns why it ended (see `drive`), and a sentence, said on stderr too,
+    for each fault that should have been and was not."""
     begin = time.monotonic()
 
     def say(event: dict) -> None:
@@ -100,15 +152,15 @@ def _inject(runner: Runner, for_s: float | None) -> int:
             print(f"{time.monotonic() - begin:8.1f} s  step {runner.target.run.step:5}  {line}", flush=True)
 
     try:
-        why = drive(runner, say, for_s, lambda: bool(stops))
+        why = drive(runner, say, for_s, stopping)
     finally:
         runner.close()
     unmet = runner.schedule.unmet() if why != "stopped" else []
     if why == "gone":
         unmet.append(f"The run in {runner.target.run_dir} ended without a word and was not started again.")
-    print(f"{runner.injected} faults in {time.monotonic() - begin:.0f} s.")
+    print(f"{runner.injected} faults in {time.monotonic() - begin:.0f} s.", flush=True)
     print(*unmet, sep="\n", end="\n" if unmet else "", file=sys.stderr)
-    return int(bool(unmet))
+    return why, unmet
 
 
 def possible(names: Sequence[str], target: Target) -> list[str]:
@@ -123,9 +175,11 @@ def possible(names: Sequence[str], target: Target) -> list[str]:
 
 def refused(name: str, target: Target) -> str | None:
     """Why this kind can never be done to the target; None: it may be."""
-    if target.kind not in FAULTS[name].on:
-        return f"{name} cannot be done to a run on {target.kind}, only on {', '.join(sorted(FAULTS[name].on))}."
-    return None
+    kind = FAULTS[name]
+    if target.kind not in kind.on:
+        return f"{name} cannot be done to a run on {target.kind}, only on {', '.join(sorted(kind.on))}."
+    reason = kind().never(target.run)
+    return f"{name} cannot be done to {target.run_dir}: {reason}." if reason else None
 
 
 def seconds(text: str) -> float:

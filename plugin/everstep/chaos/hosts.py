@@ -43,9 +43,10 @@ class KillKeeper(Fault):
         "the memory; until then the group's snapshots are not coded."
     )
 
+    def never(self, run: View) -> str | None:
+        return None if run.takes_snapshots else "it takes no snapshots (snapshot.enable)"
+
     def why_not(self, run: View) -> str | None:
-        if not run.takes_snapshots:
-            return "the run takes no snapshots ([snapshot] enable)"
         return None if self._groups(run) else "no keeper lives that may be hit"
 
     def _groups(self, run: View) -> list[int]:
@@ -113,9 +114,10 @@ class KillLauncher(Fault):
 
     duration_s: float = 2.0
 
+    def never(self, run: View) -> str | None:
+        return "it hits every group, and some are spared" if run.spared else None
+
     def why_not(self, run: View) -> str | None:
-        if run.spared:
-            return f"groups {', '.join(map(str, sorted(run.spared)))} are spared"
         return None if run.taking_part else "no group takes part"
 
     def plan(self, target: Target, choose: random.Random) -> Injection:

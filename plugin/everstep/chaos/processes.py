@@ -98,6 +98,9 @@ class KillSeveral(Fault):
     count: int = 2
     """How many groups."""
 
+    def never(self, run: View) -> str | None:
+        return None if run.groups > self.count else f"it has {run.groups} groups, and one has to be left"
+
     def why_not(self, run: View) -> str | None:
         return self.why_no_group(run, self.count)
 
@@ -114,9 +117,10 @@ class KillAll(Fault):
         "without either from the first step. Steps since then are computed again, with the same batches."
     )
 
+    def never(self, run: View) -> str | None:
+        return "it hits every group, and some are spared" if run.spared else None
+
     def why_not(self, run: View) -> str | None:
-        if run.spared:
-            return f"groups {', '.join(map(str, sorted(run.spared)))} are spared"
         return None if run.taking_part else "no group takes part"
 
     def plan(self, target: Target, choose: random.Random) -> Injection:

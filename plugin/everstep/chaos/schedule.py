@@ -37,7 +37,7 @@ def why_not(fault: Fault, target: Target) -> str | None:
     """Why a fault cannot be done to the target now; None: it can."""
     if target.kind not in fault.on:
         return f"{fault.name} cannot be done to a {target.kind} target"
-    return fault.why_not(target.run)
+    return fault.never(target.run) or fault.why_not(target.run)
 
 
 class Every(Schedule):
