@@ -275,6 +275,7 @@ COMMANDS = {
     "submit": ("start a run on a Slurm cluster", "everstep.launch.cluster:Submit", "everstep.launch.cluster:submit"),
     "status": ("show a run on Slurm", "everstep.launch.cluster:Status", "everstep.launch.cluster:status"),
     "stop": ("stop a run cleanly", "everstep.launch.cluster:Stop", "everstep.launch.cluster:stop"),
+    "chaos": ("break a running run", "everstep.chaos.command:Chaos", "everstep.chaos.command:chaos"),
     "report": ("compute what a run did from its events", "everstep.cli:Report", "everstep.cli:report"),
     "snapshots": ("show what a run holds in host memory", "everstep.cli:Snapshots", "everstep.cli:snapshots"),
     "pack": ("make a token file from text", "everstep.data.pack:Pack", "everstep.cli:pack"),

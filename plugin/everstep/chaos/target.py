@@ -12,7 +12,6 @@ from everstep.chaos import signals
 from everstep.chaos.undo import Undo
 from everstep.chaos.view import Proc, View
 from everstep.launch.rundir import LaunchError, holder_of
-from everstep.snapshot.peers import Place, read_places
 
 
 class Target(ABC):
@@ -50,12 +49,8 @@ class Target(ABC):
         """The group's agent dies, and its workers with it."""
 
     def keepers(self, group: int) -> list[Proc]:
-        """The processes that hold the group's snapshots and still live."""
-        return [keeper for keeper, _ in self.keeping(group)]
-
-    @abstractmethod
-    def keeping(self, group: int) -> list[tuple[Proc, Place]]:
-        """`keepers`, with what each wrote about itself: where its memory is, for instance."""
+        """The processes that hold the group's snapshots."""
+        return [Proc(place.pid, place.started_at, "keeper", group) for place in self.run.keepers(group)]
 
 
 class LocalTarget(Target):
@@ -81,14 +76,6 @@ class LocalTarget(Target):
     def kill_agent(self, group: int) -> None:
         agent = self.run.agent(group)
         self.signal([agent] if agent else [], SIGKILL)
-
-    def keeping(self, group: int) -> list[tuple[Proc, Place]]:
-        found = []
-        for place in read_places(self.run_dir):
-            keeper = Proc(place.pid, place.started_at, "keeper", group)
-            if place.group == group and self._ours(keeper):
-                found.append((keeper, place))
-        return found
 
     def _ours(self, proc: Proc) -> bool:
         """Whether it is the process that the run announced, and a part of this run."""

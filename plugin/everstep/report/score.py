@@ -197,16 +197,20 @@ def findings(events: Iterable[dict[str, Any]]) -> dict[str, int]:
     return {f"findings_{action}": seen[action] for action in ACTIONS}
 
 
-def verdict(figures: dict[str, Any]) -> list[str]:
-    """What breaks the promise, one sentence each, from the figures of `score`. Empty: it was kept."""
+def verdict(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
+    """What breaks the promise, one sentence each, from the figures of `score`. Empty: it was kept.
+
+    may_stop: a run that was stopped cleanly need not have reached its last step.
+    """
     broken = []
 
     def expect(kept: bool, sentence: str) -> None:
         if not kept:
             broken.append(sentence)
 
-    done, reason = figures["status"] == "done", figures["reason"]
-    expect(done, f"The run is not done: {figures['status']}{f', {reason}' if reason else ''}.")
+    stopped, reason = may_stop and figures["status"] == "stopped", figures["reason"]
+    done = figures["status"] == "done"
+    expect(done or stopped, f"The run is not done: {figures['status']}{f', {reason}' if reason else ''}.")
     expect(figures["steps"] > 0, "No step was committed.")
     asked, reached = figures["steps_asked"], figures["last_step"] or 0
     expect(not done or asked is None or reached >= asked, f"The run ended at step {reached} of {asked}.")
@@ -226,7 +230,7 @@ def verdict(figures: dict[str, Any]) -> list[str]:
     return broken
 
 
-def summary(figures: dict[str, Any]) -> str:
+def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
     """The figures of `score` for a terminal: some lines of plain text, then what `verdict` says."""
     f = figures
     faults = ", ".join(f"{count} {name}" for name, count in sorted(f["faults"].items())) or "none"
@@ -251,7 +255,7 @@ def summary(figures: dict[str, Any]) -> str:
     if any(f[f"findings_{action}"] for action in ACTIONS):
         lines.append(("findings", ", ".join(f"{f[f'findings_{action}']} {action}" for action in ACTIONS)))
     text = [f"{name:<9} {value}" for name, value in lines]
-    return "\n".join([*text, *(verdict(f) or ["Every step happened with its whole batch, exactly once."])])
+    return "\n".join([*text, *(verdict(f, may_stop) or ["Every step happened with its whole batch, exactly once."])])
 
 
 def _spread(figures: dict[str, Any], name: str) -> str:
