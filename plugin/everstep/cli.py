@@ -267,6 +267,11 @@ def _export(run_dir: Path, folder: Path) -> int:
 
 COMMANDS = {
     "run": ("start a run on this machine", "everstep.cli:Run", "everstep.cli:run"),
+    "doctor": (
+        "look whether a config can run here",
+        "everstep.commands.doctor:Doctor",
+        "everstep.commands.doctor:doctor",
+    ),
     "submit": ("start a run on a Slurm cluster", "everstep.launch.cluster:Submit", "everstep.launch.cluster:submit"),
     "status": ("show a run on Slurm", "everstep.launch.cluster:Status", "everstep.launch.cluster:status"),
     "stop": ("stop a run cleanly", "everstep.launch.cluster:Stop", "everstep.launch.cluster:stop"),

@@ -1,34 +1,22 @@
 """Real runs of the tiny trainer, watched through their events and their processes."""
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from everstep.report.events import read_events
+from watched import until
 
 HERE = Path(__file__).parent
 DEADLINE_S = 60.0
-
-
-def until(condition, what, deadline_s=DEADLINE_S):
-    """Poll until `condition()` is true and return what it gave; fails the test naming `what` after the
-    deadline.
-    """
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        if result := condition():
-            return result
-        time.sleep(0.01)
-    pytest.fail(f"waited {deadline_s:g} s for {what}")
-    return None
 
 
 def alive(pid):
@@ -36,6 +24,66 @@ def alive(pid):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+class TinyAgent:
+    """One agent of two ranks, in a session of its own, as a batch job starts it."""
+
+    CODE = """
+import json, sys
+from everstep.launch.agent import AgentSettings, run_agent
+settings = AgentSettings(**json.loads(sys.argv[1]))
+sys.exit(run_agent(settings, preload=("everstep.launch.elastic", "tiny_trainer")))
+"""
+
+    def __init__(self, folder, *flags, **settings):
+        self.run_dir, self.temporary = folder / "run", folder / "tmp"
+        arguments = {
+            "config": "unused.toml", "run_dir": str(self.run_dir), "group": 0, "groups": 1, "ranks": 2,
+            "lighthouse": "http://127.0.0.1:1", "flags": list(flags), "entry": "tiny_trainer:main",
+            **settings,
+        }  # fmt: skip
+        self.temporary.mkdir(exist_ok=True)
+        paths = os.pathsep.join([str(HERE), *sys.path])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", self.CODE, json.dumps(arguments)],
+            env=os.environ | {"PYTHONPATH": paths, "TMPDIR": str(self.temporary)},
+            start_new_session=True,
+        )
+
+    def events(self, kind, **fields):
+        return events_of(self.run_dir, kind, **fields)
+
+    def wait_for(self, kind, **fields):
+        """The first such event of the group, whichever of its agents lived then."""
+        return until(lambda: self.events(kind, **fields), f"{kind} {fields}")[0]
+
+    def end(self):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(DEADLINE_S)
+
+
+def events_of(run_dir, kind, **fields):
+    return [
+        event
+        for event in read_events(run_dir)
+        if event["kind"] == kind and all(event.get(name) == value for name, value in fields.items())
+    ]
+
+
+@pytest.fixture
+def agent(tmp_path):
+    """Starts agents that share one run directory, tmp_path/run."""
+    started = []
+
+    def _start(*flags, **settings):
+        started.append(TinyAgent(tmp_path, *flags, **settings))
+        return started[-1]
+
+    yield _start
+    for one in started:
+        one.end()
 
 
 class TinyRun:
@@ -60,11 +108,7 @@ class TinyRun:
         self.seen = set()
 
     def events(self, kind, **fields):
-        return [
-            event
-            for event in read_events(self.run_dir)
-            if event["kind"] == kind and all(event.get(name) == value for name, value in fields.items())
-        ]
+        return events_of(self.run_dir, kind, **fields)
 
     def wait_for(self, kind, after=0.0, **fields):
         """The first event of that kind, later than `after` (wall time)."""

@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from everstep.cli import COMMANDS
+
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
@@ -31,7 +33,7 @@ def test_help_answers_within_half_a_second():
     assert min(times) < 0.5
 
 
-@pytest.mark.parametrize("command", ["run", "agent", "report", "pack"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself_without_torch(command):
     code = (
         "import sys; from everstep import cli\n"

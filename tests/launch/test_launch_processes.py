@@ -126,6 +126,16 @@ def test_the_lighthouse_comes_back_on_its_port(run):
     )
 
 
+def test_a_lighthouse_that_hangs_is_replaced(run):
+    before = run.events("lighthouse_started")[-1]
+    stopped = time.time()
+    os.kill(before["pid"], signal.SIGSTOP)
+    assert run.wait_for("lighthouse_died", after=stopped)["reason"] == "did not answer"
+    again = run.wait_for("lighthouse_started", after=stopped)
+    assert again["address"] == before["address"]
+    assert not alive(before["pid"])
+
+
 def test_workers_die_with_their_agent_even_when_stopped_and_another_agent_takes_over(run):
     agent, workers = run.agent(0), run.workers(0)
     below = psutil.Process(agent).children(recursive=True)

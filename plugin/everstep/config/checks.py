@@ -132,9 +132,12 @@ def _groups(config: Any) -> Iterator[Problem]:
 
 
 def _timeouts(config: Any) -> Iterator[Problem]:
-    ft = config.fault_tolerance
-    if not ft.enable:
-        return
+    if config.fault_tolerance.enable:
+        yield from timeout_problems(config.fault_tolerance)
+
+
+def timeout_problems(ft: Any) -> Iterator[Problem]:
+    """The timeouts of a `[fault_tolerance]` section that are not shorter than those that must outlast them."""
     for shorter, longer, why in _TIMEOUTS:
         if getattr(ft, shorter) >= getattr(ft, longer):
             yield Problem(

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +17,11 @@ from everstep.launch.address import publish_address
 from everstep.launch.agent import over_file, stop_file
 from everstep.launch.heartbeat import beats_of_groups
 from everstep.launch.machine import free_port, listens
+from everstep.launch.probe import Probe
 from everstep.launch.rundir import LaunchError
 from everstep.report.events import EventLog
 
 POLL_S = 0.2
-PROBE_EVERY_S = 5.0
-PROBE_TIMEOUT_S = 5.0
-SILENT_PROBES = 3
 START_TIMEOUT_S = 60.0
 LINGER_S = 60.0
 """How long after the last sign of life of any group the lighthouse stays when all groups have ended."""
@@ -59,31 +56,20 @@ def keep_up(beacon: Beacon) -> int:
     address = f"http://{beacon.host}:{port}"
     while not asked_to_stop and not _all_over(beacon):
         process = _start(beacon, port)
+        probe = Probe(address)
         try:
             publish_address(beacon.run_dir, address, process.pid)
             events.emit("lighthouse_started", address=address, pid=process.pid)
-            silent, next_probe = 0, time.monotonic() + PROBE_EVERY_S
-            while process.poll() is None and silent < SILENT_PROBES and not asked_to_stop and not _all_over(beacon):
+            while process.poll() is None and not probe.hangs and not asked_to_stop and not _all_over(beacon):
                 time.sleep(POLL_S)
-                if time.monotonic() >= next_probe:
-                    silent = 0 if answers(address) else silent + 1
-                    next_probe = time.monotonic() + PROBE_EVERY_S
-            if process.poll() is not None or silent:
-                reason = "does not answer" if process.poll() is None else "ended"
+            if process.poll() is not None or probe.hangs:
+                reason = "did not answer" if process.poll() is None else "ended"
                 events.emit("lighthouse_died", exitcode=process.poll(), reason=reason)
         finally:
+            probe.close()
             process.kill()
             process.wait()
     return 0
-
-
-def answers(address: str) -> bool:
-    """Whether the lighthouse there answers a question, as one that merely listens may not."""
-    try:
-        with urllib.request.urlopen(f"{address}/status", timeout=PROBE_TIMEOUT_S) as page:
-            return bool(page.read(1))
-    except OSError:
-        return False
 
 
 def _start(beacon: Beacon, port: int) -> subprocess.Popen:

@@ -2,6 +2,7 @@
 
 import shlex
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import tyro
 
-from everstep.launch import beacon, slurm
+from everstep.config.sections import FaultTolerance
+from everstep.launch import beacon, doctor, slurm
 from everstep.launch.rundir import LaunchError, default_run_dir
 from everstep.launch.settings import fault_tolerance, read_run_toml
 
@@ -56,7 +58,8 @@ class Submit:
     """On a file system that all nodes share. Default: runs/<config>-<timestamp>."""
 
     lighthouse_flags: str = ""
-    """sbatch flags of the lighthouse's job, as one word, for instance "--partition=cpu"."""
+    """sbatch flags of the lighthouse's job, as one word with an equals sign, for instance
+    --lighthouse-flags="--partition=cpu"."""
 
     dry_run: bool = False
     """Print the sbatch commands and do nothing."""
@@ -107,9 +110,30 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
         print(slurm.describe_commands(submission))
         return 0
     slurm.require_slurm()
+    _look_first(command, section, groups, run_dir, titan_flags)
     slurm.settle(command.config, run_dir, groups, command.ranks_per_node * command.nodes_per_group, titan_flags)
     print(slurm.describe_submission(submission, slurm.submit(submission)))
     return 0
+
+
+def _look_first(command: Submit, section: FaultTolerance, groups: int, run_dir: Path, flags: Sequence[str]) -> None:
+    """Say what `everstep doctor` has to say on a login node. Raises LaunchError for what cannot work."""
+    plan = doctor.Plan(
+        config=command.config,
+        flags=flags,
+        fault_tolerance=section,
+        snapshot=doctor.snapshot_section(read_run_toml(command.config)),
+        groups=groups,
+        nodes_per_group=command.nodes_per_group,
+        run_dir=run_dir,
+        host=section.bind_host,
+        here=False,
+    )
+    found = [line for line in doctor.examine(plan) if line.verdict != "ok"]
+    if doctor.broken(found):
+        raise LaunchError("this run is not submitted:\n" + doctor.show(found))
+    if found:
+        print(doctor.show(found), file=sys.stderr)
 
 
 def status(command: Status, flags: Sequence[str]) -> int:

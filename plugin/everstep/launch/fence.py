@@ -6,11 +6,12 @@ LEASE_S, and the earlier one, as soon as it can do anything again, sees that it 
 second, its workers before they ask for a quorum.
 """
 
+import contextlib
 import fcntl
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -69,9 +70,7 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
         Fenced: there is a higher one.
     """
     path = fence_file(run_dir, group)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / f"group-{group}.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(path):
         before = read_json(path)
         if before and Claim(before["job"], before["restart"]) > claim:
             raise Fenced(f"group {group} was started again as {before['job']}.{before['restart']} on {before['host']}")
@@ -85,9 +84,19 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
 
 def release(run_dir: Path, group: int, claim: Claim) -> None:
     """This start has ended, its workers with it."""
-    found = read_json(fence_file(run_dir, group))
-    if found and Claim(found["job"], found["restart"]) == claim:
-        write_json(fence_file(run_dir, group), found | {"ended": True})
+    path = fence_file(run_dir, group)
+    with _locked(path):  # between reading and writing, a later start could claim the group
+        found = read_json(path)
+        if found and Claim(found["job"], found["restart"]) == claim:
+            write_json(path, found | {"ended": True})
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _silent(run_dir: Path, group: int) -> bool:

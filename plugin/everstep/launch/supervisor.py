@@ -20,11 +20,11 @@ import psutil
 import everstep
 from everstep.chaos.runner import Runner, every_so_often
 from everstep.config.sections import FaultTolerance
-from everstep.launch.address import publish_address
 from everstep.launch.agent import GAVE_UP_EXIT, KILLED_EXIT, AgentSettings, stop_file
 from everstep.launch.heartbeat import agent_beat_path, forget_beats, read_beat
 from everstep.launch.lifeline import adopt_orphans
-from everstep.launch.machine import HOST, devices_of_groups, free_port, listens, private_folder
+from everstep.launch.local_lighthouse import LocalLighthouse
+from everstep.launch.machine import HOST, devices_of_groups, private_folder
 from everstep.launch.rundir import LaunchError, RunDir
 from everstep.launch.warm import PRELOAD, WarmProcess
 from everstep.quorum.token import run_token
@@ -32,8 +32,6 @@ from everstep.report.events import EventLog, EventTail
 
 TICK_S = 0.02
 KILL_GRACE_S = 10.0
-LIGHTHOUSE_PAUSE_S = 0.2
-LIGHTHOUSE_ATTEMPTS = 5
 AGENT_SILENCE_S = 30.0
 AGENT_CRASHES = 3
 STOPPED_AT_ONCE_EXIT = 130
@@ -97,10 +95,7 @@ class Supervisor:
         self._early: dict[int, int] = {}  # exit codes of children that ended before the answer that names them
         self._prepared = False
         self._devices: list[str | None] = []
-        self._port = 0
-        self._lighthouse_up = False
-        self._lighthouse_attempts = 0
-        self._lighthouse_next = 0.0
+        self._lighthouse = LocalLighthouse()
         self._chaos: Runner | None = None
         self._stops = self._stops_obeyed = 0
         self._failure = ""
@@ -128,7 +123,7 @@ class Supervisor:
                 self._start_missing()
                 self._obey_stop()
                 self._look()
-                self._kill_silent_agents()
+                self._kill_what_hangs()
                 time.sleep(TICK_S)
             self._look()
             if self._unusable:
@@ -145,6 +140,7 @@ class Supervisor:
             for signum, handler in old_handlers.items():
                 signal.signal(signum, handler)
             shutil.rmtree(self._private, ignore_errors=True)
+            self._lighthouse.close()
             self._events.close()
 
     def _over(self) -> bool:
@@ -195,7 +191,7 @@ class Supervisor:
         if not self._prepared:
             args = [str(settings.config), str(self.run_dir.path), self._run_flags(), settings.ranks_per_group]
             self._fork("prepare", settings.prepare, [*args, str(self._private / "prepared")], "prepare.log")
-        elif not self._lighthouse_up:
+        elif not self._lighthouse.up:
             self._start_lighthouse()
         else:
             for index, group in enumerate(self.groups):
@@ -205,18 +201,10 @@ class Supervisor:
 
     def _start_lighthouse(self) -> None:
         if "lighthouse" in self._pids:
-            self._lighthouse_up = listens(HOST, self._port)
-        elif time.monotonic() >= self._lighthouse_next:
-            ft = self.settings.fault_tolerance
-            self._port = self._port or free_port()
-            options = {
-                "--bind": f"{HOST}:{self._port}",
-                "--min-groups": ft.min_groups,
-                "--heartbeat-timeout-s": ft.heartbeat_timeout_s,
-                "--join-timeout-s": ft.join_timeout_s,
-            }
-            args = [str(word) for option in options.items() for word in option]
-            self._fork("lighthouse", "everstep.quorum.lighthouse:main", [args], "lighthouse.log")
+            self._lighthouse.look()
+        elif self._lighthouse.is_due():
+            args = [self._lighthouse.arguments(self.settings.fault_tolerance)]
+            self._fork("lighthouse", "everstep.quorum.lighthouse:main", args, "lighthouse.log")
 
     def _run_flags(self) -> list[str]:
         """torchtitan flags as every group gets them; the user's come last and win."""
@@ -231,7 +219,7 @@ class Supervisor:
             group=group,
             groups=settings.groups,
             ranks=settings.ranks_per_group,
-            lighthouse=f"http://{HOST}:{self._port}",
+            lighthouse=self._lighthouse.address,
             flags=settings.flags,
             host=HOST,
             devices=self._devices[group],
@@ -253,8 +241,8 @@ class Supervisor:
                 continue
             pid = self._pids[name] = answer["pid"]
             if name == "lighthouse":
-                publish_address(self.run_dir.path, f"http://{HOST}:{self._port}", pid)
-                self._events.emit("lighthouse_started", address=f"http://{HOST}:{self._port}", pid=pid)
+                self._lighthouse.started(self.run_dir.path, pid)
+                self._events.emit("lighthouse_started", address=self._lighthouse.address, pid=pid)
             elif name.startswith("agent-"):
                 index = int(name.removeprefix("agent-"))
                 self.groups[index].started_mono = time.monotonic()
@@ -320,15 +308,10 @@ class Supervisor:
             self._chaos = every_so_often(self.run_dir.path, settings.chaos_every_s, settings.seed)
 
     def _lighthouse_ended(self, exitcode: int) -> None:
-        self._lighthouse_next = time.monotonic() + LIGHTHOUSE_PAUSE_S
-        self._events.emit("lighthouse_died", exitcode=exitcode)
-        if self._lighthouse_up:
-            self._lighthouse_up = False
-            return
-        if not any(group.started_mono for group in self.groups):
-            self._port = 0  # taken between looking and binding; nobody knows it yet
-            self._lighthouse_attempts += 1
-        if self._lighthouse_attempts >= LIGHTHOUSE_ATTEMPTS:
+        reason = "did not answer" if self._lighthouse.hangs else "ended"
+        self._events.emit("lighthouse_died", exitcode=exitcode, reason=reason)
+        self._lighthouse.ended(known=any(group.started_mono for group in self.groups))
+        if self._lighthouse.cannot_start:
             self._failure = f"the lighthouse does not start, see {self.run_dir.path}/logs/lighthouse.log"
 
     def _agent_ended(self, index: int, exitcode: int) -> None:
@@ -354,6 +337,12 @@ class Supervisor:
         for child in psutil.Process().children():
             if child.pid not in self._pids.values() and not _is_keeper(child):
                 child.kill()
+
+    def _kill_what_hangs(self) -> None:
+        """A lighthouse that does not answer keeps every group waiting; another one is started in its place."""
+        if self._lighthouse.hangs and "lighthouse" in self._pids:
+            self._signal("lighthouse", signal.SIGKILL)
+        self._kill_silent_agents()
 
     def _kill_silent_agents(self) -> None:
         """An agent that hangs cannot look after its workers: another one takes over."""

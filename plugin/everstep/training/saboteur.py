@@ -63,6 +63,7 @@ class Saboteur:
             order = read_json(self._file)
             if order and order["id"] != self._seen and time.time() < order["deadline"]:
                 self._seen = order["id"]
+                self._file.unlink(missing_ok=True)  # the worker after this one is not meant
                 if order["at"]:
                     self._pending = order
                 else:
@@ -186,14 +187,17 @@ def _filter_sockets(loss: float) -> None:
         program = draw + struct.pack("HBBI", _BPF_JGE, 1, 0, int(loss * 0xFFFFFFFF)) + drop + keep
     buffer = ctypes.create_string_buffer(program)
     attach = struct.pack("HP", len(program) // 8, ctypes.addressof(buffer))
-    for name in os.listdir("/proc/self/fd"):
+    # Connections within this process and to its agent do not leave the host.
+    connections = psutil.Process().net_connections("tcp")
+    at_home = {c.laddr.port for c in connections} | {int(os.environ["MASTER_PORT"])}
+    for connection in connections:
+        if connection.raddr and connection.raddr.port in at_home:
+            continue
         try:
-            with socket.socket(fileno=os.dup(int(name))) as found:
-                if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
-                    continue
+            with socket.socket(fileno=os.dup(connection.fd)) as found:
                 if loss > 0:
                     found.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, attach)
                 else:
                     found.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
-        except OSError:
+        except OSError:  # closed since, or without a filter
             continue

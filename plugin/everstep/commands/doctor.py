@@ -1,0 +1,54 @@
+"""`everstep doctor`: will this config run here?"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from everstep.launch import doctor as room
+from everstep.launch.settings import fault_tolerance, local_host, read_run_toml
+
+
+@dataclass(kw_only=True)
+class Doctor:
+    """Look whether a config can run on this machine and survive what it should. Every line says ok, warning or error,
+    and what to do. On a cluster run it on each node: srun everstep doctor CONFIG.toml --run-dir DIR.
+
+    Flags that are not listed here are torchtitan's.
+    """
+
+    config: tyro.conf.Positional[Path]
+    """The run's TOML file."""
+
+    groups: int | None = None
+    """Number of replica groups; the file's fault_tolerance.groups if not given."""
+
+    nodes_per_group: int = 1
+    """Nodes of each group."""
+
+    run_dir: Path | None = None
+    """The run directory that the nodes will share: whether it can be written, its clock, its lighthouse."""
+
+    json: bool = False
+    """Print one JSON object, and nothing else, to stdout."""
+
+
+def doctor(command: Doctor, flags: Sequence[str]) -> int:
+    """Exit status 1 if anything is an error."""
+    toml = read_run_toml(command.config)
+    section = fault_tolerance(toml, flags)
+    plan = room.Plan(
+        config=command.config,
+        flags=flags,
+        fault_tolerance=section,
+        snapshot=room.snapshot_section(toml),
+        groups=section.groups if command.groups is None else command.groups,
+        nodes_per_group=command.nodes_per_group,
+        run_dir=None if command.run_dir is None else command.run_dir.resolve(),
+        host=section.bind_host or local_host(),
+    )
+    lines = list(room.examine(plan))
+    print(json.dumps(room.to_json(lines)) if command.json else room.show(lines))
+    return int(room.broken(lines))

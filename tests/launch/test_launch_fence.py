@@ -1,0 +1,119 @@
+"""Which start of a group counts, and what an agent does when another one does."""
+
+import json
+import os
+import threading
+
+import pytest
+
+from conftest import alive, until
+from everstep.launch import fence
+from everstep.launch.agent import FENCED_EXIT
+from everstep.launch.fence import Claim, Fenced, claim_group, holder, holds, release
+from everstep.launch.heartbeat import BeatFile, agent_beat_path
+
+
+def never():
+    return False
+
+
+def start_claiming(run_dir, claim):
+    """A claim in a thread of its own; the list it fills when it has the group."""
+    had = []
+
+    def wait():
+        claim_group(run_dir, 0, claim, never)
+        had.append(claim)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return had
+
+
+def beat(run_dir, age_s=0.0):
+    """A sign of life of the group's agent, that long ago."""
+    path = agent_beat_path(run_dir, 0)
+    file = BeatFile(path)
+    file.beat("watching")
+    file.close()
+    then = path.stat().st_mtime - age_s
+    os.utime(path, (then, then))
+
+
+def test_the_first_claim_is_had_at_once_and_told(tmp_path):
+    claim_group(tmp_path, 0, Claim(7, 0), never)
+    assert holder(tmp_path, 0) == Claim(7, 0)
+    assert holder(tmp_path, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("later", "earlier"), [(Claim(7, 2), Claim(7, 1)), (Claim(8, 0), Claim(7, 5)), (Claim(10, 0), Claim(9, 0))]
+)
+def test_claims_go_upwards_only(tmp_path, later, earlier):
+    claim_group(tmp_path, 0, later, never)
+    with pytest.raises(Fenced, match=f"{later.job}.{later.restart}"):
+        claim_group(tmp_path, 0, earlier, never)
+    assert holder(tmp_path, 0) == later
+    assert holds(tmp_path, 0, later)
+    assert not holds(tmp_path, 0, earlier)
+
+
+def test_a_later_start_waits_until_the_earlier_one_has_ended(tmp_path):
+    claim_group(tmp_path, 0, Claim(7, 0), never)
+    beat(tmp_path)
+    had = start_claiming(tmp_path, Claim(7, 1))
+    until(lambda: holder(tmp_path, 0) == Claim(7, 1), "the later claim")
+    assert not holds(tmp_path, 0, Claim(7, 0)), "the earlier start sees that it lost while the later one still waits"
+    for _ in range(10):
+        beat(tmp_path)
+        fence.time.sleep(0.05)
+    assert had == []
+    beat(tmp_path, age_s=fence.LEASE_S + 1)
+    until(lambda: had, "the group")
+
+
+def test_a_later_start_does_not_wait_for_one_that_said_it_has_ended(tmp_path):
+    claim_group(tmp_path, 0, Claim(7, 0), never)
+    beat(tmp_path)
+    release(tmp_path, 0, Claim(7, 0))
+    asked = []
+    claim_group(tmp_path, 0, Claim(7, 1), lambda: asked.append(1))
+    assert asked == [], "it did not even begin to wait"
+
+
+def test_the_end_of_an_earlier_start_leaves_a_later_claim_alone(tmp_path):
+    claim_group(tmp_path, 0, Claim(7, 0), never)
+    claim_group(tmp_path, 0, Claim(7, 1), never)
+    release(tmp_path, 0, Claim(7, 0))
+    found = json.loads(fence.fence_file(tmp_path, 0).read_text())
+    assert (found["restart"], found["ended"]) == (1, False)
+
+
+def test_a_wait_for_the_earlier_start_ends_when_asked_to_stop(tmp_path):
+    claim_group(tmp_path, 0, Claim(7, 0), never)
+    beat(tmp_path)
+    claim_group(tmp_path, 0, Claim(7, 1), lambda: True)
+
+
+def test_a_claim_survives_its_way_through_the_environment():
+    assert Claim.parse(str(Claim(123, 4))) == Claim(123, 4)
+
+
+def test_an_agent_that_was_overtaken_kills_its_workers_and_the_new_one_starts_only_then(agent):
+    old = agent("--training.steps", "1000000", job=7, restart=0)
+    pids = old.wait_for("workers_started")["pids"]
+    old.wait_for("commit")
+    new = agent("--training.steps", "1000000", job=7, restart=1)
+    assert old.process.wait(60) == FENCED_EXIT
+    assert not any(alive(pid) for pid in pids)
+    second = until(lambda: old.events("workers_started", incarnation=1), "the new start's workers")[0]
+    ended = old.events("agent_ended", status="fenced")[0]
+    assert ended["t"] < second["t"]
+    assert new.process.poll() is None
+
+
+def test_an_agent_that_was_overtaken_before_it_began_starts_nothing(agent, tmp_path):
+    claim_group(tmp_path / "run", 0, Claim(7, 3), never)
+    late = agent("--training.steps", "3", job=7, restart=2)
+    assert late.process.wait(60) == FENCED_EXIT
+    assert late.events("workers_started") == []
+    assert "7.3" in late.events("agent_ended")[0]["reason"]

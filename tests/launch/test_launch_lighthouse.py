@@ -1,0 +1,87 @@
+"""The lighthouse of a cluster: published, kept up, started again when it dies or hangs, ended with its run."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from conftest import DEADLINE_S, alive, events_of, until
+from everstep.launch.address import await_address, publish_address, published_address, write_json
+from everstep.launch.agent import over_file, stop_file
+from everstep.launch.probe import answers
+
+
+@pytest.fixture
+def lighthouse(tmp_path):
+    """`everstep lighthouse` for two groups."""
+    config = tmp_path / "run.toml"
+    config.write_text("[fault_tolerance]\nenable = true\ngroups = 2\n")
+    command = [sys.executable, "-m", "everstep.cli", "lighthouse", str(config), "--run-dir", str(tmp_path / "run")]
+    process = subprocess.Popen(
+        [*command, "--host", "127.0.0.1"], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    yield process
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def started(run_dir, number):
+    """The events of its first `number` starts."""
+    return until(lambda: (found := events_of(run_dir, "lighthouse_started"))[number - 1 :] and found, "a lighthouse")
+
+
+def test_it_is_published_survives_death_and_hanging_and_ends_with_the_run(lighthouse, tmp_path):
+    run_dir = tmp_path / "run"
+    first = started(run_dir, 1)[-1]
+    assert published_address(run_dir) == first["address"]
+    assert answers(first["address"])
+
+    os.kill(first["pid"], signal.SIGKILL)
+    second = started(run_dir, 2)[-1]
+    assert second["address"] == first["address"], "groups that know the address need not look for another"
+
+    os.kill(second["pid"], signal.SIGSTOP)
+    third = started(run_dir, 3)[-1]
+    assert not alive(second["pid"])
+    assert [event["reason"] for event in events_of(run_dir, "lighthouse_died")] == ["ended", "did not answer"]
+    until(lambda: answers(third["address"]), "an answer")
+
+    write_json(over_file(run_dir, 0), {"status": "done", "reason": ""})
+    write_json(over_file(run_dir, 1), {"status": "done", "reason": ""})
+    assert lighthouse.wait(DEADLINE_S) == 0
+    assert not alive(third["pid"])
+
+
+def test_its_child_dies_with_it(lighthouse, tmp_path):
+    pid = started(tmp_path / "run", 1)[-1]["pid"]
+    assert psutil.Process(pid).ppid() == lighthouse.pid
+    lighthouse.kill()
+    until(lambda: not alive(pid), "the lighthouse to die")
+
+
+def test_an_agent_waits_for_an_address_as_long_as_nobody_stops_it(tmp_path):
+    asked = []
+
+    def publish_later():
+        asked.append(1)
+        if len(asked) == 3:
+            publish_address(tmp_path, "http://n1:1", 7)
+
+    assert await_address(tmp_path, publish_later, timeout_s=DEADLINE_S) == "http://n1:1"
+    assert await_address(tmp_path / "other", lambda: True, timeout_s=DEADLINE_S) == ""
+    with pytest.raises(TimeoutError, match="everstep lighthouse"):
+        await_address(tmp_path / "other", lambda: False, timeout_s=0.0)
+
+
+def test_an_agent_without_an_address_takes_the_published_one_and_obeys_the_stop_file(agent, tmp_path):
+    one = agent("--training.steps", "1000000", lighthouse="")
+    assert one.events("workers_started") == []
+    publish_address(tmp_path / "run", "http://127.0.0.1:1", 7)
+    one.wait_for("commit")
+    stop_file(tmp_path / "run").touch()
+    assert one.process.wait(DEADLINE_S) == 0
+    assert one.events("agent_ended")[-1]["status"] == "stopped"

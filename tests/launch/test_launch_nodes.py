@@ -1,0 +1,127 @@
+"""Groups on several nodes, and nodes that are not fit to train on."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from conftest import DEADLINE_S, alive, until
+from everstep.launch import health
+from everstep.launch.address import read_json
+from everstep.launch.agent import GAVE_UP_EXIT, NODE_BAD_EXIT, bad_node_file, over_file, reason_not_to_start
+from everstep.launch.watchdog import UNFIT_EXIT, RestartLimits
+from everstep.report.events import EventLog
+
+LIMITS = RestartLimits(max_restarts=100, window_s=3600.0)
+
+
+def node(agent, rank, *flags, **settings):
+    return agent("--training.steps", "1000000", *flags, ranks=1, nodes=2, node_rank=rank, job=7, **settings)
+
+
+def ranks_that_train(one, after=0.0):
+    return {event["rank"] for event in one.events("commit") if event["t"] > after}
+
+
+def test_two_nodes_of_a_group_start_restart_and_stop_together(agent):
+    second, first = node(agent, 1), node(agent, 0)  # whoever is there earlier waits
+    until(lambda: ranks_that_train(first) == {0, 1}, "both ranks to train")
+    before = {
+        "first": first.events("workers_started")[0]["pids"],
+        "second": first.events("node_workers_started")[0]["pids"],
+    }
+    for victim, other in (("second", "first"), ("first", "second")):
+        killed = time.time()
+        os.kill(before[victim][0], signal.SIGKILL)
+        until(lambda since=killed: ranks_that_train(first, since + 0.5) == {0, 1}, "both ranks to train again")
+        again = {
+            "first": first.events("workers_started")[-1]["pids"],
+            "second": first.events("node_workers_started")[-1]["pids"],
+        }
+        assert not alive(before[other][0]), "the node whose rank lived started it again as well"
+        assert again[victim] != before[victim]
+        before = again
+    for one in (first, second):
+        one.process.send_signal(signal.SIGTERM)
+    assert {one.process.wait(DEADLINE_S) for one in (first, second)} == {0}
+    assert {event["rank"] for event in first.events("left")} == {0, 1}
+
+
+def test_a_node_that_waits_for_the_others_of_its_group_can_be_stopped(agent):
+    alone = node(agent, 1)
+    until(lambda: alone.process.poll() is not None or _waits(alone), "the agent to be up")
+    alone.process.send_signal(signal.SIGTERM)
+    assert alone.process.wait(DEADLINE_S) == 0
+    assert alone.events("commit") == []
+
+
+def _waits(one):
+    """Whether its fork point is there: from then on it waits for node 0."""
+    import psutil
+
+    return bool(psutil.Process(one.process.pid).children())
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings", "reason"),
+    [
+        (("--tiny.exit", str(UNFIT_EXIT)), {}, "arithmetic"),
+        (("--tiny.exit", "1"), {"node_failures": 2}, "died here 2 times"),
+    ],
+)
+def test_a_bad_node_is_named_and_left(agent, tmp_path, flags, settings, reason):
+    one = agent(*flags, "--training.steps", "1000000", ranks=1, job=7, restart=1, node="n3", **settings)
+    assert one.process.wait(DEADLINE_S) == NODE_BAD_EXIT
+    found = read_json(bad_node_file(tmp_path / "run", 0))
+    assert (found["node"], found["claim"]) == ("n3", "7.1")
+    assert reason in found["reason"]
+    assert one.events("node_bad")[0]["node"] == "n3"
+    assert not over_file(tmp_path / "run", 0).exists(), "the group goes on elsewhere"
+
+
+def test_without_another_node_to_go_to_an_unfit_one_is_the_end(agent):
+    one = agent("--tiny.exit", str(UNFIT_EXIT), "--training.steps", "1000000", ranks=1)
+    assert one.process.wait(DEADLINE_S) == GAVE_UP_EXIT
+
+
+def test_a_healthy_node_has_no_complaint_and_one_that_cannot_write_has(tmp_path, monkeypatch):
+    assert health.complaint(tmp_path) == ""
+    assert not list(tmp_path.glob("**/.fit-*"))
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in health.complaint(tmp_path / "file")
+    monkeypatch.setattr(health, "SMALLEST_FREE_BYTES", 1 << 60)
+    assert "/dev/shm has" in health.complaint(tmp_path)
+
+
+def starts(tmp_path, *kinds):
+    log = EventLog(tmp_path, 0, None, "agent")
+    for kind in kinds:
+        log.emit(kind)
+
+
+def test_a_group_that_starts_again_and_again_without_a_step_is_not_started_any_more(tmp_path):
+    starts(tmp_path, *["agent_up"] * 4)
+    assert reason_not_to_start(tmp_path, 0, LIMITS) is None
+    starts(tmp_path, "agent_up")
+    assert "5 times without committing" in (reason_not_to_start(tmp_path, 0, LIMITS) or "")
+    assert reason_not_to_start(tmp_path, 1, LIMITS) is None
+    starts(tmp_path, "commit", "agent_up")
+    assert reason_not_to_start(tmp_path, 0, LIMITS) is None
+
+
+def test_restarts_are_counted_over_all_starts_of_the_batch_system(tmp_path):
+    starts(tmp_path, "agent_up", "commit", "agent_up", "commit", "agent_up", "commit")
+    assert reason_not_to_start(tmp_path, 0, RestartLimits(3, 3600.0)) is None
+    assert "max_restarts" in (reason_not_to_start(tmp_path, 0, RestartLimits(2, 3600.0)) or "")
+    assert reason_not_to_start(tmp_path, 0, RestartLimits(2, 0.0)) is None, "they were longer ago than the window"
+
+
+def test_a_group_that_is_given_up_says_so_for_good(agent, tmp_path):
+    starts(tmp_path / "run", *["agent_up"] * 5)
+    one = agent("--training.steps", "3", job=7)
+    assert one.process.wait(DEADLINE_S) == GAVE_UP_EXIT
+    assert one.events("workers_started") == []
+    found = read_json(over_file(tmp_path / "run", 0))
+    assert found["status"] == "failed"
+    assert "without committing" in found["reason"]
