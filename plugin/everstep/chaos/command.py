@@ -13,10 +13,11 @@ from typing import Annotated
 import tyro
 
 from everstep.chaos.campaign import Campaign, make, read_campaign
+from everstep.chaos.find import find_target
 from everstep.chaos.registry import FAULTS, find
 from everstep.chaos.runner import Runner, drive
 from everstep.chaos.schedule import Both, Every, Listed, Schedule
-from everstep.chaos.target import Target, find_target
+from everstep.chaos.target import Target
 from everstep.launch.rundir import LaunchError
 from everstep.launch.view import describe
 

@@ -39,8 +39,8 @@ class KillKeeper(Fault):
     breaks = "SIGKILL to the process that holds a group's snapshots. Its shared memory stays."
     undone = "An instant."
     expected = (
-        "Training notices nothing. The next keeper of the group on this host, started with its next workers, adopts "
-        "the memory; until then the group's snapshots are not coded."
+        "Training notices nothing. A trainer whose keeper is silent starts another one, which adopts the memory; until "
+        "then the group's snapshots are not coded."
     )
 
     def never(self, run: View) -> str | None:

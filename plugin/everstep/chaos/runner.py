@@ -9,6 +9,7 @@ from everstep.chaos.processes import KillGroup
 from everstep.chaos.schedule import Due, Every, Schedule
 from everstep.chaos.target import LocalTarget, Target
 from everstep.chaos.view import View
+from everstep.launch.rundir import LaunchError
 from everstep.report.events import EventLog
 
 TICK_S = 0.05
@@ -28,7 +29,10 @@ class Runner:
     def tick(self, now: float) -> None:
         """Inject what is due; `now` is `time.monotonic()`."""
         while (due := self.schedule.due(self.target, now)) is not None:
-            self._inject(due)
+            try:
+                self._inject(due)
+            except LaunchError as error:  # of the batch system: the next fault may find it in a better state
+                self._events.emit("fault_failed", fault=due.fault.name, reason=str(error))
 
     def _inject(self, due: Due) -> None:
         fault = due.fault
@@ -80,7 +84,7 @@ def drive(runner: Runner, say: Callable[[dict], None], for_s: float | None, stop
             seen = now
             if not enough:
                 runner.tick(now)
-        elif target.run.ended is not None:
+        elif target.over():
             return "over"
         elif now - seen > RETURN_S:
             return "gone"

@@ -11,7 +11,7 @@ import psutil
 from everstep.chaos import signals
 from everstep.chaos.undo import Undo
 from everstep.chaos.view import Proc, View
-from everstep.launch.rundir import LaunchError, holder_of
+from everstep.launch.rundir import holder_of
 
 
 class Target(ABC):
@@ -30,6 +30,10 @@ class Target(ABC):
     @abstractmethod
     def alive(self) -> bool:
         """Whether the run goes on."""
+
+    @abstractmethod
+    def over(self) -> bool:
+        """Whether it ended for good, rather than was killed."""
 
     @abstractmethod
     def launcher(self) -> Proc | None:
@@ -62,6 +66,9 @@ class LocalTarget(Target):
     def alive(self) -> bool:
         return self.launcher() is not None
 
+    def over(self) -> bool:
+        return self.run.ended is not None
+
     def launcher(self) -> Proc | None:
         found = holder_of(self.run_dir)
         return Proc(found[0], found[1], "launcher") if found and signals.is_same(*found) else None
@@ -92,17 +99,3 @@ class LocalTarget(Target):
             return launcher is not None and launcher.pid in [proc.pid, *(p.pid for p in process.parents())]
         except psutil.NoSuchProcess:
             return False
-
-
-def find_target(run_dir: Path, spared: Iterable[int] = ()) -> Target:
-    """The run in `run_dir`, wherever it runs. Raises LaunchError: no run is there, or it is over."""
-    run_dir = Path(run_dir).resolve()
-    if not (run_dir / "events").is_dir():
-        raise LaunchError(f"{run_dir} is no run directory: there are no events in it.")
-    target = LocalTarget(View(run_dir, spared))
-    target.run.follow()
-    if not target.alive():
-        ended = target.run.ended
-        why = f"{ended['status']}, {ended['reason']}" if ended else "its supervisor is gone"
-        raise LaunchError(f"the run in {run_dir} is over: {why}.")
-    return target

@@ -15,7 +15,8 @@ from pathlib import Path
 import tyro
 
 from everstep.chaos.command import Plan, inject, settle, stops_obeyed
-from everstep.chaos.target import Target, find_target
+from everstep.chaos.find import find_target
+from everstep.chaos.target import Target
 from everstep.launch.rundir import LaunchError, default_run_dir, holder_of, read_toml
 from everstep.report.score import score, summary, verdict
 
