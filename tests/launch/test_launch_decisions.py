@@ -1,6 +1,5 @@
 """The launcher's decisions: who has stalled, who is started again, who is killed, what the flags say."""
 
-import random
 import time
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 from everstep.config.sections import FaultTolerance
 from everstep.launch.agent import AgentSettings, worker_argv
 from everstep.launch.heartbeat import Beat, Heartbeat, beat_path, read_beat
-from everstep.launch.kills import RandomKills, choose_victim
 from everstep.launch.machine import devices_of_groups
 from everstep.launch.rundir import LaunchError, RunDir, default_run_dir
 from everstep.launch.settings import fault_tolerance, flag_value, run_settings
@@ -22,7 +20,6 @@ from everstep.launch.watchdog import (
     find_stall,
     reason_to_give_up,
 )
-from everstep.report.events import read_events
 
 LIMITS = RestartLimits(max_restarts=5, window_s=100.0)
 
@@ -110,46 +107,6 @@ def test_restarts_are_counted_within_their_window():
 def test_an_exit_in_words():
     assert describe_exit(-9) == "was killed by SIGKILL"
     assert describe_exit(3) == "exited with status 3"
-
-
-def test_only_groups_that_take_part_are_killed_and_the_last_one_is_spared():
-    chooser = random.Random(0)
-    assert {choose_victim(chooser, {0, 2}, 3) for _ in range(50)} == {0, 2}
-    assert choose_victim(chooser, {1}, 3) is None
-    assert choose_victim(chooser, set(), 3) is None
-    assert choose_victim(chooser, {0}, 1) == 0
-
-
-def test_a_kill_that_had_to_wait_does_not_bring_the_next_one_closer(tmp_path):
-    kills = RandomKills(tmp_path, groups=3, every_s=10.0, seed=0)
-
-    def take_part(*groups):
-        head = {"t": 1.0, "rank": None, "step": 1}
-        for group in groups:
-            kills.follow([head | {"kind": "workers_started", "group": group, "mono": 1.0, "pids": []}])
-            kills.follow([head | {"kind": "commit", "group": group, "mono": 2.0, "groups": list(groups)}])
-
-    def killed():
-        return [event["target_group"] for event in read_events(tmp_path)]
-
-    take_part(0)
-    kills.tick(100.0)
-    kills.tick(135.0)
-    assert killed() == [], "nobody else holds the state"
-    take_part(0, 1, 2)
-    kills.tick(136.0)
-    assert len(killed()) == 1
-    kills.tick(145.9)
-    assert len(killed()) == 1
-    kills.tick(146.0)
-    assert len(set(killed())) == 2, "the one that was hit is not back yet"
-
-
-def test_the_same_seed_kills_in_the_same_order():
-    first, second = random.Random(7), random.Random(7)
-    order = [choose_victim(first, {0, 1, 2}, 3) for _ in range(20)]
-    assert order == [choose_victim(second, [2, 1, 0], 3) for _ in range(20)]
-    assert len(set(order)) == 3
 
 
 def test_the_last_flag_counts_in_either_spelling():

@@ -101,7 +101,7 @@ class Watched:
         self._seen = []
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "everstep.cli", "run", str(config), "--run-dir", str(run_dir), *args],
+                self.command(config, run_dir, *args),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -109,6 +109,10 @@ class Watched:
                 env=environment(TMPDIR=str(temporary), HF_HOME=str(temporary / "hf"), HF_HUB_OFFLINE="1"),
                 start_new_session=True,
             )
+
+    @staticmethod
+    def command(config, run_dir, *args):
+        return [sys.executable, "-m", "everstep.cli", "run", str(config), "--run-dir", str(run_dir), *args]
 
     def events(self, kind, after=0.0, **fields):
         """Events of this start of the run, in order, later than `after` (wall time)."""

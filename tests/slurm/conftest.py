@@ -24,8 +24,11 @@ def cluster():
     if why := missing():
         pytest.skip(why)
     made = Cluster()
-    yield made
-    made.close()
+    try:
+        made.start()
+        yield made
+    finally:
+        made.close()
 
 
 class Submitted:

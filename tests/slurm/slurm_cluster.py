@@ -49,9 +49,12 @@ KillWait=5
 InactiveLimit=0
 ReturnToService=2
 JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 PropagateResourceLimits=NONE
 NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[4]}] CPUs=16 Boards=1 SocketsPerBoard=1 CoresPerSocket=16 ThreadsPerCore=1 RealMemory=20000 State=UNKNOWN
-PartitionName=main Nodes=n[1-4] Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO LLN=YES
+PartitionName=main Nodes=n[1-4] Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO LLN=YES PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=n[1-4] MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=9 PreemptMode=OFF
 """  # noqa: E501
 
 
@@ -64,7 +67,7 @@ def missing() -> str:
 
 
 class Cluster:
-    """Brings itself up; `close` ends every process of it, jobs included."""
+    """`start` brings it up; `close` ends every process of it, jobs included."""
 
     def __init__(self) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="everstep-slurm-"))
@@ -72,6 +75,8 @@ class Cluster:
         for folder in ("state", *(f"spool/{node}" for node in NODES)):
             (self.home / folder).mkdir(parents=True)
         self.environment = os.environ | {"SLURM_CONF": str(self.home / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+
+    def start(self) -> None:
         conf = CONF.format(home=self.home, host=socket.gethostname(), ports=free_ports(5))
         (self.home / "slurm.conf").write_text(conf.lstrip())
         self.call("mungekey", "-c", "-k", self.home / "munge.key")
@@ -153,22 +158,25 @@ class Cluster:
         self.until(lambda: not self.jobs().strip(), "the jobs to end")
 
     def close(self) -> None:
-        for node in NODES:
-            for process in self.node_processes_or_none(node):
+        """Kills whatever knows this cluster, daemons and orphans of dead nodes included."""
+        while left := self.processes():
+            for process in left:
                 try:
                     process.kill()
                 except psutil.NoSuchProcess:
                     continue
-        for name in ("slurmctld.pid", "munge.pid"):
-            if (self.home / name).exists():
-                self.end(self.pid(name), signal.SIGKILL)
+            psutil.wait_procs(left, timeout=1)
         shutil.rmtree(self.home, ignore_errors=True)
 
-    def node_processes_or_none(self, node: str) -> list[psutil.Process]:
-        try:
-            return self.node_processes(node)
-        except (OSError, ValueError, psutil.Error):
-            return []
+    def processes(self) -> list[psutil.Process]:
+        mine, found = self.environment["SLURM_CONF"], []
+        for process in psutil.process_iter():
+            try:
+                if process.pid != os.getpid() and process.environ().get("SLURM_CONF") == mine:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
 
 
 def free_ports(count: int) -> list[int]:

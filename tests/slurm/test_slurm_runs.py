@@ -159,6 +159,40 @@ def test_the_time_limit_requeues_all_groups_with_their_state(submit):
 
 
 @pytest.mark.slow
+def test_a_preempted_group_leaves_cleanly_and_comes_back(submit):
+    run = submit("--exclusive")
+    run.wait_for_step((0, 1, 2))
+    node, asked = run.node_of(1), time.time()
+    urgent = ("--parsable", "--partition=urgent", "--exclusive", f"--nodelist={node}", "--output=/dev/null")
+    run.cluster.call("sbatch", *urgent, "--wrap=sleep 20")
+    left = run.wait_for("left", after=asked, group=1)
+    assert not [e for e in run.events("workers_died", after=asked) if e["t"] < left["t"] + 1]
+    run.wait_for_step((0, 2), after=left["t"])
+    assert run.wait_for("agent_up", after=asked, group=1)["restart"] == 1
+    run.wait_for_step((0, 1, 2), after=left["t"])
+    figures = run.assert_as_without_failures()
+    assert figures["deaths_unprovoked"] == 0
+
+
+@pytest.mark.slow
+def test_a_group_that_a_person_cancels_stays_cancelled(submit):
+    run = submit()
+    run.wait_for_step((0, 1, 2))
+    cancelled = time.time()
+    run.cluster.call("scancel", run.task(2))  # the last task: its id is also the array's
+    run.wait_for_step((0, 1), after=cancelled)
+    run.cluster.until(lambda: {task.group for task in run.tasks()} == {0, 1}, "two tasks")
+    job = run.cluster.call("scontrol", "show", "job", run.task(2))
+    assert "JobState=CANCELLED" in job
+    assert run.jobs["lighthouse"]
+    run.cluster.call("scancel", run.jobs["lighthouse"])
+    run.cluster.until(lambda: "CANCELLED" in run.cluster.call("scontrol", "show", "job", run.jobs["lighthouse"]), "it")
+    again = run.everstep("submit", run.config, "--groups", "3", "--run-dir", run.run_dir, "--training.steps", "100000")
+    assert f"job {run.jobs['groups']}, array" in again, "the groups are as they were"
+    run.wait_for_step((0, 1), after=run.wait_for("lighthouse_started", after=cancelled)["t"])
+
+
+@pytest.mark.slow
 def test_a_broken_config_stops_with_the_reason(submit):
     run = submit()
     text = (run.run_dir / "config.toml").read_text()

@@ -214,6 +214,24 @@ def test_flipped_bits_are_never_restored(where):
         assert_is_step(found.restored, 2)
 
 
+def test_a_keeper_finds_damage_by_itself_and_no_parity_is_coded_over_it():
+    with Cluster(2, parity=1) as run:
+        run.kill_keeper(1)
+        run.commit(1)
+        run.wait()
+        damage(run, 1, "data", step=1, at=100)
+        run.start_keeper(1)
+        wait_until(lambda: run.arena(1).read_notes(0).sequence != -1)
+        notes = run.arena(1).read_notes(0)
+        assert (notes.sound, notes.coded) == (False, False)
+        assert "chunks [0] do not match" in notes.reason
+        place = next(place for place in peers.read_places(run.run_dir) if place.group == 1)
+        assert [slot.sound for slot in peers.inventory(place.address, run.token, TIMEOUT)] == [False]
+        wait_until(lambda: run.arena(0).read_notes(0).settled)
+        assert "is damaged here" in run.arena(0).read_notes(0).reason
+        assert all(header is None for g in run.groups for header in run.arena(g).headers("parity", 0))
+
+
 def test_what_cannot_be_decoded_gives_way_to_the_older_step():
     with Cluster(3, parity=0) as run:
         run.commit(1)

@@ -60,8 +60,12 @@ class Fault(ABC):
     group: int | None = None
     """Hit this group. None: one that is drawn from those that take part."""
 
+    def never(self, run: View) -> str | None:
+        """Why it can never be done to this run, because of its settings; None: it can, at times."""
+        return None
+
     def why_not(self, run: View) -> str | None:
-        """Why it cannot be done to the run now, as a sentence; None: it can. Here: no group may be hit."""
+        """Why it cannot be done to the run now; None: it can. Here: no group may be hit."""
         return self.why_no_group(run)
 
     @abstractmethod

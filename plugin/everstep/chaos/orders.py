@@ -34,8 +34,8 @@ class Ordered(Fault):
     kills_first: ClassVar[bool] = False
     """Whether the group is killed now, and the order is for its next workers."""
 
-    def why_not(self, run: View) -> str | None:
-        return (None if run.allows_faults else NOT_ALLOWED) or super().why_not(run)
+    def never(self, run: View) -> str | None:
+        return None if run.allows_faults else NOT_ALLOWED
 
     def plan(self, target: Target, choose: random.Random) -> Injection:
         group = self.victim(target.run, choose)
@@ -108,9 +108,9 @@ class FlippedAttention(Ordered):
     expected = "The attention check corrects it, computes it again or refuses the slot."
     at = "compute"
 
-    def why_not(self, run: View) -> str | None:
+    def never(self, run: View) -> str | None:
         checked = run.section("attention_check").get("enable", False)
-        return super().why_not(run) or (None if checked else "the run does not check its attention (attention_check)")
+        return super().never(run) or (None if checked else "the run does not check its attention (attention_check)")
 
 
 @dataclass(kw_only=True)
@@ -175,8 +175,8 @@ class KillDuringSnapshot(Ordered):
     undone = "An instant."
     expected = "As kill-worker; the torn snapshot is never believed."
 
-    def why_not(self, run: View) -> str | None:
-        return super().why_not(run) or (None if run.takes_snapshots else "the run takes no snapshots (snapshot.enable)")
+    def never(self, run: View) -> str | None:
+        return super().never(run) or (None if run.takes_snapshots else "the run takes no snapshots (snapshot.enable)")
 
 
 class KillDuringCheckpoint(Ordered):
@@ -186,9 +186,9 @@ class KillDuringCheckpoint(Ordered):
     expected = "As kill-worker; the checkpoint before stays the newest, another group writes the next."
     at = "checkpoint"
 
-    def why_not(self, run: View) -> str | None:
+    def never(self, run: View) -> str | None:
         saves = run.section("checkpoint").get("enable", False)
-        return super().why_not(run) or (None if saves else "the run writes no checkpoints (checkpoint.enable)")
+        return super().never(run) or (None if saves else "the run writes no checkpoints (checkpoint.enable)")
 
     def victim(self, run: View, choose: random.Random) -> int:
         # Whoever has the first slots writes it: usually the lowest group that takes part.

@@ -1,4 +1,4 @@
-"""Faults of processes: killed, stopped, gone."""
+"""Faults of workers: killed, stopped, gone."""
 
 import random
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from everstep.chaos.fault import Fault, Injection
 from everstep.chaos.target import Target
-from everstep.chaos.view import Proc, View
+from everstep.chaos.view import View
 
 HEALS = "the others finish the step with all its slots; the group comes back warm and heals from one of them"
 
@@ -76,7 +76,6 @@ class StopWorker(_OneWorker):
     duration_s: float = 4.0
 
 
-@dataclass(kw_only=True)
 class KillGroup(Fault):
     name = "kill-group"
     breaks = "SIGKILL to all workers of a group."
@@ -84,11 +83,53 @@ class KillGroup(Fault):
     expected = f"The agent starts them again; {HEALS}."
 
     def plan(self, target: Target, choose: random.Random) -> Injection:
-        return _kill_workers(target, [self.victim(target.run, choose)])
+        return kill_workers(target, [self.victim(target.run, choose)])
 
 
-def _kill_workers(target: Target, groups: list[int]) -> Injection:
-    workers: list[Proc] = [worker for group in groups for worker in target.run.workers(group)]
+@dataclass(kw_only=True)
+class KillSeveral(Fault):
+    name = "kill-several"
+    breaks = "SIGKILL to all workers of several groups at once."
+    undone = "An instant."
+    expected = (
+        "The groups that are left finish the step with all its slots, one of them at least; the others heal from them."
+    )
+
+    count: int = 2
+    """How many groups."""
+
+    def never(self, run: View) -> str | None:
+        return None if run.groups > self.count else f"it has {run.groups} groups, and one has to be left"
+
+    def why_not(self, run: View) -> str | None:
+        return self.why_no_group(run, self.count)
+
+    def plan(self, target: Target, choose: random.Random) -> Injection:
+        return kill_workers(target, sorted(choose.sample(target.run.candidates(self.count), self.count)))
+
+
+class KillAll(Fault):
+    name = "kill-all"
+    breaks = "SIGKILL to all workers of all groups at once: nobody holds the state any more."
+    undone = "An instant."
+    expected = (
+        "The run goes on from the newest snapshot in its keepers, or without snapshots from its checkpoint on disk, or "
+        "without either from the first step. Steps since then are computed again, with the same batches."
+    )
+
+    def never(self, run: View) -> str | None:
+        return "it hits every group, and some are spared" if run.spared else None
+
+    def why_not(self, run: View) -> str | None:
+        return None if run.taking_part else "no group takes part"
+
+    def plan(self, target: Target, choose: random.Random) -> Injection:
+        return kill_workers(target, [group for group in target.run.group_ids if target.run.workers(group)])
+
+
+def kill_workers(target: Target, groups: list[int]) -> Injection:
+    """All workers of these groups at once."""
+    workers = [worker for group in groups for worker in target.run.workers(group)]
     return Injection(
         strike=lambda: target.signal(workers, SIGKILL),
         target_group=groups if len(groups) > 1 else groups[0],
@@ -96,4 +137,4 @@ def _kill_workers(target: Target, groups: list[int]) -> Injection:
     )
 
 
-KINDS = (KillWorker, KillGroup, StopWorker, Hang, Segfault)
+KINDS = (KillWorker, KillGroup, KillSeveral, KillAll, StopWorker, Hang, Segfault)

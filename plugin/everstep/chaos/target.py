@@ -11,8 +11,7 @@ import psutil
 from everstep.chaos import signals
 from everstep.chaos.undo import Undo
 from everstep.chaos.view import Proc, View
-from everstep.launch.rundir import LaunchError, holder_of
-from everstep.snapshot.peers import Place, read_places
+from everstep.launch.rundir import holder_of
 
 
 class Target(ABC):
@@ -33,6 +32,10 @@ class Target(ABC):
         """Whether the run goes on."""
 
     @abstractmethod
+    def over(self) -> bool:
+        """Whether it ended for good, rather than was killed."""
+
+    @abstractmethod
     def launcher(self) -> Proc | None:
         """The supervisor; None where the batch system is the supervisor, or it has ended."""
 
@@ -50,12 +53,8 @@ class Target(ABC):
         """The group's agent dies, and its workers with it."""
 
     def keepers(self, group: int) -> list[Proc]:
-        """The processes that hold the group's snapshots and still live."""
-        return [keeper for keeper, _ in self.keeping(group)]
-
-    @abstractmethod
-    def keeping(self, group: int) -> list[tuple[Proc, Place]]:
-        """`keepers`, with what each wrote about itself: where its memory is, for instance."""
+        """The processes that hold the group's snapshots."""
+        return [Proc(place.pid, place.started_at, "keeper", group) for place in self.run.keepers(group)]
 
 
 class LocalTarget(Target):
@@ -66,6 +65,9 @@ class LocalTarget(Target):
 
     def alive(self) -> bool:
         return self.launcher() is not None
+
+    def over(self) -> bool:
+        return self.run.ended is not None
 
     def launcher(self) -> Proc | None:
         found = holder_of(self.run_dir)
@@ -82,14 +84,6 @@ class LocalTarget(Target):
         agent = self.run.agent(group)
         self.signal([agent] if agent else [], SIGKILL)
 
-    def keeping(self, group: int) -> list[tuple[Proc, Place]]:
-        found = []
-        for place in read_places(self.run_dir):
-            keeper = Proc(place.pid, place.started_at, "keeper", group)
-            if place.group == group and self._ours(keeper):
-                found.append((keeper, place))
-        return found
-
     def _ours(self, proc: Proc) -> bool:
         """Whether it is the process that the run announced, and a part of this run."""
         if not signals.is_same(proc.pid, proc.since):
@@ -105,17 +99,3 @@ class LocalTarget(Target):
             return launcher is not None and launcher.pid in [proc.pid, *(p.pid for p in process.parents())]
         except psutil.NoSuchProcess:
             return False
-
-
-def find_target(run_dir: Path, spared: Iterable[int] = ()) -> Target:
-    """The run in `run_dir`, wherever it runs. Raises LaunchError: no run is there, or it is over."""
-    run_dir = Path(run_dir).resolve()
-    if not (run_dir / "events").is_dir():
-        raise LaunchError(f"{run_dir} is no run directory: there are no events in it.")
-    target = LocalTarget(View(run_dir, spared))
-    target.run.follow()
-    if not target.alive():
-        ended = target.run.ended
-        why = f"{ended['status']}, {ended['reason']}" if ended else "its supervisor is gone"
-        raise LaunchError(f"the run in {run_dir} is over: {why}.")
-    return target

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from everstep.chaos import signals
 from everstep.launch.heartbeat import Beat, beat_path, read_beat
 from everstep.report.events import EventTail
+from everstep.snapshot.peers import Place, read_places
 
 SETTLED_S = 1.0
 """A group that commits so long after it was hit is there; commits before that may have been on their way."""
@@ -50,6 +52,7 @@ class View:
         """Groups that hold the current state and are not being hit."""
         self.lighthouse: Proc | None = None
         self._tail = EventTail(run_dir)
+        self.one_host = one_host
         self._clock = "mono" if one_host else "t"
         self._now = time.monotonic if one_host else time.time
         self._agents: dict[int, Proc] = {}
@@ -158,6 +161,11 @@ class View:
 
     def agent(self, group: int) -> Proc | None:
         return self._agents.get(group)
+
+    def keepers(self, group: int) -> list[Place]:
+        """The keepers of the group's snapshots, as each wrote about itself; on this machine those that live."""
+        places = [place for place in read_places(self.run_dir) if place.group == group]
+        return [p for p in places if signals.is_same(p.pid, p.started_at)] if self.one_host else places
 
     def beat(self, group: int, rank: int = 0) -> Beat | None:
         """The last beat of a rank's newest worker: its step and phase. None before its first."""

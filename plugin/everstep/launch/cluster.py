@@ -58,7 +58,8 @@ class Submit:
     """On a file system that all nodes share. Default: runs/<config>-<timestamp>."""
 
     lighthouse_flags: str = ""
-    """sbatch flags of the lighthouse's job, as one word, for instance "--partition=cpu"."""
+    """sbatch flags of the lighthouse's job, as one word with an equals sign, for instance
+    --lighthouse-flags="--partition=cpu"."""
 
     dry_run: bool = False
     """Print the sbatch commands and do nothing."""

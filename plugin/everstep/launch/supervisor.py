@@ -18,10 +18,10 @@ from typing import Any
 import psutil
 
 import everstep
+from everstep.chaos.runner import Runner, every_so_often
 from everstep.config.sections import FaultTolerance
 from everstep.launch.agent import GAVE_UP_EXIT, KILLED_EXIT, AgentSettings, stop_file
 from everstep.launch.heartbeat import agent_beat_path, forget_beats, read_beat
-from everstep.launch.kills import RandomKills
 from everstep.launch.lifeline import adopt_orphans
 from everstep.launch.local_lighthouse import LocalLighthouse
 from everstep.launch.machine import HOST, devices_of_groups, private_folder
@@ -96,7 +96,7 @@ class Supervisor:
         self._prepared = False
         self._devices: list[str | None] = []
         self._lighthouse = LocalLighthouse()
-        self._kills: RandomKills | None = None
+        self._chaos: Runner | None = None
         self._stops = self._stops_obeyed = 0
         self._failure = ""
         self._given_up = ""
@@ -305,8 +305,7 @@ class Supervisor:
             **found,
         )
         if settings.chaos_every_s is not None:
-            run_dir = self.run_dir.path
-            self._kills = RandomKills(run_dir, settings.groups, settings.chaos_every_s, settings.seed)
+            self._chaos = every_so_often(self.run_dir.path, settings.chaos_every_s, settings.seed)
 
     def _lighthouse_ended(self, exitcode: int) -> None:
         reason = "did not answer" if self._lighthouse.hangs else "ended"
@@ -370,9 +369,9 @@ class Supervisor:
                 self.groups[group].ended = "stopped"
             elif event["kind"] == "agent_ended" and event["status"] == "failed":
                 self._given_up = event["reason"]
-        if self._kills is not None and not self._stops:
-            self._kills.follow(events)
-            self._kills.tick(time.monotonic())
+        if self._chaos is not None and not self._stops:
+            self._chaos.target.run.apply(events)
+            self._chaos.tick(time.monotonic())
         self._on_events(events)
 
     def _ask_to_stop(self, *_: object) -> None:

@@ -1,0 +1,201 @@
+"""`everstep chaos`: break a running run, and show what happens."""
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from everstep.chaos.campaign import Campaign, make, read_campaign
+from everstep.chaos.find import find_target
+from everstep.chaos.registry import FAULTS, find
+from everstep.chaos.runner import Runner, drive
+from everstep.chaos.schedule import Both, Every, Listed, Schedule
+from everstep.chaos.target import Target
+from everstep.launch.rundir import LaunchError
+from everstep.launch.view import describe
+
+DEFAULT_FAULTS = ("kill-group",)
+SHOWN = {"fault", "fault_undone", "fault_undo_failed", "workers_died", "workers_stalled", "agent_died", "run_started"}
+UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """What to do to a run, and when."""
+
+    every: float | None = None
+    """Seconds between faults. The first comes so long after the first step."""
+
+    jitter: bool = False
+    """Draw each pause from half to one and a half of --every."""
+
+    for_: Annotated[str | None, tyro.conf.arg(name="for")] = None
+    """How long to inject, from the first step: 90s, 10m, 2h. Default: as long as the run goes."""
+
+    seed: int | None = None
+    """Draws kinds, groups and ranks. Default: the campaign's, else 0."""
+
+    faults: str | None = None
+    """Kinds for --every, with commas: kill-worker,hang; "all": every kind that can be done to this run. Default:
+    kill-group. See everstep chaos --list."""
+
+    spare_group: tuple[int, ...] | None = None
+    """Groups that nothing is done to."""
+
+    campaign: Path | None = None
+    """A TOML file that says which fault comes at which step or time."""
+
+
+@dataclass(kw_only=True)
+class Chaos(Plan):
+    """Break a running run, on this machine or on Slurm: every so many seconds, or as a campaign file says.
+
+    Ends with Ctrl-C, with the run, after --for, or when a campaign is through; every fault that still lasts ends with
+    it. Only processes of this run are touched, and never the last group that holds its state, unless the fault is about
+    that (kill-all, kill-launcher).
+    """
+
+    run_dir: tyro.conf.Positional[Path | None] = None
+    """The run directory of a run that is going on."""
+
+    list: bool = False
+    """Show every kind of fault, what it breaks and what is expected of the run, and end."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A plan that was found to make sense, before there need be a run."""
+
+    campaign: Campaign
+    every_s: float | None
+    for_s: float | None
+    names: list[str]
+    spared: tuple[int, ...]
+    seed: int
+    jitter: bool
+
+    def runner(self, target: Target) -> Runner:
+        """Raises LaunchError for a kind of fault that this run never allows."""
+        parts: list[Schedule] = []
+        if self.campaign.entries:
+            possible([entry.fault.name for entry in self.campaign.entries], target)
+            parts.append(Listed(self.campaign.entries, self.seed))
+        if self.every_s is not None:
+            parts.append(Every(self.every_s, make(possible(self.names, target)), self.seed, self.jitter))
+        return Runner(target, Both(*parts))
+
+
+def settle(plan: Plan) -> Order:
+    """Raises LaunchError for what makes no sense."""
+    campaign = read_campaign(plan.campaign) if plan.campaign else Campaign()
+    every_s = plan.every if plan.every is not None else campaign.every
+    if every_s is None and not campaign.entries:
+        raise LaunchError("give --every SECONDS, or a --campaign FILE.toml.")
+    if every_s is not None and every_s <= 0:
+        raise LaunchError("--every must be more than 0 seconds.")
+    names = plan.faults.split(",") if plan.faults else [*campaign.faults] or [*DEFAULT_FAULTS]
+    if names != ["all"]:
+        find(names)
+    return Order(
+        campaign=campaign,
+        every_s=every_s,
+        for_s=seconds(plan.for_) if plan.for_ else None,
+        names=names,
+        spared=plan.spare_group if plan.spare_group is not None else campaign.spare_groups,
+        seed=plan.seed if plan.seed is not None else campaign.seed,
+        jitter=plan.jitter or campaign.jitter,
+    )
+
+
+def chaos(command: Chaos, flags: Sequence[str]) -> int:
+    """Exit status 0: what was asked for was done; 1: the run was gone, or faults of the campaign were not done."""
+    if flags:
+        raise LaunchError(f"unknown argument {flags[0]}; see --help.")
+    if command.list:
+        print(listing())
+        return 0
+    if command.run_dir is None:
+        raise LaunchError("give the directory of a run that is going on; `everstep chaos --list` shows the faults.")
+    order = settle(command)
+    runner = order.runner(find_target(command.run_dir, order.spared))
+    with stops_obeyed() as stops:
+        _, unmet = inject(runner, order.for_s, lambda: bool(stops))
+    return int(bool(unmet))
+
+
+@contextmanager
+def stops_obeyed() -> Iterator[list[int]]:
+    """SIGINT, SIGTERM and SIGHUP are collected in a list rather than end this process."""
+    stops: list[int] = []
+    signums = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(signum, lambda number, _: stops.append(number)) for signum in signums]
+    try:
+        yield stops
+    finally:
+        for signum, handler in zip(signums, before, strict=True):
+            signal.signal(signum, handler)
+
+
+def inject(runner: Runner, for_s: float | None, stopping: Callable[[], bool]) -> tuple[str, list[str]]:
+    """Inject, telling on stdout what happens; returns why it ended (see `drive`), and a sentence, said on stderr too,
+    for each fault that should have been and was not."""
+    begin = time.monotonic()
+
+    def say(event: dict) -> None:
+        if event["kind"] in SHOWN and (line := describe(event)):
+            print(f"{time.monotonic() - begin:8.1f} s  step {runner.target.run.step:5}  {line}", flush=True)
+
+    try:
+        why = drive(runner, say, for_s, stopping)
+    finally:
+        runner.close()
+    unmet = runner.schedule.unmet() if why != "stopped" else []
+    if why == "gone":
+        unmet.append(f"The run in {runner.target.run_dir} ended without a word and was not started again.")
+    print(f"{runner.injected} faults in {time.monotonic() - begin:.0f} s.", flush=True)
+    print(*unmet, sep="\n", end="\n" if unmet else "", file=sys.stderr)
+    return why, unmet
+
+
+def possible(names: Sequence[str], target: Target) -> list[str]:
+    """The kinds that are named; "all": those that the target allows. Raises LaunchError for one that it does not."""
+    if list(names) == ["all"]:
+        return [name for name, kind in FAULTS.items() if refused(name, target) is None]
+    for name in names:
+        if reason := refused(name, target):
+            raise LaunchError(reason)
+    return list(names)
+
+
+def refused(name: str, target: Target) -> str | None:
+    """Why this kind can never be done to the target; None: it may be."""
+    kind = FAULTS[name]
+    if target.kind not in kind.on:
+        return f"{name} cannot be done to a run on {target.kind}, only on {', '.join(sorted(kind.on))}."
+    reason = kind().never(target.run)
+    return f"{name} cannot be done to {target.run_dir}: {reason}." if reason else None
+
+
+def seconds(text: str) -> float:
+    """A duration like 90, 90s, 10m, 2h or 1d in seconds. Raises LaunchError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
+    if found is None or float(found[1]) == 0:
+        raise LaunchError(f"--for {text}: give a time like 90s, 10m or 2h.")
+    return float(found[1]) * UNITS_S[found[2]]
+
+
+def listing() -> str:
+    """Every kind of fault for people."""
+    lines = []
+    for name, kind in FAULTS.items():
+        where = ", ".join(sorted(kind.on))
+        lines += [f"{name}  ({where})", f"    breaks    {kind.breaks}", f"    ends      {kind.undone}"]
+        lines += [f"    expected  {kind.expected}", ""]
+    return "\n".join(lines).rstrip()

@@ -1,0 +1,28 @@
+"""Which target a run directory is."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from everstep.chaos.cluster import SlurmTarget
+from everstep.chaos.target import LocalTarget, Target
+from everstep.chaos.view import View
+from everstep.launch.address import read_json
+from everstep.launch.rundir import LaunchError
+from everstep.launch.slurm import job_file
+
+
+def find_target(run_dir: Path, spared: Iterable[int] = ()) -> Target:
+    """The run in `run_dir`, wherever it runs. Raises LaunchError: no run is there, it is over, or it was submitted to a
+    Slurm that cannot be reached from here."""
+    run_dir = Path(run_dir).resolve()
+    if not (run_dir / "events").is_dir():
+        raise LaunchError(f"{run_dir} is no run directory: there are no events in it.")
+    submitted = "groups" in read_json(job_file(run_dir))
+    view = View(run_dir, spared, one_host=not submitted)
+    target: Target = SlurmTarget(view) if submitted else LocalTarget(view)
+    view.follow()
+    if not target.alive() or (submitted and target.over()):
+        ended = view.ended
+        why = f"{ended['status']}, {ended['reason']}" if ended else "none of its jobs or its supervisor is left"
+        raise LaunchError(f"the run in {run_dir} is over: {why}.")
+    return target

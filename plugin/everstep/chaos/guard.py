@@ -1,0 +1,204 @@
+"""Faults end, whatever becomes of the injector: another process undoes them.
+
+The guard is a session of its own. It is told of a fault before it happens, and says that it has understood; it undoes
+the fault when its time is up, or at once when the pipe from the injector closes, which the kernel does for one that
+was killed. What it has to undo is also in a journal, RUN_DIR/state/chaos/guard-PID.jsonl: should the guard be killed
+as well, the next guard of this run undoes what was left.
+"""
+
+import fcntl
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everstep.chaos.undo import Undo
+from everstep.report.events import EventLog
+
+ACK_TIMEOUT_S = 60.0
+
+
+class GuardError(RuntimeError):
+    """There is nobody who would end a fault, so there must be none."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A fault that has to end."""
+
+    fault: str
+    target_group: int | list[int] | None
+    lasts_s: float
+    undo: Undo
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "fault": self.fault,
+            "target_group": self.target_group,
+            "lasts_s": self.lasts_s,
+            "undo": self.undo.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> "Held":
+        return cls(found["fault"], found["target_group"], found["lasts_s"], Undo(**found["undo"]))
+
+
+class Guard:
+    """The injector's end. The process starts with the first fault that has to be undone."""
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = Path(run_dir)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._until = 0.0
+
+    def hold(self, held: Held) -> None:
+        """Entrust a fault that is about to happen. Raises GuardError when nobody takes it on."""
+        process = self._running()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write((json.dumps(held.to_json()) + "\n").encode())
+            process.stdin.flush()
+        except BrokenPipeError:
+            raise GuardError(f"the guard of {self._run_dir} ended; see logs/chaos.log there") from None
+        ready, _, _ = select.select([process.stdout], [], [], ACK_TIMEOUT_S)
+        if not ready or process.stdout.read(1) != b"+":
+            raise GuardError(f"the guard of {self._run_dir} does not answer; see logs/chaos.log there")
+        self._until = max(self._until, time.monotonic() + held.lasts_s)
+
+    @property
+    def holding(self) -> bool:
+        """Whether some fault has not had its time."""
+        return time.monotonic() < self._until
+
+    def close(self) -> None:
+        """End every fault now; returns when that is done."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.wait()
+            self._process = None
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            log = self._run_dir / "logs" / "chaos.log"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            search = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            with log.open("ab") as errors:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "everstep.chaos.guard", str(self._run_dir)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    start_new_session=True,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
+                )
+        return self._process
+
+
+class Journal:
+    """What a guard has taken on and not yet undone, on disk. Locked as long as its guard lives."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def take(self) -> bool:
+        """Lock it; False while its own guard lives."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def write(self, number: int, held: Held | None) -> None:
+        """Number `number` is taken on, or with None it has ended."""
+        line = {"number": number, "held": held and held.to_json()}
+        os.write(self._fd, (json.dumps(line) + "\n").encode())
+
+    def left(self) -> list[Held]:
+        """What has not ended."""
+        found: dict[int, Held] = {}
+        for line in self.path.read_text().splitlines():
+            entry = json.loads(line) if line.endswith("}") else {"number": -1, "held": None}  # torn by a kill
+            found.pop(entry["number"], None)
+            if entry["held"]:
+                found[entry["number"]] = Held.from_json(entry["held"])
+        return list(found.values())
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+
+def end(held: Held, events: EventLog) -> None:
+    """Undo a fault, and say so. A failure is said as well, as an event and in the guard's log."""
+    fields = {"fault": held.fault, "target_group": held.target_group}
+    try:
+        held.undo()
+    except Exception as error:  # noqa: BLE001  the others have to be undone all the same
+        traceback.print_exc()
+        events.emit("fault_undo_failed", **fields, reason=f"{type(error).__name__}: {error}")
+    else:
+        events.emit("fault_undone", **fields)
+
+
+def end_leftovers(run_dir: Path, events: EventLog) -> None:
+    """Undo what guards of this run left that were killed."""
+    for path in sorted((run_dir / "state" / "chaos").glob("guard-*.jsonl")):
+        journal = Journal(path)
+        if journal.take():
+            for held in journal.left():
+                end(held, events)
+            journal.remove()
+
+
+def watch(run_dir: Path) -> None:
+    """The guard process: until stdin closes and everything has been undone."""
+    events = EventLog(run_dir, None, None, "chaos")
+    end_leftovers(run_dir, events)
+    journal = Journal(run_dir / "state" / "chaos" / f"guard-{os.getpid()}.jsonl")
+    journal.take()
+    holding: dict[int, tuple[float, Held]] = {}
+    count, unread, closed = 0, b"", False
+    while not closed or holding:
+        now = time.monotonic()
+        for number, (until, held) in list(holding.items()):
+            if closed or now >= until:
+                end(held, events)
+                journal.write(number, None)
+                del holding[number]
+        if closed:
+            continue
+        wait_s = max(0.0, min((until for until, _ in holding.values()), default=now + 3600.0) - now)
+        if not select.select([0], [], [], wait_s)[0]:
+            continue
+        data = os.read(0, 1 << 20)
+        closed = not data
+        *lines, unread = (unread + data).split(b"\n")
+        for line in lines:
+            held = Held.from_json(json.loads(line))
+            journal.write(count, held)
+            holding[count] = (time.monotonic() + held.lasts_s, held)
+            count += 1
+            os.write(1, b"+")
+    journal.remove()
+
+
+def main() -> None:
+    # What is meant for the injector, a Ctrl-C or the end of its terminal, must not keep us from undoing.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    watch(Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

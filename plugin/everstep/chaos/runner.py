@@ -1,0 +1,95 @@
+"""Does to a run what a schedule says, when it says so, and sees to it that it ends."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from everstep.chaos.guard import Guard, Held
+from everstep.chaos.processes import KillGroup
+from everstep.chaos.schedule import Due, Every, Schedule
+from everstep.chaos.target import LocalTarget, Target
+from everstep.chaos.view import View
+from everstep.launch.rundir import LaunchError
+from everstep.report.events import EventLog
+
+TICK_S = 0.05
+RETURN_S = 120.0
+"""How long a run may be without a supervisor before it counts as over."""
+
+
+class Runner:
+    """One injector of one run. `tick` does what is due; the target's view must have been brought up to date."""
+
+    def __init__(self, target: Target, schedule: Schedule):
+        self.target, self.schedule = target, schedule
+        self.injected = 0
+        self._events = EventLog(target.run_dir, None, None, "chaos")
+        self._guard = Guard(target.run_dir)
+
+    def tick(self, now: float) -> None:
+        """Inject what is due; `now` is `time.monotonic()`."""
+        while (due := self.schedule.due(self.target, now)) is not None:
+            try:
+                self._inject(due)
+            except LaunchError as error:  # of the batch system: the next fault may find it in a better state
+                self._events.emit("fault_failed", fault=due.fault.name, reason=str(error))
+
+    def _inject(self, due: Due) -> None:
+        fault = due.fault
+        injection = fault.plan(self.target, due.choose)
+        fields = dict(injection.fields)
+        if injection.undo is not None:
+            self._guard.hold(Held(fault.name, injection.target_group, fault.duration_s, injection.undo))
+            fields["until"] = time.time() + fault.duration_s
+        self.target.run.hit(injection.groups)
+        self._events.emit("fault", fault=fault.name, target_group=injection.target_group, pids=injection.pids, **fields)
+        injection.strike()
+        self.injected += 1
+
+    @property
+    def holding(self) -> bool:
+        """Whether some fault has not ended yet."""
+        return self._guard.holding
+
+    def close(self) -> None:
+        """End every fault that still lasts."""
+        self._guard.close()
+        self._events.close()
+
+
+def every_so_often(run_dir: Path, every_s: float, seed: int) -> Runner:
+    """`everstep run --chaos-every S`: all workers of a random group are killed every `every_s` seconds. The supervisor
+    tells the view what happens."""
+    return Runner(LocalTarget(View(run_dir)), Every(every_s, [KillGroup()], seed))
+
+
+def drive(runner: Runner, say: Callable[[dict], None], for_s: float | None, stopping: Callable[[], bool]) -> str:
+    """Inject until the schedule is finished, `for_s` seconds since the first step are over (and in both cases the last
+    faults have ended), the run is over, or `stopping`.
+
+    `say` gets every new event of the run. Returns why it ended: "finished", "time", "stopped", "over" (the run ended)
+    or "gone" (nobody started it again).
+    """
+    target = runner.target
+    seen = time.monotonic()
+    while True:
+        now = time.monotonic()
+        for event in target.run.follow():
+            say(event)
+        if stopping():
+            return "stopped"
+        first = target.run.first_commit
+        enough = for_s is not None and first is not None and now - first > for_s
+        if target.alive():
+            seen = now
+            if not enough:
+                runner.tick(now)
+        elif target.over():
+            return "over"
+        elif now - seen > RETURN_S:
+            return "gone"
+        if runner.schedule.finished() and not runner.holding:
+            return "finished"
+        if enough and not runner.holding:
+            return "time"
+        time.sleep(TICK_S)

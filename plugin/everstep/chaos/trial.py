@@ -1,0 +1,156 @@
+"""A trial of a config: start a run, break it, stop it, report, and compare it with a run in which nothing failed.
+
+`scripts/chaos_run.sh CONFIG.toml --every 15 --for 5m --verify`; its exit status says whether the promise was kept.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from everstep.chaos.command import Plan, inject, settle, stops_obeyed
+from everstep.chaos.find import find_target
+from everstep.chaos.target import Target
+from everstep.launch.rundir import LaunchError, default_run_dir, holder_of, read_toml
+from everstep.report.score import score, summary, verdict
+
+POLL_S = 0.2
+ALLOW = "--fault_tolerance.allow_faults"
+
+
+@dataclass(kw_only=True)
+class Trial(Plan):
+    """Start a run, break it, stop it, report. Ends with status 0 if the run kept its promise and every fault of the
+    campaign was done.
+
+    With --for the run is stopped cleanly after that time, if it is not over by then; without, it goes on to its last
+    step. Flags that are not listed here are torchtitan's.
+    """
+
+    config: tyro.conf.Positional[Path]
+    """The run's TOML file."""
+
+    verify: bool = False
+    """Run it again for as many steps without faults, and compare the losses."""
+
+    groups: int | None = None
+    """Number of replica groups; the file's fault_tolerance.groups if not given."""
+
+    ranks_per_group: int = 1
+    """Ranks (processes, GPUs) in each group."""
+
+    steps: int | None = None
+    """Last step; the file's training.steps if not given."""
+
+    run_dir: Path | None = None
+    """Where everything of the run is kept. Default: runs/<config>-<timestamp>."""
+
+
+def trial(command: Trial, flags: Sequence[str]) -> int:
+    """Exit status 0: the promise was kept; 1: it was not, or faults of the campaign were not done."""
+    order = settle(command)
+    run_dir = (command.run_dir or default_run_dir(command.config, time.localtime())).resolve()
+    if run_dir.exists():
+        raise LaunchError(f"{run_dir} is there already: a trial needs a run of its own.")
+    started = _start(command, run_dir, [*_steps(command.steps), ALLOW, *flags])
+    try:
+        with stops_obeyed() as stops:
+            target = _await_run(started, run_dir, order.spared)
+            why, unmet = inject(order.runner(target), order.for_s, lambda: bool(stops))
+            if why in ("time", "stopped"):
+                _stop(run_dir)
+            _await_end(target, started)
+            reference = None
+            if command.verify and not stops:
+                reference = _run_again(command, run_dir, flags)
+    finally:
+        _end(started, run_dir)
+    figures = score(run_dir, reference)
+    print(summary(figures, may_stop=True))
+    print(f"Everything of this run is in {run_dir}" + (f", the run without faults in {reference}" if reference else ""))
+    return int(bool(verdict(figures, may_stop=True) or unmet))
+
+
+def _start(command: Trial, run_dir: Path, flags: Sequence[str]) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-m", "everstep.cli", "run", str(command.config), "--run-dir", str(run_dir)]
+    words += ["--ranks-per-group", str(command.ranks_per_group)]
+    words += ["--groups", str(command.groups)] if command.groups is not None else []
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    with (run_dir / "logs" / "launcher.log").open("ab") as output:
+        # In a session of its own: Ctrl-C is ours, and the run is then asked to stop in good order.
+        return subprocess.Popen(
+            [*words, *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+
+
+def _steps(steps: int | None) -> list[str]:
+    return ["--steps", str(steps)] if steps is not None else []
+
+
+def _await_run(started: subprocess.Popen[bytes], run_dir: Path, spared: Sequence[int]) -> Target:
+    while not (run_dir / "config.toml").exists() or holder_of(run_dir) is None:
+        if started.poll() is not None:
+            raise LaunchError((run_dir / "logs" / "launcher.log").read_text().strip() or "the run did not start.")
+        time.sleep(POLL_S)
+    return find_target(run_dir, spared)
+
+
+def _stop(run_dir: Path) -> None:
+    holder = holder_of(run_dir)
+    if holder is not None:
+        os.kill(holder[0], signal.SIGINT)
+
+
+def _await_end(target: Target, started: subprocess.Popen[bytes]) -> None:
+    while target.alive():
+        started.poll()
+        time.sleep(POLL_S)
+
+
+def _run_again(command: Trial, run_dir: Path, flags: Sequence[str]) -> Path:
+    """The same run without faults, as far as that one came."""
+    steps = score(run_dir)["last_step"] or 1
+    config = read_toml(run_dir / "config.toml")
+    total = config.get("lr_scheduler", {}).get("total_steps")
+    total = total if isinstance(total, int) else config["training"]["steps"]
+    reference = run_dir.with_name(run_dir.name + "-reference")
+    # The learning rate must not depend on how far it goes.
+    schedule = ["--lr_scheduler.total_steps", str(total)]
+    print(f"The same {steps} steps without faults …", flush=True)
+    status = _start(command, reference, [*_steps(steps), *flags, *schedule]).wait()
+    if status:
+        raise LaunchError(f"the run without faults ended with status {status}, see {reference}/logs/launcher.log.")
+    return reference
+
+
+def _end(started: subprocess.Popen[bytes], run_dir: Path) -> None:
+    """Whatever went wrong here, the run does not stay."""
+    holder = holder_of(run_dir)
+    if holder is not None:
+        os.kill(holder[0], signal.SIGTERM)
+    started.wait()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`scripts/chaos_run.sh`."""
+    command, flags = tyro.cli(Trial, prog="scripts/chaos_run.sh", args=argv, return_unknown_args=True)
+    try:
+        return trial(command, flags)
+    except LaunchError as error:
+        print(f"chaos_run.sh: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""`everstep chaos` on a real run of real processes, whose workers only look like trainers.
+
+The tests are in the order of the run: each leaves it going on.
+"""
+
+import os
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from everstep.chaos.find import find_target
+from everstep.chaos.target import LocalTarget
+from everstep.chaos.view import Proc
+from everstep.launch.rundir import LaunchError, holder_of
+from watched import until
+
+ENDLESS = ("--training.steps", "1000000")
+
+
+@pytest.fixture(scope="module")
+def run(start):
+    """Three groups of two ranks."""
+    run = start("3", "2", *ENDLESS)
+    for group in range(3):
+        run.wait_for("commit", group=group)
+    return run
+
+
+def campaign(tmp_path, *entries):
+    path = tmp_path / "campaign.toml"
+    path.write_text("\n".join(f"[[fault]]\nat_step = 1\npatience_s = 120\n{entry}" for entry in entries))
+    return path
+
+
+def broken(run, tmp_path, *entries):
+    """Do these faults; returns the wall time at which it began, and what was said."""
+    begin = time.time()
+    chaos = run.chaos("--campaign", str(campaign(tmp_path, *entries)))
+    said, _ = chaos.communicate(timeout=180)
+    assert chaos.returncode == 0, said
+    return begin, said
+
+
+def test_workers_agents_and_lighthouse_die_as_ordered_and_come_back(run, tmp_path):
+    begin, said = broken(
+        run,
+        tmp_path,
+        'name = "kill-worker"\ngroup = 0\nrank = 1',
+        'name = "kill-agent"\ngroup = 1',
+        'name = "kill-lighthouse"',
+    )
+    assert "fault: kill-worker on group 0" in said
+    died = run.wait_for("workers_died", after=begin, group=0)
+    assert "rank 1 was killed by SIGKILL" in died["reason"]
+    assert run.wait_for("agent_died", after=begin, target_group=1)["exitcode"] == -signal.SIGKILL
+    run.wait_for("lighthouse_started", after=begin)
+    for group in (0, 1):
+        run.wait_for("commit", after=run.wait_for("workers_started", after=begin, group=group)["t"], group=group)
+    faults = {event["fault"]: event for event in run.events("fault", after=begin)}
+    assert faults["kill-worker"]["target_group"] == 0
+    assert faults["kill-worker"]["t"] < died["t"], "the event is there before the deed"
+    assert faults["kill-lighthouse"]["target_group"] is None
+    assert not run.events("workers_died", after=begin, group=2)
+
+
+def test_a_stopped_worker_goes_on_when_its_time_is_up(run, tmp_path):
+    before = run.workers(2)
+    begin, said = broken(run, tmp_path, 'name = "stop-worker"\ngroup = 2\nrank = 0\nduration_s = 1.0')
+    undone = run.wait_for("fault_undone", after=begin)
+    assert undone["target_group"] == 2
+    run.wait_for("commit", after=undone["t"], group=2, rank=0)
+    assert run.workers(2) == before, "it was not started again"
+    (fault,) = run.events("fault", after=begin)
+    assert fault["until"] - fault["t"] == pytest.approx(1.0, abs=0.5)
+    assert "fault undone: stop-worker" in said
+
+
+def test_ctrl_c_ends_the_faults_that_last(run, tmp_path):
+    begin = time.time()
+    path = campaign(tmp_path, 'name = "stop-worker"\ngroup = 1\nrank = 0\nduration_s = 2.9')
+    chaos = run.chaos("--campaign", str(path), "--every", "1000")
+    run.wait_for("fault", after=begin)
+    chaos.send_signal(signal.SIGINT)
+    said, _ = chaos.communicate(timeout=60)
+    assert chaos.returncode == 0, said
+    assert run.events("fault_undone", after=begin)
+    run.wait_for("commit", after=run.events("fault_undone", after=begin)[0]["t"], group=1, rank=0)
+
+
+def test_a_hang_is_ended_by_the_watchdog(run, tmp_path):
+    begin, _ = broken(run, tmp_path, 'name = "hang"\ngroup = 0')
+    run.wait_for("workers_stalled", after=begin, group=0)
+    run.wait_for("commit", after=run.wait_for("workers_started", after=begin, group=0)["t"], group=0)
+
+
+def test_a_process_of_somebody_else_is_never_touched(run):
+    stranger = subprocess.Popen(["sleep", "600"])
+    try:
+        target = find_target(run.run_dir)
+        assert isinstance(target, LocalTarget)
+        mine = Proc(run.workers(0)[0], time.time(), "worker", 0, 0)
+        for role in ("worker", "agent", "lighthouse", "launcher", "keeper"):
+            assert target.signal([Proc(stranger.pid, time.time(), role, 0, 0)], signal.SIGKILL) == []
+        assert target.signal([mine], signal.SIGCONT) == [mine.pid]
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--every", "5", "--faults", "kill-wrker"), "there is no fault kill-wrker, did you mean kill-worker?"),
+        (("--every", "5", "--faults", "exception"), "--fault_tolerance.allow_faults"),
+        (("--every", "5", "--faults", "kill-all", "--spare-group", "0"), "some are spared"),
+        (("--every", "0"), "--every must be more than 0 seconds"),
+        (("--every", "5", "--for", "ever"), "give a time like 90s, 10m or 2h"),
+        ((), "give --every SECONDS, or a --campaign FILE.toml"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(run, args, says):
+    chaos = run.chaos(*args)
+    said, _ = chaos.communicate(timeout=60)
+    assert chaos.returncode == 2
+    assert says in said
+    assert said.count("\n") == 1
+
+
+def test_all_groups_at_once_and_then_the_launcher(run, tmp_path):
+    supervisor = run.process.pid
+    children = psutil.Process(supervisor).children(recursive=True)
+    begin, _ = broken(run, tmp_path, 'name = "kill-all"', 'name = "kill-launcher"\nduration_s = 0.5')
+    faults = {event["fault"]: event for event in run.events("fault", after=begin)}
+    assert faults["kill-all"]["target_group"] == faults["kill-launcher"]["target_group"] == [0, 1, 2]
+    assert run.process.wait(60) == -signal.SIGKILL
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    again = until(lambda: holder_of(run.run_dir), "the run to be started again")
+    assert again[0] != supervisor
+    started = until(lambda: run.events("run_started", after=begin), "the new start")[0]
+    until(lambda: run.events("commit", after=started["t"]), "steps of the new start")
+
+
+def test_a_run_that_is_over_is_not_broken(run):
+    pid, _ = holder_of(run.run_dir)
+    os.kill(pid, signal.SIGINT)
+    until(lambda: holder_of(run.run_dir) is None, "the run to end")
+    with pytest.raises(LaunchError, match="is over: stopped, stopped cleanly"):
+        find_target(run.run_dir)
+    chaos = run.chaos("--every", "5")
+    assert "is over" in chaos.communicate(timeout=60)[0]
+    assert chaos.returncode == 2
+
+
+def test_a_directory_without_a_run_is_named(tmp_path):
+    with pytest.raises(LaunchError, match="is no run directory"):
+        find_target(tmp_path)

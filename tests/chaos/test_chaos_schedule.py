@@ -1,0 +1,169 @@
+"""When faults are due, and that a seed repeats them."""
+
+import random
+
+import pytest
+
+from everstep.chaos.campaign import read_campaign
+from everstep.chaos.hosts import KillLighthouse
+from everstep.chaos.processes import Hang, KillAll, KillGroup, KillSeveral, KillWorker
+from everstep.chaos.schedule import Both, Entry, Every, Listed
+from everstep.chaos.target import LocalTarget
+from everstep.launch.rundir import LaunchError
+
+
+@pytest.fixture
+def target(told):
+    """A target whose run can be told of, and that no test strikes."""
+    run = told(3)
+    target = LocalTarget(run.view)
+    target.told = run
+    return target
+
+
+def names(schedule, target, times):
+    return [due.fault.name for now in times if (due := schedule.due(target, float(now))) is not None]
+
+
+def test_the_clock_starts_with_the_first_step(target):
+    schedule = Every(10.0, [KillGroup()], seed=0)
+    assert names(schedule, target, (0, 100)) == []
+    target.told.take_part(0, 1, 2)
+    assert names(schedule, target, (100, 105, 109.9)) == []
+    assert names(schedule, target, (110, 119.9)) == ["kill-group"]
+    assert names(schedule, target, (120,)) == ["kill-group"]
+
+
+def test_a_fault_that_had_to_wait_does_not_bring_the_next_one_closer(target):
+    schedule = Every(10.0, [KillGroup()], seed=0)
+    target.told.take_part(0)
+    assert names(schedule, target, (100, 110, 135)) == [], "nobody else holds the state"
+    target.told.take_part(0, 1, 2)
+    assert names(schedule, target, (136, 145.9)) == ["kill-group"]
+    assert names(schedule, target, (146,)) == ["kill-group"]
+
+
+def test_every_kind_comes_before_one_comes_again(target):
+    kinds = [KillGroup(), KillWorker(), Hang(), KillAll()]
+    target.told.take_part(0, 1, 2)
+    drawn = names(Every(1.0, kinds, seed=3), target, range(13))
+    assert [set(drawn[i : i + 4]) for i in (0, 4, 8)] == [{fault.name for fault in kinds}] * 3
+
+
+def test_a_kind_that_cannot_be_done_holds_nobody_up(target):
+    target.told.take_part(0, 1, 2)
+    drawn = names(Every(1.0, [KillLighthouse(), KillGroup()], seed=0), target, range(5))
+    assert drawn == ["kill-group"] * 4, "there is no lighthouse"
+    target.told.tell("lighthouse_started", pid=3)
+    assert "kill-lighthouse" in names(Every(1.0, [KillLighthouse(), KillGroup()], seed=0), target, range(4))
+
+
+def test_a_seed_repeats_kinds_pauses_and_victims(target):
+    target.told.take_part(0, 1, 2)
+
+    def played(seed):
+        schedule = Every(2.0, [KillGroup(), KillSeveral(), KillWorker()], seed, jitter=True)
+        dues = [(now, due) for now in range(60) if (due := schedule.due(target, float(now))) is not None]
+        return [(now, due.fault.name, due.fault.plan(target, due.choose).target_group) for now, due in dues]
+
+    assert played(1) == played(1)
+    assert played(1) != played(2)
+    pauses = {later[0] - earlier[0] for earlier, later in zip(played(1), played(1)[1:], strict=False)}
+    assert len(pauses) > 1, "jitter"
+
+
+def test_entries_come_at_their_step_or_time_and_only_once(target):
+    schedule = Listed([Entry(KillGroup(), at_step=5), Entry(Hang(), at_s=3.0)], seed=0)
+    target.told.take_part(0, 1, 2, step=4)
+    begin = target.run.first_commit
+    assert names(schedule, target, (begin, begin + 2.9)) == []
+    assert names(schedule, target, (begin + 3.0, begin + 3.0)) == ["hang"]
+    target.told.take_part(0, 1, 2, step=7)
+    assert names(schedule, target, (begin + 4.0, begin + 4.0)) == ["kill-group"]
+    assert schedule.finished()
+    assert schedule.unmet() == []
+
+
+def test_an_entry_that_cannot_be_done_waits_then_is_named_with_the_reason(target):
+    schedule = Listed([Entry(KillGroup(), at_step=1, patience_s=10.0), Entry(Hang(), at_step=99)], seed=0)
+    target.told.take_part(0)
+    assert names(schedule, target, (100, 109, 111)) == []
+    assert schedule.unmet() == [
+        "kill-group at step 1 could not be done within 10 s: 0 groups take part that may be hit.",
+        "hang at step 99 did not come up.",
+    ]
+
+
+def test_what_waits_changes_nothing_for_the_others(target):
+    target.told.take_part(0, 1, 2)
+
+    def victim(*before):
+        schedule = Listed([*before, Entry(KillWorker(), at_step=1)], seed=5)
+        dues = [schedule.due(target, 0.0) for _ in range(2)]
+        return [due.choose.random() for due in dues if due and due.fault.name == "kill-worker"]
+
+    assert victim(Entry(KillGroup(), at_step=99)) == victim(Entry(KillGroup(), at_step=1))
+
+
+def test_a_campaign_with_pauses_goes_on_after_its_entries(target):
+    target.told.take_part(0, 1, 2)
+    schedule = Both(Listed([Entry(Hang(), at_step=1)], 0), Every(10.0, [KillGroup()], 0))
+    assert names(schedule, target, (0, 0, 10, 20)) == ["hang", "kill-group", "kill-group"]
+    assert not schedule.finished()
+
+
+CAMPAIGN = """
+seed = 7
+spare_groups = [0]
+[[fault]]
+name = "stop-worker"
+at_step = 12
+duration_s = 3
+[[fault]]
+name = "kill-worker"
+at_s = 4
+group = 1
+rank = 0
+"""
+
+
+def test_a_campaign_file_says_which_when_and_how(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text(CAMPAIGN)
+    campaign = read_campaign(path)
+    assert (campaign.seed, campaign.spare_groups) == (7, (0,))
+    stop, kill = campaign.entries
+    assert (stop.fault.name, stop.at_step, stop.fault.duration_s) == ("stop-worker", 12, 3)
+    assert (kill.fault.name, kill.at_s, kill.fault.group, kill.fault.rank) == ("kill-worker", 4, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "needs [[fault]] entries, or every = SECONDS"),
+        ("sed = 1\nevery = 2", "unknown key sed, did you mean seed?"),
+        ('every = "x"', "every = 'x' should be of type float"),
+        ("every = 3\nfaults = ['hung']", "there is no fault hung, did you mean hang?"),
+        ("[[fault]]\nat_step = 1", "number 1: name = FAULT is missing"),
+        ("[[fault]]\nname = 'kill-grup'\nat_step = 1", "did you mean kill-group?"),
+        ("[[fault]]\nname = 'hang'", "number 1 (hang): give either at_step or at_s"),
+        ("[[fault]]\nname = 'hang'\nat_step = 1\nat_s = 1", "give either at_step or at_s"),
+        ("[[fault]]\nname = 'hang'\nat_step = '1'", "at_step = '1' should be of type int"),
+        ("[[fault]]\nname = 'hang'\nat_step = 1\ndurations = 4", "unknown key durations, did you mean duration_s?"),
+        ("[[fault]]\nname = 'hang'\nat_step = 1\ngroup = true", "group = True should be of type int"),
+        ("every = ", "not valid TOML"),
+    ],
+)
+def test_a_campaign_file_that_makes_no_sense_is_refused_with_the_place(tmp_path, text, says):
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    with pytest.raises(LaunchError) as refused:
+        read_campaign(path)
+    assert says in str(refused.value)
+
+
+def test_victims_are_drawn_from_all_that_may_be_hit(target):
+    target.told.take_part(0, 1, 2)
+    choose = random.Random(0)
+    assert {KillGroup().plan(target, choose).target_group for _ in range(50)} == {0, 1, 2}
+    assert {tuple(KillSeveral().plan(target, choose).target_group) for _ in range(50)} == {(0, 1), (0, 2), (1, 2)}

@@ -1,0 +1,109 @@
+"""What an injector knows of a run: who may be hit without anything being lost."""
+
+import pytest
+
+from everstep.chaos import hosts, processes
+from everstep.chaos.registry import FAULTS
+from everstep.chaos.view import SETTLED_S
+
+
+def test_only_groups_that_take_part_may_be_hit_and_the_last_one_is_spared(told):
+    run = told(3)
+    run.take_part(0, 2)
+    assert run.view.candidates() == [0, 2]
+    run.view.hit([0])
+    assert run.view.candidates() == [], "group 2 is the last that holds the state"
+
+
+def test_the_only_group_of_a_run_may_be_hit(told):
+    run = told(1)
+    run.take_part(0)
+    assert run.view.candidates() == [0]
+
+
+def test_of_three_groups_two_may_be_hit_at_once_but_not_three(told):
+    run = told(3)
+    run.take_part(0, 1, 2)
+    assert run.view.candidates(2) == [0, 1, 2]
+    assert run.view.candidates(3) == []
+
+
+def test_a_spared_group_is_never_hit_and_counts_as_the_one_that_is_left(told):
+    run = told(2, spared=[0])
+    run.take_part(0, 1)
+    assert run.view.candidates() == [1]
+    run.view.hit([1])
+    assert run.view.candidates() == []
+
+
+def test_a_group_that_was_hit_is_back_when_it_commits_after_its_new_start(told):
+    run = told(2)
+    run.take_part(0, 1)
+    run.view.hit([0])
+    run.commit(0, (0, 1))
+    assert run.view.taking_part == {1}, "that step was on its way when it was hit"
+    run.tell("workers_died", group=0)
+    run.tell("workers_started", group=0, incarnation=1, pids=[9])
+    assert run.view.taking_part == {1}
+    run.commit(0, (0, 1), step=2)
+    assert run.view.taking_part == {0, 1}
+
+
+def test_a_group_that_was_only_stopped_is_back_when_it_commits_again(told, monkeypatch):
+    run = told(2)
+    run.take_part(0, 1)
+    monkeypatch.setattr(run.view, "_now", lambda: run.now)
+    run.view.hit([0])
+    run.now += SETTLED_S
+    run.commit(0, (0, 1), step=2)
+    assert run.view.taking_part == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        {"kind": "workers_died", "group": 0},
+        {"kind": "workers_stalled", "group": 0},
+        {"kind": "agent_died", "target_group": 0},
+        {"kind": "agent_ended", "group": 0},
+        {"kind": "run_started", "groups": 3},
+        {"kind": "run_ended"},
+    ],
+)
+def test_a_group_whose_workers_are_gone_does_not_take_part(told, ending):
+    run = told(3)
+    run.take_part(0, 1, 2)
+    run.tell(**ending)
+    assert 0 not in run.view.taking_part
+
+
+def test_a_group_that_is_left_out_of_a_commit_does_not_take_part_by_it(told):
+    run = told(3)
+    run.tell("workers_started", group=1, incarnation=0, pids=[4])
+    run.commit(1, (0, 2))
+    assert run.view.taking_part == set()
+
+
+def test_faults_that_lose_the_state_say_so_by_never_sparing_anybody(told):
+    run = told(3, spared=[0])
+    run.take_part(0, 1, 2)
+    for kind in (processes.KillAll, hosts.KillLauncher):
+        assert "spared" in kind().never(run.view)
+    alone = told(1)
+    alone.take_part(0)
+    assert "one has to be left" in processes.KillSeveral().never(alone.view)
+
+
+def test_a_fault_of_a_group_that_does_not_take_part_has_to_wait(told):
+    run = told(3)
+    run.take_part(0, 1)
+    assert "group 2" in processes.KillGroup(group=2).why_not(run.view)
+    assert processes.KillGroup(group=1).why_not(run.view) is None
+
+
+@pytest.mark.parametrize("kind", FAULTS.values(), ids=FAULTS)
+def test_every_fault_says_what_it_breaks_how_it_ends_and_what_is_expected(kind):
+    assert all(sentence.endswith(".") for sentence in (kind.breaks, kind.undone, kind.expected))
+    assert kind.on
+    assert kind.on <= {"local", "slurm"}
+    assert kind().name == kind.name
