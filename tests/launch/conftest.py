@@ -16,7 +16,7 @@ from everstep.report.events import read_events
 from watched import until
 
 HERE = Path(__file__).parent
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 def alive(pid):

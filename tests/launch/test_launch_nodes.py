@@ -48,6 +48,37 @@ def test_two_nodes_of_a_group_start_restart_and_stop_together(agent):
     assert {event["rank"] for event in first.events("left")} == {0, 1}
 
 
+def two_that_train(agent):
+    second, first = node(agent, 1), node(agent, 0)
+    until(lambda: ranks_that_train(first) == {0, 1}, "both ranks to train")
+    return first, second
+
+
+def assert_ends_without(survivor, lost, name):
+    lost.process.kill()
+    assert survivor.process.wait(DEADLINE_S) == 1
+    ended = survivor.events("agent_ended")[-1]
+    assert ended["status"] == "crashed"
+    assert f"{name} of this group" in ended["reason"]
+
+
+def test_a_node_notices_that_the_first_one_is_gone(agent):
+    first, second = two_that_train(agent)
+    assert_ends_without(second, first, "node 0")
+
+
+@pytest.mark.slow
+def test_the_first_node_notices_that_another_one_is_gone(agent):
+    first, second = two_that_train(agent)
+    assert_ends_without(first, second, "node 1")
+
+
+def test_two_nodes_finish_together(agent):
+    one, other = (agent("--training.steps", "3", ranks=1, nodes=2, node_rank=rank, job=7) for rank in (0, 1))
+    assert {one.process.wait(DEADLINE_S), other.process.wait(DEADLINE_S)} == {0}
+    assert {event["status"] for event in one.events("agent_ended")} == {"done"}
+
+
 def test_a_node_that_waits_for_the_others_of_its_group_can_be_stopped(agent):
     alone = node(agent, 1)
     until(lambda: alone.process.poll() is not None or _waits(alone), "the agent to be up")

@@ -156,6 +156,10 @@ class GroupAgent(LocalElasticAgent):
         self._events.emit(kind, incarnation=self._incarnation, pids=list(self._pids.values()))
         return local
 
+    def _exit_barrier(self) -> None:
+        self._worker_group.spec.rdzv_handler.shutdown()
+        super()._exit_barrier()
+
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._kill_workers()
         super()._stop_workers(worker_group)

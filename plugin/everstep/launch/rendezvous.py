@@ -1,12 +1,13 @@
 """How the agents of one group meet, on one node or on several."""
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import TCPStore
+from torch.distributed import DistNetworkError, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousHandler,
@@ -18,6 +19,15 @@ from everstep.launch.address import read_json, write_json
 
 POLL_S = 0.1
 STORE_TIMEOUT = timedelta(seconds=60)
+PEER_BEAT_S = 0.5
+PEER_SILENCE_S = 30.0
+"""An agent of the group that was there and has said nothing for this long is gone, its node with it perhaps."""
+
+FIRST_NODE_GONE = "the agent on node 0 of this group is gone"
+
+
+class NodeLost(RuntimeError):
+    """The agent on another node of this group is gone: a batch system has to start the group again."""
 
 
 def _serve_store(host: str) -> TCPStore:
@@ -78,7 +88,8 @@ class RunDirRendezvous(RendezvousHandler):
     Node 0 serves a store for as long as its agent lives and publishes its address in the run directory, under the
     group's claim, so that agents of an earlier start do not meet those of a later one. Every incarnation of the
     workers is a round: all nodes join it, then node 0 serves the workers' own store. A node whose workers died joins
-    the next round; the others see that somebody waits (TorchElastic's own way) and follow.
+    the next round; the others see that somebody waits (TorchElastic's own way) and follow. Each agent counts up a beat
+    in the store, and reads the others': whoever is alone ends with NodeLost instead of waiting for ever.
 
     Args:
         meeting: the file, one per group.
@@ -95,6 +106,8 @@ class RunDirRendezvous(RendezvousHandler):
         self._nodes, self._node_rank, self._stopping = nodes, node_rank, stopping
         self._store: TCPStore | None = None
         self._round = 0
+        self._next_beat = 0.0
+        self._heard: dict[int, tuple[int, float]] = {}  # of the other nodes: beats so far, and when that was new
 
     def get_backend(self) -> str:
         return "run-dir"
@@ -104,7 +117,12 @@ class RunDirRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        store = self._meet()
+        try:
+            return self._next_round(self._meet())
+        except DistNetworkError as error:
+            raise NodeLost(FIRST_NODE_GONE) from error
+
+    def _next_round(self, store: TCPStore) -> RendezvousInfo:
         self._round += 1
         name = f"round-{self._round}"
         store.add(f"{name}/joined", 1)
@@ -135,9 +153,30 @@ class RunDirRendezvous(RendezvousHandler):
         )
         return self._store
 
+    def _keep_in_touch(self, store: TCPStore) -> None:
+        """Beat, and listen. Raises NodeLost."""
+        now = time.monotonic()
+        if now < self._next_beat or self._stopping():
+            return
+        self._next_beat = now + PEER_BEAT_S
+        store.add(f"beats/{self._node_rank}", 1)
+        beats = {
+            node: store.add(f"beats/{node}", 0)
+            for node in range(self._nodes)
+            if node != self._node_rank and not store.check([f"ended/{node}"])
+        }
+        for node, count in beats.items():
+            known, since = self._heard.get(node, (0, now))
+            if count != known:
+                self._heard[node] = (count, now)
+            elif known and now - since > PEER_SILENCE_S:
+                raise NodeLost(f"the agent on node {node} of this group has been silent for {PEER_SILENCE_S:g} s")
+
     def _pause(self) -> None:
         if self._stopping():
             raise RendezvousClosedError("asked to stop while the other nodes of the group were awaited")
+        if self._store is not None:
+            self._keep_in_touch(self._store)
         time.sleep(POLL_S)
 
     def is_closed(self) -> bool:
@@ -147,11 +186,21 @@ class RunDirRendezvous(RendezvousHandler):
         return None
 
     def num_nodes_waiting(self) -> int:
-        """Nodes that have gone on to the next round and wait there for this one."""
-        return 0 if self._store is None else self._store.add(f"round-{self._round + 1}/joined", 0)
+        """Nodes that have gone on to the next round and wait there for this one. Raises NodeLost."""
+        if self._store is None:
+            return 0
+        try:
+            self._keep_in_touch(self._store)
+            return self._store.add(f"round-{self._round + 1}/joined", 0)
+        except DistNetworkError as error:
+            raise NodeLost(FIRST_NODE_GONE) from error
 
     def get_run_id(self) -> str:
         return self._claim
 
     def shutdown(self) -> bool:
+        """This node's part is done; the others need not miss it."""
+        if self._store is not None and self._node_rank:
+            with contextlib.suppress(RuntimeError):  # node 0 may have ended with its store
+                self._store.set(f"ended/{self._node_rank}", "1")
         return True
