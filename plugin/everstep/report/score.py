@@ -28,7 +28,7 @@ READ_FIELDS: dict[str, tuple[str, ...]] = {
     "training_started": ("source", "global_batch_size"),
     "training_done": (),
     "heal": ("source_group",),
-    "attempt": ("computed", "recomputed", "took_s"),
+    "attempt": ("quorum_id", "computed", "recomputed", "took_s"),
     "commit": ("owners", "groups", "quorum_id", "loss", "took_s", "coverage_ok"),
     "audit": ("agreed", "differing"),
     "finding": ("action",),
