@@ -28,6 +28,7 @@ import psutil
 
 from everstep.report.events import EventTail, read_events
 from everstep.report.score import score, verdict
+from everstep.snapshot.peers import read_places
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_S = 5.0
@@ -60,7 +61,7 @@ class Samples:
             for quantity in ("rss_mib", "fds", "threads"):
                 largest = max(found[quantity] for found in processes)
                 self.series.setdefault(f"{role} {quantity}", []).append((now, largest))
-        self.series.setdefault("shared memory bytes_mib", []).append((now, _shared_bytes() / 2**20))
+        self.series.setdefault("shared memory bytes_mib", []).append((now, _shared_bytes(self._run_dir) / 2**20))
         members = self._members()
         if members is not None:
             self.series.setdefault("lighthouse members", []).append((now, members))
@@ -109,9 +110,9 @@ def _read(process: psutil.Process) -> dict[str, float] | None:
         return None
 
 
-def _shared_bytes() -> int:
-    """Bytes of all files in this machine's shared memory."""
-    return sum(_size(path) for path in Path("/dev/shm").rglob("*"))
+def _shared_bytes(run_dir: Path) -> int:
+    """Bytes of the run's snapshots in shared memory."""
+    return sum(_size(path) for place in read_places(run_dir) for path in Path(place.arena).rglob("*"))
 
 
 def _size(path: Path) -> int:
@@ -173,7 +174,9 @@ def main() -> int:
         }
         (run_dir / "endurance.json").write_text(json.dumps(result, indent=2) + "\n")
         print(json.dumps(result, indent=2))
-        broken = verdict(found) + [f"{name} grew" for name, series in growth.items() if not series["flat"]]
+        broken = verdict(found, may_stop=True) + [
+            f"{name} grew" for name, series in growth.items() if not series["flat"]
+        ]
         print("\n".join(broken), file=sys.stderr)
     return run.returncode or int(bool(broken)) or int(found["kills"] < args.kills)
 

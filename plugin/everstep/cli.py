@@ -100,8 +100,11 @@ class Report:
     against: Path | None = None
     """Another run directory to compare losses with."""
 
+    html: bool = True
+    """Also write report.html, a page for a browser."""
+
     json: bool = False
-    """Print report.json and nothing else."""
+    """Print report.json and nothing else to stdout."""
 
     check: bool = False
     """End with status 1 if the run did not keep its promise. The sentences that say how are in the summary; with
@@ -180,6 +183,11 @@ def report(command: Report, flags: Sequence[str]) -> int:
 
     figures = _score(command.run_dir, command.against)
     broken = score.verdict(figures) if command.check else []
+    if command.html:
+        from everstep.report.page import write_page
+
+        page = write_page(command.run_dir, command.against)
+        print(f"page      {page}", file=sys.stderr if command.json else sys.stdout)
     if command.json:
         print(json.dumps(figures, indent=2))
         print(*broken, sep="\n", end="\n" if broken else "", file=sys.stderr)

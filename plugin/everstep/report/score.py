@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from everstep.report.events import read_events
 from everstep.report.faults import UNPROVOKED, collect_faults, cost_of_faults, fault_rows, normal_step_s
 from everstep.report.lineage import Commit, trace
 from everstep.report.sessions import collect_sessions, commits_by_session, ending, groups_mean, stated
+from everstep.report.times import Stretch, split, stretches
 
 READ_FIELDS: dict[str, tuple[str, ...]] = {
     "run_started": ("groups", "steps", "global_batch_size"),
@@ -27,8 +29,13 @@ READ_FIELDS: dict[str, tuple[str, ...]] = {
     "worker_ready": (),
     "training_started": ("source", "global_batch_size"),
     "training_done": (),
-    "heal": ("source_group",),
-    "attempt": ("quorum_id", "computed", "recomputed", "took_s"),
+    "worker_up": ("incarnation",),
+    "heal": ("source_group", "took_s"),
+    "quorum": ("wait_s",),
+    "quorum_failed": (),
+    "waiting_for_state": (),
+    "left": (),
+    "attempt": ("quorum_id", "committed", "computed", "recomputed", "took_s"),
     "commit": ("owners", "groups", "quorum_id", "loss", "took_s", "coverage_ok"),
     "audit": ("agreed", "differing"),
     "finding": ("action",),
@@ -82,6 +89,28 @@ def score(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
     with _uncollected():
         figures, losses = score_events(load_events(run_dir))
     return figures | loss_delta(losses, curve(against) if against is not None else {})
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that the events of a run tell."""
+
+    events: list[dict[str, Any]]
+    figures: dict[str, Any]
+    """Without the comparison of losses."""
+    rows: list[dict[str, Any]]
+    """`fault_rows`."""
+    final: list[Commit]
+    stretches: dict[int, list[Stretch]]
+    losses: dict[int, float]
+
+
+def measure(run_dir: Path) -> Measured:
+    """Everything at once, for a page. Raises FileNotFoundError when there is no event log."""
+    with _uncollected():
+        events = load_events(run_dir)
+        figures, rows, final = _measure(events)
+        return Measured(events, figures, rows, final, stretches(events, collect_sessions(events)), loss_by_step(final))
 
 
 def curve(run_dir: Path) -> dict[int, float]:
@@ -150,6 +179,7 @@ def _measure(
         **cost_of_faults(rows, faults),
         "goodput": len(steps) * step_s / training_s if step_s is not None and training_s else None,
         "goodput_definition": GOODPUT_DEFINITION,
+        **split(stretches(events, runs)),
         "replicas_diverged": replicas_diverged(events),
         **findings(events),
     }

@@ -1,0 +1,91 @@
+"""report.html: one file that shows what a run did and what its faults cost, for a browser, without a network."""
+
+import itertools
+import sys
+from collections import defaultdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from everstep.report import plots
+from everstep.report.score import GOODPUT_DEFINITION, Measured, curve, loss_delta, measure, verdict
+from everstep.report.times import STATES
+
+PACKAGES = ("everstep", "torch", "torchtitan", "torchft", "numpy")
+
+
+def write_page(run_dir: Path, against: Path | None = None) -> Path:
+    """Write RUN_DIR/report.html; its path.
+
+    against: the directory of another run of the same config, drawn beneath the losses. Raises FileNotFoundError when a
+    directory holds no event log.
+    """
+    found = measure(run_dir)
+    reference = curve(against) if against is not None else {}
+    figures = found.figures | loss_delta(found.losses, reference)
+    environment = jinja2.Environment(loader=jinja2.PackageLoader("everstep.report"), autoescape=True)
+    text = environment.get_template("report.html.jinja").render(
+        name=run_dir.resolve().name,
+        figures=figures,
+        broken=verdict(figures, may_stop=True),
+        goodput=GOODPUT_DEFINITION,
+        pictures=_pictures(found, reference),
+        states=STATES,
+        rows=_fault_table(run_dir, found),
+        config=_text_of(run_dir / "config.toml"),
+        versions=_versions(),
+        compared=str(against) if against is not None else "",
+    )
+    draft = run_dir / "report.html.tmp"
+    draft.write_text(text)
+    return draft.replace(run_dir / "report.html")
+
+
+def _pictures(found: Measured, reference: dict[int, float]) -> dict[str, str]:
+    hit = [row["step"] for row in found.rows if row["step"] is not None]
+    final = sorted(found.final, key=lambda commit: commit.step)
+    gaps = {b.step: b.t - a.t for a, b in itertools.pairwise(final) if b.parent is a}
+    begin = min((parts[0].begin for parts in found.stretches.values() if parts), default=0.0)
+    pictures = {
+        "loss": plots.loss(found.losses, reference, hit),
+        "lanes": plots.lanes(found.stretches, begin),
+        "steps": plots.step_times(gaps, found.figures["step_s_median"], hit),
+    }
+    for name, what in (("stall_s", "stall"), ("rejoin_s", "rejoin")):
+        values = [row[name] for row in found.rows if row[name] is not None]
+        if values:
+            pictures[what] = plots.distribution(values, what)
+    return pictures
+
+
+def _fault_table(run_dir: Path, found: Measured) -> list[dict[str, Any]]:
+    """The faults with a link to where the hit group's log goes on: the header line of its next start."""
+    starts: dict[int, list[tuple[float, str]]] = defaultdict(list)
+    for event in found.events:
+        if event["kind"] == "worker_up" and event.get("rank") == 0:
+            header = f"group {event['group']} rank 0 incarnation {event['incarnation']}"
+            starts[event["group"]].append((event["t"], header))
+    rows = []
+    for row in found.rows:
+        group, link = row["group"], ""
+        if group is not None and (run_dir / "logs" / f"group-{group}" / "rank-0.log").exists():
+            header = next((text for t, text in starts[group] if t > row["t"]), "")
+            link = f"logs/group-{group}/rank-0.log" + (f"#:~:text={header.replace(' ', '%20')}" if header else "")
+        rows.append(row | {"link": link})
+    return rows
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""

@@ -1,0 +1,98 @@
+"""What each group did with its time: one state at every moment from a session's begin to its end.
+
+The definitions are those of docs/report.md. A group that takes part alternates between attempts, which say how long
+they took and how they ended, and what lies between them.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.report.sessions import Session
+
+STATES = ("productive", "recomputed", "stalled", "healing", "restarting", "waiting")
+"""`productive`: what led to a commit, and what follows one. `recomputed`: the share of it that computed slots which
+this group had held before. `stalled`: attempts that did not commit, and what a death cut off. `healing`: receiving a
+state. `restarting`: no process that trains. `waiting`: for a quorum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A time in one state; wall time in seconds."""
+
+    begin: float
+    end: float
+    state: str
+
+
+class _Group:
+    def __init__(self, begin: float) -> None:
+        self.stretches: list[Stretch] = []
+        self._at = begin
+        self._alive = False
+
+    def until(self, t: float, state: str) -> None:
+        """What has not been accounted for up to `t` was `state`."""
+        if t > self._at:
+            self.stretches.append(Stretch(self._at, t, state))
+            self._at = t
+
+    def take(self, event: dict[str, Any]) -> None:
+        t = event["t"]
+        match event["kind"]:
+            case "worker_ready":
+                self.until(t, "restarting")
+                self._alive = True
+            case "workers_died" | "agent_died" | "workers_started":
+                self.until(t, "stalled" if self._alive else "restarting")
+                self._alive = False
+            case "quorum":
+                self.until(t - (event.get("wait_s") or 0.0), self._usual)
+                self.until(t, "waiting")
+            case "quorum_failed" | "waiting_for_state":
+                self.until(t, "waiting")
+            case "heal":
+                self.until(t - (event.get("took_s") or 0.0), self._usual)
+                self.until(t, "healing")
+            case "attempt" if event.get("committed"):
+                computed, again = len(event.get("computed") or ()), len(event.get("recomputed") or ())
+                if again and computed:
+                    self.until(self._at + (t - self._at) * again / computed, "recomputed")
+                self.until(t, "productive")
+            case "attempt":
+                self.until(t, "stalled")
+            case "commit":
+                self.until(t, "productive")
+            case "left" | "training_done":
+                self.until(t, self._usual)
+                self._alive = False
+
+    @property
+    def _usual(self) -> str:
+        return "productive" if self._alive else "restarting"
+
+
+def stretches(events: Iterable[dict[str, Any]], sessions: Sequence[Session]) -> dict[int, list[Stretch]]:
+    """By group, its stretches in order; those of a session fill it from its begin to the group's last word."""
+    found: dict[int, list[Stretch]] = defaultdict(list)
+    for session in sessions:
+        groups: dict[int, _Group] = {}
+        for event in events:
+            group = event.get("target_group") if event["kind"] == "agent_died" else event.get("group")
+            if not isinstance(group, int) or event["t"] not in session or event.get("rank") not in (None, 0):
+                continue
+            groups.setdefault(group, _Group(session.begin)).take(event)
+        for group, state in groups.items():
+            found[group] += state.stretches
+    return dict(sorted(found.items()))
+
+
+def split(by_group: dict[int, list[Stretch]]) -> dict[str, Any]:
+    """Seconds in each state: of all groups together, and of each."""
+    each = {group: dict.fromkeys(STATES, 0.0) for group in by_group}
+    for group, parts in by_group.items():
+        for part in parts:
+            each[group][part.state] += part.end - part.begin
+    totals = {f"{state}_s": sum(times[state] for times in each.values()) for state in STATES}
+    return totals | {"time_by_group": {str(group): times for group, times in each.items()}}
