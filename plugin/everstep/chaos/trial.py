@@ -56,6 +56,7 @@ class Trial(Plan):
 def trial(command: Trial, flags: Sequence[str]) -> int:
     """Exit status 0: the promise was kept; 1: it was not, or faults of the campaign were not done."""
     order = settle(command)
+    read_toml(command.config)  # says at once that there is none
     run_dir = (command.run_dir or default_run_dir(command.config, time.localtime())).resolve()
     if run_dir.exists():
         raise LaunchError(f"{run_dir} is there already: a trial needs a run of its own.")
