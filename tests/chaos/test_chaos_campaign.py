@@ -37,7 +37,7 @@ def test_a_campaign_costs_no_step_no_sample_and_no_loss(tmp_path, name):
         tmp_path / "campaign.toml",
         training={"steps": last + 20},
         snapshot={"enable": True},
-        attention_check={"enable": True},
+        attention_check={"enable": True, "frequency": 1.0},
     )
     run_dir = tmp_path / "run"
     done = subprocess.run(
