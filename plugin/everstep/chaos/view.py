@@ -12,10 +12,14 @@ from everstep.launch.heartbeat import Beat, beat_path, read_beat
 from everstep.report.events import EventTail, read_events
 from everstep.snapshot.peers import Place, read_places
 
-HISTORY = frozenset(
-    "run_started run_ended lighthouse_started lighthouse_died agent_started agent_up agent_died agent_ended "
-    "workers_started workers_died workers_stalled".split()
-)
+HISTORY = {"run_started", "run_ended", "lighthouse_started", "lighthouse_died", "agent_started", "agent_up"} | {
+    "agent_died",
+    "agent_ended",
+    "workers_started",
+    "workers_died",
+    "workers_stalled",
+}
+"""The events that say who has which processes."""
 
 SETTLED_S = 1.0
 """A group that commits so long after it was hit is there; commits before that may have been on their way."""
