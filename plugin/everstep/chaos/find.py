@@ -22,7 +22,7 @@ def find_target(run_dir: Path, spared: Iterable[int] = ()) -> Target:
     submitted = "groups" in read_json(job_file(run_dir))
     view = View(run_dir, spared, one_host=not submitted)
     target: Target = SlurmTarget(view) if submitted else LocalTarget(view)
-    view.follow()
+    view.catch_up()
     if not target.alive() or (submitted and target.over()):
         ended = view.ended
         why = f"{ended['status']}, {ended['reason']}" if ended else "none of its jobs or its supervisor is left"
