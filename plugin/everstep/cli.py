@@ -101,7 +101,7 @@ class Report:
     """Another run directory to compare losses with."""
 
     html: bool = True
-    """Also write report.html, a page for a browser."""
+    """Also write report.html, a page for a browser; not with --json."""
 
     json: bool = False
     """Print report.json and nothing else to stdout."""
@@ -183,16 +183,15 @@ def report(command: Report, flags: Sequence[str]) -> int:
 
     figures = _score(command.run_dir, command.against)
     broken = score.verdict(figures) if command.check else []
-    if command.html:
-        from everstep.report.page import write_page
-
-        page = write_page(command.run_dir, command.against)
-        print(f"page      {page}", file=sys.stderr if command.json else sys.stdout)
     if command.json:
         print(json.dumps(figures, indent=2))
         print(*broken, sep="\n", end="\n" if broken else "", file=sys.stderr)
     else:
         print(score.summary(figures))
+        if command.html:
+            from everstep.report.page import write_page
+
+            print(f"page      {write_page(command.run_dir, command.against)}")
     return int(bool(broken))
 
 

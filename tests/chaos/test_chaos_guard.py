@@ -79,7 +79,7 @@ def test_a_fault_ends_when_its_time_is_up(tmp_path, victim, injector):
     until(lambda: not is_stopped(victim), "the victim to go on")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_a_fault_ends_at_once_when_the_injector_dies(tmp_path, victim, injector, signum):
     process = injector(600)
     os.killpg(process.pid, signum)

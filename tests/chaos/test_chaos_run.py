@@ -84,7 +84,7 @@ def test_ctrl_c_ends_the_faults_that_last(run, tmp_path):
     chaos = run.chaos("--campaign", str(path), "--every", "1000")
     run.wait_for("fault", after=begin)
     chaos.send_signal(signal.SIGINT)
-    said, _ = chaos.communicate(timeout=60)
+    said, _ = chaos.communicate(timeout=120)
     assert chaos.returncode == 0, said
     assert run.events("fault_undone", after=begin)
     run.wait_for("commit", after=run.events("fault_undone", after=begin)[0]["t"], group=1, rank=0)
@@ -124,7 +124,7 @@ def test_a_process_of_somebody_else_is_never_touched(run):
 )
 def test_what_cannot_be_done_is_one_sentence(run, args, says):
     chaos = run.chaos(*args)
-    said, _ = chaos.communicate(timeout=60)
+    said, _ = chaos.communicate(timeout=120)
     assert chaos.returncode == 2
     assert says in said
     assert said.count("\n") == 1
@@ -136,7 +136,7 @@ def test_all_groups_at_once_and_then_the_launcher(run, tmp_path):
     begin, _ = broken(run, tmp_path, 'name = "kill-all"', 'name = "kill-launcher"\nduration_s = 0.5')
     faults = {event["fault"]: event for event in run.events("fault", after=begin)}
     assert faults["kill-all"]["target_group"] == faults["kill-launcher"]["target_group"] == [0, 1, 2]
-    assert run.process.wait(60) == -signal.SIGKILL
+    assert run.process.wait(120) == -signal.SIGKILL
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     again = until(lambda: holder_of(run.run_dir), "the run to be started again")
     assert again[0] != supervisor
@@ -151,7 +151,7 @@ def test_a_run_that_is_over_is_not_broken(run):
     with pytest.raises(LaunchError, match="is over: stopped, stopped cleanly"):
         find_target(run.run_dir)
     chaos = run.chaos("--every", "5")
-    assert "is over" in chaos.communicate(timeout=60)[0]
+    assert "is over" in chaos.communicate(timeout=120)[0]
     assert chaos.returncode == 2
 
 

@@ -14,13 +14,17 @@ from everstep.report.score import score_events
 
 
 def quorums(events):
-    """(event, quorum) of each commit and attempt of rank 0: the step and its group's newest quorum id."""
-    newest = {}
+    """(event, quorum) of each commit and attempt of rank 0: the step, its group's newest quorum id, and which of the
+    run's lighthouses gave it, each of which counts from 1."""
+    newest, lighthouses = {}, 0
     for event in events:
-        if event["kind"] == "quorum" and event["rank"] == 0:
-            newest[event["group"]] = event["quorum_id"]
+        if event["kind"] == "lighthouse_started":
+            lighthouses += 1
+        elif event["kind"] == "quorum" and event["rank"] == 0:
+            newest[event["group"]] = event["quorum_id"], lighthouses
         elif event["kind"] in ("commit", "attempt") and event["rank"] == 0:
-            yield event, (event["step"], event.get("quorum_id", newest.get(event["group"])))
+            quorum_id, lighthouse = newest.get(event["group"], (None, 0))
+            yield event, (event["step"], event.get("quorum_id", quorum_id), lighthouse)
 
 
 def final_history(events):
@@ -58,7 +62,7 @@ def recount(events):
         repeated += (len(slots) if whole else disputed) * batch / len(slots)
     away = sum(any(event["recomputed"] for event in members) for members in attempts.values())
     again, seen = 0, set()
-    for (step, _), members in attempts.items():
+    for (step, *_), members in attempts.items():
         computed = [slot for event in members for slot in event["computed"]]
         again += len(computed) - (len(set(computed)) if step not in seen else 0)
         seen |= {step} if computed else set()

@@ -95,7 +95,7 @@ def test_the_score_is_one_json_object_that_needs_no_torch(tmp_path):
     done = subprocess.run([sys.executable, "-c", program, run_dir], capture_output=True, check=True, text=True)
     figures = json.loads(done.stdout)
     assert figures["kills"] == 1
-    assert [name for name, value in figures.items() if isinstance(value, dict | list)] == ["faults"]
+    assert [name for name, value in figures.items() if isinstance(value, dict | list)] == ["faults", "time_by_group"]
 
 
 def test_the_kill_table_has_a_row_per_fault_and_group(tmp_path):

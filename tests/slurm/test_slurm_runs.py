@@ -133,8 +133,9 @@ def test_a_notice_is_a_clean_leave_and_a_requeue(submit):
     asked = time.time()
     run.cluster.call("scancel", "--signal=TERM", "--batch", run.task(1))
     left = run.wait_for("left", after=asked, group=1)
-    assert run.wait_for("agent_up", after=asked, group=1)["restart"] == 1
-    run.wait_for_step((0, 1, 2), after=left["t"])
+    up = run.wait_for("agent_up", after=asked, group=1)
+    assert up["restart"] == 1
+    run.wait_for_step((0, 1, 2), after=up["t"])
     steps = run.events("commit", group=0)
     gaps = [b["t"] - a["t"] for a, b in itertools.pairwise(steps)]
     usual = sorted(gaps)[len(gaps) // 2]
@@ -168,8 +169,9 @@ def test_a_preempted_group_leaves_cleanly_and_comes_back(submit):
     left = run.wait_for("left", after=asked, group=1)
     assert not [e for e in run.events("workers_died", after=asked) if e["t"] < left["t"] + 1]
     run.wait_for_step((0, 2), after=left["t"])
-    assert run.wait_for("agent_up", after=asked, group=1)["restart"] == 1
-    run.wait_for_step((0, 1, 2), after=left["t"])
+    up = run.wait_for("agent_up", after=asked, group=1)
+    assert up["restart"] == 1
+    run.wait_for_step((0, 1, 2), after=up["t"])
     figures = run.assert_as_without_failures()
     assert figures["deaths_unprovoked"] == 0
 

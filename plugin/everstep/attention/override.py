@@ -6,9 +6,9 @@ two, and with `attention_check.enable = false`, the model computes as torchtitan
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -34,22 +34,26 @@ _PROJECTIONS = ["model_spec.model.layers.*.attention.*"]
 _INNER = ["model_spec.model.layers.*.attention.inner_attention"]
 
 
-class CheckedLinear(Linear):
-    """A projection that checks y, dX and dW."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        pass
+class _CheckedProjection:
+    """What the checked projections share: a guard, sums of the weight, and their results' names."""
 
     guard: Guard | None = None
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # pyrefly: ignore[bad-argument-count] torchtitan's Linear, next in line
         self._sums = WeightSums()
 
     def results(self, name: str) -> tuple[str, ...]:
         """Names of what is checked."""
         return result_names(name)
+
+
+class CheckedLinear(_CheckedProjection, Linear):
+    """A projection that checks y, dX and dW."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.guard is None:
@@ -57,22 +61,12 @@ class CheckedLinear(Linear):
         return linear(input, self.weight, self.bias, self.guard, self._sums)
 
 
-class CheckedScaledBiasRowwiseLinear(ScaledBiasRowwiseLinear):
+class CheckedScaledBiasRowwiseLinear(_CheckedProjection, ScaledBiasRowwiseLinear):
     """A row-parallel projection with bias that checks y, dX and dW."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledBiasRowwiseLinear.Config):
         pass
-
-    guard: Guard | None = None
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self._sums = WeightSums()
-
-    def results(self, name: str) -> tuple[str, ...]:
-        """Names of what is checked."""
-        return result_names(name)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.guard is None:
@@ -81,17 +75,57 @@ class CheckedScaledBiasRowwiseLinear(ScaledBiasRowwiseLinear):
 
 
 class _CheckedInner:
-    """What the three checked inner attentions share. `explicit_path` is set from their Config."""
+    """An inner attention that is watched, or replaced by attention as matrices.
+
+    The stock class, next in line, is the kernel. A subclass says what its masks mean (`_visible`), and what is
+    particular to its kernel.
+    """
 
     guard: Guard | None = None
-    explicit_path: bool
+    hands_out_lse: ClassVar[bool] = True
+    """Whether the stock forward gives lse to an `out_transform`."""
+    reads: ClassVar[torch.dtype | None] = None
+    """The dtype that the kernel casts its operands to; None: theirs. The identities hold for what it reads."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # pyrefly: ignore[bad-argument-count] torchtitan's attention, next in line
+        self.explicit_path: bool = config.path == "explicit"
 
     def results(self, name: str) -> tuple[str, ...]:
         """Names of what is checked."""
         if self.explicit_path:
             return explicit.RESULTS
-        imitable = isinstance(self, ScaledDotProductAttention) and not torch.accelerator.is_available()
+        imitable = not self.hands_out_lse and not torch.accelerator.is_available()
         return (*fused.RESULTS, fused.SCORES) if imitable else fused.RESULTS
+
+    def _visible(self, q_BLNH: torch.Tensor, masks: dict[str, Any]) -> Visible:
+        """The mask that `masks`, the keyword arguments of the stock forward about it, stand for."""
+        raise NotImplementedError
+
+    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, scale=None, out_transform=None, **kwargs):
+        """What the stock forward computes, under its signature."""
+        guard = self.guard
+        if self.explicit_path:
+            visible = self._visible(q_BLNH, kwargs)
+            out, lse = explicit.attention(q_BLNH, k_BLNH, v_BLNH, visible, scale=scale, guard=guard)
+            return out if out_transform is None else out_transform(out, lse)
+        stock: Callable[..., Any] = super().forward  # pyrefly: ignore[missing-attribute] of the class next in line
+        if guard is None:
+            transform = {} if out_transform is None else {"out_transform": out_transform}
+            return stock(q_BLNH, k_BLNH, v_BLNH, scale=scale, **transform, **kwargs)
+        kwargs.pop("enable_gqa", None)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            given = {**kwargs, "scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
+            if self.hands_out_lse:
+                return stock(q, k, v, out_transform=lambda out, lse: (out, lse), **given)
+            return stock(q, k, v, **given), None
+
+        q, k, v = (x if self.reads is None else x.to(self.reads) for x in (q_BLNH, k_BLNH, v_BLNH))
+        plain = kwargs.get("score_mod") is None
+        out, lse = fused.attention(attend, q, k, v, scale=scale, guard=guard, plain_scores=plain)
+        out = out.to(q_BLNH.dtype)
+        return out if out_transform is None else out_transform(out, lse)
 
 
 class CheckedFlexAttention(_CheckedInner, FlexAttention):
@@ -101,140 +135,47 @@ class CheckedFlexAttention(_CheckedInner, FlexAttention):
     class Config(FlexAttention.Config):
         path: Literal["explicit", "fused"] = "fused"
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.explicit_path = config.path == "explicit"
-
-    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, score_mod=None, scale=None, **kwargs):
-        transform = kwargs.pop("out_transform", None)
-        if self.explicit_path:
-            if score_mod is not None:
-                raise ValueError(
-                    'attention_check.path = "explicit": this model changes scores by a score_mod, which the '
-                    'explicit path does not compute; use attention_check.path = "fused".'
-                )
-            visible = _seen_by_block_mask(attention_masks, q_BLNH.shape[1])
-            out, lse = explicit.attention(q_BLNH, k_BLNH, v_BLNH, visible, scale=scale, guard=self.guard)
-            return _transformed(out, lse, transform)
-        stock = super().forward
-        if self.guard is None:
-            return stock(
-                q_BLNH,
-                k_BLNH,
-                v_BLNH,
-                attention_masks=attention_masks,
-                score_mod=score_mod,
-                scale=scale,
-                out_transform=transform,
-                **kwargs,
+    def _visible(self, q_BLNH: torch.Tensor, masks: dict[str, Any]) -> Visible:
+        if masks.get("score_mod") is not None:
+            raise ValueError(
+                'attention_check.path = "explicit": this model changes scores by a score_mod, which the '
+                'explicit path does not compute; use attention_check.path = "fused".'
             )
-        kwargs.pop("enable_gqa", None)
-
-        def attend(q, k, v):
-            return stock(
-                q,
-                k,
-                v,
-                attention_masks=attention_masks,
-                score_mod=score_mod,
-                scale=scale,
-                enable_gqa=q.shape[2] != k.shape[2],
-                out_transform=lambda out, lse: (out, lse),
-                **kwargs,
-            )
-
-        out, lse = fused.attention(
-            attend, q_BLNH, k_BLNH, v_BLNH, scale=scale, guard=self.guard, plain_scores=score_mod is None
-        )
-        return _transformed(out, lse, transform)
+        return _seen_by_block_mask(masks["attention_masks"], q_BLNH.shape[1])
 
 
 class CheckedVarlenAttention(_CheckedInner, VarlenAttention):
     """Variable-length attention, watched, or replaced by attention as matrices."""
 
+    reads = torch.bfloat16
+
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
         path: Literal["explicit", "fused"] = "fused"
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.explicit_path = config.path == "explicit"
-
-    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks: VarlenMetadata, scale=None, **kwargs):
-        transform = kwargs.pop("out_transform", None)
-        if self.explicit_path:
-            left, right = self.window_size
-            batch, length = q_BLNH.shape[:2]
-            visible = Visible(
-                causal=right == 0,
-                window=None if left < 0 else left,
-                documents=documents_of(attention_masks.cu_seq_q, batch, length),
-            )
-            out, lse = explicit.attention(q_BLNH, k_BLNH, v_BLNH, visible, scale=scale, guard=self.guard)
-            return _transformed(out, lse, transform)
-        stock = super().forward
-        if self.guard is None:
-            return stock(
-                q_BLNH,
-                k_BLNH,
-                v_BLNH,
-                attention_masks=attention_masks,
-                scale=scale,
-                out_transform=transform,
-                **kwargs,
-            )
-        kwargs.pop("enable_gqa", None)
-
-        def attend(q, k, v):
-            return stock(
-                q,
-                k,
-                v,
-                attention_masks=attention_masks,
-                scale=scale,
-                enable_gqa=q.shape[2] != k.shape[2],
-                out_transform=lambda out, lse: (out, lse),
-                **kwargs,
-            )
-
-        # The kernel reads bf16 whatever it is given; the identities hold for what it reads.
-        dtype = q_BLNH.dtype
-        q, k, v = (x.to(torch.bfloat16) for x in (q_BLNH, k_BLNH, v_BLNH))
-        out, lse = fused.attention(attend, q, k, v, scale=scale, guard=self.guard)
-        return _transformed(out.to(dtype), lse, transform)
+    def _visible(self, q_BLNH: torch.Tensor, masks: dict[str, Any]) -> Visible:
+        left, right = self.window_size
+        metadata: VarlenMetadata = masks["attention_masks"]
+        return Visible(
+            causal=right == 0,
+            window=None if left < 0 else left,
+            documents=documents_of(metadata.cu_seq_q, *q_BLNH.shape[:2]),
+        )
 
 
 class CheckedScaledDotProductAttention(_CheckedInner, ScaledDotProductAttention):
     """Scaled dot product attention, watched, or replaced by attention as matrices."""
 
+    hands_out_lse = False
+
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledDotProductAttention.Config):
         path: Literal["explicit", "fused"] = "fused"
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.explicit_path = config.path == "explicit"
-
-    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, scale=None, is_causal=True, **kwargs):
-        if self.explicit_path:
-            if kwargs.get("attention_masks") is not None:
-                raise ValueError("ScaledDotProductAttention takes no attention_masks, only is_causal.")
-            visible = Visible(causal=is_causal)
-            return explicit.attention(q_BLNH, k_BLNH, v_BLNH, visible, scale=scale, guard=self.guard)[0]
-        stock = super().forward
-        if self.guard is None:
-            return stock(q_BLNH, k_BLNH, v_BLNH, scale=scale, is_causal=is_causal, **kwargs)
-        kwargs.pop("enable_gqa", None)
-
-        def attend(q, k, v):
-            gqa = q.shape[2] != k.shape[2]
-            return stock(q, k, v, scale=scale, is_causal=is_causal, enable_gqa=gqa, **kwargs), None
-
-        return fused.attention(attend, q_BLNH, k_BLNH, v_BLNH, scale=scale, guard=self.guard)[0]
-
-
-def _transformed(out: torch.Tensor, lse: torch.Tensor | None, transform: Any) -> torch.Tensor:
-    return out if transform is None else transform(out, lse)
+    def _visible(self, q_BLNH: torch.Tensor, masks: dict[str, Any]) -> Visible:
+        if masks.get("attention_masks") is not None:
+            raise ValueError("ScaledDotProductAttention takes no attention_masks, only is_causal.")
+        return Visible(causal=masks.get("is_causal", True))
 
 
 def _seen_by_block_mask(mask: BlockMask, length: int) -> Visible:
@@ -378,7 +319,7 @@ def attach(model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: i
     inner = 0
     for part in model_parts:
         for fqn, module in part.named_modules():
-            if isinstance(module, (CheckedLinear, CheckedScaledBiasRowwiseLinear, _CheckedInner)):
+            if isinstance(module, (_CheckedProjection, _CheckedInner)):
                 layer = re.search(r"\blayers\.(\d+)\.", fqn)
                 name = fqn.rsplit(".", 1)[-1]
                 number = int(layer.group(1)) if layer else -1

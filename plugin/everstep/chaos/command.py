@@ -152,10 +152,7 @@ def inject(runner: Runner, for_s: float | None, stopping: Callable[[], bool]) ->
         if event["kind"] in SHOWN and (line := describe(event)):
             print(f"{time.monotonic() - begin:8.1f} s  step {runner.target.run.step:5}  {line}", flush=True)
 
-    try:
-        why = drive(runner, say, for_s, stopping)
-    finally:
-        runner.close()
+    why = drive(runner, say, for_s, stopping)
     unmet = runner.schedule.unmet() if why != "stopped" else []
     if why == "gone":
         unmet.append(f"The run in {runner.target.run_dir} ended without a word and was not started again.")

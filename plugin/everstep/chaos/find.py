@@ -17,10 +17,12 @@ def find_target(run_dir: Path, spared: Iterable[int] = ()) -> Target:
     run_dir = Path(run_dir).resolve()
     if not (run_dir / "events").is_dir():
         raise LaunchError(f"{run_dir} is no run directory: there are no events in it.")
+    if not (run_dir / "config.toml").is_file():
+        raise LaunchError(f"the run in {run_dir} has not begun yet: wait for its first step.")
     submitted = "groups" in read_json(job_file(run_dir))
     view = View(run_dir, spared, one_host=not submitted)
     target: Target = SlurmTarget(view) if submitted else LocalTarget(view)
-    view.follow()
+    view.catch_up()
     if not target.alive() or (submitted and target.over()):
         ended = view.ended
         why = f"{ended['status']}, {ended['reason']}" if ended else "none of its jobs or its supervisor is left"

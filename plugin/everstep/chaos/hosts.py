@@ -4,7 +4,7 @@ import random
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGKILL
+from signal import SIGCONT, SIGKILL, SIGSTOP
 
 from everstep.chaos import launcher
 from everstep.chaos.fault import Fault, Injection
@@ -102,6 +102,25 @@ class KillLighthouse(Fault):
 
 
 @dataclass(kw_only=True)
+class StopLighthouse(KillLighthouse):
+    name = "stop-lighthouse"
+    breaks = "SIGSTOP to the lighthouse: it takes connections and answers nothing, as behind a broken network."
+    undone = "SIGCONT after duration_s, or whoever runs it replaces it before that."
+    expected = "No quorum forms until it answers or is replaced; nothing is lost."
+
+    duration_s: float = 8.0
+
+    def plan(self, target: Target, choose: random.Random) -> Injection:
+        lighthouse = target.run.lighthouse
+        procs = [lighthouse] if lighthouse else []
+        return Injection(
+            strike=lambda: target.signal(procs, SIGSTOP),
+            pids=[proc.pid for proc in procs],
+            undo=target.later(procs, SIGCONT),
+        )
+
+
+@dataclass(kw_only=True)
 class KillLauncher(Fault):
     name = "kill-launcher"
     breaks = "SIGKILL to the supervisor (`everstep run`); the kernel takes everything below it, but for the keepers."
@@ -131,4 +150,4 @@ class KillLauncher(Fault):
         )
 
 
-KINDS = (KillAgent, KillKeeper, KillHost, KillLighthouse, KillLauncher)
+KINDS = (KillAgent, KillKeeper, KillHost, KillLighthouse, StopLighthouse, KillLauncher)

@@ -3,11 +3,11 @@
 import difflib
 from collections.abc import Iterable
 
-from everstep.chaos import hosts, orders, processes
+from everstep.chaos import hosts, orders, processes, storage
 from everstep.chaos.fault import Fault
 from everstep.launch.rundir import LaunchError
 
-KINDS: tuple[type[Fault], ...] = (*processes.KINDS, *hosts.KINDS, *orders.KINDS)
+KINDS: tuple[type[Fault], ...] = (*processes.KINDS, *hosts.KINDS, *orders.KINDS, *storage.KINDS)
 
 FAULTS: dict[str, type[Fault]] = {kind.name: kind for kind in KINDS}
 

@@ -65,31 +65,34 @@ def every_so_often(run_dir: Path, every_s: float, seed: int) -> Runner:
 
 def drive(runner: Runner, say: Callable[[dict], None], for_s: float | None, stopping: Callable[[], bool]) -> str:
     """Inject until the schedule is finished, `for_s` seconds since the first step are over (and in both cases the last
-    faults have ended), the run is over, or `stopping`.
+    faults have ended), the run is over, or `stopping`; end the faults that still last.
 
     `say` gets every new event of the run. Returns why it ended: "finished", "time", "stopped", "over" (the run ended)
     or "gone" (nobody started it again).
     """
-    target = runner.target
-    seen = time.monotonic()
-    while True:
-        now = time.monotonic()
-        for event in target.run.follow():
-            say(event)
-        if stopping():
-            return "stopped"
-        first = target.run.first_commit
-        enough = for_s is not None and first is not None and now - first > for_s
-        if target.alive():
-            seen = now
-            if not enough:
-                runner.tick(now)
-        elif target.over():
-            return "over"
-        elif now - seen > RETURN_S:
-            return "gone"
-        if runner.schedule.finished() and not runner.holding:
-            return "finished"
-        if enough and not runner.holding:
-            return "time"
-        time.sleep(TICK_S)
+    run = runner.target.run
+    seen, why = time.monotonic(), ""
+    try:
+        while not why:
+            now = time.monotonic()
+            for event in run.follow():
+                say(event)
+            enough = for_s is not None and run.first_commit is not None and now - run.first_commit > for_s
+            if stopping():
+                why = "stopped"
+            elif runner.target.alive():
+                seen = now
+                if not enough:
+                    runner.tick(now)
+            elif runner.target.over():
+                why = "over"
+            elif now - seen > RETURN_S:
+                why = "gone"
+            if not why and not runner.holding:
+                why = "finished" if runner.schedule.finished() else "time" if enough else ""
+            time.sleep(TICK_S)
+    finally:
+        runner.close()
+    for event in run.follow():
+        say(event)
+    return why

@@ -16,6 +16,7 @@ import tyro
 
 from everstep.chaos.command import Plan, inject, settle, stops_obeyed
 from everstep.chaos.find import find_target
+from everstep.chaos.runner import RETURN_S
 from everstep.chaos.target import Target
 from everstep.launch.rundir import LaunchError, default_run_dir, holder_of, read_toml
 from everstep.report.score import score, summary, verdict
@@ -55,6 +56,7 @@ class Trial(Plan):
 def trial(command: Trial, flags: Sequence[str]) -> int:
     """Exit status 0: the promise was kept; 1: it was not, or faults of the campaign were not done."""
     order = settle(command)
+    read_toml(command.config)  # says at once that there is none
     run_dir = (command.run_dir or default_run_dir(command.config, time.localtime())).resolve()
     if run_dir.exists():
         raise LaunchError(f"{run_dir} is there already: a trial needs a run of its own.")
@@ -63,9 +65,7 @@ def trial(command: Trial, flags: Sequence[str]) -> int:
         with stops_obeyed() as stops:
             target = _await_run(started, run_dir, order.spared)
             why, unmet = inject(order.runner(target), order.for_s, lambda: bool(stops))
-            if why in ("time", "stopped"):
-                _stop(run_dir)
-            _await_end(target, started)
+            _await_end(target, started, stop=why in ("time", "stopped"))
             reference = None
             if command.verify and not stops:
                 reference = _run_again(command, run_dir, flags)
@@ -106,15 +106,19 @@ def _await_run(started: subprocess.Popen[bytes], run_dir: Path, spared: Sequence
     return find_target(run_dir, spared)
 
 
-def _stop(run_dir: Path) -> None:
-    holder = holder_of(run_dir)
-    if holder is not None:
-        os.kill(holder[0], signal.SIGINT)
-
-
-def _await_end(target: Target, started: subprocess.Popen[bytes]) -> None:
+def _await_end(target: Target, started: subprocess.Popen[bytes], stop: bool) -> None:
+    """Until the run is over, which a launcher that was killed and is being started again is not. `stop`: ask for it."""
+    seen = time.monotonic()
+    while not target.over() and time.monotonic() - seen < RETURN_S:
+        started.poll()  # or it stays a zombie, should it have been killed
+        target.run.follow()
+        launcher = target.launcher()
+        if launcher is not None:
+            seen = time.monotonic()
+            if stop:
+                stop = not target.signal([launcher], signal.SIGINT)
+        time.sleep(POLL_S)
     while target.alive():
-        started.poll()
         time.sleep(POLL_S)
 
 

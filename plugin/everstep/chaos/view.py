@@ -9,8 +9,17 @@ from typing import Any
 
 from everstep.chaos import signals
 from everstep.launch.heartbeat import Beat, beat_path, read_beat
-from everstep.report.events import EventTail
+from everstep.report.events import EventTail, read_events
 from everstep.snapshot.peers import Place, read_places
+
+HISTORY = {"run_started", "run_ended", "lighthouse_started", "lighthouse_died", "agent_started", "agent_up"} | {
+    "agent_died",
+    "agent_ended",
+    "workers_started",
+    "workers_died",
+    "workers_stalled",
+}
+"""The events that say who has which processes."""
 
 SETTLED_S = 1.0
 """A group that commits so long after it was hit is there; commits before that may have been on their way."""
@@ -60,6 +69,12 @@ class View:
         self._workers_since: dict[int, float] = {}
         self._hit: dict[int, float] = {}
         self._config: dict[str, Any] | None = None
+
+    def catch_up(self) -> None:
+        """Take in what happened before now, commits left out: of a long run there are millions, and who takes part
+        shows with the next step."""
+        self._tail.skip_to_end()
+        self.apply(read_events(self.run_dir, HISTORY))
 
     def follow(self) -> list[dict[str, Any]]:
         """Read what was appended to the run's events; returns it."""

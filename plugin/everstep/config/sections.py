@@ -98,6 +98,10 @@ class FaultTolerance:
     """In a batch job: how many deaths may begin on one node within restart_window_s before the group goes on without
     it. 0: any number."""
 
+    metrics_port: int = 0
+    """Where the supervisor (on a cluster: the lighthouse's job) serves the run's figures for Prometheus, on the address
+    of the lighthouse. 0: nowhere."""
+
     allow_faults: bool = False
     """Let `everstep chaos` order this run's workers to break themselves. Never in a run whose result matters."""
 

@@ -18,8 +18,9 @@ from everstep.launch.agent import over_file, stop_file
 from everstep.launch.heartbeat import beats_of_groups
 from everstep.launch.machine import free_port, listens
 from everstep.launch.probe import Probe
-from everstep.launch.rundir import LaunchError
+from everstep.launch.rundir import LaunchError, read_toml
 from everstep.report.events import EventLog
+from everstep.report.live import Teller, telling
 
 POLL_S = 0.2
 START_TIMEOUT_S = 60.0
@@ -52,6 +53,8 @@ def keep_up(beacon: Beacon) -> int:
     for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(stop, ask_to_stop)
     events = EventLog(beacon.run_dir, None, None, "lighthouse")
+    toml = read_toml(beacon.run_dir / "config.toml") if (beacon.run_dir / "config.toml").exists() else {}
+    teller = Teller(telling(beacon.run_dir, beacon.host, toml, beacon.fault_tolerance.metrics_port))
     port = free_port(beacon.host)
     address = f"http://{beacon.host}:{port}"
     while not asked_to_stop and not _all_over(beacon):
@@ -69,6 +72,7 @@ def keep_up(beacon: Beacon) -> int:
             probe.close()
             process.kill()
             process.wait()
+    teller.close()
     return 0
 
 

@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -148,6 +149,9 @@ class GroupAgent(LocalElasticAgent):
         self._remaining_restarts = UNLIMITED_RESTARTS - self._starts
         self._starts += 1
         local = super()._start_workers(worker_group)
+        for process in self._processes():
+            # A death that TorchElastic sees before we do would make it ask the others to stop, and wait 30 s for that.
+            process.terminate = process.kill
         self._pids = {worker_group.workers[local_rank].global_rank: pid for local_rank, pid in local.items()}
         self._died_by_themselves = []
         self._incarnation += 1
@@ -273,14 +277,18 @@ class GroupAgent(LocalElasticAgent):
         time to fail at the death of the first, so a rank that a signal killed, other than ours, goes first.
         """
         rank, failure = min(result.failures.items())
-        context = self._pcontext
-        started = context._pc if isinstance(context, MultiprocessContext) else None
-        by_pid = {process.pid: process.exitcode for process in started.processes} if started is not None else {}
+        by_pid = {process.pid: process.exitcode for process in self._processes()}
         for other in self._died_by_themselves:
             exitcode = by_pid.get(self._pids[other])
             if failure.exitcode >= 0 and exitcode is not None and exitcode < 0:
                 return other, dataclasses.replace(failure, pid=self._pids[other], exitcode=exitcode)
         return rank, failure
+
+    def _processes(self) -> list[BaseProcess]:
+        """This incarnation's processes as TorchElastic holds them."""
+        context = self._pcontext
+        started = context._pc if isinstance(context, MultiprocessContext) else None
+        return list(started.processes) if started is not None else []
 
     def _signal_workers(self, signum: signal.Signals) -> None:
         for pid in self._pids.values():

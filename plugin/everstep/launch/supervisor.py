@@ -25,10 +25,11 @@ from everstep.launch.heartbeat import agent_beat_path, forget_beats, read_beat
 from everstep.launch.lifeline import adopt_orphans
 from everstep.launch.local_lighthouse import LocalLighthouse
 from everstep.launch.machine import HOST, devices_of_groups, private_folder
-from everstep.launch.rundir import LaunchError, RunDir
+from everstep.launch.rundir import LaunchError, RunDir, read_toml
 from everstep.launch.warm import PRELOAD, WarmProcess
 from everstep.quorum.token import run_token
 from everstep.report.events import EventLog, EventTail
+from everstep.report.live import Teller, telling
 
 TICK_S = 0.02
 KILL_GRACE_S = 10.0
@@ -97,6 +98,7 @@ class Supervisor:
         self._devices: list[str | None] = []
         self._lighthouse = LocalLighthouse()
         self._chaos: Runner | None = None
+        self._teller: Teller | None = None
         self._stops = self._stops_obeyed = 0
         self._failure = ""
         self._given_up = ""
@@ -142,6 +144,8 @@ class Supervisor:
             shutil.rmtree(self._private, ignore_errors=True)
             self._lighthouse.close()
             self._events.close()
+            if self._teller is not None:
+                self._teller.close()
 
     def _over(self) -> bool:
         return bool(self._failure or self._unusable) or all(g.ended for g in self.groups)
@@ -304,6 +308,8 @@ class Supervisor:
             version=everstep.__version__,
             **found,
         )
+        port = settings.fault_tolerance.metrics_port
+        self._teller = Teller(telling(self.run_dir.path, HOST, read_toml(self.run_dir.config), port))
         if settings.chaos_every_s is not None:
             self._chaos = every_so_often(self.run_dir.path, settings.chaos_every_s, settings.seed)
 

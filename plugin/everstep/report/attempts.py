@@ -22,12 +22,13 @@ class Attempt:
 def collect_attempts(events: Iterable[dict[str, Any]]) -> list[Attempt]:
     """The attempts of a run from its events in order of time.
 
-    Groups' events belong to one attempt unless one of them began after another had ended. A slot counts as
+    Groups' events belong to one attempt unless they name different quorums, or one of them began after another had
+    ended: a lighthouse that was started again counts its quorums anew. A slot counts as
     computed again when the group says so, and also when the same process computed it twice for one step.
     Reads attempt, heal and worker_ready of rank 0.
     """
     attempts: list[Attempt] = []
-    newest: dict[int, Attempt] = {}
+    newest: dict[tuple[int, Any], Attempt] = {}
     started: dict[int, float] = {}
     computed_before: dict[int, tuple[int, set[int]]] = {}
     for event in events:
@@ -41,9 +42,10 @@ def collect_attempts(events: Iterable[dict[str, Any]]) -> list[Attempt]:
             computed_before.pop(group, None)
         elif kind == "attempt" and isinstance(step, int):
             began = max(event["t"] - (event.get("took_s") or 0.0), started.get(group, 0.0))
-            attempt = newest.get(step)
+            named = (step, event.get("quorum_id"))
+            attempt = newest.get(named)
             if attempt is None or group in attempt.members or began > attempt.ended:
-                attempt = newest[step] = Attempt(step, event["t"])
+                attempt = newest[named] = Attempt(step, event["t"])
                 attempts.append(attempt)
             slots = event.get("computed") or []
             last_step, earlier = computed_before.get(group, (step, set()))

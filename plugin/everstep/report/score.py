@@ -35,7 +35,7 @@ READ_FIELDS: dict[str, tuple[str, ...]] = {
     "quorum_failed": (),
     "waiting_for_state": (),
     "left": (),
-    "attempt": ("committed", "computed", "recomputed", "took_s"),
+    "attempt": ("quorum_id", "committed", "computed", "recomputed", "took_s"),
     "commit": ("owners", "groups", "quorum_id", "loss", "took_s", "coverage_ok"),
     "audit": ("agreed", "differing"),
     "finding": ("action",),

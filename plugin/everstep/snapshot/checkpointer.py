@@ -68,6 +68,8 @@ class SnapshotCheckpointManager(CheckpointManager):
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Begin a checkpoint if one is due. Returns whether it is on disk already."""
         if last_step and self._writer is not None:
+            # An older state than the one that is written now: not worth that everybody waits for it.
+            self._writer.kill()
             self._writer.wait()
         if self._at_work:
             self._collect()
@@ -108,6 +110,7 @@ class SnapshotCheckpointManager(CheckpointManager):
 
     def _close(self) -> None:
         if self._writer is not None:
+            self._writer.kill()
             self._writer.wait()
         super()._close()
 

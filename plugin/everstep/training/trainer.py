@@ -92,6 +92,8 @@ class EverstepTrainer(titan.Trainer):
                 cpu.use_plain_attention(config.model_spec.model)
         attention.apply(config, config.attention_check)
         if config.fault_tolerance.enable:
+            # Curves are drawn from the run's events, by one process for all groups: report/scalars.py.
+            config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
             if config.snapshot.enable:
                 config.checkpoint = from_snapshots(config.checkpoint)
             os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise

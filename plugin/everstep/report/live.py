@@ -1,0 +1,98 @@
+"""What is told of a run while it goes, beside the view: a Prometheus endpoint, TensorBoard and W&B.
+
+A thread follows the run's events from their beginning, in whatever process is there for the whole run: the supervisor,
+or on a cluster the lighthouse's job. It asks no trainer, and no trainer waits for it.
+"""
+
+import hashlib
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everstep.report.events import EventTail
+
+POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Telling:
+    """What is wanted. `port` 0: no endpoint."""
+
+    run_dir: Path
+    host: str = "127.0.0.1"
+    port: int = 0
+    tensorboard: bool = False
+    tensorboard_folder: str = "tb"
+    wandb: bool = False
+
+    @property
+    def anything(self) -> bool:
+        return bool(self.port or self.tensorboard or self.wandb)
+
+
+def telling(run_dir: Path, host: str, toml: dict[str, Any], port: int) -> Telling:
+    """What a run's config asks for: torchtitan's `[metrics]`, and fault_tolerance.metrics_port."""
+    section = toml.get("metrics", {})
+    return Telling(
+        run_dir=run_dir,
+        host=host,
+        port=port,
+        tensorboard=bool(section.get("enable_tensorboard", False)),
+        tensorboard_folder=str(section.get("save_tb_folder", "tb")),
+        wandb=bool(section.get("enable_wandb", False)),
+    )
+
+
+class Teller:
+    """Begins when it is made; `close` writes what is left. What goes wrong is printed and costs the run nothing."""
+
+    def __init__(self, what: Telling) -> None:
+        self._what = what
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        if what.anything:
+            self._thread = threading.Thread(target=self._run, name="teller", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(timeout=30)
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:  # noqa: BLE001  a full disk, a taken port, a server that is away
+            print(f"everstep: metrics end here: {type(error).__name__}: {error}", flush=True)
+
+    def _follow(self) -> None:
+        from everstep.report.metrics import Metrics
+        from everstep.report.scalars import Scalars, Sink, TensorBoard, WandB
+
+        what, metrics = self._what, Metrics()
+        server = None
+        if what.port:
+            from prometheus_client import start_http_server
+
+            server, _ = start_http_server(what.port, what.host, registry=metrics.registry)
+        sinks: list[Sink] = []
+        if what.tensorboard:
+            sinks.append(TensorBoard(what.run_dir / what.tensorboard_folder))
+        if what.wandb:
+            run_id = hashlib.blake2b(str(what.run_dir.resolve()).encode(), digest_size=6).hexdigest()
+            sinks.append(WandB(what.run_dir, run_id))
+        scalars = Scalars(what.run_dir, sinks)
+        tail = EventTail(what.run_dir)
+        try:
+            while True:
+                last = self._over.wait(POLL_S)
+                events = tail.new()
+                metrics.follow(events)
+                scalars.follow(events)
+                if last:
+                    return
+        finally:
+            scalars.close()
+            if server is not None:
+                server.shutdown()
