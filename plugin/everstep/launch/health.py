@@ -13,8 +13,8 @@ SMALLEST_FREE_BYTES = 64 << 20
 def complaint(run_dir: Path | None) -> str:
     """What is wrong with this node; "" if nothing is.
 
-    The run directory, if there is one, and a local temporary folder take a write, and shared memory has room for what a trainer's
-    processes exchange.
+    The run directory, if there is one, and a local temporary folder take a write, and shared memory has room for what a
+    trainer's processes exchange.
     """
     folders = [Path(tempfile.gettempdir())]
     if run_dir is not None:
