@@ -3,9 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from everstep.attention import explicit, fused
-from everstep.attention.identities import backward_deviation, forward_deviation, lse_deviation, output_side
+from everstep.attention.identities import (
+    agreement_deviation,
+    backward_deviation,
+    forward_deviation,
+    lse_deviation,
+    output_side,
+)
 from everstep.attention.injection import Fault
 from everstep.attention.masks import Visible
 
@@ -113,8 +120,8 @@ def test_a_kernel_without_a_row_repaired_for_one_head_is_repaired_in_place(bench
     out, _ = sdpa(q, k, v)
     with torch.no_grad():
         out.data[1, 9, 2, 3] = float("nan")
-        bad = forward_deviation(out, v).bad()
-        left = fused._repair_head(sdpa, q, k, v, out, bad)
+        seen = fused._Seen(forward_deviation(out, v), None, None)
+        left = fused._repair_on_device(sdpa, q, k, v, out, seen, None)
     torch.testing.assert_close(out, clean)
     assert left == 0
 
@@ -124,7 +131,7 @@ def test_two_damaged_heads_are_more_than_that_repairs():
     out, _ = sdpa(q, k, v)
     with torch.no_grad():
         out.data[0, 9, 1, 3] = out.data[1, 9, 2, 3] = float("nan")
-        left = fused._repair_head(sdpa, q, k, v, out, forward_deviation(out, v).bad())
+        left = fused._repair_on_device(sdpa, q, k, v, out, fused._Seen(forward_deviation(out, v), None, None), None)
     assert left == 1
 
 
@@ -146,3 +153,139 @@ def test_identities_hold_within_their_bounds_on_unfriendly_data(dtype, style):
     side = output_side(do, out, None, None, k.shape[2])
     assert not backward_deviation(q, k, v, dq, dk, dv, side, 0.25).bad().any()
     assert not forward_deviation(out, v).bad().any()
+
+
+def faulty_on(call, wrong=4.0):
+    """A kernel whose output is wrong, within the range of V, in one of its calls."""
+    calls = []
+
+    def kernel(q, k, v):
+        calls.append(q.shape)
+        out, lse = sdpa(q, k, v)
+        if len(calls) == call:
+            out.data[1, 40, 2] *= 1 / wrong
+        return out, lse
+
+    return kernel
+
+
+@pytest.mark.parametrize("place", [0.13, 0.31, 0.52, 0.77, 0.94])
+def test_a_hidden_key_is_found_in_bf16_and_the_result_is_the_clean_one(bench, place):
+    """O stays an average of V, and the backward's sums are too coarse in bf16: two runs are not."""
+    args = operands(torch.bfloat16, length=32)
+    fault = Fault("inf", place, sign=-1)
+    got, refused, findings = bench.run(lambda guard: computed(*args, guard), "scores", fault)
+    for a, b in zip(got, computed(*args), strict=True):
+        assert torch.equal(a, b)
+    assert not refused
+    assert [(f["section"], f["action"]) for f in findings] == [("attention.forward", "recomputed")]
+
+
+def test_without_a_second_run_the_identities_are_all_there_is(make_bench):
+    args = operands(torch.bfloat16, length=32)
+    bench = make_bench(rerun="never")
+    seen = []
+    for place in (0.13, 0.31, 0.52, 0.77, 0.94):
+        got, _, findings = bench.run(lambda guard: computed(*args, guard), "scores", Fault("inf", place, sign=-1))
+        assert not torch.equal(got[0], computed(*args)[0])
+        seen.append(bool(findings))
+    assert not all(seen)
+
+
+@pytest.mark.parametrize(
+    ("rerun", "dtype", "runs"),
+    [
+        ("auto", torch.float32, 1),
+        ("auto", torch.bfloat16, 2),
+        ("always", torch.float32, 2),
+        ("never", torch.bfloat16, 1),
+    ],
+)
+def test_how_often_a_clean_forward_runs(make_bench, rerun, dtype, runs):
+    calls = []
+
+    def counted(q, k, v):
+        calls.append(1)
+        return sdpa(q, k, v)
+
+    make_bench(rerun=rerun).run(lambda guard: computed(*operands(dtype), guard, counted))
+    assert len(calls) == runs
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_third_run_tells_which_of_two_was_right(bench, call):
+    args = operands(torch.bfloat16)
+    got, refused, findings = bench.run(lambda guard: computed(*args, guard, faulty_on(call)))
+    for a, b in zip(got, computed(*args), strict=True):
+        assert torch.equal(a, b)
+    assert not refused
+    assert [f["action"] for f in findings] == ["recomputed"]
+
+
+def test_three_runs_that_all_differ_refuse_the_slot(bench):
+    calls = []
+
+    def kernel(q, k, v):
+        calls.append(1)
+        out, lse = sdpa(q, k, v)
+        out.data[1, 40, 2] /= 1 + len(calls)
+        return out, lse
+
+    _, refused, _ = bench.run(lambda guard: computed(*operands(torch.bfloat16), guard, kernel))
+    assert refused
+
+
+def test_two_runs_that_differ_are_refused_where_only_detection_is_asked_for(make_bench):
+    bench = make_bench(mode="detect")
+    _, refused, findings = bench.run(lambda guard: computed(*operands(torch.bfloat16), guard, faulty_on(1)))
+    assert refused
+    assert findings[0]["action"] == "refused"
+
+
+def test_selective_checkpointing_keeps_an_lse_that_no_repair_reaches_and_refuses(bench):
+    q, k, v, do = operands(torch.bfloat16)
+    save = lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE  # noqa: E731
+
+    def compute(guard):
+        out = checkpoint(
+            lambda q, k, v: fused.attention(sdpa, q, k, v, scale=None, guard=guard)[0],
+            *(q, k, v),
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(save),
+        )
+        return torch.autograd.grad(out, (q, k, v), do)
+
+    _, refused, findings = bench.run(compute, "context", Fault("scale", 0.7, magnitude=0.5))
+    assert refused
+    assert next((f["section"], f["action"]) for f in findings) == ("attention.forward", "refused")
+
+
+def test_on_a_device_the_second_run_repairs_what_is_out_of_range_and_refuses_what_is_not():
+    q, k, v, _ = (x.detach() for x in operands(torch.bfloat16))
+    clean, _ = sdpa(q, k, v)
+    out = clean.clone()
+    out[0, 9, 1, 3] = out[1, 9, 2, 3] = float("nan")
+    watch = fused._Watch(None, 0.25, True, True)
+
+    def repaired(out):
+        seen = fused._look(q, k, v, out, None, (clean, None), watch)
+        return fused._repair_on_device(None, q, k, v, out, seen, (clean, None))
+
+    assert repaired(out) == 0
+    assert torch.equal(out, clean)
+    out[1, 30, 3] /= 2
+    assert repaired(out) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_in_another_order_agree_and_a_wrong_score_does_not(dtype):
+    """The same attention by another kernel, in another order of sums, is what a nondeterministic one may return."""
+    q, k, v, _ = (x.detach() for x in operands(torch.float32, length=200))
+    exact, lse = with_lse(q, k, v)
+    out, again = exact.to(dtype), sdpa(q, k, v)[0].to(dtype)
+    assert not agreement_deviation(out, lse, again, lse.clone(), v).bad().any()
+    hit = lse.clone()
+    hit[1, 77, 2] += 1e-3
+    assert agreement_deviation(out, lse, again, hit, v).bad().any(-1).nonzero().tolist() == [[1, 2]]
+    again[0, 150, 1] *= 1.05
+    assert agreement_deviation(out, lse, again, lse, v).bad().any(-1).nonzero().tolist() == [[0, 1]]

@@ -6,6 +6,7 @@ import torch
 
 from .findings import FindingLog, recomputing
 from .injection import Fault, Injector, inject
+from .roundoff import accumulator
 from .schedule import Schedule
 from .section import AttentionCheck
 
@@ -23,7 +24,7 @@ class Checks:
     """
 
     def __init__(self, section: AttentionCheck, *, rank: int = 0, seed: int = 0) -> None:
-        self.mode = section.mode
+        self.mode, self.rerun = section.mode, section.rerun
         self.findings = FindingLog(rank)
         self.schedule = Schedule(section.rate(), section.residual_risk, seed=seed + rank)
         self.injector = Injector(section.inject, rank)
@@ -78,6 +79,11 @@ class Guard:
         """
         again = not backward and recomputing()
         return self.checks.schedule.checking(self.layer, section, flops=0.0 if again else flops, cost=cost)
+
+    def reruns(self, dtype: torch.dtype) -> bool:
+        """Whether a checked forward of a fused kernel in this dtype is run twice and compared."""
+        rerun = self.checks.rerun
+        return rerun == "always" or (rerun == "auto" and dtype != accumulator(dtype))
 
     @property
     def injecting(self) -> bool:
