@@ -28,6 +28,7 @@ from everstep.attention.section import AttentionCheck, Inject
     [
         ({"mode": "repair"}, "attention_check.mode"),
         ({"path": "flash"}, "attention_check.path"),
+        ({"rerun": "often"}, "attention_check.rerun"),
         ({"frequency": 1.5}, "attention_check.frequency"),
         ({"frequency": -0.1}, "attention_check.frequency"),
         ({"frequency": "often"}, "attention_check.frequency"),

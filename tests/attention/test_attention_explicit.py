@@ -134,6 +134,20 @@ def test_whole_rows_and_tiles_are_repaired(bench, section, kind):
     assert findings
 
 
+@pytest.mark.parametrize("section", ["dv", "dk", "dq", "context"])
+@pytest.mark.parametrize("magnitude", [0.05, 0.98, 1.5])
+def test_a_repair_that_the_sums_cannot_vouch_for_is_computed_again(bench, section, magnitude):
+    """A row of moderate errors: columns rebuild those that they see and excuse the others."""
+    args = operands()
+    clean = computed(*args, Visible(causal=False))
+    fault = Fault("row", 0.62, magnitude=magnitude)
+    got, refused, findings = bench.run(lambda guard: computed(*args, Visible(causal=False), guard), section, fault)
+    for a, b in zip(got, clean, strict=True):
+        assert torch.equal(a, b)
+    assert not refused
+    assert [(f["section"], f["action"]) for f in findings] == [(section, "recomputed")]
+
+
 def test_scores_of_the_forward_that_no_check_saw_are_seen_by_the_backward(make_bench):
     """The forward goes unchecked; the backward makes the scores again and finds that rows do not sum to 1."""
     bench = make_bench()

@@ -104,6 +104,14 @@ def test_an_out_transform_that_uses_lse_is_part_of_the_identities(bench):
     assert not findings
 
 
+@pytest.mark.parametrize("kernel", [sdpa, with_lse])
+def test_gradients_pass_gradcheck(bench, kernel):
+    q, k, v, _ = operands(torch.float64, length=7)
+    attend = lambda q, k, v: fused.attention(kernel, q, k, v, scale=None, guard=bench.guard)[0]  # noqa: E731
+    assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=True)
+    assert not bench.checks.refused()
+
+
 def test_an_impossible_lse_is_seen_in_the_forward(bench):
     q, k, v, _ = operands()
     _, lse = with_lse(q, k, v)

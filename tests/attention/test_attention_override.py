@@ -20,6 +20,9 @@ from torchtitan.trainer import Trainer
 from everstep.attention import override
 from everstep.attention.injection import Fault
 from everstep.attention.section import AttentionCheck
+from everstep.config.errors import ConfigError
+from everstep.config.load import load_config
+from everstep.training.trainer import EverstepTrainer
 
 MODELS = {
     "llama3": lambda: llama3.model_registry("debugmodel"),
@@ -249,3 +252,54 @@ def test_an_attention_that_was_swapped_after_apply_is_not_left_unchecked_in_sile
     apply_overrides(config.override, config)
     with pytest.raises(ValueError, match=r"attention_check\.enable"):
         override.attach([spec.model.build()], section)
+
+
+TOML = """[job]
+module = "llama3"
+config = "llama3_debugmodel"
+[attention_check]
+enable = true
+{permission}
+[attention_check.inject]
+kind = "nan"
+section = "*.dw"
+first_step = 3
+every = 2
+{more}
+"""
+
+
+def loaded(folder, permission="allow_injection = true", more=""):
+    path = folder / "run.toml"
+    path.write_text(TOML.format(permission=permission, more=more))
+    return load_config(path, EverstepTrainer.Config, check=False)
+
+
+def test_a_file_says_what_is_injected_where_and_when(tmp_path):
+    section = loaded(tmp_path).attention_check
+    _, checks = build(plain_sdpa(MODELS["llama3"]()), section)
+    for step in range(1, 8):
+        checks.begin(step, 0)
+        for layer in range(6):
+            for name in ("wqkv.dw", "wo.dw", "wo.y", "scores"):
+                checks.injector.strike(layer, name)
+    assert [step for step, _, _ in checks.injector.hits] == [3, 5, 7]
+    assert all(name.endswith(".dw") for _, _, name in checks.injector.hits)
+
+
+@pytest.mark.parametrize(
+    ("permission", "more", "key"),
+    [
+        ("", "", r"attention_check\.allow_injection"),
+        ("allow_injection = true", "bits = 3", "bits"),
+        ("allow_injection = true", "layer = 1.5", "layer"),
+        ('allow_injection = true\nfrequency = "sometimes"', "", "frequency"),
+        ("allow_injection = true\nfrequency = 1.01", "", "frequency"),
+        ('allow_injection = true\nmode = "mend"', "", "mode"),
+    ],
+)
+def test_a_wrong_file_is_told_in_one_sentence_with_its_key(tmp_path, permission, more, key):
+    with pytest.raises(ConfigError, match=key) as error:
+        loaded(tmp_path, permission, more)
+    assert "\n" not in str(error.value).strip()
+    assert "run.toml" in str(error.value)
