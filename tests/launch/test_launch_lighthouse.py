@@ -34,6 +34,7 @@ def started(run_dir, number):
     return until(lambda: (found := events_of(run_dir, "lighthouse_started"))[number - 1 :] and found, "a lighthouse")
 
 
+@pytest.mark.slow
 def test_it_is_published_survives_death_and_hanging_and_ends_with_the_run(lighthouse, tmp_path):
     run_dir = tmp_path / "run"
     first = started(run_dir, 1)[-1]

@@ -62,6 +62,7 @@ def assert_ends_without(survivor, lost, name):
     assert f"{name} of this group" in ended["reason"]
 
 
+@pytest.mark.slow
 def test_a_node_notices_that_the_first_one_is_gone(agent):
     first, second = two_that_train(agent)
     assert_ends_without(second, first, "node 0")

@@ -69,13 +69,17 @@ def examine(plan: Plan) -> Iterator[Line]:
     yield from versions(importlib.metadata.requires("everstep") or [], _installed)
     yield from timeouts(plan.fault_tolerance)
     yield from group_count(plan.fault_tolerance, plan.groups)
+    usable = None
     if plan.run_dir is not None:
-        yield from run_directory(plan.run_dir, plan.nodes_per_group * plan.groups)
-        yield from lighthouse(plan.fault_tolerance.lighthouse or published_address(plan.run_dir))
+        found = list(run_directory(plan.run_dir, plan.nodes_per_group * plan.groups))
+        yield from found
+        if found[0].verdict != "error":
+            usable = plan.run_dir
+            yield from lighthouse(plan.fault_tolerance.lighthouse or published_address(usable))
     if not plan.here:
         return
     yield from network(plan.host, plan.groups * plan.nodes_per_group)
-    if complaint := health.complaint(plan.run_dir or Path.cwd()):
+    if complaint := health.complaint(usable):
         yield Line("node", "error", complaint, "make room or mend it, or train on another node")
     state = _estimate(plan.config, ["--fault_tolerance.groups", str(plan.groups), *plan.flags])
     yield from config_and_model(state)

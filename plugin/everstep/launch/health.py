@@ -10,13 +10,16 @@ SHARED_MEMORY = Path("/dev/shm")
 SMALLEST_FREE_BYTES = 64 << 20
 
 
-def complaint(run_dir: Path) -> str:
+def complaint(run_dir: Path | None) -> str:
     """What is wrong with this node; "" if nothing is.
 
-    The run directory and a local temporary folder take a write, and shared memory has room for what a trainer's
-    processes exchange.
+    The run directory, if there is one, and a local temporary folder take a write, and shared memory has room for what a
+    trainer's processes exchange.
     """
-    for folder in (run_dir / "state", Path(tempfile.gettempdir())):
+    folders = [Path(tempfile.gettempdir())]
+    if run_dir is not None:
+        folders.insert(0, run_dir / "state")
+    for folder in folders:
         probe = folder / f".fit-{socket.gethostname()}-{os.getpid()}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
