@@ -187,7 +187,7 @@ def draw_fault(rng: random.Random) -> Fault:
     return Fault(kind, rng.random(), rng.randrange(32), magnitude, rng.choice((-1, 1)))
 
 
-def new_guard(frequency: float = 1.0, rerun: str = "auto") -> Measured:
+def new_guard(frequency: float = 1.0, rerun: str = "always") -> Measured:
     checks = guard.Checks(AttentionCheck(enable=True, frequency=frequency, rerun=rerun))
     checks.injector = OneShot()
     return Measured(checks, 0, "wqkv")
@@ -358,7 +358,7 @@ def main() -> None:
     parser.add_argument("--injections", type=int, default=20_000)
     parser.add_argument("--vectors", type=int, default=1_000_000)
     parser.add_argument("--flips", type=int, default=8_000)
-    parser.add_argument("--rerun", default="auto", choices=("auto", "always", "never"))
+    parser.add_argument("--rerun", default="always", choices=("always", "never"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

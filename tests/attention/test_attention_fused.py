@@ -78,8 +78,8 @@ def test_a_nan_score_is_repaired_with_what_the_kernel_keeps_of_it(bench):
 
 
 @pytest.mark.parametrize(("section", "magnitude"), [("scores", 40.0), ("dq", 300.0), ("dk", 300.0), ("dv", 300.0)])
-def test_what_only_forward_and_backward_together_show_refuses_the_slot(bench, section, magnitude):
-    _, refused, findings = bench.run(
+def test_what_only_forward_and_backward_together_show_refuses_the_slot(make_bench, section, magnitude):
+    _, refused, findings = make_bench(rerun="never").run(
         lambda guard: computed(*operands(), guard), section, Fault("scale", 0.4, magnitude=magnitude)
     )
     assert refused
@@ -201,22 +201,18 @@ def test_without_a_second_run_the_identities_are_all_there_is(make_bench):
 
 
 @pytest.mark.parametrize(
-    ("rerun", "dtype", "runs"),
-    [
-        ("auto", torch.float32, 1),
-        ("auto", torch.bfloat16, 2),
-        ("always", torch.float32, 2),
-        ("never", torch.bfloat16, 1),
-    ],
+    ("section", "runs"),
+    [({}, 2), ({"rerun": "never"}, 1), ({"frequency": 0.0}, 1)],
 )
-def test_how_often_a_clean_forward_runs(make_bench, rerun, dtype, runs):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_how_often_a_clean_forward_runs(make_bench, section, dtype, runs):
     calls = []
 
     def counted(q, k, v):
         calls.append(1)
         return sdpa(q, k, v)
 
-    make_bench(rerun=rerun).run(lambda guard: computed(*operands(dtype), guard, counted))
+    make_bench(**section).run(lambda guard: computed(*operands(dtype), guard, counted))
     assert len(calls) == runs
 
 

@@ -2,7 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from everstep.platform import cpu
 
@@ -14,10 +19,11 @@ from torchtitan.config.override import apply_overrides
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
-from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 from torchtitan.trainer import Trainer
 
 from everstep.attention import override
+from everstep.attention.guard import Checks
 from everstep.attention.injection import Fault
 from everstep.attention.section import AttentionCheck
 from everstep.config.errors import ConfigError
@@ -176,14 +182,85 @@ def test_a_nan_is_repaired_and_found_once_with_and_without_checkpointing(checkpo
         torch.testing.assert_close(hit_gradients[name], gradient, rtol=1e-3, atol=1e-6)
 
 
+class Operations(TorchDispatchMode):
+    """Every operation that reaches a kernel, and the elements it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.made.append((str(func), tuple(tuple(x.shape) for x in tree_leaves(out) if isinstance(x, torch.Tensor))))
+        return out
+
+
+def nodes(model, spec):
+    """The names of the autograd graph's nodes, in the order of a walk."""
+    tokens, positions = batch(spec)
+    found, seen, left = [], set(), [model(tokens, positions=positions).sum().grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.append(node.name())
+            left += [parent for parent, _ in node.next_functions]
+    return found
+
+
 def test_switched_off_the_model_is_torchtitans_own():
-    spec = MODELS["llama3"]()
+    """The same modules, the same operations on the same shapes (so the same memory), the same graph."""
+    spec, stock_spec = plain_sdpa(MODELS["llama3"]()), plain_sdpa(MODELS["llama3"]())
     config = trainer_config(spec)
-    override.apply(config, AttentionCheck())
+    override.apply(config, AttentionCheck(enable=False))
     assert config.override.imports == []
-    model, checks = build(spec)
+    model, checks = build(spec, AttentionCheck(enable=False))
+    stock, _ = build(stock_spec)
     assert checks is None
+    assert [(name, type(m)) for name, m in model.named_modules()] == [(n, type(m)) for n, m in stock.named_modules()]
     assert {type(m).__module__.split(".")[0] for m in model.modules()} <= {"torchtitan", "torch"}
+    made = []
+    for each in (model, stock):
+        with Operations() as operations:
+            logits_and_gradients(each, spec, masked=False)
+        made.append(operations.made)
+    assert made[0] == made[1]
+    assert len(made[0]) > 100
+    assert nodes(model, spec) == nodes(stock, spec)
+
+
+@pytest.fixture
+def mesh():
+    """Of one rank, in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["local", "dtensor"])
+def test_a_bias_that_two_ranks_share_is_added_once_and_local_parts_are_read(mesh, sharded):
+    """gpt-oss's output projection on one of two ranks, its parameters as tensor parallelism may leave them."""
+    config = override.checked_projections(ScaledBiasRowwiseLinear.Config(in_features=64, out_features=32, bias=True))
+    module = config.build()
+    with torch.no_grad():
+        module.weight.normal_()
+        module.bias.normal_()
+    weight, bias = module.weight.detach().clone(), module.bias.detach().clone()
+    if sharded:
+        for name in ("weight", "bias"):
+            tensor = DTensor.from_local(getattr(module, name).detach(), mesh, [Replicate()])
+            setattr(module, name, torch.nn.Parameter(tensor))
+    module.tp_degree = 2
+    checks = Checks(AttentionCheck(enable=True, frequency=1.0))
+    module.guard = checks.guard(0, "wo", module.results("wo"))
+    checks.begin(1, 0)
+    x = torch.randn(3, 64)
+    y = module(x)
+    assert torch.equal(y, F.linear(x, weight, bias / 2))
+    y.sum().backward()
+    gradient = module.bias.grad.to_local() if sharded else module.bias.grad
+    assert torch.equal(gradient, torch.full((32,), 1.5))
+    assert not checks.refused()
 
 
 def test_every_projection_and_inner_attention_has_a_guard_that_names_its_layer():

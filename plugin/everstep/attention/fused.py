@@ -3,7 +3,7 @@
 Before the kernel q, k and v pass through a node that sees dQ, dK and dV; behind it the output passes through
 one that sees dO. The first is the last to run in the backward and compares. What the forward can see, values
 that no average of V can have, is repaired by running the kernel again; what only the backward shows refuses
-the slot. Where the dtype is too coarse for the backward to show a wrong score, the kernel's forward runs twice.
+the slot. A wrong score that round-off hides from the backward is found by running the kernel's forward twice.
 """
 
 from collections.abc import Callable
@@ -122,7 +122,7 @@ def attention(
     pairs = q.shape[0] * q.shape[2] * float(q.shape[1]) ** 2 / 2
     flops = 2 * pairs * (q.shape[-1] + v.shape[-1])
     forward = guard.checking(FORWARD, flops=flops, cost=float(q.numel() + v.numel()))
-    rerun = guard.reruns(q.dtype) and guard.checking(RERUN, flops=flops, cost=flops / FLOPS_PER_READ + 2.0 * q.numel())
+    rerun = guard.reruns and guard.checking(RERUN, flops=flops, cost=flops / FLOPS_PER_READ + 2.0 * q.numel())
     backward = guard.checking(BACKWARD, flops=2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1]), cost=10.0 * q.numel())
     watched = torch.is_grad_enabled() and (backward or guard.injecting)
     watch = _Watch(guard, scale, plain_scores, backward)

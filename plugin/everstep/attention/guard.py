@@ -6,7 +6,6 @@ import torch
 
 from .findings import FindingLog, recomputing
 from .injection import Fault, Injector, inject
-from .roundoff import accumulator
 from .schedule import Schedule
 from .section import AttentionCheck
 
@@ -80,10 +79,10 @@ class Guard:
         again = not backward and recomputing()
         return self.checks.schedule.checking(self.layer, section, flops=0.0 if again else flops, cost=cost)
 
-    def reruns(self, dtype: torch.dtype) -> bool:
-        """Whether a checked forward of a fused kernel in this dtype is run twice and compared."""
-        rerun = self.checks.rerun
-        return rerun == "always" or (rerun == "auto" and dtype != accumulator(dtype))
+    @property
+    def reruns(self) -> bool:
+        """Whether a checked forward of a fused kernel is run twice and compared."""
+        return self.checks.rerun == "always"
 
     @property
     def injecting(self) -> bool:

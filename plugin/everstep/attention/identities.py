@@ -17,10 +17,10 @@ element is wrong.
 What they cannot see: let the forward lose key j from row i, as a score that becomes -inf does, and let p be the
 weight that key should have. O_i moves by p/(1-p)·(O_i - V_j), inside the range of V; lse_i falls by -log(1-p);
 the backward's row of P then sums to 1/(1-p), and Σ dV - Σ dO is p/(1-p)·dO_i. That is one row's share of a sum over
-all rows, beside the rounding of P and dV to the kernel's dtype, u·(Σ_ij P_ij² dO_i²)^½ in each column. fp32's u
-lets every p through that would leave O within round-off, and no more. bf16's hides p of several percent. No sum of
-O(L·H) terms is finer: a fused kernel hands out nothing else of row i but O_i and lse_i, and what those should be takes
-all of q_i's scores. In narrow dtypes the forward is therefore run twice and compared (`agreement_deviation`).
+all rows, beside the rounding of P and dV to the kernel's dtype, u·(Σ_ij P_ij² dO_i²)^½ in each column. bf16's u hides
+p of several percent; fp32's, p that moves O by some 1e-4 of its largest value. No sum of O(L·H) terms is finer: a
+fused kernel hands out nothing else of row i but O_i and lse_i, and what those should be takes all of q_i's scores. The
+forward is therefore run twice and compared (`agreement_deviation`).
 
 The bounds follow the data. A kernel rounds P and dS to its dtype before it multiplies them, and rounds what
 it stores. Such errors are independent, so sums of them grow with Euclidean norms; a part that all of them
