@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .checksums import Direction, Sums, correct_both, weights
 from .findings import Deviation, outcome
 from .guard import Guard
-from .roundoff import growth, norms, operand_roundoff, store_roundoff, tile_totals, tile_width, tiles
+from .roundoff import growth, norms, operand_roundoff, store_roundoff, tile_magnitudes, tile_totals, tile_width, tiles
 
 REPAIR_ROWS = 16
 """Rows of a projection that an accelerator computes again in each checked call, wrong or not: an aligned group,
@@ -82,7 +82,6 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, offset: torc
         sums: of b (K, N).
         offset: (T,), tile sums of a bias.
     """
-    acc = sums.plain.dtype
     inner = a.shape[-1]
     expected = apply_sums(a, sums.plain)
     reach = norms(a, -1).unsqueeze(-1) * sums.norms
@@ -95,7 +94,7 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, offset: torc
     if store:
         # No correct tile's magnitudes add up to more than `reach`: infinity must not excuse itself.
         # Half the digits of the checksum product may be lost on CUDA (`halves`), hence store² more.
-        magnitude = torch.linalg.vector_norm(tiles(y), ord=1, dim=-1, dtype=acc).nan_to_num(nan=math.inf)
+        magnitude = tile_magnitudes(y).nan_to_num(nan=math.inf)
         bound = bound + store * torch.minimum(magnitude, 1.01 * reach) + store**2 * reach
     return Deviation(expected - tile_totals(y), bound + torch.finfo(y.dtype).tiny, reach)
 
