@@ -79,7 +79,7 @@ def test_gradients_pass_gradcheck_with_lse(bench, mask):
         "documents": Visible(documents=torch.tensor([[0] * 4 + [1] * 5] * 2)),
     }[mask]
     attend = lambda q, k, v: explicit.attention(q, k, v, visible, guard=bench.guard)  # noqa: E731
-    assert torch.autograd.gradcheck(attend, (q, k, v))
+    assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=True)
     assert not bench.checks.refused()
 
 

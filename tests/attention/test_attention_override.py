@@ -50,6 +50,12 @@ def plain_sdpa(spec):
     return spec
 
 
+def first(layers, spec):
+    """The model's first layers alone."""
+    spec.model.layers = spec.model.layers[:layers]
+    return spec
+
+
 def build(spec, section=None, checkpointing=None):
     """A model, and its checks where a section is given, built in the trainer's order."""
     config = trainer_config(spec)
@@ -92,9 +98,9 @@ def eager_flex(monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_explicit_path_computes_what_flex_does(name, eager_flex):
     """Documents, sliding windows, sinks, QK norm, latent attention: every decoder's own masks and scales."""
-    spec = MODELS[name]()
+    spec = first(2, MODELS[name]())
     model, checks = build(spec, AttentionCheck(enable=True, frequency=1.0, path="explicit"))
-    stock, _ = build(MODELS[name]())
+    stock, _ = build(first(2, MODELS[name]()))
     stock.load_state_dict(model.state_dict())
     _, positions = batch(spec)
     masks = model.get_attention_masks(positions=positions)
@@ -118,7 +124,9 @@ def test_the_explicit_path_computes_what_flex_does(name, eager_flex):
 @pytest.mark.parametrize("registry", [llama3, gpt_oss], ids=["documents", "windows and sinks"])
 def test_varlen_masks_mean_what_block_masks_mean(registry):
     section = AttentionCheck(enable=True, frequency=1.0, path="explicit")
-    flex_spec, varlen_spec = (registry.model_registry("debugmodel", attn_backend=x) for x in ("flex", "varlen"))
+    flex_spec, varlen_spec = (
+        first(2, registry.model_registry("debugmodel", attn_backend=x)) for x in ("flex", "varlen")
+    )
     (flex, _), (varlen, checks) = build(flex_spec, section), build(varlen_spec, section)
     varlen.load_state_dict(flex.state_dict())
     _, positions = batch(flex_spec)
@@ -168,7 +176,7 @@ def aim(checks, section, fault, layer=2):
 )
 @pytest.mark.parametrize("section", ["wqkv.y", "wo.y", "scores", "context", "wqkv.dw", "dq", "dp"])
 def test_a_nan_is_repaired_and_found_once_with_and_without_checkpointing(checkpointing, section):
-    spec = plain_sdpa(MODELS["llama3"]())
+    spec = first(3, plain_sdpa(MODELS["llama3"]()))
     model, checks = build(spec, AttentionCheck(enable=True, frequency=1.0, path="explicit"), checkpointing)
     checks.begin(1, 0)
     logits, gradients = logits_and_gradients(model, spec, masked=False)
@@ -210,7 +218,7 @@ def nodes(model, spec):
 
 def test_switched_off_the_model_is_torchtitans_own():
     """The same modules, the same operations on the same shapes (so the same memory), the same graph."""
-    spec, stock_spec = plain_sdpa(MODELS["llama3"]()), plain_sdpa(MODELS["llama3"]())
+    spec, stock_spec = (first(2, plain_sdpa(MODELS["llama3"]())) for _ in range(2))
     config = trainer_config(spec)
     override.apply(config, AttentionCheck(enable=False))
     assert config.override.imports == []
