@@ -293,3 +293,19 @@ def test_sums_in_another_order_agree_and_a_wrong_score_does_not(dtype):
     assert agreement_deviation(out, lse, again, hit, v).bad().any(-1).nonzero().tolist() == [[1, 2]]
     again[0, 150, 1] *= 1.05
     assert agreement_deviation(out, lse, again, lse, v).bad().any(-1).nonzero().tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize(("hit", "columns"), [("dv", slice(0, 17)), ("dk", slice(17, 34)), ("dq", slice(34, 35))])
+def test_each_identity_sees_alone_what_the_others_do_not(hit, columns):
+    """A gradient of one key or query moves; dK at right angles to its key, so that <dK, K> stays what it was."""
+    q, k, v, do = operands()
+    out, _ = sdpa(q, k, v)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), do)
+    moved = torch.randn(16)
+    if hit == "dk":
+        moved -= k.detach()[1, 20, 0] * (moved @ k.detach()[1, 20, 0]) / k.detach()[1, 20, 0].square().sum()
+    {"dv": dv, "dk": dk, "dq": dq}[hit][1, 20, 0] += moved
+    bad = backward_deviation(q, k, v, dq, dk, dv, output_side(do, out.detach(), None, None, 2), 0.25).bad()
+    assert bad[1, 0, columns].any()
+    bad[1, 0, columns] = False
+    assert not bad.any()
