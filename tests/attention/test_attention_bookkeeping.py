@@ -235,7 +235,7 @@ def test_where_less_ruins_training_less_is_checked():
     schedule = Schedule(None, residual_risk=0.6 * 2e-25 * 1e17 * 1e6)
     for step in (1, 2):
         schedule.begin(step, 0)
-        for section in ("wo.dx", "attention.rerun"):
+        for section in ("attention.rerun", "wo.dx"):
             schedule.checking(0, section, flops=1e17, cost=1e6)
         schedule.committed(step)
     assert schedule.rate(0, "wo.dx") > schedule.rate(0, "attention.rerun")
