@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from everstep.attention import explicit, fused, linear
 from everstep.attention.guard import Checks
@@ -26,13 +27,19 @@ from everstep.attention.masks import Visible
 from everstep.attention.section import AttentionCheck
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-VARIANTS = {"unchecked": None, "rate 0": 0.0, "adaptive": "adaptive", "rate 1": 1.0}
+VARIANTS: dict[str, dict | None] = {
+    "unchecked": None,
+    "rate 0": {"frequency": 0.0},
+    "adaptive": {"frequency": "adaptive"},
+    "rate 1": {"frequency": 1.0},
+    "rate 1, no second run": {"frequency": 1.0, "rerun": "never"},
+}
 
 
 class Block:
     """Pre-norm transformer block: attention with grouped heads, then a gated feed-forward network."""
 
-    def __init__(self, args: argparse.Namespace, device: torch.device, path: str, frequency) -> None:
+    def __init__(self, args: argparse.Namespace, device: torch.device, path: str, section: dict | None) -> None:
         torch.manual_seed(0)
         dtype, dim, head = DTYPES[args.dtype], args.dim, args.head
         self.heads, self.kv_heads, self.head = dim // head, args.kv_heads or dim // head, head
@@ -50,8 +57,8 @@ class Block:
         self.norm = torch.ones(dim, device=device, dtype=dtype)
         self.path = path
         self.checks = None
-        if frequency is not None:
-            self.checks = Checks(AttentionCheck(enable=True, frequency=frequency))
+        if section is not None:
+            self.checks = Checks(AttentionCheck(enable=True, **section))
             self.guards = {
                 "wqkv": self.checks.guard(0, "wqkv", linear.result_names("wqkv")),
                 "wo": self.checks.guard(0, "wo", linear.result_names("wo")),
@@ -118,8 +125,25 @@ def timer(device: torch.device) -> Callable[[Callable[[], None]], float]:
     return on_gpu
 
 
+def peak_mb(call: Callable[[], None], device: torch.device) -> float:
+    """The most memory, in MB, that tensors made in `call` hold at once."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return (torch.cuda.max_memory_allocated() - before) / 1e6
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return most / 1e6
+
+
 def compare(calls: dict[str, Callable[[int], None]], rounds: int, device: torch.device) -> dict[str, dict]:
-    """Median seconds of each call, and median ratio to the first; two rounds to warm up."""
+    """Median seconds of each call, median ratio to the first, and peak memory; two rounds to warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     measure = timer(device)
     for index in range(rounds + 2):
@@ -132,6 +156,7 @@ def compare(calls: dict[str, Callable[[int], None]], rounds: int, device: torch.
         name: {
             "seconds": statistics.median(values),
             "ratio": statistics.median(a / b for a, b in zip(values, base, strict=True)),
+            "peak_mb": peak_mb(lambda name=name: calls[name](rounds + 3), device),
         }
         for name, values in seconds.items()
     }
@@ -155,7 +180,9 @@ def main() -> None:
     x = torch.randn(args.batch, args.length, args.dim, device=device).to(DTYPES[args.dtype])
     results = {}
     for path in args.paths.split(","):
-        blocks = {variant: Block(args, device, path, rate) for variant, rate in VARIANTS.items()}
+        blocks = {variant: Block(args, device, path, section) for variant, section in VARIANTS.items()}
+        if path == "explicit":
+            blocks.pop("rate 1, no second run")
 
         def whole(block: Block, step: int) -> None:
             if block.checks is not None:
@@ -190,7 +217,8 @@ def main() -> None:
             results[f"{path}, {part}"] = measured
             for variant, numbers in measured.items():
                 took = f"{numbers['seconds'] * 1e3:9.2f} ms  ratio {numbers['ratio']:.3f}"
-                print(f"{name} {args.dtype}  {path:8s}  {part:15s}  {variant:9s}  {took}", flush=True)
+                took += f"  peak {numbers['peak_mb']:.0f} MB"
+                print(f"{name} {args.dtype}  {path:8s}  {part:15s}  {variant:21s}  {took}", flush=True)
     if args.json:
         args.json.write_text(
             json.dumps({"device": name, "args": {k: str(v) for k, v in vars(args).items()}, **results})

@@ -1,6 +1,6 @@
 """What the attention check finds, and what it does not, by section, kind and size of the error.
 
-    python bench/attention_coverage.py --injections 20000 --vectors 1000000 --json RESULT.json
+    python bench/attention_coverage.py --injections 20000 --vectors 1000000 --flips 8000 --json RESULT.json
 
 Each injection computes one projection, or one attention, forward and backward, with one fault in one result,
 and compares every output with those of the same computation without it:
@@ -13,7 +13,8 @@ and compares every output with those of the same computation without it:
 
 The size of an error is the change of the element it hits, in units of the root mean square of that result.
 The second part computes clean data of every kind, badly scaled, constant and large included, and counts
-alarms.
+alarms. The third flips single bits, each bit alike, with no check at all, and counts how many leave an output beyond
+round-off: the vulnerability that the adaptive schedule reckons with (schedule.VULNERABILITY).
 """
 
 import argparse
@@ -186,8 +187,8 @@ def draw_fault(rng: random.Random) -> Fault:
     return Fault(kind, rng.random(), rng.randrange(32), magnitude, rng.choice((-1, 1)))
 
 
-def new_guard() -> Measured:
-    checks = guard.Checks(AttentionCheck(enable=True, frequency=1.0))
+def new_guard(frequency: float = 1.0, rerun: str = "always") -> Measured:
+    checks = guard.Checks(AttentionCheck(enable=True, frequency=frequency, rerun=rerun))
     checks.injector = OneShot()
     return Measured(checks, 0, "wqkv")
 
@@ -202,7 +203,18 @@ def close(outputs: list[torch.Tensor], clean: list[torch.Tensor]) -> float:
     return worst
 
 
-def inject_all(count: int, seed: int) -> tuple[dict, float]:
+def struck(case: Case, watcher: Measured, result: str, fault: Fault) -> tuple[list[torch.Tensor], bool, list[dict]]:
+    """The outputs of a case with a fault in it, whether the slot is refused, and the findings."""
+    injector = watcher.checks.injector
+    injector.target, injector.fault, injector.size = result, fault, 0.0
+    watcher.checks.begin(1, 0)
+    outputs = case.run(watcher)
+    if injector.fault is not None:
+        raise AssertionError(f"nothing called {result} was computed in {case.name}")
+    return outputs, watcher.checks.refused(), watcher.checks.drain()
+
+
+def inject_all(count: int, seed: int, rerun: str) -> tuple[dict, float]:
     """Outcomes by (dtype, path, result, kind, size bin), and the worst difference of a repaired output."""
     rng = random.Random(seed)
     table: dict[tuple, Counter] = defaultdict(Counter)
@@ -212,7 +224,7 @@ def inject_all(count: int, seed: int) -> tuple[dict, float]:
         name = rng.choice(("fp32", "bf16"))
         dtype = DTYPES[name]
         case = draw_case(rng, dtype, ("normal",))
-        watcher = new_guard()
+        watcher = new_guard(rerun=rerun)
         checks = watcher.checks
         checks.begin(1, 0)
         clean = case.run(watcher)
@@ -222,11 +234,7 @@ def inject_all(count: int, seed: int) -> tuple[dict, float]:
         for _ in range(min(count - done, 4 if long else 40)):
             result = rng.choice(case.results)
             fault = draw_fault(rng)
-            checks.injector.target, checks.injector.fault, checks.injector.size = result, fault, 0.0
-            checks.begin(1, 0)
-            outputs = case.run(watcher)
-            refused = checks.refused()
-            found = checks.drain()
+            outputs, refused, found = struck(case, watcher, result, fault)
             moved = close(outputs, clean)
             near = moved <= TOLERANCE[dtype]
             if refused:
@@ -245,6 +253,42 @@ def inject_all(count: int, seed: int) -> tuple[dict, float]:
             table[name, case.name.split()[0], result, sign + fault.kind, size][outcome] += 1
             done += 1
     return table, worst
+
+
+def scheduled(path: str, result: str) -> str:
+    """The section of the schedule that a result belongs to, without the projection's name."""
+    if path == "linear":
+        return result.rpartition(".")[2]
+    return "attention.forward" if result in ("scores", "context") else "attention.backward"
+
+
+def count_harm(flips: int, seed: int) -> dict[str, dict]:
+    """Single bits flipped with no check, by section and dtype: how many, and how many leave some output beyond
+    round-off; for `attention.rerun`, how many of them the identities of a fused forward miss."""
+    rng = random.Random(seed)
+    counts: dict[tuple[str, str], Counter] = defaultdict(Counter)
+    done = 0
+    while done < flips:
+        name = rng.choice(("fp32", "bf16"))
+        case = draw_case(rng, DTYPES[name], ("normal",))
+        unchecked, identities = new_guard(0.0), new_guard(rerun="never")
+        clean = case.run(unchecked)
+        path = case.name.split()[0]
+        for _ in range(min(flips - done, 4 if clean[0].shape[1] > 300 else 40)):
+            result = rng.choice(case.results)
+            fault = Fault("bitflip", rng.random(), rng.randrange(32))
+            harm = close(struck(case, unchecked, result, fault)[0], clean) > TOLERANCE[DTYPES[name]]
+            section = scheduled(path, result)
+            counts[section, name].update(flips=1, harmful=int(harm))
+            if path == "fused" and section == "attention.forward":
+                outputs, refused, _ = struck(case, identities, result, fault) if harm else (clean, False, [])
+                missed = not refused and close(outputs, clean) > TOLERANCE[DTYPES[name]]
+                counts["attention.rerun", name].update(flips=1, harmful=int(missed))
+            done += 1
+    return {
+        f"{section} {name}": {**seen, "share": round(seen["harmful"] / seen["flips"], 4)}
+        for (section, name), seen in sorted(counts.items())
+    }
 
 
 def count_alarms(vectors: int, name: str, seed: int) -> dict:
@@ -313,6 +357,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--injections", type=int, default=20_000)
     parser.add_argument("--vectors", type=int, default=1_000_000)
+    parser.add_argument("--flips", type=int, default=8_000)
+    parser.add_argument("--rerun", default="always", choices=("always", "never"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -320,7 +366,10 @@ def main() -> None:
     alarms = {name: count_alarms(args.vectors, name, args.seed) for name in DTYPES}
     for name, counts in alarms.items():
         print(f"clean data, {name}: {counts}", flush=True)
-    table, worst = inject_all(args.injections, args.seed)
+    harm = count_harm(args.flips, args.seed) if args.flips else {}
+    for name, counts in harm.items():
+        print(f"bits flipped unchecked, {name}: {counts}", flush=True)
+    table, worst = inject_all(args.injections, args.seed, args.rerun)
     forward = ("wqkv.y", "scores", "context")
 
     def size(place):
@@ -342,7 +391,7 @@ def main() -> None:
     took = time.process_time() - begin
     print(f"\nworst repaired output: {worst:.2g} of the tolerance; {took:.0f} s of CPU time")
     if args.json:
-        args.json.write_text(json.dumps({"alarms": alarms, "worst": worst, **rows}, indent=1))
+        args.json.write_text(json.dumps({"alarms": alarms, "harm": harm, "worst": worst, **rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from everstep.attention import linear as checked
 from everstep.attention.injection import Fault
 from everstep.attention.section import AttentionCheck
-from test_attention_override import MODELS, aim, build, logits_and_gradients, plain_sdpa
+from test_attention_override import MODELS, aim, build, first, logits_and_gradients, plain_sdpa
 
 HITS = ("wqkv.y", "wo.dx", "wqkv.dw", "scores", "dv")
 
@@ -22,7 +22,7 @@ HITS = ("wqkv.y", "wo.dx", "wqkv.dw", "scores", "dv")
 def main(told: Path) -> None:
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
-    spec = plain_sdpa(MODELS["llama3"]())
+    spec = first(3, plain_sdpa(MODELS["llama3"]()))
     model, checks = build(spec, AttentionCheck(enable=True, frequency=1.0, path="explicit"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers.values():

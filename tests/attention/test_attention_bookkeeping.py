@@ -28,6 +28,7 @@ from everstep.attention.section import AttentionCheck, Inject
     [
         ({"mode": "repair"}, "attention_check.mode"),
         ({"path": "flash"}, "attention_check.path"),
+        ({"rerun": "often"}, "attention_check.rerun"),
         ({"frequency": 1.5}, "attention_check.frequency"),
         ({"frequency": -0.1}, "attention_check.frequency"),
         ({"frequency": "often"}, "attention_check.frequency"),
@@ -123,6 +124,25 @@ def test_the_same_slot_refused_twice_names_rank_and_host():
     assert "layer 11 scores" in reason
 
 
+def test_a_rank_that_was_given_nan_does_not_name_itself_and_the_one_that_made_it_does(make_bench):
+    """Two ranks of one layer: the first makes a NaN that only detection sees, the second gets it as its input."""
+    maker, given = make_bench(mode="detect"), make_bench(mode="detect")
+    x, w = torch.randn(8, 64), torch.randn(64, 64)
+    for _ in range(2):
+        y, refused, _ = maker.run(
+            lambda guard: linear.linear(x, w, None, guard, linear.WeightSums()), "wqkv.y", Fault("nan", 0.5)
+        )
+        assert refused
+        _, refused, _ = given.run(lambda guard, y=y: linear.linear(y, w, None, guard, linear.WeightSums()))
+        assert refused
+    assert "take it out of service" in maker.checks.reason_to_leave()
+    assert given.checks.reason_to_leave() is None
+    given.run(lambda guard: linear.linear(y, w, None, guard, linear.WeightSums()))
+    reason = given.checks.reason_to_leave()
+    assert "look for the error on another rank" in reason
+    assert "take it out of service" not in reason
+
+
 def test_refusals_of_different_slots_are_no_reason_to_leave():
     log = FindingLog()
     for slot in range(3):
@@ -208,6 +228,17 @@ def adaptive(flops):
 def test_adaptive_rates_follow_the_load():
     assert adaptive(1e9).rate(0, "s") == pytest.approx(1 / 64)
     assert adaptive(1e17).rate(0, "s") == 1.0
+
+
+def test_where_less_ruins_training_less_is_checked():
+    """Two sections alike but for their vulnerability: the risk is met by checking the worse one."""
+    schedule = Schedule(None, residual_risk=0.6 * 2e-25 * 1e17 * 1e6)
+    for step in (1, 2):
+        schedule.begin(step, 0)
+        for section in ("attention.rerun", "wo.dx"):
+            schedule.checking(0, section, flops=1e17, cost=1e6)
+        schedule.committed(step)
+    assert schedule.rate(0, "wo.dx") > schedule.rate(0, "attention.rerun")
 
 
 def test_a_finding_raises_its_layer_at_once_and_the_raise_decays():

@@ -111,6 +111,17 @@ def test_a_column_of_extremes_is_corrected_by_rows():
     assert (result.corrected, result.beyond) == (16, 0)
 
 
+@pytest.mark.parametrize(("size", "doubtful"), [(3e4, False), (0.5, True)])
+def test_several_rebuilt_elements_are_doubtful_unless_each_was_extreme(size, doubtful):
+    y, rows, columns, width = matrix()
+    hit = y.clone()
+    hit[1, 5, :20] += size
+    result = checksums.correct_both(hit, rows, columns, width)
+    torch.testing.assert_close(result.matrix, y, atol=1e-4, rtol=0)
+    assert result.beyond == 0
+    assert result.doubtful == doubtful
+
+
 def test_two_dimensional_damage_is_reported_as_not_correctable():
     y, rows, columns, width = matrix()
     hit = y.clone()

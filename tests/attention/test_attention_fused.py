@@ -3,9 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from everstep.attention import explicit, fused
-from everstep.attention.identities import backward_deviation, forward_deviation, lse_deviation, output_side
+from everstep.attention.identities import (
+    agreement_deviation,
+    backward_deviation,
+    forward_deviation,
+    lse_deviation,
+    output_side,
+)
 from everstep.attention.injection import Fault
 from everstep.attention.masks import Visible
 
@@ -71,8 +78,8 @@ def test_a_nan_score_is_repaired_with_what_the_kernel_keeps_of_it(bench):
 
 
 @pytest.mark.parametrize(("section", "magnitude"), [("scores", 40.0), ("dq", 300.0), ("dk", 300.0), ("dv", 300.0)])
-def test_what_only_forward_and_backward_together_show_refuses_the_slot(bench, section, magnitude):
-    _, refused, findings = bench.run(
+def test_what_only_forward_and_backward_together_show_refuses_the_slot(make_bench, section, magnitude):
+    _, refused, findings = make_bench(rerun="never").run(
         lambda guard: computed(*operands(), guard), section, Fault("scale", 0.4, magnitude=magnitude)
     )
     assert refused
@@ -97,6 +104,14 @@ def test_an_out_transform_that_uses_lse_is_part_of_the_identities(bench):
     assert not findings
 
 
+@pytest.mark.parametrize("kernel", [sdpa, with_lse])
+def test_gradients_pass_gradcheck(bench, kernel):
+    q, k, v, _ = operands(torch.float64, length=7)
+    attend = lambda q, k, v: fused.attention(kernel, q, k, v, scale=None, guard=bench.guard)[0]  # noqa: E731
+    assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=True)
+    assert not bench.checks.refused()
+
+
 def test_an_impossible_lse_is_seen_in_the_forward(bench):
     q, k, v, _ = operands()
     _, lse = with_lse(q, k, v)
@@ -113,8 +128,8 @@ def test_a_kernel_without_a_row_repaired_for_one_head_is_repaired_in_place(bench
     out, _ = sdpa(q, k, v)
     with torch.no_grad():
         out.data[1, 9, 2, 3] = float("nan")
-        bad = forward_deviation(out, v).bad()
-        left = fused._repair_head(sdpa, q, k, v, out, bad)
+        seen = fused._Seen(forward_deviation(out, v), None, None)
+        left = fused._repair_on_device(sdpa, q, k, v, out, seen, None)
     torch.testing.assert_close(out, clean)
     assert left == 0
 
@@ -124,7 +139,7 @@ def test_two_damaged_heads_are_more_than_that_repairs():
     out, _ = sdpa(q, k, v)
     with torch.no_grad():
         out.data[0, 9, 1, 3] = out.data[1, 9, 2, 3] = float("nan")
-        left = fused._repair_head(sdpa, q, k, v, out, forward_deviation(out, v).bad())
+        left = fused._repair_on_device(sdpa, q, k, v, out, fused._Seen(forward_deviation(out, v), None, None), None)
     assert left == 1
 
 
@@ -146,3 +161,151 @@ def test_identities_hold_within_their_bounds_on_unfriendly_data(dtype, style):
     side = output_side(do, out, None, None, k.shape[2])
     assert not backward_deviation(q, k, v, dq, dk, dv, side, 0.25).bad().any()
     assert not forward_deviation(out, v).bad().any()
+
+
+def faulty_on(call, wrong=4.0):
+    """A kernel whose output is wrong, within the range of V, in one of its calls."""
+    calls = []
+
+    def kernel(q, k, v):
+        calls.append(q.shape)
+        out, lse = sdpa(q, k, v)
+        if len(calls) == call:
+            out.data[1, 40, 2] *= 1 / wrong
+        return out, lse
+
+    return kernel
+
+
+@pytest.mark.parametrize("place", [0.13, 0.31, 0.52, 0.77, 0.94])
+def test_a_hidden_key_is_found_in_bf16_and_the_result_is_the_clean_one(bench, place):
+    """O stays an average of V, and the backward's sums are too coarse in bf16: two runs are not."""
+    args = operands(torch.bfloat16, length=32)
+    fault = Fault("inf", place, sign=-1)
+    got, refused, findings = bench.run(lambda guard: computed(*args, guard), "scores", fault)
+    for a, b in zip(got, computed(*args), strict=True):
+        assert torch.equal(a, b)
+    assert not refused
+    assert [(f["section"], f["action"]) for f in findings] == [("attention.forward", "recomputed")]
+
+
+def test_without_a_second_run_the_identities_are_all_there_is(make_bench):
+    args = operands(torch.bfloat16, length=32)
+    bench = make_bench(rerun="never")
+    seen = []
+    for place in (0.13, 0.31, 0.52, 0.77, 0.94):
+        got, _, findings = bench.run(lambda guard: computed(*args, guard), "scores", Fault("inf", place, sign=-1))
+        assert not torch.equal(got[0], computed(*args)[0])
+        seen.append(bool(findings))
+    assert not all(seen)
+
+
+@pytest.mark.parametrize(
+    ("section", "runs"),
+    [({}, 2), ({"rerun": "never"}, 1), ({"frequency": 0.0}, 1)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_how_often_a_clean_forward_runs(make_bench, section, dtype, runs):
+    calls = []
+
+    def counted(q, k, v):
+        calls.append(1)
+        return sdpa(q, k, v)
+
+    make_bench(**section).run(lambda guard: computed(*operands(dtype), guard, counted))
+    assert len(calls) == runs
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_third_run_tells_which_of_two_was_right(bench, call):
+    args = operands(torch.bfloat16)
+    got, refused, findings = bench.run(lambda guard: computed(*args, guard, faulty_on(call)))
+    for a, b in zip(got, computed(*args), strict=True):
+        assert torch.equal(a, b)
+    assert not refused
+    assert [f["action"] for f in findings] == ["recomputed"]
+
+
+def test_three_runs_that_all_differ_refuse_the_slot(bench):
+    calls = []
+
+    def kernel(q, k, v):
+        calls.append(1)
+        out, lse = sdpa(q, k, v)
+        out.data[1, 40, 2] /= 1 + len(calls)
+        return out, lse
+
+    _, refused, _ = bench.run(lambda guard: computed(*operands(torch.bfloat16), guard, kernel))
+    assert refused
+
+
+def test_two_runs_that_differ_are_refused_where_only_detection_is_asked_for(make_bench):
+    bench = make_bench(mode="detect")
+    _, refused, findings = bench.run(lambda guard: computed(*operands(torch.bfloat16), guard, faulty_on(1)))
+    assert refused
+    assert findings[0]["action"] == "refused"
+
+
+def test_selective_checkpointing_keeps_an_lse_that_no_repair_reaches_and_refuses(bench):
+    q, k, v, do = operands(torch.bfloat16)
+    save = lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE  # noqa: E731
+
+    def compute(guard):
+        out = checkpoint(
+            lambda q, k, v: fused.attention(sdpa, q, k, v, scale=None, guard=guard)[0],
+            *(q, k, v),
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(save),
+        )
+        return torch.autograd.grad(out, (q, k, v), do)
+
+    _, refused, findings = bench.run(compute, "context", Fault("scale", 0.7, magnitude=0.5))
+    assert refused
+    assert next((f["section"], f["action"]) for f in findings) == ("attention.forward", "refused")
+
+
+def test_on_a_device_the_second_run_repairs_what_is_out_of_range_and_refuses_what_is_not():
+    q, k, v, _ = (x.detach() for x in operands(torch.bfloat16))
+    clean, _ = sdpa(q, k, v)
+    out = clean.clone()
+    out[0, 9, 1, 3] = out[1, 9, 2, 3] = float("nan")
+    watch = fused._Watch(None, 0.25, True, True)
+
+    def repaired(out):
+        seen = fused._look(q, k, v, out, None, (clean, None), watch)
+        return fused._repair_on_device(None, q, k, v, out, seen, (clean, None))
+
+    assert repaired(out) == 0
+    assert torch.equal(out, clean)
+    out[1, 30, 3] /= 2
+    assert repaired(out) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_in_another_order_agree_and_a_wrong_score_does_not(dtype):
+    """The same attention by another kernel, in another order of sums, is what a nondeterministic one may return."""
+    q, k, v, _ = (x.detach() for x in operands(torch.float32, length=200))
+    exact, lse = with_lse(q, k, v)
+    out, again = exact.to(dtype), sdpa(q, k, v)[0].to(dtype)
+    assert not agreement_deviation(out, lse, again, lse.clone(), v).bad().any()
+    hit = lse.clone()
+    hit[1, 77, 2] += 1e-3
+    assert agreement_deviation(out, lse, again, hit, v).bad().any(-1).nonzero().tolist() == [[1, 2]]
+    again[0, 150, 1] *= 1.05
+    assert agreement_deviation(out, lse, again, lse, v).bad().any(-1).nonzero().tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize(("hit", "columns"), [("dv", slice(0, 17)), ("dk", slice(17, 34)), ("dq", slice(34, 35))])
+def test_each_identity_sees_alone_what_the_others_do_not(hit, columns):
+    """A gradient of one key or query moves; dK at right angles to its key, so that <dK, K> stays what it was."""
+    q, k, v, do = operands()
+    out, _ = sdpa(q, k, v)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), do)
+    moved = torch.randn(16)
+    if hit == "dk":
+        moved -= k.detach()[1, 20, 0] * (moved @ k.detach()[1, 20, 0]) / k.detach()[1, 20, 0].square().sum()
+    {"dv": dv, "dk": dk, "dq": dq}[hit][1, 20, 0] += moved
+    bad = backward_deviation(q, k, v, dq, dk, dv, output_side(do, out.detach(), None, None, 2), 0.25).bad()
+    assert bad[1, 0, columns].any()
+    bad[1, 0, columns] = False
+    assert not bad.any()

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from everstep.attention import linear
 from everstep.attention.injection import Fault
-from everstep.attention.product import apply_sums, halves, tile_sums
+from everstep.attention.product import _settle_rows_on_device, apply_sums, halves, row_deviation, tile_sums
 
 RESULTS = ("wqkv.y", "wqkv.dx", "wqkv.dw")
 
@@ -49,6 +49,40 @@ def test_a_wrong_row_is_computed_again(bench, dtype, result, kind):
     assert [(f["section"], f["action"], f["layer"]) for f in findings] == [(result, "recomputed", 3)]
     if kind in ("nan", "inf", "near-inf"):
         assert findings[0]["kind"] == kind
+
+
+@pytest.mark.parametrize("result", RESULTS)
+@pytest.mark.parametrize("magnitude", [0.4, 0.9, 1.1, 1.5])
+def test_damage_that_the_sums_see_in_part_is_repaired_whole(bench, result, magnitude):
+    """A tile that moves by little: some of its rows stay within their bounds, and are wrong all the same."""
+    args = operands(torch.bfloat16)
+    clean = computed(*args)
+    fault = Fault("tile", place=0.4, magnitude=magnitude)
+    got, refused, findings = bench.run(lambda guard: computed(*args, guard), result, fault)
+    assert findings
+    assert not refused
+    for a, b in zip(got, clean, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("rows", "left"), [((16, 32), 0), ((37, 38), 0), ((30, 34), 2), ((5, 6), 0), ((34, 38), 0)])
+def test_a_device_computes_the_aligned_group_of_the_first_wrong_row_again(bench, rows, left):
+    """38 rows: groups are 0 to 15, 16 to 31, 32 to 37. Wrong rows beside the first one's group are refused."""
+    x, w = torch.randn(38, 64), torch.randn(64, 64)
+    clean, sums = x @ w, tile_sums(w)
+    y = clean.clone()
+    y[slice(*rows)] += 3
+
+    def check(part, chosen):
+        return row_deviation(part, x if chosen is None else x[chosen], sums)
+
+    seen = check(y, None)
+    bench.checks.begin(1, 0)
+    fixed = _settle_rows_on_device(
+        bench.guard, "wqkv.y", y, seen, seen.bad(), check, lambda chosen: x[chosen] @ w, backward=False
+    )
+    assert bench.checks.refused() == bool(left)
+    assert (fixed - clean).abs().amax(-1).gt(1e-3).sum() == left
 
 
 @pytest.mark.parametrize("result", RESULTS)

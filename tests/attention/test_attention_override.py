@@ -2,7 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from everstep.platform import cpu
 
@@ -14,12 +19,16 @@ from torchtitan.config.override import apply_overrides
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
-from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 from torchtitan.trainer import Trainer
 
 from everstep.attention import override
+from everstep.attention.guard import Checks
 from everstep.attention.injection import Fault
 from everstep.attention.section import AttentionCheck
+from everstep.config.errors import ConfigError
+from everstep.config.load import load_config
+from everstep.training.trainer import EverstepTrainer
 
 MODELS = {
     "llama3": lambda: llama3.model_registry("debugmodel"),
@@ -38,6 +47,12 @@ def trainer_config(spec, **sections) -> Trainer.Config:
 def plain_sdpa(spec):
     for _, _, parent, field in list(spec.model.traverse(FlexAttention.Config)):
         setattr(parent, field, ScaledDotProductAttention.Config())
+    return spec
+
+
+def first(layers, spec):
+    """The model's first layers alone."""
+    spec.model.layers = spec.model.layers[:layers]
     return spec
 
 
@@ -83,9 +98,9 @@ def eager_flex(monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_explicit_path_computes_what_flex_does(name, eager_flex):
     """Documents, sliding windows, sinks, QK norm, latent attention: every decoder's own masks and scales."""
-    spec = MODELS[name]()
+    spec = first(2, MODELS[name]())
     model, checks = build(spec, AttentionCheck(enable=True, frequency=1.0, path="explicit"))
-    stock, _ = build(MODELS[name]())
+    stock, _ = build(first(2, MODELS[name]()))
     stock.load_state_dict(model.state_dict())
     _, positions = batch(spec)
     masks = model.get_attention_masks(positions=positions)
@@ -109,7 +124,9 @@ def test_the_explicit_path_computes_what_flex_does(name, eager_flex):
 @pytest.mark.parametrize("registry", [llama3, gpt_oss], ids=["documents", "windows and sinks"])
 def test_varlen_masks_mean_what_block_masks_mean(registry):
     section = AttentionCheck(enable=True, frequency=1.0, path="explicit")
-    flex_spec, varlen_spec = (registry.model_registry("debugmodel", attn_backend=x) for x in ("flex", "varlen"))
+    flex_spec, varlen_spec = (
+        first(2, registry.model_registry("debugmodel", attn_backend=x)) for x in ("flex", "varlen")
+    )
     (flex, _), (varlen, checks) = build(flex_spec, section), build(varlen_spec, section)
     varlen.load_state_dict(flex.state_dict())
     _, positions = batch(flex_spec)
@@ -159,7 +176,7 @@ def aim(checks, section, fault, layer=2):
 )
 @pytest.mark.parametrize("section", ["wqkv.y", "wo.y", "scores", "context", "wqkv.dw", "dq", "dp"])
 def test_a_nan_is_repaired_and_found_once_with_and_without_checkpointing(checkpointing, section):
-    spec = plain_sdpa(MODELS["llama3"]())
+    spec = first(3, plain_sdpa(MODELS["llama3"]()))
     model, checks = build(spec, AttentionCheck(enable=True, frequency=1.0, path="explicit"), checkpointing)
     checks.begin(1, 0)
     logits, gradients = logits_and_gradients(model, spec, masked=False)
@@ -173,14 +190,85 @@ def test_a_nan_is_repaired_and_found_once_with_and_without_checkpointing(checkpo
         torch.testing.assert_close(hit_gradients[name], gradient, rtol=1e-3, atol=1e-6)
 
 
+class Operations(TorchDispatchMode):
+    """Every operation that reaches a kernel, and the elements it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.made.append((str(func), tuple(tuple(x.shape) for x in tree_leaves(out) if isinstance(x, torch.Tensor))))
+        return out
+
+
+def nodes(model, spec):
+    """The names of the autograd graph's nodes, in the order of a walk."""
+    tokens, positions = batch(spec)
+    found, seen, left = [], set(), [model(tokens, positions=positions).sum().grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.append(node.name())
+            left += [parent for parent, _ in node.next_functions]
+    return found
+
+
 def test_switched_off_the_model_is_torchtitans_own():
-    spec = MODELS["llama3"]()
+    """The same modules, the same operations on the same shapes (so the same memory), the same graph."""
+    spec, stock_spec = (first(2, plain_sdpa(MODELS["llama3"]())) for _ in range(2))
     config = trainer_config(spec)
-    override.apply(config, AttentionCheck())
+    override.apply(config, AttentionCheck(enable=False))
     assert config.override.imports == []
-    model, checks = build(spec)
+    model, checks = build(spec, AttentionCheck(enable=False))
+    stock, _ = build(stock_spec)
     assert checks is None
+    assert [(name, type(m)) for name, m in model.named_modules()] == [(n, type(m)) for n, m in stock.named_modules()]
     assert {type(m).__module__.split(".")[0] for m in model.modules()} <= {"torchtitan", "torch"}
+    made = []
+    for each in (model, stock):
+        with Operations() as operations:
+            logits_and_gradients(each, spec, masked=False)
+        made.append(operations.made)
+    assert made[0] == made[1]
+    assert len(made[0]) > 100
+    assert nodes(model, spec) == nodes(stock, spec)
+
+
+@pytest.fixture
+def mesh():
+    """Of one rank, in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["local", "dtensor"])
+def test_a_bias_that_two_ranks_share_is_added_once_and_local_parts_are_read(mesh, sharded):
+    """gpt-oss's output projection on one of two ranks, its parameters as tensor parallelism may leave them."""
+    config = override.checked_projections(ScaledBiasRowwiseLinear.Config(in_features=64, out_features=32, bias=True))
+    module = config.build()
+    with torch.no_grad():
+        module.weight.normal_()
+        module.bias.normal_()
+    weight, bias = module.weight.detach().clone(), module.bias.detach().clone()
+    if sharded:
+        for name in ("weight", "bias"):
+            tensor = DTensor.from_local(getattr(module, name).detach(), mesh, [Replicate()])
+            setattr(module, name, torch.nn.Parameter(tensor))
+    module.tp_degree = 2
+    checks = Checks(AttentionCheck(enable=True, frequency=1.0))
+    module.guard = checks.guard(0, "wo", module.results("wo"))
+    checks.begin(1, 0)
+    x = torch.randn(3, 64)
+    y = module(x)
+    assert torch.equal(y, F.linear(x, weight, bias / 2))
+    y.sum().backward()
+    gradient = module.bias.grad.to_local() if sharded else module.bias.grad
+    assert torch.equal(gradient, torch.full((32,), 1.5))
+    assert not checks.refused()
 
 
 def test_every_projection_and_inner_attention_has_a_guard_that_names_its_layer():
@@ -249,3 +337,54 @@ def test_an_attention_that_was_swapped_after_apply_is_not_left_unchecked_in_sile
     apply_overrides(config.override, config)
     with pytest.raises(ValueError, match=r"attention_check\.enable"):
         override.attach([spec.model.build()], section)
+
+
+TOML = """[job]
+module = "llama3"
+config = "llama3_debugmodel"
+[attention_check]
+enable = true
+{permission}
+[attention_check.inject]
+kind = "nan"
+section = "*.dw"
+first_step = 3
+every = 2
+{more}
+"""
+
+
+def loaded(folder, permission="allow_injection = true", more=""):
+    path = folder / "run.toml"
+    path.write_text(TOML.format(permission=permission, more=more))
+    return load_config(path, EverstepTrainer.Config, check=False)
+
+
+def test_a_file_says_what_is_injected_where_and_when(tmp_path):
+    section = loaded(tmp_path).attention_check
+    _, checks = build(plain_sdpa(MODELS["llama3"]()), section)
+    for step in range(1, 8):
+        checks.begin(step, 0)
+        for layer in range(6):
+            for name in ("wqkv.dw", "wo.dw", "wo.y", "scores"):
+                checks.injector.strike(layer, name)
+    assert [step for step, _, _ in checks.injector.hits] == [3, 5, 7]
+    assert all(name.endswith(".dw") for _, _, name in checks.injector.hits)
+
+
+@pytest.mark.parametrize(
+    ("permission", "more", "key"),
+    [
+        ("", "", r"attention_check\.allow_injection"),
+        ("allow_injection = true", "bits = 3", "bits"),
+        ("allow_injection = true", "layer = 1.5", "layer"),
+        ('allow_injection = true\nfrequency = "sometimes"', "", "frequency"),
+        ("allow_injection = true\nfrequency = 1.01", "", "frequency"),
+        ('allow_injection = true\nmode = "mend"', "", "mode"),
+    ],
+)
+def test_a_wrong_file_is_told_in_one_sentence_with_its_key(tmp_path, permission, more, key):
+    with pytest.raises(ConfigError, match=key) as error:
+        loaded(tmp_path, permission, more)
+    assert "\n" not in str(error.value).strip()
+    assert "run.toml" in str(error.value)

@@ -121,14 +121,16 @@ class MatrixCorrection(NamedTuple):
 
     matrix: (..., M, N). corrected: number of elements rebuilt. checksums: number of checksums that were
     wrong.
-    beyond: number of vectors that are still wrong: 2-D damage. All counts are 0-dim tensors on the
-    device.
+    beyond: number of vectors that are still wrong: 2-D damage.
+    doubtful: several elements were rebuilt, and fewer were extreme. Beside such there may be wrong elements
+    that every sum's bound excuses. All are 0-dim tensors on the device.
     """
 
     matrix: torch.Tensor
     corrected: torch.Tensor
     checksums: torch.Tensor
     beyond: torch.Tensor
+    doubtful: torch.Tensor
 
 
 def correct_both(matrix: torch.Tensor, rows: Direction, columns: Direction, width: int) -> MatrixCorrection:
@@ -143,16 +145,19 @@ def correct_both(matrix: torch.Tensor, rows: Direction, columns: Direction, widt
         columns: of the columns; sums, bound and limit (..., N).
         width: elements of a row under one checksum.
     """
-    by_rows = correct(matrix.unflatten(-1, (-1, width)), *rows)
+    by_tile = matrix.unflatten(-1, (-1, width))
+    by_rows = correct(by_tile, *rows)
     after_rows = by_rows.vectors.flatten(-2)
     by_columns = correct(after_rows.transpose(-1, -2), *columns)
     fixed = by_columns.vectors.transpose(-1, -2)
     # A row whose checksum was wrong would fail for ever; its columns vouch for it.
     still = verify(fixed.unflatten(-1, (-1, width)), rows.sums, rows.bound) & (by_rows.status != CHECKSUM)
     still_columns = verify(by_columns.vectors, columns.sums, columns.bound) & (by_columns.status != CHECKSUM)
+    corrected = (by_rows.status == CORRECTED).sum() + (by_columns.status == CORRECTED).sum()
     return MatrixCorrection(
         fixed,
-        (by_rows.status == CORRECTED).sum() + (by_columns.status == CORRECTED).sum(),
+        corrected,
         (by_rows.status == CHECKSUM).sum() + (by_columns.status == CHECKSUM).sum(),
         still.sum() + still_columns.sum(),
+        (corrected > 1) & ((~(by_tile.abs() <= rows.limit.unsqueeze(-1))).sum() < corrected),
     )

@@ -18,21 +18,31 @@ Heads: N query heads share N_kv key heads in groups of G; a block works on (B, N
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from .findings import Deviation, outcome
 from .guard import Guard
 from .masks import Visible
-from .product import settle, unseen_by_checkpointing
-from .roundoff import accumulator, growth, norms, operand_roundoff, tile_totals, tiles, unit_roundoff
+from .product import TileSums, settle, unseen_by_checkpointing
+from .roundoff import (
+    accumulator,
+    growth,
+    norms,
+    operand_roundoff,
+    tile_totals,
+    tile_width,
+    tiles,
+    unit_roundoff,
+)
 
 BLOCK = 128
 """Most query rows that are worked on at once."""
 
 _CACHED = 1 << 21
-"""Scores that a CPU works on at once: what its caches hold. An accelerator takes all heads together."""
+"""Scores that a CPU works on at once. In smaller blocks the calls cost more than the caches save. An accelerator
+takes all heads together."""
 
 RESULTS = ("scores", "context", "scores.backward", "dp", "dv", "dq", "dk")
 """The checked results of this path."""
@@ -89,11 +99,11 @@ class _Block(NamedTuple):
     seen: torch.Tensor | None
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """This block's rows of x (B, N_kv, G, L, H) as (B, heads, G·rows, H)."""
+        """This block's rows of x (B, N_kv, G, L, ...) as (B, heads, G·rows, ...)."""
         return x[:, self.heads, :, self.rows].flatten(2, 3)
 
     def of_keys(self, x: torch.Tensor) -> torch.Tensor:
-        """This block's keys of x (B, N_kv, L, H)."""
+        """This block's keys of x (B, N_kv, L, ...)."""
         return x[:, self.heads, self.keys]
 
     def put_rows(self, x: torch.Tensor, rows: torch.Tensor) -> None:
@@ -121,6 +131,7 @@ class _Operands:
         self.k = _by_key_head(k, 1).squeeze(2)
         self.v = _by_key_head(v, 1).squeeze(2)
         self.loss = operand_roundoff(self.q.dtype, q.device)
+        self._kept: dict[str, torch.Tensor] = {}
         self.causal = visible.causal
         self.blocks = list(self._cut(visible))
 
@@ -142,6 +153,46 @@ class _Operands:
                 of_heads = seen[:, taken] if seen is not None and seen.shape[1] > 1 else seen
                 yield _Block(taken, slice(start, stop), slice(low, high), of_heads)
 
+    def kept(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `make` returns, made once for all blocks."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
+
+    def norms(self, name: Literal["q", "k", "v"]) -> torch.Tensor:
+        """Norms of q (B, N_kv, G, L), k or v (B, N_kv, L)."""
+        return self.kept(f"{name} norms", lambda: norms(getattr(self, name), -1))
+
+    def signs(self, block: "_Block") -> torch.Tensor:
+        """`_signs` of a block's keys (keys,)."""
+        return self.kept("signs", lambda: _signs(self.k.shape[2], self.k))[block.keys]
+
+    def tiled(self, name: Literal["k", "v"], block: "_Block") -> TileSums:
+        """Of a block's rows of k or v, with tiles of rows: sums (B, heads, H, T) and summed norms (B, heads, T)."""
+        operand = getattr(self, name)
+        width = tile_width(block.keys.stop - block.keys.start)
+        if block.keys.start % width or tile_width(operand.shape[2]) != width:
+            plain = tiles(block.of_keys(operand), -2).sum(-2)
+            return TileSums(plain.transpose(-1, -2), tile_totals(block.of_keys(self.norms(name))))
+        among = slice(block.keys.start // width, block.keys.stop // width)
+        plain = self.kept(f"{name} tiles", lambda: tiles(operand, -2).sum(-2))[:, block.heads, among]
+        totals = self.kept(f"{name} tiled norms", lambda: tile_totals(self.norms(name)))[:, block.heads, among]
+        return TileSums(plain.transpose(-1, -2), totals)
+
+    def weighed(self, block: "_Block") -> tuple[torch.Tensor, torch.Tensor]:
+        """What sums of a block's dS are made of: Σ_h k_jh and sign, side by side (B, heads, keys, 2); Σ_h |k_jh| (B,
+        heads, keys)."""
+        sums = self.kept(
+            "k sums",
+            lambda: torch.stack([self.k.sum(-1), _signs(self.k.shape[2], self.k).expand(self.k.shape[:-1])], dim=-1),
+        )
+        return block.of_keys(sums), block.of_keys(self.kept("k sizes", lambda: self.k.abs().sum(-1)))
+
+    def v_sums(self, block: "_Block") -> torch.Tensor:
+        """Σ_h v_jh and Σ_h |v_jh| of a block's keys (B, heads, keys, 2)."""
+        made = self.kept("v sums", lambda: torch.stack([self.v.sum(-1), self.v.abs().sum(-1)], dim=-1))
+        return block.of_keys(made)
+
     def growth(self, inner: int) -> float:
         """Relative error of a product of these operands."""
         return growth(inner, self.q.dtype) + self.loss
@@ -152,26 +203,24 @@ class _Operands:
         return batch * n_kv * groups * length * length / (2.0 if self.causal else 1.0)
 
 
-def _inner_tiles(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, loss: float) -> Deviation:
-    """Row tiles of y = a bᵀ, for b (..., N, K): the sums of b's rows are a few, so no pass over y but the
-    one."""
-    expected = a @ tiles(b, -2).sum(-2).transpose(-1, -2)
-    reach = norms(a, -1).unsqueeze(-1) * tile_totals(norms(b, -1)).unsqueeze(-2)
-    return Deviation(expected - tile_totals(y), loss * reach + torch.finfo(y.dtype).tiny, reach)
+def _inner_tiles(y: torch.Tensor, a: torch.Tensor, a_norms: torch.Tensor, b_sums: TileSums, loss: float) -> Deviation:
+    """Row tiles of y = a bᵀ: the sums of b's rows are a few, so no pass over y but the one."""
+    reach = a_norms.unsqueeze(-1) * b_sums.norms.unsqueeze(-2)
+    return Deviation(a @ b_sums.plain - tile_totals(y), loss * reach + torch.finfo(y.dtype).tiny, reach)
 
 
-def _row_sums(y: torch.Tensor, p: torch.Tensor, v: torch.Tensor, loss: float) -> Deviation:
+def _row_sums(y: torch.Tensor, p: torch.Tensor, v_sums: torch.Tensor, loss: float) -> Deviation:
     """Rows of y = p v for p >= 0."""
-    sums = p @ torch.stack([v.sum(-1), v.abs().sum(-1)], dim=-1)
+    sums = p @ v_sums
     reach = sums[..., 1]
     return Deviation(sums[..., 0] - y.sum(-1), loss * reach + torch.finfo(y.dtype).tiny, reach)
 
 
 def _signed_row_sums(
-    y: torch.Tensor, expected: torch.Tensor, size: torch.Tensor, k: torch.Tensor, loss: float
+    y: torch.Tensor, expected: torch.Tensor, size: torch.Tensor, k_sizes: torch.Tensor, loss: float
 ) -> Deviation:
-    """Rows of y = s k, with expected = Σ_j s_ij Σ_h k_jh and size = Σ_j |s_ij|."""
-    reach = size * k.abs().sum(-1).amax(-1, keepdim=True)
+    """Rows of y = s k, with expected = Σ_j s_ij Σ_h k_jh, size = Σ_j |s_ij| and k_sizes = Σ_h |k_jh|."""
+    reach = size * k_sizes.amax(-1, keepdim=True)
     return Deviation(expected - y.sum(-1), loss * reach + torch.finfo(y.dtype).tiny, reach)
 
 
@@ -186,12 +235,12 @@ def _signs(n: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _column_sums(
-    y: torch.Tensor, row_sums: torch.Tensor, size: torch.Tensor, x: torch.Tensor, loss: float
+    y: torch.Tensor, signs: torch.Tensor, row_sums: torch.Tensor, size: torch.Tensor, x: torch.Tensor, loss: float
 ) -> Deviation:
-    """Columns of y = sᵀ x under `_signs`, with row_sums = Σ_j ±s_ij and size = Σ_j |s_ij|."""
+    """Columns of y = sᵀ x under `signs` of its rows, with row_sums = Σ_j ±s_ij and size = Σ_j |s_ij|."""
     expected = (row_sums.unsqueeze(-2) @ x).squeeze(-2)
     reach = (size.unsqueeze(-2) @ x.abs()).squeeze(-2)
-    total = (_signs(y.shape[-2], y).unsqueeze(-2) @ y).squeeze(-2)
+    total = (signs.unsqueeze(-2) @ y).squeeze(-2)
     return Deviation(expected - total, loss * reach + torch.finfo(y.dtype).tiny, reach)
 
 
@@ -269,15 +318,17 @@ class _Products:
         """O and the log of the sum of exponentials of a block's rows."""
         ops = self.ops
         q, k, v = block.of_rows(ops.q), block.of_keys(ops.k), block.of_keys(ops.v)
-        scores = self._product(
-            "scores", q, k.transpose(-1, -2), lambda y: _inner_tiles(y, q, k, ops.growth(q.shape[-1]))
-        )
+
+        def of_scores(y: torch.Tensor) -> Deviation:
+            return _inner_tiles(y, q, block.of_rows(ops.norms("q")), ops.tiled("k", block), ops.growth(q.shape[-1]))
+
+        scores = self._product("scores", q, k.transpose(-1, -2), of_scores)
         block.mask(scores)
         top = scores.amax(-1, keepdim=True)
         top = torch.where(top == -math.inf, torch.zeros_like(top), top)
         p = scores.sub_(top).exp_()
         total = p.sum(-1, keepdim=True)
-        out = self._product("context", p, v, lambda y: _row_sums(y, p, v, ops.growth(k.shape[-2])))
+        out = self._product("context", p, v, lambda y: _row_sums(y, p, ops.v_sums(block), ops.growth(k.shape[-2])))
         return out / torch.where(total == 0, torch.ones_like(total), total), top + total.log()
 
     def gradients(
@@ -287,25 +338,31 @@ class _Products:
         ops = self.ops
         q, k, v = block.of_rows(ops.q), block.of_keys(ops.k), block.of_keys(ops.v)
         p, p_sums = self._probabilities(block, q, k, lse)
-        signed = p @ _signs(k.shape[-2], k) if self.checking else p_sums
+        # Nothing below reads these where the call is not checked.
+        signs = signed = size = expected = signed_ds = sizes = p_sums
+        if self.checking:
+            signs = ops.signs(block)
+            signed = p @ signs
         outer = ops.growth(q.shape[-2] + k.shape[-2])
-        dv = self._product("dv", p.transpose(-1, -2), d_out, lambda y: _column_sums(y, signed, p_sums, d_out, outer))
+        dv = self._product(
+            "dv", p.transpose(-1, -2), d_out, lambda y: _column_sums(y, signs, signed, p_sums, d_out, outer)
+        )
         dp = self._product(
             "dp",
             d_out,
             v.transpose(-1, -2),
-            lambda y: _inner_tiles(y, d_out, v, ops.growth(v.shape[-1])),
+            lambda y: _inner_tiles(y, d_out, norms(d_out, -1), ops.tiled("v", block), ops.growth(v.shape[-1])),
         )
         ds = dp.sub_(delta).mul_(p)
-        size = expected = ds_sums = p_sums
         if self.checking:
-            size = ds.abs().sum(-1)
+            # p is not read again: its memory takes the magnitudes, and nothing of that size is allocated.
+            size = torch.abs(ds, out=p).sum(-1)
+            weighed, sizes = ops.weighed(block)
             # Sums of dQ's rows and signed sums of dS in one pass over dS.
-            both = ds @ torch.stack([k.sum(-1), _signs(k.shape[-2], k).expand(k.shape[:-1])], dim=-1)
-            expected, ds_sums = both.unbind(-1)
+            expected, signed_ds = (ds @ weighed).unbind(-1)
         inner = ops.growth(k.shape[-2] + k.shape[-1])
-        dq = self._product("dq", ds, k, lambda y: _signed_row_sums(y, expected, size, k, inner))
-        dk = self._product("dk", ds.transpose(-1, -2), q, lambda y: _column_sums(y, ds_sums, size, q, outer))
+        dq = self._product("dq", ds, k, lambda y: _signed_row_sums(y, expected, size, sizes, inner))
+        dk = self._product("dk", ds.transpose(-1, -2), q, lambda y: _column_sums(y, signs, signed_ds, size, q, outer))
         return dq, dk, dv
 
     def _probabilities(
@@ -323,7 +380,7 @@ class _Products:
         p = block.mask(scores).sub_(lse).exp_()
         if self.guard is None or not self.checking:
             return p, p.new_empty(0)
-        largest = norms(q, -1) * norms(k, -1).amax(-1, keepdim=True)
+        largest = block.of_rows(self.ops.norms("q")) * block.of_keys(self.ops.norms("k")).amax(-1, keepdim=True)
         unit = unit_roundoff(p.dtype) + self.ops.loss
         bound = self.ops.growth(k.shape[-2]) + 8 * unit * (lse.squeeze(-1).abs() + largest)
         expected = (~unseen).squeeze(-1).to(p.dtype)

@@ -8,7 +8,7 @@ whether the slot must be computed again. `drain()` then hands out the findings a
 import math
 import socket
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,13 @@ KINDS = ("nan", "inf", "near-inf", "moderate", "checksum")
 """What a finding looked like, worst first. `near-inf`: finite, but larger than the operands allow.
 `checksum`: the result was right, its checksum was not."""
 
-_FIELDS = ("corrected", "recomputed", "refused", *KINDS, "magnitude")
+_FIELDS = ("corrected", "recomputed", "refused", *KINDS, "own", "magnitude")
+
+REFUSALS = 2
+"""Refusals of one slot after which a rank whose own arithmetic was wrong leaves."""
+
+REFUSALS_INHERITED = 3
+"""The same for a rank that only ever saw what it was given: one more, so that the rank it came from goes first."""
 
 
 class Deviation:
@@ -44,8 +50,11 @@ def outcome(
     refused: torch.Tensor | int = 0,
     checksum: torch.Tensor | bool = False,
 ) -> torch.Tensor:
-    """One check's record: counts by action, counts by kind and the largest finite deviation, float64, on the
-    device.
+    """One check's record: counts by action, counts by kind, how much is wrong by this rank's own arithmetic, and the
+    largest finite deviation, float64, on the device.
+
+    A bound or scale that is not finite says that the operands were not: the error was handed in, by an earlier result
+    or, where ranks compute one layer together, by another rank.
 
     checksum: the checksum was what broke; all of `seen` then counts as that.
     """
@@ -61,12 +70,21 @@ def outcome(
     finite = torch.where(bad & residual.isfinite(), residual.abs(), torch.zeros_like(residual))
     actions = [torch.as_tensor(x, device=residual.device).double() for x in (corrected, recomputed, refused)]
     largest = finite.max() if finite.numel() else finite.sum()
-    return torch.cat([torch.stack(actions), kinds, torch.stack([torch.where(broken, total, 0.0), largest.double()])])
+    own = (bad & seen.scale.isfinite() & seen.bound.isfinite()).sum().double()
+    rest = torch.stack([torch.where(broken, total, 0.0), own, largest.double()])
+    return torch.cat([torch.stack(actions), kinds, rest])
 
 
 def recomputing() -> bool:
     """Whether this forward runs inside a backward: activation checkpointing computes it again."""
     return torch._C._current_graph_task_id() != -1
+
+
+class _Refusal(NamedTuple):
+    """Where a slot was refused, and whether by this rank's own arithmetic."""
+
+    where: str
+    own: bool
 
 
 class FindingLog:
@@ -81,7 +99,7 @@ class FindingLog:
         self._step = self._slot = 0
         self._records: list[tuple[int, str, bool, torch.Tensor]] = []
         self._findings: list[dict[str, Any]] = []
-        self._refusals: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
+        self._refusals: defaultdict[tuple[int, int], list[_Refusal]] = defaultdict(list)
         self.last: list[dict[str, Any]] = []
         """Findings of the slot that `refused` judged last."""
 
@@ -125,22 +143,33 @@ class FindingLog:
         ]
         self.last = found
         self._findings += found
-        refusing = [f"layer {f['layer']} {f['section']} ({f['kind']})" for f in found if f["action"] == "refused"]
+        own = [dict(zip(_FIELDS, passes[min(passes)], strict=True))["own"] > 0 for _, passes in sorted(merged.items())]
+        refusing = [(f, mine) for f, mine in zip(found, own, strict=True) if f["action"] == "refused"]
         if refusing:
-            self._refusals[self._step, self._slot].append(", ".join(refusing))
+            mine = [f for f, is_own in refusing if is_own]
+            named = [f"layer {f['layer']} {f['section']} ({f['kind']})" for f in mine or [f for f, _ in refusing]]
+            self._refusals[self._step, self._slot].append(_Refusal(", ".join(named), bool(mine)))
         return bool(refusing)
 
     def reason_to_leave(self) -> str | None:
-        """Why this rank's group must leave: the same slot was refused twice here. None as long as it was
-        not."""
-        reasons = self._refusals.get((self._step, self._slot), [])
-        if len(reasons) < 2:
-            return None
-        return (
-            f"rank {self.rank} on host {socket.gethostname()} refused slot {self._slot} of step {self._step} "
-            f"{len(reasons)} times: {'; then '.join(reasons)}. "
-            "The error recurs on this device: take it out of service."
-        )
+        """Why this rank's group must leave: the same slot was refused twice here for what this rank computed, or
+        three times for what it was given. None as long as it was not."""
+        refusals = self._refusals.get((self._step, self._slot), [])
+        own = [refusal for refusal in refusals if refusal.own]
+        here = f"rank {self.rank} on host {socket.gethostname()}"
+        slot = f"slot {self._slot} of step {self._step}"
+        if len(own) >= REFUSALS:
+            return (
+                f"{here} refused {slot} {len(own)} times: {'; then '.join(refusal.where for refusal in own)}. "
+                "The error recurs on this device: take it out of service."
+            )
+        if len(refusals) >= REFUSALS_INHERITED:
+            return (
+                f"{here} refused {slot} {len(refusals)} times, the last time in {refusals[-1].where}, for values that "
+                "were not finite when its checks were given them: look for the error on another rank of this "
+                "group, or outside attention."
+            )
+        return None
 
     def drain(self) -> list[dict[str, Any]]:
         """The findings since the last call, oldest first, as the fields of `finding` events."""

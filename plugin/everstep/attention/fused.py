@@ -3,11 +3,12 @@
 Before the kernel q, k and v pass through a node that sees dQ, dK and dV; behind it the output passes through
 one that sees dO. The first is the last to run in the backward and compares. What the forward can see, values
 that no average of V can have, is repaired by running the kernel again; what only the backward shows refuses
-the slot.
+the slot. A wrong score that round-off hides from the backward is found by running the kernel's forward twice.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
@@ -16,6 +17,7 @@ from .findings import Deviation, outcome
 from .guard import Guard
 from .identities import (
     OutputSide,
+    agreement_deviation,
     backward_deviation,
     forward_deviation,
     joined,
@@ -29,7 +31,11 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor
 """The kernel: q (B, L, N, H), k and v (B, L, N_kv, ·) to the context (B, L, N, H_v) and, where the kernel
 hands it out, lse (B, L, N)."""
 
-FORWARD, BACKWARD = "attention.forward", "attention.backward"
+FORWARD, BACKWARD, RERUN = "attention.forward", "attention.backward", "attention.rerun"
+
+FLOPS_PER_READ = 200
+"""Of a kernel's FLOPs, how many take the time in which a check reads one element: 500 TFLOP/s of attention against
+4.3 TB/s of bf16, on one H200."""
 
 RESULTS = ("context", "dq", "dk", "dv")
 """The kernel's results that can be hit."""
@@ -104,7 +110,8 @@ def attention(
     """`attend(q, k, v)`, watched.
 
     Args:
-        attend: the kernel; also run for a single head, and for everything once more after damage.
+        attend: the kernel; also run for a single head, for everything once more after damage, and once more in
+            every call where the guard asks for a second run.
         scale: of the scores; None: H ** -0.5.
         plain_scores: False where `attend` changes scores other than by the scale and the mask.
 
@@ -113,7 +120,9 @@ def attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     pairs = q.shape[0] * q.shape[2] * float(q.shape[1]) ** 2 / 2
-    forward = guard.checking(FORWARD, flops=2 * pairs * (q.shape[-1] + v.shape[-1]), cost=float(q.numel() + v.numel()))
+    flops = 2 * pairs * (q.shape[-1] + v.shape[-1])
+    forward = guard.checking(FORWARD, flops=flops, cost=float(q.numel() + v.numel()))
+    rerun = guard.reruns and guard.checking(RERUN, flops=flops, cost=flops / FLOPS_PER_READ + 2.0 * q.numel())
     backward = guard.checking(BACKWARD, flops=2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1]), cost=10.0 * q.numel())
     watched = torch.is_grad_enabled() and (backward or guard.injecting)
     watch = _Watch(guard, scale, plain_scores, backward)
@@ -121,66 +130,102 @@ def attention(
         q, k, v = _Inputs.apply(q, k, v, watch)
     out, lse = attend(q, k, v)
     _strike(guard, out, q, k, v, scale)
-    if forward:
-        out, lse = _forward_check(attend, q, k, v, out, lse, watch)
+    if forward or rerun:
+        out, lse = _forward_check(attend, q, k, v, out, lse, watch, rerun)
     if watched:
         out, lse = _Output.apply(out, lse, k.shape[2], watch)
     return out, lse
 
 
-def _forward_check(attend: Attend, q, k, v, out, lse, watch: _Watch):
+class _Seen(NamedTuple):
+    """What a forward shows of itself, and of a second run of it; residuals (B, N, ...).
+
+    inside: O in the range of V. lse: within what the largest score allows. runs: both runs agree.
+    """
+
+    inside: Deviation
+    lse: Deviation | None
+    runs: Deviation | None
+
+    def all(self) -> Deviation:
+        """All of it, along the last dimension."""
+        return joined(*(part for part in self if part is not None))
+
+
+def _look(q, k, v, out, lse, other: tuple[torch.Tensor, torch.Tensor | None] | None, watch: _Watch) -> _Seen:
+    bounded = lse is not None and watch.plain_scores
+    same = other is None or (
+        out.device.type == "cpu" and torch.equal(out, other[0]) and (lse is None or torch.equal(lse, other[1]))
+    )
+    return _Seen(
+        forward_deviation(out, v),
+        lse_deviation(lse, q, k, watch.scale) if bounded else None,
+        None if same else agreement_deviation(out, lse, *other, v),
+    )
+
+
+def _forward_check(attend: Attend, q, k, v, out, lse, watch: _Watch, rerun: bool):
     guard = watch.guard
-    on_host = out.device.type == "cpu"
-
-    def look(out: torch.Tensor, lse: torch.Tensor | None) -> Deviation:
-        found = forward_deviation(out.detach(), v.detach())
-        if lse is None or not watch.plain_scores:
-            return found
-        return joined(found, lse_deviation(lse.detach(), q.detach(), k.detach(), watch.scale))
-
+    selective = _len_torch_dispatch_stack() > 0
     with torch.no_grad(), unseen_by_checkpointing():
-        found = look(out, lse)
+        other = attend(q, k, v) if rerun else None
+        seen = _look(q, k, v, out, lse, other, watch)
+        found = seen.all()
         bad = found.bad()
-        if on_host and not bad.any():
+        count = bad.any(-1).sum()
+        if out.device.type != "cpu":
+            left = _repair_on_device(attend, q, k, v, out, seen, other) if guard.correct else count
+            guard.report(FORWARD, outcome(found, recomputed=count * guard.correct, refused=left))
+            return out, lse
+        if not count:
             return out, lse
         if not guard.correct:
-            guard.report(FORWARD, outcome(found, refused=bad.sum()))
+            guard.report(FORWARD, outcome(found, refused=count))
             return out, lse
-        if not on_host:
-            left = _repair_head(attend, q, k, v, out, bad[..., : v.shape[-1]])
-            # A wrong lse stays with the kernel for its backward: no repair from here.
-            left = left + bad[..., v.shape[-1] :].sum()
-            guard.report(FORWARD, outcome(found, recomputed=bad.any(-1).sum(), refused=left))
-            return out, lse
-    if _len_torch_dispatch_stack():
-        # Selective checkpointing keeps the kernel's outputs and would hand out the damaged ones again.
-        with torch.no_grad(), unseen_by_checkpointing():
+        if selective:
+            # Selective checkpointing keeps the kernel's outputs and would hand out the damaged ones again. The lse
+            # inside the kernel cannot be repaired: what moved O without leaving its range may be in there.
+            hidden = seen.runs is not None and not seen.inside.bad().any()
             out.data.copy_(attend(q, k, v)[0])
-    else:
-        out, lse = attend(q, k, v)
+            left = count if hidden else _look(q, k, v, out, lse, other, watch).all().bad().sum()
+            guard.report(FORWARD, outcome(found, recomputed=count, refused=left))
+            return out, lse
+    third, third_lse = attend(q, k, v)
     with torch.no_grad(), unseen_by_checkpointing():
-        left = look(out, lse).bad().sum()
-        guard.report(FORWARD, outcome(found, recomputed=bad.any(-1).sum(), refused=left))
-    return out, lse
+        left = _look(q, k, v, third, third_lse, other, watch).all().bad().sum()
+        if other is not None and left:
+            # The second run may be the wrong one: then the third agrees with the first.
+            left = _look(q, k, v, third, third_lse, (out, lse), watch).all().bad().sum()
+        guard.report(FORWARD, outcome(found, recomputed=count, refused=left))
+    return third, third_lse
 
 
-def _repair_head(attend: Attend, q, k, v, out, bad: torch.Tensor) -> torch.Tensor:
-    """Run the kernel again for the first damaged query head, on the device, whether there is one or not: 1/N
-    of its work, and no look at the verdict. The repaired head replaces the damaged one where the kernel keeps
-    it for the backward, too; if the kernel's lse was hit as well, the backward's identities see it.
+def _repair_on_device(attend: Attend, q, k, v, out, seen: _Seen, other) -> torch.Tensor:
+    """Replace what is outside the range of V, in the storage that the kernel keeps for its backward, whether there
+    is any or not, and with no look at the verdict: by the second run where there was one, else by running the kernel
+    again for the first damaged query head, 1/N of its work. If an lse that the kernel does not hand out was hit as
+    well, the backward's identities see it.
 
     Returns:
-        Sequence heads that stay damaged.
+        How much stays wrong: sequence heads that stay damaged; an impossible lse; runs that differ in the range of
+        V, where nothing says which of them is right.
     """
-    heads = bad.any(-1)
-    head = heads.any(0).to(torch.float32).argmax().view(1)
-    kv_head = head // (q.shape[2] // k.shape[2])
-    again = attend(q.index_select(2, head), k.index_select(2, kv_head), v.index_select(2, kv_head))[0]
-    old = out.index_select(2, head)
-    damaged = heads.index_select(1, head)[:, None, :, None]
-    out.data.index_copy_(2, head, torch.where(damaged, again.to(out.dtype), old))
-    still = forward_deviation(out.detach(), v.detach()).bad().any(-1)
-    return still.sum()
+    damaged = seen.inside.bad().any(-1)
+    if other is None:
+        head = damaged.any(0).to(torch.int8).argmax().view(1)
+        kv_head = head // (q.shape[2] // k.shape[2])
+        again = attend(q.index_select(2, head), k.index_select(2, kv_head), v.index_select(2, kv_head))[0]
+        of_head = damaged.index_select(1, head)[:, None, :, None]
+        out.data.index_copy_(2, head, torch.where(of_head, again.to(out.dtype), out.index_select(2, head)))
+    else:
+        out.data.copy_(torch.where(damaged[:, None, :, None], other[0], out))
+    left = forward_deviation(out, v).bad().any(-1).sum()
+    if seen.lse is not None:
+        left = left + seen.lse.bad().sum()
+    if seen.runs is not None:
+        of_out, of_lse = seen.runs.bad().tensor_split([v.shape[-1]], dim=-1)
+        left = left + (of_out.any(-1) & ~damaged).sum() + of_lse.sum()
+    return left
 
 
 def _strike(guard: Guard, out: torch.Tensor, q, k, v, scale: float) -> None:

@@ -23,7 +23,7 @@ class Checks:
     """
 
     def __init__(self, section: AttentionCheck, *, rank: int = 0, seed: int = 0) -> None:
-        self.mode = section.mode
+        self.mode, self.rerun = section.mode, section.rerun
         self.findings = FindingLog(rank)
         self.schedule = Schedule(section.rate(), section.residual_risk, seed=seed + rank)
         self.injector = Injector(section.inject, rank)
@@ -78,6 +78,11 @@ class Guard:
         """
         again = not backward and recomputing()
         return self.checks.schedule.checking(self.layer, section, flops=0.0 if again else flops, cost=cost)
+
+    @property
+    def reruns(self) -> bool:
+        """Whether a checked forward of a fused kernel is run twice and compared."""
+        return self.checks.rerun == "always"
 
     @property
     def injecting(self) -> bool:

@@ -14,6 +14,14 @@ average; the others compare the backward, which makes S again, with the O and ls
 cost passes over (L, H) tensors, no product, and no change to the kernel. They detect; they do not say which
 element is wrong.
 
+What they cannot see: let the forward lose key j from row i, as a score that becomes -inf does, and let p be the
+weight that key should have. O_i moves by p/(1-p)·(O_i - V_j), inside the range of V; lse_i falls by -log(1-p);
+the backward's row of P then sums to 1/(1-p), and Σ dV - Σ dO is p/(1-p)·dO_i. That is one row's share of a sum over
+all rows, beside the rounding of P and dV to the kernel's dtype, u·(Σ_ij P_ij² dO_i²)^½ in each column. bf16's u hides
+p of several percent; fp32's, p that moves O by some 1e-4 of its largest value. No sum of O(L·H) terms is finer: a
+fused kernel hands out nothing else of row i but O_i and lse_i, and what those should be takes all of q_i's scores. The
+forward is therefore run twice and compared (`agreement_deviation`).
+
 The bounds follow the data. A kernel rounds P and dS to its dtype before it multiplies them, and rounds what
 it stores. Such errors are independent, so sums of them grow with Euclidean norms; a part that all of them
 share (a constant input is rounded the same way everywhere) grows with plain sums, and is bounded by those.
@@ -75,12 +83,40 @@ def lse_deviation(lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: fl
     return Deviation(beyond.clamp_min(0), 1e-3 * (1 + largest), 16 * (1 + largest))
 
 
-def joined(a: Deviation, b: Deviation) -> Deviation:
-    """Both, along the last dimension."""
+def agreement_deviation(
+    out: torch.Tensor, lse: torch.Tensor | None, again: torch.Tensor, lse_again: torch.Tensor | None, v: torch.Tensor
+) -> Deviation:
+    """How far two runs of one forward differ beyond the order of their sums; residual (B, N, H_v [+ 1]).
+
+    Each element of O may differ by two units of its own last place, and by what sums of L terms in another
+    order may; lse likewise. Runs of a deterministic kernel differ by nothing.
+
+    Args:
+        out, again: (B, L, N, H_v).
+        lse, lse_again: (B, L, N), or None.
+        v: (B, L, N_kv, H_v).
+    """
+    acc = accumulator(out.dtype)
+    groups = out.shape[2] // v.shape[2]
+    a, b = out.to(acc), again.to(acc)
+    own = 4 * unit_roundoff(out.dtype) * torch.minimum(a.abs(), b.abs())
+    size = v.abs().amax(1).to(acc).repeat_interleave(groups, 1)
+    order = growth(v.shape[1], out.dtype)
+    found = Deviation(((a - b).abs() - own).amax(1).clamp_min(0), order * size + torch.finfo(out.dtype).tiny, size)
+    if lse is None or lse_again is None:
+        return found
+    same = lse == lse_again
+    apart = torch.where(same, torch.zeros_like(lse), lse - lse_again).abs().amax(1).unsqueeze(-1)
+    largest = 1 + torch.where(lse_again.isfinite(), lse_again, torch.zeros_like(lse)).abs().amax(1).unsqueeze(-1)
+    return joined(found, Deviation(apart, order * largest, 16 * largest))
+
+
+def joined(*parts: Deviation) -> Deviation:
+    """All of them, along the last dimension."""
     return Deviation(
-        torch.cat([a.residual, b.residual], -1),
-        torch.cat([a.bound, b.bound], -1),
-        torch.cat([a.scale, b.scale], -1),
+        torch.cat([part.residual for part in parts], -1),
+        torch.cat([part.bound for part in parts], -1),
+        torch.cat([part.scale for part in parts], -1),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torchtitan.config.override import derive, override
 from torchtitan.models.common import attention as titan
@@ -71,7 +72,8 @@ class CheckedScaledBiasRowwiseLinear(_CheckedProjection, ScaledBiasRowwiseLinear
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.guard is None:
             return super().forward(input)
-        return linear(input, self.weight, self.bias / self.tp_degree, self.guard, self._sums)
+        weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (self.weight, self.bias))
+        return linear(input, weight, bias / self.tp_degree, self.guard, self._sums)
 
 
 class _CheckedInner:

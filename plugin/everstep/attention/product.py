@@ -2,8 +2,12 @@
 
 Two kinds of repair. Scores, context and their gradients are large, live for one block only, and are kept in
 the accumulator's precision: there the checksums rebuild the element (`settle`). Projections are stored
-rounded, often to bf16, so a rebuilt element would carry the rounding of a whole tile: there the rows that are
-wrong are computed again from their inputs, which is exact and costs little (`settle_rows`).
+rounded, often to bf16, so a rebuilt element would carry the rounding of a whole tile: they are computed again
+from their inputs, which is exact (`settle_rows`).
+
+A fault that hit several elements may leave some of them within the bounds. What is repaired is therefore wider
+than what was seen, and where that cannot be had the slot is refused: nothing is called repaired on the word of
+the very sums that could not see all of the damage.
 
 On a CPU nothing is asynchronous, so `settle` looks at the verdict and does more only when there is something
 to do. On an accelerator it never looks: the same repair runs on every call, on the device, and changes only
@@ -20,10 +24,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .checksums import Direction, Sums, correct_both, weights
 from .findings import Deviation, outcome
 from .guard import Guard
-from .roundoff import growth, norms, operand_roundoff, store_roundoff, tile_totals, tile_width, tiles
+from .roundoff import growth, norms, operand_roundoff, store_roundoff, tile_magnitudes, tile_totals, tile_width, tiles
 
 REPAIR_ROWS = 16
-"""Rows of a projection that an accelerator computes again in each checked call, wrong or not."""
+"""Rows of a projection that an accelerator computes again in each checked call, wrong or not: an aligned group,
+as the tiles are that a warp computes."""
 
 
 def unseen_by_checkpointing():
@@ -77,7 +82,6 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, offset: torc
         sums: of b (K, N).
         offset: (T,), tile sums of a bias.
     """
-    acc = sums.plain.dtype
     inner = a.shape[-1]
     expected = apply_sums(a, sums.plain)
     reach = norms(a, -1).unsqueeze(-1) * sums.norms
@@ -90,7 +94,7 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, offset: torc
     if store:
         # No correct tile's magnitudes add up to more than `reach`: infinity must not excuse itself.
         # Half the digits of the checksum product may be lost on CUDA (`halves`), hence store² more.
-        magnitude = torch.linalg.vector_norm(tiles(y), ord=1, dim=-1, dtype=acc).nan_to_num(nan=math.inf)
+        magnitude = tile_magnitudes(y).nan_to_num(nan=math.inf)
         bound = bound + store * torch.minimum(magnitude, 1.01 * reach) + store**2 * reach
     return Deviation(expected - tile_totals(y), bound + torch.finfo(y.dtype).tiny, reach)
 
@@ -104,7 +108,8 @@ def settle_rows(
     *,
     backward: bool = False,
 ) -> torch.Tensor:
-    """Check y (M, N) by rows and compute wrong rows again.
+    """Check y (M, N) by rows, and compute it again where it is wrong: all of it on a CPU, the aligned group of
+    REPAIR_ROWS with the first wrong row on an accelerator, where wrong rows beside it refuse the slot.
 
     Args:
         check: deviation of given rows; (rows of y, their indices or None for all).
@@ -127,35 +132,32 @@ def _settle_rows(guard, section, y, check, compute, *, backward):
     if not guard.correct:
         guard.report(section, outcome(seen, refused=bad.sum()), backward=backward)
         return y
-    rows = _suspects(seen, bad).nonzero().squeeze(-1)
-    if not check(y[rows], rows).bad().any():
-        guard.report(section, outcome(seen, corrected=rows.numel(), checksum=True), backward=backward)
+    if not check(y, None).bad().any():
+        guard.report(section, outcome(seen, corrected=bad.any(-1).sum(), checksum=True), backward=backward)
         return y
-    whole = 2 * rows.numel() > y.shape[0]
-    fixed = compute(None) if whole else y.index_copy(0, rows, compute(rows))
+    fixed = compute(None)
     left = check(fixed, None).bad().sum()
-    guard.report(section, outcome(seen, recomputed=rows.numel(), refused=left), backward=backward)
+    guard.report(section, outcome(seen, recomputed=bad.any(-1).sum(), refused=left), backward=backward)
     return fixed
 
 
-def _suspects(seen: Deviation, bad: torch.Tensor) -> torch.Tensor:
-    """Rows to compute again: none when no row is bad, else those too that deviate by an eighth of the bound.
-
-    An error that hit several rows may be beyond the bound in one and just below it in its neighbours.
-    """
-    near = ~(seen.residual.abs() <= seen.bound / 8)
-    return (near & bad.any()).any(-1)
+def first_group(wrong: torch.Tensor) -> torch.Tensor:
+    """Indices of the aligned group of REPAIR_ROWS that holds the first True of wrong (M,); the last row
+    repeats where the group would go beyond it."""
+    first = wrong.to(torch.int8).argmax() // REPAIR_ROWS * REPAIR_ROWS
+    return (first + torch.arange(REPAIR_ROWS, device=wrong.device)).clamp_max(wrong.shape[0] - 1)
 
 
 def _settle_rows_on_device(guard, section, y, seen, bad, check, compute, *, backward):
-    suspects = _suspects(seen, bad)
-    count = bad.any(-1).sum()
+    wrong = bad.any(-1)
+    count = wrong.sum()
     if not guard.correct:
         guard.report(section, outcome(seen, refused=count), backward=backward)
         return y
-    rows = suspects.to(torch.float32).topk(min(REPAIR_ROWS, y.shape[0])).indices
-    fixed = torch.where(suspects[rows].unsqueeze(-1), compute(rows), y[rows])
-    left = check(fixed, rows).bad().any(-1).sum() + (count - rows.numel()).clamp_min(0)
+    rows = first_group(wrong)
+    fixed = torch.where(count > 0, compute(rows), y[rows])
+    elsewhere = wrong.index_fill(0, rows, False).sum()
+    left = check(fixed, rows).bad().any(-1).sum() + elsewhere
     # Selective checkpointing keeps y and refuses a tensor whose version moved; what it keeps should be the
     # repaired one, so the write goes past the version counter.
     y.data.index_copy_(0, rows, fixed)
@@ -224,9 +226,9 @@ def _settle(guard, section, y, a, b, check, *, backward):
         return y
     repaired = rebuild(y, a, b)
     fixed, recomputed = repaired.matrix, torch.zeros((), dtype=torch.int64, device=y.device)
-    left = check(fixed).bad().sum() + repaired.beyond
+    left = check(fixed).bad().sum() + repaired.beyond + repaired.doubtful
     if on_host and left:
-        # 2-D damage, or an error below what the rebuilding sums can tell apart: from the inputs, again.
+        # 2-D damage, or more than the rebuilding sums can vouch for: from the inputs, again.
         fixed = a @ b
         left = check(fixed).bad().sum()
         recomputed = recomputed + 1

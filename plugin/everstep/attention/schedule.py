@@ -22,6 +22,12 @@ LEAST_RATE = 1 / 64
 HALF_LIFE_STEPS = 100
 """Steps in which the rate of a layer that had a finding falls by half."""
 
+VULNERABILITY = {"y": 0.73, "dx": 0.78, "dw": 0.73, "forward": 0.43, "backward": 0.43, "rerun": 0.28}
+"""Of single bits flipped in a section's results, the share that leaves some output beyond round-off; for `rerun`, the
+share that does and that nothing but a second run sees. Measured by bench/attention_coverage.py, the larger of fp32's
+and bf16's. Taken for the probability that an error ruins training, which it bounds: what leaves every output within
+round-off cannot."""
+
 RISK_STEPS = 1_000_000
 """Steps over which `residual_risk` counts."""
 
@@ -59,6 +65,11 @@ def allot(loads: list[Load], errors_per_flop: float, risk_per_step: float, least
     return rates
 
 
+def vulnerability(section: str) -> float:
+    """φ of a section by the last part of its name; 1 where it was not measured."""
+    return VULNERABILITY.get(section.rpartition(".")[2], 1.0)
+
+
 def uniform(*key: int) -> float:
     """A number in [0, 1), the same for the same key (splitmix64)."""
     z = 0
@@ -75,6 +86,7 @@ class _Section:
     index: int
     layer: int
     cost: float
+    vulnerability: float
     flops: float = 0.0
     step_flops: float = 0.0
     rate: float = 1.0
@@ -112,7 +124,7 @@ class Schedule:
         entry = self._sections.get((layer, section))
         if entry is None:
             # Until its first step is over a section's load is not known: it is checked.
-            entry = self._sections[layer, section] = _Section(len(self._sections), layer, cost)
+            entry = self._sections[layer, section] = _Section(len(self._sections), layer, cost, vulnerability(section))
         rate = self.rate(layer, section)
         checked = uniform(self.seed, self._step, self._slot, entry.index) < rate
         entry.step_flops += flops
@@ -142,7 +154,7 @@ class Schedule:
         for section in sections:
             section.flops, section.step_flops = section.step_flops or section.flops, 0.0
         if self.fixed is None and sections:
-            loads = [Load(section.flops, section.cost) for section in sections]
+            loads = [Load(section.flops, section.cost, section.vulnerability) for section in sections]
             rates = allot(loads, error_rate(self.errors, self.checked_flops), self.risk_per_step, LEAST_RATE)
             for section, rate in zip(sections, rates, strict=True):
                 section.rate = rate

@@ -88,6 +88,10 @@ class AttentionCheck:
     corrected. `fused`: the stock kernel, watched through identities. `auto`: fused on an accelerator,
     explicit on CPU."""
 
+    rerun: Literal["always", "never"] = "always"
+    """On the fused path, whether a checked forward runs its kernel twice and compares: round-off hides a wrong score
+    from every cheaper check, most of all in bf16 and fp16. `adaptive` draws these calls by their own, lower rate."""
+
     allow_injection: bool = False
     """Permit `[attention_check.inject]`. Never in a run whose result matters."""
 
@@ -102,6 +106,10 @@ class AttentionCheck:
         _require(
             self.path in ("auto", "explicit", "fused"),
             f'attention_check.path = {self.path!r}: must be "auto", "explicit" or "fused".',
+        )
+        _require(
+            self.rerun in ("always", "never"),
+            f'attention_check.rerun = {self.rerun!r}: must be "always" or "never".',
         )
         self.rate()
         _require(
