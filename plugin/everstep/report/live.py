@@ -20,6 +20,8 @@ class Telling:
     """What is wanted. `port` 0: no endpoint."""
 
     run_dir: Path
+    groups: int = 1
+    min_groups: int = 1
     host: str = "127.0.0.1"
     port: int = 0
     tensorboard: bool = False
@@ -31,16 +33,18 @@ class Telling:
         return bool(self.port or self.tensorboard or self.wandb)
 
 
-def telling(run_dir: Path, host: str, toml: dict[str, Any], port: int) -> Telling:
-    """What a run's config asks for: torchtitan's `[metrics]`, and fault_tolerance.metrics_port."""
-    section = toml.get("metrics", {})
+def telling(run_dir: Path, host: str, toml: dict[str, Any], port: int, groups: int, min_groups: int) -> Telling:
+    """What a run's config asks for: torchtitan's `[metrics]` in `toml`, and what `[fault_tolerance]` says."""
+    metrics = toml.get("metrics", {})
     return Telling(
         run_dir=run_dir,
         host=host,
         port=port,
-        tensorboard=bool(section.get("enable_tensorboard", False)),
-        tensorboard_folder=str(section.get("save_tb_folder", "tb")),
-        wandb=bool(section.get("enable_wandb", False)),
+        groups=groups,
+        min_groups=min_groups,
+        tensorboard=bool(metrics.get("enable_tensorboard", False)),
+        tensorboard_folder=str(metrics.get("save_tb_folder", "tb")),
+        wandb=bool(metrics.get("enable_wandb", False)),
     )
 
 
@@ -70,7 +74,8 @@ class Teller:
         from everstep.report.metrics import Metrics
         from everstep.report.scalars import Scalars, Sink, TensorBoard, WandB
 
-        what, metrics = self._what, Metrics()
+        what = self._what
+        metrics = Metrics(what.groups, what.min_groups)
         server = None
         if what.port:
             from prometheus_client import start_http_server
@@ -82,7 +87,7 @@ class Teller:
         if what.wandb:
             run_id = hashlib.blake2b(str(what.run_dir.resolve()).encode(), digest_size=6).hexdigest()
             sinks.append(WandB(what.run_dir, run_id))
-        scalars = Scalars(what.run_dir, sinks)
+        scalars = Scalars(sinks)
         tail = EventTail(what.run_dir)
         try:
             while True:

@@ -26,6 +26,7 @@ READ_FIELDS: dict[str, tuple[str, ...]] = {
     "workers_started": (),
     "workers_died": ("exitcodes",),
     "agent_died": ("target_group", "exitcode"),
+    "agent_ended": (),
     "worker_ready": (),
     "training_started": ("source", "global_batch_size"),
     "training_done": (),
