@@ -83,12 +83,12 @@ def recount(events):
     return figures, {step: commits[quorum][0]["loss"] for step, quorum in final.items()}
 
 
-SPEAKS = ("worker_ready", "workers_started", "workers_died", "agent_died", "quorum", "quorum_failed", "waiting_for_state",
-          "heal", "attempt", "commit", "left", "training_done", "agent_ended")  # fmt: skip
+SPEAKS = ("worker_ready", "workers_started", "workers_died", "agent_died", "quorum", "quorum_failed",
+          "waiting_for_state", "heal", "attempt", "commit", "left", "training_done", "agent_ended")  # fmt: skip
 
 
 def time_split(events):
-    """Group -> state -> seconds. Each gap between two words of a group belongs to the states that the second one tells."""
+    """Group -> state -> seconds. The gap between two words of a group belongs to the states that the second tells."""
     starts = [event["t"] for event in events if event["kind"] == "run_started"][1:]
     whole = defaultdict(lambda: dict.fromkeys(STATES, 0.0))
     for low, high in zip([float("-inf"), *starts], [*starts, float("inf")], strict=True):

@@ -169,6 +169,17 @@ def test_the_endpoint_serves_what_the_events_say(tmp_path):
     assert "everstep_min_groups 2.0" in page
 
 
+def test_a_port_that_is_taken_costs_the_figures_and_not_the_curves(tmp_path, capfd):
+    Timeline().commit(1.0, 1, groups=(0,), loss=2.5).write(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        Teller(Telling(tmp_path, port=port, tensorboard=True)).close()
+    assert f"no figures on 127.0.0.1:{port} (fault_tolerance.metrics_port)" in capfd.readouterr().out
+    assert losses(tmp_path / "tb") == [(1, 2.5)]
+
+
 def figures_after(story):
     metrics = Metrics(groups=2, min_groups=1)
     metrics.follow(story.events)

@@ -32,7 +32,8 @@ class Timeline:
         for group in by if by is not None else groups:
             self.add(
                 t, "commit", group, step, owners=owners, groups=list(groups),
-                loss=float(step) if loss is None else loss, took_s=took_s, coverage_ok=coverage_ok, tokens=100.0, grad_norm=1.0,
+                loss=float(step) if loss is None else loss, took_s=took_s, coverage_ok=coverage_ok,
+                tokens=100.0, grad_norm=1.0,
             )  # fmt: skip
         return self
 

@@ -1,7 +1,7 @@
 """Each commit of a run once, from events that are read while they are written.
 
-Every group logs every commit, and the files of groups on other nodes may be seen late. `report.lineage` decides the same
-afterwards, with all events at hand.
+Every group logs every commit, and the files of groups on other nodes may be seen late. `report.lineage` decides the
+same afterwards, with all events at hand.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Curves of a run for TensorBoard and W&B: one continuous run, a point for each committed step, whoever made it.
 
-Written by whoever follows the run's events, not by the trainers, so a group that dies takes no curve with it. The follower may
-die as well: each sink knows up to when it has been written, and the next follower goes on there.
+Written by whoever follows the run's events, not by the trainers, so a group that dies takes no curve with it. The
+follower may die as well: each sink knows up to when it has been written, and the next follower goes on there.
 """
 
 import json
@@ -88,8 +88,8 @@ def _newest_point(folder: Path) -> float:
 
 
 class WandB:
-    """One W&B run per run directory, resumed by its id. Team, project, name and mode come from W&B's environment variables,
-    as in torchtitan.
+    """One W&B run per run directory, resumed by its id. Team, project, name and mode come from W&B's environment, as in
+    torchtitan.
 
     W&B's steps only grow: when the run goes back, steps that are committed again are left out until it is past them.
     """

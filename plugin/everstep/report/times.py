@@ -27,7 +27,7 @@ class Stretch:
 
 
 class Lane:
-    """One group's stretches in one session, from its events in order. `begin`: wall time of the session's begin in seconds."""
+    """One group's stretches in one session, from its events in order. `begin`: when that began, wall time in s."""
 
     def __init__(self, begin: float) -> None:
         self.stretches: list[Stretch] = []
@@ -88,8 +88,8 @@ def group_of(event: dict[str, Any]) -> int | None:
 
 
 def stretches(events: Iterable[dict[str, Any]], sessions: Sequence[Session]) -> dict[int, list[Stretch]]:
-    """By group, its stretches in order. Those of a session fill it from its begin to the group's last word, or to the session's
-    end when the group is down by then and nobody has ended it."""
+    """By group, its stretches in order. Those of a session fill it from its begin to the group's last word, or to the
+    session's end when the group is down by then and nobody has ended it."""
     found: dict[int, list[Stretch]] = defaultdict(list)
     for session in sessions:
         lanes: dict[int, Lane] = {}
