@@ -11,6 +11,7 @@ from pathlib import Path
 
 from everstep.report.events import read_events
 from everstep.report.score import score_events
+from everstep.report.times import STATES
 
 
 def quorums(events):
@@ -77,8 +78,58 @@ def recount(events):
         "samples_repeated": round(repeated),
         "kills": sum(event["kind"] == "fault" and event["fault"].startswith("kill") for event in events),
         "rejoin_s_max": max(rejoins(events), default=None),
+        "time_by_group": time_split(events),
     }
     return figures, {step: commits[quorum][0]["loss"] for step, quorum in final.items()}
+
+
+SPEAKS = ("worker_ready", "workers_started", "workers_died", "agent_died", "quorum", "quorum_failed",
+          "waiting_for_state", "heal", "attempt", "commit", "left", "training_done", "agent_ended")  # fmt: skip
+
+
+def time_split(events):
+    """Group -> state -> seconds. The gap between two words of a group belongs to the states that the second tells."""
+    starts = [event["t"] for event in events if event["kind"] == "run_started"][1:]
+    whole = defaultdict(lambda: dict.fromkeys(STATES, 0.0))
+    for low, high in zip([float("-inf"), *starts], [*starts, float("inf")], strict=True):
+        session = [event for event in events if low <= event["t"] < high]
+        ended = [event["t"] for event in session if event["kind"] == "run_ended"]
+        end = ended[-1] if ended else session[-1]["t"]
+        words = defaultdict(list)
+        for event in session:
+            if event["kind"] in SPEAKS and not event.get("rank") and event["t"] <= end:
+                words[event["target_group"] if event["kind"] == "agent_died" else event["group"]].append(event)
+        for group, said in words.items():
+            at, up, over = session[0]["t"], False, False
+            for event in said:
+                gap, at = event["t"] - at, event["t"]
+                for state, seconds in of_gap(event, gap, up).items():
+                    whole[str(group)][state] += seconds
+                if event["kind"] == "worker_ready":
+                    up, over = True, False
+                elif event["kind"] in ("workers_started", "workers_died", "agent_died"):
+                    up = False
+                elif event["kind"] in ("left", "training_done", "agent_ended"):
+                    up, over = False, True
+            if not up and not over:
+                whole[str(group)]["restarting"] += end - at
+    return whole
+
+
+def of_gap(event, gap, up):
+    """State -> seconds of the time before an event. `up`: whether the group had workers that train."""
+    kind, usual = event["kind"], "productive" if up else "restarting"
+    if kind in ("quorum", "heal"):
+        spent = min(gap, event.get("wait_s" if kind == "quorum" else "took_s", 0.0))
+        return {usual: gap - spent, "waiting" if kind == "quorum" else "healing": spent}
+    if kind == "attempt" and event["committed"]:
+        again = gap * len(event["recomputed"]) / max(1, len(event["computed"]))
+        return {"recomputed": again, "productive": gap - again}
+    if kind in ("workers_started", "workers_died", "agent_died"):
+        return {"stalled" if up else "restarting": gap}
+    fixed = {"worker_ready": "restarting", "quorum_failed": "waiting", "waiting_for_state": "waiting",
+             "attempt": "stalled", "commit": "productive"}  # fmt: skip
+    return {fixed.get(kind, usual): gap}
 
 
 def rejoins(events):
@@ -105,7 +156,14 @@ def differences(events):
     theirs, their_losses = score_events(events)
     ours, our_losses = recount(events)
     pairs = {name: (theirs[name], ours[name]) for name in ours} | {"curve": (their_losses, our_losses)}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    return {name: pair for name, pair in pairs.items() if not same(*pair)}
+
+
+def same(a, b):
+    """Equal, but for the rounding of sums of seconds."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return a == b or (isinstance(a, float) and isinstance(b, float) and abs(a - b) < 1e-3)
 
 
 if __name__ == "__main__":

@@ -85,12 +85,14 @@ class Simulator:
     def start(self, number, history=(), source="fresh"):
         self.t += 0.1
         self.up[number] = Group(history)
+        self.log.add(self.t - 0.08, "workers_started", number, role="agent", incarnation=0, pids=[1])
         self.log.start(self.t, number, step=len(history) + 1, source=source)
 
     def kill(self, t, *numbers):
         self.log.fault(t, "kill-group", list(numbers))
         self.truth.kills += 1
         for number in numbers:
+            self.log.add(t + 0.01, "workers_died", number, role="agent", reason="killed", exitcodes={"0": -9})
             del self.up[number]
             self.killed_at[number].append(t)
 
@@ -114,7 +116,15 @@ class Simulator:
         self.quorum_id += 1
         able = sorted(number for number, group in self.up.items() if len(group.history) == step - 1)
         for number, group in self.up.items():
-            self.log.add(self.t + 0.01, "quorum", number, step, quorum_id=self.quorum_id, groups=able)
+            self.log.add(
+                self.t + 0.01,
+                "quorum",
+                number,
+                step,
+                quorum_id=self.quorum_id,
+                groups=able,
+                wait_s=self.random.random() / 9,
+            )
             if number not in able:
                 self.log.heal(self.t + 0.02, number, able[0], step)
                 self.up[number] = Group(self.up[able[0]].history)

@@ -1,7 +1,10 @@
 """What is told of a run while it goes: Prometheus figures, TensorBoard points."""
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -12,7 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from everstep.report.live import Teller, Telling, telling
 from everstep.report.metrics import Metrics
-from everstep.report.scalars import Scalars, TensorBoard
+from everstep.report.once import Commits
+from everstep.report.scalars import Scalars, TensorBoard, WandB
 from timeline import Timeline
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -23,16 +27,61 @@ def losses(folder):
     return [(point.step, point.value) for point in found]
 
 
+def told(folder, story, sink=TensorBoard):
+    """What follows the run is started, reads all there is, and ends."""
+    scalars = Scalars([sink(folder)])
+    scalars.follow(story.events)
+    scalars.close()
+
+
 def test_every_committed_step_is_one_point_whoever_says_it_and_however_often_the_teller_starts(tmp_path):
-    for first in (1, 4):
-        story = Timeline()
-        for step in range(first, first + 4):
+    story = Timeline()
+    for last in (4, 7, 7):
+        for step in range(len(story.events) // 2 + 1, last + 1):
             story.commit(float(step), step, groups=(0, 1), loss=1.0 / step)
-        scalars = Scalars(tmp_path, [TensorBoard(tmp_path / "tb")])
-        scalars.follow(story.events)
-        scalars.close()
-        time.sleep(1.1)  # TensorBoard names its files by the second
-    assert losses(tmp_path / "tb") == [(step, pytest.approx(1.0 / step)) for step in range(1, 8)]
+        told(tmp_path, story)
+    assert losses(tmp_path) == [(step, pytest.approx(1.0 / step)) for step in range(1, 8)]
+
+
+FOLLOWER = """
+import os, signal, sys
+from pathlib import Path
+from everstep.report import scalars
+from everstep.report.events import EventTail
+scalars.Scalars([scalars.TensorBoard(Path(sys.argv[2]))]).follow(EventTail(Path(sys.argv[1])).new())
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_teller_that_is_killed_leaves_neither_a_gap_nor_a_point_twice(tmp_path):
+    for last in (3, 6):
+        story = Timeline()
+        for step in range(last - 2, last + 1):
+            story.commit(float(step), step, groups=(0, 1), loss=float(step))
+        story.write(tmp_path / "run")
+        done = subprocess.run([sys.executable, "-c", FOLLOWER, tmp_path / "run", tmp_path / "tb"], check=False)
+        assert done.returncode == -signal.SIGKILL
+        torn = max((tmp_path / "tb").iterdir())
+        torn.write_bytes(torn.read_bytes() + b"half a record")
+    assert losses(tmp_path / "tb") == [(step, float(step)) for step in range(1, 7)]
+
+
+def test_a_line_that_is_seen_late_is_no_step_of_its_own():
+    story = Timeline()
+    for step in (1, 2, 3):
+        story.commit(float(step), step, groups=(0, 1))
+    late = [event for event in story.events if event["group"] == 1]
+    commits = Commits()
+    assert [commits.new(event) for event in story.events if event["group"] == 0] == [True] * 3
+    assert [commits.new(event) for event in late] == [False] * 3
+
+
+def test_steps_that_the_same_groups_commit_again_are_new_ones():
+    story = Timeline()
+    for t, step in enumerate((1, 2, 3, 2, 3)):
+        story.commit(float(t), step, groups=(0, 1))
+    commits = Commits()
+    assert [event["step"] for event in story.events if commits.new(event)] == [1, 2, 3, 2, 3]
 
 
 def test_a_run_that_went_back_writes_its_steps_again(tmp_path):
@@ -42,10 +91,57 @@ def test_a_run_that_went_back_writes_its_steps_again(tmp_path):
     story.start(4.0, 0, step=2, source="disk")
     for step in (2, 3, 4):
         story.commit(3.0 + step, step, groups=(0,), loss=10.0 + step)
-    scalars = Scalars(tmp_path, [TensorBoard(tmp_path / "tb")])
-    scalars.follow(story.events)
-    scalars.close()
-    assert losses(tmp_path / "tb") == [(1, 1.0), (2, 12.0), (3, 13.0), (4, 14.0)]
+    for _ in range(2):
+        told(tmp_path, story)
+    assert losses(tmp_path) == [(1, 1.0), (2, 12.0), (3, 13.0), (4, 14.0)]
+
+
+def test_a_run_that_went_back_while_nobody_looked_writes_its_steps_again(tmp_path):
+    story = Timeline()
+    for step in (1, 2, 3):
+        story.commit(float(step), step, groups=(0,), loss=float(step))
+    told(tmp_path, story)
+    story.commit(5.0, 2, groups=(0,), loss=12.0)
+    told(tmp_path, story)
+    assert losses(tmp_path) == [(1, 1.0), (2, 12.0)]
+
+
+def wandb_records(data):
+    """The records of a W&B offline file: LevelDB's log format, blocks of 32 KiB, after seven bytes of W&B's own."""
+    at, parts = 7, b""
+    while at < len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    story = Timeline()
+    for steps in ((1, 2, 3), (4, 5)):
+        for step in steps:
+            story.commit(float(step), step, groups=(0, 1), loss=float(step))
+        told(tmp_path, story, lambda folder: WandB(folder, "abc"))
+    wandb.teardown()
+    found, ids = [], set()
+    for path in tmp_path.glob("wandb/offline-run-*/*.wandb"):
+        for data in wandb_records(path.read_bytes()):
+            record = wandb_internal_pb2.Record.FromString(data)
+            ids |= {record.run.run_id} - {""}
+            if record.HasField("history"):
+                found.append(record.history.step.num)
+    assert ids == {"abc"}
+    assert sorted(found) == [1, 2, 3, 4, 5]
 
 
 def test_the_endpoint_serves_what_the_events_say(tmp_path):
@@ -53,11 +149,9 @@ def test_the_endpoint_serves_what_the_events_say(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     story = Timeline().add(0, "run_started", role="supervisor", groups=3)
-    story.commit(1.0, 1, groups=(0, 1, 2), loss=2.5).add(1.5, "workers_died", 1, role="agent", reason="x", exitcodes={})
-    for event in story.events:
-        event.setdefault("tokens", 100)
+    story.commit(1.0, 1, groups=(0, 1, 2), loss=2.5).add(1.5, "workers_died", 1, role="agent", exitcodes={"0": -9})
     story.write(tmp_path)
-    teller = Teller(Telling(tmp_path, port=port))
+    teller = Teller(Telling(tmp_path, groups=3, min_groups=2, port=port))
     deadline = time.monotonic() + 30
     while True:
         try:
@@ -71,18 +165,69 @@ def test_the_endpoint_serves_what_the_events_say(tmp_path):
     assert "everstep_loss 2.5" in page
     assert "everstep_tokens_total 100.0" in page, "said by three groups, counted once"
     assert "everstep_groups_taking_part 3.0" in page
-    assert 'everstep_deaths_total{group="1"} 1.0' in page
+    assert 'everstep_deaths_total{group="1",reason="SIGKILL"} 1.0' in page
+    assert "everstep_min_groups 2.0" in page
+
+
+def test_a_port_that_is_taken_costs_the_figures_and_not_the_curves(tmp_path, capfd):
+    Timeline().commit(1.0, 1, groups=(0,), loss=2.5).write(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        Teller(Telling(tmp_path, port=port, tensorboard=True)).close()
+    assert f"no figures on 127.0.0.1:{port} (fault_tolerance.metrics_port)" in capfd.readouterr().out
+    assert losses(tmp_path / "tb") == [(1, 2.5)]
+
+
+def figures_after(story):
+    metrics = Metrics(groups=2, min_groups=1)
+    metrics.follow(story.events)
+    return lambda name, **labels: metrics.registry.get_sample_value(f"everstep_{name}", labels)
+
+
+def test_what_several_groups_tell_of_counts_once():
+    story = Timeline()
+    for group in (0, 1):
+        story.attempt(1.0, 1, group, computed=[0], recomputed=[0], committed=False)
+        story.add(2.0, "audit", group, 50, agreed=False, differing=[1])
+        story.add(3.0, "finding", group, 51, rank=1, action="refused")
+    of = figures_after(story)
+    assert of("attempts_thrown_away_total") == 1
+    assert of("replicas_diverged_total") == 1
+    assert of("findings_total", action="refused") == 2, "those of ranks that do not speak for their group, too"
+    assert of("findings_total", action="corrected") == 0
+
+
+def test_who_lives_is_known_between_commits():
+    story = Timeline().add(0.5, "run_started", role="supervisor", groups=2).start(1.0, 0, 1)
+    story.add(2.0, "workers_stalled", 1, role="agent")
+    story.add(3.0, "workers_died", 1, role="agent", exitcodes={"0": -9})
+    of = figures_after(story)
+    assert of("groups_alive") == 1
+    assert of("groups_given_up") == 0
+    assert of("deaths_total", group="1", reason="stalled") == 1
+    assert of("last_progress_timestamp_seconds") == 0.5, "before the first commit, when the session began"
+    assert of("group_seconds_total", group="1", state="restarting") == 0.5
+    assert of("group_seconds_total", group="1", state="stalled") == 2.0
+    story.add(4.0, "agent_ended", 1, role="agent", status="failed")
+    assert figures_after(story)("groups_given_up") == 1
+    story.start(5.0, 1)
+    of = figures_after(story)
+    assert of("groups_given_up") == 0
+    assert of("groups_alive") == 2
 
 
 def test_nothing_is_told_that_is_not_asked_for(tmp_path):
-    assert not telling(tmp_path, "127.0.0.1", {}, 0).anything
-    asked = telling(tmp_path, "127.0.0.1", {"metrics": {"enable_tensorboard": True, "save_tb_folder": "curves"}}, 0)
+    assert not telling(tmp_path, "127.0.0.1", {}, 0, 1, 1).anything
+    section = {"enable_tensorboard": True, "save_tb_folder": "curves"}
+    asked = telling(tmp_path, "127.0.0.1", {"metrics": section}, 0, 1, 1)
     assert (asked.tensorboard, asked.tensorboard_folder, asked.wandb) == (True, "curves", False)
 
 
 def known_names():
     names = set()
-    for family in Metrics().registry.collect():
+    for family in Metrics(1, 1).registry.collect():
         names.add(family.name + ("_total" if family.type == "counter" else ""))
     return names
 

@@ -8,9 +8,11 @@ import time
 import pytest
 
 from everstep.report import score
-from everstep.report.page import write_page
-from everstep.report.times import STATES
+from everstep.report.page import duration, write_page
+from everstep.report.plots import shares
+from everstep.report.times import STATES, Stretch
 from simulator import Simulator
+from timeline import Timeline
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -39,9 +41,54 @@ def test_a_browser_opens_it_without_complaint(tmp_path):
     run, other = simulated(tmp_path / "run", 60), simulated(tmp_path / "other", 60, seed=1)
     text, complaints = opened(write_page(run, other), tmp_path, "--window-size=390,800")
     assert complaints == []
-    assert text.count("<svg") == 5
+    assert text.count("<svg") == 8, "three plots in two sizes, two distributions"
     assert "attempts thrown away" in text
     assert "&lt;b&gt;not markup" in text
+
+
+FRAME = """<body style="margin: 0"><iframe id="frame" src="{page}" style="border: 0; width: {width}px"></iframe>
+<script>frame.onload = () => {{
+  const page = frame.contentDocument, shown = name => page.querySelector("figure." + name).getClientRects().length > 0;
+  document.title = [page.documentElement.scrollWidth, shown("wide"), shown("narrow"),
+                    frame.contentWindow.getComputedStyle(page.body).backgroundColor].join(";");
+}}</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
+@pytest.mark.parametrize(("width", "wide", "dark"), [(390, False, True), (1100, True, False)])
+def test_it_fits_a_phone_and_a_screen_in_the_colours_asked_for(tmp_path, width, wide, dark):
+    frame = tmp_path / "frame.html"
+    frame.write_text(FRAME.format(page=write_page(simulated(tmp_path / "run", 60)).as_uri(), width=width))
+    scheme = f"--blink-settings=preferredColorScheme={int(not dark)}"
+    text, _ = opened(
+        frame, tmp_path, "--allow-file-access-from-files", "--hide-scrollbars", "--virtual-time-budget=20000", scheme
+    )
+    title = text[text.index("<title>") + 7 : text.index("</title>")].split(";")
+    assert title[:3] == [str(width), str(wide).lower(), str(not wide).lower()], "nothing sticks out to the side"
+    assert title[3] == ("rgb(18, 22, 28)" if dark else "rgb(255, 255, 255)")
+
+
+def test_a_run_that_has_not_committed_anything_has_a_page(tmp_path):
+    Timeline().add(0, "run_started", role="supervisor", groups=2).write(tmp_path)
+    assert "The run is not done" in write_page(tmp_path).read_text()
+
+
+def test_the_lanes_leave_no_time_out_however_short():
+    parts = [Stretch(0.0, 1.25, "restarting"), Stretch(1.25, 6.0, "productive"), Stretch(6.0, 6.001, "healing")]
+    found = shares([*parts, Stretch(6.001, 8.0, "productive"), Stretch(9.0, 10.0, "stalled")], 0.0, 10.0, 5)
+    of = dict(zip(STATES, found.tolist(), strict=True))
+    assert of["restarting"] == pytest.approx([0.625, 0, 0, 0, 0])
+    assert of["productive"] == pytest.approx([0.375, 1, 1, 0.9995, 0])
+    assert of["healing"] == pytest.approx([0, 0, 0, 0.0005, 0])
+    assert of["stalled"] == pytest.approx([0, 0, 0, 0, 0.5]), "half of it the group was not there"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "\N{EN DASH}"), (1.417, "1.42 s"), (466.2, "466 s"), (1740, "29 min"), (12_240, "3.4 h"), (2e6, "23.1 d")],
+)
+def test_durations_read_well(seconds, text):
+    assert duration(seconds) == text
 
 
 def test_it_needs_nothing_but_itself(tmp_path):

@@ -33,12 +33,13 @@ class Timeline:
             self.add(
                 t, "commit", group, step, owners=owners, groups=list(groups),
                 loss=float(step) if loss is None else loss, took_s=took_s, coverage_ok=coverage_ok,
+                tokens=100.0, grad_norm=1.0,
             )  # fmt: skip
         return self
 
     def attempt(self, t, step, group, computed=(), held=(), recomputed=(), took_s=1.0, committed=True):
         return self.add(
-            t, "attempt", group, step, committed=committed, computed=list(computed),
+            t, "attempt", group, step, committed=committed, attempt=1, computed=list(computed),
             held_before=list(held), recomputed=list(recomputed), took_s=took_s,
         )  # fmt: skip
 

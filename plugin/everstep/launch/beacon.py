@@ -54,7 +54,8 @@ def keep_up(beacon: Beacon) -> int:
         signal.signal(stop, ask_to_stop)
     events = EventLog(beacon.run_dir, None, None, "lighthouse")
     toml = read_toml(beacon.run_dir / "config.toml") if (beacon.run_dir / "config.toml").exists() else {}
-    teller = Teller(telling(beacon.run_dir, beacon.host, toml, beacon.fault_tolerance.metrics_port))
+    ft = beacon.fault_tolerance
+    teller = Teller(telling(beacon.run_dir, beacon.host, toml, ft.metrics_port, beacon.groups, ft.min_groups))
     port = free_port(beacon.host)
     address = f"http://{beacon.host}:{port}"
     while not asked_to_stop and not _all_over(beacon):

@@ -308,8 +308,8 @@ class Supervisor:
             version=everstep.__version__,
             **found,
         )
-        port = settings.fault_tolerance.metrics_port
-        self._teller = Teller(telling(self.run_dir.path, HOST, read_toml(self.run_dir.config), port))
+        toml, ft = read_toml(self.run_dir.config), settings.fault_tolerance
+        self._teller = Teller(telling(self.run_dir.path, HOST, toml, ft.metrics_port, settings.groups, ft.min_groups))
         if settings.chaos_every_s is not None:
             self._chaos = every_so_often(self.run_dir.path, settings.chaos_every_s, settings.seed)
 

@@ -6,11 +6,19 @@ or on a cluster the lighthouse's job. It asks no trainer, and no trainer waits f
 
 import hashlib
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everstep.report.events import EventTail
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
+    from prometheus_client import CollectorRegistry
+
+    from everstep.report.scalars import Sink
 
 POLL_S = 1.0
 
@@ -20,6 +28,8 @@ class Telling:
     """What is wanted. `port` 0: no endpoint."""
 
     run_dir: Path
+    groups: int = 1
+    min_groups: int = 1
     host: str = "127.0.0.1"
     port: int = 0
     tensorboard: bool = False
@@ -31,16 +41,18 @@ class Telling:
         return bool(self.port or self.tensorboard or self.wandb)
 
 
-def telling(run_dir: Path, host: str, toml: dict[str, Any], port: int) -> Telling:
-    """What a run's config asks for: torchtitan's `[metrics]`, and fault_tolerance.metrics_port."""
-    section = toml.get("metrics", {})
+def telling(run_dir: Path, host: str, toml: dict[str, Any], port: int, groups: int, min_groups: int) -> Telling:
+    """What a run's config asks for: torchtitan's `[metrics]` in `toml`, and what `[fault_tolerance]` says."""
+    metrics = toml.get("metrics", {})
     return Telling(
         run_dir=run_dir,
         host=host,
         port=port,
-        tensorboard=bool(section.get("enable_tensorboard", False)),
-        tensorboard_folder=str(section.get("save_tb_folder", "tb")),
-        wandb=bool(section.get("enable_wandb", False)),
+        groups=groups,
+        min_groups=min_groups,
+        tensorboard=bool(metrics.get("enable_tensorboard", False)),
+        tensorboard_folder=str(metrics.get("save_tb_folder", "tb")),
+        wandb=bool(metrics.get("enable_wandb", False)),
     )
 
 
@@ -63,26 +75,16 @@ class Teller:
     def _run(self) -> None:
         try:
             self._follow()
-        except Exception as error:  # noqa: BLE001  a full disk, a taken port, a server that is away
-            print(f"everstep: metrics end here: {type(error).__name__}: {error}", flush=True)
+        except Exception as error:  # noqa: BLE001  a full disk, a server that is away
+            _say("metrics end here", error)
 
     def _follow(self) -> None:
         from everstep.report.metrics import Metrics
-        from everstep.report.scalars import Scalars, Sink, TensorBoard, WandB
+        from everstep.report.scalars import Scalars
 
-        what, metrics = self._what, Metrics()
-        server = None
-        if what.port:
-            from prometheus_client import start_http_server
-
-            server, _ = start_http_server(what.port, what.host, registry=metrics.registry)
-        sinks: list[Sink] = []
-        if what.tensorboard:
-            sinks.append(TensorBoard(what.run_dir / what.tensorboard_folder))
-        if what.wandb:
-            run_id = hashlib.blake2b(str(what.run_dir.resolve()).encode(), digest_size=6).hexdigest()
-            sinks.append(WandB(what.run_dir, run_id))
-        scalars = Scalars(what.run_dir, sinks)
+        what = self._what
+        metrics, scalars = Metrics(what.groups, what.min_groups), Scalars(_sinks(what))
+        server = _serve(what, metrics.registry) if what.port else None
         tail = EventTail(what.run_dir)
         try:
             while True:
@@ -96,3 +98,36 @@ class Teller:
             scalars.close()
             if server is not None:
                 server.shutdown()
+
+
+def _sinks(what: Telling) -> "list[Sink]":
+    """Those that are wanted and can be opened."""
+    from everstep.report.scalars import TensorBoard, WandB
+
+    wanted: list[tuple[str, Callable[[], Sink]]] = []
+    if what.tensorboard:
+        wanted.append(("TensorBoard", lambda: TensorBoard(what.run_dir / what.tensorboard_folder)))
+    if what.wandb:
+        run_id = hashlib.blake2b(str(what.run_dir.resolve()).encode(), digest_size=6).hexdigest()
+        wanted.append(("W&B", lambda: WandB(what.run_dir, run_id)))
+    found: list[Sink] = []
+    for name, opened in wanted:
+        try:
+            found.append(opened())
+        except Exception as error:  # noqa: BLE001  whatever keeps one away must not keep the others away
+            _say(f"nothing goes to {name}", error)
+    return found
+
+
+def _serve(what: Telling, registry: "CollectorRegistry") -> "WSGIServer | None":
+    from prometheus_client import start_http_server
+
+    try:
+        return start_http_server(what.port, what.host, registry=registry)[0]
+    except OSError as error:
+        _say(f"no figures on {what.host}:{what.port} (fault_tolerance.metrics_port)", error)
+        return None
+
+
+def _say(what: str, error: Exception) -> None:
+    print(f"everstep: {what}: {type(error).__name__}: {error}", flush=True)

@@ -1,103 +1,182 @@
-"""A run's figures for Prometheus, computed from its events."""
+"""A run's figures for Prometheus, computed from its events: docs/monitoring.md lists them."""
 
+import signal
 from collections.abc import Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from everstep.report.once import Commits
+from everstep.report.times import Lane, group_of
+
+ACTIONS = ("corrected", "recomputed", "refused")
+
 
 class Metrics:
-    """Follows the events of a run. `registry` is its own: nothing is shared with other users of the library."""
+    """Follows the events of a run. `registry` is its own: nothing is shared with other users of the library.
 
-    def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self._step = Gauge("everstep_committed_step", "Newest committed step", registry=registry)
-        self._committed_at = Gauge(
-            "everstep_last_commit_timestamp_seconds", "When the newest step was committed", registry=registry
+    Read from the beginning of the log, so counters go on where they were when whoever follows is started again.
+    """
+
+    def __init__(self, groups: int, min_groups: int) -> None:
+        self.registry = CollectorRegistry()
+        gauge, counter = self._gauge, self._counter
+        gauge("groups", "Nominal number of replica groups").set(groups)
+        gauge("min_groups", "Groups without which the run waits").set(min_groups)
+        self._step = gauge("committed_step", "Newest committed step")
+        self._progress = gauge(
+            "last_progress_timestamp_seconds", "When the newest step was committed, or this session began"
         )
-        self._loss = Gauge("everstep_loss", "Loss of the newest committed step", registry=registry)
-        self._grad_norm = Gauge("everstep_grad_norm", "Gradient norm of the newest committed step", registry=registry)
-        self._tokens = Counter("everstep_tokens", "Valid tokens in committed steps", registry=registry)
-        self._groups = Gauge("everstep_groups", "Nominal number of replica groups", registry=registry)
-        self._min_groups = Gauge("everstep_min_groups", "Groups without which the run waits", registry=registry)
-        self._taking_part = Gauge("everstep_groups_taking_part", "Groups in the newest step", registry=registry)
-        self._given_up = Gauge("everstep_groups_given_up", "Groups that are not started again", registry=registry)
-        self._attempts = Counter(
-            "everstep_attempts", "Attempts at a step, by group", ["group", "committed"], registry=registry
-        )
-        self._deaths = Counter("everstep_deaths", "Deaths of a group's workers", ["group"], registry=registry)
-        self._heals = Counter("everstep_heals", "States received from a living group", ["group"], registry=registry)
-        self._heal_bytes = Counter("everstep_heal_bytes", "Bytes received by healing", registry=registry)
-        self._heal_s = Counter("everstep_heal_seconds", "Time spent receiving states", registry=registry)
-        self._wait_s = Counter("everstep_quorum_wait_seconds", "Time waited for quorums", ["group"], registry=registry)
-        self._refused = Counter("everstep_slots_refused", "Slots computed again", ["group"], registry=registry)
-        self._findings = Counter(
-            "everstep_findings", "What the attention check saw and did", ["action"], registry=registry
-        )
-        self._snapshot = Gauge("everstep_snapshot_step", "Newest step with a snapshot in memory", registry=registry)
-        self._skipped = Counter("everstep_snapshots_skipped", "Snapshots not taken", ["group"], registry=registry)
-        self._checkpoint = Gauge("everstep_checkpoint_step", "Newest checkpoint on disk", registry=registry)
-        self._lighthouse = Counter("everstep_lighthouse_starts", "Starts of the lighthouse", registry=registry)
-        self._diverged = Counter(
-            "everstep_replicas_diverged", "Audits that found a replica to differ", registry=registry
-        )
-        self._bad_nodes = Counter("everstep_bad_nodes", "Nodes that a group left", registry=registry)
-        self._faults = Counter("everstep_faults", "Injected faults", ["fault"], registry=registry)
-        self._newest = 0
+        self._loss = gauge("loss", "Loss of the newest committed step")
+        self._grad_norm = gauge("grad_norm", "Gradient norm of the newest committed step")
+        self._taking_part = gauge("groups_taking_part", "Groups in the newest committed step")
+        self._alive = gauge("groups_alive", "Groups whose workers run")
+        self._given_up = gauge("groups_given_up", "Groups that are not started again")
+        self._snapshot = gauge("snapshot_step", "Newest step with a snapshot in memory")
+        self._snapshot_at = gauge("last_snapshot_timestamp_seconds", "When the newest snapshot was taken")
+        self._checkpoint = gauge("checkpoint_step", "Newest checkpoint on disk")
+        self._tokens = counter("tokens", "Valid tokens in committed steps")
+        self._attempts = counter("attempts", "Attempts at a step, by group", "group", "committed")
+        self._thrown_away = counter("attempts_thrown_away", "Attempts in which a slot was computed again that was held")
+        self._seconds = counter("group_seconds", "What groups did with their time", "group", "state")
+        self._deaths = counter("deaths", "Deaths of a group's workers", "group", "reason")
+        self._heals = counter("heals", "States received from a living group", "group")
+        self._heal_bytes = counter("heal_bytes", "Bytes received by healing")
+        self._heal_s = counter("heal_seconds", "Time spent receiving states")
+        self._refused = counter("slots_refused", "Slots computed again", "group")
+        self._findings = counter("findings", "What the attention check saw and did", "action")
+        self._skipped = counter("snapshots_skipped", "Snapshots not taken", "group")
+        self._lighthouse = counter("lighthouse_starts", "Starts of the lighthouse")
+        self._diverged = counter("replicas_diverged", "Audits that found a replica to differ")
+        self._bad_nodes = counter("bad_nodes", "Nodes that a group left")
+        self._faults = counter("faults", "Injected faults", "fault")
+        for action in ACTIONS:
+            self._findings.labels(action)  # from 0: the first of them is an increase
+        self._commits = Commits()
+        self._begin: float | None = None
+        self._trains = False
+        self._lanes: dict[int, Lane] = {}
+        self._up: set[int] = set()
+        self._down_for_good: set[int] = set()
+        self._stalled: set[int] = set()
+        self._seen: set[tuple[Any, ...]] = set()
+
+    def _gauge(self, name: str, what: str) -> Gauge:
+        return Gauge(f"everstep_{name}", what, registry=self.registry)
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(f"everstep_{name}", what, labels, registry=self.registry)
 
     def follow(self, events: Iterable[dict[str, Any]]) -> None:
         """Take note of new events."""
         for event in events:
-            if event.get("rank") in (None, 0):
+            if self._begin is None or event["kind"] == "run_started":
+                self._begin = event["t"]
+            if event["kind"] in ("finding", "audit"):  # every rank has its own
+                self._take_check(event)
+            elif event.get("rank") in (None, 0):
                 self._take(event)
+                self._take_time(event, self._begin)
 
     def _take(self, event: dict[str, Any]) -> None:
         group = str(event.get("group"))
         match event["kind"]:
             case "run_started":
-                self._groups.set(event["groups"])
-                self._min_groups.set(event.get("min_groups", 1))
-                self._given_up.set(0)
+                self._lanes.clear()
+                self._down_for_good.clear()
+                self._up.clear()
+                self._progress.set(event["t"])
+                self._trains = True
+            case "worker_ready" if not self._trains:  # without a supervisor nobody says that the run begins
+                self._progress.set(event["t"])
+                self._trains = True
             case "commit":
                 self._commit(event)
             case "attempt":
                 self._attempts.labels(group, str(bool(event["committed"])).lower()).inc()
-            case "quorum":
-                self._wait_s.labels(group).inc(event["wait_s"])
+                if event["recomputed"] and self._first(
+                    "attempt", event["step"], event.get("quorum_id"), event["attempt"]
+                ):
+                    self._thrown_away.inc()
+            case "workers_stalled":
+                self._stalled.add(event["group"])
             case "workers_died":
-                self._deaths.labels(group).inc()
+                self._deaths.labels(group, self._reason(event)).inc()
             case "heal":
                 self._heals.labels(group).inc()
                 self._heal_bytes.inc(event["bytes"])
                 self._heal_s.inc(event["took_s"])
             case "slot_refused":
                 self._refused.labels(group).inc()
-            case "finding":
-                self._findings.labels(event["action"]).inc()
             case "snapshot":
                 self._snapshot.set(event["step"])
+                self._snapshot_at.set(event["t"])
             case "snapshot_skipped" | "snapshot_failed":
                 self._skipped.labels(group).inc()
             case "checkpoint_saved":
                 self._checkpoint.set(event["step"])
             case "lighthouse_started":
                 self._lighthouse.inc()
-            case "audit" if not event["agreed"]:
-                self._diverged.inc()
             case "node_bad":
                 self._bad_nodes.inc()
-            case "agent_ended" if event["status"] == "failed":
-                self._given_up.inc()
             case "fault":
                 self._faults.labels(event["fault"]).inc()
 
+    def _take_check(self, event: dict[str, Any]) -> None:
+        if event["kind"] == "finding":
+            self._findings.labels(event["action"]).inc()
+        elif not event["agreed"]:
+            # Every group says of every one that differs.
+            new = [group for group in event["differing"] if self._first("audit", event["step"], group)]
+            self._diverged.inc(len(new))
+
+    def _take_time(self, event: dict[str, Any], begin: float) -> None:
+        group = group_of(event)
+        if group is None:
+            return
+        lane = self._lanes.setdefault(group, Lane(begin))
+        lane.take(event)
+        for part in lane.stretches:
+            self._seconds.labels(str(group), part.state).inc(part.end - part.begin)
+        lane.stretches.clear()
+        match event["kind"]:
+            case "worker_ready":
+                self._up.add(group)
+                self._down_for_good.discard(group)
+            case "workers_died" | "agent_died" | "left" | "training_done":
+                self._up.discard(group)
+            case "agent_ended":
+                self._up.discard(group)
+                if event["status"] == "failed":
+                    self._down_for_good.add(group)
+        self._alive.set(len(self._up))
+        self._given_up.set(len(self._down_for_good))
+
     def _commit(self, event: dict[str, Any]) -> None:
-        if event["step"] == self._newest:
-            return  # every group says it
-        self._newest = event["step"]
+        if not self._commits.new(event):
+            return
         self._step.set(event["step"])
-        self._committed_at.set(event["t"])
+        self._progress.set(event["t"])
         self._loss.set(event["loss"])
-        self._grad_norm.set(event.get("grad_norm", float("nan")))
+        self._grad_norm.set(event["grad_norm"])
         self._tokens.inc(event["tokens"])
         self._taking_part.set(len(event["groups"]))
+
+    def _first(self, *what: Any) -> bool:
+        """Whether this has not been counted yet, of the rare things that several groups tell of."""
+        new = what not in self._seen
+        self._seen.add(what)
+        return new
+
+    def _reason(self, event: dict[str, Any]) -> str:
+        """One of few: a signal, an exit status, or that it hung."""
+        if event["group"] in self._stalled:
+            self._stalled.discard(event["group"])
+            return "stalled"
+        code = next(iter(event["exitcodes"].values()), 0)
+        if code >= 0:
+            return f"status {code}"
+        try:
+            return signal.Signals(-code).name
+        except ValueError:
+            return f"signal {-code}"

@@ -26,21 +26,33 @@ def write_page(run_dir: Path, against: Path | None = None) -> Path:
     reference = curve(against) if against is not None else {}
     figures = found.figures | loss_delta(found.losses, reference)
     environment = jinja2.Environment(loader=jinja2.PackageLoader("everstep.report"), autoescape=True)
+    environment.filters["duration"] = duration
     text = environment.get_template("report.html.jinja").render(
         name=run_dir.resolve().name,
         figures=figures,
         broken=verdict(figures, may_stop=True),
         goodput=GOODPUT_DEFINITION,
         pictures=_pictures(found, reference),
-        states=STATES,
+        states={state: plots.STATE_COLOURS[state] for state in STATES},
+        colours={"mine": plots.MINE, "reference": plots.REFERENCE, "fault": plots.FAULT},
         rows=_fault_table(run_dir, found),
         config=_text_of(run_dir / "config.toml"),
         versions=_versions(),
-        compared=str(against) if against is not None else "",
+        compared=against.resolve().name if against is not None else "",
     )
     draft = run_dir / "report.html.tmp"
     draft.write_text(text)
     return draft.replace(run_dir / "report.html")
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds for a reader: 1.42 s, 29 min, 3.4 h, 12.0 d."""
+    if seconds is None:
+        return "\N{EN DASH}"
+    for size, unit in ((86400, "d"), (3600, "h")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds / 60:.0f} min" if seconds >= 600 else f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
 def _pictures(found: Measured, reference: dict[int, float]) -> dict[str, str]:
@@ -48,11 +60,11 @@ def _pictures(found: Measured, reference: dict[int, float]) -> dict[str, str]:
     final = sorted(found.final, key=lambda commit: commit.step)
     gaps = {b.step: b.t - a.t for a, b in itertools.pairwise(final) if b.parent is a}
     begin = min((parts[0].begin for parts in found.stretches.values() if parts), default=0.0)
-    pictures = {
-        "loss": plots.loss(found.losses, reference, hit),
-        "lanes": plots.lanes(found.stretches, begin),
-        "steps": plots.step_times(gaps, found.figures["step_s_median"], hit),
-    }
+    pictures = {}
+    for size, wide in (("wide", True), ("narrow", False)):
+        pictures[f"loss {size}"] = plots.loss(found.losses, reference, hit, wide)
+        pictures[f"lanes {size}"] = plots.lanes(found.stretches, begin, wide)
+        pictures[f"steps {size}"] = plots.step_times(gaps, found.figures["step_s_median"], hit, wide)
     for name, what in (("stall_s", "stall"), ("rejoin_s", "rejoin")):
         values = [row[name] for row in found.rows if row[name] is not None]
         if values:

@@ -1,37 +1,42 @@
 """The plots of a report, as SVG that stands in a page: text and axes take the page's colour, light or dark."""
 
 import io
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
-from everstep.report.times import Stretch
+from everstep.report.times import STATES, Stretch
 
 INK = "#010203"
 """Stands for the page's text colour until the SVG is written."""
-MINE, REFERENCE, FAULT = "#2a7de1", "#e8963a", "#d64550"
+MINE, REFERENCE, FAULT = "#2a7de1", "#e69f00", "#d55e00"
+UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 STATE_COLOURS = {
-    "productive": "#3aa76d",
-    "recomputed": "#8fce5a",
-    "stalled": "#d64550",
-    "healing": "#9a6ad6",
-    "restarting": "#e8963a",
+    "productive": "#009e73",
+    "recomputed": "#f0e442",
+    "stalled": "#d55e00",
+    "healing": "#cc79a7",
+    "restarting": "#e69f00",
     "waiting": "#8a94a3",
 }
+"""Told apart by every kind of colour blindness: Okabe and Ito, Color Universal Design (2008)."""
 MOST_POINTS = 1500
-SMALLEST_SHARE = 1 / 1500
-"""Stretches shorter than this share of the run are not drawn on their own."""
+LANE_COLUMNS, MOST_COLUMNS = 600, 6_000
+"""Columns of a lane, and of all lanes together."""
+
+_number = itertools.count()
 
 plt.rcParams.update(
     {
         "svg.fonttype": "none",
-        "svg.hashsalt": "everstep",
         "font.family": "sans-serif",
         "font.size": 10,
         "text.color": INK,
@@ -41,26 +46,23 @@ plt.rcParams.update(
         "ytick.color": INK,
         "axes.spines.top": False,
         "axes.spines.right": False,
-        "legend.frameon": False,
     }
 )
 
 
-def loss(mine: Mapping[int, float], reference: Mapping[int, float], faults: Sequence[int]) -> str:
+def loss(mine: Mapping[int, float], reference: Mapping[int, float], faults: Sequence[int], wide: bool) -> str:
     """Loss against committed step, the run to compare with beneath it, a mark at each step with a fault."""
-    axes = _axes(3.2)
-    if reference:
-        axes.plot(*_thinned(reference), color=REFERENCE, linewidth=4, alpha=0.55, label="nothing failed")
-    axes.plot(*_thinned(mine), color=MINE, linewidth=1.4, label="this run")
+    axes = _axes(3.2, wide)
+    axes.plot(*_thinned(reference), color=REFERENCE, linewidth=4, alpha=0.6)
+    axes.plot(*_thinned(mine), color=MINE, linewidth=1.4)
     _mark(axes, faults)
     axes.set(xlabel="committed step", ylabel="loss")
-    axes.legend(loc="upper right")
     return _svg(axes)
 
 
-def step_times(by_step: Mapping[int, float], usual: float | None, faults: Sequence[int]) -> str:
+def step_times(by_step: Mapping[int, float], usual: float | None, faults: Sequence[int], wide: bool) -> str:
     """Seconds from each commit to the next."""
-    axes = _axes(2.4)
+    axes = _axes(2.4, wide)
     axes.plot(*_thinned(by_step), color=MINE, linewidth=1.0)
     if usual is not None:
         axes.axhline(usual, color=INK, linewidth=0.7, linestyle=":")
@@ -70,39 +72,70 @@ def step_times(by_step: Mapping[int, float], usual: float | None, faults: Sequen
     return _svg(axes)
 
 
-def lanes(by_group: Mapping[int, Sequence[Stretch]], begin: float) -> str:
-    """Each group's states over time."""
-    axes = _axes(0.9 + 0.34 * max(1, len(by_group)))
+def lanes(by_group: Mapping[int, Sequence[Stretch]], begin: float, wide: bool) -> str:
+    """Each group's states over time: a column's height is shared as its time was. Empty where a group was not there."""
+    axes = _axes(0.6 + 0.34 * max(1, len(by_group)), wide)
     end = max((part.end for parts in by_group.values() for part in parts), default=begin + 1)
+    unit_s, unit = next((size, name) for size, name in UNITS if end - begin >= 3 * size or size == 1)
+    columns = min(LANE_COLUMNS, MOST_COLUMNS // max(1, len(by_group)))
+    edges = np.linspace(0, (end - begin) / unit_s, columns + 1)
     for row, (_, parts) in enumerate(sorted(by_group.items())):
-        for state, colour in STATE_COLOURS.items():
-            bars = [(p.begin - begin, p.end - p.begin) for p in _merged(parts, end - begin) if p.state == state]
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, linewidth=0)
+        top = np.zeros(columns)
+        for state, share in zip(STATES, shares(parts, begin, end, columns), strict=True):
+            low = np.where(share > 0, row + 0.4 - 0.8 * top, row)
+            high = np.where(share > 0, low - 0.8 * share, row)
+            if share.any():
+                _steps(axes, edges, low, high, STATE_COLOURS[state])
+            top += share
     axes.set_yticks(range(len(by_group)), [f"group {group}" for group in sorted(by_group)])
-    axes.set_xlim(0, end - begin)
+    axes.set_xlim(0, edges[-1])
     axes.invert_yaxis()
-    axes.set(xlabel="seconds since the start")
-    handles = [Patch(color=colour, label=state) for state, colour in STATE_COLOURS.items()]
-    axes.legend(handles=handles, ncols=3, loc="lower left", bbox_to_anchor=(0, 1.0), fontsize=8.5)
+    axes.set(xlabel=f"{unit} since the start")
     return _svg(axes)
+
+
+def _steps(axes: Axes, edges: np.ndarray, low: np.ndarray, high: np.ndarray, colour: str) -> None:
+    """Fill each column between `low` and `high`; columns like their left neighbour need no points of their own."""
+    new = np.flatnonzero(np.diff(low, prepend=np.nan).astype(bool) | np.diff(high, prepend=np.nan).astype(bool))
+    at = np.append(edges[new], edges[-1])
+    bottom, top = (np.append(values[new], values[-1]) for values in (low, high))
+    axes.fill_between(at, bottom, top, step="post", color=colour, linewidth=0)
+
+
+def shares(parts: Sequence[Stretch], begin: float, end: float, columns: int) -> np.ndarray:
+    """(states, columns), in the order of STATES: which share of a column's time a group was in each state.
+    Nothing is left out, however short."""
+    edges = np.linspace(begin, end, columns + 1)
+    found = np.zeros((len(STATES), columns))
+    for row, state in enumerate(STATES):
+        mine = [part for part in parts if part.state == state]
+        if not mine:
+            continue
+        # Time spent in the state until each edge: it grows within stretches only, and in proportion.
+        times = np.array([[part.begin, part.end] for part in mine]).ravel()
+        spent = np.cumsum([size for part in mine for size in (0.0, part.end - part.begin)])
+        found[row] = np.diff(np.interp(edges, times, spent)) / (edges[1] - edges[0])
+    return found.clip(0, 1)
 
 
 def distribution(values: Sequence[float], what: str) -> str:
     """How often a fault cost so many seconds."""
-    axes = _axes(2.2, width=4.2)
+    axes = _axes(2.2, wide=False)
     axes.hist(values, bins=min(30, max(5, len(values) // 3)), color=MINE)
     axes.set(xlabel=f"{what}, seconds", ylabel="faults")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return _svg(axes)
 
 
-def _axes(height: float, width: float = 8.4) -> Axes:
-    return plt.subplots(figsize=(width, height))[1]
+def _axes(height: float, wide: bool) -> Axes:
+    """For a screen, or for a phone and for half a screen."""
+    return plt.subplots(figsize=(8.4 if wide else 4.2, height))[1]
 
 
 def _mark(axes: Axes, steps: Sequence[int]) -> None:
     if steps:
-        axes.plot(sorted(set(steps)), [0.0] * len(set(steps)), "|", color=FAULT, markersize=9, clip_on=False,
-                  transform=axes.get_xaxis_transform(), label="fault")  # fmt: skip
+        axes.plot(sorted(set(steps)), [0.0] * len(set(steps)), "|", color=FAULT, markersize=9, markeredgewidth=0.8,
+                  clip_on=False, transform=axes.get_xaxis_transform())  # fmt: skip
 
 
 def _thinned(points: Mapping[int, float]) -> tuple[list[int], list[float]]:
@@ -118,26 +151,18 @@ def _thinned(points: Mapping[int, float]) -> tuple[list[int], list[float]]:
     return steps, [points[step] for step in steps]
 
 
-def _merged(parts: Sequence[Stretch], whole_s: float) -> list[Stretch]:
-    """Neighbours of one state as one; what is too short to be seen goes with the state before it."""
-    found: list[Stretch] = []
-    for part in parts:
-        short = part.end - part.begin < whole_s * SMALLEST_SHARE
-        if found and found[-1].end == part.begin and (short or found[-1].state == part.state):
-            found[-1] = Stretch(found[-1].begin, part.end, found[-1].state)
-        else:
-            found.append(part)
-    return found
-
-
 def _svg(axes: Axes) -> str:
     figure = axes.get_figure(root=True)
     assert figure is not None
     sink = io.StringIO()
+    # What other plots of the page refer to must not be taken from this one, which may be hidden.
+    plt.rcParams["svg.hashsalt"] = f"everstep {next(_number)}"
     figure.savefig(sink, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
     plt.close(figure)
     text = sink.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor")
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # each plot has an axes_1
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
     # The page says how wide it is; the coordinates stay.
     return re.sub(
         r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1

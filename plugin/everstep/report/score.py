@@ -26,6 +26,7 @@ READ_FIELDS: dict[str, tuple[str, ...]] = {
     "workers_started": (),
     "workers_died": ("exitcodes",),
     "agent_died": ("target_group", "exitcode"),
+    "agent_ended": (),
     "worker_ready": (),
     "training_started": ("source", "global_batch_size"),
     "training_done": (),
@@ -255,7 +256,7 @@ def verdict(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
     count = figures["replicas_diverged"]
     expect(count == 0, f"{_count(count, 'audit')} found a group whose parameters differ from the others'.")
     delta, count = figures["loss_delta_max"], figures["loss_delta_undefined"]
-    expect((delta or 0.0) <= LOSS_TOLERANCE, f"The loss differs by up to {delta} from the other run's.")
+    expect((delta or 0.0) <= LOSS_TOLERANCE, f"The loss differs by up to {delta or 0.0:.3g} from the other run's.")
     expect(count == 0, f"In {_count(count, 'step')} the loss is finite in one run only.")
     return broken
 

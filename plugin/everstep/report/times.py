@@ -26,11 +26,14 @@ class Stretch:
     state: str
 
 
-class _Group:
+class Lane:
+    """One group's stretches in one session, from its events in order. `begin`: when that began, wall time in s."""
+
     def __init__(self, begin: float) -> None:
         self.stretches: list[Stretch] = []
         self._at = begin
         self._alive = False
+        self._ended = False
 
     def until(self, t: float, state: str) -> None:
         """What has not been accounted for up to `t` was `state`."""
@@ -43,7 +46,7 @@ class _Group:
         match event["kind"]:
             case "worker_ready":
                 self.until(t, "restarting")
-                self._alive = True
+                self._alive, self._ended = True, False
             case "workers_died" | "agent_died" | "workers_started":
                 self.until(t, "stalled" if self._alive else "restarting")
                 self._alive = False
@@ -64,27 +67,39 @@ class _Group:
                 self.until(t, "stalled")
             case "commit":
                 self.until(t, "productive")
-            case "left" | "training_done":
+            case "left" | "training_done" | "agent_ended":
                 self.until(t, self._usual)
-                self._alive = False
+                self._alive, self._ended = False, True
+
+    def close(self, end: float) -> None:
+        """The session ends; a group that is down by then was never brought back."""
+        if not self._alive and not self._ended:
+            self.until(end, "restarting")
 
     @property
     def _usual(self) -> str:
         return "productive" if self._alive else "restarting"
 
 
+def group_of(event: dict[str, Any]) -> int | None:
+    """The group that an event tells about, as far as its time is concerned: rank 0 speaks for all."""
+    group = event.get("target_group") if event["kind"] == "agent_died" else event.get("group")
+    return group if isinstance(group, int) and event.get("rank") in (None, 0) else None
+
+
 def stretches(events: Iterable[dict[str, Any]], sessions: Sequence[Session]) -> dict[int, list[Stretch]]:
-    """By group, its stretches in order; those of a session fill it from its begin to the group's last word."""
+    """By group, its stretches in order. Those of a session fill it from its begin to the group's last word, or to the
+    session's end when the group is down by then and nobody has ended it."""
     found: dict[int, list[Stretch]] = defaultdict(list)
     for session in sessions:
-        groups: dict[int, _Group] = {}
+        lanes: dict[int, Lane] = {}
         for event in events:
-            group = event.get("target_group") if event["kind"] == "agent_died" else event.get("group")
-            if not isinstance(group, int) or event["t"] not in session or event.get("rank") not in (None, 0):
-                continue
-            groups.setdefault(group, _Group(session.begin)).take(event)
-        for group, state in groups.items():
-            found[group] += state.stretches
+            group = group_of(event)
+            if group is not None and event["t"] in session:
+                lanes.setdefault(group, Lane(session.begin)).take(event)
+        for group, lane in lanes.items():
+            lane.close(session.end)
+            found[group] += lane.stretches
     return dict(sorted(found.items()))
 
 
