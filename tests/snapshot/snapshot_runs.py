@@ -65,9 +65,9 @@ class Run:
             )
 
     def commits(self) -> dict[int, dict]:
+        """The last word on each step, whichever group says it: one that starts late misses the first steps."""
         if not self.dir.exists():
             return {}
-        """The last word on each step, whichever group says it: one that starts late misses the first steps."""
         return {e["step"]: e for e in read_events(self.dir) if e["kind"] == "commit"}
 
     def until(self, step: int) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints out of memory: the right bytes under torchtitan's names, from a run that trains or is dead."""
 
 import io
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -99,13 +100,22 @@ def assert_same(one: Path, other: Path) -> None:
 def test_a_checkpoint_from_memory_is_bit_for_bit_the_one_that_the_trainer_writes(tmp_path, ranks):
     disk = ["--groups", "1", "--ranks-per-group", str(ranks), "--checkpoint.enable", "--checkpoint.interval", "6"]
     disk += ["--training.mixed_precision_param", "float32", "--checkpoint.no-last_save_model_only"]
-    trainer, memory = Run(tmp_path, "trainer", disk), Run(tmp_path, "memory", [*disk, "--snapshot.interval", "6"])
-    trainer.flags = [*disk, "--snapshot.no-enable"]
-    for run in (trainer, memory):
-        run.start()
-        assert run.process.wait() == 0
-    assert [e["source"] for e in memory.events("checkpoint_saved") if e["step"] == 6] == ["memory"]
-    assert_same(memory.dir / "checkpoint" / "step-6", trainer.dir / "checkpoint" / "step-6")
+    disk += ["--lr_scheduler.total_steps", "1000"]
+    # The process that writes takes seconds to start; a run that is over sooner writes its last state itself.
+    memory = Run(tmp_path, "memory", [*disk, "--snapshot.interval", "6", "--steps", "10000"])
+    memory.start()
+    try:
+        memory.until_saved(6)
+        memory.process.send_signal(signal.SIGINT)
+        assert memory.process.wait() == 0
+    finally:
+        end(memory)
+    saved = memory.events("checkpoint_saved")[0]
+    assert saved["source"] == "memory"
+    trainer = Run(tmp_path, "trainer", [*disk, "--snapshot.no-enable", "--steps", str(saved["step"])])
+    trainer.start()
+    assert trainer.process.wait() == 0
+    assert_same(*(run.dir / "checkpoint" / f"step-{saved['step']}" for run in (memory, trainer)))
 
 
 @pytest.mark.slow

@@ -1,12 +1,13 @@
 """The process group that spans replica groups: one rank column, rebuilt for every quorum whose members changed.
 
-torchft's reconfigurable process groups do the connecting and aborting. Two things are added: connecting has a
-timeout of its own, since a group that dies while it joins would otherwise hold the others for a whole collective
-timeout; and every member watches the others (`everstep.quorum.watch`), so that one that dies or gives up breaks the
-process group on all of them at once.
+torchft's reconfigurable process groups do the connecting and aborting. Two things are added: every member watches the
+others (`everstep.quorum.watch`), so that one that dies or gives up breaks the process group on all of them at once,
+also while it is being built; and building happens in a thread that can be left behind, since Gloo now and then waits
+without end for a peer that was killed while the two connected.
 """
 
 import hashlib
+import threading
 import time
 from datetime import timedelta
 from typing import Literal
@@ -15,11 +16,12 @@ import torch
 import torch.distributed as dist
 import torchft
 from torch.distributed.distributed_c10d import AllreduceOptions, Work
-from torchft.process_group import create_store_client
+from torchft.process_group import ProcessGroupWrapper, create_store_client
 
-from everstep.quorum.watch import PeerLost, PeerWatch
+from everstep.quorum.watch import PeerWatch
 
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.0001, 0.001
+CONNECT_POLL_S = 0.01
 
 
 class CrossGroupError(RuntimeError):
@@ -44,12 +46,9 @@ class CrossGroup:
         connect_timeout: timedelta,
         reduce_timeout: timedelta,
     ) -> None:
+        self._backend = backend
         self._connect_timeout, self._reduce_timeout = connect_timeout, reduce_timeout
-        if backend == "nccl":
-            self._group = torchft.ProcessGroupNCCL(timeout=reduce_timeout)
-        else:
-            # Gloo takes one timeout for connecting; sums carry theirs in their options.
-            self._group = torchft.ProcessGroupGloo(timeout=connect_timeout)
+        self._group: ProcessGroupWrapper | None = None
         self._watch = PeerWatch(host, self._on_loss)
         self._key = b""
         self._broken_groups: list[tuple[float, object]] = []
@@ -73,23 +72,25 @@ class CrossGroup:
             CrossGroupError: some member did not arrive in time.
         """
         self.abort()
-        key = hashlib.blake2b(store.partition("/")[2].encode(), digest_size=32).digest()
-        try:
-            board = create_store_client(store, timeout=self._connect_timeout)
-            board.set(f"watch/{rank}", self._watch.address)
-            others = [board.get(f"watch/{peer}").decode() for peer in range(size) if peer != rank]
-            self._key = key
-            self._watch.begin(key, others, self._connect_timeout)
-            self._group.configure(store, name, rank, size)
-        except PeerLost as error:
+        building = _Building(self._new_group(), self._watch, self._connect_timeout, store, rank, size, name)
+        self._key = building.key
+        building.start()
+        # Members may use up the timeout once while they wait for each other, and once while they connect.
+        give_up = time.monotonic() + 2 * self._connect_timeout.total_seconds()
+        while building.is_alive() and self._key and time.monotonic() < give_up:
+            building.join(CONNECT_POLL_S)
+        group, error = building.take()
+        lost = not self._key
+        if group is None or lost:
             self.abort()
-            raise CrossGroupError(f"could not connect to the other groups: {error}") from error
-        except Exception as error:  # torch and torchft raise what they like here
-            self.abort()
-            raise CrossGroupError(f"could not connect to the other groups: {_first_line(error)}") from error
-        self.size = size
+            if group is not None:
+                group.abort(errored=False)
+            if lost:
+                raise CrossGroupError("a member left while the groups connected")
+            raise CrossGroupError(f"could not connect to the other groups: {error}")
+        self._group, self.size = group, size
         if not self._key:
-            # A member was lost between the watch and here.
+            # A member was lost between the last look and here.
             self.abort()
             raise CrossGroupError("a member left while the groups connected")
 
@@ -104,6 +105,7 @@ class CrossGroup:
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM
         options.timeout = timeout or self._reduce_timeout
+        assert self._group is not None, "connected"
         try:
             return self._group.allreduce([tensor], options)
         except Exception as error:
@@ -115,6 +117,7 @@ class CrossGroup:
         Polls: Gloo now and then leaves a receive waiting for its timeout although its connections were closed. The
         caller then goes on without it; it must not use the tensors of unfinished sums again.
         """
+        assert self._group is not None, "a sum was started"
         pause_s = SHORTEST_POLL_S
         while not work.is_completed():
             if not self.connected:
@@ -160,6 +163,12 @@ class CrossGroup:
         self.abort()
         self._watch.close()
 
+    def _new_group(self) -> ProcessGroupWrapper:
+        if self._backend == "nccl":
+            return torchft.ProcessGroupNCCL(timeout=self._reduce_timeout)
+        # Gloo takes one timeout for connecting; sums carry theirs in their options.
+        return torchft.ProcessGroupGloo(timeout=self._connect_timeout)
+
     def _on_loss(self, key: bytes) -> None:
         if key == self._key:
             self._key = b""
@@ -170,12 +179,60 @@ class CrossGroup:
         """Close the connections, but keep the object until its sums have ended: its destructor waits for them."""
         now = time.monotonic()
         self._broken_groups = [(t, group) for t, group in self._broken_groups if now - t < self._patience_s]
-        self._broken_groups.append((now, self._group._pg))
-        self._group.abort(errored=False)
+        if self._group is not None:
+            self._broken_groups.append((now, self._group._pg))
+            self._group.abort(errored=False)
 
     def _broken(self, error: Exception) -> CrossGroupError:
         self.abort()
         return CrossGroupError(_first_line(error))
+
+
+class _Building(threading.Thread):
+    """Connects a process group. Whoever started it may go on without it: what it has built by then is broken again."""
+
+    def __init__(
+        self,
+        group: ProcessGroupWrapper,
+        watch: PeerWatch,
+        timeout: timedelta,
+        store: str,
+        rank: int,
+        size: int,
+        name: str,
+    ) -> None:
+        super().__init__(name="connect", daemon=True)
+        self.key = hashlib.blake2b(store.partition("/")[2].encode(), digest_size=32).digest()
+        self._group, self._watch, self._timeout = group, watch, timeout
+        self._store, self._rank, self._size, self._group_name = store, rank, size, name
+        self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+        self._lock = threading.Lock()
+        self._left_behind = False
+        self._built = False
+        self._error = "no answer in time"
+
+    def run(self) -> None:
+        try:
+            if self._device is not None:
+                torch.accelerator.set_device_index(self._device)  # each thread has its own
+            board = create_store_client(self._store, timeout=self._timeout)
+            board.set(f"watch/{self._rank}", self._watch.address)
+            others = [board.get(f"watch/{peer}").decode() for peer in range(self._size) if peer != self._rank]
+            self._watch.begin(self.key, others, self._timeout)
+            self._group.configure(self._store, self._group_name, self._rank, self._size)
+        except Exception as error:  # noqa: BLE001 - torch and torchft raise what they like here
+            self._error = _first_line(error)
+            return
+        with self._lock:
+            self._built = True
+            if self._left_behind:
+                self._group.abort(errored=False)
+
+    def take(self) -> tuple[ProcessGroupWrapper | None, str]:
+        """The process group, or None and why; from here on nothing is built any more."""
+        with self._lock:
+            self._left_behind = True
+            return (self._group if self._built else None), self._error
 
 
 def _first_line(error: Exception) -> str:

@@ -62,7 +62,7 @@ class PeerWatch:
             timeout: to reach each of them.
 
         Raises:
-            PeerLost: one of them cannot be reached.
+            PeerLost: one of them cannot be reached, or `end` was called for this process group meanwhile.
         """
         connections = []
         for peer in peers:
@@ -76,6 +76,10 @@ class PeerWatch:
                     connection.close()
                 raise PeerLost(f"{peer} does not answer: {error}") from error
         with self._lock:
+            if key in self._over:
+                for connection in connections:
+                    connection.close()
+                raise PeerLost("the process group was broken while it was being built")
             self._watched[key] = connections
             for connection in connections:
                 connection.setblocking(False)

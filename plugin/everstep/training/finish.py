@@ -37,6 +37,7 @@ def finish(
     membership: Membership,
     save: Callable[[], None],
     beat: Callable[[str, int], None],
+    all_in_group: Callable[[bool], bool],
     timeout: timedelta,
     give_up: timedelta,
 ) -> None:
@@ -45,6 +46,7 @@ def finish(
     Args:
         save: writes the checkpoint; a collective of the group.
         beat: called with a phase's name wherever progress is made.
+        all_in_group: whether a flag is true on all ranks of the group; a collective of the group.
         timeout: for one quorum.
         give_up: for the whole wait.
 
@@ -52,15 +54,16 @@ def finish(
         TimeoutError: the other groups neither finished nor left.
     """
     begin = monotonic()
-    while monotonic() - begin < give_up.total_seconds():
+    while all_in_group(monotonic() - begin < give_up.total_seconds()):
         beat("finish", step)
         try:
             quorum = membership.join(step=step, failures=0, metadata="", timeout=timeout)
         except QuorumUnavailable:
-            continue
-        if finished_step(run_dir) >= step:
+            quorum = None
+        # One rank may see the marker that another group writes just now, and another rank not yet.
+        if all_in_group(finished_step(run_dir) >= step):
             return
-        if quorum.leads:
+        if all_in_group(quorum is not None and quorum.leads):
             beat("checkpoint", step)
             save()
             _mark(run_dir, step)

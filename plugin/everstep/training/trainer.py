@@ -425,6 +425,7 @@ class EverstepTrainer(titan.Trainer):
             membership=self._membership,
             save=save,
             beat=self._heartbeat.beat,
+            all_in_group=all_in_group,
             timeout=timedelta(seconds=self._ft.quorum_timeout_s),
             give_up=timedelta(seconds=self._ft.give_up_after_s),
         )

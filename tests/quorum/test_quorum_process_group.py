@@ -1,0 +1,91 @@
+"""Process groups between real members, and a member that comes only halfway."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchft
+
+from everstep.quorum.process_group import CrossGroup, CrossGroupError
+from everstep.quorum.watch import PeerWatch
+
+HOST = "127.0.0.1"
+LONG = timedelta(seconds=20)
+
+
+@pytest.fixture(scope="module")
+def board():
+    return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def crosses():
+    made = []
+
+    def _make(connect_timeout=LONG):
+        made.append(CrossGroup("gloo", host=HOST, connect_timeout=connect_timeout, reduce_timeout=LONG))
+        return made[-1]
+
+    yield _make
+    for cross in made:
+        cross.close()
+
+
+def address(board, prefix):
+    return f"{HOST}:{board.port}/{prefix}"
+
+
+def assert_they_add(board, prefix, *members):
+    tensors = [torch.full((3,), 10.0**rank) for rank in range(len(members))]
+
+    def _add(rank):
+        members[rank].connect(address(board, prefix), rank=rank, size=len(members), name=f"group-{rank}")
+        return members[rank].sum(tensors[rank])
+
+    with ThreadPoolExecutor(len(members)) as pool:
+        sums = list(pool.map(_add, range(len(members))))
+    assert all(total.tolist() == [sum(10.0**rank for rank in range(len(members)))] * 3 for total in sums)
+
+
+def test_members_add_and_connect_again(board, crosses):
+    one, two, three = crosses(), crosses(), crosses()
+    assert_they_add(board, "all", one, two, three)
+    assert_they_add(board, "fewer", two, three)
+
+
+def test_a_member_that_leaves_while_the_groups_connect_holds_nobody(board, crosses):
+    cross, halfway = crosses(), PeerWatch(HOST, lambda _: None)
+    dist.PrefixStore("halfway", board).set("watch/1", halfway.address)
+    leave = threading.Timer(0.5, halfway.close)
+    leave.start()
+    begin = time.monotonic()
+    with pytest.raises(CrossGroupError, match="a member left"):
+        cross.connect(address(board, "halfway"), rank=0, size=2, name="group-0")
+    assert time.monotonic() - begin < LONG.total_seconds() / 2
+    assert_they_add(board, "after-halfway", cross, crosses())
+
+
+def test_a_connection_that_never_ends_is_left_behind_and_broken_if_it_ends(board, crosses, monkeypatch):
+    cross, go_on, connected = crosses(timedelta(seconds=0.5)), threading.Event(), threading.Event()
+    configure, abort = torchft.ProcessGroupGloo.configure, torchft.ProcessGroupGloo.abort
+
+    def _stuck(self, *args):
+        go_on.wait()
+        # Alone, as nobody else is there.
+        configure(self, address(board, "late"), "group-0", 0, 1)
+        monkeypatch.setattr(self, "abort", lambda errored: (abort(self, errored), connected.set()), raising=False)
+
+    monkeypatch.setattr(torchft.ProcessGroupGloo, "configure", _stuck)
+    peer = PeerWatch(HOST, lambda _: None)
+    dist.PrefixStore("stuck", board).set("watch/1", peer.address)
+    with pytest.raises(CrossGroupError, match="no answer in time"):
+        cross.connect(address(board, "stuck"), rank=0, size=2, name="group-0")
+    monkeypatch.setattr(torchft.ProcessGroupGloo, "configure", configure)
+    assert_they_add(board, "after-stuck", cross, crosses())
+    go_on.set()
+    assert connected.wait(10), "what was connected too late is broken"
+    peer.close()
