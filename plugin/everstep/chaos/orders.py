@@ -39,16 +39,22 @@ class Ordered(Fault):
 
     def plan(self, target: Target, choose: random.Random) -> Injection:
         group = self.victim(target.run, choose)
+        taker = self.taker(target.run, group)
         workers = target.run.workers(group) if self.kills_first else []
 
         def strike() -> None:
             now = time.time()
             order = {"id": f"{self.name}-{now:.6f}", "fault": self.name, "at": self.at, "deadline": now + TAKE_WITHIN_S}
-            write_json(order_file(target.run_dir, group), order | {"duration_s": self.duration_s})
-            target.signal(workers, SIGKILL)
+            target.signal(workers, SIGKILL)  # first: the order is not for these
+            write_json(order_file(target.run_dir, taker), order | {"duration_s": self.duration_s})
 
         fields = {"at_phase": self.at} if self.at else {}
-        return Injection(strike=strike, target_group=group, pids=[w.pid for w in workers], fields=fields)
+        hit = group if taker == group else sorted((group, taker))
+        return Injection(strike=strike, target_group=hit, pids=[w.pid for w in workers], fields=fields)
+
+    def taker(self, run: View, group: int) -> int:
+        """The group that the order is for, when `group` is hit."""
+        return group
 
 
 class RaiseException(Ordered):
@@ -160,6 +166,33 @@ class KillDuringHeal(Ordered):
     kills_first = True
 
 
+class KillHealSource(Ordered):
+    name = "kill-heal-source"
+    breaks = "A group is killed, and the group that its next workers heal from while it sends them its state."
+    undone = "An instant."
+    expected = "Nothing of the half state is used; both heal from a group that is left, which finishes the step."
+    kills_first = True
+
+    def why_not(self, run: View) -> str | None:
+        if (why := self.why_no_group(run, 2)) is not None:
+            return why
+        joiners = self._joiners(run)
+        if not joiners or (self.group is not None and self.group not in joiners):
+            return "the group that would be healed from is spared"
+        return None
+
+    def victim(self, run: View, choose: random.Random) -> int:
+        return choose.choice(self._joiners(run)) if self.group is None else self.group
+
+    def taker(self, run: View, group: int) -> int:
+        # torchft heals the first that is behind from the first that is not, in the order of group ids.
+        return min(run.taking_part - {group})
+
+    def _joiners(self, run: View) -> list[int]:
+        allowed = run.candidates(2)
+        return [group for group in allowed if self.taker(run, group) in allowed]
+
+
 class KillDuringConnect(Ordered):
     name = "kill-during-connect"
     breaks = "A group is killed, and its next workers while the new quorum's process group is built."
@@ -208,6 +241,7 @@ KINDS: tuple[type[Fault], ...] = (
     LossyNetwork,
     CorruptHeal,
     KillDuringHeal,
+    KillHealSource,
     KillDuringConnect,
     KillDuringSnapshot,
     KillDuringCheckpoint,

@@ -31,7 +31,10 @@ class Runner:
         while (due := self.schedule.due(self.target, now)) is not None:
             try:
                 self._inject(due)
-            except LaunchError as error:  # of the batch system: the next fault may find it in a better state
+            except (
+                LaunchError,
+                OSError,
+            ) as error:  # of the batch system, or of a file that is gone: the next may do better
                 self._events.emit("fault_failed", fault=due.fault.name, reason=str(error))
 
     def _inject(self, due: Due) -> None:

@@ -15,6 +15,10 @@ from everstep.snapshot.peers import read_places, read_token
 from everstep.snapshot.slot import HEADER_BYTES
 
 LEFT_BYTES = 64 << 10
+FILLED_BYTES = 16 << 30
+"""The largest file system that is filled: a larger one is hardly one that was made for a trial."""
+FILLER = ".everstep-filler"
+SYSTEM_MOUNTS = frozenset(map(Path, ("/", "/dev/shm", "/home", "/run", "/tmp", "/var", "/var/tmp")))
 
 
 class CorruptSnapshot(Fault):
@@ -72,9 +76,13 @@ class _Filled(Fault):
         """A folder on the file system in question, once there is one."""
         raise NotImplementedError
 
+    def prefix(self, run: View) -> str:
+        """What the names of the run's own entries in `place` begin with."""
+        return ""
+
     def never(self, run: View) -> str | None:
         place = self.place(run)
-        return None if place is None or _own_mount(place) else f"{place} is on a file system that others use as well"
+        return None if place is None else why_shared(place, self.prefix(run))
 
     def why_not(self, run: View) -> str | None:
         return None if self.place(run) else "nothing is there yet"
@@ -82,7 +90,7 @@ class _Filled(Fault):
     def plan(self, target: Target, choose: random.Random) -> Injection:
         place = self.place(target.run)
         assert place is not None
-        filler = place / ".filler"
+        filler = place / FILLER
 
         def strike() -> None:
             with filler.open("wb") as file:
@@ -100,6 +108,9 @@ class FullSharedMemory(_Filled):
     def place(self, run: View) -> Path | None:
         return next((Path(place.arena).parent for place in read_places(run.run_dir)), None)
 
+    def prefix(self, run: View) -> str:
+        return f"everstep-{run_id(read_token(run.run_dir))}-"
+
 
 class FullDisk(_Filled):
     name = "full-disk"
@@ -112,11 +123,30 @@ class FullDisk(_Filled):
         return folder if section.get("enable") and folder.is_dir() else None
 
 
-def _own_mount(place: Path) -> bool:
-    """Whether a mount that is not the system's holds it."""
-    while not place.is_mount():
-        place = place.parent
-    return place not in (Path("/"), Path("/dev/shm"), Path("/tmp"), Path("/home"))
+def why_shared(place: Path, prefix: str = "") -> str | None:
+    """Why filling the file system of `place` could harm others than the run; None: nothing else is on it.
+
+    prefix: what the names of the run's own entries in `place` begin with.
+    """
+    above, folder, own = [place], place, {FILLER, "lost+found"}
+    while not folder.is_mount():
+        own.add(folder.name)
+        folder = folder.parent
+        above.append(folder)
+    for directory in above:
+        for name in os.listdir(directory):
+            if name not in own and not (directory == place and name.startswith(prefix)):
+                return f"{folder} is a file system that others use as well: {directory / name} is on it"
+    device = os.stat(folder).st_dev
+    rows = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    roots = [row[3] for row in rows if row[2] == f"{os.major(device)}:{os.minor(device)}"]
+    if folder in SYSTEM_MOUNTS or roots != ["/"]:
+        return f"{folder} is a file system that others use as well"
+    if (size := shutil.disk_usage(folder).total) > FILLED_BYTES:
+        return (
+            f"the file system {folder} has {size >> 30} GiB, and none of more than {FILLED_BYTES >> 30} GiB is filled"
+        )
+    return None
 
 
 def remove(path: str) -> None:

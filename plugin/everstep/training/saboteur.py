@@ -167,6 +167,19 @@ class Saboteur:
 
         setattr(wire.Channel, "receive_into", corrupted)  # noqa: B010  patching, whatever the type says
 
+    def _kill_heal_source(self, order: dict[str, Any]) -> None:
+        """Die in the middle of what a joiner asked for."""
+        send = wire.Channel.send_range
+        void_at = time.monotonic() + order["deadline"] - time.time()
+
+        def half(channel: wire.Channel, source: wire.Bytes, offset: int, length: int) -> None:
+            in_time = time.monotonic() <= void_at
+            send(channel, source, offset, length // 2 if in_time else length)
+            if in_time:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(wire.Channel, "send_range", half)  # noqa: B010
+
     def _kill_during_snapshot(self, order: dict[str, Any]) -> None:
         def killed(*_: object) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
