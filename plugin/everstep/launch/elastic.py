@@ -166,7 +166,11 @@ class GroupAgent(LocalElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._kill_workers()
+        processes = self._processes()
         super()._stop_workers(worker_group)
+        for process in processes:
+            # Each refers to itself by it, and would keep its pipes for as long as the garbage collector likes.
+            vars(process).pop("terminate", None)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._beat()
