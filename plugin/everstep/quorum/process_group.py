@@ -80,19 +80,13 @@ class CrossGroup:
         while building.is_alive() and self._key and time.monotonic() < give_up:
             building.join(CONNECT_POLL_S)
         group, error = building.take()
+        if group is not None:
+            self._group, self.size = group, size
         lost = not self._key
-        if group is None or lost:
+        if lost or group is None:
             self.abort()
-            if group is not None:
-                group.abort(errored=False)
-            if lost:
-                raise CrossGroupError("a member left while the groups connected")
-            raise CrossGroupError(f"could not connect to the other groups: {error}")
-        self._group, self.size = group, size
-        if not self._key:
-            # A member was lost between the last look and here.
-            self.abort()
-            raise CrossGroupError("a member left while the groups connected")
+            reason = "a member left while the groups connected"
+            raise CrossGroupError(reason if lost else f"could not connect to the other groups: {error}")
 
     def sum_async(self, tensor: torch.Tensor, timeout: timedelta | None = None) -> Work:
         """Start to sum `tensor` in place over the groups; any dtype and device the backend takes.
