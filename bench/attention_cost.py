@@ -125,13 +125,13 @@ def timer(device: torch.device) -> Callable[[Callable[[], None]], float]:
     return on_gpu
 
 
-def peak_mb(call: Callable[[], None], device: torch.device) -> float:
-    """The most memory, in MB, that tensors made in `call` hold at once."""
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
+    """The most memory that tensors made in `call` hold at once."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         call()
-        return (torch.cuda.max_memory_allocated() - before) / 1e6
+        return torch.cuda.max_memory_allocated() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -139,7 +139,8 @@ def peak_mb(call: Callable[[], None], device: torch.device) -> float:
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         most = max(most, live)
-    return most / 1e6
+    assert events, "the profiler saw no memory"
+    return most
 
 
 def compare(calls: dict[str, Callable[[int], None]], rounds: int, device: torch.device) -> dict[str, dict]:
@@ -156,7 +157,7 @@ def compare(calls: dict[str, Callable[[int], None]], rounds: int, device: torch.
         name: {
             "seconds": statistics.median(values),
             "ratio": statistics.median(a / b for a, b in zip(values, base, strict=True)),
-            "peak_mb": peak_mb(lambda name=name: calls[name](rounds + 3), device),
+            "peak_mb": peak_bytes(lambda name=name: calls[name](rounds + 3), device) / 1e6,
         }
         for name, values in seconds.items()
     }
