@@ -1,5 +1,6 @@
 """Runs of the tiny trainer to be broken, and events of runs that never were."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -52,6 +53,23 @@ def start(tmp_path_factory):
     yield _start
     for run in runs:
         run.end()
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """Mounts file systems of the test's own in memory: of a name below tmp_path and a size as mount(8) takes it."""
+    with contextlib.ExitStack() as stack:
+
+        def _mount(name, size):
+            place = tmp_path / name
+            place.mkdir()
+            made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], capture_output=True)
+            if made.returncode != 0:
+                pytest.skip("mounting a file system needs root")
+            stack.callback(subprocess.run, ["umount", place], check=True)
+            return place
+
+        yield _mount
 
 
 class Told:

@@ -10,7 +10,7 @@ import pytest
 from everstep.chaos.campaign import read_campaign
 from everstep.chaos.registry import FAULTS
 from everstep.report.events import read_events
-from everstep.report.score import score
+from everstep.report.score import curve, score
 from recount import differences
 from watched import LOSS_TOLERANCE, environment, write_config
 
@@ -27,43 +27,87 @@ def test_the_campaign_files_hold_every_kind_of_fault():
     assert covered == FAULTS.keys()
 
 
+def run_trial(folder, name, *flags):
+    """The trial of a campaign: what it was, and where its run and the run without faults are."""
+    campaign = CAMPAIGNS / f"{name}.toml"
+    steps = max(entry.at_step for entry in read_campaign(campaign).entries) + 20
+    config = write_config(
+        folder / "campaign.toml",
+        training={"steps": steps},
+        snapshot={"enable": True},
+        attention_check={"enable": True, "frequency": 1.0},
+    )
+    run_dir = folder / "run"
+    words = ["everstep.chaos.trial", config, "--run-dir", run_dir, "--verify", "--campaign", campaign, *flags]
+    done = subprocess.run(
+        [sys.executable, "-m", *words], env=environment(), capture_output=True, text=True, check=False
+    )
+    figures = score(run_dir, folder / "run-reference")
+    said = done.stdout + done.stderr
+    assert figures["status"] == "done", said
+    assert figures["last_step"] == figures["steps"] == figures["loss_delta_steps"] == steps, said
+    assert (figures["samples_lost"], figures["samples_repeated"], figures["attempts_thrown_away"]) == (0, 0, 0), said
+    assert figures["faults"].keys() - {"died"} == kinds(campaign), said
+    assert differences(list(read_events(run_dir))) == {}, "an independent count agrees with the score"
+    return done, figures, run_dir
+
+
+def assert_kept(done, figures, run_dir):
+    """The promise was kept, and the kills are counted."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert figures["loss_delta_max"] <= LOSS_TOLERANCE
+    raw = [json.loads(line) for line in (run_dir / "events" / "chaos.jsonl").read_text().splitlines()]
+    names = [event["fault"] for event in raw if event["kind"] == "fault"]
+    assert figures["kills"] == sum(fault.startswith("kill") for fault in names)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ["processes", "workers"])
 def test_a_campaign_costs_no_step_no_sample_and_no_loss(tmp_path, name):
-    campaign = CAMPAIGNS / f"{name}.toml"
-    last = max(entry.at_step for entry in read_campaign(campaign).entries)
-    config = write_config(
-        tmp_path / "campaign.toml",
-        training={"steps": last + 20},
-        snapshot={"enable": True},
-        attention_check={"enable": True, "frequency": 1.0},
+    assert_kept(*run_trial(tmp_path, name))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_full_file_systems_and_a_corrupt_snapshot_cost_nothing(tmp_path, mount):
+    arena, disk = mount("arena", "1g"), mount("disk", "1g")
+    trial = run_trial(
+        tmp_path, "storage", "--snapshot.arena_dir", str(arena), "--checkpoint.folder", str(disk / "checkpoint")
     )
-    run_dir = tmp_path / "run"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "everstep.chaos.trial",
-            config,
-            "--run-dir",
-            run_dir,
-            "--verify",
-            "--campaign",
-            campaign,
-        ],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    figures = score(run_dir, tmp_path / "run-reference")
-    assert figures["status"] == "done"
-    assert figures["last_step"] == figures["steps"] == last + 20
-    assert figures["loss_delta_max"] <= LOSS_TOLERANCE
-    assert figures["faults"].keys() - {"died"} == kinds(campaign)
-    raw = [json.loads(line) for line in (run_dir / "events" / "chaos.jsonl").read_text().splitlines()]
-    names = [event["fault"] for event in raw if event["kind"] == "fault"]
-    assert figures["kills"] == sum(fault.startswith("kill") for fault in names)
-    assert differences(list(read_events(run_dir))) == {}, "an independent count agrees with the score"
+    assert_kept(*trial)
+    _, _, run_dir = trial
+    events = list(read_events(run_dir))
+    faults = {event["fault"]: event for event in events if event["kind"] == "fault"}
+    undone = {event["fault"]: event["t"] for event in events if event["kind"] == "fault_undone"}
+    assert faults["full-tmpfs"]["folder"] == str(arena)
+    assert faults["full-disk"]["folder"] == str(disk / "checkpoint")
+    assert undone.keys() == {"full-tmpfs", "full-disk"}
+    logs = "".join(path.read_text(errors="replace") for path in (run_dir / "logs").rglob("*.log"))
+    assert "No space left on device" in logs, "a checkpoint met the full disk"
+    started = [e for e in events if e["kind"] == "training_started" and e["t"] > faults["kill-all"]["t"]]
+    assert {event["source"] for event in started if event["rank"] == 0} & {"memory", "disk"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_replica_with_a_flipped_weight_is_found_and_heals(tmp_path):
+    """The one fault that may change the losses, between the flip and the next audit (docs/faults.md)."""
+    done, figures, run_dir = run_trial(tmp_path, "bitflip")
+    assert done.returncode == 1, "a curve that an audit doubts is not verified"
+    assert "audit found a group whose parameters differ" in done.stdout
+    assert figures["replicas_diverged"] == 1
+    events = list(read_events(run_dir))
+    (flip,) = (event for event in events if event["kind"] == "fault")
+    audits = [event for event in events if event["kind"] == "audit"]
+    found = next(event for event in audits if not event["agreed"])
+    assert found["differing"] == [flip["target_group"]]
+    healed = [e for e in events if e["kind"] == "heal" and e["t"] > found["t"] and e["group"] == flip["target_group"]]
+    assert healed
+    last = max(event["step"] for event in audits)
+    assert last > found["step"]
+    assert len({event["checksum"] for event in audits if event["step"] == last}) == 1
+    clean = curve(tmp_path / "run-reference")
+    before = {event["step"]: event["loss"] for event in events if event["kind"] == "commit" and event["t"] < flip["t"]}
+    assert len(before) >= 5
+    assert all(abs(loss - clean[step]) <= LOSS_TOLERANCE for step, loss in before.items())

@@ -1,20 +1,9 @@
-"""A trainer's Config with our sections, for tests of how it is filled; nothing here trains."""
-
-from dataclasses import dataclass, field
+"""Loads TOML texts into a trainer's Config."""
 
 import pytest
-from torchtitan.trainer import Trainer
 
 from everstep.config.load import load_config
-from everstep.config.sections import Data, FaultTolerance, Job
-
-
-class SectionedTrainer(Trainer):
-    @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
-        job: Job = field(default_factory=Job)
-        fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
-        data: Data = field(default_factory=Data)
+from sectioned import SectionedTrainer
 
 
 @pytest.fixture(scope="session")

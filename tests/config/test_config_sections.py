@@ -9,10 +9,10 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC,
 from torchtitan.hf_datasets.text_datasets import HFDataSource, InterleavedHuggingFaceTextDataLoader
 from torchtitan.models.llama3 import config_registry, model_registry
 
-from conftest import SectionedTrainer
 from everstep.config.errors import ConfigError
 from everstep.config.load import load_config
 from everstep.config.resolved import resolved_toml
+from sectioned import SectionedTrainer
 
 
 def test_what_a_file_does_not_say_is_the_base_config(load):

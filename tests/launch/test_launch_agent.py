@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-from conftest import DEADLINE_S, alive, until
+from launched import DEADLINE_S, alive, until
 
 
 def both_train(agent):

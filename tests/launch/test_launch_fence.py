@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from conftest import alive, until
 from everstep.launch import fence
 from everstep.launch.agent import FENCED_EXIT
 from everstep.launch.fence import Claim, Fenced, claim_group, holder, holds, release
 from everstep.launch.heartbeat import BeatFile, agent_beat_path
+from launched import alive, until
 
 
 def never():

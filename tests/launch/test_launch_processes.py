@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from conftest import alive, until
+from launched import alive, until
 
 ENDLESS = ("--training.steps", "1000000")
 

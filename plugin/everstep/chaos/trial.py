@@ -73,6 +73,9 @@ def trial(command: Trial, flags: Sequence[str]) -> int:
         _end(started, run_dir)
     figures = score(run_dir, reference)
     print(summary(figures, may_stop=True))
+    if reference and (missing := figures["steps"] - figures["loss_delta_steps"]):
+        unmet = [*unmet, f"The run without faults has no loss of {missing} steps; nothing is known of those."]
+        print(unmet[-1])
     print(f"Everything of this run is in {run_dir}" + (f", the run without faults in {reference}" if reference else ""))
     return int(bool(verdict(figures, may_stop=True) or unmet))
 
@@ -129,10 +132,10 @@ def _run_again(command: Trial, run_dir: Path, flags: Sequence[str]) -> Path:
     total = config.get("lr_scheduler", {}).get("total_steps")
     total = total if isinstance(total, int) else config["training"]["steps"]
     reference = run_dir.with_name(run_dir.name + "-reference")
-    # The learning rate must not depend on how far it goes.
-    schedule = ["--lr_scheduler.total_steps", str(total)]
+    # The learning rate must not depend on how far it goes, and a checkpoint of the first run must not be its start.
+    own = ["--lr_scheduler.total_steps", str(total), "--checkpoint.folder", "checkpoint"]
     print(f"The same {steps} steps without faults …", flush=True)
-    status = _start(command, reference, [*_steps(steps), *flags, *schedule]).wait()
+    status = _start(command, reference, [*_steps(steps), *flags, *own]).wait()
     if status:
         raise LaunchError(f"the run without faults ended with status {status}, see {reference}/logs/launcher.log.")
     return reference

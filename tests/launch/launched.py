@@ -1,0 +1,127 @@
+"""Real runs of the tiny trainer, watched through their events and their processes."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import psutil
+import pytest
+
+from everstep.report.events import read_events
+from watched import until
+
+HERE = Path(__file__).parent
+DEADLINE_S = 120.0
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class TinyAgent:
+    """One agent of two ranks, in a session of its own, as a batch job starts it."""
+
+    CODE = """
+import json, sys
+from everstep.launch.agent import AgentSettings, run_agent
+settings = AgentSettings(**json.loads(sys.argv[1]))
+sys.exit(run_agent(settings, preload=("everstep.launch.elastic", "tiny_trainer")))
+"""
+
+    def __init__(self, folder, *flags, **settings):
+        self.run_dir, self.temporary = folder / "run", folder / "tmp"
+        arguments = {
+            "config": "unused.toml", "run_dir": str(self.run_dir), "group": 0, "groups": 1, "ranks": 2,
+            "lighthouse": "http://127.0.0.1:1", "flags": list(flags), "entry": "tiny_trainer:main",
+            **settings,
+        }  # fmt: skip
+        self.temporary.mkdir(exist_ok=True)
+        paths = os.pathsep.join([str(HERE), *sys.path])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", self.CODE, json.dumps(arguments)],
+            env=os.environ | {"PYTHONPATH": paths, "TMPDIR": str(self.temporary)},
+            start_new_session=True,
+        )
+
+    def events(self, kind, **fields):
+        return events_of(self.run_dir, kind, **fields)
+
+    def wait_for(self, kind, **fields):
+        """The first such event of the group, whichever of its agents lived then."""
+        return until(lambda: self.events(kind, **fields), f"{kind} {fields}")[0]
+
+    def end(self):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(DEADLINE_S)
+
+
+def events_of(run_dir, kind, **fields):
+    return [
+        event
+        for event in read_events(run_dir)
+        if event["kind"] == kind and all(event.get(name) == value for name, value in fields.items())
+    ]
+
+
+class TinyRun:
+    """A supervisor of its own process, with everything below it."""
+
+    def __init__(self, run_dir, groups, ranks, *flags, terminal=None):
+        self.run_dir = run_dir
+        self.output = run_dir.with_suffix(".out")
+        self.temporary = run_dir.parent / "tmp"
+        self.temporary.mkdir(parents=True, exist_ok=True)
+        streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal} if terminal is not None else {
+            "stdin": subprocess.DEVNULL, "stdout": self.output.open("ab"), "stderr": subprocess.STDOUT
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "run_tiny.py"), str(run_dir), str(groups), str(ranks), *flags],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "TMPDIR": str(self.temporary)},
+            # In a session of its own; with a terminal to call its own, whose Ctrl-C reaches it alone.
+            start_new_session=True,
+            preexec_fn=None if terminal is None else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            **streams,
+        )
+        self.seen = set()
+
+    def events(self, kind, **fields):
+        return events_of(self.run_dir, kind, **fields)
+
+    def wait_for(self, kind, after=0.0, **fields):
+        """The first event of that kind, later than `after` (wall time)."""
+
+        def found():
+            if self.process.poll() not in (None, 0) and not self.events(kind, **fields):
+                pytest.fail(f"the run ended with {self.process.returncode} before {kind} {fields}: {self.said()}")
+            return [event for event in self.events(kind, **fields) if event["t"] > after]
+
+        return until(found, f"{kind} {fields}")[0]
+
+    def said(self):
+        return self.output.read_text() if self.output.exists() else ""
+
+    def workers(self, group):
+        """Pids of the group's newest workers."""
+        return self.events("workers_started", group=group)[-1]["pids"]
+
+    def agent(self, group):
+        return self.events("agent_started", target_group=group)[-1]["pid"]
+
+    def tree(self):
+        """All processes of the run, the supervisor first."""
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def end(self):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+        self.process.wait(DEADLINE_S)
