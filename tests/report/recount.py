@@ -53,7 +53,7 @@ def recount(events):
     for event, quorum in quorums(events):
         (commits if event["kind"] == "commit" else attempts)[quorum].append(event)
     final = final_history(events)
-    batch = next(event["global_batch_size"] for event in events if "global_batch_size" in event)
+    batch = next((event["global_batch_size"] for event in events if "global_batch_size" in event), 0)
     lost = repeated = 0.0
     for quorum in final.values():
         slots = list(zip(*(event["owners"] for event in commits[quorum]), strict=True))

@@ -18,6 +18,7 @@ from everstep.report.metrics import Metrics
 from everstep.report.once import Commits
 from everstep.report.scalars import Scalars, TensorBoard, WandB
 from timeline import Timeline
+from wandb_offline import read_offline
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -106,25 +107,8 @@ def test_a_run_that_went_back_while_nobody_looked_writes_its_steps_again(tmp_pat
     assert losses(tmp_path) == [(1, 1.0), (2, 12.0)]
 
 
-def wandb_records(data):
-    """The records of a W&B offline file: LevelDB's log format, blocks of 32 KiB, after seven bytes of W&B's own."""
-    at, parts = 7, b""
-    while at < len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-            continue
-        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        parts += data[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
-            yield parts
-            parts = b""
-
-
 def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
-    from wandb.proto import wandb_internal_pb2
-
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     story = Timeline()
@@ -133,15 +117,9 @@ def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
             story.commit(float(step), step, groups=(0, 1), loss=float(step))
         told(tmp_path, story, lambda folder: WandB(folder, "abc"))
     wandb.teardown()
-    found, ids = [], set()
-    for path in tmp_path.glob("wandb/offline-run-*/*.wandb"):
-        for data in wandb_records(path.read_bytes()):
-            record = wandb_internal_pb2.Record.FromString(data)
-            ids |= {record.run.run_id} - {""}
-            if record.HasField("history"):
-                found.append(record.history.step.num)
+    ids, found = read_offline(tmp_path)
     assert ids == {"abc"}
-    assert sorted(found) == [1, 2, 3, 4, 5]
+    assert sorted(step for step, _ in found) == [1, 2, 3, 4, 5]
 
 
 def test_the_endpoint_serves_what_the_events_say(tmp_path):

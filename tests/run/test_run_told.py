@@ -8,19 +8,21 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from everstep.launch.machine import free_port
 from everstep.report import score
+from wandb_offline import read_offline
 from watched import until, write_config
 
 BOTH = (0, 1)
 
 
 @pytest.mark.slow
-def test_every_committed_step_is_one_point_though_a_group_and_the_launcher_were_killed(start, tmp_path):
+def test_every_committed_step_is_one_point_though_a_group_and_the_launcher_were_killed(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
     port = free_port("127.0.0.1")
     config = write_config(
         tmp_path / "told.toml",
         training={"steps": 40},
         checkpoint={"interval": 5},
-        metrics={"enable_tensorboard": True},
+        metrics={"enable_tensorboard": True, "enable_wandb": True},
         fault_tolerance={"groups": 2, "metrics_port": port},
     )
     run = start(config)
@@ -49,3 +51,7 @@ def test_every_committed_step_is_one_point_though_a_group_and_the_launcher_were_
     curve = {point.step: point.value for point in points.Scalars("loss_metrics/global_avg_loss")}
     assert [point.step for point in points.Scalars("loss_metrics/global_avg_loss")] == list(range(1, 41))
     assert curve == pytest.approx(score.curve(run.run_dir), rel=1e-6)
+    ids, points = read_offline(run.run_dir)
+    assert len(ids) == 1, "one W&B run, whatever was killed"
+    assert [step for step, _ in points] == list(range(1, 41))
+    assert {step: values["loss_metrics/global_avg_loss"] for step, values in points} == pytest.approx(curve, rel=1e-6)

@@ -17,7 +17,8 @@ from everstep.report.times import STATES, Stretch
 
 INK = "#010203"
 """Stands for the page's text colour until the SVG is written."""
-MINE, REFERENCE, FAULT = "#2a7de1", "#e69f00", "#d55e00"
+MINE, REFERENCE, FAULT = "#2a7de1", "#9cc8f5", "#8a4fd3"
+"""Of curves and of the marks on them: none is a state's."""
 UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 STATE_COLOURS = {
     "productive": "#009e73",
@@ -53,7 +54,7 @@ plt.rcParams.update(
 def loss(mine: Mapping[int, float], reference: Mapping[int, float], faults: Sequence[int], wide: bool) -> str:
     """Loss against committed step, the run to compare with beneath it, a mark at each step with a fault."""
     axes = _axes(3.2, wide)
-    axes.plot(*_thinned(reference), color=REFERENCE, linewidth=4, alpha=0.6)
+    axes.plot(*_thinned(reference), color=REFERENCE, linewidth=4)
     axes.plot(*_thinned(mine), color=MINE, linewidth=1.4)
     _mark(axes, faults)
     axes.set(xlabel="committed step", ylabel="loss")
