@@ -1,9 +1,10 @@
 """Which file systems may be filled: only those that nobody but the run uses."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
-from everstep.chaos.storage import why_shared
+from everstep.chaos.storage import LEFT_BYTES, _fill, why_shared
 
 
 def test_the_systems_own_file_systems_are_never_filled(tmp_path):
@@ -36,3 +37,11 @@ def test_one_that_is_mounted_elsewhere_as_well_is_not_filled(mount, tmp_path):
         assert "others use as well" in why_shared(elsewhere)
     finally:
         subprocess.run(["umount", elsewhere], check=True)
+
+
+def test_all_is_taken_though_others_write_meanwhile(mount):
+    place = mount("place", "8m")
+    (place / "theirs").write_bytes(bytes(3 << 20))
+    with (place / "filler").open("wb") as file:
+        _fill(file.fileno(), 8 << 20)  # what was free before they wrote
+    assert shutil.disk_usage(place).free < LEFT_BYTES

@@ -17,8 +17,8 @@ from everstep.report.live import Teller, Telling, telling
 from everstep.report.metrics import Metrics
 from everstep.report.once import Commits
 from everstep.report.scalars import Scalars, TensorBoard, WandB
+from everstep.report.wandb_files import points
 from timeline import Timeline
-from wandb_offline import read_offline
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -117,9 +117,10 @@ def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
             story.commit(float(step), step, groups=(0, 1), loss=float(step))
         told(tmp_path, story, lambda folder: WandB(folder, "abc"))
     wandb.teardown()
-    ids, found = read_offline(tmp_path)
-    assert ids == {"abc"}
-    assert sorted(step for step, _ in found) == [1, 2, 3, 4, 5]
+    files = sorted(tmp_path.glob("wandb/offline-run-*/run-abc.wandb"))
+    assert len(files) == 2
+    found = [step for file in files for step, _ in points(file)]
+    assert sorted(found) == [1, 2, 3, 4, 5]
 
 
 def test_the_endpoint_serves_what_the_events_say(tmp_path):

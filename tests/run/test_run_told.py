@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from everstep.launch.machine import free_port
 from everstep.report import score
-from wandb_offline import read_offline
+from everstep.report.wandb_files import points
 from watched import until, write_config
 
 BOTH = (0, 1)
@@ -47,11 +47,13 @@ def test_every_committed_step_is_one_point_though_a_group_and_the_launcher_were_
     again = start(config, run_dir=run.run_dir)
     assert again.wait(600) == 0
     assert again.events("training_started", after=ended, rank=0)[0]["source"] == "disk"
-    points = EventAccumulator(str(run.run_dir / "tb"), size_guidance={"scalars": 0}).Reload()
-    curve = {point.step: point.value for point in points.Scalars("loss_metrics/global_avg_loss")}
-    assert [point.step for point in points.Scalars("loss_metrics/global_avg_loss")] == list(range(1, 41))
+    stored = EventAccumulator(str(run.run_dir / "tb"), size_guidance={"scalars": 0}).Reload()
+    curve = {point.step: point.value for point in stored.Scalars("loss_metrics/global_avg_loss")}
+    assert [point.step for point in stored.Scalars("loss_metrics/global_avg_loss")] == list(range(1, 41))
     assert curve == pytest.approx(score.curve(run.run_dir), rel=1e-6)
-    ids, points = read_offline(run.run_dir)
-    assert len(ids) == 1, "one W&B run, whatever was killed"
-    assert [step for step, _ in points] == list(range(1, 41))
-    assert {step: values["loss_metrics/global_avg_loss"] for step, values in points} == pytest.approx(curve, rel=1e-6)
+    files = sorted(run.run_dir.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == 2
+    assert len({file.name for file in files}) == 1, "one W&B run, of two processes"
+    told = [point for file in files for point in points(file)]
+    assert [step for step, _ in told] == list(range(1, 41))
+    assert {step: values["loss_metrics/global_avg_loss"] for step, values in told} == pytest.approx(curve, rel=1e-6)

@@ -1,5 +1,6 @@
 """Faults of memory and disk."""
 
+import errno
 import os
 import random
 import shutil
@@ -15,6 +16,7 @@ from everstep.snapshot.peers import read_places, read_token
 from everstep.snapshot.slot import HEADER_BYTES
 
 LEFT_BYTES = 64 << 10
+"""A file system with less room than this is full."""
 FILLED_BYTES = 16 << 30
 """The largest file system that is filled: a larger one is hardly one that was made for a trial."""
 FILLER = ".everstep-filler"
@@ -94,10 +96,24 @@ class _Filled(Fault):
 
         def strike() -> None:
             with filler.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, max(1, shutil.disk_usage(place).free - LEFT_BYTES))
+                _fill(file.fileno(), shutil.disk_usage(place).free)
 
         undo = Undo("everstep.chaos.storage:remove", {"path": str(filler)})
         return Injection(strike=strike, fields={"folder": str(place)}, undo=undo)
+
+
+def _fill(fd: int, free: int) -> None:
+    """Let an open file take what is left of its file system, `free` bytes or, as others write to it, fewer."""
+    size, piece = 0, free
+    while piece >= LEFT_BYTES:
+        try:
+            os.posix_fallocate(fd, size, piece)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            piece //= 2
+        else:
+            size += piece
 
 
 class FullSharedMemory(_Filled):

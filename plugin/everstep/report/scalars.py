@@ -4,7 +4,6 @@ Written by whoever follows the run's events, not by the trainers, so a group tha
 follower may die as well: each sink knows up to when it has been written, and the next follower goes on there.
 """
 
-import json
 import math
 import os
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from everstep.report.once import Commits
+from everstep.report.wandb_files import newest_step
 
 SCALARS = {
     "loss": "loss_metrics/global_avg_loss",
@@ -27,7 +27,8 @@ class Sink(Protocol):
     """Where points go."""
 
     until: float
-    """Wall time in seconds of the newest commit that was in it when it was opened."""
+    """Wall time in seconds of the newest commit that was in it when it was opened; -inf if it leaves out by itself
+    what it has."""
 
     def write(self, step: int, t: float, scalars: dict[str, float]) -> None: ...
 
@@ -35,7 +36,7 @@ class Sink(Protocol):
         """The run went back: what was written from `step` on is void."""
 
     def flush(self) -> None:
-        """What was written outlives this process from here on."""
+        """What was written should outlive this process from here on."""
 
     def close(self) -> None: ...
 
@@ -91,16 +92,17 @@ class WandB:
     """One W&B run per run directory, resumed by its id. Team, project, name and mode come from W&B's environment, as in
     torchtitan.
 
-    W&B's steps only grow: when the run goes back, steps that are committed again are left out until it is past them.
+    W&B says itself how far it has come: its process dies with the one that feeds it, and what it had not stored is
+    written again. Its steps only grow: when the run goes back, steps that are committed again are left out until it is
+    past them.
     """
+
+    until = -math.inf
 
     def __init__(self, run_dir: Path, run_id: str) -> None:
         import wandb
 
-        self._note = run_dir / "state" / "wandb.json"
-        said = json.loads(self._note.read_text()) if self._note.exists() else {"t": -math.inf, "step": 0}
-        self.until, self._step = float(said["t"]), int(said["step"])
-        self._newest = self.until
+        stored = newest_step(run_dir, run_id)
         self._run = wandb.init(
             entity=os.environ.get("WANDB_TEAM"),
             project=os.environ.get("WANDB_PROJECT", "everstep"),
@@ -110,20 +112,16 @@ class WandB:
             resume="allow",
             reinit="finish_previous",
         )
+        self._step = stored if self._run.offline else self._run.starting_step - 1
 
     def write(self, step: int, t: float, scalars: dict[str, float]) -> None:
         if step > self._step:
             self._run.log(scalars, step=step)
-            self._step, self._newest = step, t
+            self._step = step
 
     def rewind(self, step: int, t: float) -> None: ...
 
-    def flush(self) -> None:
-        # W&B's own process has the points by now, and outlives this one until they are written.
-        self._note.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._note.with_suffix(".tmp")
-        draft.write_text(json.dumps({"t": self._newest, "step": self._step}))
-        draft.replace(self._note)
+    def flush(self) -> None: ...
 
     def close(self) -> None:
         self._run.finish()
