@@ -79,11 +79,14 @@ class Block:
             return sdpa(q, k, v)[0]
         return fused.attention(sdpa, q, k, v, scale=None, guard=guard)[0]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = F.rms_norm(x, (x.shape[-1],), self.norm)
-        qkv = self.project("wqkv", h, self.w_qkv).unflatten(-1, (-1, self.head))
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        """A module of torchtitan's kind: projections and what is between them."""
+        qkv = self.project("wqkv", x, self.w_qkv).unflatten(-1, (-1, self.head))
         q, k, v = (t.contiguous() for t in qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2))
-        x = x + self.project("wo", self.attend(q, k, v).flatten(2), self.w_o)
+        return self.project("wo", self.attend(q, k, v).flatten(2), self.w_o)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(F.rms_norm(x, (x.shape[-1],), self.norm))
         h = F.rms_norm(x, (x.shape[-1],), self.norm)
         return x + F.linear(F.silu(F.linear(h, self.w1)) * F.linear(h, self.w3), self.w2)
 
@@ -185,15 +188,21 @@ def main() -> None:
         if path == "explicit":
             blocks.pop("rate 1, no second run")
 
-        def whole(block: Block, step: int) -> None:
+        def slot(block: Block, step: int, forward: Callable[[torch.Tensor], torch.Tensor], weights: list) -> None:
             if block.checks is not None:
                 block.checks.begin(step, 0)
             inputs = x.detach().requires_grad_()
-            torch.autograd.grad(block.forward(inputs), [inputs, *block.parameters()], x)
+            torch.autograd.grad(forward(inputs), [inputs, *weights], x)
             if block.checks is not None:
                 if block.checks.refused() or block.checks.drain():
                     raise AssertionError("an alarm on clean data")
                 block.checks.committed(step)
+
+        def whole(block: Block, step: int) -> None:
+            slot(block, step, block.forward, block.parameters())
+
+        def module(block: Block, step: int) -> None:
+            slot(block, step, block.attention, [block.w_qkv, block.w_o])
 
         heads = x.shape[-1] // args.head
         q, k, v = (
@@ -209,7 +218,7 @@ def main() -> None:
             if block.checks is not None:
                 block.checks.refused()
 
-        for part, run in (("block", whole), ("attention alone", alone)):
+        for part, run in (("block", whole), ("attention module", module), ("between projections", alone)):
             measured = compare(
                 {variant: lambda step, b=block, run=run: run(b, step) for variant, block in blocks.items()},
                 args.rounds,
@@ -219,7 +228,7 @@ def main() -> None:
             for variant, numbers in measured.items():
                 took = f"{numbers['seconds'] * 1e3:9.2f} ms  ratio {numbers['ratio']:.3f}"
                 took += f"  peak {numbers['peak_mb']:.0f} MB"
-                print(f"{name} {args.dtype}  {path:8s}  {part:15s}  {variant:21s}  {took}", flush=True)
+                print(f"{name} {args.dtype}  {path:8s}  {part:19s}  {variant:21s}  {took}", flush=True)
     if args.json:
         args.json.write_text(
             json.dumps({"device": name, "args": {k: str(v) for k, v in vars(args).items()}, **results})

@@ -79,10 +79,10 @@ def attention(
 
 
 def _by_key_head(x: torch.Tensor, groups: int, scale: float = 1.0) -> torch.Tensor:
-    """(B, L, N, H) as (B, N/groups, groups, L, H), times `scale`, in the accumulator dtype."""
+    """(B, L, N, H) as (B, N/groups, groups, L, H), times `scale`, in the accumulator dtype, contiguous."""
     b, length, n, h = x.shape
-    wide = x.to(accumulator(x.dtype)).permute(0, 2, 1, 3).reshape(b, n // groups, groups, length, h)
-    return wide * scale if scale != 1.0 else wide
+    wide = x.new_empty(b, n // groups, groups, length, h, dtype=accumulator(x.dtype))
+    return wide.copy_(x.permute(0, 2, 1, 3).reshape(wide.shape)).mul_(scale)
 
 
 def _from_key_head(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

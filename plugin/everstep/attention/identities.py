@@ -52,14 +52,21 @@ def forward_deviation(out: torch.Tensor, v: torch.Tensor) -> Deviation:
     """
     acc = accumulator(out.dtype)
     groups = out.shape[2] // v.shape[2]
-    low, high = (x.to(acc).repeat_interleave(groups, 1) for x in torch.aminmax(v, dim=1))
-    least, greatest = (x.to(acc) for x in torch.aminmax(out, dim=1))
+    low, high = (x.to(acc).repeat_interleave(groups, 1) for x in _extremes(v))
+    least, greatest = (x.to(acc) for x in _extremes(out))
     # A row that sees nothing is 0.
     low, high = low.clamp_max(0), high.clamp_min(0)
     beyond = torch.maximum(greatest - high, low - least).clamp_min(0)
     size = torch.maximum(high, -low)
     bound = (unit_roundoff(out.dtype) + growth(v.shape[1], out.dtype)) * size + torch.finfo(out.dtype).tiny
     return Deviation(beyond, bound, 16 * size)
+
+
+def _extremes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the greatest along dimension 1."""
+    if x.device.type == "cpu":
+        return x.amin(1), x.amax(1)  # both together take five times as long there
+    return tuple(torch.aminmax(x, dim=1))
 
 
 def lse_deviation(lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: float) -> Deviation:
