@@ -163,9 +163,18 @@ class _Operands:
         """Norms of q (B, N_kv, G, L), k or v (B, N_kv, L)."""
         return self.kept(f"{name} norms", lambda: norms(getattr(self, name), -1))
 
-    def signs(self, block: "_Block") -> torch.Tensor:
-        """`_signs` of a block's keys (keys,)."""
-        return self.kept("signs", lambda: _signs(self.k.shape[2], self.k))[block.keys]
+    def key_weights(self, block: "_Block") -> torch.Tensor:
+        """For each of a block's keys: a one, a sign, and Σ_h k_jh (B, heads, 3, keys)."""
+
+        def make() -> torch.Tensor:
+            total = self.k.sum(-1)
+            return torch.stack([torch.ones_like(total), _signs(total.shape[-1], total).expand_as(total), total], dim=-2)
+
+        return self.kept("key weights", make)[:, block.heads, :, block.keys]
+
+    def k_sizes(self, block: "_Block") -> torch.Tensor:
+        """Σ_h |k_jh| of a block's keys (B, heads, keys)."""
+        return block.of_keys(self.kept("k sizes", lambda: self.k.abs().sum(-1)))
 
     def tiled(self, name: Literal["k", "v"], block: "_Block") -> TileSums:
         """Of a block's rows of k or v, with tiles of rows: sums (B, heads, H, T) and summed norms (B, heads, T)."""
@@ -179,19 +188,10 @@ class _Operands:
         totals = self.kept(f"{name} tiled norms", lambda: tile_totals(self.norms(name)))[:, block.heads, among]
         return TileSums(plain.transpose(-1, -2), totals)
 
-    def weighed(self, block: "_Block") -> tuple[torch.Tensor, torch.Tensor]:
-        """What sums of a block's dS are made of: Σ_h k_jh and sign, side by side (B, heads, keys, 2); Σ_h |k_jh| (B,
-        heads, keys)."""
-        sums = self.kept(
-            "k sums",
-            lambda: torch.stack([self.k.sum(-1), _signs(self.k.shape[2], self.k).expand(self.k.shape[:-1])], dim=-1),
-        )
-        return block.of_keys(sums), block.of_keys(self.kept("k sizes", lambda: self.k.abs().sum(-1)))
-
     def v_sums(self, block: "_Block") -> torch.Tensor:
-        """Σ_h v_jh and Σ_h |v_jh| of a block's keys (B, heads, keys, 2)."""
-        made = self.kept("v sums", lambda: torch.stack([self.v.sum(-1), self.v.abs().sum(-1)], dim=-1))
-        return block.of_keys(made)
+        """Σ_h v_jh and Σ_h |v_jh| of a block's keys (B, heads, 2, keys)."""
+        made = self.kept("v sums", lambda: torch.stack([self.v.sum(-1), self.v.abs().sum(-1)], dim=-2))
+        return made[:, block.heads, :, block.keys]
 
     def growth(self, inner: int) -> float:
         """Relative error of a product of these operands."""
@@ -203,6 +203,14 @@ class _Operands:
         return batch * n_kv * groups * length * length / (2.0 if self.causal else 1.0)
 
 
+def _sums_over(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Sums of x's rows (..., rows, keys) under each of some weights (..., W, keys); W times (..., rows).
+
+    In this order: on a CPU `x @ weights.mT` takes twice as long.
+    """
+    return (weights @ x.mT).unbind(-2)
+
+
 def _inner_tiles(y: torch.Tensor, a: torch.Tensor, a_norms: torch.Tensor, b_sums: TileSums, loss: float) -> Deviation:
     """Row tiles of y = a bᵀ: the sums of b's rows are a few, so no pass over y but the one."""
     reach = a_norms.unsqueeze(-1) * b_sums.norms.unsqueeze(-2)
@@ -211,9 +219,8 @@ def _inner_tiles(y: torch.Tensor, a: torch.Tensor, a_norms: torch.Tensor, b_sums
 
 def _row_sums(y: torch.Tensor, p: torch.Tensor, v_sums: torch.Tensor, loss: float) -> Deviation:
     """Rows of y = p v for p >= 0."""
-    sums = p @ v_sums
-    reach = sums[..., 1]
-    return Deviation(sums[..., 0] - y.sum(-1), loss * reach + torch.finfo(y.dtype).tiny, reach)
+    expected, reach = _sums_over(p, v_sums)
+    return Deviation(expected - y.sum(-1), loss * reach + torch.finfo(y.dtype).tiny, reach)
 
 
 def _signed_row_sums(
@@ -337,12 +344,12 @@ class _Products:
         """dQ / scale of a block's rows, and what they add to dK and dV of its keys."""
         ops = self.ops
         q, k, v = block.of_rows(ops.q), block.of_keys(ops.k), block.of_keys(ops.v)
-        p, p_sums = self._probabilities(block, q, k, lse)
+        p, p_sums, signed = self._probabilities(block, q, k, lse)
         # Nothing below reads these where the call is not checked.
-        signs = signed = size = expected = signed_ds = sizes = p_sums
+        weights = signs = size = expected = signed_ds = p_sums
         if self.checking:
-            signs = ops.signs(block)
-            signed = p @ signs
+            weights = ops.key_weights(block)
+            signs = weights[..., 1, :]
         outer = ops.growth(q.shape[-2] + k.shape[-2])
         dv = self._product(
             "dv", p.transpose(-1, -2), d_out, lambda y: _column_sums(y, signs, signed, p_sums, d_out, outer)
@@ -357,18 +364,18 @@ class _Products:
         if self.checking:
             # p is not read again: its memory takes the magnitudes, and nothing of that size is allocated.
             size = torch.abs(ds, out=p).sum(-1)
-            weighed, sizes = ops.weighed(block)
-            # Sums of dQ's rows and signed sums of dS in one pass over dS.
-            expected, signed_ds = (ds @ weighed).unbind(-1)
+            # Signed sums of dS and sums of dQ's rows in one pass over dS.
+            signed_ds, expected = _sums_over(ds, weights[..., 1:, :])
         inner = ops.growth(k.shape[-2] + k.shape[-1])
-        dq = self._product("dq", ds, k, lambda y: _signed_row_sums(y, expected, size, sizes, inner))
+        dq = self._product("dq", ds, k, lambda y: _signed_row_sums(y, expected, size, ops.k_sizes(block), inner))
         dk = self._product("dk", ds.transpose(-1, -2), q, lambda y: _column_sums(y, signs, signed_ds, size, q, outer))
         return dq, dk, dv
 
     def _probabilities(
         self, block: _Block, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """P = exp(S - lse) of a block, and its row sums, which are empty when this call is not checked.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """P = exp(S - lse) of a block, its row sums, and those under the keys' signs; both are empty when this call is
+        not checked.
 
         S is made anew, and what it must agree with is the forward: every row of P sums to 1. That needs no
         sums of S, and sees as well a forward whose scores or sums were wrong. A block that does not agree is
@@ -379,20 +386,22 @@ class _Products:
         scores = self._touch("scores.backward", q @ k.transpose(-1, -2))
         p = block.mask(scores).sub_(lse).exp_()
         if self.guard is None or not self.checking:
-            return p, p.new_empty(0)
+            return p, p.new_empty(0), p.new_empty(0)
         largest = block.of_rows(self.ops.norms("q")) * block.of_keys(self.ops.norms("k")).amax(-1, keepdim=True)
         unit = unit_roundoff(p.dtype) + self.ops.loss
         bound = self.ops.growth(k.shape[-2]) + 8 * unit * (lse.squeeze(-1).abs() + largest)
         expected = (~unseen).squeeze(-1).to(p.dtype)
-        sums = p.sum(-1)
+        weights = self.ops.key_weights(block)[..., :2, :]
+        sums, signed = _sums_over(p, weights)
         found = Deviation(expected - sums, bound, torch.full_like(sums, float(k.shape[-2])))
         on_host = p.device.type == "cpu"
         if on_host and not found.bad().any():
-            return p, sums
+            return p, sums, signed
         refused, recomputed = found.bad().sum(), 0
         if on_host and self.guard.correct:
             p = block.mask(q @ k.transpose(-1, -2)).sub_(lse).exp_()
-            sums, recomputed = p.sum(-1), 1
+            sums, signed = _sums_over(p, weights)
+            recomputed = 1
             refused = Deviation(expected - sums, bound, bound).bad().sum()
         self.guard.report("scores.backward", outcome(found, recomputed=recomputed, refused=refused), backward=True)
-        return p, sums
+        return p, sums, signed

@@ -12,6 +12,7 @@ u_store·Σ|y_ij|, which no input can exceed. Checksums are kept over tiles of 6
 because that sum, and with it the smallest error that can be seen, grows with the number of elements.
 """
 
+import functools
 import math
 
 import torch
@@ -64,6 +65,7 @@ def store_roundoff(dtype: torch.dtype, device: torch.device) -> float:
     return unit_roundoff(dtype) * (2 if twice else 1)
 
 
+@functools.cache
 def tile_width(length: int) -> int:
     """Elements under one checksum: the largest divisor of `length` up to TILE, or all where only a small one
     divides."""
