@@ -102,6 +102,32 @@ def test_a_fault_whose_guard_was_killed_too_ends_with_the_next_guard(tmp_path, v
     assert not journals(tmp_path)
 
 
+def test_the_next_guard_does_not_undo_again_what_was_undone(tmp_path):
+    nothing = Undo("builtins:print")
+    first = Guard(tmp_path)
+    first.hold(Held("short", None, 0.1, nothing))
+    first.hold(Held("long", None, 600.0, nothing))
+    until(lambda: undone(tmp_path) == ["short"], "the short one to end")
+    (journal,) = journals(tmp_path)
+    until(lambda: len(journal.read_text().splitlines()) == 3, "the journal to say so")
+    first._process.kill()
+    first._process.wait()
+    second = Guard(tmp_path)
+    second.hold(Held("another", None, 0.0, nothing))
+    second.close()
+    assert sorted(undone(tmp_path)) == ["another", "long", "short"]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_guard_outlives_what_is_meant_for_the_injector(tmp_path, injector, victim, signum):
+    process = injector(600)
+    os.kill(process.guard_pid, signum)
+    time.sleep(0.3)
+    assert is_stopped(victim)
+    assert psutil.pid_exists(process.guard_pid)
+    assert undone(tmp_path) == []
+
+
 def test_an_undo_that_fails_is_said_and_keeps_no_other_from_being_done(tmp_path, victim):
     guard = Guard(tmp_path)
     guard.hold(Held("broken", None, 600.0, Undo("everstep.chaos.signals:nothing")))

@@ -105,6 +105,13 @@ def test_what_waits_changes_nothing_for_the_others(target):
     assert victim(Entry(KillGroup(), at_step=99)) == victim(Entry(KillGroup(), at_step=1))
 
 
+def test_each_entry_draws_for_itself(target):
+    target.told.take_part(0, 1, 2)
+    schedule = Listed([Entry(KillWorker(), at_step=1) for _ in range(4)], seed=5)
+    dues = [schedule.due(target, 0.0) for _ in range(4)]
+    assert len({due.choose.random() for due in dues}) == 4
+
+
 def test_a_campaign_with_pauses_goes_on_after_its_entries(target):
     target.told.take_part(0, 1, 2)
     schedule = Both(Listed([Entry(Hang(), at_step=1)], 0), Every(10.0, [KillGroup()], 0))

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from everstep.chaos import storage
 from everstep.chaos.storage import LEFT_BYTES, _fill, why_shared
 
 
@@ -16,6 +17,13 @@ def test_one_that_only_the_run_uses_may_be_filled(mount):
     arena = mount("arena", "8m")
     (arena / "everstep-1-0").mkdir()
     assert why_shared(arena, "everstep-1-") is None
+
+
+def test_the_machines_own_place_is_not_filled_though_it_is_empty(mount, monkeypatch):
+    place = mount("shm", "8m")
+    assert why_shared(place) is None
+    monkeypatch.setattr(storage, "SYSTEM_MOUNTS", {place})
+    assert "others use as well" in why_shared(place)
 
 
 def test_one_that_holds_anything_else_is_named(mount):

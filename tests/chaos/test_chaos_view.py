@@ -54,8 +54,10 @@ def test_a_group_that_was_only_stopped_is_back_when_it_commits_again(told, monke
     run.take_part(0, 1)
     monkeypatch.setattr(run.view, "_now", lambda: run.now)
     run.view.hit([0])
-    run.now += SETTLED_S
     run.commit(0, (0, 1), step=2)
+    assert run.view.taking_part == {1}, "it may have been on its way"
+    run.now += SETTLED_S
+    run.commit(0, (0, 1), step=3)
     assert run.view.taking_part == {0, 1}
 
 

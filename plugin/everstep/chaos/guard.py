@@ -161,8 +161,9 @@ def end_leftovers(run_dir: Path, events: EventLog) -> None:
             journal.remove()
 
 
-def watch(run_dir: Path) -> None:
-    """The guard process: until stdin closes and everything has been undone."""
+def watch(run_dir: Path, answers: int) -> None:
+    """The guard process: until stdin closes and everything has been undone. What it has understood, it says on the file
+    descriptor `answers`."""
     events = EventLog(run_dir, None, None, "chaos")
     end_leftovers(run_dir, events)
     journal = Journal(run_dir / "state" / "chaos" / f"guard-{os.getpid()}.jsonl")
@@ -189,7 +190,7 @@ def watch(run_dir: Path) -> None:
             journal.write(count, held)
             holding[count] = (time.monotonic() + held.lasts_s, held)
             count += 1
-            os.write(1, b"+")
+            os.write(answers, b"+")
     journal.remove()
 
 
@@ -197,7 +198,9 @@ def main() -> None:
     # What is meant for the injector, a Ctrl-C or the end of its terminal, must not keep us from undoing.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
-    watch(Path(sys.argv[1]))
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what an undo prints is no answer
+    watch(Path(sys.argv[1]), answers)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,8 @@ class Runner:
         while (due := self.schedule.due(self.target, now)) is not None:
             try:
                 self._inject(due)
-            except (
-                LaunchError,
-                OSError,
-            ) as error:  # of the batch system, or of a file that is gone: the next may do better
+            except (LaunchError, OSError) as error:
+                # Of the batch system, or of a file that is gone: the next may do better.
                 self._events.emit("fault_failed", fault=due.fault.name, reason=str(error))
 
     def _inject(self, due: Due) -> None:

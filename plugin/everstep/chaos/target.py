@@ -85,15 +85,13 @@ class LocalTarget(Target):
         self.signal([agent] if agent else [], SIGKILL)
 
     def _ours(self, proc: Proc) -> bool:
-        """Whether it is the process that the run announced, and a part of this run."""
-        if not signals.is_same(proc.pid, proc.since):
-            return False
+        """Whether the process that has this pid now is a part of this run. That it is the one that the run announced is
+        for `signals.send` to see."""
         launcher = self.launcher()
         try:
             process = psutil.Process(proc.pid)
-            if (
-                proc.role == "keeper"
-            ):  # in a session of its own, it may have outlived the supervisor that it descends from
+            if proc.role == "keeper":
+                # In a session of its own, it may have outlived the supervisor that it descends from.
                 words = " ".join(process.cmdline())
                 return "everstep.snapshot.keeper" in words and str(self.run_dir) in words
             return launcher is not None and launcher.pid in [proc.pid, *(p.pid for p in process.parents())]
