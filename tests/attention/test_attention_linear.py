@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from everstep.attention import linear
 from everstep.attention.injection import Fault
-from everstep.attention.product import _settle_rows_on_device, apply_sums, halves, row_deviation, tile_sums
+from everstep.attention.product import _settle_rows_on_device, apply_sums, bias_sums, halves, row_deviation, tile_sums
 
 RESULTS = ("wqkv.y", "wqkv.dx", "wqkv.dw")
 
@@ -152,3 +152,17 @@ def test_sums_of_tiles_predict_the_row_sums_of_a_product():
     a, b = torch.randn(7, 96), torch.randn(96, 128)
     predicted = apply_sums(a, tile_sums(b).plain)
     torch.testing.assert_close(predicted, (a @ b).view(7, 2, 64).sum(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [0.0, 1e-3, 1.0])
+def test_a_bias_raises_no_alarm_though_its_sum_is_nothing_or_takes_the_product_back(dtype, size):
+    torch.manual_seed(0)
+    for _ in range(50):
+        x, w = size * torch.randn(16, 96).to(dtype), torch.randn(192, 96).to(dtype)
+        bias = torch.randn(192).to(dtype)
+        bias[1::2] = -bias[::2]
+        against = -(x @ w.t())[0] + bias * 1e-2  # the first row nearly cancels
+        for b in (bias, against):
+            y = F.linear(x, w, b)
+            assert not row_deviation(y, x, tile_sums(w.t()), bias_sums(b)).bad().any()

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from .guard import Guard
-from .product import TileSums, row_deviation, settle_rows, tile_sums, unseen_by_checkpointing
-from .roundoff import tile_totals
+from .product import TileSums, bias_sums, row_deviation, settle_rows, tile_sums, unseen_by_checkpointing
 
 
 class WeightSums:
@@ -70,12 +69,12 @@ class _Linear(torch.autograd.Function):
         if guard.checking(section, flops=flops, cost=cost):
             with unseen_by_checkpointing():
                 kept = sums.rows(weight, guard.weights_version)
-                offset = None if bias is None else tile_totals(bias)
+                of_bias = None if bias is None else bias_sums(bias)
             y = settle_rows(
                 guard,
                 section,
                 y,
-                lambda part, rows: row_deviation(part, flat if rows is None else flat[rows], kept, offset),
+                lambda part, rows: row_deviation(part, flat if rows is None else flat[rows], kept, of_bias),
                 lambda rows: F.linear(flat if rows is None else flat[rows], weight, bias),
             )
         return y.view(*x.shape[:-1], weight.shape[0])

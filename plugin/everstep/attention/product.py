@@ -41,7 +41,8 @@ def unseen_by_checkpointing():
 
 
 class TileSums(NamedTuple):
-    """Sums of b's columns (..., K, N), tile by tile: plain (..., K, T) and Σ|b_j|₂ as norms (..., T)."""
+    """Sums of b's columns (..., K, N), tile by tile: plain (..., K, T) and Σ|b_j|₂ as norms (..., T). Of a bias (N,):
+    its sums and those of its magnitudes (T,)."""
 
     plain: torch.Tensor
     norms: torch.Tensor
@@ -59,6 +60,11 @@ def halves(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([high, (x - high.to(x.dtype)).to(dtype)], dim=-1)
 
 
+def bias_sums(bias: torch.Tensor) -> TileSums:
+    """TileSums of a bias (N,), in the accumulator dtype."""
+    return TileSums(tile_totals(bias), tile_magnitudes(bias))
+
+
 def apply_sums(a: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     """a (M, K) @ plain (K, T) in plain's dtype.
 
@@ -73,29 +79,30 @@ def apply_sums(a: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     return a.to(plain.dtype) @ plain
 
 
-def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, offset: torch.Tensor | None = None) -> Deviation:
+def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: TileSums | None = None) -> Deviation:
     """How the row tiles of y = a @ b (+ bias) compare with their checksums; residual (M, T).
 
     Args:
         y: (M, N), any float dtype.
         a: (M, K).
         sums: of b (K, N).
-        offset: (T,), tile sums of a bias.
+        bias: of the bias.
     """
     inner = a.shape[-1]
     expected = apply_sums(a, sums.plain)
-    reach = norms(a, -1).unsqueeze(-1) * sums.norms
-    if offset is not None:
-        expected = expected + offset
-        reach = reach + offset.abs()
+    product = reach = norms(a, -1).unsqueeze(-1) * sums.norms
+    if bias is not None:
+        expected = expected + bias.plain
+        reach = product + bias.norms
     bound = (growth(inner, y.dtype) + operand_roundoff(y.dtype, y.device)) * reach
-    # A product may be rounded once before its bias is added, and once more behind it.
-    store = store_roundoff(y.dtype, y.device) * (1 if offset is None else 2)
+    store = store_roundoff(y.dtype, y.device)
     if store:
         # No correct tile's magnitudes add up to more than `reach`: infinity must not excuse itself.
         # Half the digits of the checksum product may be lost on CUDA (`halves`), hence store² more.
         magnitude = tile_magnitudes(y).nan_to_num(nan=math.inf)
         bound = bound + store * torch.minimum(magnitude, 1.01 * reach) + store**2 * reach
+        if bias is not None:  # the product may have been rounded before its bias was added
+            bound = bound + store * torch.minimum(magnitude + bias.norms, 1.01 * product)
     return Deviation(expected - tile_totals(y), bound + torch.finfo(y.dtype).tiny, reach)
 
 
