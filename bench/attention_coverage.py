@@ -306,9 +306,11 @@ def count_harm(flips: int, seed: int) -> dict[str, dict]:
 
 
 def count_alarms(vectors: int, name: str, seed: int) -> dict:
-    """Alarms on clean data, until `vectors` vectors were checked."""
+    """Alarms on clean data, until `vectors` vectors were checked; and the largest share of a bound that any residual
+    took, by path."""
     rng = random.Random(seed)
     seen = alarms = 0
+    largest: dict[str, float] = defaultdict(float)
     by_style: Counter = Counter()
     original = findings.Deviation.bad
 
@@ -316,6 +318,7 @@ def count_alarms(vectors: int, name: str, seed: int) -> dict:
         nonlocal seen
         bad = original(self)
         seen += bad.numel()
+        shares.append(float((self.residual.abs() / self.bound).nan_to_num(nan=0).max()) if bad.numel() else 0.0)
         return bad
 
     findings.Deviation.bad = counting
@@ -326,16 +329,20 @@ def count_alarms(vectors: int, name: str, seed: int) -> dict:
             watcher = new_guard()
             watcher.checks.begin(1, 0)
             case = draw_case(rng, DTYPES[name], (style,))
+            shares: list[float] = []
             outputs = case.run(watcher)
             if not all(bool(x.isfinite().all()) for x in outputs):
                 continue  # the inputs overflow the dtype: not clean data
+            path = case.name.split()[0]
+            largest[path] = max(largest[path], *shares)
             watcher.checks.refused()
             for finding in watcher.checks.drain():
                 alarms += 1
                 print("ALARM", name, style, case.name, finding)
     finally:
         findings.Deviation.bad = original
-    return {"vectors": seen, "alarms": alarms, "cases": sum(by_style.values())}
+    most = {path: round(share, 3) for path, share in sorted(largest.items())}
+    return {"vectors": seen, "alarms": alarms, "cases": sum(by_style.values()), "largest share of a bound": most}
 
 
 STYLES = (

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_coverage import STYLES, attention_case
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from everstep.attention import explicit, fused
@@ -143,24 +144,25 @@ def test_two_damaged_heads_are_more_than_that_repairs():
     assert left == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("style", ["constant", "offset", "large", "small", "badly scaled"])
-def test_identities_hold_within_their_bounds_on_unfriendly_data(dtype, style):
-    q, k, v, do = (x.detach() for x in operands(torch.float32, length=200))
-    if style == "constant":
-        q, k, v, do = (torch.full_like(x, c) for x, c in ((q, 0.3), (k, 0.7), (v, 1.1), (do, 0.37)))
-    scale = {"offset": lambda x: x + 5, "large": lambda x: x * 1e6, "small": lambda x: x * 1e-9}
-    v, do = (scale.get(style, lambda x: x)(x) for x in (v, do))
-    if style == "badly scaled":
-        q, k = q * torch.logspace(-4, 1, 16), k * torch.logspace(1, -3, 200).view(1, -1, 1, 1)
-    q, k, v, do = (x.to(dtype) for x in (q, k, v, do))
-    for x in (q, k, v):
-        x.requires_grad_()
-    out, _ = sdpa(q, k, v)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), do)
-    side = output_side(do, out, None, None, k.shape[2])
-    assert not backward_deviation(q, k, v, dq, dk, dv, side, 0.25).bad().any()
-    assert not forward_deviation(out, v).bad().any()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("style", STYLES)
+def test_no_alarm_on_unfriendly_data(bench, dtype, style):
+    """Rows of P, and of dS, whose terms are alike are rounded alike; query heads of a group are stored one by one."""
+    for seed, (length, groups, mask) in enumerate(
+        [
+            (256, 1, "causal"),
+            (256, 8, "causal"),
+            (256, 8, "full"),
+            (128, 4, "full"),
+            (100, 2, "document"),
+            (16, 8, "full"),
+        ]
+    ):
+        case = attention_case("fused", length, groups, mask, 32, dtype, style, seed)
+        outputs, refused, findings = bench.run(case.run)
+        if all(output.isfinite().all() for output in outputs):
+            assert not refused, case.name
+            assert not findings, case.name
 
 
 def faulty_on(call, wrong=4.0):

@@ -205,6 +205,8 @@ def backward_deviation(
     scores = 8 * unit32 * (1 + largest).unsqueeze(-1)
     stored = 2 * unit_roundoff(q.dtype) if q.dtype != acc else 4 * unit32
     summed = unit32 * math.sqrt(length)
+    # Query heads of a group may each be stored, and added up in the narrow dtype.
+    of_group = 1.0 if groups == 1 else 1.5 + groups / 4
     # Sums of equal terms are rounded the same way at every step.
     alike = unit32 * (64 + 2 * length)
 
@@ -213,8 +215,9 @@ def backward_deviation(
     most_v = side.norm * math.sqrt(length * groups)
     dv_norm = torch.minimum(dv_.square().sum(1).sqrt(), most_v)
     dv_total = dv_.sum(1)
-    sigma_v = (stored + scores) * (dv_norm + side.norm / math.sqrt(length)) + (scores + summed) * side.norm
-    shared_v = (stored + scores + alike) * side.total.abs()
+    # A row of P whose scores are alike is rounded alike.
+    sigma_v = (stored + scores) * (dv_norm + side.norm) + (scores + summed) * side.norm
+    shared_v = (stored * of_group + scores + alike) * side.total.abs()
     parts = [_columns(dv_total - side.total, sigma_v, shared_v, most_v)]
 
     if plain_scores:
@@ -223,14 +226,19 @@ def backward_deviation(
         q_grouped = q_.reshape(*by_group, -1)
         if side.lse is not None:
             expected = scale * torch.einsum("blng,blngh->bnh", side.lse.to(acc).reshape(by_group), q_grouped)
-        v_most = torch.linalg.vector_norm(v.to(acc), dim=-1).amax(1)
-        row = side.rounding.reshape(by_group) + 2 * unit32 * side.magnitude.reshape(by_group) * v_most[:, None, :, None]
+        v_ = v.to(acc)
+        v_most = torch.linalg.vector_norm(v_, dim=-1).amax(1)
+        # A row of dS whose terms are alike is rounded alike, too: a usual one of dP = dO · V for each row.
+        v_usual = v_.square().mean((1, 3)).sqrt()
+        of_row = (stored / 2 * v_usual + 2 * unit32 * v_most)[:, None, :, None]
+        magnitude = side.magnitude.reshape(by_group)
+        row = side.rounding.reshape(by_group) + magnitude * of_row
         q_squares = q_grouped.square()
         rows = torch.einsum("blng,blngh->bnh", row.square(), q_squares).sqrt()
-        all_do = side.magnitude.reshape(by_group).square().sum((1, 3)).sqrt()
+        all_do = magnitude.square().sum((1, 3)).sqrt()
         most_k = 2 * scale * (all_do * v_most).unsqueeze(-1) * q_squares.sum((1, 3)).sqrt()
         dk_norm = torch.minimum(dk_.square().sum(1).sqrt(), most_k)
-        sigma_k = (stored + scores + summed) * dk_norm + scale * rows
+        sigma_k = (stored * of_group + scores + summed) * dk_norm + scale * rows
         mean_q = q_grouped.mean((1, 3)).abs()
         together = math.sqrt(v.shape[-1]) * row.sum((1, 3)) + alike * side.inner.abs()
         shared_k = scale * mean_q * together.unsqueeze(-1)
@@ -241,7 +249,10 @@ def backward_deviation(
         inner_q, inner_k = of_q.sum((1, 3, 4)), of_k.sum((1, 3))
         limit = torch.linalg.vector_norm(most_k, dim=-1) * k_most
         size = of_q.square().sum((1, 3, 4)).sqrt() + of_k.square().sum((1, 3)).sqrt()
-        sigma = (stored + summed) * torch.minimum(size, 2 * limit)
+        # Terms of dQ = dS K that cancel, where rows of K are much alike, leave their roundings.
+        terms = (magnitude * q_norm.reshape(by_group)).square().sum((1, 3)).sqrt() * v_usual * scale * k_most
+        # And dS may be rounded for one of the two products only.
+        sigma = (stored * (of_group + 1) + summed) * torch.minimum(size, 2 * limit) + (4 * unit32 + summed) * terms
         inner = torch.minimum(torch.maximum(inner_q.abs(), inner_k.abs()), limit)
         shared = (stored + summed + alike) * inner
         parts.append(
