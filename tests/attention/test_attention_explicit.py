@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_coverage import attention_case, close, new_guard, struck
 
 from everstep.attention import explicit
 from everstep.attention.injection import Fault
@@ -166,3 +167,21 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
         for b in blocks
     )
     assert largest <= explicit._CACHED
+
+
+def test_one_value_in_all_of_an_aligned_tile_does_not_cancel():
+    for width in (2, 4, 8, 16, 32, 64):
+        sums = explicit._key_weights(4096, torch.zeros(())).view(-1, width).sum(-1)
+        assert (sums.abs() < 1e-6).float().mean() < 0.01, width
+
+
+@pytest.mark.parametrize("result", ["dk", "dv"])
+@pytest.mark.parametrize("place", [0.07, 0.087, 0.21, 0.34, 0.56, 0.78, 0.91])
+def test_a_tile_of_one_value_where_nothing_is_seen_is_found(result, place):
+    """Keys outside a block's documents have no gradient there."""
+    case = attention_case("explicit", 256, 2, "block", 32, torch.float32, "normal", 1)
+    guard = new_guard()
+    outputs, refused, findings = struck(case, guard, result, Fault("tile", place, magnitude=1567.5))
+    guard.checks.begin(1, 0)
+    assert close(outputs, case.run(guard)) < 1e-4 or refused
+    assert findings

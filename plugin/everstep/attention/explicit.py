@@ -6,7 +6,7 @@ products forward and five backward; each is checked by the cheapest sums that se
     scores   S = Q Kᵀ      rows, over tiles of keys: Σ_j S_ij = q_i · Σ_j k_j
     context  O = P V       rows: Σ_h O_ih = Σ_j P_ij (Σ_h V_jh)
     dp       dP = dO Vᵀ    rows, over tiles of keys
-    dv       dV = Pᵀ dO    columns, with a sign for each key: Σ_j ±dV_jh = Σ_i (Σ_j ±P_ij) dO_ih
+    dv       dV = Pᵀ dO    columns, with a weight for each key: Σ_j w_j dV_jh = Σ_i (Σ_j w_j P_ij) dO_ih
     dq       dQ = dS K     rows
     dk       dK = dSᵀ Q    columns, likewise
 
@@ -164,11 +164,12 @@ class _Operands:
         return self.kept(f"{name} norms", lambda: norms(getattr(self, name), -1))
 
     def key_weights(self, block: "_Block") -> torch.Tensor:
-        """For each of a block's keys: a one, a sign, and Σ_h k_jh (B, heads, 3, keys)."""
+        """For each of a block's keys: a one, one of `_key_weights`, and Σ_h k_jh (B, heads, 3, keys)."""
 
         def make() -> torch.Tensor:
             total = self.k.sum(-1)
-            return torch.stack([torch.ones_like(total), _signs(total.shape[-1], total).expand_as(total), total], dim=-2)
+            either = _key_weights(total.shape[-1], total).expand_as(total)
+            return torch.stack([torch.ones_like(total), either, total], dim=-2)
 
         return self.kept("key weights", make)[:, block.heads, :, block.keys]
 
@@ -231,23 +232,24 @@ def _signed_row_sums(
     return Deviation(expected - y.sum(-1), loss * reach + torch.finfo(y.dtype).tiny, reach)
 
 
-def _signs(n: int, like: torch.Tensor) -> torch.Tensor:
-    """n signs without a pattern, always the same ones (n,).
+def _key_weights(n: int, like: torch.Tensor) -> torch.Tensor:
+    """n weights of either sign, from 1/2 to 1, without a pattern, always the same ones (n,).
 
     Plain column sums of dK are 0 over every document, so an error that scales all of a document's dK would
-    leave them as they are.
+    leave them as they are. Signs alone would cancel what puts one value in all of an aligned tile.
     """
-    index = torch.arange(n, device=like.device, dtype=torch.int64)
-    return (((index * 0x9E3779B1 + 0x7F4A7C15) >> 15) % 2 * 2 - 1).to(like.dtype)
+    mixed = (torch.arange(n, device=like.device, dtype=torch.int64) + 1) * 0x9E3779B1 & 0x7FFFFFFF
+    mixed = (mixed ^ mixed >> 15) * 0x85EBCA6B >> 13
+    return ((64 + mixed % 64) * (mixed // 64 % 2 * 2 - 1)).to(like.dtype) / 128
 
 
 def _column_sums(
-    y: torch.Tensor, signs: torch.Tensor, row_sums: torch.Tensor, size: torch.Tensor, x: torch.Tensor, loss: float
+    y: torch.Tensor, each: torch.Tensor, row_sums: torch.Tensor, size: torch.Tensor, x: torch.Tensor, loss: float
 ) -> Deviation:
-    """Columns of y = sᵀ x under `signs` of its rows, with row_sums = Σ_j ±s_ij and size = Σ_j |s_ij|."""
+    """Columns of y = sᵀ x under weights w for each of its rows, with row_sums = Σ_j w_j s_ij and size = Σ_j |s_ij|."""
     expected = (row_sums.unsqueeze(-2) @ x).squeeze(-2)
     reach = (size.unsqueeze(-2) @ x.abs()).squeeze(-2)
-    total = (signs.unsqueeze(-2) @ y).squeeze(-2)
+    total = (each.unsqueeze(-2) @ y).squeeze(-2)
     return Deviation(expected - total, loss * reach + torch.finfo(y.dtype).tiny, reach)
 
 
@@ -344,15 +346,15 @@ class _Products:
         """dQ / scale of a block's rows, and what they add to dK and dV of its keys."""
         ops = self.ops
         q, k, v = block.of_rows(ops.q), block.of_keys(ops.k), block.of_keys(ops.v)
-        p, p_sums, signed = self._probabilities(block, q, k, lse)
+        p, p_sums, weighed = self._probabilities(block, q, k, lse)
         # Nothing below reads these where the call is not checked.
-        weights = signs = size = expected = signed_ds = p_sums
+        weights = each = size = expected = weighed_ds = p_sums
         if self.checking:
             weights = ops.key_weights(block)
-            signs = weights[..., 1, :]
+            each = weights[..., 1, :]
         outer = ops.growth(q.shape[-2] + k.shape[-2])
         dv = self._product(
-            "dv", p.transpose(-1, -2), d_out, lambda y: _column_sums(y, signs, signed, p_sums, d_out, outer)
+            "dv", p.transpose(-1, -2), d_out, lambda y: _column_sums(y, each, weighed, p_sums, d_out, outer)
         )
         dp = self._product(
             "dp",
@@ -364,18 +366,18 @@ class _Products:
         if self.checking:
             # p is not read again: its memory takes the magnitudes, and nothing of that size is allocated.
             size = torch.abs(ds, out=p).sum(-1)
-            # Signed sums of dS and sums of dQ's rows in one pass over dS.
-            signed_ds, expected = _sums_over(ds, weights[..., 1:, :])
+            # Weighed sums of dS and sums of dQ's rows in one pass over dS.
+            weighed_ds, expected = _sums_over(ds, weights[..., 1:, :])
         inner = ops.growth(k.shape[-2] + k.shape[-1])
         dq = self._product("dq", ds, k, lambda y: _signed_row_sums(y, expected, size, ops.k_sizes(block), inner))
-        dk = self._product("dk", ds.transpose(-1, -2), q, lambda y: _column_sums(y, signs, signed_ds, size, q, outer))
+        dk = self._product("dk", ds.transpose(-1, -2), q, lambda y: _column_sums(y, each, weighed_ds, size, q, outer))
         return dq, dk, dv
 
     def _probabilities(
         self, block: _Block, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """P = exp(S - lse) of a block, its row sums, and those under the keys' signs; both are empty when this call is
-        not checked.
+        """P = exp(S - lse) of a block, its row sums, and those under the keys' weights; both are empty when this call
+        is not checked.
 
         S is made anew, and what it must agree with is the forward: every row of P sums to 1. That needs no
         sums of S, and sees as well a forward whose scores or sums were wrong. A block that does not agree is
@@ -392,16 +394,16 @@ class _Products:
         bound = self.ops.growth(k.shape[-2]) + 8 * unit * (lse.squeeze(-1).abs() + largest)
         expected = (~unseen).squeeze(-1).to(p.dtype)
         weights = self.ops.key_weights(block)[..., :2, :]
-        sums, signed = _sums_over(p, weights)
+        sums, weighed = _sums_over(p, weights)
         found = Deviation(expected - sums, bound, torch.full_like(sums, float(k.shape[-2])))
         on_host = p.device.type == "cpu"
         if on_host and not found.bad().any():
-            return p, sums, signed
+            return p, sums, weighed
         refused, recomputed = found.bad().sum(), 0
         if on_host and self.guard.correct:
             p = block.mask(q @ k.transpose(-1, -2)).sub_(lse).exp_()
-            sums, signed = _sums_over(p, weights)
+            sums, weighed = _sums_over(p, weights)
             recomputed = 1
             refused = Deviation(expected - sums, bound, bound).bad().sum()
         self.guard.report("scores.backward", outcome(found, recomputed=recomputed, refused=refused), backward=True)
-        return p, sums, signed
+        return p, sums, weighed
