@@ -50,6 +50,7 @@ FRAME = """<body style="margin: 0"><iframe id="frame" src="{page}" style="border
 <script>frame.onload = () => {{
   const page = frame.contentDocument, shown = name => page.querySelector("figure." + name).getClientRects().length > 0;
   document.title = [page.documentElement.scrollWidth, shown("wide"), shown("narrow"),
+                    [...page.querySelectorAll(".scroll")].every(part => part.scrollWidth <= part.clientWidth),
                     frame.contentWindow.getComputedStyle(page.body).backgroundColor].join(";");
 }}</script>"""
 
@@ -65,7 +66,8 @@ def test_it_fits_a_phone_and_a_screen_in_the_colours_asked_for(tmp_path, width, 
     )
     title = text[text.index("<title>") + 7 : text.index("</title>")].split(";")
     assert title[:3] == [str(width), str(wide).lower(), str(not wide).lower()], "nothing sticks out to the side"
-    assert title[3] == ("rgb(18, 22, 28)" if dark else "rgb(255, 255, 255)")
+    assert title[3] == "true", "nor do the tables of three groups have to be moved"
+    assert title[4] == ("rgb(18, 22, 28)" if dark else "rgb(255, 255, 255)")
 
 
 def test_a_run_that_has_not_committed_anything_has_a_page(tmp_path):
