@@ -76,7 +76,8 @@ def test_full_file_systems_and_a_corrupt_snapshot_cost_nothing(tmp_path, mount):
         tmp_path, "storage", "--snapshot.arena_dir", str(arena), "--checkpoint.folder", str(disk / "checkpoint")
     )
     assert_kept(*trial)
-    _, _, run_dir = trial
+    _, figures, run_dir = trial
+    assert figures["deaths_unprovoked"] == 0, "no trainer died of the full disk"
     events = list(read_events(run_dir))
     faults = {event["fault"]: event for event in events if event["kind"] == "fault"}
     undone = {event["fault"]: event["t"] for event in events if event["kind"] == "fault_undone"}

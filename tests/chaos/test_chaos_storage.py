@@ -1,4 +1,4 @@
-"""Which file systems may be filled: only those that nobody but the run uses."""
+"""File systems that are full, and which may be filled: only those that nobody but the run uses."""
 
 import shutil
 import subprocess
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from everstep.chaos import storage
 from everstep.chaos.storage import LEFT_BYTES, _fill, why_shared
+from watched import Watched, write_config
 
 
 def test_the_systems_own_file_systems_are_never_filled(tmp_path):
@@ -53,3 +54,25 @@ def test_all_is_taken_though_others_write_meanwhile(mount):
     with (place / "filler").open("wb") as file:
         _fill(file.fileno(), 8 << 20)  # what was free before they wrote
     assert shutil.disk_usage(place).free < LEFT_BYTES
+
+
+def test_a_checkpoint_that_does_not_fit_costs_nothing_but_itself(mount, tmp_path):
+    disk = mount("disk", "1m")
+    config = write_config(
+        tmp_path / "full.toml",
+        training={"steps": 16},
+        checkpoint={"interval": 4, "folder": str(disk / "checkpoint")},
+        fault_tolerance={"groups": 2},
+    )
+    run = Watched(config, tmp_path / "run")
+    try:
+        run.wait_for("commit", step=5)
+        subprocess.run(["mount", "-o", "remount,size=1g", disk], check=True)
+        assert run.wait() == 0, run.said()
+    finally:
+        run.end()
+    assert not run.events("workers_died")
+    assert 4 not in {event["step"] for event in run.events("checkpoint_saved")}
+    logs = "".join(path.read_text() for path in (run.run_dir / "logs").glob("group-*/rank-0.log"))
+    assert f"No checkpoint in {disk / 'checkpoint'} of step 4: " in logs
+    assert (disk / "checkpoint" / "step-16" / ".metadata").exists()

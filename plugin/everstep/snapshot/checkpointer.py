@@ -74,9 +74,10 @@ class SnapshotCheckpointManager(CheckpointManager):
         if self._at_work:
             self._collect()
         if last_step or self._owed or self._start is None:
-            saved = super()._save(curr_step, last_step)
-            self._owed = False
-            return saved
+            try:
+                return super()._save(curr_step, last_step)
+            finally:
+                self._owed = False  # also where it could not be written: it is not tried again at every step
         if self.due(curr_step):
             if self._at_work:
                 logger.warning(f"The checkpoint of step {curr_step} is left out: the one before is still being written")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan import trainer as titan
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.distributed import utils as dist_utils
@@ -403,7 +404,17 @@ class EverstepTrainer(titan.Trainer):
     def _save(self, *, last: bool = False) -> None:
         self._heartbeat.beat("checkpoint", self.step)
         begin = time.monotonic()
-        if self.checkpointer.save(self.step, last_step=last):
+        try:
+            saved = self.checkpointer.save(self.step, last_step=last)
+        except CheckpointException as error:  # the same on all ranks of the group
+            if last:
+                raise
+            why, _ = next(iter(error.failures.values()))
+            what = f"{self.config.checkpoint.folder} of step {self.step}: {type(why).__name__}: {why}"
+            logger.warning(f"No checkpoint in {what}. Is there room? Training goes on.")
+            self.checkpointer.save_future = None
+            return
+        if saved:
             self.events.emit("checkpoint_saved", self.step, took_s=round(time.monotonic() - begin, 3))
 
     def _finish(self) -> None:
