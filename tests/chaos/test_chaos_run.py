@@ -141,7 +141,9 @@ def test_all_groups_at_once_and_then_the_launcher(run, tmp_path):
     again = until(lambda: holder_of(run.run_dir), "the run to be started again")
     assert again[0] != supervisor
     started = until(lambda: run.events("run_started", after=begin), "the new start")[0]
-    until(lambda: run.events("commit", after=started["t"]), "steps of the new start")
+    for group in range(3):
+        for rank in range(len(run.workers(group))):
+            until(lambda g=group, r=rank: run.events("commit", after=started["t"], group=g, rank=r), "its steps")
 
 
 def test_a_run_that_is_over_is_not_broken(run):
