@@ -21,12 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from attention_coverage import sdpa
 from everstep.attention import explicit, fused, linear
 from everstep.attention.guard import Checks
 from everstep.attention.masks import Visible
 from everstep.attention.section import AttentionCheck
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CAUSAL = sdpa(Visible())
 VARIANTS: dict[str, dict | None] = {
     "unchecked": None,
     "rate 0": {"frequency": 0.0},
@@ -76,8 +78,8 @@ class Block:
         if self.path == "explicit":
             return explicit.attention(q, k, v, Visible(), guard=guard)[0]
         if guard is None:
-            return sdpa(q, k, v)[0]
-        return fused.attention(sdpa, q, k, v, scale=None, guard=guard)[0]
+            return CAUSAL(q, k, v)[0]
+        return fused.attention(CAUSAL, q, k, v, scale=None, guard=guard)[0]
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
         """A module of torchtitan's kind: projections and what is between them."""
@@ -92,18 +94,6 @@ class Block:
 
     def parameters(self) -> list[torch.Tensor]:
         return [self.w_qkv, self.w_o, self.w1, self.w2, self.w3]
-
-
-def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
-    """The stock kernel on (B, L, N, H)."""
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        is_causal=True,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return out.transpose(1, 2), None
 
 
 def timer(device: torch.device) -> Callable[[Callable[[], None]], float]:

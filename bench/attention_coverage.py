@@ -126,9 +126,9 @@ def linear_case(rows: int, inner: int, outer: int, bias: bool, dtype, style: str
 
 def sdpa(visible: Visible) -> fused.Attend:
     """torch's kernel on (B, L, N, H) under a mask."""
+    plain = visible == Visible()
 
     def attend(q, k, v):
-        plain = visible == Visible()
         batch, length, heads = q.shape[:3]
         mask = None if plain else visible.block(0, length, 0, length, batch=batch, heads=heads, device=q.device)
         out = F.scaled_dot_product_attention(

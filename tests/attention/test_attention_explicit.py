@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_coverage import attention_case, close, new_guard, struck
 
+from attention_coverage import attention_case, close, new_guard, struck
 from everstep.attention import explicit
 from everstep.attention.injection import Fault
 from everstep.attention.masks import Visible, documents_of

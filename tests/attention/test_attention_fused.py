@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from attention_coverage import STYLES, attention_case
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from attention_coverage import STYLES, attention_case
+from attention_coverage import sdpa as sdpa_under
 from everstep.attention import explicit, fused
 from everstep.attention.identities import (
     agreement_deviation,
@@ -17,13 +17,7 @@ from everstep.attention.identities import (
 from everstep.attention.injection import Fault
 from everstep.attention.masks import Visible
 
-
-def sdpa(q, k, v):
-    gqa = q.shape[2] != k.shape[2]
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=gqa
-    )
-    return out.transpose(1, 2), None
+sdpa = sdpa_under(Visible())
 
 
 def with_lse(q, k, v):

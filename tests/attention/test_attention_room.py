@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cost import peak_bytes
 
 import everstep.attention
+from attention_cost import peak_bytes
 from everstep.attention import explicit, fused, linear
 from everstep.attention.masks import Visible
 

@@ -82,7 +82,8 @@ def _by_key_head(x: torch.Tensor, groups: int, scale: float = 1.0) -> torch.Tens
     """(B, L, N, H) as (B, N/groups, groups, L, H), times `scale`, in the accumulator dtype, contiguous."""
     b, length, n, h = x.shape
     wide = x.new_empty(b, n // groups, groups, length, h, dtype=accumulator(x.dtype))
-    return wide.copy_(x.permute(0, 2, 1, 3).reshape(wide.shape)).mul_(scale)
+    wide.copy_(x.permute(0, 2, 1, 3).reshape(wide.shape))
+    return wide.mul_(scale) if scale != 1.0 else wide
 
 
 def _from_key_head(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
