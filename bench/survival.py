@@ -9,7 +9,7 @@ within one window than parity covers, the step of that window is lost, and if al
 only disk is left. (As long as one trainer lives, its own copy of the state does too; the simulation asks for
 the harder thing.)
 
-- Simulation: failure times are drawn for every host; in each window that has any, `everstep.snapshot.ladder`
+- Simulation: failure times are drawn for every host; in each window that has any, `everstep.snapshot.sources`
   decides from the headers of the keepers that are left. Nothing of the code's properties is assumed.
 - Closed form: with p = 1 - exp(-window / MTBF), a window is survived with P(Binomial(n, p) <= parity), a run
   with that to the power of its number of windows.
@@ -28,9 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from everstep.snapshot.ladder import decide
+from everstep.snapshot.buffer import Header
 from everstep.snapshot.peers import Held
-from everstep.snapshot.slot import Header
+from everstep.snapshot.sources import decide
 
 DAY_S = 86_400.0
 SCHEMES = {"no parity": 0, "parity 1": 1, "parity 2": 2}
@@ -70,7 +70,7 @@ def closed_form(case: Case) -> float:
 
 @functools.lru_cache(maxsize=100_000)
 def restorable(hosts: int, parity: int, lost: frozenset[int]) -> bool:
-    """Whether the ladder finds the step when these hosts are gone."""
+    """Whether the sources finds the step when these hosts are gone."""
     held = []
     for group in range(hosts):
         for kind in ("data", "parity") if parity else ("data",):

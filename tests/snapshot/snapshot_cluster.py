@@ -13,12 +13,12 @@ import psutil
 import torch
 
 from everstep.run.token import run_token
-from everstep.snapshot import keepers, ladder, peers, recovery, restore
-from everstep.snapshot.arena import Arena, run_id
+from everstep.snapshot import keepers, peers, recovery, restore, sources
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.layout import Layout
 from everstep.snapshot.plan import State
 from everstep.snapshot.section import Snapshot
+from everstep.snapshot.segment import Segment, run_id
 
 TIMEOUT = timedelta(seconds=5)
 
@@ -48,7 +48,7 @@ class Cluster:
         self.run_dir.mkdir()
         self.token = run_token(self.run_dir)
         self.settings = replace(
-            Snapshot(enable=True, arena_dir=str(self.home), memory_reserve_gb=0.0, coding_timeout_s=5.0),
+            Snapshot(enable=True, segment_dir=str(self.home), memory_reserve_gb=0.0, coding_timeout_s=5.0),
             **settings,
         )
         self.groups = list(range(groups))
@@ -69,16 +69,16 @@ class Cluster:
             self.kill_keeper(place.group)
         shutil.rmtree(self.home, ignore_errors=True)
 
-    def arena(self, group: int) -> Arena:
-        return Arena(self.home, run_id(self.token), group)
+    def segment(self, group: int) -> Segment:
+        return Segment(self.home, run_id(self.token), group)
 
     def start_keeper(self, group: int) -> peers.Place:
         return keepers.start_keeper(self.run_dir, group, "127.0.0.1", self.settings)
 
     def start_copier(self, group: int) -> None:
         emit = lambda kind, step=None, **fields: self.events.append((group, kind, step, fields))  # noqa: E731
-        self.arena(group).create()
-        self.copiers[group] = Copier(self.arena(group), 0, 1, self.settings, emit)
+        self.segment(group).create()
+        self.copiers[group] = Copier(self.segment(group), 0, 1, self.settings, emit)
 
     def kill_keeper(self, group: int) -> None:
         for place in peers.read_places(self.run_dir):
@@ -89,7 +89,7 @@ class Cluster:
     def lose_host(self, group: int) -> None:
         """The keeper and its memory are gone."""
         self.kill_keeper(group)
-        self.arena(group).remove()
+        self.segment(group).remove()
 
     def commit(self, step: int, members=None, lineage="a", scale: int = 1, seed: int = 0) -> None:
         """One committed step on every member: what was begun before is waited for, as before a vote."""
@@ -118,8 +118,8 @@ class Cluster:
 
         def done() -> bool:
             for group in self.groups:
-                headers = [h for h in self.arena(group).headers("data", 0) if h and h.step == step]
-                notes = self.arena(group).read_notes(0)
+                headers = [h for h in self.segment(group).headers("data", 0) if h and h.step == step]
+                notes = self.segment(group).read_notes(0)
                 if headers and not (notes.settled and notes.sequence == headers[0].sequence):
                     return False
                 if headers and coded and not notes.coded:
@@ -128,9 +128,9 @@ class Cluster:
 
         wait_until(done)
 
-    def decide(self, disk_step=None, ranks: int = 1, topologies=None) -> ladder.Decision:
+    def decide(self, disk_step=None, ranks: int = 1, topologies=None) -> sources.Decision:
         held, _ = peers.reachable(peers.read_places(self.run_dir), self.token, TIMEOUT)
-        return ladder.decide(held, run=run_id(self.token), ranks=ranks, disk_step=disk_step, topologies=topologies)
+        return sources.decide(held, run=run_id(self.token), ranks=ranks, disk_step=disk_step, topologies=topologies)
 
     def recover(self, group: int = 0, disk_step: int | None = None) -> recovery.Recovery:
         held, _ = peers.reachable(peers.read_places(self.run_dir), self.token, TIMEOUT)
@@ -139,13 +139,13 @@ class Cluster:
             group=group,
             rank=0,
             ranks=1,
-            topology=next((slot.header.topology for slot in held), ""),
+            topology=next((buffer.header.topology for buffer in held), ""),
             disk_step=disk_step,
             timeout=TIMEOUT,
             patience=timedelta(0),
         )
 
-    def restore(self, decision: ladder.Decision, group: int = 0) -> restore.Restored:
+    def restore(self, decision: sources.Decision, group: int = 0) -> restore.Restored:
         return restore.restore_rank(decision.columns[0], 0, group, self.token, TIMEOUT)
 
 

@@ -6,26 +6,26 @@ import pytest
 
 from everstep import wire
 from everstep.snapshot import copier, peers
-from everstep.snapshot.copier import Standing, slot_to_overwrite
+from everstep.snapshot.copier import Standing, buffer_to_overwrite
 from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, wait_until
 
 
-def slot(sequence, **facts):
+def buffer(sequence, **facts):
     return Standing(**{"sequence": sequence, "complete": True, "sound": True, "coded": False, "coding": False, **facts})
 
 
-def test_neither_the_held_slot_nor_the_newest_complete_one_is_overwritten():
-    assert slot_to_overwrite([slot(1, held=True), slot(2)]) is None
-    assert slot_to_overwrite([slot(1), slot(2, held=True)]) == 0
-    assert slot_to_overwrite([slot(1, held=True), slot(2, complete=False)]) == 1
-    assert slot_to_overwrite([slot(1, held=True), None]) == 1
+def test_neither_the_held_buffer_nor_the_newest_complete_one_is_overwritten():
+    assert buffer_to_overwrite([buffer(1, held=True), buffer(2)]) is None
+    assert buffer_to_overwrite([buffer(1), buffer(2, held=True)]) == 0
+    assert buffer_to_overwrite([buffer(1, held=True), buffer(2, complete=False)]) == 1
+    assert buffer_to_overwrite([buffer(1, held=True), None]) == 1
 
 
 def steps_of(run: Cluster) -> list[set[int]]:
-    return [{h.step for h in run.arena(g).headers("data", 0) if h} for g in run.groups]
+    return [{h.step for h in run.segment(g).headers("data", 0) if h} for g in run.groups]
 
 
-def slots_of(run: Cluster, step: int) -> list:
+def buffers_of(run: Cluster, step: int) -> list:
     decision = run.decide()
     assert decision.step == step
     column = decision.columns[0]
@@ -37,7 +37,7 @@ def test_a_held_step_stays_while_training_goes_on_and_is_given_up_afterwards():
         run.commit(1)
         run.wait()
         decision = run.decide()
-        with peers.Hold(slots_of(run, 1), run.token, TIMEOUT):
+        with peers.Hold(buffers_of(run, 1), run.token, TIMEOUT):
             for step in (2, 3, 4):
                 run.commit(step)
             run.wait()
@@ -46,7 +46,7 @@ def test_a_held_step_stays_while_training_goes_on_and_is_given_up_afterwards():
             skipped = [(step, fields["reason"]) for _, kind, step, fields in run.events if kind == "snapshot_skipped"]
             assert {step for step, _ in skipped} == {3, 4}
             assert all("being written to disk" in reason for _, reason in skipped)
-        wait_until(lambda: all(run.arena(g).read_notes(0).holding == -1 for g in run.groups))
+        wait_until(lambda: all(run.segment(g).read_notes(0).holding == -1 for g in run.groups))
         run.commit(5)
         run.wait()
         assert steps_of(run) == [{2, 5}, {2, 5}]
@@ -56,12 +56,12 @@ def test_a_hold_ends_with_who_has_it():
     with Cluster(1) as run:
         run.commit(1)
         run.wait()
-        [(address, rank, identity)] = slots_of(run, 1)
+        [(address, rank, identity)] = buffers_of(run, 1)
         channel = wire.connect(address, run.token, TIMEOUT)
         channel.ask({"op": "hold", "kind": "data", "rank": rank, "identity": identity, "sound": False, "patience_s": 0})
-        assert run.arena(0).read_notes(0).holding != -1
+        assert run.segment(0).read_notes(0).holding != -1
         channel.close()
-        wait_until(lambda: run.arena(0).read_notes(0).holding == -1)
+        wait_until(lambda: run.segment(0).read_notes(0).holding == -1)
 
 
 def test_a_step_that_is_gone_cannot_be_held():
@@ -69,7 +69,7 @@ def test_a_step_that_is_gone_cannot_be_held():
         for step in (1, 2, 3):
             run.commit(step)
             run.wait()
-        [(address, rank, (step, *rest))] = slots_of(run, 3)
+        [(address, rank, (step, *rest))] = buffers_of(run, 3)
         with (
             pytest.raises(wire.RefusedError, match="step 1 of rank 0 is not held here"),
             peers.Hold([(address, rank, (step - 2, *rest))], run.token, TIMEOUT),
@@ -102,7 +102,7 @@ def test_a_step_to_be_written_is_taken_whatever_the_interval_and_waits_for_its_r
         identity = (3, *decision.columns[0].identity[1:])
         with peers.Hold([(a, 0, identity) for a in decision.columns[0].data.values()], run.token, TIMEOUT):
             pass
-        wait_until(lambda: all(run.arena(g).read_notes(0).holding == -1 for g in run.groups))
+        wait_until(lambda: all(run.segment(g).read_notes(0).holding == -1 for g in run.groups))
         run.commit(8)
         run.wait()
         assert steps_of(run) == [{4, 8}, {4, 8}], "and no longer"

@@ -20,14 +20,14 @@ def uninterrupted(tmp_path_factory) -> dict[int, dict]:
 
 
 @pytest.mark.parametrize(
-    ("lost", "flags", "rungs"),
+    ("lost", "flags", "sources"),
     [
-        (0, [], {"complete", "older"}),
-        (1, ["--snapshot.parity", "1"], {"decoded"}),
-        (2, ["--snapshot.parity", "2"], {"decoded"}),
+        (0, [], {"memory", "older"}),
+        (1, ["--snapshot.parity", "1"], {"parity"}),
+        (2, ["--snapshot.parity", "2"], {"parity"}),
     ],
 )
-def test_everything_killed_at_once_goes_on_from_memory(tmp_path, uninterrupted, lost, flags, rungs):
+def test_everything_killed_at_once_goes_on_from_memory(tmp_path, uninterrupted, lost, flags, sources):
     run = Run(tmp_path, "run", flags)
     try:
         run.start()
@@ -38,7 +38,7 @@ def test_everything_killed_at_once_goes_on_from_memory(tmp_path, uninterrupted, 
         run.start()
         assert run.process.wait() == 0
         recovered = run.recoveries()
-        assert {event["rung"] for event in recovered} <= rungs
+        assert {event["source"] for event in recovered} <= sources
         assert recovered
         # Steps of half a second leave the keepers, at low priority on busy cores, behind with parity.
         assert min(event["restored_step"] for event in recovered) >= last - (3 if lost else 1)
@@ -49,7 +49,7 @@ def test_everything_killed_at_once_goes_on_from_memory(tmp_path, uninterrupted, 
         end(run)
 
 
-def test_keepers_killed_as_well_leave_their_arenas_to_the_next_start(tmp_path):
+def test_keepers_killed_as_well_leave_their_segments_to_the_next_start(tmp_path):
     run = Run(tmp_path, "run", [])
     try:
         run.start()
@@ -98,7 +98,7 @@ def test_another_number_of_ranks_takes_the_checkpoint_on_disk_and_says_why(tmp_p
         run.flags = [*disk, "--groups", "2", "--steps", str(steps)]
         run.start()
         assert run.process.wait() == 0
-        assert {event["rung"] for event in run.recoveries()} == {"disk"}
+        assert {event["source"] for event in run.recoveries()} == {"disk"}
         reasons = [r for e in run.events("recovery") for r in e["reasons"]]
         assert any("ranks" in reason for reason in reasons), reasons
         assert {e["source"] for e in run.events("training_started")} >= {"disk"}

@@ -85,7 +85,7 @@ def examine(plan: Plan) -> Iterator[Line]:
     state = _estimate(plan.config, ["--fault_tolerance.groups", str(plan.groups), *plan.flags])
     yield from config_and_model(state)
     if "error" not in state and plan.snapshot.enable:
-        yield from snapshots(plan, state["state_bytes"], memory_of(Path(plan.snapshot.arena_dir)))
+        yield from snapshots(plan, state["state_bytes"], memory_of(Path(plan.snapshot.segment_dir)))
 
 
 def _installed(name: str) -> str | None:
@@ -269,10 +269,10 @@ def config_and_model(state: Mapping[str, Any]) -> Iterator[Line]:
         yield Line("config", "ok", f"{count / 1e6:,.1f} M parameters, {_gb(size)} of state in each group")
 
 
-def memory_of(arena_dir: Path) -> SimpleNamespace:
-    """`available` host memory and `tmpfs` free in the arena's file system, bytes; tmpfs None if it is not there."""
+def memory_of(segment_dir: Path) -> SimpleNamespace:
+    """`available` host memory and `tmpfs` free in the segment's file system, bytes; tmpfs None if it is not there."""
     try:
-        tmpfs: int | None = psutil.disk_usage(str(arena_dir)).free
+        tmpfs: int | None = psutil.disk_usage(str(segment_dir)).free
     except OSError:
         tmpfs = None
     return SimpleNamespace(available=psutil.virtual_memory().available, tmpfs=tmpfs)
@@ -296,9 +296,9 @@ def snapshots(plan: Plan, state_bytes: int, memory: SimpleNamespace) -> Iterator
         for groups in (plan.groups, max(plan.groups - 1, 1))
     )  # fmt: skip
     reserve = int(plan.snapshot.memory_reserve_gb * 1e9)
-    directory = plan.snapshot.arena_dir
+    directory = plan.snapshot.segment_dir
     if memory.tmpfs is None:
-        advice = "set [snapshot] arena_dir to a tmpfs"
+        advice = "set [snapshot] segment_dir to a tmpfs"
         yield Line("snapshots", "error", f"{directory} is not there", advice)
         return
     who = f"{groups_here} groups" if groups_here > 1 else "a group"

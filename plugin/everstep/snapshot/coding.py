@@ -15,9 +15,9 @@ import numpy as np
 
 from everstep import wire
 from everstep.snapshot import parity, stripes
-from everstep.snapshot.arena import SLOTS, Arena, Kind, check_room
-from everstep.snapshot.peers import open_slot
-from everstep.snapshot.slot import Header, SlotError, SlotWriter, chunk_digests, file_bytes, pack_sections
+from everstep.snapshot.buffer import BufferWriter, Header, SnapshotError, chunk_digests, file_bytes, pack_sections
+from everstep.snapshot.peers import open_buffer
+from everstep.snapshot.segment import BUFFERS, Kind, Segment, check_room
 
 BLOCK_BYTES = 2 << 20
 PATIENCE_S = 0.5  # of one question; it is asked anew until the deadline
@@ -28,20 +28,20 @@ class CodingError(RuntimeError):
 
 
 class Coder:
-    """Codes one rank's parity slots."""
+    """Codes one rank's parity buffers."""
 
     def __init__(
         self,
-        arena: Arena,
+        segment: Segment,
         rank: int,
         token: bytes,
         address_of: Callable[[int], str | None],
         reserve_bytes: int,
     ) -> None:
         """`address_of`: a group's keeper, or None when none is known."""
-        self._arena, self._rank, self._token = arena, rank, token
+        self._segment, self._rank, self._token = segment, rank, token
         self._address_of, self._reserve_bytes = address_of, reserve_bytes
-        self._writers = [SlotWriter(arena.file("parity", rank, i)) for i in range(SLOTS)]
+        self._writers = [BufferWriter(segment.file("parity", rank, i)) for i in range(BUFFERS)]
 
     def code(
         self,
@@ -56,7 +56,7 @@ class Coder:
         Args:
             timeout: the longest wait for the other members to hold the step.
             silence: the longest silence of a keeper during the transfer.
-            held: False once the step's own slot is gone; asked between blocks.
+            held: False once the step's own buffer is gone; asked between blocks.
             newest: False once a newer step is published here. Waiting for others ends then: some of them will
                 only ever code the newer one.
 
@@ -81,7 +81,7 @@ class Coder:
                 channels.pop(group).close()
                 channels[group], _ = self._open(group, "parity", own, deadline, silence, newest)
             return published
-        except (wire.WireError, SlotError) as error:
+        except (wire.WireError, SnapshotError) as error:
             raise CodingError(f"group {group}: {error}") from error
         finally:
             for channel in channels.values():
@@ -111,7 +111,7 @@ class Coder:
             try:
                 patience_s = max(0.0, min(left_s, PATIENCE_S))
                 sound = kind == "data"
-                return channel, open_slot(channel, kind, own.rank, own.identity, sound=sound, patience_s=patience_s)
+                return channel, open_buffer(channel, kind, own.rank, own.identity, sound=sound, patience_s=patience_s)
             except wire.WireError as error:
                 channel.close()
                 if (
@@ -128,7 +128,7 @@ class Coder:
         sources: dict[int, Header],
         channels: dict[int, wire.Channel],
         held: Callable[[], bool],
-    ) -> tuple[Header, np.ndarray, SlotWriter]:
+    ) -> tuple[Header, np.ndarray, BufferWriter]:
         members, m = own.members, own.parity
         n, index = len(members), members.index(own.group)
         length = stripes.shard_bytes([sources[g].payload_bytes for g in members], m)
@@ -145,7 +145,7 @@ class Coder:
             givers = [members[i] for i in stripes.data_members(stripe, n, m)]
             for start in range(0, length, BLOCK_BYTES):
                 if not held():
-                    raise CodingError("its slot was overwritten meanwhile")
+                    raise CodingError("its buffer was overwritten meanwhile")
                 span = min(BLOCK_BYTES, length - start)
                 ranges = []
                 for column, giver in enumerate(givers):
@@ -172,13 +172,13 @@ class Coder:
         )
         return header, chunk_digests(payload), writer
 
-    def _writer(self, size: int) -> SlotWriter:
-        """The slot that holds the older parity, emptied, with room for `size` bytes."""
-        held = self._arena.headers("parity", self._rank)
-        index = min(range(SLOTS), key=lambda i: -1 if (header := held[i]) is None else header.sequence)
+    def _writer(self, size: int) -> BufferWriter:
+        """The buffer that holds the older parity, emptied, with room for `size` bytes."""
+        held = self._segment.headers("parity", self._rank)
+        index = min(range(BUFFERS), key=lambda i: -1 if (header := held[i]) is None else header.sequence)
         writer = self._writers[index]
         if writer.capacity < size:
-            check_room(self._arena.path, file_bytes(size) - file_bytes(writer.capacity), self._reserve_bytes)
+            check_room(self._segment.path, file_bytes(size) - file_bytes(writer.capacity), self._reserve_bytes)
         writer.reserve(size)
         writer.begin()
         return writer

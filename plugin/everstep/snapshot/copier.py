@@ -1,10 +1,10 @@
-"""The copier: a trainer's part of its committed state into the arena, behind the next step's back.
+"""The copier: a trainer's part of its committed state into the segment, behind the next step's back.
 
 After a commit, `committed` notes what is to be copied and returns; a thread copies, computes checksums and
 publishes. The state's tensors do not change until the next optimizer step, so the trainer has only to call
 `wait` before it votes on that step. Called there, and not after the vote, a commit also proves something to
 every group: all groups that voted have published their parts of the steps before. That is how a copier knows
-which step is complete on all keepers, and so which of its two slots it may overwrite, without asking anyone.
+which step is complete on all keepers, and so which of its two buffers it may overwrite, without asking anyone.
 """
 
 import threading
@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 import torch
 
-from everstep.snapshot.arena import SLOTS, Arena, Notes, check_room, memory_needed
-from everstep.snapshot.mapped import MappedSlot
+from everstep.snapshot.buffer import BufferWriter, Header, SnapshotError, chunk_digests, pack_sections
+from everstep.snapshot.mapped import MappedBuffer
 from everstep.snapshot.plan import Plan, State
 from everstep.snapshot.restore import pack_own
 from everstep.snapshot.section import Snapshot
-from everstep.snapshot.slot import Header, SlotError, SlotWriter, chunk_digests, pack_sections
+from everstep.snapshot.segment import BUFFERS, Notes, Segment, check_room, memory_needed
 
 KEEPER_SILENT_S = 5.0
 GATE_POLL_S = 0.02
@@ -36,7 +36,7 @@ class Emit(Protocol):
 
 @dataclass(frozen=True)
 class Standing:
-    """What is known of one slot when the next is to be written."""
+    """What is known of one buffer when the next is to be written."""
 
     sequence: int
     complete: bool
@@ -51,16 +51,16 @@ class Standing:
     """Somebody reads it, or is about to, to write a checkpoint."""
 
 
-def slot_to_overwrite(slots: Sequence[Standing | None]) -> int | None:
-    """Which slot the next snapshot goes to, so that the newest complete and the newest coded step survive it.
+def buffer_to_overwrite(buffers: Sequence[Standing | None]) -> int | None:
+    """Which buffer the next snapshot goes to, so that the newest complete and the newest coded step survive it.
 
-    None: neither may go yet, since the younger slot's parity is under way and the older one's is what there
+    None: neither may go yet, since the younger buffer's parity is under way and the older one's is what there
     is, or the older one is held.
     """
-    for index, slot in enumerate(slots):
-        if slot is None or not slot.sound:
+    for index, buffer in enumerate(buffers):
+        if buffer is None or not buffer.sound:
             return index
-    standing = {index: slot for index, slot in enumerate(slots) if slot is not None}
+    standing = {index: buffer for index, buffer in enumerate(buffers) if buffer is not None}
     older, younger = sorted(standing, key=lambda index: standing[index].sequence)
     if not standing[younger].complete:
         return younger
@@ -74,7 +74,7 @@ class Copier:
 
     def __init__(
         self,
-        arena: Arena,
+        segment: Segment,
         rank: int,
         ranks: int,
         settings: Snapshot,
@@ -86,9 +86,9 @@ class Copier:
         self._revive = revive
         self._reviver: threading.Thread | None = None
         self._revive_after = time.monotonic() + KEEPER_SILENT_S
-        self._arena, self._rank, self._ranks = arena, rank, ranks
+        self._segment, self._rank, self._ranks = segment, rank, ranks
         self._settings, self._emit = settings, emit
-        self._slots = [MappedSlot(SlotWriter(arena.file("data", rank, i))) for i in range(SLOTS)]
+        self._buffers = [MappedBuffer(BufferWriter(segment.file("data", rank, i))) for i in range(BUFFERS)]
         self._complete: tuple[int, str] | None = None
         self._newest: tuple[int, str, tuple[int, ...]] | None = None
         self._damaged: set[int] = set()
@@ -109,7 +109,7 @@ class Copier:
 
     def learn_complete(self, step: int, lineage: str) -> None:
         """This snapshot is complete: the run was restored from it, or the group that this one healed from
-        knows. Slots found here are then not overwritten before a newer one is complete."""
+        knows. Buffers found here are then not overwritten before a newer one is complete."""
         self._complete = (step, lineage)
 
     def committed(
@@ -166,14 +166,14 @@ class Copier:
         self._report(job)
 
     def close(self) -> None:
-        """Finish the snapshot under way and let go of the arena, which stays."""
+        """Finish the snapshot under way and let go of the segment, which stays."""
         self.wait()
         with self._condition:
             self._closed = True
             self._condition.notify_all()
         self._thread.join()
-        for slot in self._slots:
-            slot.release()
+        for buffer in self._buffers:
+            buffer.release()
 
     @property
     def published(self) -> int:
@@ -212,7 +212,7 @@ class Copier:
                     return
             try:
                 self._take(job)
-            except (SlotError, RuntimeError, OSError, ValueError, TypeError) as error:
+            except (SnapshotError, RuntimeError, OSError, ValueError, TypeError) as error:
                 # Training goes on without this snapshot; the event says so.
                 job.outcome, job.reason = "failed", str(error)
             finally:
@@ -225,30 +225,34 @@ class Copier:
         index = self._gate()
         if index is None:
             job.outcome = "skipped"
-            if any(slot is not None and slot.held for slot in self._standings()):
-                job.reason = "the older slot is being written to disk, and the younger is the newest step"
+            if any(buffer is not None and buffer.held for buffer in self._standings()):
+                job.reason = "the older buffer is being written to disk, and the younger is the newest step"
             else:
-                job.reason = "parity of the step before is still under way, and the older slot holds the last coded one"
+                job.reason = (
+                    "parity of the step before is still under way, and the older buffer holds the last coded one"
+                )
             return
         began = time.perf_counter()
         plan = self._plan
         if plan is None or not plan.fits(job.state, job.members, self._settings):
-            plan = self._plan = Plan(job.state, job.members, self._arena.group, self._rank, self._ranks, self._settings)
+            plan = self._plan = Plan(
+                job.state, job.members, self._segment.group, self._rank, self._ranks, self._settings
+            )
         own = pack_own(job.state.meta, job.state.blobs)
         tail, places = pack_sections({"own": own, "layout": plan.layout_json}, plan.part[1] - plan.part[0])
         size = plan.part[1] - plan.part[0] + len(tail)
         self._make_room(size, plan)
         sequence = self._next_sequence()
-        slot = self._slots[index]
-        slot.reserve(size, job.device)
-        slot.writer.begin()
-        plan.copy(slot.payload(), job.device, job.ready)
-        payload = slot.writer.payload(size)
+        buffer = self._buffers[index]
+        buffer.reserve(size, job.device)
+        buffer.writer.begin()
+        plan.copy(buffer.payload(), job.device, job.ready)
+        payload = buffer.writer.payload(size)
         payload[size - len(tail) :] = tail
         header = Header(
-            run=self._arena.run,
+            run=self._segment.run,
             kind="data",
-            group=self._arena.group,
+            group=self._segment.group,
             rank=self._rank,
             ranks=self._ranks,
             step=job.step,
@@ -265,14 +269,14 @@ class Copier:
         )
         if job.keep:
             self._kept = (sequence, time.monotonic() + KEEP_S)
-        slot.writer.publish(header, chunk_digests(payload))
+        buffer.writer.publish(header, chunk_digests(payload))
         self._newest = (job.step, job.lineage, job.members)
         job.outcome, job.copied_bytes, job.copy_s = "taken", size, time.perf_counter() - began
 
     def _gate(self) -> int | None:
-        """The slot to write, once one is free; None when the trainer wants to go on before that."""
+        """The buffer to write, once one is free; None when the trainer wants to go on before that."""
         while True:
-            index = slot_to_overwrite(self._standings())
+            index = buffer_to_overwrite(self._standings())
             if index is not None:
                 return index
             with self._condition:
@@ -282,7 +286,7 @@ class Copier:
 
     def _look_after_keeper(self) -> None:
         now = time.monotonic()
-        if now - self._arena.read_notes(self._rank).heartbeat < KEEPER_SILENT_S or now < self._revive_after:
+        if now - self._segment.read_notes(self._rank).heartbeat < KEEPER_SILENT_S or now < self._revive_after:
             return
         if self._reviver is None or not self._reviver.is_alive():
             self._revive_after = now + KEEPER_SILENT_S
@@ -291,9 +295,9 @@ class Copier:
             self._reviver.start()
 
     def _standings(self) -> list[Standing | None]:
-        headers = self._arena.headers("data", self._rank)
-        coded = {h.identity for h in self._arena.headers("parity", self._rank) if h}
-        notes = self._arena.read_notes(self._rank)
+        headers = self._segment.headers("data", self._rank)
+        coded = {h.identity for h in self._segment.headers("parity", self._rank) if h}
+        notes = self._segment.read_notes(self._rank)
         return [self._standing(header, coded, notes) if header else None for header in headers]
 
     def _standing(self, header: Header, coded: set, notes: Notes) -> Standing:
@@ -317,14 +321,14 @@ class Copier:
     def _next_sequence(self) -> int:
         # By the clock, so that no number comes again after a publication that was broken off: the keeper goes
         # by it.
-        newest = max((h.sequence for h in self._arena.headers("data", self._rank) if h), default=0)
+        newest = max((h.sequence for h in self._segment.headers("data", self._rank) if h), default=0)
         return max(newest + 1, time.time_ns())
 
     def _make_room(self, size: int, plan: Plan) -> None:
-        self._arena.create()  # it is there, unless somebody removed it
-        if any(slot.writer.capacity < size for slot in self._slots):
-            needed = memory_needed(size, len(plan.members), plan.parity) - self._arena.bytes_of(self._rank)
-            check_room(self._arena.path, needed, int(self._settings.memory_reserve_gb * 2**30))
+        self._segment.create()  # it is there, unless somebody removed it
+        if any(buffer.writer.capacity < size for buffer in self._buffers):
+            needed = memory_needed(size, len(plan.members), plan.parity) - self._segment.bytes_of(self._rank)
+            check_room(self._segment.path, needed, int(self._settings.memory_reserve_gb * 2**30))
 
 
 @dataclass

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from everstep import wire
-from everstep.snapshot import ladder, peers
-from everstep.snapshot.arena import run_id
+from everstep.snapshot import peers, sources
 from everstep.snapshot.layout import Layout
 from everstep.snapshot.recovery import gather
 from everstep.snapshot.restore import Blame, Restored, RestoreError, restore_rank
+from everstep.snapshot.segment import run_id
 
 POLL_S = 0.1
 
@@ -65,12 +65,12 @@ def fetch(run_dir: Path, *, not_before: int = 0, timeout: timedelta, patience: t
     why = "no keeper of this run answers"
     while True:
         held, silent = gather(run_dir, token, timeout, timedelta(0))
-        usable = [slot for slot in held if not any(blame.hits(slot.header) for blame in blamed)]
-        ranks = max((slot.header.ranks for slot in usable), default=1)
-        decision = ladder.decide(usable, run=run_id(token), ranks=ranks)
+        usable = [buffer for buffer in held if not any(blame.hits(buffer.header) for blame in blamed)]
+        ranks = max((buffer.header.ranks for buffer in usable), default=1)
+        decision = sources.decide(usable, run=run_id(token), ranks=ranks)
         if not_before and decision.step > not_before:
-            wanted = [slot for slot in usable if slot.header.step == not_before]
-            exact = ladder.decide(wanted, run=run_id(token), ranks=ranks)
+            wanted = [buffer for buffer in usable if buffer.header.step == not_before]
+            exact = sources.decide(wanted, run=run_id(token), ranks=ranks)
             decision = exact if exact.from_memory else decision
         if decision.from_memory and decision.step >= not_before:
             try:
@@ -89,14 +89,14 @@ def fetch(run_dir: Path, *, not_before: int = 0, timeout: timedelta, patience: t
         time.sleep(POLL_S)
 
 
-def _read(decision: ladder.Decision, token: bytes, timeout: timedelta) -> list[Restored]:
-    """All ranks' states, while their slots are held."""
-    slots = [
+def _read(decision: sources.Decision, token: bytes, timeout: timedelta) -> list[Restored]:
+    """All ranks' states, while their buffers are held."""
+    buffers = [
         (address, rank, column.identity)
         for rank, column in decision.columns.items()
         for address in column.data.values()
     ]
-    with peers.Hold(slots, token, timeout):
+    with peers.Hold(buffers, token, timeout):
         return [
             restore_rank(column, rank, min(column.data, default=0), token, timeout)
             for rank, column in sorted(decision.columns.items())

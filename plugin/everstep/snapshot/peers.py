@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from everstep import wire
-from everstep.snapshot.arena import Kind
-from everstep.snapshot.slot import Header
+from everstep.snapshot.buffer import Header
+from everstep.snapshot.segment import Kind
 
 Identity = tuple[int, str, tuple[int, ...], str]
 
@@ -27,13 +27,13 @@ class Place:
     host: str
     address: str
     pid: int
-    arena: str
+    segment: str
     started_at: float
 
 
 @dataclass(frozen=True)
 class Held:
-    """A slot that a keeper says it holds."""
+    """A buffer that a keeper says it holds."""
 
     address: str
     header: Header
@@ -85,15 +85,15 @@ def ask(address: str, token: bytes, message: dict[str, Any], timeout: timedelta)
 
 
 def inventory(address: str, token: bytes, timeout: timedelta) -> list[Held]:
-    """All slots of a keeper. Raises wire.WireError."""
+    """All buffers of a keeper. Raises wire.WireError."""
     answer = ask(address, token, {"op": "inventory"}, timeout)
     try:
-        return [Held(address, Header.from_json(slot["header"]), slot["sound"]) for slot in answer["slots"]]
+        return [Held(address, Header.from_json(buffer["header"]), buffer["sound"]) for buffer in answer["buffers"]]
     except (TypeError, KeyError, ValueError) as error:
-        raise wire.WireError(f"{address} keeps slots of another version: {error}") from error
+        raise wire.WireError(f"{address} keeps buffers of another version: {error}") from error
 
 
-def open_slot(
+def open_buffer(
     channel: wire.Channel,
     kind: Kind,
     rank: int,
@@ -102,7 +102,7 @@ def open_slot(
     sound: bool = False,
     patience_s: float = 0,
 ) -> Header:
-    """Make the channel serve a slot's payload and table, end to end.
+    """Make the channel serve a buffer's payload and table, end to end.
 
     Raises wire.RefusedError when the keeper does not hold it, or not yet after `patience_s`. With `sound`,
     waits for the keeper to have verified it.
@@ -119,23 +119,23 @@ def open_slot(
 
 
 class Hold:
-    """Slots that their trainers leave alone while this context lasts, so that large ones can be read at
+    """Buffers that their trainers leave alone while this context lasts, so that large ones can be read at
     leisure. Snapshots that would need the place are skipped meanwhile.
 
-    Entering raises wire.WireError if a keeper does not hold a slot any more. A hold ends with the process that
+    Entering raises wire.WireError if a keeper does not hold a buffer any more. A hold ends with the process that
     has it.
     """
 
-    def __init__(self, slots: Sequence[tuple[str, int, Identity]], token: bytes, timeout: timedelta) -> None:
-        """`slots`: keeper's address, rank and identity of each."""
-        self._slots, self._token, self._timeout = slots, token, timeout
+    def __init__(self, buffers: Sequence[tuple[str, int, Identity]], token: bytes, timeout: timedelta) -> None:
+        """`buffers`: keeper's address, rank and identity of each."""
+        self._buffers, self._token, self._timeout = buffers, token, timeout
         self._channels: list[wire.Channel] = []
         self._over = threading.Event()
 
     def __enter__(self) -> "Hold":
-        self._asker = threading.Thread(target=self._keep_asking, name="slot-holder", daemon=True)
+        self._asker = threading.Thread(target=self._keep_asking, name="buffer-holder", daemon=True)
         try:
-            for address, rank, identity in self._slots:
+            for address, rank, identity in self._buffers:
                 self._channels.append(wire.connect(address, self._token, self._timeout))
                 question = {"op": "hold", "kind": "data", "rank": rank, "identity": identity, "sound": False}
                 if not self._channels[-1].ask({**question, "patience_s": 0})["still"]:
@@ -152,7 +152,7 @@ class Hold:
         self._close()
 
     def _keep_asking(self) -> None:
-        # A keeper takes a peer that is silent for the transfer timeout for dead, and the slot for free.
+        # A keeper takes a peer that is silent for the transfer timeout for dead, and the buffer for free.
         while not self._over.wait(self._timeout.total_seconds() / 4):
             for channel in self._channels:
                 with contextlib.suppress(wire.WireError):  # the download will notice
@@ -164,14 +164,14 @@ class Hold:
 
 
 class Download:
-    """A slot fetched over several connections, taken up again where it broke off."""
+    """A buffer fetched over several connections, taken up again where it broke off."""
 
     def __init__(self, address: str, token: bytes, timeout: timedelta, connections: int = 2, tries: int = 3) -> None:
         self._address, self._token, self._timeout = address, token, timeout
         self._connections, self._tries = connections, tries
 
     def run(self, kind: Kind, rank: int, identity: Identity, sink: wire.Bytes) -> None:
-        """Fill `sink` with the slot's payload and table. Raises wire.WireError of the last try."""
+        """Fill `sink` with the buffer's payload and table. Raises wire.WireError of the last try."""
         done: set[int] = set()
         count = max(1, min(self._connections, -(-sink.size // wire.RANGE_BYTES)))
         for left in reversed(range(self._tries)):
@@ -179,7 +179,7 @@ class Download:
             try:
                 for _ in range(count):
                     channels.append(wire.connect(self._address, self._token, self._timeout))
-                    open_slot(channels[-1], kind, rank, identity)
+                    open_buffer(channels[-1], kind, rank, identity)
                 wire.pull(channels, sink, done)
                 return
             except wire.RefusedError:
@@ -194,7 +194,7 @@ class Download:
 
 
 def reachable(places: Sequence[Place], token: bytes, timeout: timedelta) -> tuple[list[Held], dict[str, str]]:
-    """The slots of every keeper that answers, and by place why the others did not."""
+    """The buffers of every keeper that answers, and by place why the others did not."""
     held: list[Held] = []
     silent: dict[str, str] = {}
     for place in places:

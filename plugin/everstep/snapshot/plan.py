@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from everstep.snapshot import stripes
+from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.layout import Entry, Layout, Shard, buckets
 from everstep.snapshot.section import Snapshot
-from everstep.snapshot.slot import SlotError
 
 BUCKET_BYTES = 32 << 20
 
@@ -35,9 +35,9 @@ class Plan:
     def __init__(
         self, state: State, members: tuple[int, ...], group: int, rank: int, ranks: int, settings: Snapshot
     ) -> None:
-        """Raises SlotError when the group is none of the members."""
+        """Raises SnapshotError when the group is none of the members."""
         if group not in members:
-            raise SlotError(f"group {group} is none of the members {list(members)}")
+            raise SnapshotError(f"group {group} is none of the members {list(members)}")
         self.members = members
         self.layout = Layout.of(state.tensors, state.shards)
         self.layout_json = json.dumps(self.layout.to_json(), separators=(",", ":")).encode()
@@ -80,7 +80,7 @@ class Plan:
     def _copy_from_device(
         self, device: torch.device, ready: torch.cuda.Event, payload: torch.Tensor, targets: list[list[torch.Tensor]]
     ) -> None:
-        """Gather each bucket on the device, then one copy per bucket to the (pinned) arena, on a stream of
+        """Gather each bucket on the device, then one copy per bucket to the (pinned) segment, on a stream of
         its own."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)

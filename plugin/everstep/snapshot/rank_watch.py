@@ -7,9 +7,9 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from everstep.snapshot.arena import SLOTS, Notes
+from everstep.snapshot.buffer import BufferReader, Header, SnapshotError
 from everstep.snapshot.coding import Coder, CodingError
-from everstep.snapshot.slot import Header, SlotError, SlotReader
+from everstep.snapshot.segment import BUFFERS, Notes
 
 if TYPE_CHECKING:
     from everstep.snapshot.keeper import Keeper
@@ -26,13 +26,13 @@ class RankWatch:
         self._keeper, self.rank = keeper, rank
         settings = keeper.settings
         self._coder = Coder(
-            keeper.arena, rank, keeper.token, keeper.address_of, int(settings.memory_reserve_gb * 2**30)
+            keeper.segment, rank, keeper.token, keeper.address_of, int(settings.memory_reserve_gb * 2**30)
         )
         self._lock = threading.Lock()
         self._notes = Notes()
         self._holders: list[int] = []
         self.sound: dict[int, bool] = {}
-        """By sequence: what verification found, of the slots that are there now."""
+        """By sequence: what verification found, of the buffers that are there now."""
         self._thread = threading.Thread(target=self._run, name=f"rank-{rank}", daemon=True)
         self._thread.start()
 
@@ -41,12 +41,12 @@ class RankWatch:
         with self._lock:
             self._notes = replace(self._notes, heartbeat=time.monotonic(), **changes)
             try:
-                self._keeper.arena.write_notes(self.rank, self._notes)
+                self._keeper.segment.write_notes(self.rank, self._notes)
             except OSError as error:
                 log.warning("rank %d: notes cannot be written: %s", self.rank, error)
 
     def hold(self, sequence: int) -> None:
-        """Ask the trainer to leave a slot alone until `release`."""
+        """Ask the trainer to leave a buffer alone until `release`."""
         with self._lock:
             self._holders.append(sequence)
         self.note(holding=sequence, held=sequence)
@@ -73,7 +73,7 @@ class RankWatch:
     def _published(self) -> list[Header]:
         if self._keeper.over.is_set():
             return []
-        return [header for header in self._keeper.arena.headers("data", self.rank) if header]
+        return [header for header in self._keeper.segment.headers("data", self.rank) if header]
 
     def _newest(self) -> Header | None:
         headers = self._published()
@@ -82,7 +82,7 @@ class RankWatch:
         return max(headers, key=lambda header: header.sequence, default=None)
 
     def _verify(self, header: Header) -> None:
-        for index in range(SLOTS):
+        for index in range(BUFFERS):
             damage = self._damage(index, header)
             if damage is None:
                 continue
@@ -96,14 +96,14 @@ class RankWatch:
                 log.error("rank %d, step %d: %s", self.rank, header.step, damage)
 
     def _damage(self, index: int, header: Header) -> str | None:
-        """None: this file does not hold that slot. "": it does, unharmed. Else what is wrong with it."""
+        """None: this file does not hold that buffer. "": it does, unharmed. Else what is wrong with it."""
         try:
-            reader = SlotReader(self._keeper.arena.file("data", self.rank, index))
+            reader = BufferReader(self._keeper.segment.file("data", self.rank, index))
         except OSError:
             return None
         try:
             return (reader.damage(header) or "") if reader.header() == header else None
-        except SlotError as error:
+        except SnapshotError as error:
             return str(error)
         finally:
             reader.close()

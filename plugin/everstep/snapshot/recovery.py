@@ -1,7 +1,7 @@
-"""Coming back: the ladder decided once per group, carried out by all its ranks, and decided again when it
+"""Coming back: the sources decided once per group, carried out by all its ranks, and decided again when it
 fails.
 
-A slot whose bytes turn out wrong, or whose keeper dies while it is read, is set aside and the ladder asked
+A buffer whose bytes turn out wrong, or whose keeper dies while it is read, is set aside and the sources asked
 again without it; so a damaged part is decoded from parity, and what cannot be decoded gives way to an older
 step.
 """
@@ -13,10 +13,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from everstep.snapshot import ladder, peers
-from everstep.snapshot.arena import run_id
+from everstep.snapshot import peers, sources
 from everstep.snapshot.peers import Held, Place
 from everstep.snapshot.restore import Blame, Restored, RestoreError, restore_rank
+from everstep.snapshot.segment import run_id
 
 Share = Callable[[Any], list[Any]]
 """Gathers one value from every rank of the group, in rank order, on every rank."""
@@ -26,17 +26,17 @@ Share = Callable[[Any], list[Any]]
 class Recovery:
     """What a start found."""
 
-    decision: ladder.Decision
+    decision: sources.Decision
     restored: Restored | None
     """None when the decision is not to restore from memory."""
     took_s: float
 
     @property
     def event(self) -> dict[str, Any]:
-        """Fields of the event that tells which rung was used, why, and what it cost."""
+        """Fields of the event that tells which source was used, why, and what it cost."""
         restored = self.restored
         return {
-            "rung": self.decision.rung,
+            "source": self.decision.source,
             "restored_step": self.decision.step,
             "reasons": list(self.decision.reasons),
             "bytes": restored.fetched_bytes if restored else 0,
@@ -119,10 +119,10 @@ def _decide(
     ranks: int,
     topologies: Mapping[int, str],
     disk_step: int | None,
-) -> ladder.Decision:
-    usable = [slot for slot in held if not any(blame.hits(slot.header) for blame in blamed)]
-    decision = ladder.decide(usable, run=run, ranks=ranks, topologies=topologies, disk_step=disk_step)
+) -> sources.Decision:
+    usable = [buffer for buffer in held if not any(blame.hits(buffer.header) for blame in blamed)]
+    decision = sources.decide(usable, run=run, ranks=ranks, topologies=topologies, disk_step=disk_step)
     unanswered = tuple(f"the keeper of {name} does not answer: {why}" for name, why in silent.items())
-    if decision.rung == "complete" and not notes:
+    if decision.source == "memory" and not notes:
         return decision
     return replace(decision, reasons=(*notes, *decision.reasons, *unanswered))

@@ -1,4 +1,4 @@
-"""Carrying out the ladder's decision for one rank: fetch the parts, decode the missing, verify every byte.
+"""Carrying out the sources's decision for one rank: fetch the parts, decode the missing, verify every byte.
 
 The state lands in one flat buffer, of which the restored tensors are views. Nothing is returned before every
 payload, fetched or decoded, has matched the chunk table that its publisher wrote (of a decoded payload: the
@@ -14,16 +14,16 @@ import numpy as np
 
 from everstep import wire
 from everstep.snapshot import parity, peers, stripes
-from everstep.snapshot.arena import Kind
-from everstep.snapshot.ladder import Column
-from everstep.snapshot.slot import CHUNK_BYTES, Header, chunk_digests, root_of, table_bytes
+from everstep.snapshot.buffer import CHUNK_BYTES, Header, chunk_digests, root_of, table_bytes
+from everstep.snapshot.segment import Kind
+from everstep.snapshot.sources import Column
 
 BLOCK_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
 class Blame:
-    """The slots because of which a snapshot could not be restored."""
+    """The buffers because of which a snapshot could not be restored."""
 
     kind: Kind
     rank: int
@@ -95,7 +95,7 @@ def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: t
     """Fetch, decode and verify one rank's state.
 
     Args:
-        column: the rank's column of a `ladder.Decision`.
+        column: the rank's column of a `sources.Decision`.
         group: this group. Its own part brings its own random states; a group that was not there takes a
         member's. timeout: the longest silence of a keeper.
 
@@ -140,7 +140,7 @@ def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: t
 
 
 class _Source:
-    """Downloads of one rank's slots of one identity."""
+    """Downloads of one rank's buffers of one identity."""
 
     def __init__(self, column: Column, rank: int, token: bytes, timeout: timedelta) -> None:
         self._column, self._rank, self._token, self._timeout = column, rank, token, timeout
@@ -158,7 +158,7 @@ class _Source:
         address = (self._column.data if kind == "data" else self._column.parity)[holder]
         channel = wire.connect(address, self._token, self._timeout)
         try:
-            return peers.open_slot(channel, kind, self._rank, self._column.identity)
+            return peers.open_buffer(channel, kind, self._rank, self._column.identity)
         finally:
             channel.close()
 

@@ -23,7 +23,7 @@ class Snapshot:
     """`sharded`: of G groups each copies its 1/G of the state. `full`: each copies all of it; costs G times
     the memory, and any one keeper is enough to restore."""
 
-    arena_dir: str = "/dev/shm"
+    segment_dir: str = "/dev/shm"
     """A tmpfs directory for the snapshots. Docker's /dev/shm has 64 MB unless --shm-size says otherwise."""
 
     memory_reserve_gb: float = 1.0

@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from everstep.quorum.heal import HealState
 from everstep.run.events import EventLog
-from everstep.snapshot.arena import Arena, run_id
+from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.keepers import KeeperError, end_keepers, start_keeper, touch
 from everstep.snapshot.layout import Layout, Shard
 from everstep.snapshot.plan import State
 from everstep.snapshot.recovery import recover
 from everstep.snapshot.section import Snapshot
-from everstep.snapshot.slot import SlotError
+from everstep.snapshot.segment import Segment, run_id
 from everstep.step.protocol import Commit
 
 
@@ -43,12 +43,12 @@ class Snapshots:
         self.shards: Mapping[str, Shard] = {}
         """`TrainingState.shards()`, once there is a state."""
         self._rank, self._ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._arena = Arena(Path(settings.arena_dir), run_id(token), group)
+        self._segment = Segment(Path(settings.segment_dir), run_id(token), group)
         # Beside the building of the trainer: it takes a process.
         self._keeper_start = threading.Thread(target=self._start_keeper, name="keeper-start", daemon=True)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             self._keeper_start.start()
-        self._copier = Copier(self._arena, self._rank, self._ranks, settings, events.emit, self._start_keeper)
+        self._copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit, self._start_keeper)
 
     def _start_keeper(self) -> None:
         """Start this host's keeper of the group, or find it. Training goes on without one; an event says
@@ -56,7 +56,7 @@ class Snapshots:
         try:
             place = start_keeper(self._run_dir, self._group, self._host, self._settings)
             self._events.emit("keeper_found", pid=place.pid, address=place.address)
-        except (KeeperError, SlotError, OSError) as error:
+        except (KeeperError, SnapshotError, OSError) as error:
             self._events.emit("snapshot_failed", reason=str(error))
 
     def _await_keeper(self) -> None:
@@ -85,7 +85,7 @@ class Snapshots:
             fresh = state()
             return State(fresh.tensors, fresh.meta, fresh.blobs, self.shards)
 
-        touch(self._arena)
+        touch(self._segment)
         self._copier.committed(commit.step, commit.lineage, commit.groups, commit.held, now, keep)
 
     def recover(self, state: HealState, disk_step: int | None) -> HealState | None:
@@ -127,7 +127,7 @@ class Snapshots:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
     def close(self, over: bool) -> None:
-        """Let go of the arena. `over`: nothing will ever be restored from it, so the keeper is told to
+        """Let go of the segment. `over`: nothing will ever be restored from it, so the keeper is told to
         end."""
         self._await_keeper()  # one that comes up later would not hear that the run is over
         self._copier.close()

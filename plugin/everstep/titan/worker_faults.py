@@ -22,7 +22,7 @@ from everstep import wire
 from everstep.attention.injection import Fault as AttentionFault
 from everstep.chaos.orders import order_file
 from everstep.run.files import read_json
-from everstep.snapshot.slot import SlotWriter
+from everstep.snapshot.buffer import BufferWriter
 from everstep.step.reduction import local
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class Saboteur:
         def killed(*_: object) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(SlotWriter, "publish", killed)  # noqa: B010
+        setattr(BufferWriter, "publish", killed)  # noqa: B010
 
 
 def _filter_sockets(loss: float) -> None:

@@ -1,6 +1,6 @@
-"""The recovery ladder: from what is left, the newest state that can be had whole, and how. Pure functions.
+"""The order of recovery sources: from what is left, the newest state that can be had whole, and how. Pure functions.
 
-Rungs, first that works: a live peer (heal), the newest snapshot complete over its members' keepers, an older
+Sources, first that works: a live peer (heal), the newest snapshot complete over its members' keepers, an older
 one, one whose missing parts parity gives back, the disk checkpoint, nothing. Between memory and disk the
 newer step wins. Between snapshots the newer step wins as well, whether it must be decoded or not: what
 decoding costs is less than a step.
@@ -16,7 +16,7 @@ from typing import Literal
 from everstep.snapshot import stripes
 from everstep.snapshot.peers import Held, Identity
 
-Rung = Literal["peers", "complete", "older", "decoded", "disk", "nothing"]
+Source = Literal["peers", "memory", "older", "parity", "disk", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class Column:
 class Decision:
     """Which step to start from, from where, and why not from a newer one."""
 
-    rung: Rung
+    source: Source
     step: int
     """Committed step to start from; 0 for nothing."""
     lineage: str = ""
     columns: dict[int, Column] = field(default_factory=dict)
-    """By rank; only for the rungs that restore from keepers."""
+    """By rank; only for the sources that restore from keepers."""
     reasons: tuple[str, ...] = ()
     """Why each newer or better source was passed over, newest first."""
 
     @property
     def from_memory(self) -> bool:
-        return self.rung in ("complete", "older", "decoded")
+        return self.source in ("memory", "older", "parity")
 
 
 @dataclass
@@ -69,11 +69,11 @@ def decide(
     disk_step: int | None = None,
     live_step: int | None = None,
 ) -> Decision:
-    """The rung to start from.
+    """The source to start from.
 
     Args:
-        held: the slots of every keeper that answered. A slot known to be damaged counts as absent.
-        run: only slots of this run are used.
+        held: the buffers of every keeper that answered. A buffer known to be damaged counts as absent.
+        run: only buffers of this run are used.
         ranks: ranks per group of the run that starts.
         topologies: by rank, the digest of the state's layout. None: whatever layout the snapshots have.
         disk_step: newest step of the disk checkpoint, if there is one.
@@ -94,10 +94,10 @@ def decide(
             reasons.append(f"step {candidate.step}: {why_not}")
             continue
         if any(column.missing for column in columns.values()):
-            rung: Rung = "decoded"
+            source: Source = "parity"
         else:
-            rung = "complete" if candidate.step == newest else "older"
-        return Decision(rung, candidate.step, candidate.lineage, columns, tuple(reasons))
+            source = "memory" if candidate.step == newest else "older"
+        return Decision(source, candidate.step, candidate.lineage, columns, tuple(reasons))
     if not candidates:
         reasons.append("no keeper holds a snapshot of this run that fits")
     if disk_step is not None:
@@ -108,13 +108,13 @@ def decide(
 def _candidates(
     held: Iterable[Held], run: str, ranks: int, topologies: Mapping[int, str] | None, reasons: list[str]
 ) -> list[_Candidate]:
-    """Steps that some keeper has a usable slot of; the newest first, of equal steps the one committed
+    """Steps that some keeper has a usable buffer of; the newest first, of equal steps the one committed
     last."""
     found: dict[tuple[int, str, tuple[int, ...]], _Candidate] = {}
     said: set[str] = set()
-    for slot in held:
-        header = slot.header
-        why_not = _unusable(slot, run, ranks, topologies)
+    for buffer in held:
+        header = buffer.header
+        why_not = _unusable(buffer, run, ranks, topologies)
         if why_not:
             if why_not not in said:
                 said.add(why_not)
@@ -126,16 +126,16 @@ def _candidates(
         column = (candidate.data if header.kind == "data" else candidate.parity)[header.rank]
         best = column.get(header.group)
         if best is None or header.sequence > best.header.sequence:
-            column[header.group] = slot
+            column[header.group] = buffer
     return sorted(found.values(), key=lambda c: (c.step, c.taken_at, c.lineage, c.members), reverse=True)
 
 
-def _unusable(slot: Held, run: str, ranks: int, topologies: Mapping[int, str] | None) -> str:
-    header = slot.header
+def _unusable(buffer: Held, run: str, ranks: int, topologies: Mapping[int, str] | None) -> str:
+    header = buffer.header
     where = f"step {header.step} of group {header.group}, rank {header.rank}"
     if header.run != run:
         return f"{where} belongs to another run ({header.run})"
-    if slot.sound is False:
+    if buffer.sound is False:
         return f"{where} does not match its checksums"
     if header.ranks != ranks:
         return f"snapshots were taken with {header.ranks} ranks per group, and this run has {ranks}"
@@ -149,11 +149,11 @@ def _columns(candidate: _Candidate, ranks: int) -> tuple[dict[int, Column], str]
     columns = {}
     for rank in range(ranks):
         data, parity = candidate.data.get(rank, {}), candidate.parity.get(rank, {})
-        headers = [slot.header for slot in (*data.values(), *parity.values())]
+        headers = [buffer.header for buffer in (*data.values(), *parity.values())]
         topologies = {header.topology for header in headers}
         if len(topologies) != 1:
             return {}, f"rank {rank} has two layouts" if headers else f"no keeper has a part of rank {rank}"
-        whole = [group for group, slot in data.items() if slot.header.part == (0, slot.header.state_bytes)]
+        whole = [group for group, buffer in data.items() if buffer.header.part == (0, buffer.header.state_bytes)]
         missing = [] if whole else [group for group in candidate.members if group not in data]
         if missing:
             why_not = _undecodable(candidate.members, missing, data, parity)
@@ -162,7 +162,7 @@ def _columns(candidate: _Candidate, ranks: int) -> tuple[dict[int, Column], str]
         columns[rank] = Column(
             headers[0].identity,
             {group: data[group].address for group in (whole or data)},
-            {group: slot.address for group, slot in parity.items()} if missing else {},
+            {group: buffer.address for group, buffer in parity.items()} if missing else {},
             tuple(missing),
         )
     return columns, ""
@@ -173,7 +173,7 @@ def _undecodable(
 ) -> str:
     """Why the missing members' parts cannot be decoded; "" if they can."""
     n = len(members)
-    shards = max(slot.header.parity for slot in (*data.values(), *parity.values()))
+    shards = max(buffer.header.parity for buffer in (*data.values(), *parity.values()))
     if shards == 0:
         return "these snapshots have no parity"
     if not parity:

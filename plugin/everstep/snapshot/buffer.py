@@ -1,4 +1,4 @@
-"""A slot: one file on tmpfs that holds one step's payload, or provably nothing.
+"""A buffer: one file on tmpfs that holds one step's payload, or provably nothing.
 
     [0, 64 KiB)  header: magic, length and XXH3 of a JSON body, the body
     [64 KiB, …)  payload
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-MAGIC = b"evsslot1"
+MAGIC = b"evsbuf01"
 SCHEMA_VERSION = 1
 HEADER_BYTES = 64 << 10
 CHUNK_BYTES = 1 << 20
@@ -36,18 +36,18 @@ _PREFIX = struct.Struct("<8sIQ")
 _MADV_POPULATE_WRITE = 23  # Linux >= 5.14; absent from Python's mmap
 
 
-class SlotError(RuntimeError):
-    """A slot that cannot be made, written or believed; the message says which file and why."""
+class SnapshotError(RuntimeError):
+    """A buffer that cannot be made, written or believed; the message says which file and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a slot says about itself."""
+    """What a buffer says about itself."""
 
     run: str
-    """The run's id; a slot of another run is never used."""
+    """The run's id; a buffer of another run is never used."""
     kind: str
-    """`data`: a part of a rank's state. `parity`: shards coded over the data slots of all members."""
+    """`data`: a part of a rank's state. `parity`: shards coded over the data buffers of all members."""
     group: int
     rank: int
     ranks: int
@@ -69,7 +69,7 @@ class Header:
     sections: dict[str, tuple[int, int]]
     """Where in the payload each section begins and ends."""
     sequence: int
-    """Counts a rank's publications; the higher of two slots is the younger."""
+    """Counts a rank's publications; the higher of two buffers is the younger."""
     taken_at: float
     """Wall clock, seconds."""
     payload_bytes: int = 0
@@ -79,7 +79,7 @@ class Header:
 
     @property
     def identity(self) -> tuple[int, str, tuple[int, ...], str]:
-        """Slots with equal identity are parts of one state of one rank column."""
+        """Buffers with equal identity are parts of one state of one rank column."""
         return self.step, self.lineage, self.members, self.topology
 
     def to_json(self) -> dict[str, Any]:
@@ -122,7 +122,9 @@ def root_of(table: np.ndarray) -> str:
 def _pack_header(header: Header) -> bytes:
     body = json.dumps(header.to_json(), separators=(",", ":")).encode()
     if len(body) + _PREFIX.size > HEADER_BYTES:
-        raise SlotError(f"the header of step {header.step} has {len(body)} bytes and does not fit in {HEADER_BYTES}")
+        raise SnapshotError(
+            f"the header of step {header.step} has {len(body)} bytes and does not fit in {HEADER_BYTES}"
+        )
     return _PREFIX.pack(MAGIC, len(body), xxhash.xxh3_64_intdigest(body)) + body
 
 
@@ -139,8 +141,8 @@ def _unpack_header(area: bytes) -> Header | None:
         return None  # whole, but of another schema: nothing that this version may use
 
 
-class SlotReader:
-    """Reads a slot that another process may be overwriting or deleting. Usable from several threads."""
+class BufferReader:
+    """Reads a buffer that another process may be overwriting or deleting. Usable from several threads."""
 
     def __init__(self, path: Path) -> None:
         """Raises FileNotFoundError or PermissionError."""
@@ -159,13 +161,13 @@ class SlotReader:
         return header
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        """Payload and table, end to end, from `offset` on. Raises SlotError when the file has become too
+        """Payload and table, end to end, from `offset` on. Raises SnapshotError when the file has become too
         short."""
         got = 0
         while got < len(view):
             n = os.preadv(self._fd, [view[got:]], HEADER_BYTES + offset + got)
             if n == 0:
-                raise SlotError(f"{self.path} was cut short while it was read")
+                raise SnapshotError(f"{self.path} was cut short while it was read")
             got += n
 
     def views(self, offset: int, length: int) -> list[memoryview]:
@@ -211,8 +213,8 @@ class SlotReader:
         return f"chunks {bad} do not match their checksums" if bad else None
 
 
-class SlotWriter:
-    """Writes a slot. One per file and process."""
+class BufferWriter:
+    """Writes a buffer. One per file and process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -225,7 +227,7 @@ class SlotWriter:
         """Make room for a payload, allocated and prefaulted. True if the file was mapped anew and emptied for
         it.
 
-        Raises SlotError when there is no room or no permission; the file is then as small as it was.
+        Raises SnapshotError when there is no room or no permission; the file is then as small as it was.
         """
         try:
             if self._map is not None and self._still_there() and payload_bytes <= self.capacity:
@@ -248,11 +250,11 @@ class SlotWriter:
             self.release()
             if error.errno == errno.ENOSPC:
                 free = os.statvfs(self.path.parent)
-                raise SlotError(
+                raise SnapshotError(
                     f"{self.path} needs {file_bytes(payload_bytes)} bytes, and {self.path.parent} has "
-                    f"{free.f_bavail * free.f_frsize} free: enlarge it or set snapshot.arena_dir"
+                    f"{free.f_bavail * free.f_frsize} free: enlarge it or set snapshot.segment_dir"
                 ) from error
-            raise SlotError(f"{self.path} cannot be made: {error.strerror} (snapshot.arena_dir)") from error
+            raise SnapshotError(f"{self.path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
         self.capacity = payload_bytes
         return True
 
@@ -275,7 +277,7 @@ class SlotWriter:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map)), len(self._map)
 
     def begin(self) -> None:
-        """Wipe the header. From here to `publish` the slot holds nothing."""
+        """Wipe the header. From here to `publish` the buffer holds nothing."""
         assert self._map is not None
         self._map[: _PREFIX.size] = bytes(_PREFIX.size)
 

@@ -1,10 +1,10 @@
-"""The arena: one keeper's directory of slots on tmpfs.
+"""The segment: one keeper's directory of buffers on tmpfs.
 
 everstep-RUN-group-K/
     lock                     held by the keeper (flock)
-    rank-R.slot-0, .slot-1   the two newest snapshots of a rank, written by its trainer
+    rank-R.buffer-0, .buffer-1   the two newest snapshots of a rank, written by its trainer
     rank-R.parity-0, -1      the two newest parities coded by the keeper
-    rank-R.notes             what the keeper knows about the rank's slots, for the trainer
+    rank-R.notes             what the keeper knows about the rank's buffers, for the trainer
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from typing import Literal
 
 import psutil
 
-from everstep.snapshot.slot import Header, SlotError, SlotReader, file_bytes
+from everstep.snapshot.buffer import BufferReader, Header, SnapshotError, file_bytes
 
 Kind = Literal["data", "parity"]
-_FILE_WORD: dict[Kind, str] = {"data": "slot", "parity": "parity"}
-SLOTS = 2
+_FILE_WORD: dict[Kind, str] = {"data": "buffer", "parity": "parity"}
+BUFFERS = 2
 
 
 def run_id(token: bytes) -> str:
@@ -38,7 +38,7 @@ class Notes:
     heartbeat: float = 0.0
     """time.monotonic() of the keeper's last word."""
     sequence: int = -1
-    """The youngest slot that the keeper has dealt with."""
+    """The youngest buffer that the keeper has dealt with."""
     sound: bool = False
     """Its bytes match its checksums."""
     coded: bool = False
@@ -48,13 +48,13 @@ class Notes:
     reason: str = ""
     """Why it is settled without being coded."""
     holding: int = -1
-    """A slot that somebody reads and that must not be overwritten meanwhile."""
+    """A buffer that somebody reads and that must not be overwritten meanwhile."""
     held: int = -1
-    """The slot that was held last."""
+    """The buffer that was held last."""
 
 
-class Arena:
-    """Paths and bookkeeping of one group's slots on this host."""
+class Segment:
+    """Paths and bookkeeping of one group's buffers on this host."""
 
     def __init__(self, directory: Path, run: str, group: int) -> None:
         self.root = directory
@@ -63,14 +63,14 @@ class Arena:
         self.path = directory / f"everstep-{run}-group-{group}"
 
     def create(self) -> None:
-        """Raises SlotError, naming the directory, when it cannot be made or is another user's."""
+        """Raises SnapshotError, naming the directory, when it cannot be made or is another user's."""
         try:
             self.path.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            raise SlotError(f"{self.path} cannot be made: {error.strerror} (snapshot.arena_dir)") from error
+            raise SnapshotError(f"{self.path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
         # A directory that a stranger made first under our name could swap the files under a mapping.
         if self.path.stat().st_uid != os.geteuid():
-            raise SlotError(f"{self.path} belongs to another user: remove it or set snapshot.arena_dir")
+            raise SnapshotError(f"{self.path} belongs to another user: remove it or set snapshot.segment_dir")
 
     def remove(self) -> None:
         """Give all memory back. Mappings that processes still have live on until they drop them."""
@@ -80,21 +80,21 @@ class Arena:
         return self.path / f"rank-{rank}.{_FILE_WORD[kind]}-{index}"
 
     def ranks(self) -> list[int]:
-        """The ranks that have slots here."""
+        """The ranks that have buffers here."""
         found = set()
         with contextlib.suppress(FileNotFoundError):  # removed under us: no ranks
             for name in os.listdir(self.path):
-                if match := re.fullmatch(r"rank-(\d+)\.slot-\d", name):
+                if match := re.fullmatch(r"rank-(\d+)\.buffer-\d", name):
                     found.add(int(match.group(1)))
         return sorted(found)
 
     def headers(self, kind: Kind, rank: int) -> list[Header | None]:
-        """What each of the rank's slots holds; None for one that holds nothing or is not of this run."""
-        return [self._header(kind, rank, index) for index in range(SLOTS)]
+        """What each of the rank's buffers holds; None for one that holds nothing or is not of this run."""
+        return [self._header(kind, rank, index) for index in range(BUFFERS)]
 
     def _header(self, kind: Kind, rank: int, index: int) -> Header | None:
         try:
-            reader = SlotReader(self.file(kind, rank, index))
+            reader = BufferReader(self.file(kind, rank, index))
         except (FileNotFoundError, PermissionError):
             return None
         try:
@@ -111,10 +111,10 @@ class Arena:
         return header
 
     def bytes_of(self, rank: int) -> int:
-        """Memory that the rank's slots and parity take now."""
+        """Memory that the rank's buffers and parity take now."""
         total = 0
         for kind in _FILE_WORD:
-            for index in range(SLOTS):
+            for index in range(BUFFERS):
                 with contextlib.suppress(FileNotFoundError):  # not made yet
                     total += self.file(kind, rank, index).stat().st_size
         return total
@@ -134,14 +134,14 @@ class Arena:
 
 
 def check_room(directory: Path, bytes_needed: int, reserve_bytes: int) -> None:
-    """Raises SlotError, with bytes needed and found, when `bytes_needed` more in `directory` would not fit:
+    """Raises SnapshotError, with bytes needed and found, when `bytes_needed` more in `directory` would not fit:
     in the tmpfs, in the host's free memory or in this control group's limit, less `reserve_bytes`."""
     try:
         status = os.statvfs(directory)
     except OSError as error:
-        raise SlotError(f"{directory} cannot be used: {error.strerror} (snapshot.arena_dir)") from error
+        raise SnapshotError(f"{directory} cannot be used: {error.strerror} (snapshot.segment_dir)") from error
     found = {
-        f"free in {directory} (snapshot.arena_dir; Docker: --shm-size)": status.f_bavail * status.f_frsize,
+        f"free in {directory} (snapshot.segment_dir; Docker: --shm-size)": status.f_bavail * status.f_frsize,
         "of free host memory": psutil.virtual_memory().available - reserve_bytes,
     }
     limit = cgroup_free_bytes()
@@ -149,7 +149,7 @@ def check_room(directory: Path, bytes_needed: int, reserve_bytes: int) -> None:
         found["left under the memory limit of this control group"] = limit - reserve_bytes
     where, least = min(found.items(), key=lambda item: item[1])
     if bytes_needed > least:
-        raise SlotError(f"snapshots need {bytes_needed} bytes more, and there are {max(least, 0)} {where}")
+        raise SnapshotError(f"snapshots need {bytes_needed} bytes more, and there are {max(least, 0)} {where}")
 
 
 def cgroup_free_bytes(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int | None:
@@ -185,7 +185,7 @@ def cgroup_free_bytes(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path
 
 
 def memory_needed(payload_bytes: int, members: int, parity: int) -> int:
-    """Bytes in tmpfs for one rank: its slots, and the parity slots its keeper codes for the other members."""
+    """Bytes in tmpfs for one rank: its buffers, and the parity buffers its keeper codes for the other members."""
     m = min(parity, members - 1)
     shards = m * -(-payload_bytes // (members - m)) if m else 0
-    return SLOTS * (file_bytes(payload_bytes) + (file_bytes(shards) if shards else 0))
+    return BUFFERS * (file_bytes(payload_bytes) + (file_bytes(shards) if shards else 0))
