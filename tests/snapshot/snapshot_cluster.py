@@ -91,14 +91,17 @@ class Cluster:
         self.kill_keeper(group)
         self.segment(group).remove()
 
-    def commit(self, step: int, members=None, lineage="a", scale: int = 1, seed: int = 0) -> None:
-        """One committed step on every member: what was begun before is waited for, as before a vote."""
+    def commit(
+        self, step: int, members=None, lineage="a", scale: int = 1, seed: int = 0, settle: bool = True, **more
+    ) -> None:
+        """One committed step on every member: what was begun before is waited for, as before a vote, and with `settle`
+        as long as that what the keepers do of it is done, as in a step that is long enough."""
         members = members or self.groups
-        published = set()
         for group in members:
             self.copiers[group].wait()
-            published.add(self.copiers[group].published)
-        held = published.pop() if len(published) == 1 else -1
+        if settle:
+            wait_until(lambda: all(self.copiers[group].word().settled for group in members))
+        words = {group: self.copiers[group].word() for group in members}
         for group in members:
             fresh = state_of(step, seed, scale)
             mine = self.tensors.setdefault(group, {n: t.clone() for n, t in fresh.tensors.items()})
@@ -107,7 +110,7 @@ class Cluster:
                     mine[name] = tensor.clone()
                 mine[name].copy_(tensor)
             what = State(mine, fresh.meta, fresh.blobs)
-            self.copiers[group].committed(step, lineage, members, held, lambda what=what: what)
+            self.copiers[group].committed(step, lineage, members, words, lambda what=what: what, **more)
 
     def wait(self) -> None:
         for copier in self.copiers.values():
@@ -128,18 +131,22 @@ class Cluster:
 
         wait_until(done)
 
-    def decide(self, disk_step=None, ranks: int = 1, topologies=None) -> sources.Decision:
-        held, _ = peers.reachable(peers.read_places(self.run_dir), self.token, TIMEOUT)
-        return sources.decide(held, run=run_id(self.token), ranks=ranks, disk_step=disk_step, topologies=topologies)
+    def held(self) -> list[peers.Held]:
+        """What the keepers say they hold."""
+        return peers.reachable(peers.read_places(self.run_dir), self.token, TIMEOUT)[0]
+
+    def decide(self, disk_step=None, ranks: int | None = None, topologies=None) -> sources.Decision:
+        return sources.decide(
+            self.held(), run=run_id(self.token), ranks=ranks, disk_step=disk_step, topologies=topologies
+        )
 
     def recover(self, group: int = 0, disk_step: int | None = None) -> recovery.Recovery:
-        held, _ = peers.reachable(peers.read_places(self.run_dir), self.token, TIMEOUT)
         return recovery.recover(
             self.run_dir,
             group=group,
             rank=0,
             ranks=1,
-            topology=next((buffer.header.topology for buffer in held), ""),
+            layout=Layout.of(self.tensors.get(group) or next(iter(self.tensors.values()))),
             disk_step=disk_step,
             timeout=TIMEOUT,
             patience=timedelta(0),

@@ -10,7 +10,6 @@ from typing import Any
 
 from everstep import wire
 from everstep.snapshot import peers, sources
-from everstep.snapshot.buffer import Header
 from everstep.snapshot.peers import Held, Place
 from everstep.snapshot.recovery import gather
 from everstep.snapshot.restore import RestoreError, restore_rank
@@ -65,8 +64,7 @@ def inspect(run_dir: Path, *, verify: bool = False, timeout: timedelta = DEFAULT
     if not places:
         raise InspectError(f"{run_dir} has no keepers: the run is over, or snapshot.enable is off")
     held, silent = gather(run_dir, token, timeout, timedelta(0))
-    ranks = max((buffer.header.ranks for buffer in held), default=1)
-    decision = sources.decide(held, run=run_id(token), ranks=ranks)
+    decision = sources.decide(held, run=run_id(token))
     if not verify:
         return Inspection(places, silent, held, decision)
     restored = {}
@@ -88,7 +86,7 @@ def _check(places: Sequence[Place], token: bytes, timeout: timedelta) -> list[Fi
         except wire.WireError:
             continue  # it is in `silent`
         for found in answer["findings"]:
-            header = Header.from_json(found["header"])
+            header = peers.header_of(found["header"], place.address)
             findings.append(Finding(Held(place.address, header, found["damage"] is None), found["damage"]))
     return findings
 
@@ -103,7 +101,7 @@ def describe(found: Inspection, now: float | None = None) -> str:
         header = buffer.header
         key = _key(buffer)
         state = _checks(buffer, damage.get(key), key in damage)
-        members = ",".join(map(str, header.members))
+        members = _short(header.members)
         lines.append(
             f"{header.group:>5} {header.rank:>4} {header.kind:6} {header.step:>8} "
             f"{header.payload_bytes / 1e6:>9.2f} "
@@ -123,6 +121,10 @@ def describe(found: Inspection, now: float | None = None) -> str:
     for rank, trouble in (found.restored or {}).items():
         lines.append(f"rank {rank}: " + (trouble or f"step {found.decision.step} fetched, every byte verified"))
     return "\n".join(lines)
+
+
+def _short(members: tuple[int, ...]) -> str:
+    return ",".join(map(str, members)) if len(members) <= 6 else f"{len(members)} groups"
 
 
 def sound(found: Inspection) -> bool:

@@ -28,15 +28,21 @@ from typing import Any
 
 from everstep import wire
 from everstep.snapshot import peers
-from everstep.snapshot.buffer import BufferReader, Header, SnapshotError, table_bytes
+from everstep.snapshot.board import Board, Channels
+from everstep.snapshot.buffer import BufferReader, SnapshotError, table_bytes
+from everstep.snapshot.header import KINDS, Header
 from everstep.snapshot.keepers import LOCKED_EXIT
 from everstep.snapshot.peers import Place
 from everstep.snapshot.rank_watch import POLL_S, RankWatch
+from everstep.snapshot.room import BUFFERS
 from everstep.snapshot.section import Snapshot
-from everstep.snapshot.segment import BUFFERS, Kind, Segment, run_id
+from everstep.snapshot.segment import Segment, run_id
 
 HEARTBEAT_S = 0.5
 GONE_S = 20.0
+JOIN_S = 15.0
+"""For a watch to end: longer than any wait of one."""
+NEWS = frozenset({"part", "code", "coded"})
 
 log = logging.getLogger("everstep.keeper")
 
@@ -54,7 +60,12 @@ class Keeper:
         self._spoken_at = time.monotonic()
         self._touched_ns = -1
         self._gone_since = 0.0
-        self._server = wire.Server(host, self.token, self._talk, timedelta(seconds=settings.transfer_timeout_s))
+        self.started_at = time.time()
+        timeout = timedelta(seconds=settings.transfer_timeout_s)
+        self.channels = Channels(run_dir, self.token, timeout)
+        self.board = Board(group, self.channels, self.changed, lambda: asdict(self.place()))
+        self.turn = threading.Lock()
+        self._server = wire.Server(host, self.token, self._talk, timeout)
 
     def place(self) -> Place:
         return Place(
@@ -63,16 +74,12 @@ class Keeper:
             self._server.address,
             os.getpid(),
             str(self.segment.path),
-            time.time(),
+            self.started_at,
         )
 
     def spoken(self) -> None:
         """Somebody has a use for this keeper."""
         self._spoken_at = time.monotonic()
-
-    def address_of(self, group: int) -> str | None:
-        """The latest keeper of another group."""
-        return next((p.address for p in peers.read_places(self.run_dir) if p.group == group), None)
 
     def run(self) -> str:
         """Until the keeper is to end. Returns why it does; the segment has been removed then."""
@@ -87,7 +94,13 @@ class Keeper:
             if why:
                 break
         self.over.set()
+        with self.changed:
+            self.changed.notify_all()
         self._server.close()
+        self.board.close()
+        # A watch that is still coding would make files anew in a segment that is being removed.
+        for watch in self._watches.values():
+            watch.join(JOIN_S)
         self.segment.remove()
         with contextlib.suppress(OSError):  # the run directory may be gone, which is why we end
             peers.place_file(self.run_dir, self.group).unlink()
@@ -124,6 +137,15 @@ class Keeper:
         message: dict[str, Any] | None = channel.receive_frame()
         while message is not None:
             operation = message.get("op")
+            if operation in NEWS:
+                # Not `spoken`: keepers that only tell each other things do not keep each other alive.
+                try:
+                    answer = self.board.take_news(message)
+                except (ValueError, TypeError) as error:
+                    raise wire.RefusedError(f"the news are not understood: {error}") from error
+                channel.send_frame(answer)
+                message = channel.receive_frame()
+                continue
             if operation == "open":
                 message = self._serve_buffer(channel, message)
                 continue
@@ -146,73 +168,63 @@ class Keeper:
             message = channel.receive_frame()
 
     def _inventory(self) -> list[dict[str, Any]]:
+        """What is held, and whether it is sound as far as it has been looked at."""
         buffers = []
         for rank in self.segment.ranks():
             watch = self._watches.get(rank)
-            for header in filter(None, self.segment.headers("data", rank)):
-                buffers.append({"header": header.to_json(), "sound": watch and watch.sound.get(header.sequence)})
-            for header in filter(None, self.segment.headers("parity", rank)):
-                buffers.append({"header": header.to_json(), "sound": None})
+            for kind in KINDS:
+                for header in filter(None, self.segment.headers(kind, rank)):
+                    sound = watch and watch.sound.get((kind, header.sequence, header.code))
+                    buffers.append({"header": header.to_json(), "sound": sound})
         return buffers
 
     def _check(self) -> list[dict[str, Any]]:
         """Every buffer's checksums, recomputed now. `damage` is None for a buffer that is as it was published."""
         findings = []
-        kinds: tuple[Kind, ...] = ("data", "parity")
         for rank in self.segment.ranks():
-            for kind in kinds:
+            for kind in KINDS:
                 for index in range(BUFFERS):
                     with contextlib.suppress(OSError, SnapshotError):  # no such buffer, or it went while we looked
                         reader = BufferReader(self.segment.file(kind, rank, index))
                         with contextlib.closing(reader):
                             header = reader.header()
                             if header is not None:
-                                findings.append({"header": header.to_json(), "damage": reader.damage(header)})
+                                strange = not self.segment.owns(header, kind, rank)
+                                damage = "it is another buffer's file" if strange else reader.damage(header)
+                                findings.append({"header": header.to_json(), "damage": damage})
         return findings
 
-    def _find(self, kind: Kind, rank: int, identity: peers.Identity) -> tuple[BufferReader, Header] | None:
+    def _find(self, message: dict[str, Any]) -> tuple[BufferReader, Header]:
+        """The buffer that is asked for. Raises wire.RefusedError if it is not held here, or is damaged."""
+        kind, group, rank, code = (message.get(key) for key in ("kind", "group", "rank", "code"))
+        identity = message.get("identity")
+        if kind not in KINDS or type(rank) is not int or rank < 0 or not isinstance(identity, list):
+            raise wire.RefusedError(f"there is no buffer of kind '{kind}' and rank '{rank}'")
         for index in range(BUFFERS):
             try:
                 reader = BufferReader(self.segment.file(kind, rank, index))
             except OSError:
                 continue
             header = reader.header()
-            if header is not None and header.identity == identity and header.run == self.segment.run:
-                return reader, header
-            reader.close()
-        return None
-
-    def _await_buffer(self, message: dict[str, Any]) -> tuple[BufferReader, Header]:
-        """The buffer that is asked for, once it is there (and sound, if that is asked for), within the
-        patience."""
-        kind, rank = message.get("kind"), message.get("rank")
-        try:
-            step, lineage, members, topology = message["identity"]
-            identity = (int(step), str(lineage), tuple(members), str(topology))
-            deadline = time.monotonic() + float(message["patience_s"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise wire.RefusedError(f"the question is not understood: {error}") from error
-        if kind not in ("data", "parity") or not isinstance(rank, int):
-            raise wire.RefusedError(f"there is no buffer of kind '{kind}' and rank '{rank}'")
-        while True:
-            found = self._find(kind, rank, identity)
-            if found is not None:
+            if (
+                header is not None
+                and self.segment.owns(header, kind, rank)
+                and group == self.group
+                and list(header.identity) == identity
+                and header.code == code
+            ):
                 watch = self._watches.get(rank)
-                sound = watch.sound.get(found[1].sequence) if watch else None
-                if sound or not message["sound"]:
-                    return found
-                found[0].close()
-                if sound is False:
-                    raise wire.RefusedError(f"step {step} of rank {rank} is damaged here")
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise wire.RefusedError(f"not yet: step {step} of rank {rank} is not held here")
-            with self.changed:
-                self.changed.wait(min(left_s, POLL_S))
+                if watch is None or watch.sound.get((kind, header.sequence, header.code)) is not False:
+                    return reader, header
+                reader.close()
+                raise wire.RefusedError(f"step {header.step} of rank {rank} is damaged here")
+            reader.close()
+        step = identity[0] if identity else "?"
+        raise wire.RefusedError(f"step {step} of rank {rank} is not held here")
 
     def _serve_buffer(self, channel: wire.Channel, message: dict[str, Any]) -> dict[str, Any] | None:
         """Serve one buffer's bytes. Returns the first message that is about something else, None at the end."""
-        reader, header = self._await_buffer(message)
+        reader, header = self._find(message)
         with contextlib.closing(reader):
             channel.send_frame({"header": header.to_json()})
             source = _Served(reader, header)
@@ -228,7 +240,7 @@ class Keeper:
     def _hold_buffer(self, channel: wire.Channel, message: dict[str, Any]) -> dict[str, Any]:
         """Keep a buffer from being overwritten for as long as the peer keeps asking. Returns its first other
         message."""
-        reader, header = self._await_buffer(message)
+        reader, header = self._find(message)
         with contextlib.closing(reader):
             while (watch := self._watches.get(header.rank)) is None:  # a rank's first buffer: seen within POLL_S
                 if self.over.wait(POLL_S):
@@ -248,7 +260,7 @@ class _Served:
     """A buffer's payload and table as `wire.Bytes`."""
 
     def __init__(self, reader: BufferReader, header: Header) -> None:
-        self.size = header.payload_bytes + table_bytes(header.payload_bytes)
+        self.size = header.payload_bytes + table_bytes(header.payload_bytes, header.split)
         self.views = reader.views
 
 

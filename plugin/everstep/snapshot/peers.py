@@ -1,5 +1,6 @@
 """Finding the keepers of a run, and asking them."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -7,16 +8,17 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from everstep import wire
-from everstep.snapshot.buffer import Header
-from everstep.snapshot.segment import Kind
+from everstep.snapshot.header import Header, Identity, Kind
 
-Identity = tuple[int, str, tuple[int, ...], str]
+ASKERS = 64
+"""Keepers that are asked at a time."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,18 @@ def read_places(run_dir: Path) -> list[Place]:
     return sorted(found, key=lambda place: (place.group, -place.started_at))
 
 
+def find_places(run_dir: Path, group: int) -> list[Place]:
+    """The keepers that have been in this run for one group, the latest first. One listing, and no other group's file is
+    opened."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):  # no keeper yet
+        for name in os.listdir(places_dir(run_dir)):
+            if name.startswith(f"group-{group}@") and name.endswith(".json"):
+                with contextlib.suppress(OSError, ValueError, TypeError):  # removed or not ours
+                    found.append(Place(**json.loads((places_dir(run_dir) / name).read_text())))
+    return sorted(found, key=lambda place: -place.started_at)
+
+
 def ask(address: str, token: bytes, message: dict[str, Any], timeout: timedelta) -> dict[str, Any]:
     """One question to a keeper. Raises wire.WireError."""
     channel = wire.connect(address, token, timeout)
@@ -93,29 +107,28 @@ def inventory(address: str, token: bytes, timeout: timedelta) -> list[Held]:
         raise wire.WireError(f"{address} keeps buffers of another version: {error}") from error
 
 
-def open_buffer(
-    channel: wire.Channel,
-    kind: Kind,
-    rank: int,
-    identity: Identity,
-    *,
-    sound: bool = False,
-    patience_s: float = 0,
-) -> Header:
-    """Make the channel serve a buffer's payload and table, end to end.
+def wanted(kind: Kind, group: int, rank: int, identity: Identity, code: str = "") -> dict[str, Any]:
+    """Names a buffer in a question to a keeper."""
+    return {"kind": kind, "group": group, "rank": rank, "identity": list(identity), "code": code}
 
-    Raises wire.RefusedError when the keeper does not hold it, or not yet after `patience_s`. With `sound`,
-    waits for the keeper to have verified it.
+
+def open_buffer(channel: wire.Channel, header: Header) -> None:
+    """Make the channel serve exactly this buffer's payload and table, end to end.
+
+    Raises wire.RefusedError when the keeper does not hold it, wire.WireError when it holds another generation of it.
     """
-    message = {
-        "op": "open",
-        "kind": kind,
-        "rank": rank,
-        "identity": identity,
-        "sound": sound,
-        "patience_s": patience_s,
-    }
-    return Header.from_json(channel.ask(message)["header"])
+    name = wanted(header.kind, header.group, header.rank, header.identity, header.code)
+    answer = channel.ask({"op": "open", **name})
+    if header_of(answer.get("header"), channel.peer) != header:
+        raise wire.WireError(f"{channel.peer} has published step {header.step} anew")
+
+
+def header_of(body: Any, peer: str) -> Header:
+    """A header that a keeper sent. Raises wire.WireError if it is none."""
+    try:
+        return Header.from_json(body)
+    except ValueError as error:
+        raise wire.WireError(f"{peer} sent {error}") from error
 
 
 class Hold:
@@ -126,8 +139,7 @@ class Hold:
     has it.
     """
 
-    def __init__(self, buffers: Sequence[tuple[str, int, Identity]], token: bytes, timeout: timedelta) -> None:
-        """`buffers`: keeper's address, rank and identity of each."""
+    def __init__(self, buffers: Sequence[Held], token: bytes, timeout: timedelta) -> None:
         self._buffers, self._token, self._timeout = buffers, token, timeout
         self._channels: list[wire.Channel] = []
         self._over = threading.Event()
@@ -135,11 +147,12 @@ class Hold:
     def __enter__(self) -> "Hold":
         self._asker = threading.Thread(target=self._keep_asking, name="buffer-holder", daemon=True)
         try:
-            for address, rank, identity in self._buffers:
-                self._channels.append(wire.connect(address, self._token, self._timeout))
-                question = {"op": "hold", "kind": "data", "rank": rank, "identity": identity, "sound": False}
-                if not self._channels[-1].ask({**question, "patience_s": 0})["still"]:
-                    raise wire.WireError(f"{address} has gone on to another step")
+            for held in self._buffers:
+                self._channels.append(wire.connect(held.address, self._token, self._timeout))
+                header = held.header
+                question = wanted(header.kind, header.group, header.rank, header.identity)
+                if not self._channels[-1].ask({"op": "hold", **question}).get("still"):
+                    raise wire.WireError(f"{held.address} has gone on to another step")
         except wire.WireError:
             self._close()
             raise
@@ -170,7 +183,7 @@ class Download:
         self._address, self._token, self._timeout = address, token, timeout
         self._connections, self._tries = connections, tries
 
-    def run(self, kind: Kind, rank: int, identity: Identity, sink: wire.Bytes) -> None:
+    def run(self, header: Header, sink: wire.Bytes) -> None:
         """Fill `sink` with the buffer's payload and table. Raises wire.WireError of the last try."""
         done: set[int] = set()
         count = max(1, min(self._connections, -(-sink.size // wire.RANGE_BYTES)))
@@ -179,7 +192,7 @@ class Download:
             try:
                 for _ in range(count):
                     channels.append(wire.connect(self._address, self._token, self._timeout))
-                    open_buffer(channels[-1], kind, rank, identity)
+                    open_buffer(channels[-1], header)
                 wire.pull(channels, sink, done)
                 return
             except wire.RefusedError:
@@ -193,13 +206,27 @@ class Download:
                     channel.close()
 
 
-def reachable(places: Sequence[Place], token: bytes, timeout: timedelta) -> tuple[list[Held], dict[str, str]]:
-    """The buffers of every keeper that answers, and by place why the others did not."""
+def reachable(
+    places: Sequence[Place], token: bytes, timeout: timedelta, deadline_s: float | None = None
+) -> tuple[list[Held], dict[str, str]]:
+    """The buffers of every keeper that answers, and by place why the others did not.
+
+    All are asked at once, `ASKERS` at a time. Who has not answered after `deadline_s`, or the timeout, is silent.
+    """
     held: list[Held] = []
     silent: dict[str, str] = {}
-    for place in places:
+    pool = ThreadPoolExecutor(ASKERS, thread_name_prefix="inventory")
+    asked = {pool.submit(inventory, place.address, token, timeout): place for place in places}
+    limit_s = timeout.total_seconds() if deadline_s is None else deadline_s
+    done, late = concurrent.futures.wait(asked, limit_s)
+    for answer in done:
+        place = asked[answer]
         try:
-            held += inventory(place.address, token, timeout)
+            held += answer.result()
         except wire.WireError as error:
             silent[f"group {place.group} on {place.host}"] = str(error)
+    for answer in late:
+        place = asked[answer]
+        silent[f"group {place.group} on {place.host}"] = f"{place.address} was silent for {limit_s:g} s"
+    pool.shutdown(wait=False, cancel_futures=True)
     return held, silent

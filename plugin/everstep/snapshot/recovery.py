@@ -13,11 +13,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from everstep.snapshot import peers, sources
+from everstep.snapshot.header import KINDS
+from everstep.snapshot.layout import Layout
 from everstep.snapshot.peers import Held, Place
+from everstep.snapshot.reshape import Reshaped, ShapeError
 from everstep.snapshot.restore import Blame, Restored, RestoreError, restore_rank
 from everstep.snapshot.segment import run_id
 
+_NOTHING = np.zeros(0, dtype=np.uint8)
 Share = Callable[[Any], list[Any]]
 """Gathers one value from every rank of the group, in rank order, on every rank."""
 
@@ -51,7 +57,7 @@ def recover(
     group: int,
     rank: int,
     ranks: int,
-    topology: str,
+    layout: Layout,
     disk_step: int | None,
     timeout: timedelta,
     patience: timedelta,
@@ -62,7 +68,7 @@ def recover(
     A collective of the group: every rank calls it, and all return the same decision.
 
     Args:
-        topology: of this rank's own layout; snapshots of another are not used.
+        layout: of this rank's own state; snapshots of another are cut anew.
         disk_step: newest step of the disk checkpoint; rank 0's counts.
         timeout: the longest silence of a keeper.
         patience: how long to wait for keepers that have been in the run and do not answer now: they may be
@@ -71,35 +77,79 @@ def recover(
     """
     began = time.monotonic()
     token = peers.read_token(run_dir)
-    topologies = dict(enumerate(share(topology)))
+    topologies = dict(enumerate(share(layout.topology(rank, ranks))))
     blamed: list[Blame] = []
     notes: list[str] = []
     while True:
         decision = None
         if rank == 0:
             held, silent = gather(run_dir, token, timeout, patience if not blamed else timedelta(0))
-            decision = _decide(held, silent, blamed, notes, run_id(token), ranks, topologies, disk_step)
+            usable = [buffer for buffer in held if not any(blame.hits(buffer.header) for blame in blamed)]
+            decision = sources.decide(
+                usable, run=run_id(token), ranks=ranks, topologies=topologies, disk_step=disk_step
+            )
+            decision = _with_reasons(decision, silent, notes)
         decision = share(decision)[0]
         if not decision.from_memory:
             return Recovery(decision, None, time.monotonic() - began)
         restored: Restored | None = None
-        failure: RestoreError | None = None
+        failure: tuple[Blame | None, str] | None = None
         try:
-            restored = restore_rank(decision.columns[rank], rank, group, token, timeout)
+            if decision.reshaped:
+                restored = restore_reshaped(decision, rank, group, layout, token, timeout)
+            else:
+                restored = restore_rank(decision.columns[rank], rank, group, token, timeout)
         except RestoreError as error:
-            failure = error
-        failures = [f for f in share(failure and (failure.blame, str(failure))) if f]
+            failure = (error.blame, str(error))
+        except ShapeError as error:
+            failure = (None, f"step {decision.step} does not fit: {error}")
+        failures = [f for f in share(failure) if f]
         if not failures:
             return Recovery(decision, restored, time.monotonic() - began)
-        blamed += [blame for blame, _ in failures]
+        blamed += [blame for blame, _ in failures if blame] or [
+            Blame(kind, of, column.identity, None) for of, column in decision.columns.items() for kind in KINDS
+        ]
         notes += [message for _, message in failures]
 
 
+def restore_reshaped(
+    decision: sources.Decision, rank: int, group: int, layout: Layout, token: bytes, timeout: timedelta
+) -> Restored:
+    """One rank's state out of a snapshot of groups of another shape, one saved rank after the other, so that one more
+    state is in memory and not all.
+
+    Raises:
+        RestoreError, reshape.ShapeError
+    """
+    made, saved = Reshaped(layout), sorted(decision.columns)
+    fetched, own, decoded = 0, None, set()
+    for number in saved:
+        restored = restore_rank(decision.columns[number], number, group, token, timeout)
+        try:
+            made.take(Layout.from_json(restored.layout), restored.flat)
+        except (KeyError, TypeError) as error:
+            raise ShapeError(f"the layout of rank {number} is none: {error}") from error
+        fetched += restored.fetched_bytes
+        decoded |= set(restored.decoded)
+        if own is None or number == rank % len(saved):
+            own = replace(restored, flat=_NOTHING)
+    assert own is not None
+    return replace(
+        own, flat=made.finish(), layout=layout.to_json(), fetched_bytes=fetched, decoded=tuple(sorted(decoded))
+    )
+
+
+FIRST_LOOK_S = 3.0
+"""A keeper that has not answered after this long is asked again, while others are not waited for."""
+
+
 def gather(run_dir: Path, token: bytes, timeout: timedelta, patience: timedelta) -> tuple[list[Held], dict[str, str]]:
-    """What all keepers hold, once all answer or `patience` is over; and by keeper why it did not answer."""
+    """What all keepers hold, once all answer or `patience` is over; and by keeper why it did not answer. All are asked
+    at the same time, with one deadline."""
     deadline = time.monotonic() + patience.total_seconds()
     while True:
-        held, silent = peers.reachable(_latest(peers.read_places(run_dir)), token, timeout)
+        limit_s = max(min(FIRST_LOOK_S, timeout.total_seconds()), deadline - time.monotonic())
+        held, silent = peers.reachable(_latest(peers.read_places(run_dir)), token, timeout, limit_s)
         if not silent or time.monotonic() >= deadline:
             return held, silent
         time.sleep(0.1)
@@ -110,19 +160,8 @@ def _latest(places: list[Place]) -> list[Place]:
     return list({(place.group, place.host): place for place in reversed(places)}.values())
 
 
-def _decide(
-    held: list[Held],
-    silent: Mapping[str, str],
-    blamed: list[Blame],
-    notes: list[str],
-    run: str,
-    ranks: int,
-    topologies: Mapping[int, str],
-    disk_step: int | None,
-) -> sources.Decision:
-    usable = [buffer for buffer in held if not any(blame.hits(buffer.header) for blame in blamed)]
-    decision = sources.decide(usable, run=run, ranks=ranks, topologies=topologies, disk_step=disk_step)
-    unanswered = tuple(f"the keeper of {name} does not answer: {why}" for name, why in silent.items())
+def _with_reasons(decision: sources.Decision, silent: Mapping[str, str], notes: list[str]) -> sources.Decision:
     if decision.source == "memory" and not notes:
         return decision
+    unanswered = tuple(f"the keeper of {name} does not answer: {why}" for name, why in silent.items())
     return replace(decision, reasons=(*notes, *decision.reasons, *unanswered))

@@ -15,15 +15,12 @@ import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
-import psutil
+from everstep.snapshot.buffer import BufferReader, SnapshotError
+from everstep.snapshot.header import Header, Kind
+from everstep.snapshot.room import BUFFERS
 
-from everstep.snapshot.buffer import BufferReader, Header, SnapshotError, file_bytes
-
-Kind = Literal["data", "parity"]
 _FILE_WORD: dict[Kind, str] = {"data": "buffer", "parity": "parity"}
-BUFFERS = 2
 
 
 def run_id(token: bytes) -> str:
@@ -101,14 +98,13 @@ class Segment:
             header = reader.header()
         finally:
             reader.close()
-        if header is None or (header.run, header.kind, header.group, header.rank) != (
-            self.run,
-            kind,
-            self.group,
-            rank,
-        ):
+        if header is None or not self.owns(header, kind, rank):
             return None
         return header
+
+    def owns(self, header: Header, kind: Kind, rank: int) -> bool:
+        """Whether a header found in the rank's file of that kind belongs there. A file may have been put anywhere."""
+        return header.is_for(run=self.run, kind=kind, group=self.group, rank=rank)
 
     def bytes_of(self, rank: int) -> int:
         """Memory that the rank's buffers and parity take now."""
@@ -131,61 +127,3 @@ class Segment:
             return Notes(**json.loads((self.path / f"rank-{rank}.notes").read_text()))
         except (OSError, ValueError, TypeError):
             return Notes()
-
-
-def check_room(directory: Path, bytes_needed: int, reserve_bytes: int) -> None:
-    """Raises SnapshotError, with bytes needed and found, when `bytes_needed` more in `directory` would not fit:
-    in the tmpfs, in the host's free memory or in this control group's limit, less `reserve_bytes`."""
-    try:
-        status = os.statvfs(directory)
-    except OSError as error:
-        raise SnapshotError(f"{directory} cannot be used: {error.strerror} (snapshot.segment_dir)") from error
-    found = {
-        f"free in {directory} (snapshot.segment_dir; Docker: --shm-size)": status.f_bavail * status.f_frsize,
-        "of free host memory": psutil.virtual_memory().available - reserve_bytes,
-    }
-    limit = cgroup_free_bytes()
-    if limit is not None:
-        found["left under the memory limit of this control group"] = limit - reserve_bytes
-    where, least = min(found.items(), key=lambda item: item[1])
-    if bytes_needed > least:
-        raise SnapshotError(f"snapshots need {bytes_needed} bytes more, and there are {max(least, 0)} {where}")
-
-
-def cgroup_free_bytes(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Memory left under the tightest cgroup v2 limit of this process; None where there is no limit.
-
-    Page cache that the kernel can drop is counted as free; tmpfs pages (`shmem`), which it cannot, are not.
-    """
-    try:
-        lines = proc.read_text().splitlines()
-    except OSError:
-        return None
-    name = next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), None)
-    if name is None:
-        return None
-    left = None
-    folder = mount / name
-    while True:
-        try:
-            limit, used = (
-                (folder / "memory.max").read_text().strip(),
-                int((folder / "memory.current").read_text()),
-            )
-            if limit != "max":
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                droppable = int(stat["file"]) - int(stat["shmem"])
-                here = int(limit) - used + max(droppable, 0)
-                left = here if left is None else min(left, here)
-        except (OSError, ValueError, KeyError):
-            pass  # the root group, or a kernel without this controller, has no such files: no limit there
-        if folder in (mount, folder.parent):
-            return left
-        folder = folder.parent
-
-
-def memory_needed(payload_bytes: int, members: int, parity: int) -> int:
-    """Bytes in tmpfs for one rank: its buffers, and the parity buffers its keeper codes for the other members."""
-    m = min(parity, members - 1)
-    shards = m * -(-payload_bytes // (members - m)) if m else 0
-    return BUFFERS * (file_bytes(payload_bytes) + (file_bytes(shards) if shards else 0))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from everstep.quorum.heal import HealState
 from everstep.run.events import EventLog
+from everstep.snapshot.agreement import Agreed, Word
 from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.keepers import KeeperError, end_keepers, start_keeper, touch
@@ -23,6 +24,11 @@ from everstep.snapshot.recovery import recover
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 from everstep.step.protocol import Commit
+
+
+def _group_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if dist.get_backend() == "gloo" or accelerator is None else accelerator
 
 
 class Snapshots:
@@ -68,25 +74,44 @@ class Snapshots:
         self._copier.wait()
         return self._copier.published
 
+    def word(self) -> int:
+        """What this group says of its newest snapshot to the others, as a number; a collective of the group."""
+        word = self._copier.word()
+        if self._ranks == 1:
+            return word.encode()
+        everyone = torch.tensor([word.published, word.settled, word.coded, word.able, not word.busy], dtype=torch.uint8)
+        everyone = everyone.to(_group_device())
+        dist.all_reduce(everyone, op=dist.ReduceOp.MIN)
+        published, settled, coded, able, free = map(bool, everyone.tolist())
+        return Word(published, settled, coded, able, not free).encode()
+
     @property
-    def complete(self) -> tuple[int, str] | None:
-        """Step and lineage of the newest snapshot that is complete on all keepers; what a joiner should know."""
-        return self._copier.complete
+    def agreed(self) -> list[Any]:
+        """What all groups know of the snapshots alike; what a joiner should know."""
+        return self._copier.agreed.to_json()
 
-    def learn_complete(self, step: int, lineage: str) -> None:
-        """What `complete` was at the group that this one heals from."""
-        self._copier.learn_complete(step, lineage)
+    def agree(self, agreed: list[Any]) -> None:
+        """Take over what `agreed` was at the group that this one heals from."""
+        self._copier.agreed = Agreed.from_json(agreed)
 
-    def committed(self, commit: Commit, state: Callable[[], HealState], keep: bool) -> None:
-        """Take a snapshot of a step that was just committed, if one is due. `keep`: a checkpoint will be written of
-        it."""
+    def committed(
+        self, commit: Commit, words: Mapping[int, int], state: Callable[[], HealState], keep: bool, history: int = 0
+    ) -> None:
+        """Take a snapshot of a step that was just committed, if one is due.
+
+        Args:
+            words: of all groups that spoke in this commit.
+            keep: a checkpoint will be written of it.
+            history: of the state after the commit, 64 bits.
+        """
 
         def now() -> State:
             fresh = state()
             return State(fresh.tensors, fresh.meta, fresh.blobs, self.shards)
 
         touch(self._segment)
-        self._copier.committed(commit.step, commit.lineage, commit.groups, commit.held, now, keep)
+        said = {group: word for group, number in words.items() if (word := Word.decode(number)) is not None}
+        self._copier.committed(commit.step, commit.lineage, commit.groups, said, now, keep, history)
 
     def recover(self, state: HealState, disk_step: int | None) -> HealState | None:
         """The newest state there is, if it is in memory; else None. A collective of the group.
@@ -103,7 +128,7 @@ class Snapshots:
             group=self._group,
             rank=self._rank,
             ranks=self._ranks,
-            topology=layout.topology(self._rank, self._ranks),
+            layout=layout,
             disk_step=disk_step,
             timeout=timeout,
             patience=timedelta(seconds=self._settings.restore_wait_s),

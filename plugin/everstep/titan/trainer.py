@@ -356,7 +356,8 @@ class EverstepTrainer(titan.Trainer):
         self.source.committed(self.step)
         self._protocol.committed()
         if self.snapshots is not None:
-            self.snapshots.committed(commit, self._work.serve, self._checkpoint_from_memory(commit))
+            words, keep = self._work.words(commit.extra), self._checkpoint_from_memory(commit)
+            self.snapshots.committed(commit, words, self._work.serve, keep, getattr(commit, "history", 0))
         if self.checks is not None:
             self.checks.committed(self.step)
         if self._ft.audit_interval and self.step % self._ft.audit_interval == 0:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from everstep.titan.trainer import EverstepTrainer
 
 DATA_BLOB = "data"
-COMPLETE_SNAPSHOT = "complete_snapshot"
+AGREED_SNAPSHOTS = "agreed_snapshots"
 NOTES_INTERVAL = 10
 """Committed steps between two exchanges of dataloader positions; what an adopter has to skip at most."""
 
@@ -124,7 +124,20 @@ class TitanWork:
         if dims.dp_cp_enabled:
             loss = dist_utils.dist_sum_tensor(loss, dims.get_mesh("loss"))
         extra = torch.cat([local(load).flatten().double().cpu() for load in self.expert_loads] or [torch.zeros(0)])
-        return SlotSums(tokens.cpu(), loss.cpu(), extra.double())
+        return SlotSums(tokens.cpu(), loss.cpu(), torch.cat([extra.double(), self._word()]))
+
+    def _word(self) -> torch.Tensor:
+        """What this group says of its snapshots, in a vector with a place for each group; a collective of the group."""
+        if self._trainer.snapshots is None:
+            return torch.zeros(0, dtype=torch.float64)
+        words = torch.zeros(self._trainer.config.fault_tolerance.groups, dtype=torch.float64)
+        words[self._trainer.config.fault_tolerance.group_id] = self._trainer.snapshots.word()
+        return words
+
+    def words(self, extra: torch.Tensor) -> dict[int, int]:
+        """By group what it said of its snapshots, out of a commit's sums."""
+        said = extra[sum(local(load).numel() for load in self.expert_loads) :]
+        return {group: round(word) for group, word in enumerate(said.tolist())}
 
     def discard(self) -> None:
         self._tokens.clear()
@@ -136,7 +149,7 @@ class TitanWork:
     def assign_expert_loads(self, loads: torch.Tensor) -> None:
         """Put the loads of the whole global batch where torchtitan's balancing reads them."""
         sizes = [local(load).numel() for load in self.expert_loads]
-        for load, part in zip(self.expert_loads, loads.split(sizes), strict=True):
+        for load, part in zip(self.expert_loads, loads[: sum(sizes)].split(sizes), strict=True):
             local(load).copy_(part.view_as(local(load)))
 
     def notes(self, step: int) -> bytes | None:
@@ -156,14 +169,14 @@ class TitanWork:
         state = self._state.snapshot({DATA_BLOB: self._trainer.source.known_states()})
         if self._trainer.snapshots is not None:
             state.blobs[DATALOADER_BLOB] = pack_dataloader(self._trainer.source.state_dict())
-            state.meta[COMPLETE_SNAPSHOT] = self._trainer.snapshots.complete
+            state.meta[AGREED_SNAPSHOTS] = self._trainer.snapshots.agreed
         return state
 
     def heal(self, state: HealState) -> None:
         self.take(state, "peer")
-        known = state.meta.get(COMPLETE_SNAPSHOT)
+        known = state.meta.get(AGREED_SNAPSHOTS)
         if self._trainer.snapshots is not None and known is not None:
-            self._trainer.snapshots.learn_complete(*known)
+            self._trainer.snapshots.agree(known)
 
     def take(self, state: HealState, source: str) -> None:
         """Take over a state of this rank column; `source` says in the events where it came from."""
