@@ -243,7 +243,8 @@ def test_what_cannot_be_decoded_gives_way_to_the_older_step():
         damage(run, 1, "data", step=2, at=999)
         found = run.recover(disk_step=0)
         assert (found.decision.source, found.decision.step) == ("older", 1)
-        assert re.search("step 2.* (not what was saved|does not match its checksums|is damaged here)", found.decision.reasons[0])
+        wrong = "step 2.* (not what was saved|does not match its checksums|is damaged here)"
+        assert re.search(wrong, found.decision.reasons[0])
         assert_is_step(found.restored, 1)
 
 

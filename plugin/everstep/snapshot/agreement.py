@@ -9,7 +9,7 @@ others go on.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -25,18 +25,21 @@ class Word:
     """Parity over it is published, so that it survives the loss of this host."""
     able: bool = True
     """It had room for its last snapshot, or has not tried for a while."""
-    busy: bool = False
-    """Somebody reads the buffer that would be written next."""
+    older_busy: bool = False
+    """Somebody reads, or is about to, the buffer that would be written next if the newest snapshot becomes the
+    anchor."""
+    newest_busy: bool = False
+    """The same of the newest snapshot's buffer, which is written next otherwise."""
 
     def encode(self) -> int:
         """As a number above 0."""
-        bits = (True, self.published, self.settled, self.coded, self.able, self.busy)
+        bits = (True, self.published, self.settled, self.coded, self.able, self.older_busy, self.newest_busy)
         return sum(1 << place for place, bit in enumerate(bits) if bit)
 
     @classmethod
     def decode(cls, number: int) -> "Word | None":
         """The inverse; None where nobody spoke."""
-        return cls(*(bool(number >> place & 1) for place in range(1, 6))) if number & 1 else None
+        return cls(*(bool(number >> place & 1) for place in range(1, 7))) if number & 1 else None
 
 
 @dataclass(frozen=True)
@@ -80,20 +83,22 @@ def learn(agreed: Agreed, words: Mapping[int, Word]) -> tuple[Agreed, str]:
         words: by group, of those that took part in the commit and spoke.
     """
     taken = agreed.taken
-    busy = [group for group, word in words.items() if word.busy]
-    if busy:
-        return agreed, f"the buffer to be written is being read in {_named(busy)}"
     if taken is None:
-        return agreed, ""
+        return agreed, _busy([group for group, word in words.items() if word.older_busy])
     spoke = {group: words[group] for group in taken.members if group in words}
     waiting = [group for group, word in spoke.items() if not word.settled]
     if waiting:
         return agreed, f"{_named(waiting)} still verify or code step {taken.step}"
-    if len(spoke) < len(taken.members) or not all(word.published for word in spoke.values()):
-        return replace(agreed, taken=None), ""  # some part of it is missing: it is what the next one overwrites
-    uncoded = frozenset(group for group, word in spoke.items() if not word.coded)
-    moved = (taken.step, taken.lineage) if uncoded <= agreed.unprotected else agreed.anchor
-    return Agreed(None, moved, uncoded), ""
+    anchor, unprotected = agreed.anchor, agreed.unprotected
+    if len(spoke) == len(taken.members) and all(word.published for word in spoke.values()):
+        uncoded = frozenset(group for group, word in spoke.items() if not word.coded)
+        if uncoded <= unprotected:
+            anchor = (taken.step, taken.lineage)
+        unprotected = uncoded
+    # Else some part of it is missing: it is what the next one overwrites.
+    moved = anchor != agreed.anchor
+    busy = [group for group, word in words.items() if (word.older_busy if moved else word.newest_busy)]
+    return Agreed(None, anchor, unprotected), _busy(busy)
 
 
 def members_of(groups: Sequence[int], words: Mapping[int, Word]) -> tuple[int, ...]:
@@ -101,6 +106,10 @@ def members_of(groups: Sequence[int], words: Mapping[int, Word]) -> tuple[int, .
     none has room."""
     able = tuple(sorted(group for group in groups if group not in words or words[group].able))
     return able or tuple(sorted(groups))
+
+
+def _busy(groups: Sequence[int]) -> str:
+    return f"the buffer to be written is being read in {_named(groups)}" if groups else ""
 
 
 def _named(groups: Sequence[int]) -> str:

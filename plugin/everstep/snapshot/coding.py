@@ -19,7 +19,7 @@ from everstep import wire
 from everstep.snapshot import parity
 from everstep.snapshot.board import Board, Channels, Heard, code_message
 from everstep.snapshot.buffer import BufferWriter, SnapshotError, chunk_digests
-from everstep.snapshot.header import Header
+from everstep.snapshot.header import Header, difference
 from everstep.snapshot.peers import open_buffer
 from everstep.snapshot.room import BLOCK_BYTES, BUFFERS, make_room
 from everstep.snapshot.segment import Segment
@@ -91,9 +91,15 @@ class Coder:
             with self._board.changed:
                 heard = self._board.of(self._rank, own.identity)
                 absent = [g for g in group if g not in heard.parts]
+                parts = list(heard.parts.values())
             if now - told > TELL_AGAIN_S:
                 self._tell_part(own, absent if told else group)
                 told = now
+            differing = difference(parts)
+            if differing:
+                # Not for coding: no such snapshot is ever restored. The trainers overwrite it with the next.
+                note(sound=False, coded=False, settled=True, reason=f"{differing}: one of them is wrong")
+                return
             chosen = self._choose(own, heard, patient=now < grace)
             if chosen is not None:
                 code, name = chosen

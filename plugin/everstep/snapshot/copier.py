@@ -85,14 +85,13 @@ class Copier:
         """What this group says of the snapshot taken last; to be told to all groups before the next commit."""
         taken, header, notes = self.agreed.taken, self._newest, self._segment.read_notes(self._rank)
         able = time.monotonic() >= self._unable_until
-        target = self._headers()[self._target()]
-        busy = target is not None and self._held(target, notes)
+        older, newest = self._busy(notes)
         with self._condition:
             under_way = self._job is not None and not self._job.done
         if taken is None or header is None or (header.step, header.lineage) != (taken.step, taken.lineage):
-            return Word(settled=not under_way, able=able, busy=busy)
+            return Word(settled=not under_way, able=able, older_busy=older, newest_busy=newest)
         if header.parity == 0:
-            return Word(published=True, coded=True, able=able, busy=busy)
+            return Word(published=True, coded=True, able=able, older_busy=older, newest_busy=newest)
         # A keeper that has only now been started has said nothing yet.
         alive = time.monotonic() - max(notes.heartbeat, self._published_at) < KEEPER_SILENT_S
         dealt = notes.sequence == header.sequence
@@ -102,7 +101,8 @@ class Copier:
             settled=not alive or (dealt and notes.settled),
             coded=dealt and notes.coded,
             able=able,
-            busy=busy,
+            older_busy=older,
+            newest_busy=newest,
         )
 
     def committed(
@@ -132,7 +132,7 @@ class Copier:
         self.agreed, why_not = learn(self.agreed, words)
         if step % self._settings.interval and not keep:
             return False
-        if why_not and not (keep and not any(word.busy for word in words.values())):
+        if why_not and not (keep and self.agreed.taken is not None):
             self._emit("snapshot_skipped", step, reason=why_not)
             return False
         began = time.perf_counter()
@@ -330,6 +330,16 @@ class Copier:
             # No anchor here: what this process found is older than what it wrote itself.
             return min(free, key=lambda i: known[i].sequence)
         return free[0] if free else min(range(BUFFERS), key=lambda i: known[i].sequence)
+
+    def _busy(self, notes: Notes) -> tuple[bool, bool]:
+        """Whether somebody reads the older buffer, or the newest snapshot's; see `Word`."""
+        headers, taken = self._headers(), self.agreed.taken
+        if taken is None:
+            target = headers[self._target()]
+            return target is not None and self._held(target, notes), False
+        newest = [h for h in headers if h is not None and (h.step, h.lineage) == (taken.step, taken.lineage)]
+        older = [h for h in headers if h is not None and h not in newest]
+        return any(self._held(h, notes) for h in older), any(self._held(h, notes) for h in newest)
 
     def _alive(self, notes: Notes) -> bool:
         return time.monotonic() - notes.heartbeat < KEEPER_SILENT_S

@@ -71,9 +71,11 @@ class Plan:
         self.parity = 0 if full else stripes.effective_parity(len(self.parity_group), settings.parity)
         whole = (0, self.layout.size)
         self.part = whole if full else stripes.part_bounds(self.layout.size, count, index)
-        # With whole copies every group's digest is of the same bytes already.
-        alone = full or count == 1
-        self.witness = (0, 0) if alone else stripes.part_bounds(self.layout.size, count, (index + 1) % count)
+        # The part of the next in the parity group, whose keepers see each other's headers. With whole copies every
+        # group's digest is of the same bytes already.
+        after = self.parity_group[(self.parity_group.index(group) + 1) % len(self.parity_group)]
+        alone = full or after == group
+        self.witness = (0, 0) if alone else stripes.part_bounds(self.layout.size, count, members.index(after))
         self._key = self._key_of(state, members, settings)
         self._tensors = state.tensors
         self._device = next((t.device for t in state.tensors.values() if t.is_cuda), None)
