@@ -23,12 +23,16 @@ from everstep.snapshot.plan import State
 from everstep.snapshot.recovery import recover
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
-from everstep.step.protocol import Commit
+from everstep.step.interfaces import Commit
 
 
 def _group_device() -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
     return torch.device("cpu") if dist.get_backend() == "gloo" or accelerator is None else accelerator
+
+
+AGREED_SNAPSHOTS = "agreed_snapshots"
+"""Where in a served state's meta a joiner finds what all groups know of their snapshots."""
 
 
 class Snapshots:
@@ -94,24 +98,24 @@ class Snapshots:
         """Take over what `agreed` was at the group that this one heals from."""
         self._copier.agreed = Agreed.from_json(agreed)
 
-    def committed(
-        self, commit: Commit, words: Mapping[int, int], state: Callable[[], HealState], keep: bool, history: int = 0
-    ) -> None:
+    def committed(self, commit: Commit, words: Mapping[int, int], state: Callable[[], HealState], keep: bool) -> None:
         """Take a snapshot of a step that was just committed, if one is due.
 
         Args:
             words: of all groups that spoke in this commit.
             keep: a checkpoint will be written of it.
-            history: of the state after the commit, 64 bits.
         """
 
         def now() -> State:
             fresh = state()
-            return State(fresh.tensors, fresh.meta, fresh.blobs, self.shards)
+            # What is agreed on snapshots is for joiners.
+            meta = {name: value for name, value in fresh.meta.items() if name != AGREED_SNAPSHOTS}
+            return State(fresh.tensors, meta, fresh.blobs, self.shards)
 
         touch(self._segment)
         said = {group: word for group, number in words.items() if (word := Word.decode(number)) is not None}
-        self._copier.committed(commit.step, commit.lineage, commit.groups, said, now, keep, history)
+        lineage = f"{commit.history:x}"
+        self._copier.committed(commit.step, lineage, commit.groups, said, now, keep, commit.history)
 
     def recover(self, state: HealState, disk_step: int | None) -> HealState | None:
         """The newest state there is, if it is in memory; else None. A collective of the group.
