@@ -133,7 +133,8 @@ class Cluster:
 
     def held(self) -> list[peers.Held]:
         """What the keepers say they hold."""
-        return peers.reachable(peers.read_places(self.run_dir), self.token, TIMEOUT)[0]
+        found, _ = peers.reachable(peers.read_places(self.run_dir), self.token, TIMEOUT)
+        return [buffer for buffers in found.values() for buffer in buffers]
 
     def decide(self, disk_step=None, ranks: int | None = None, topologies=None) -> sources.Decision:
         return sources.decide(

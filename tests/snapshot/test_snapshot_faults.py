@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from corruption import NEW, OLD, fuzz
-from everstep.snapshot import keepers, parity, peers, restore
+from everstep.snapshot import keepers, parity, peers, restore, sweep
 from everstep.snapshot.board import Channels
 from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.header import Header
@@ -281,7 +281,7 @@ def test_mute_keepers_are_waited_for_together_and_not_one_after_the_other(tmp_pa
         places = [peers.Place(g, f"h{g}", address, 1, "", 1.0) for g in range(6)]
         began = time.monotonic()
         held, silent = peers.reachable(places, b"x" * 32, TIMEOUT, 1.0)
-        assert (held, len(silent)) == ([], 6)
+        assert (held, len(silent)) == ({}, 6)
         assert time.monotonic() - began < 3
 
 
@@ -328,6 +328,51 @@ def test_an_orderly_end_in_the_middle_of_coding_leaves_nothing():
             assert keepers.end_keepers(run.run_dir) == []
             wait_until(lambda: all(not psutil.pid_exists(p) or is_zombie(p) for p in pids))  # noqa: B023
             assert not any(run.segment(g).path.exists() for g in run.groups)
+
+
+def test_what_no_run_owns_is_swept_and_what_one_owns_is_not(tmp_path, capsys, monkeypatch):
+    with Cluster(2) as run, Cluster(1) as gone:
+        run.commit(1)
+        gone.commit(1)
+        for site in (run, gone):
+            site.wait()
+            for copier in site.copiers.values():
+                copier.close()
+            site.copiers.clear()
+        run.kill_keeper(1)
+        gone.kill_keeper(0)
+        moved = run.home / gone.segment(0).path.name
+        shutil.move(gone.segment(0).path, moved)
+        shutil.rmtree(gone.run_dir)
+        found = {litter.path: litter for litter in sweep.find(run.home)}
+        assert found.keys() == {moved, run.segment(1).path}, "one has a keeper"
+        assert (found[moved].run_is_there, found[run.segment(1).path].run_is_there) == (False, True)
+        assert found[moved].run_dir == gone.run_dir.resolve()
+        sweep.sweep(run.home)
+        said = capsys.readouterr().out
+        assert f"{gone.run_dir.resolve()}, which is gone" in said
+        assert "kept: its run is going on" in said
+        assert not moved.exists()
+        monkeypatch.setattr(sweep, "ALIVE_S", 0.0)
+        sweep.sweep(run.home)
+        assert not run.segment(1).path.exists()
+        assert run.segment(0).path.exists()
+        assert run.decide().reasons, "and the living keeper still answers"
+
+
+def test_the_next_keeper_on_the_host_removes_what_runs_that_are_gone_left():
+    with Cluster(1) as run, Cluster(1) as gone:
+        gone.commit(1)
+        gone.wait()
+        gone.copiers.pop(0).close()
+        gone.kill_keeper(0)
+        moved = run.home / gone.segment(0).path.name
+        shutil.move(gone.segment(0).path, moved)
+        shutil.rmtree(gone.run_dir)
+        run.kill_keeper(0)
+        run.start_keeper(0)
+        wait_until(lambda: not moved.exists())
+        assert run.segment(0).path.exists()
 
 
 def cgroup_v1(folder: Path, limit: int, used: int, cache: int, shmem: int) -> None:

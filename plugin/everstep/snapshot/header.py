@@ -103,19 +103,17 @@ class Header:
         if body.keys() != _FIELDS:
             raise ValueError(f"a header with other fields: {sorted(map(str, body.keys() ^ _FIELDS))[:3]}")
         try:
-            values: dict[str, Any] = {**body}
-            made = cls(
-                **{
-                    **values,
-                    "members": _members(json.dumps(body["members"])),
-                    "parity_group": tuple(body["parity_group"]),
-                    "givers": tuple(body["givers"]),
-                    "holders": tuple(body["holders"]),
-                    "part": _span(body["part"]),
-                    "witness": _span(body["witness"]),
-                    "sections": {str(name): _span(span) for name, span in body["sections"].items()},
-                }
-            )
+            values: dict[str, Any] = {
+                **body,
+                "members": _members(json.dumps(body["members"])),
+                "parity_group": tuple(body["parity_group"]),
+                "givers": tuple(body["givers"]),
+                "holders": tuple(body["holders"]),
+                "part": _span(body["part"]),
+                "witness": _span(body["witness"]),
+                "sections": {str(name): _span(span) for name, span in body["sections"].items()},
+            }
+            made = cls(**values)
         except (TypeError, AttributeError) as error:
             raise ValueError(f"a header that is none: {error}") from error
         return made.checked()

@@ -16,6 +16,7 @@ import fcntl
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -37,6 +38,7 @@ from everstep.snapshot.rank_watch import POLL_S, RankWatch
 from everstep.snapshot.room import BUFFERS
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
+from everstep.snapshot.sweep import sweep_behind, write_owner
 
 HEARTBEAT_S = 0.5
 GONE_S = 20.0
@@ -264,10 +266,24 @@ class _Served:
         self.views = reader.views
 
 
-def _lower_priority() -> None:
+OOM_SCORE_ADJ = -500
+"""When memory runs out, what took it goes before a keeper, which holds what a start needs. Only root may lower it."""
+KEEPER_FILES = 4096
+
+
+def _settle_in() -> None:
+    """Low priority, few claims: what a process beside a training run should be."""
     with contextlib.suppress(OSError):  # already lower, or not allowed here
         os.nice(10)
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = KEEPER_FILES if hard == resource.RLIM_INFINITY else min(KEEPER_FILES, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < 256:
+        log.warning("only %d files may be open (ulimit -n): keepers of large runs need 256", wanted)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -276,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("order", help="JSON: run_dir, group, host, settings")
     order = json.loads(parser.parse_args(argv).order)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    _lower_priority()
+    _settle_in()
     # Ctrl-C and the end of a terminal are meant for the run, which tells its keepers itself.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -297,6 +313,9 @@ def main(argv: list[str] | None = None) -> int:
     except wire.WireError as error:
         log.error("%s", error)
         return 1
+    write_owner(segment.path, run_dir)
+    for litter in sweep_behind(segment.root, settings.keeper_ttl_s):
+        log.info("removed %s", litter.describe())
     signal.signal(signal.SIGTERM, lambda *_: keeper.over.set())
     peers.write_place(run_dir, keeper.place())
     log.info("keeping %s, adopted ranks %s", segment.path, segment.ranks())

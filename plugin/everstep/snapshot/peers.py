@@ -17,7 +17,7 @@ from typing import Any
 from everstep import wire
 from everstep.snapshot.header import Header, Identity, Kind
 
-ASKERS = 64
+ASKERS = 256
 """Keepers that are asked at a time."""
 
 
@@ -208,25 +208,27 @@ class Download:
 
 def reachable(
     places: Sequence[Place], token: bytes, timeout: timedelta, deadline_s: float | None = None
-) -> tuple[list[Held], dict[str, str]]:
-    """The buffers of every keeper that answers, and by place why the others did not.
+) -> tuple[dict[Place, list[Held]], dict[Place, str]]:
+    """The buffers of every keeper that answers, and why the others did not.
 
     All are asked at once, `ASKERS` at a time. Who has not answered after `deadline_s`, or the timeout, is silent.
     """
-    held: list[Held] = []
-    silent: dict[str, str] = {}
-    pool = ThreadPoolExecutor(ASKERS, thread_name_prefix="inventory")
-    asked = {pool.submit(inventory, place.address, token, timeout): place for place in places}
+    held: dict[Place, list[Held]] = {}
+    silent: dict[Place, str] = {}
+    if not places:
+        return held, silent
     limit_s = timeout.total_seconds() if deadline_s is None else deadline_s
+    # Those that are off must not keep the threads from those that are on.
+    patience = min(timeout, timedelta(seconds=max(0.5, limit_s / 3)))
+    pool = ThreadPoolExecutor(min(ASKERS, len(places)), thread_name_prefix="inventory")
+    asked = {pool.submit(inventory, place.address, token, patience): place for place in places}
     done, late = concurrent.futures.wait(asked, limit_s)
     for answer in done:
-        place = asked[answer]
         try:
-            held += answer.result()
+            held[asked[answer]] = answer.result()
         except wire.WireError as error:
-            silent[f"group {place.group} on {place.host}"] = str(error)
+            silent[asked[answer]] = str(error)
     for answer in late:
-        place = asked[answer]
-        silent[f"group {place.group} on {place.host}"] = f"{place.address} was silent for {limit_s:g} s"
+        silent[asked[answer]] = f"{asked[answer].address} was silent for {limit_s:g} s"
     pool.shutdown(wait=False, cancel_futures=True)
     return held, silent

@@ -158,10 +158,10 @@ def _spans(part: tuple[int, int]) -> list[tuple[int, int]]:
 
 def _digest(pieces: list[np.ndarray]) -> int:
     if len(pieces) == 1:
-        return xxhash.xxh3_64_intdigest(pieces[0])
+        return xxhash.xxh3_64_intdigest(pieces[0].data)
     digest = xxhash.xxh3_64()
     for piece in pieces:
-        digest.update(piece)
+        digest.update(piece.data)
     return digest.intdigest()
 
 
@@ -204,7 +204,7 @@ class _Stager:
         found = WordSums.of(payload[:size])
         if found != part:
             raise SnapshotError("the copy from the device differs from what the device holds")
-        table = chunk_digests(memoryview(payload[:size].numpy()))
+        table = chunk_digests(payload[:size].numpy().data)
         return Copied(table, f"sum:{part}", f"sum:{witness}" if plan.witness != (0, 0) else "")
 
     def _gather(

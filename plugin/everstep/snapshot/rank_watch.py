@@ -138,13 +138,16 @@ class RankWatch:
                     return str(error)
         return None
 
+    def _give_way(self) -> None:
+        self._keeper.over.wait(SCRUB_PAUSE_S)
+
     def _scrub(self) -> None:
         """Look at everything that is held again. Damaged parity is dropped and made again; of damaged data the trainer
         and whoever restores are told."""
         newest = self._newest()
         for kind in KINDS:
             for header in filter(None, self._keeper.segment.headers(kind, self.rank)):
-                damage = self._damage(kind, header, lambda: self._keeper.over.wait(SCRUB_PAUSE_S) and None)
+                damage = self._damage(kind, header, self._give_way)
                 if damage is None:
                     continue
                 self._found(kind, header, damage)

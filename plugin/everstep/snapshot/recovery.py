@@ -83,12 +83,18 @@ def recover(
     while True:
         decision = None
         if rank == 0:
-            held, silent = gather(run_dir, token, timeout, patience if not blamed else timedelta(0))
-            usable = [buffer for buffer in held if not any(blame.hits(buffer.header) for blame in blamed)]
-            decision = sources.decide(
-                usable, run=run_id(token), ranks=ranks, topologies=topologies, disk_step=disk_step
-            )
-            decision = _with_reasons(decision, silent, notes)
+
+            def choose(held: list[Held]) -> sources.Decision:
+                usable = [buffer for buffer in held if not any(blame.hits(buffer.header) for blame in blamed)]
+                run = run_id(token)
+                return sources.decide(usable, run=run, ranks=ranks, topologies=topologies, disk_step=disk_step)
+
+            def enough(held: list[Held]) -> bool:
+                found = choose(held)
+                return found.from_memory and found.step == max(buffer.header.step for buffer in held)
+
+            held, silent = gather(run_dir, token, timeout, patience if not blamed else timedelta(0), enough)
+            decision = _with_reasons(choose(held), silent, notes)
         decision = share(decision)[0]
         if not decision.from_memory:
             return Recovery(decision, None, time.monotonic() - began)
@@ -139,19 +145,33 @@ def restore_reshaped(
     )
 
 
-FIRST_LOOK_S = 3.0
-"""A keeper that has not answered after this long is asked again, while others are not waited for."""
+LOOK_S = 3.0
+"""How long keepers have to answer one look; who has not is asked again, while the others are not waited for."""
 
 
-def gather(run_dir: Path, token: bytes, timeout: timedelta, patience: timedelta) -> tuple[list[Held], dict[str, str]]:
+def gather(
+    run_dir: Path,
+    token: bytes,
+    timeout: timedelta,
+    patience: timedelta,
+    enough: Callable[[list[Held]], bool] = lambda held: False,
+) -> tuple[list[Held], dict[str, str]]:
     """What all keepers hold, once all answer or `patience` is over; and by keeper why it did not answer. All are asked
-    at the same time, with one deadline."""
+    at the same time, with one deadline.
+
+    `enough`: whether what has been found will do, so that nobody else is waited for. A snapshot is taken by all groups
+    or by none: who is silent has no newer one that could be restored.
+    """
     deadline = time.monotonic() + patience.total_seconds()
+    answered: dict[Place, list[Held]] = {}
     while True:
-        limit_s = max(min(FIRST_LOOK_S, timeout.total_seconds()), deadline - time.monotonic())
-        held, silent = peers.reachable(_latest(peers.read_places(run_dir)), token, timeout, limit_s)
-        if not silent or time.monotonic() >= deadline:
-            return held, silent
+        places = _latest(peers.read_places(run_dir))
+        left = [place for place in places if place not in answered]
+        found, silent = peers.reachable(left, token, timeout, min(LOOK_S, timeout.total_seconds()))
+        answered.update(found)
+        held = [buffer for place in places for buffer in answered.get(place, ())]
+        if not silent or time.monotonic() >= deadline or enough(held):
+            return held, {f"group {place.group} on {place.host}": why for place, why in silent.items()}
         time.sleep(0.1)
 
 

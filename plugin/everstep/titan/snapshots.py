@@ -39,16 +39,16 @@ class Snapshots:
     """Snapshots of one rank's training state.
 
     Args:
-        run_dir, group, host: of the run; `host` is what the keeper listens on.
+        run_dir, group, groups, host: of the run; `host` is what the keeper listens on.
         settings: `[snapshot]`.
         token: of the run.
         events: the rank's event log.
     """
 
     def __init__(
-        self, run_dir: Path, group: int, host: str, settings: Snapshot, token: bytes, events: EventLog
+        self, run_dir: Path, group: int, groups: int, host: str, settings: Snapshot, token: bytes, events: EventLog
     ) -> None:
-        self._run_dir, self._group, self._host = run_dir, group, host
+        self._run_dir, self.group, self.groups, self._host = run_dir, group, groups, host
         self._settings, self._events = settings, events
         self.shards: Mapping[str, Shard] = {}
         """`TrainingState.shards()`, once there is a state."""
@@ -64,7 +64,7 @@ class Snapshots:
         """Start this host's keeper of the group, or find it. Training goes on without one; an event says
         so."""
         try:
-            place = start_keeper(self._run_dir, self._group, self._host, self._settings)
+            place = start_keeper(self._run_dir, self.group, self._host, self._settings)
             self._events.emit("keeper_found", pid=place.pid, address=place.address)
         except (KeeperError, SnapshotError, OSError) as error:
             self._events.emit("snapshot_failed", reason=str(error))
@@ -83,11 +83,11 @@ class Snapshots:
         word = self._copier.word()
         if self._ranks == 1:
             return word.encode()
-        everyone = torch.tensor([word.published, word.settled, word.coded, word.able, not word.busy], dtype=torch.uint8)
-        everyone = everyone.to(_group_device())
+        flags = [word.published, word.settled, word.coded, word.able, not word.older_busy, not word.newest_busy]
+        everyone = torch.tensor(flags, dtype=torch.uint8, device=_group_device())
         dist.all_reduce(everyone, op=dist.ReduceOp.MIN)
-        published, settled, coded, able, free = map(bool, everyone.tolist())
-        return Word(published, settled, coded, able, not free).encode()
+        published, settled, coded, able, older_free, newest_free = map(bool, everyone.tolist())
+        return Word(published, settled, coded, able, not older_free, not newest_free).encode()
 
     @property
     def agreed(self) -> list[Any]:
@@ -129,7 +129,7 @@ class Snapshots:
         timeout = timedelta(seconds=self._settings.transfer_timeout_s)
         found = recover(
             self._run_dir,
-            group=self._group,
+            group=self.group,
             rank=self._rank,
             ranks=self._ranks,
             layout=layout,
@@ -149,7 +149,7 @@ class Snapshots:
         """Start the process that writes a checkpoint of the newest state in memory at or after `step` below `folder`.
         It ends with this one."""
         command = [sys.executable, "-m", "everstep.titan.export", str(self._run_dir), folder, "--below"]
-        command += ["--not-before", str(step), "--group", str(self._group)]
+        command += ["--not-before", str(step), "--group", str(self.group)]
         with (self._run_dir / "logs" / "export.log").open("ab") as log:
             # Of the devices it needs none.
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -161,7 +161,7 @@ class Snapshots:
         self._await_keeper()  # one that comes up later would not hear that the run is over
         self._copier.close()
         if over and int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            end_keepers(self._run_dir, {self._group})
+            end_keepers(self._run_dir, {self.group})
 
 
 def _share(value: Any) -> list[Any]:

@@ -134,8 +134,8 @@ class SlotTrainer(titan.Trainer):
         """What this group says of its snapshots, in a vector with a place for each group; a collective of the group."""
         if self.snapshots is None:
             return torch.zeros(0, dtype=torch.float64)
-        words = torch.zeros(self.config.fault_tolerance.groups, dtype=torch.float64)
-        words[self.config.fault_tolerance.group_id] = self.snapshots.word()
+        words = torch.zeros(self.snapshots.groups, dtype=torch.float64)
+        words[self.snapshots.group] = self.snapshots.word()
         return words
 
     def words(self, extra: torch.Tensor) -> dict[int, int]:
