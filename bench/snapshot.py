@@ -126,7 +126,8 @@ def with_everstep(trainer: Trainer, steps: int, home: Path, groups: int, scope: 
     copier = Copier(segment, 0, 1, settings, lambda kind, step=None, **fields: events.append({"kind": kind, **fields}))
 
     def begin(step: int) -> None:
-        copier.committed(step, "a", range(groups), step - 1, lambda: State(trainer.tensors, {"step": step}))
+        words = dict.fromkeys(range(groups), copier.word())
+        copier.committed(step, "a", range(groups), words, lambda: State(trainer.tensors, {"step": step}))
 
     row = measure(trainer, steps, begin, copier.wait)
     row["memory_bytes"] = segment.bytes_of(0)

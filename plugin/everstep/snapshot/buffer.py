@@ -15,6 +15,7 @@ read, where a mapping would be SIGBUS.
 
 import ctypes
 import errno
+import functools
 import json
 import mmap
 import os
@@ -32,6 +33,8 @@ from everstep.snapshot.header import Header
 MAGIC = b"evsbuf01"
 HEADER_BYTES = 64 << 10
 CHUNK_BYTES = 1 << 20
+FIRST_READ_BYTES = 4096
+"""What nearly every header fits in."""
 _PREFIX = struct.Struct("<8sIQ")
 _MADV_POPULATE_WRITE = 23  # Linux >= 5.14; absent from Python's mmap
 
@@ -87,6 +90,12 @@ def _unpack_header(area: bytes) -> Header | None:
     body = area[_PREFIX.size : _PREFIX.size + length]
     if magic != MAGIC or len(body) != length or xxhash.xxh3_64_intdigest(body) != digest:
         return None
+    return _parsed(body)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(body: bytes) -> Header | None:
+    """Headers are read over and over, by those who wait for the next."""
     try:
         return Header.from_json(json.loads(body))
     except (ValueError, RecursionError):
@@ -107,7 +116,10 @@ class BufferReader:
 
     def header(self) -> Header | None:
         """The header, or None when nothing is published: empty, being written, damaged or cut short."""
-        header = _unpack_header(os.pread(self._fd, HEADER_BYTES, 0))
+        area = os.pread(self._fd, FIRST_READ_BYTES, 0)
+        if len(area) == FIRST_READ_BYTES and _PREFIX.unpack_from(area)[1] > FIRST_READ_BYTES - _PREFIX.size:
+            area = os.pread(self._fd, HEADER_BYTES, 0)
+        header = _unpack_header(area)
         if header is None or os.fstat(self._fd).st_size < file_bytes(header.payload_bytes, header.split):
             return None
         return header

@@ -80,6 +80,7 @@ class RankWatch:
                 if newest is not None and newest.sequence != dealt:
                     self._keeper.spoken()
                     dealt = newest.sequence
+                    self._forget_old()
                     self._verify(newest)
                     if self.sound.get(("data", newest.sequence, "")):
                         self._code(newest)
@@ -101,12 +102,13 @@ class RankWatch:
         return not any(h.sequence > header.sequence for h in self._published())
 
     def _newest(self) -> Header | None:
-        headers = self._published()
-        there = {("data", h.sequence, "") for h in headers}
-        there |= {("parity", h.sequence, h.code) for h in self._keeper.segment.headers("parity", self.rank) if h}
+        return max(self._published(), key=lambda header: header.sequence, default=None)
+
+    def _forget_old(self) -> None:
+        segment = self._keeper.segment
+        there = {(h.kind, h.sequence, h.code) for kind in KINDS for h in segment.headers(kind, self.rank) if h}
         with self._keeper.changed:
             self.sound = {key: sound for key, sound in self.sound.items() if key in there}
-        return max(headers, key=lambda header: header.sequence, default=None)
 
     def _verify(self, header: Header) -> None:
         damage = self._damage("data", header, lambda: None)

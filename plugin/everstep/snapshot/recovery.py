@@ -84,7 +84,7 @@ def recover(
         decision = None
         if rank == 0:
 
-            def choose(held: list[Held]) -> sources.Decision:
+            def choose(held: list[Held], blamed: tuple[Blame, ...] = tuple(blamed)) -> sources.Decision:
                 usable = [buffer for buffer in held if not any(blame.hits(buffer.header) for blame in blamed)]
                 run = run_id(token)
                 return sources.decide(usable, run=run, ranks=ranks, topologies=topologies, disk_step=disk_step)
