@@ -220,9 +220,6 @@ def parity_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: 
 def serve(run: str, token: bytes, mine: list[int], groups: int, ranks: int, nbytes: int, told: Any) -> None:
     """A process of light keepers."""
     lights = {group: Light(run, token, groups, ranks, nbytes, group) for group in mine}
-    for group in mine:  # what is computed once is not counted as waiting
-        for rank in range(ranks):
-            parity_of(run, groups, ranks, nbytes, group, rank)
     told.send({group: light.server.address for group, light in lights.items()})
     told.recv()
 
@@ -235,6 +232,9 @@ def restoring(groups: int, ranks: int, off: int, state_bytes: int, home: Path) -
     run = run_id(token)
     dead = set(range(off))
     alive = [group for group in range(groups) if group not in dead]
+    for group in alive:  # before the processes part, so that it is computed once
+        for rank in range(ranks):
+            parity_of(run, groups, ranks, state_bytes, group, rank)
     context = multiprocessing.get_context("fork")
     pipes, workers = [], []
     for number in range(SERVERS):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from snapshot_cluster import Cluster, assert_is_step, wait_until
+from snapshot_cluster import Cluster, assert_is_step, state_of, wait_until
 
 
 def trial(seed: int) -> int:
@@ -46,8 +46,6 @@ def trial(seed: int) -> int:
         scale = next(int(value) for name, value in words if name == "scale")
         committed = max(int(value) for name, value in words if name == "committed")
         coded = max([int(value) for name, value in words if name == "coded"], default=0)
-        from snapshot_cluster import state_of
-
         run.tensors = dict.fromkeys(range(groups), state_of(1, 0, scale).tensors)
         found = run.recover(group=chance.randrange(groups))
         assert found.decision.step >= coded, (seed, found.decision.reasons)
@@ -56,7 +54,7 @@ def trial(seed: int) -> int:
         return committed - found.decision.step
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_is_resumed_after_the_death_of_everything_is_never_behind_the_newest_coded_step(seed):
     trial(seed)
 

@@ -1,4 +1,7 @@
-"""The trainers of a small run as one process, to be killed at any instant: python trainers.py RUN_DIR HOME GROUPS SEED"""
+"""The trainers of a small run as one process, to be killed at any instant.
+
+python trainers.py RUN_DIR HOME GROUPS SEED
+"""
 
 import random
 import sys
