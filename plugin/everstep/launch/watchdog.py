@@ -4,10 +4,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from everstep.launch.heartbeat import Beat
-
-STARTUP = "startup"
-DONE = "done"
+from everstep.run.beats import DONE, STARTUP, Beat
+from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
 
 
 @dataclass(frozen=True)
@@ -66,14 +64,6 @@ class RestartLimits:
     max_restarts: int
     window_s: float
     startup_failures: int = 3
-
-
-USAGE_EXIT = 2  # what argument parsers exit with: trying again cannot help
-HOPELESS_EXIT = 64
-"""A trainer ends with this when it would end the same way again: training that diverged, for instance."""
-
-UNFIT_EXIT = 65
-"""A trainer ends with this when the machine it runs on cannot be trusted: its results were wrong repeatedly."""
 
 
 def reason_to_give_up(deaths: Sequence[Death], limits: RestartLimits) -> str | None:
