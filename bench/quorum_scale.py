@@ -35,6 +35,7 @@ JOIN_TIMEOUT_S = 10.0
 DOWN_S = 4.0
 WARM_UP_ROUNDS = 3
 TIMEOUT = timedelta(seconds=20)
+TOKEN = bytes(range(32))
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class Group(threading.Thread):
             store_address=f"127.0.0.1:{20000 + self.group}",
             find_lighthouse=lambda: self._lighthouse,
             host="127.0.0.1",
+            token=TOKEN,
             connect_timeout=timedelta(seconds=20),
         )
 

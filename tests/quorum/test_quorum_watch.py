@@ -14,14 +14,14 @@ from everstep.quorum import watch
 from everstep.quorum.watch import KEY_BYTES, PeerLost, PeerWatch
 
 KEY, OTHER_KEY = b"k" * KEY_BYTES, b"o" * KEY_BYTES
-SOON_S = 5.0
+SOON_S, TOKEN = 5.0, bytes(range(32))
 
 
 @pytest.fixture
 def members():
     """Three watches in this process, with queues of the losses they announce."""
     losses = [queue.Queue() for _ in range(3)]
-    watches = [PeerWatch("127.0.0.1", losses[i].put) for i in range(3)]
+    watches = [PeerWatch("127.0.0.1", losses[i].put, TOKEN) for i in range(3)]
     yield watches, losses
     for peer in watches:
         peer.close()
@@ -56,14 +56,14 @@ def test_a_killed_process_is_noticed_within_the_grace_time():
         "import sys, time\n"
         "from datetime import timedelta\n"
         "from everstep.quorum.watch import PeerWatch\n"
-        "watch = PeerWatch('127.0.0.1', print)\n"
+        "watch = PeerWatch('127.0.0.1', print, bytes(range(32)))\n"
         "print(watch.address, flush=True)\n"
         "sys.stdin.readline()\n"
         "time.sleep(60)\n"
     )
     peer = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     losses = queue.Queue()
-    mine = PeerWatch("127.0.0.1", losses.put)
+    mine = PeerWatch("127.0.0.1", losses.put, TOKEN)
     try:
         mine.begin(KEY, [peer.stdout.readline().strip()], timedelta(seconds=5))
         killed = time.monotonic()

@@ -5,6 +5,7 @@ joins quorums when all ranks of the group have asked, and collects the group's v
 """
 
 import os
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +14,11 @@ from datetime import timedelta
 import torch.distributed as dist
 from torchft.coordination import ManagerClient, ManagerServer
 
+from everstep.quorum.identity import StrangerError, bind_address, group_of, replica_id
+
 HEARTBEAT = timedelta(milliseconds=100)
-GROUP_DIGITS = 6
+STRANGER_PAUSE_S = 0.5
+"""A quorum with a stranger in it comes at once, again and again."""
 
 
 class QuorumUnavailable(RuntimeError):
@@ -62,7 +66,8 @@ class Membership:
         incarnation: differs after every restart of the group's workers.
         store_address: `host:port` of a TCPStore of this group that other groups reach.
         find_lighthouse: gives `http://host:port`, and another one when the lighthouse has moved.
-        host: name or address the manager server is reached under; a loopback address keeps it to this machine.
+        host: name or address the manager server is reached under, the only one it listens on.
+        token: of the run; tells its replicas from others.
         connect_timeout: for connections to manager servers and the lighthouse.
     """
 
@@ -77,9 +82,11 @@ class Membership:
         store_address: str,
         find_lighthouse: Callable[[], str],
         host: str,
+        token: bytes,
         connect_timeout: timedelta,
     ) -> None:
         self.rank = rank
+        self._token = token
         self._group, self._world_size, self._host = group, world_size, host
         self._store = dist.PrefixStore(f"everstep/membership/{incarnation}", store)
         self._store_address = store_address
@@ -95,13 +102,11 @@ class Membership:
         self._lighthouse = self._find_lighthouse()
         key = f"manager-{self._moves}"
         if self.rank == 0:
-            loopback = self._host in ("localhost", "127.0.0.1")
             self._server = ManagerServer(
-                # Sorted as text by torchft, hence the zeros; the uuid tells a group from its predecessor.
-                replica_id=f"{self._group:0{GROUP_DIGITS}d}:{uuid.uuid4()}",
+                replica_id=replica_id(self._token, self._group),
                 lighthouse_addr=self._lighthouse,
                 hostname=self._host,
-                bind="127.0.0.1:0" if loopback else "[::]:0",
+                bind=bind_address(self._host),
                 store_addr=self._store_address,
                 world_size=self._world_size,
                 heartbeat_interval=HEARTBEAT,
@@ -148,6 +153,11 @@ class Membership:
             )
         except Exception as error:  # the Rust client raises several unrelated types
             raise QuorumUnavailable(str(error).splitlines()[0][:300]) from error
+        try:
+            groups = tuple(group_of(self._token, name) for name in answer.replica_ids)
+        except StrangerError as error:
+            time.sleep(STRANGER_PAUSE_S)
+            raise QuorumUnavailable(str(error)) from error
         members = ",".join(answer.replica_ids)
         # The id alone may repeat after a lighthouse restart, and old keys stay in the members' stores.
         key = f"{answer.quorum_id}/{answer.max_step}/{uuid.uuid5(uuid.NAMESPACE_OID, members)}"
@@ -155,7 +165,7 @@ class Membership:
             id=answer.quorum_id,
             key=key,
             rank=answer.replica_rank,
-            groups=tuple(int(name.partition(":")[0]) for name in answer.replica_ids),
+            groups=groups,
             step=answer.max_step,
             leads=answer.max_replica_rank == 0,
             heals=answer.heal,

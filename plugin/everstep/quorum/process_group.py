@@ -36,6 +36,7 @@ class CrossGroup:
         host: address that the other members reach this rank under.
         connect_timeout: for building the process group.
         reduce_timeout: for one sum, unless the call says otherwise.
+        token: of the run; admits members to each other's watch.
     """
 
     def __init__(
@@ -45,11 +46,12 @@ class CrossGroup:
         host: str,
         connect_timeout: timedelta,
         reduce_timeout: timedelta,
+        token: bytes,
     ) -> None:
         self._backend = backend
         self._connect_timeout, self._reduce_timeout = connect_timeout, reduce_timeout
         self._group: ProcessGroupWrapper | None = None
-        self._watch = PeerWatch(host, self._on_loss)
+        self._watch = PeerWatch(host, self._on_loss, token)
         self._key = b""
         self._broken_groups: list[tuple[float, object]] = []
         self._patience_s = 2 * reduce_timeout.total_seconds()

@@ -51,6 +51,11 @@ def loads(text: str | bytes, limit: int = 64 << 20) -> Any:
         raise UnfitError(f"it is not JSON ({error})"[:200]) from None
 
 
+def dumps(value: Any) -> bytes:
+    """What `loads` reads. Raises ValueError for NaN and Infinity."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
 def _no_constant(name: str) -> Any:
     raise UnfitError(f"{name} is no number")
 

@@ -23,6 +23,7 @@ from typing import Literal, Protocol
 import torch
 
 from everstep.quorum.heal import HealError, HealServer, HealState, fetch
+from everstep.quorum.identity import StrangerError, open_note, seal_note
 from everstep.quorum.membership import Membership, Quorum, QuorumUnavailable, incarnation
 from everstep.quorum.process_group import CrossGroup, CrossGroupError
 from everstep.run.events import EventLog
@@ -579,9 +580,21 @@ class StepProtocol:
         return self._cross.sum(vector.to(self._device), timeout).cpu()
 
     def _exchange_notes(self, quorum: Quorum) -> None:
-        notes = self._work.notes(quorum.step + 1)
-        if notes is not None:
-            self._work.noted(self._cross.gather_bytes(notes, rank=quorum.rank, device=self._device))
+        step = quorum.step + 1
+        notes = self._work.notes(step)
+        if notes is None:
+            return
+        mine = seal_note(self._token, step, self._group, notes)
+        opened = []
+        for group, note in zip(
+            quorum.groups, self._cross.gather_bytes(mine, rank=quorum.rank, device=self._device), strict=True
+        ):
+            try:
+                opened.append(open_note(self._token, step, group, note))
+            except StrangerError as error:
+                # A note saves reading; without it the batches are the same.
+                self._events.emit("note_refused", step, reason=str(error))
+        self._work.noted(opened)
 
     def _drop(self) -> None:
         self._held.lost |= self._held.slots

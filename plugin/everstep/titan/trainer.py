@@ -184,6 +184,7 @@ class EverstepTrainer(titan.Trainer):
             store_address=f"{host}:{port}",
             find_lighthouse=lambda: published_address(self._run_dir) or given,
             host=self._host,
+            token=self._token,
             connect_timeout=timedelta(seconds=ft.quorum_timeout_s),
         )
         return StepProtocol(
@@ -198,6 +199,7 @@ class EverstepTrainer(titan.Trainer):
                 host=self._host,
                 connect_timeout=timedelta(seconds=ft.connect_timeout_s),
                 reduce_timeout=timedelta(seconds=ft.reduce_timeout_s),
+                token=self._token,
             ),
             heal_server=self._heal_server,
             token=self._token,

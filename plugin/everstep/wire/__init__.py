@@ -40,7 +40,7 @@ from everstep.wire.channel import (
     pull,
     serve_ranges,
 )
-from everstep.wire.door import HANDSHAKE_TIMEOUT, MAGIC, NONCE_BYTES, Door, Server, connect
+from everstep.wire.door import HANDSHAKE_TIMEOUT, MAGIC, NONCE_BYTES, Admitted, Door, Server, connect
 
 __all__ = [
     "CHUNK_BYTES",
@@ -49,6 +49,7 @@ __all__ = [
     "MAGIC",
     "NONCE_BYTES",
     "RANGE_BYTES",
+    "Admitted",
     "Bytes",
     "Channel",
     "Door",
