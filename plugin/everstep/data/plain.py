@@ -73,10 +73,14 @@ def _encode(value: Any, place: str, blobs: list[bytes], depth: int) -> Any:
         return [_encode(item, f"{place}[{i}]", blobs, depth - 1) for i, item in enumerate(value)]
     if kind is tuple:
         return {"tuple": [_encode(item, f"{place}[{i}]", blobs, depth - 1) for i, item in enumerate(value)]}
-    if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
+    if isinstance(value, dict) and all(map(_is_key, value)):
         items = [[key, _encode(item, f"{place}[{key!r}]"[:200], blobs, depth - 1)] for key, item in value.items()]
         return {"dict": items}
     raise PlainError(f"{place} is of type {kind.__module__}.{kind.__qualname__}, which is no plain value")
+
+
+def _is_key(key: Any) -> bool:
+    return type(key) is str or (type(key) is int and -(1 << 63) <= key < 1 << 63)
 
 
 def _decode(node: Any, data: bytes, at: int, depth: int) -> tuple[Any, int]:
@@ -117,7 +121,7 @@ def _decode(node: Any, data: bytes, at: int, depth: int) -> tuple[Any, int]:
         case "dict":
             found = {}
             for key, item in content:
-                if type(key) not in (str, int):
+                if not _is_key(key):
                     raise PlainError("a key is neither text nor number")
                 found[key], at = _decode(item, data, at, depth - 1)
             return found, at
