@@ -43,6 +43,8 @@ def decode_states(data: bytes) -> dict[int, StreamState]:
         for _ in range(count):
             stream, position, length = _ENTRY.unpack_from(data, at)
             at += _ENTRY.size
+            if length > len(data) - at:
+                raise ValueError("stream states are cut off")
             states[stream] = StreamState(position, bytes(data[at : at + length]))
             at += length
     except struct.error:
