@@ -132,7 +132,6 @@ def main(args: Options, connection: Connection) -> None:
         store_address=f"127.0.0.1:{store.port}",
         find_lighthouse=lambda: args.lighthouse,
         host="127.0.0.1",
-        token=TOKEN,
         connect_timeout=timedelta(seconds=10),
     )
     reducer = GradientReducer([work.param], 1 << 20)
@@ -141,7 +140,6 @@ def main(args: Options, connection: Connection) -> None:
         host="127.0.0.1",
         connect_timeout=timedelta(seconds=2),
         reduce_timeout=timedelta(seconds=args.reduce_s),
-        token=TOKEN,
     )
 
     asked_to_leave = False

@@ -16,11 +16,7 @@ SIZES = [3, 500, 7, 1000, 20]
 def run_rank(rank: int, size: int, port: int, scenario: str, results) -> None:
     torch.set_num_threads(1)
     cross = CrossGroup(
-        "gloo",
-        host="127.0.0.1",
-        connect_timeout=timedelta(seconds=10),
-        reduce_timeout=timedelta(seconds=10),
-        token=bytes(range(32)),
+        "gloo", host="127.0.0.1", connect_timeout=timedelta(seconds=10), reduce_timeout=timedelta(seconds=10)
     )
     cross.connect(f"127.0.0.1:{port}/{scenario}", rank=rank, size=size, name=str(rank))
     params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
