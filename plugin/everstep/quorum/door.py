@@ -21,8 +21,9 @@ class Door:
     """
 
     def __init__(
-        self, host: str, token: bytes, timeout: timedelta, whose: Whose = Whose(), encrypt: bool = False
+        self, host: str, token: bytes, timeout: timedelta, whose: Whose | None = None, encrypt: bool = False
     ) -> None:
+        whose = whose or Whose()
         self._server = HealServer(host, token, timeout, whose=whose, encrypt=encrypt)
         self._token, self._timeout, self._whose, self._encrypt = token, timeout, whose, encrypt
         self._serves: tuple[int, int] | None = None

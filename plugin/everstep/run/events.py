@@ -106,6 +106,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     if type(event) is not dict or "t" not in event or type(event.get("kind")) is not str or not fits(event):
         return None
+    event = {"mono": event["t"], "group": None, "rank": None, "step": None} | event
     return event if line.isascii() and b"\\u" not in line else _shown(event)
 
 
