@@ -207,7 +207,7 @@ def parity_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: 
     covers = json.dumps([parts[g][0].to_json() for g in mine]).encode()
     payload = np.concatenate([out, np.frombuffer(covers, dtype=np.uint8)])
     own = parts[group][0]
-    values = {
+    values: dict[str, Any] = {
         **own.__dict__, "kind": "parity", "part": (0, 0), "part_digest": "", "witness": (0, 0), "witness_digest": "",
         "code": code_id(code, {g: header.root for g, (header, _) in parts.items()}), "givers": mine, "holders": mine,
         "sections": {"shards": (0, length), "covers": (length, len(payload))}, "payload_bytes": len(payload),

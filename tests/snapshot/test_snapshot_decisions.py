@@ -14,7 +14,6 @@ from everstep.snapshot.peers import Held
 from everstep.snapshot.restore import pack_own, unpack_own
 from everstep.snapshot.sources import decide
 from everstep.snapshot.stripes import parity_group
-from everstep.step.ledger import common_value, life
 
 
 def buffer(group, step, kind="data", rank=0, lineage="a", members=(0, 1, 2), parity=1, sound=True, **changes) -> Held:
@@ -230,14 +229,3 @@ def test_meta_and_blobs_come_back():
     for other in ({"step": 2, "group": 1, "rank": 0}, {"step": 3, "group": 0, "rank": 0}):
         with pytest.raises(ValueError, match="it is of step, group and rank"):
             unpack_own(packed, **other)
-
-
-def test_a_common_value_is_told_from_values_that_only_sum_alike():
-    assert common_value(21, 147, 3) == 7
-    assert common_value(6 + 7 + 8, 36 + 49 + 64, 3) == -1
-    assert common_value(-3, 3, 3) == -1
-
-
-def test_lives_differ_by_group_and_start():
-    assert len({life(0, "x/0"), life(1, "x/0"), life(0, "x/1")}) == 3
-    assert life(5, "y/3") < 1 << 40

@@ -35,8 +35,8 @@ from everstep.run.beats import DONE, STARTUP
 from everstep.run.events import EventLog
 from everstep.run.exits import FENCED_EXIT, HOPELESS_EXIT
 from everstep.run.token import run_token
-from everstep.snapshot.arena import run_id
 from everstep.snapshot.section import Snapshot
+from everstep.snapshot.segment import run_id
 from everstep.step import ledger
 from everstep.step.driver import Driver, End
 from everstep.step.interfaces import Commit, Timeouts
