@@ -86,22 +86,27 @@ def test_groups_of_two_sharded_ranks_come_back_from_memory(tmp_path):
         end(run)
 
 
-def test_another_number_of_ranks_takes_the_checkpoint_on_disk_and_says_why(tmp_path):
-    disk = ["--checkpoint.enable", "--checkpoint.interval", "3", "--snapshot.interval", "3"]
-    disk += ["--lr_scheduler.total_steps", "10000"]
-    run = Run(tmp_path, "run", [*disk, "--groups", "1", "--ranks-per-group", "2", "--steps", "10000"])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_groups_of_another_number_of_ranks_go_on_from_memory(tmp_path, before, after):
+    flags = ["--groups", "2", "--training.mixed_precision_param", "float32", "--lr_scheduler.total_steps", "10000"]
+    reference = Run(tmp_path, "reference", [*flags, "--steps", "14", "--ranks-per-group", str(after)])
+    run = Run(tmp_path, "run", [*flags, "--steps", "10000", "--ranks-per-group", str(before)])
+    reference.start()
+    assert reference.process.wait() == 0
     try:
         run.start()
-        run.until_saved(3)
+        run.until(6)
         run.kill_all_but_keepers()
-        steps = max(run.commits()) + 4
-        run.flags = [*disk, "--groups", "2", "--steps", str(steps)]
+        last = max(run.commits())
+        run.flags = [*flags, "--steps", str(last + 4), "--ranks-per-group", str(after)]
         run.start()
         assert run.process.wait() == 0
-        assert {event["source"] for event in run.recoveries()} == {"disk"}
-        reasons = [r for e in run.events("recovery") for r in e["reasons"]]
-        assert any("ranks" in reason for reason in reasons), reasons
-        assert {e["source"] for e in run.events("training_started")} >= {"disk"}
-        assert sorted(run.commits()) == list(range(1, steps + 1))
+        recovered = run.recoveries()
+        assert {event["rank"] for event in recovered} == set(range(after))
+        assert {event["source"] for event in recovered} <= {"memory", "older", "parity"}
+        assert min(event["restored_step"] for event in recovered) >= last - 3
+        assert sorted(run.commits()) == list(range(1, last + 5))
+        losses = {step: event["loss"] for step, event in run.commits().items() if step <= 14}
+        assert losses == pytest.approx({s: reference.commits()[s]["loss"] for s in losses}, abs=2e-3)
     finally:
         end(run)
