@@ -214,6 +214,15 @@ def _indivisible(training: Any, ranks: int) -> str:
     )
 
 
+def _optimizer(config: Any) -> Iterator[Problem]:
+    """A learning rate below 0 climbs, one that is no number ruins the first step."""
+    for group in config.optimizer.param_groups:
+        lr = group.optimizer_kwargs.get("lr")
+        if isinstance(lr, int | float) and not 0 <= lr < float("inf"):
+            yield Problem(("optimizer", "lr"), f"[optimizer] lr must be 0 or more, got {lr}")
+            return
+
+
 def _data(config: Any) -> Iterator[Problem]:
     data = config.data
     if data.source == "tokens":
@@ -247,9 +256,10 @@ def check_files(config: Any) -> None:
         raise ConfigError(f"data.path: {error}") from error
     reads_folder = not brings_its_own and isinstance(config.tokenizer, HuggingFaceTokenizer.Config)
     if reads_folder and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        old = f"; {folder.name} is torchtitan 0.1's format, which nothing reads any more" * (folder.suffix == ".model")
         raise ConfigError(
             f'hf_assets_path = "{folder}": there is no tokenizer ({", ".join(_TOKENIZER_FILES)}), which [data] '
-            f'source = "{config.data.source}" needs; download the model\'s, or set [data] source = "stdlib"'
+            f'source = "{config.data.source}" needs{old}; download the model\'s, or set [data] source = "stdlib"'
         )
 
 
@@ -258,5 +268,6 @@ _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
     _timeouts,
     _fault_tolerant_training,
     _batch,
+    _optimizer,
     _data,
 )

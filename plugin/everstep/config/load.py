@@ -28,7 +28,15 @@ _GROUP_KEYS = {"name": str, "lr": float, "beta1": float, "beta2": float, "eps": 
 """Keys of [optimizer] that mean every parameter group at once, as in torchtitan 0.2."""
 
 
-def load_config(path: FilePath, config_class: type[C], overrides: Sequence[str] = (), *, check: bool = True) -> C:
+def load_config(
+    path: FilePath,
+    config_class: type[C],
+    overrides: Sequence[str] = (),
+    *,
+    check: bool = True,
+    allow_dropped: bool = False,
+    warnings: list[str] | None = None,
+) -> C:
     """The config that a TOML file describes.
 
     Args:
@@ -40,12 +48,14 @@ def load_config(path: FilePath, config_class: type[C], overrides: Sequence[str] 
             file.
         check: whether to refuse combinations that cannot work. A caller that applies more settings to the
             result checks afterwards, with `check_config`.
+        allow_dropped: whether a converter that a file of 0.2 asks for may be left out.
+        warnings: takes what the user should read; None: it goes to the log.
 
     Raises:
         ConfigError: file, line, key, and what to do.
     """
     source = read_source(FilePath(path))
-    config = config_from_source(source, config_class)
+    config = config_from_source(source, config_class, allow_dropped=allow_dropped, warnings=warnings)
     if overrides:
         config = _override(config, overrides)
     if check:
@@ -55,10 +65,16 @@ def load_config(path: FilePath, config_class: type[C], overrides: Sequence[str] 
     return config
 
 
-def config_from_source(source: Source, config_class: type[C]) -> C:
+def config_from_source(
+    source: Source, config_class: type[C], *, allow_dropped: bool = False, warnings: list[str] | None = None
+) -> C:
     """As `load_config`, for a document already parsed and without checks across sections."""
-    if dropped := translate(source):
-        logger.warning(dropped_warning(source, dropped))
+    if dropped := translate(source, allow_dropped=allow_dropped):
+        warning = dropped_warning(source, dropped)
+        if warnings is None:
+            logger.warning(warning)
+        else:
+            warnings.append(warning)
     job = Job()
     assign_table(job, _section(source, "job"), source, ("job",))
     base = base_config(job, source)
