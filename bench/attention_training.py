@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from everstep.platform import cpu
+from everstep.titan import cpu
 
 if not cpu.has_accelerator():
     cpu.stand_in()
@@ -32,11 +32,11 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
-from everstep.attention import override
 from everstep.attention.injection import Injector
 from everstep.attention.section import AttentionCheck, Inject
 from everstep.data.byte_tokenizer import ByteTokenizer
 from everstep.data.stdlib_text import StdlibText
+from everstep.titan import attention as override
 
 
 class CheckedTrainer(Trainer):

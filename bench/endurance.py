@@ -26,8 +26,8 @@ from urllib.request import urlopen
 
 import psutil
 
-from everstep.report.events import EventTail, read_events
 from everstep.report.score import score, verdict
+from everstep.run.events import EventTail, read_events
 from everstep.snapshot.peers import read_places
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from everstep.report.events import read_events
 from everstep.report.score import curve
+from everstep.run.events import read_events
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "demo.toml"
@@ -62,7 +62,7 @@ def run(command: list[str]) -> str:
 
 def as_titan(argv: list[str]) -> None:
     """A rank of torchtitan's trainer that prints each step's loss in full, and when it was done."""
-    from everstep.platform import cpu
+    from everstep.titan import cpu
 
     cpu.stand_in()
     import time

@@ -17,7 +17,7 @@ from typing import Any
 import tyro
 
 import everstep
-from everstep.launch.rundir import LaunchError, default_run_dir
+from everstep.run.directory import LaunchError, default_run_dir
 
 
 @dataclass(kw_only=True)
@@ -260,7 +260,7 @@ def _export(run_dir: Path, folder: Path) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise LaunchError(f"{folder} is there already; --export writes to a new or empty folder.")
     from everstep.snapshot.inspect import InspectError, inspect
-    from everstep.training.export import ExportError, export
+    from everstep.titan.export import ExportError, export
 
     try:
         inspect(run_dir)  # says at once that a directory is no run's, or has no keepers

@@ -19,8 +19,8 @@ def __getattr__(name: str) -> Callable[[], Any]:
 
     def from_toml() -> Any:
         from everstep.config.errors import ConfigError
-        from everstep.config.load import load_config
-        from everstep.training.trainer import EverstepTrainer
+        from everstep.titan.load import load_config
+        from everstep.titan.trainer import EverstepTrainer
 
         try:
             # combinations are checked by the trainer's Config, once torchtitan has applied the command line

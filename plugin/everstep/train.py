@@ -7,7 +7,7 @@ With an accelerator this is `python -m torchtitan.train`, which may be used just
 
 import sys
 
-from everstep.platform import cpu
+from everstep.titan import cpu
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from everstep.platform import cpu
+from everstep.titan import cpu
 
 if not cpu.has_accelerator():
     cpu.stand_in()
@@ -22,13 +22,13 @@ from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAt
 from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 from torchtitan.trainer import Trainer
 
-from everstep.attention import override
 from everstep.attention.guard import Checks
 from everstep.attention.injection import Fault
 from everstep.attention.section import AttentionCheck
 from everstep.config.errors import ConfigError
-from everstep.config.load import load_config
-from everstep.training.trainer import EverstepTrainer
+from everstep.titan import attention as override
+from everstep.titan.load import load_config
+from everstep.titan.trainer import EverstepTrainer
 
 MODELS = {
     "llama3": lambda: llama3.model_registry("debugmodel"),

@@ -31,7 +31,7 @@ q = torch.randn(1, 8, 2, 4, requires_grad=True)
 explicit.attention(q, q, q, masks.Visible(), guard=checks.guard(0, "inner", explicit.RESULTS))[0].sum().backward()
 assert not checks.refused()
 try:
-    from everstep.attention import override
+    from everstep.titan import attention as override
 except ImportError:
     print("only override needs it")
 """

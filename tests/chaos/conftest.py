@@ -11,7 +11,7 @@ import pytest
 
 import run_tiny
 from everstep.chaos.view import View
-from everstep.launch.rundir import holder_of
+from everstep.run.directory import holder_of
 from watched import Watched, environment, until
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from everstep.chaos.campaign import read_campaign
 from everstep.chaos.registry import FAULTS
-from everstep.report.events import read_events
 from everstep.report.score import curve, score
+from everstep.run.events import read_events
 from recount import differences
 from watched import LOSS_TOLERANCE, environment, write_config
 

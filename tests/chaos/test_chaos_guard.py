@@ -12,7 +12,7 @@ import pytest
 from everstep.chaos import signals
 from everstep.chaos.guard import Guard, Held
 from everstep.chaos.undo import Undo
-from everstep.report.events import read_events
+from everstep.run.events import read_events
 from watched import environment, until
 
 INJECTOR = """

@@ -14,7 +14,7 @@ import pytest
 from everstep.chaos.find import find_target
 from everstep.chaos.target import LocalTarget
 from everstep.chaos.view import Proc
-from everstep.launch.rundir import LaunchError, holder_of
+from everstep.run.directory import LaunchError, holder_of
 from watched import until
 
 ENDLESS = ("--training.steps", "1000000")

@@ -9,7 +9,7 @@ from everstep.chaos.hosts import KillLighthouse
 from everstep.chaos.processes import Hang, KillAll, KillGroup, KillSeveral, KillWorker
 from everstep.chaos.schedule import Both, Entry, Every, Listed
 from everstep.chaos.target import LocalTarget
-from everstep.launch.rundir import LaunchError
+from everstep.run.directory import LaunchError
 
 
 @pytest.fixture

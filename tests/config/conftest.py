@@ -2,7 +2,7 @@
 
 import pytest
 
-from everstep.config.load import load_config
+from everstep.titan.load import load_config
 from sectioned import SectionedTrainer
 
 

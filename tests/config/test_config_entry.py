@@ -34,7 +34,7 @@ def run_toml(tmp_path):
 
 
 def test_a_toml_file_is_a_config_of_torchtitans_parser(run_toml):
-    from everstep.training.trainer import EverstepTrainer
+    from everstep.titan.trainer import EverstepTrainer
 
     config = parse("--config", run_toml, "--training.seq_len", 64)
     assert type(config) is EverstepTrainer.Config
@@ -86,8 +86,8 @@ def test_private_names_are_no_configs():
 
 
 def test_a_library_that_is_missing_is_named_and_not_swallowed(run_toml, monkeypatch):
-    monkeypatch.setitem(sys.modules, "everstep.training.trainer", None)  # an import of it fails
-    with pytest.raises(ImportError, match=r"everstep\.training\.trainer"):
+    monkeypatch.setitem(sys.modules, "everstep.titan.trainer", None)  # an import of it fails
+    with pytest.raises(ImportError, match=r"everstep\.titan\.trainer"):
         parse("--config", run_toml)
 
 

@@ -10,8 +10,8 @@ import tomli
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.config.load import load_config
 from everstep.config.resolved import _structure, _toml_lines, config_identity, differing_keys, resolved_toml
+from everstep.titan.load import load_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -172,7 +172,7 @@ def test_a_change_inside_the_model_is_another_identity(load):
 
 
 def test_the_attention_kernel_is_not_part_of_the_identity(load):
-    from everstep.platform.cpu import use_plain_attention
+    from everstep.titan.cpu import use_plain_attention
 
     before = load("")
     after = copy.deepcopy(before)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from everstep.config.errors import ConfigError
 from everstep.config.legacy import GONE, MOVED
-from everstep.config.load import config_from_source
 from everstep.config.resolved import _toml_lines
 from everstep.config.source import parse_source
+from everstep.titan.load import config_from_source
 
 PLACES = [
     *(name.split(".") for name in [*MOVED, *GONE]),

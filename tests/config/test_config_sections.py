@@ -10,8 +10,8 @@ from torchtitan.hf_datasets.text_datasets import HFDataSource, InterleavedHuggin
 from torchtitan.models.llama3 import config_registry, model_registry
 
 from everstep.config.errors import ConfigError
-from everstep.config.load import load_config
 from everstep.config.resolved import resolved_toml
+from everstep.titan.load import load_config
 from sectioned import SectionedTrainer
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from everstep.report.events import read_events
+from everstep.run.events import read_events
 from watched import until
 
 HERE = Path(__file__).parent

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch import supervisor, view
-from everstep.launch.rundir import LaunchError
+from everstep.run.directory import LaunchError
 
 PRELOAD = ("torchft", "everstep.launch.elastic", "everstep.quorum.lighthouse", "tiny_trainer")
 

@@ -7,19 +7,12 @@ import pytest
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch.agent import AgentSettings, worker_argv
-from everstep.launch.heartbeat import Beat, Heartbeat, beat_path, read_beat
 from everstep.launch.machine import devices_of_groups
-from everstep.launch.rundir import LaunchError, RunDir, default_run_dir
 from everstep.launch.settings import fault_tolerance, flag_value, run_settings
-from everstep.launch.watchdog import (
-    HOPELESS_EXIT,
-    Death,
-    RestartLimits,
-    Stall,
-    describe_exit,
-    find_stall,
-    reason_to_give_up,
-)
+from everstep.launch.watchdog import Death, RestartLimits, Stall, describe_exit, find_stall, reason_to_give_up
+from everstep.run.beats import Beat, Heartbeat, beat_path, read_beat
+from everstep.run.directory import LaunchError, RunDir, default_run_dir
+from everstep.run.exits import HOPELESS_EXIT
 
 LIMITS = RestartLimits(max_restarts=5, window_s=100.0)
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from everstep.report.events import EventLog, EventTail, read_events
+from everstep.run.events import EventLog, EventTail, read_events
 
 
 def test_every_line_carries_times_place_step_and_kind(tmp_path):

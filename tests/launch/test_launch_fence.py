@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from everstep.launch import fence
-from everstep.launch.agent import FENCED_EXIT
-from everstep.launch.fence import Claim, Fenced, claim_group, holder, holds, release
-from everstep.launch.heartbeat import BeatFile, agent_beat_path
+from everstep.run import fence
+from everstep.run.beats import BeatFile, agent_beat_path
+from everstep.run.exits import FENCED_EXIT
+from everstep.run.fence import Claim, Fenced, claim_group, holder, holds, release
 from launched import alive, until
 
 

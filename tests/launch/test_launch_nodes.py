@@ -7,10 +7,11 @@ import time
 import pytest
 
 from everstep.launch import health
-from everstep.launch.address import read_json
-from everstep.launch.agent import GAVE_UP_EXIT, NODE_BAD_EXIT, bad_node_file, over_file, reason_not_to_start
-from everstep.launch.watchdog import UNFIT_EXIT, RestartLimits
-from everstep.report.events import EventLog
+from everstep.launch.agent import bad_node_file, over_file, reason_not_to_start
+from everstep.launch.watchdog import RestartLimits
+from everstep.run.events import EventLog
+from everstep.run.exits import GAVE_UP_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
+from everstep.run.files import read_json
 from launched import DEADLINE_S, alive, until
 
 LIMITS = RestartLimits(max_restarts=100, window_s=3600.0)

@@ -12,8 +12,8 @@ import signal
 import time
 from pathlib import Path
 
-from everstep.launch.heartbeat import Heartbeat
-from everstep.report.events import EventLog
+from everstep.run.beats import Heartbeat
+from everstep.run.events import EventLog
 
 
 def flag(argv, name, default=None):

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from everstep.quorum.token import run_token
+from everstep.run.token import run_token
 
 
 def test_everybody_gets_the_same_token_however_many_ask_at_once(tmp_path):

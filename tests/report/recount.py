@@ -9,9 +9,9 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from everstep.report.events import read_events
 from everstep.report.score import score_events
 from everstep.report.times import STATES
+from everstep.run.events import read_events
 
 
 def quorums(events):

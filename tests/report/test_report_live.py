@@ -48,7 +48,7 @@ FOLLOWER = """
 import os, signal, sys
 from pathlib import Path
 from everstep.report import scalars
-from everstep.report.events import EventTail
+from everstep.run.events import EventTail
 scalars.Scalars([scalars.TensorBoard(Path(sys.argv[2]))]).follow(EventTail(Path(sys.argv[1])).new())
 os.kill(os.getpid(), signal.SIGKILL)
 """

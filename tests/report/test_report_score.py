@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from everstep.report.events import read_events
 from everstep.report.score import (
     curve,
     kill_table,
@@ -17,6 +16,7 @@ from everstep.report.score import (
     summary,
     verdict,
 )
+from everstep.run.events import read_events
 from timeline import Timeline
 
 

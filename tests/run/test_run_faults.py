@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from everstep.report.events import read_events
+from everstep.run.events import read_events
 from watched import LOSS_TOLERANCE, assert_nothing_lost, write_config
 
 ALL = (0, 1, 2)

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from everstep.report import score
-from everstep.report.events import read_events
+from everstep.run.events import read_events
 from watched import assert_nothing_lost, write_config
 
 ENDLESS = ("--steps", "1000000")

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from everstep.report import score
-from everstep.report.events import EventTail
+from everstep.run.events import EventTail
 from watched import DEADLINE_S, LOSS_TOLERANCE, environment, until, write_config
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from everstep.launch.heartbeat import beat_path, read_beat
 from everstep.report import score
-from everstep.report.events import EventTail
+from everstep.run.beats import beat_path, read_beat
+from everstep.run.events import EventTail
 
 HERE = Path(__file__).parent
 DEADLINE_S = 120.0

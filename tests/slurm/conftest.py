@@ -11,7 +11,7 @@ import pytest
 
 from everstep.launch import slurm
 from everstep.launch.agent import over_file
-from everstep.report.events import EventTail
+from everstep.run.events import EventTail
 from slurm_cluster import Cluster, missing
 from watched import Watched, assert_nothing_lost, write_config
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from everstep.chaos.find import find_target
-from everstep.launch.rundir import LaunchError
+from everstep.run.directory import LaunchError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from everstep.quorum.token import run_token
+from everstep.run.token import run_token
 from everstep.snapshot import keepers, ladder, peers, recovery, restore
 from everstep.snapshot.arena import Arena, run_id
 from everstep.snapshot.copier import Copier

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from everstep.report.events import read_events
+from everstep.run.events import read_events
 from everstep.snapshot import peers
 
 STEPS = 14

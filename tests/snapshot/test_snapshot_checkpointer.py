@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torchtitan.components.checkpointer import CheckpointManager
 
-from everstep.snapshot.checkpointer import SnapshotCheckpointManager, from_snapshots
-from everstep.training.export import _put_in_place
+from everstep.titan.checkpoints import SnapshotCheckpointManager, from_snapshots
+from everstep.titan.export import _put_in_place
 
 
 class Bare:

@@ -14,7 +14,7 @@ from everstep.snapshot.layout import Layout, buckets
 from everstep.snapshot.peers import Held
 from everstep.snapshot.restore import pack_own, unpack_own
 from everstep.snapshot.slot import Header
-from everstep.training.ledger import common_value, life
+from everstep.step.ledger import common_value, life
 
 
 def slot(group, step, kind="data", rank=0, lineage="a", members=(0, 1, 2), parity=1, sound=True, **changes) -> Held:

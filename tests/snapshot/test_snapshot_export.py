@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from everstep.snapshot.export import ExportError, fetch, whole
 from everstep.snapshot.layout import Layout, Shard
 from everstep.snapshot.restore import Restored
-from everstep.training.export import DATALOADER_BLOB, pack_dataloader, unpack_dataloader
+from everstep.titan.export import DATALOADER_BLOB, pack_dataloader, unpack_dataloader
 from snapshot_cluster import TIMEOUT, Cluster, state_of
 from snapshot_runs import STEPS, Run, end
 

@@ -19,7 +19,7 @@ from typing import Any, get_args, get_type_hints
 from everstep.chaos.fault import Fault
 from everstep.chaos.registry import find
 from everstep.chaos.schedule import Entry
-from everstep.launch.rundir import LaunchError, read_toml
+from everstep.run.directory import LaunchError, read_toml
 
 TIMING = ("at_step", "at_s", "patience_s")
 

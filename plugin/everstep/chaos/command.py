@@ -18,8 +18,8 @@ from everstep.chaos.registry import FAULTS, find
 from everstep.chaos.runner import Runner, drive
 from everstep.chaos.schedule import Both, Every, Listed, Schedule
 from everstep.chaos.target import Target
-from everstep.launch.rundir import LaunchError
 from everstep.launch.view import describe
+from everstep.run.directory import LaunchError
 
 DEFAULT_FAULTS = ("kill-group",)
 SHOWN = {"fault", "fault_undone", "fault_undo_failed", "workers_died", "workers_stalled", "agent_died", "run_started"}

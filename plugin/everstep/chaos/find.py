@@ -6,9 +6,9 @@ from pathlib import Path
 from everstep.chaos.cluster import SlurmTarget
 from everstep.chaos.target import LocalTarget, Target
 from everstep.chaos.view import View
-from everstep.launch.address import read_json
-from everstep.launch.rundir import LaunchError
 from everstep.launch.slurm import job_file
+from everstep.run.directory import LaunchError
+from everstep.run.files import read_json
 
 
 def find_target(run_dir: Path, spared: Iterable[int] = ()) -> Target:

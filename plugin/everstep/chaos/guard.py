@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.chaos.undo import Undo
-from everstep.report.events import EventLog
+from everstep.run.events import EventLog
 
 ACK_TIMEOUT_S = 60.0
 

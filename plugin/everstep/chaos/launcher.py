@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from everstep.chaos.undo import Undo
-from everstep.launch.rundir import holder_of
+from everstep.run.directory import holder_of
 
 FREE_TIMEOUT_S = 10.0
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 from everstep.chaos.fault import Fault, Injection
 from everstep.chaos.target import Target
 from everstep.chaos.view import View
-from everstep.launch.address import write_json
+from everstep.run.files import write_json
 
 TAKE_WITHIN_S = 60.0
 NOT_ALLOWED = "the run takes no orders: start it with --fault_tolerance.allow_faults (never a run whose result matters)"

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from everstep.chaos import hosts, orders, processes, storage
 from everstep.chaos.fault import Fault
-from everstep.launch.rundir import LaunchError
+from everstep.run.directory import LaunchError
 
 KINDS: tuple[type[Fault], ...] = (*processes.KINDS, *hosts.KINDS, *orders.KINDS, *storage.KINDS)
 

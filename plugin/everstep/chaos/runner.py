@@ -9,8 +9,8 @@ from everstep.chaos.processes import KillGroup
 from everstep.chaos.schedule import Due, Every, Schedule
 from everstep.chaos.target import LocalTarget, Target
 from everstep.chaos.view import View
-from everstep.launch.rundir import LaunchError
-from everstep.report.events import EventLog
+from everstep.run.directory import LaunchError
+from everstep.run.events import EventLog
 
 TICK_S = 0.05
 RETURN_S = 120.0

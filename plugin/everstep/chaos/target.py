@@ -11,7 +11,7 @@ import psutil
 from everstep.chaos import signals
 from everstep.chaos.undo import Undo
 from everstep.chaos.view import Proc, View
-from everstep.launch.rundir import holder_of
+from everstep.run.directory import holder_of
 
 
 class Target(ABC):

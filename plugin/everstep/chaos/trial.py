@@ -18,8 +18,8 @@ from everstep.chaos.command import Plan, inject, settle, stops_obeyed
 from everstep.chaos.find import find_target
 from everstep.chaos.runner import RETURN_S
 from everstep.chaos.target import Target
-from everstep.launch.rundir import LaunchError, default_run_dir, holder_of, read_toml
 from everstep.report.score import score, summary, verdict
+from everstep.run.directory import LaunchError, default_run_dir, holder_of, read_toml
 
 POLL_S = 0.2
 ALLOW = "--fault_tolerance.allow_faults"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from everstep.chaos import signals
-from everstep.launch.heartbeat import Beat, beat_path, read_beat
-from everstep.report.events import EventTail, read_events
+from everstep.run.beats import Beat, beat_path, read_beat
+from everstep.run.events import EventTail, read_events
 from everstep.snapshot.peers import Place, read_places
 
 HISTORY = {"run_started", "run_ended", "lighthouse_started", "lighthouse_died", "agent_started", "agent_up"} | {

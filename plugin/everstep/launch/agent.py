@@ -9,26 +9,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from everstep.launch import fence
-from everstep.launch.address import await_address, write_json
-from everstep.launch.fence import Claim
 from everstep.launch.forkpoint import start_fork_point
 from everstep.launch.warm import PRELOAD
 from everstep.launch.warm import preload as import_modules
 from everstep.launch.watchdog import RestartLimits
-from everstep.report.events import EventLog, read_events
-
-GAVE_UP_EXIT = 3
-"""Exit status of an agent that should not be started again."""
-
-KILLED_EXIT = 4
-"""Exit status of an agent that was asked to stop and whose workers did not end by themselves."""
-
-NODE_BAD_EXIT = 5
-"""Exit status of an agent that should be started again on another node."""
-
-FENCED_EXIT = 6
-"""Exit status of an agent whose group was started again elsewhere."""
+from everstep.run import fence
+from everstep.run.address import await_address
+from everstep.run.events import EventLog, read_events
+from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, KILLED_EXIT, NODE_BAD_EXIT
+from everstep.run.fence import Claim
+from everstep.run.files import write_json
 
 STARTS_WITHOUT_A_STEP = 5
 """Agents of a group, one after the other, that may end before the group commits a step."""

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch.address import publish_address
 from everstep.launch.agent import over_file, stop_file
-from everstep.launch.heartbeat import beats_of_groups
 from everstep.launch.machine import free_port, listens
 from everstep.launch.probe import Probe
-from everstep.launch.rundir import LaunchError, read_toml
-from everstep.report.events import EventLog
 from everstep.report.live import Teller, telling
+from everstep.run.address import publish_address
+from everstep.run.beats import beats_of_groups
+from everstep.run.directory import LaunchError, read_toml
+from everstep.run.events import EventLog
 
 POLL_S = 0.2
 START_TIMEOUT_S = 60.0

@@ -12,8 +12,8 @@ import tyro
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch import beacon, doctor, slurm
-from everstep.launch.rundir import LaunchError, default_run_dir
 from everstep.launch.settings import fault_tolerance, read_run_toml
+from everstep.run.directory import LaunchError, default_run_dir
 
 
 @dataclass(kw_only=True)

@@ -24,9 +24,10 @@ from packaging.requirements import Requirement
 from everstep.config.checks import timeout_problems
 from everstep.config.sections import FaultTolerance
 from everstep.launch import health
-from everstep.launch.address import published_address, read_json, write_json
-from everstep.launch.fence import LEASE_S
 from everstep.launch.probe import answers
+from everstep.run.address import published_address
+from everstep.run.fence import LEASE_S
+from everstep.run.files import read_json, write_json
 from everstep.snapshot.section import Snapshot
 
 Verdict = Literal["ok", "warning", "error"]

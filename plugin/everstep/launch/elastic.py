@@ -23,20 +23,14 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from everstep.launch import fence, health, worker
-from everstep.launch.fence import Claim, Fenced
-from everstep.launch.heartbeat import BeatFile, agent_beat_path, beat_path, read_beat
+from everstep.launch import health, worker
 from everstep.launch.rendezvous import OneNodeRendezvous, RunDirRendezvous
-from everstep.launch.watchdog import (
-    UNFIT_EXIT,
-    Death,
-    RestartLimits,
-    Stall,
-    describe_exit,
-    find_stall,
-    reason_to_give_up,
-)
-from everstep.report.events import EventLog
+from everstep.launch.watchdog import Death, RestartLimits, Stall, describe_exit, find_stall, reason_to_give_up
+from everstep.run import fence
+from everstep.run.beats import BeatFile, agent_beat_path, beat_path, read_beat
+from everstep.run.events import EventLog
+from everstep.run.exits import UNFIT_EXIT
+from everstep.run.fence import Claim, Fenced
 
 MONITOR_INTERVAL_S = 0.05
 BEAT_INTERVAL_S = 0.5

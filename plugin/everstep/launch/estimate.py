@@ -17,15 +17,15 @@ ADAM_STATES = 2
 def state_of(config: Path, flags: Sequence[str]) -> dict:
     """{"parameters": how many, "state_bytes": parameters and optimizer state of one group, over all its ranks}, or
     {"error": sentence} for a config that cannot work."""
-    from everstep.platform import cpu
+    from everstep.titan import cpu
 
     if not cpu.has_accelerator():
         cpu.stand_in()
     import torch
     from torchtitan.config import TORCH_DTYPE_MAP
 
-    from everstep.config.load import load_config
-    from everstep.training.trainer import EverstepTrainer
+    from everstep.titan.load import load_config
+    from everstep.titan.trainer import EverstepTrainer
 
     try:
         loaded = load_config(config, EverstepTrainer.Config, flags)

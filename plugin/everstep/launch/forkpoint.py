@@ -15,7 +15,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from everstep.launch.lifeline import die_with_parent
+from everstep.run.lifeline import die_with_parent
 
 
 def start_fork_point(socket_dir: Path) -> int:

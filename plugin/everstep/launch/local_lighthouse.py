@@ -4,9 +4,9 @@ import time
 from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch.address import publish_address
 from everstep.launch.machine import HOST, free_port, listens
 from everstep.launch.probe import Probe
+from everstep.run.address import publish_address
 
 PAUSE_S = 0.2
 ATTEMPTS = 5

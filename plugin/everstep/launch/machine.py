@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from everstep.launch.rundir import LaunchError
+from everstep.run.directory import LaunchError
 
 HOST = "127.0.0.1"
 PORTS = range(20_000, 32_000)

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from everstep.config.errors import ConfigError
-
-CONFIG_ERROR_EXIT = 2
+from everstep.run.exits import USAGE_EXIT
 
 
 def main(config: str, run_dir: str, flags: Sequence[str], ranks: int, answer: str) -> int:
@@ -23,7 +22,7 @@ def main(config: str, run_dir: str, flags: Sequence[str], ranks: int, answer: st
     try:
         found, status = _settle(Path(config), Path(run_dir), flags, ranks), 0
     except ConfigError as error:
-        found, status = {"error": str(error)}, CONFIG_ERROR_EXIT
+        found, status = {"error": str(error)}, USAGE_EXIT
     draft = Path(f"{answer}.tmp")
     draft.write_text(json.dumps(found))
     draft.replace(answer)
@@ -32,9 +31,9 @@ def main(config: str, run_dir: str, flags: Sequence[str], ranks: int, answer: st
 
 def _settle(source: Path, run_dir: Path, flags: Sequence[str], ranks: int) -> dict:
     from everstep.config.checks import check_files, slots_per_step
-    from everstep.config.load import load_config
     from everstep.config.resolved import config_identity, differing_keys, resolved_toml
-    from everstep.training.trainer import EverstepTrainer
+    from everstep.titan.load import load_config
+    from everstep.titan.trainer import EverstepTrainer
 
     config = load_config(source, EverstepTrainer.Config, flags)
     if not config.fault_tolerance.enable and config.fault_tolerance.groups > 1:

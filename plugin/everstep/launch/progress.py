@@ -7,7 +7,7 @@ the ten thousandth step.
 import os
 from pathlib import Path
 
-from everstep.report.events import EventTail, event_path
+from everstep.run.events import EventTail, event_path
 
 COMMIT = b'"kind":"commit"'
 STRIKES = ("fault", "lighthouse_died", "workers_stalled", "agent_died", "node_bad")

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from everstep.launch.address import read_json, write_json
+from everstep.run.files import read_json, write_json
 
 POLL_S = 0.1
 STORE_TIMEOUT = timedelta(seconds=60)

@@ -10,8 +10,8 @@ from everstep.config.errors import ConfigError
 from everstep.config.legacy import translate
 from everstep.config.sections import FaultTolerance
 from everstep.config.source import read_source
-from everstep.launch.rundir import LaunchError, read_toml
 from everstep.launch.supervisor import RunSettings
+from everstep.run.directory import LaunchError, read_toml
 
 
 def read_run_toml(path: Path) -> dict:

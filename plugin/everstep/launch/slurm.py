@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everstep.launch.address import published_address, read_json, write_json
 from everstep.launch.agent import over_file, stop_file
-from everstep.launch.heartbeat import beats_of_groups
-from everstep.launch.rundir import LaunchError
-from everstep.report.events import read_events
+from everstep.run.address import published_address
+from everstep.run.beats import beats_of_groups
+from everstep.run.directory import LaunchError
+from everstep.run.events import read_events
+from everstep.run.files import read_json, write_json
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "slurm"
 ENDED_STATES = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")

@@ -20,16 +20,17 @@ import psutil
 import everstep
 from everstep.chaos.runner import Runner, every_so_often
 from everstep.config.sections import FaultTolerance
-from everstep.launch.agent import GAVE_UP_EXIT, KILLED_EXIT, AgentSettings, stop_file
-from everstep.launch.heartbeat import agent_beat_path, forget_beats, read_beat
-from everstep.launch.lifeline import adopt_orphans
+from everstep.launch.agent import AgentSettings, stop_file
 from everstep.launch.local_lighthouse import LocalLighthouse
 from everstep.launch.machine import HOST, devices_of_groups, private_folder
-from everstep.launch.rundir import LaunchError, RunDir, read_toml
 from everstep.launch.warm import PRELOAD, WarmProcess
-from everstep.quorum.token import run_token
-from everstep.report.events import EventLog, EventTail
 from everstep.report.live import Teller, telling
+from everstep.run.beats import agent_beat_path, forget_beats, read_beat
+from everstep.run.directory import LaunchError, RunDir, read_toml
+from everstep.run.events import EventLog, EventTail
+from everstep.run.exits import GAVE_UP_EXIT, KILLED_EXIT
+from everstep.run.lifeline import adopt_orphans
+from everstep.run.token import run_token
 
 TICK_S = 0.02
 KILL_GRACE_S = 10.0

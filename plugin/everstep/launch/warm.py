@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from everstep.launch.lifeline import die_with_adopter, die_with_parent
+from everstep.run.lifeline import die_with_adopter, die_with_parent
 
 PRELOAD = (
     "torchft",
@@ -27,12 +27,12 @@ PRELOAD = (
     "torchtitan.train",
     "everstep.train",
     "everstep.config_registry",
-    "everstep.config.load",
+    "everstep.titan.load",
     "everstep.data.byte_tokenizer",
     "everstep.data.stdlib_text",
     "everstep.data.streams",
     "everstep.data.tokens",
-    "everstep.training.trainer",
+    "everstep.titan.trainer",
     "everstep.launch.elastic",
     "everstep.launch.worker",
     "everstep.quorum.lighthouse",
@@ -53,7 +53,7 @@ def preload(modules: Sequence[str] = PRELOAD) -> None:
     gc.disable()
     try:
         if any(module.startswith("torchtitan") for module in modules):
-            from everstep.platform import cpu
+            from everstep.titan import cpu
 
             if not cpu.has_accelerator():
                 cpu.stand_in()  # torchtitan asks for its device while it is imported

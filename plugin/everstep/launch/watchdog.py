@@ -4,10 +4,9 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from everstep.launch.heartbeat import Beat
+from everstep.run.beats import DONE, STARTUP, Beat
+from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
 
-STARTUP = "startup"
-DONE = "done"
 COMPILING = ("compute", "reduce", "vote")
 """Phases in which the first step of a process compiles, or waits for a rank that does."""
 
@@ -95,13 +94,6 @@ class RestartLimits:
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 """Signals that a process brings upon itself."""
-
-USAGE_EXIT = 2  # what argument parsers exit with: trying again cannot help
-HOPELESS_EXIT = 64
-"""A trainer ends with this when it would end the same way again: training that diverged, for instance."""
-
-UNFIT_EXIT = 65
-"""A trainer ends with this when the machine it runs on cannot be trusted: its results were wrong repeatedly."""
 
 
 def reason_to_give_up(deaths: Sequence[Death], limits: RestartLimits) -> str | None:

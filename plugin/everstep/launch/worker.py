@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
 
-from everstep.launch.heartbeat import Heartbeat
-from everstep.launch.lifeline import die_with_parent
 from everstep.launch.warm import redirect_output
-from everstep.launch.watchdog import DONE, STARTUP
-from everstep.report.events import EventLog
+from everstep.run.beats import DONE, STARTUP, Heartbeat
+from everstep.run.events import EventLog
+from everstep.run.lifeline import die_with_parent
 
 EXIT_TIMEOUT_S = 10.0
 

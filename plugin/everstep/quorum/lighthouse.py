@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torchft.coordination import LighthouseServer
 
-from everstep.launch.lifeline import die_with_parent
+from everstep.run.lifeline import die_with_parent
 
 QUORUM_TICK_MS = 50
 

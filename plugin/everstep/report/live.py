@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everstep.report.events import EventTail
+from everstep.run.events import EventTail
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer

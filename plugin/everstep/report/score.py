@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from everstep.report.attempts import collect_attempts, slots_recomputed, thrown_away
-from everstep.report.events import read_events
 from everstep.report.faults import UNPROVOKED, collect_faults, cost_of_faults, fault_rows, normal_step_s
 from everstep.report.lineage import Commit, trace
 from everstep.report.sessions import collect_sessions, commits_by_session, ending, groups_mean, stated
 from everstep.report.times import Stretch, split, stretches
+from everstep.run.events import read_events
 
 READ_FIELDS: dict[str, tuple[str, ...]] = {
     "run_started": ("groups", "steps", "global_batch_size"),

@@ -19,33 +19,31 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.tools.logging import logger
 
-from everstep.attention import override as attention
 from everstep.attention.guard import Checks
 from everstep.attention.section import AttentionCheck
 from everstep.config.binding import bind_data
 from everstep.config.checks import check_config
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.data.slots import SlotSource
-from everstep.launch import fence
-from everstep.launch.address import published_address
-from everstep.launch.agent import FENCED_EXIT
-from everstep.launch.heartbeat import Heartbeat, beats_of_groups
-from everstep.launch.watchdog import DONE, HOPELESS_EXIT, STARTUP
-from everstep.platform import cpu
 from everstep.quorum.heal import HealServer
 from everstep.quorum.membership import Membership, incarnation
 from everstep.quorum.process_group import CrossGroup
-from everstep.quorum.token import run_token
-from everstep.report.events import EventLog
-from everstep.snapshot.checkpointer import SnapshotCheckpointManager, from_snapshots
+from everstep.run import fence
+from everstep.run.address import published_address
+from everstep.run.beats import DONE, STARTUP, Heartbeat, beats_of_groups
+from everstep.run.events import EventLog
+from everstep.run.exits import FENCED_EXIT, HOPELESS_EXIT
+from everstep.run.token import run_token
 from everstep.snapshot.section import Snapshot
-from everstep.training import finish
-from everstep.training.protocol import Blank, Commit, Left, OutOfData, StepProtocol, Timeouts
-from everstep.training.reduction import GradientReducer
-from everstep.training.saboteur import Saboteur
-from everstep.training.snapshots import Snapshots
-from everstep.training.state import TrainingState, slot_seed
-from everstep.training.work import TitanWork, all_in_group, sum_in_group
+from everstep.step import finish
+from everstep.step.protocol import Blank, Commit, Left, OutOfData, StepProtocol, Timeouts
+from everstep.step.reduction import GradientReducer
+from everstep.titan import attention, cpu
+from everstep.titan.checkpoints import SnapshotCheckpointManager, from_snapshots
+from everstep.titan.snapshots import Snapshots
+from everstep.titan.state import TrainingState, slot_seed
+from everstep.titan.work import TitanWork, all_in_group, sum_in_group
+from everstep.titan.worker_faults import Saboteur
 
 OPTIMIZER_SLOT = -1
 AWAY = (DONE, STARTUP)
@@ -56,7 +54,7 @@ class EverstepTrainer(titan.Trainer):
     """A torchtitan trainer whose optimizer steps survive the death of any replica group.
 
     With `fault_tolerance.enable = false` this is torchtitan's trainer. Otherwise `train` runs the step protocol
-    (`everstep.training.protocol`): step, learning rate, data and metrics advance on commits only.
+    (`everstep.step.protocol`): step, learning rate, data and metrics advance on commits only.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -21,12 +21,12 @@ from torchtitan.components.checkpointer import CheckpointManager
 from everstep import wire
 from everstep.attention.injection import Fault as AttentionFault
 from everstep.chaos.orders import order_file
-from everstep.launch.address import read_json
+from everstep.run.files import read_json
 from everstep.snapshot.slot import SlotWriter
-from everstep.training.reduction import local
+from everstep.step.reduction import local
 
 if TYPE_CHECKING:
-    from everstep.training.trainer import EverstepTrainer
+    from everstep.titan.trainer import EverstepTrainer
 
 POLL_S = 0.05
 HOG_BYTES = 2 << 30

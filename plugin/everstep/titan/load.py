@@ -12,13 +12,13 @@ import tyro
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.manager import ConfigManager, custom_registry
 
-from .assign import assign_table, convert, field_types, run_own_checks, shown
-from .base import base_config
-from .checks import deferred_checks, problems
-from .errors import ConfigError
-from .legacy import dropped_warning, translate
-from .sections import Job
-from .source import Source, describe, read_source
+from everstep.config.assign import assign_table, convert, field_types, run_own_checks, shown
+from everstep.config.checks import deferred_checks, problems
+from everstep.config.errors import ConfigError
+from everstep.config.legacy import dropped_warning, translate
+from everstep.config.sections import Job
+from everstep.config.source import Source, describe, read_source
+from everstep.titan.base_config import base_config
 
 C = TypeVar("C")
 

@@ -13,15 +13,15 @@ from torchtitan.tools.logging import logger
 from everstep.attention.guard import Checks
 from everstep.data.slots import Batch
 from everstep.data.streams import SlotStreams
-from everstep.launch.watchdog import UNFIT_EXIT
 from everstep.quorum.heal import HealState
-from everstep.training.export import DATALOADER_BLOB, pack_dataloader
-from everstep.training.protocol import OutOfData, SlotRefused, SlotSums
-from everstep.training.reduction import local
-from everstep.training.state import TrainingState, slot_seed
+from everstep.run.exits import UNFIT_EXIT
+from everstep.step.protocol import OutOfData, SlotRefused, SlotSums
+from everstep.step.reduction import local
+from everstep.titan.export import DATALOADER_BLOB, pack_dataloader
+from everstep.titan.state import TrainingState, slot_seed
 
 if TYPE_CHECKING:
-    from everstep.training.trainer import EverstepTrainer
+    from everstep.titan.trainer import EverstepTrainer
 
 DATA_BLOB = "data"
 COMPLETE_SNAPSHOT = "complete_snapshot"
@@ -30,7 +30,7 @@ NOTES_INTERVAL = 10
 
 
 class TitanWork:
-    """Implements `everstep.training.protocol.Work` on a trainer.
+    """Implements `everstep.step.protocol.Work` on a trainer.
 
     Args:
         trainer: built, with its slots opened.

@@ -19,9 +19,9 @@ from torchft.coordination import LighthouseServer
 from everstep.quorum.heal import HealServer, HealState
 from everstep.quorum.membership import Membership
 from everstep.quorum.process_group import CrossGroup
-from everstep.report.events import EventLog
-from everstep.training.protocol import Blank, Left, SlotRefused, SlotSums, StepProtocol, Timeouts
-from everstep.training.reduction import GradientReducer
+from everstep.run.events import EventLog
+from everstep.step.protocol import Blank, Left, SlotRefused, SlotSums, StepProtocol, Timeouts
+from everstep.step.reduction import GradientReducer
 
 TOKEN = b"t" * 32
 

@@ -1,7 +1,7 @@
 """A torchtitan checkpoint out of a run's memory: `everstep snapshots --export`, and what writes `[checkpoint]` when
 snapshots are on.
 
-    python -m everstep.training.export RUN_DIR FOLDER [--not-before STEP] [--below] [--group K]
+    python -m everstep.titan.export RUN_DIR FOLDER [--not-before STEP] [--below] [--group K]
 
 A process of its own, at low priority and without a device. It takes the state first and looks for torchtitan then:
 importing it takes longer than some steps, after which the keepers hold another.
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from everstep.launch.lifeline import die_with_parent
-from everstep.report.events import EventLog
+from everstep.run.events import EventLog
+from everstep.run.lifeline import die_with_parent
 from everstep.snapshot.export import ExportError, Whole, fetch, whole
 
 DATALOADER_BLOB = "dataloader"
@@ -55,12 +55,12 @@ def export(run_dir: Path, folder: Path, *, not_before: int = 0, below: bool = Fa
         ExportError: there is none, or it is of another model than the run directory's config.
     """
     found = whole(fetch(run_dir, not_before=not_before, timeout=TIMEOUT, patience=PATIENCE))
-    from everstep.platform import cpu
+    from everstep.titan import cpu
 
     cpu.stand_in()
-    from everstep.config.load import load_config
-    from everstep.snapshot.checkpointer import export_checkpoint
-    from everstep.training.trainer import EverstepTrainer
+    from everstep.titan.checkpoints import export_checkpoint
+    from everstep.titan.load import load_config
+    from everstep.titan.trainer import EverstepTrainer
 
     config = load_config(run_dir / "config.toml", EverstepTrainer.Config, check=False)
     target = folder / f"step-{found.step}" if below else folder
@@ -86,7 +86,7 @@ def _put_in_place(draft: Path, target: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="everstep.training.export", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="everstep.titan.export", description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--not-before", type=int, default=0, help="the lowest step that will do")

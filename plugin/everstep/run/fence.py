@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from everstep.launch.address import read_json, write_json
-from everstep.launch.heartbeat import agent_beat_path
+from everstep.run.beats import agent_beat_path
+from everstep.run.files import read_json, write_json
 
 LEASE_S = 10.0
 """An agent that has not beaten for this long can be taken for gone: should it wake up, it looks at the fence first."""

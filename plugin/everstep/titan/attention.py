@@ -25,11 +25,11 @@ from torchtitan.models.common.attention import (
 )
 from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 
-from . import explicit, fused
-from .guard import Checks, Guard
-from .linear import WeightSums, linear, result_names
-from .masks import Visible, documents_of
-from .section import AttentionCheck
+from everstep.attention import explicit, fused
+from everstep.attention.guard import Checks, Guard
+from everstep.attention.linear import WeightSums, linear, result_names
+from everstep.attention.masks import Visible, documents_of
+from everstep.attention.section import AttentionCheck
 
 _PROJECTIONS = ["model_spec.model.layers.*.attention.*"]
 _INNER = ["model_spec.model.layers.*.attention.inner_attention"]

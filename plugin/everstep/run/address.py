@@ -4,11 +4,11 @@ Whoever runs the lighthouse writes it once the lighthouse listens; agents and wo
 read it, and read it again when no quorum comes: the lighthouse may have moved to another node.
 """
 
-import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from everstep.run.files import read_json, write_json
 
 POLL_S = 0.2
 
@@ -39,19 +39,3 @@ def await_address(run_dir: Path, stopping: Callable[[], bool], timeout_s: float)
             )
         time.sleep(POLL_S)
     return address
-
-
-def write_json(path: Path, value: dict) -> None:
-    """Replace a small file of the run's state, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    draft.write_text(json.dumps(value))
-    draft.replace(path)
-
-
-def read_json(path: Path) -> dict:
-    """What `write_json` wrote; {} if there is nothing."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}

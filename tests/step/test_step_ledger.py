@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.training import ledger
-from everstep.training.ledger import Row
+from everstep.step import ledger
+from everstep.step.ledger import Row
 
 
 @st.composite

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.quorum.heal import HealState
-from everstep.training.state import TrainingState, slot_seed
+from everstep.titan.state import TrainingState, slot_seed
 
 
 class Counters:

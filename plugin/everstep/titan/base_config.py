@@ -13,10 +13,10 @@ from torchtitan.models import _supported_models
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.trainer import Trainer
 
-from .assign import shown
-from .errors import nearest
-from .sections import Job
-from .source import Source
+from everstep.config.assign import shown
+from everstep.config.errors import nearest
+from everstep.config.sections import Job
+from everstep.config.source import Source
 
 
 def base_config(job: Job, source: Source) -> Trainer.Config:

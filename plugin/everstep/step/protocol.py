@@ -25,9 +25,9 @@ import torch
 from everstep.quorum.heal import HealError, HealServer, HealState, fetch
 from everstep.quorum.membership import Membership, Quorum, QuorumUnavailable, incarnation
 from everstep.quorum.process_group import CrossGroup, CrossGroupError
-from everstep.report.events import EventLog
-from everstep.training import ledger
-from everstep.training.reduction import GradientReducer
+from everstep.run.events import EventLog
+from everstep.step import ledger
+from everstep.step.reduction import GradientReducer
 
 HEAL_GATE_TIMEOUT = timedelta(seconds=300)
 HEAL_FIRST_S = 0.5

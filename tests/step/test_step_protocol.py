@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.report.events import read_events
+from everstep.run.events import read_events
 
 sys.path.insert(0, str(Path(__file__).parent))
 import member

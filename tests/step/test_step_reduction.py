@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from everstep.quorum.process_group import CrossGroup, CrossGroupError
-from everstep.training.reduction import GradientReducer
+from everstep.step.reduction import GradientReducer
 
 SIZES = [3, 500, 7, 1000, 20]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from everstep.quorum.heal import HealState
-from everstep.report.events import EventLog
+from everstep.run.events import EventLog
 from everstep.snapshot.arena import Arena, run_id
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.keepers import KeeperError, end_keepers, start_keeper, touch
@@ -22,7 +22,7 @@ from everstep.snapshot.plan import State
 from everstep.snapshot.recovery import recover
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.slot import SlotError
-from everstep.training.protocol import Commit
+from everstep.step.protocol import Commit
 
 
 class Snapshots:
@@ -119,7 +119,7 @@ class Snapshots:
     def start_export(self, step: int, folder: str) -> subprocess.Popen:
         """Start the process that writes a checkpoint of the newest state in memory at or after `step` below `folder`.
         It ends with this one."""
-        command = [sys.executable, "-m", "everstep.training.export", str(self._run_dir), folder, "--below"]
+        command = [sys.executable, "-m", "everstep.titan.export", str(self._run_dir), folder, "--below"]
         command += ["--not-before", str(step), "--group", str(self._group)]
         with (self._run_dir / "logs" / "export.log").open("ab") as log:
             # Of the devices it needs none.

@@ -12,6 +12,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+STARTUP = "startup"
+DONE = "done"
+"""Phases of a worker that does not train yet, or no more."""
+
 _RECORD = struct.Struct("<4sqdq28s")  # mark, pid, monotonic seconds, step, phase
 _MARK = b"beat"
 

@@ -19,7 +19,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 
 from everstep.quorum.heal import HealState
 from everstep.snapshot.layout import Shard
-from everstep.training.reduction import local
+from everstep.step.reduction import local
 
 
 def slot_seed(seed: int, step: int, slot: int, dp_rank: int) -> int:

@@ -1,1 +1,0 @@
-"""What a machine lacks, stood in for: training on CPU where there is no accelerator."""

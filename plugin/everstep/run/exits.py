@@ -1,0 +1,22 @@
+"""Exit statuses by which the processes of a run tell each other what should happen next."""
+
+USAGE_EXIT = 2
+"""What argument parsers exit with, and a config that is not valid: trying again cannot help."""
+
+GAVE_UP_EXIT = 3
+"""An agent that should not be started again."""
+
+KILLED_EXIT = 4
+"""An agent that was asked to stop and whose workers did not end by themselves."""
+
+NODE_BAD_EXIT = 5
+"""An agent that should be started again on another node."""
+
+FENCED_EXIT = 6
+"""An agent or trainer whose group was started again elsewhere."""
+
+HOPELESS_EXIT = 64
+"""A trainer that would end the same way again: training that diverged, for instance."""
+
+UNFIT_EXIT = 65
+"""A trainer on a machine that cannot be trusted: its results were wrong repeatedly."""

@@ -1,4 +1,0 @@
-"""The step protocol inside a torchtitan trainer: ledger, gradient sums across groups, healing, audit.
-
-The only room that knows quorum, data, attention and snapshot together.
-"""
