@@ -170,6 +170,7 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
             stall_timeout_s=section.stall_timeout_s,
             startup_timeout_s=section.startup_timeout_s,
             stop_grace_s=command.stop_grace_s,
+            beats=section.enable,
             max_restarts=section.max_restarts,
             restart_window_s=section.restart_window_s,
         )

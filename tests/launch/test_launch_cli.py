@@ -9,6 +9,7 @@ import time
 import pytest
 
 from everstep.cli import COMMANDS
+from launched import until
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -79,6 +80,40 @@ def test_workers_that_keep_failing_end_the_run_with_their_reason(start):
     assert "RuntimeError: no such luck" in run.events("run_ended")[0]["reason"]
     assert len(run.events("workers_started")) == 3
     assert "RuntimeError: no such luck" in (run.run_dir / "logs/group-0/rank-0.log").read_text()
+
+
+def test_an_error_in_the_first_step_gives_up_after_three_starts_and_names_itself(start):
+    run = start(1, 2, "--tiny.fail_in", "1", "--training.steps", "9")
+    assert run.process.wait(60) == 1
+    assert len(run.events("workers_started")) == 3
+    (ended,) = run.events("run_ended")
+    assert ended["status"] == "failed"
+    assert "started 3 times and failed each time" in ended["reason"]
+    assert "FileNotFoundError: there is no dataset for port" in ended["reason"]
+    assert "in group 0" not in ended["reason"], "the first line says what it is"
+    assert "FileNotFoundError" in run.said()
+
+
+def test_an_error_that_all_groups_have_ends_the_run_at_once(start):
+    run = start(3, 1, "--tiny.fail_in", "1", "--training.steps", "9")
+    assert run.process.wait(60) == 1
+    assert len(run.events("workers_started")) <= 6, "no group needs to try three times"
+    (ended,) = run.events("run_ended")
+    assert "all 3 groups failed in the same way" in ended["reason"]
+    assert "FileNotFoundError" in ended["reason"]
+
+
+def test_an_error_in_a_later_step_is_what_restarts_are_for(start):
+    run = start(1, 1, "--tiny.fail_in", "5", "--training.steps", "9")
+    until(lambda: len(run.events("workers_died")) >= 5, "five deaths")
+    assert run.process.poll() is None
+    run.end()
+
+
+def test_a_first_step_that_is_longer_than_a_stall_is_no_stall(start):
+    run = start(1, 1, "--tiny.first_s", "5", "--training.steps", "3")
+    assert run.process.wait(60) == 0
+    assert run.events("workers_stalled") == []
 
 
 PREPARE = """

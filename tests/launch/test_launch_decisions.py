@@ -68,8 +68,18 @@ def test_a_beat_costs_microseconds(tmp_path):
     assert sorted(times)[len(times) // 2] < 100e-6
 
 
-def deaths(*exits, had_trained=False):
-    return [Death(float(i), exitcode, had_trained) for i, exitcode in enumerate(exits)]
+def test_a_first_step_may_compile_and_a_later_one_may_not_stall():
+    beats = {0: Beat(10, 1100.0, 1, "compute"), 1: Beat(11, 1100.0, 1, "reduce")}
+    first = {"stall_timeout_s": 5.0, "startup_timeout_s": 60.0, "first_step_s": 60.0}
+    assert find_stall({0: 10, 1: 11}, beats, 1000.0, 1159.0, **first) is None
+    assert find_stall({0: 10, 1: 11}, beats, 1000.0, 1161.0, **first) == Stall(0, "compute", 61.0)
+    assert stall(beats, 1106.0) == Stall(0, "compute", 6.0)
+    heals = {0: Beat(10, 1100.0, 1, "heal"), 1: Beat(11, 1105.0, 1, "reduce")}
+    assert find_stall({0: 10, 1: 11}, heals, 1000.0, 1106.0, **first) == Stall(0, "heal", 6.0), "that has its timeout"
+
+
+def deaths(*exits, committed=False, **more):
+    return [Death(float(i), exitcode, committed, **more) for i, exitcode in enumerate(exits)]
 
 
 def test_kills_are_what_restarts_are_for():
@@ -77,14 +87,32 @@ def test_kills_are_what_restarts_are_for():
 
 
 def test_a_trainer_that_says_it_is_hopeless_is_believed():
-    assert "no use" in (reason_to_give_up(deaths(-9, HOPELESS_EXIT, had_trained=True), LIMITS) or "")
+    assert "no use" in (reason_to_give_up(deaths(-9, HOPELESS_EXIT, committed=True), LIMITS) or "")
 
 
-def test_workers_that_fail_three_times_before_their_first_step_are_given_up():
+def test_workers_that_fail_three_times_without_a_committed_step_are_given_up():
     assert reason_to_give_up(deaths(1, 1), LIMITS) is None
-    assert "3 times in a row" in (reason_to_give_up(deaths(1, 1, 1), LIMITS) or "")
-    assert reason_to_give_up(deaths(1, 1, -9, 1), LIMITS) is None
-    assert reason_to_give_up(deaths(1, 1, 1, had_trained=True), LIMITS) is None
+    assert "started 3 times" in (reason_to_give_up(deaths(1, 1, 1), LIMITS) or "")
+    assert reason_to_give_up(deaths(1, 1, 1, committed=True), LIMITS) is None
+    assert reason_to_give_up([*deaths(1, 1), *deaths(1, committed=True), *deaths(1, 1)], LIMITS) is None
+
+
+def test_a_kill_between_failures_neither_counts_nor_hides_them():
+    assert reason_to_give_up(deaths(1, -9, 1), LIMITS) is None
+    assert reason_to_give_up(deaths(1, -9, 1, 1), LIMITS)
+    assert reason_to_give_up(deaths(1, 1, 1, -9), LIMITS) is None
+
+
+def test_crashes_out_of_memory_and_hangs_count_as_failures_of_their_own():
+    assert reason_to_give_up(deaths(-11, -6, -7), LIMITS)
+    assert reason_to_give_up(deaths(-9, -9, -9, out_of_memory=True), LIMITS)
+    assert reason_to_give_up(deaths(-9, -9, -9, stalled=True), LIMITS)
+
+
+def test_a_failure_while_others_were_struck_does_not_count():
+    assert reason_to_give_up(deaths(1, 1, 1, excused=True), LIMITS) is None
+    assert reason_to_give_up(deaths(-11, -11, -11, excused=True), LIMITS) is None
+    assert reason_to_give_up([*deaths(1, excused=True), *deaths(1, 1)], LIMITS) is None
 
 
 def test_an_invalid_configuration_is_not_tried_again():

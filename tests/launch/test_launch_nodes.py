@@ -7,8 +7,9 @@ import time
 import pytest
 
 from everstep.launch import health
-from everstep.launch.agent import bad_node_file, over_file, reason_not_to_start
+from everstep.launch.agent import reason_not_to_start
 from everstep.launch.watchdog import RestartLimits
+from everstep.run.directory import bad_node_file, over_file
 from everstep.run.events import EventLog
 from everstep.run.exits import GAVE_UP_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.files import read_json

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch.agent import over_file, stop_file
 from everstep.launch.machine import free_port, listens
 from everstep.launch.probe import Probe
 from everstep.report.live import Teller, telling
 from everstep.run.address import publish_address
 from everstep.run.beats import beats_of_groups
-from everstep.run.directory import LaunchError, read_toml
+from everstep.run.directory import LaunchError, over_file, read_toml, stop_file
 from everstep.run.events import EventLog
 
 POLL_S = 0.2

@@ -11,7 +11,7 @@ from everstep.run.events import EventTail, event_path
 
 COMMIT = b'"kind":"commit"'
 STRIKES = ("fault", "lighthouse_died", "workers_stalled", "agent_died", "node_bad")
-"""Events of others that explain why workers which wait for them end with an error."""
+"""Events that explain why workers end which wait for whom they hit."""
 
 
 class CommitWatch:
@@ -42,8 +42,8 @@ class CommitWatch:
         return self._seen
 
 
-class OthersWatch:
-    """Whether another group, or the lighthouse, was struck since `restart`: killed, stalled, or broken on purpose."""
+class StrikeWatch:
+    """Who was struck since `restart`: killed, stalled, or broken on purpose."""
 
     def __init__(self, run_dir: Path, group: int):
         self._group = group
@@ -52,14 +52,14 @@ class OthersWatch:
     def restart(self) -> None:
         self._tail.skip_to_end()
 
-    def struck(self) -> bool:
-        """Since the last call or `restart`."""
-        return any(self._counts(event) for event in self._tail.new())
-
-    def _counts(self, event: dict) -> bool:
-        group = event.get("target_group", event.get("group"))
-        if group == self._group:
-            return False
-        if event["kind"] == "workers_died":
-            return any(isinstance(code, int) and code < 0 for code in event.get("exitcodes", {}).values())
-        return event["kind"] in STRIKES
+    def struck(self) -> tuple[bool, bool]:
+        """Whether, since the last call or `restart`, others were (another group, the lighthouse), and this group."""
+        others = own = False
+        for event in self._tail.new():
+            if event.get("target_group", event.get("group")) == self._group:
+                own |= event["kind"] == "fault"
+            elif event["kind"] == "workers_died":
+                others |= any(code < 0 for code in event.get("exitcodes", {}).values() if isinstance(code, int))
+            else:
+                others |= event["kind"] in STRIKES
+        return others, own

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everstep.launch.agent import over_file, stop_file
 from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
-from everstep.run.directory import LaunchError
+from everstep.run.directory import LaunchError, over_file, stop_file
 from everstep.run.events import read_events
 from everstep.run.files import read_json, write_json
 

@@ -7,6 +7,7 @@ supervisor that was killed can simply be started again.
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -20,13 +21,13 @@ import psutil
 import everstep
 from everstep.chaos.runner import Runner, every_so_often
 from everstep.config.sections import FaultTolerance
-from everstep.launch.agent import AgentSettings, stop_file
+from everstep.launch.agent import AgentSettings
 from everstep.launch.local_lighthouse import LocalLighthouse
 from everstep.launch.machine import HOST, devices_of_groups, private_folder
 from everstep.launch.warm import PRELOAD, WarmProcess
 from everstep.report.live import Teller, telling
 from everstep.run.beats import agent_beat_path, forget_beats, read_beat
-from everstep.run.directory import LaunchError, RunDir, read_toml
+from everstep.run.directory import LaunchError, RunDir, read_toml, stop_file
 from everstep.run.events import EventLog, EventTail
 from everstep.run.exits import GAVE_UP_EXIT, KILLED_EXIT
 from everstep.run.lifeline import adopt_orphans
@@ -103,6 +104,8 @@ class Supervisor:
         self._stops = self._stops_obeyed = 0
         self._failure = ""
         self._given_up = ""
+        self._failing: dict[int, str] = {}
+        """By group, the error of workers that ended by themselves before they had committed a step."""
         self._unusable = ""
         self._private = private_folder(run_dir.path)
 
@@ -232,6 +235,7 @@ class Supervisor:
             stall_timeout_s=ft.stall_timeout_s,
             startup_timeout_s=ft.startup_timeout_s,
             stop_grace_s=settings.stop_grace_s,
+            beats=ft.enable,
             max_restarts=ft.max_restarts,
             restart_window_s=ft.restart_window_s,
             entry=settings.entry,
@@ -372,6 +376,9 @@ class Supervisor:
                 continue
             if event["kind"] == "commit":
                 self.groups[group].crashes = 0
+                self._failing.clear()
+            elif event["kind"] == "workers_died":
+                self._note_failure(group, event)
             elif event["kind"] == "agent_ended" and event["status"] == "stopped":
                 self.groups[group].ended = "stopped"
             elif event["kind"] == "agent_ended" and event["status"] == "failed":
@@ -380,6 +387,20 @@ class Supervisor:
             self._chaos.target.run.apply(events)
             self._chaos.tick(time.monotonic())
         self._on_events(events)
+
+    def _note_failure(self, group: int, event: dict) -> None:
+        """What ends every group in the same way before its first step would do so for ever: the run ends with it."""
+        if not event["by_itself"] or event["committed"] or not event["error"]:
+            self._failing.pop(group, None)
+            return
+        self._failing[group] = event["error"]
+        alike = {without_numbers(error) for error in self._failing.values()}
+        if len(self.groups) > 1 and len(self._failing) == len(self.groups) and len(alike) == 1 and not self._stops:
+            log = self.run_dir.path / "logs" / f"group-{group}" / "rank-0.log"
+            self._failure = (
+                f"all {len(self.groups)} groups failed in the same way before a step was committed: {event['error']} "
+                f"(more in {log})"
+            )
 
     def _ask_to_stop(self, *_: object) -> None:
         self._stops += 1
@@ -391,6 +412,7 @@ class Supervisor:
             return
         self._stops_obeyed = self._stops
         self._events.emit("stopping")
+        stop_file(self.run_dir.path).touch()  # stays, for an agent or worker that misses the signal
         for index, group in enumerate(self.groups):
             if f"agent-{index}" in self._pids:
                 self._signal(f"agent-{index}", signal.SIGTERM)
@@ -420,6 +442,11 @@ class Supervisor:
                     time.sleep(0.005)
             except ChildProcessError:
                 return
+
+
+def without_numbers(text: str) -> str:
+    """An error without what differs between groups: ranks, ports, process ids, addresses in memory."""
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", text)
 
 
 def _is_keeper(process: psutil.Process) -> bool:

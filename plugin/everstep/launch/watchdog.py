@@ -70,7 +70,11 @@ class Death:
     """The exception's type and first line, when there was one."""
 
     excused: bool = False
-    """Another group or the lighthouse was struck meanwhile, which explains an error of those that wait for it."""
+    """Another group or the lighthouse was struck meanwhile, which explains an error of those that wait for it; or this
+    one was, on purpose."""
+
+    stalled: bool = False
+    """The watchdog killed it."""
 
     out_of_memory: bool = False
     """The kernel killed a process of this machine's control group for memory meanwhile."""
@@ -78,9 +82,9 @@ class Death:
     @property
     def by_itself(self) -> bool:
         """Whether the workers ended of their own doing, so that another start may well end the same way."""
-        if self.exitcode >= 0:
+        if self.exitcode >= 0 or self.stalled or -self.exitcode in CRASHES:
             return not self.excused
-        return -self.exitcode in CRASHES or (-self.exitcode == signal.SIGKILL and self.out_of_memory)
+        return self.out_of_memory
 
 
 @dataclass(frozen=True)

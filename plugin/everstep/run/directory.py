@@ -78,3 +78,19 @@ def holder_of(path: Path) -> tuple[int, float] | None:
     except (FileNotFoundError, ValueError, psutil.NoSuchProcess, psutil.AccessDenied):
         return None
     return (pid, since) if holds else None
+
+
+def over_file(run_dir: Path, group: int) -> Path:
+    """Says how a group ended for good: {"status": "done", "stopped" or "failed", "reason"}. A batch job starts a group
+    again as long as there is none, whatever the exit status of its processes."""
+    return Path(run_dir) / "state" / f"group-{group}.over"
+
+
+def bad_node_file(run_dir: Path, group: int) -> Path:
+    """Names the node that a group's last agent found bad: {"node", "reason", "claim"}."""
+    return Path(run_dir) / "state" / f"group-{group}.bad-node.json"
+
+
+def stop_file(run_dir: Path) -> Path:
+    """Asks every agent of the run for a clean stop, as long as it is there."""
+    return Path(run_dir) / "state" / "stop"

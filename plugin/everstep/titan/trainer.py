@@ -31,6 +31,7 @@ from everstep.quorum.process_group import CrossGroup
 from everstep.run import fence
 from everstep.run.address import published_address
 from everstep.run.beats import DONE, STARTUP, Heartbeat, beats_of_groups
+from everstep.run.directory import stop_file
 from everstep.run.events import EventLog
 from everstep.run.exits import FENCED_EXIT, HOPELESS_EXIT
 from everstep.run.token import run_token
@@ -212,7 +213,8 @@ class EverstepTrainer(titan.Trainer):
             events=self.events,
             beat=self._beat,
             all_in_group=all_in_group,
-            asked_to_leave=lambda: self._asked_to_leave,
+            # A stop is a level: the file is there for a rank that missed the signal.
+            asked_to_leave=lambda: self._asked_to_leave or (dist.get_rank() == 0 and stop_file(self._run_dir).exists()),
             device=self.device if ft.process_group == "nccl" else torch.device("cpu"),
         )
 
