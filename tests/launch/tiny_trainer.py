@@ -58,7 +58,7 @@ def fail(*_):
     raise RuntimeError("a peer is gone")
 
 
-def prepare(config, run_dir, flags, ranks, answer):
+def prepare(config, run_dir, flags, ranks, answer, *_):
     """Settle the config without torchtitan."""
     shutil.copyfile(config, Path(run_dir) / "config.toml")
     Path(answer).write_text(json.dumps({"steps": int(flag(flags, "--training.steps", "1000000"))}))

@@ -8,7 +8,7 @@ from pathlib import Path
 import tyro
 
 from everstep.launch import doctor as room
-from everstep.launch.settings import fault_tolerance, local_host, read_run_toml
+from everstep.launch.settings import local_host, read_sections
 
 
 @dataclass(kw_only=True)
@@ -25,6 +25,9 @@ class Doctor:
     groups: int | None = None
     """Number of replica groups; the file's fault_tolerance.groups if not given."""
 
+    allow_dropped: bool = False
+    """Train without what a file of torchtitan 0.2 asks for and nothing here applies: a converter such as float8."""
+
     nodes_per_group: int = 1
     """Nodes of each group."""
 
@@ -37,13 +40,13 @@ class Doctor:
 
 def doctor(command: Doctor, flags: Sequence[str]) -> int:
     """Exit status 1 if anything is an error."""
-    toml = read_run_toml(command.config)
-    section = fault_tolerance(toml, flags)
+    sections = read_sections(command.config, flags, allow_dropped=command.allow_dropped)
+    section = sections.fault_tolerance
     plan = room.Plan(
         config=command.config,
         flags=flags,
         fault_tolerance=section,
-        snapshot=room.snapshot_section(toml),
+        snapshot=sections.snapshot,
         groups=section.groups if command.groups is None else command.groups,
         nodes_per_group=command.nodes_per_group,
         run_dir=None if command.run_dir is None else command.run_dir.resolve(),

@@ -27,7 +27,7 @@ from everstep.launch.machine import HOST, devices_of_groups, private_folder
 from everstep.launch.warm import PRELOAD, WarmProcess
 from everstep.report.live import Teller, telling
 from everstep.run.beats import agent_beat_path, forget_beats, read_beat
-from everstep.run.directory import LaunchError, RunDir, read_toml, stop_file
+from everstep.run.directory import LaunchError, RunDir, leaves_nothing, read_toml, stop_file
 from everstep.run.events import EventLog, EventTail
 from everstep.run.exits import GAVE_UP_EXIT, KILLED_EXIT
 from everstep.run.lifeline import adopt_orphans
@@ -53,6 +53,8 @@ class RunSettings:
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     flags: list[str] = field(default_factory=list)
     chaos_every_s: float | None = None
+    allow_dropped: bool = False
+    """Whether a converter that a file of torchtitan 0.2 asks for may be left out."""
     stop_grace_s: float = 120.0
     entry: str = "everstep.train:main"
     """`module:function` that a worker calls with its argv."""
@@ -71,6 +73,10 @@ class _Group:
     started_mono: float = 0.0
     crashes: int = 0
     """How often its agents crashed since the group's last step."""
+
+
+class Refused(LaunchError):
+    """A config that cannot work: nothing was started, and what is in the run directory tells nothing more."""
 
 
 class _StopNow(Exception):
@@ -107,6 +113,7 @@ class Supervisor:
         self._failing: dict[int, str] = {}
         """By group, the error of workers that ended by themselves before they had committed a step."""
         self._unusable = ""
+        self._refused = False
         self._private = private_folder(run_dir.path)
 
     def run(self) -> int:
@@ -133,7 +140,7 @@ class Supervisor:
                 time.sleep(TICK_S)
             self._look()
             if self._unusable:
-                raise LaunchError(self._unusable)
+                raise (Refused if self._refused else LaunchError)(self._unusable)
             return self._finish()
         except _StopNow:
             for signum in stops:
@@ -198,7 +205,8 @@ class Supervisor:
         settings = self.settings
         if not self._prepared:
             args = [str(settings.config), str(self.run_dir.path), self._run_flags(), settings.ranks_per_group]
-            self._fork("prepare", settings.prepare, [*args, str(self._private / "prepared")], "prepare.log")
+            args += [str(self._private / "prepared"), settings.allow_dropped]
+            self._fork("prepare", settings.prepare, args, "prepare.log")
         elif not self._lighthouse.up:
             self._start_lighthouse()
         else:
@@ -300,10 +308,11 @@ class Supervisor:
             found = {"error": f"checking the config failed ({exitcode}), see {self.run_dir.path}/logs/prepare.log."}
         if "error" in found:
             self._unusable = found["error"]
+            self._refused = (self._private / "prepared").exists()
             return
         self._prepared = True
         settings = self.settings
-        visible = found.pop("devices", [])
+        visible, warnings = found.pop("devices", []), found.pop("warnings", [])
         self._devices = devices_of_groups(visible, settings.groups, settings.ranks_per_group)
         self._events.emit(
             "run_started",
@@ -313,6 +322,8 @@ class Supervisor:
             version=everstep.__version__,
             **found,
         )
+        for warning in warnings:
+            self._events.emit("warning", text=warning)
         toml, ft = read_toml(self.run_dir.config), settings.fault_tolerance
         self._teller = Teller(telling(self.run_dir.path, HOST, toml, ft.metrics_port, settings.groups, ft.min_groups))
         if settings.chaos_every_s is not None:
@@ -460,9 +471,10 @@ def _is_keeper(process: psutil.Process) -> bool:
 def run(settings: RunSettings, on_events: Callable[[list[dict]], None] | None = None) -> int:
     """Run to the end; returns the exit status. Raises LaunchError for what the user can put right."""
     run_dir = RunDir(settings.run_dir.resolve())
-    run_dir.lock()
-    try:
-        run_token(run_dir.path)
-        return Supervisor(settings, run_dir, on_events).run()
-    finally:
-        run_dir.unlock()
+    with leaves_nothing(run_dir.path, Refused):
+        run_dir.lock()
+        try:
+            run_token(run_dir.path)
+            return Supervisor(settings, run_dir, on_events).run()
+        finally:
+            run_dir.unlock()

@@ -4,17 +4,17 @@ import contextlib
 import dataclasses
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path as FilePath
 from typing import Any, TypeVar
 
-import tyro
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.manager import ConfigManager, custom_registry
 
 from everstep.config.assign import assign_table, convert, field_types, run_own_checks, shown
 from everstep.config.checks import deferred_checks, problems
 from everstep.config.errors import ConfigError
+from everstep.config.grammar import FlagError, parse
 from everstep.config.legacy import dropped_warning, translate
 from everstep.config.sections import Job
 from everstep.config.source import Source, describe, read_source
@@ -160,27 +160,18 @@ def _override(config: Any, arguments: Sequence[str]) -> Any:
     screen = io.StringIO()
     try:
         with deferred_checks(), contextlib.redirect_stderr(screen), contextlib.redirect_stdout(screen):
-            return tyro.cli(type(config), args=list(arguments), default=config, registry=custom_registry)
+            return parse(type(config), arguments, default=config, registry=custom_registry, known=_flags(config))[0]
+    except FlagError as error:
+        raise ConfigError(f"command line: {error}") from None
     except SystemExit:
-        raise ConfigError(f"command line: {_message(screen.getvalue())}") from None
+        raise ConfigError("command line: --help is `everstep COMMAND --help` or `torchtitan.train --help`") from None
 
 
-def _message(screen: str) -> str:
-    """What a tyro error panel says, without its title, its frame and the help it refers to."""
-    panel = screen.splitlines()
-    # Warnings may have been printed before it. The title is in the frame, or has a rule below it.
-    framed = [n for n, line in enumerate(panel) if line.lstrip().startswith("╭")]
-    ruled = [n - 1 for n, line in enumerate(panel) if n and set(line.strip()) == {"-"}]
-    title = (framed or ruled or [0])[0]
-    lines = [line.strip(" │╭╮╰╯").strip() for line in panel[title + 1 :]]
-    while lines and not lines[0].strip("─-"):
-        lines.pop(0)
-    blocks: list[list[str]] = [[]]
-    for line in lines:
-        if line.strip("─-"):
-            blocks[-1].append(line)
-        elif blocks[-1]:
-            blocks.append([])
-    message = " ".join(blocks[0]).removeprefix("Error parsing Config: ") or "cannot be parsed"
-    meant = next((block[1] for block in blocks if block[:1] == ["Perhaps you meant:"]), None)
-    return f"{message}; perhaps you meant {meant}" if meant else message
+def _flags(config: Any, above: str = "") -> Iterator[str]:
+    """The names of all flags of a config: `training.steps`."""
+    for key in field_types(type(config)):
+        value = getattr(config, key)
+        if dataclasses.is_dataclass(value):
+            yield from _flags(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}"
