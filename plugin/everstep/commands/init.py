@@ -25,7 +25,8 @@ class Init:
     """Write a commented file to start from: a run's config, or for a cluster a script that submits one."""
 
     what: tyro.conf.Positional[Literal["demo", "llama3_1b", "llama3_8b", "qwen3_0.6b", "slurm"]]
-    """demo: a small model on any machine, three minutes. llama3_1b, llama3_8b, qwen3_0.6b: for GPUs. slurm: submit.sh."""
+    """demo: a small model on any machine, three minutes. llama3_1b, llama3_8b, qwen3_0.6b: for GPUs. slurm: submit.sh,
+    which submits one."""
 
     out: Path | None = None
     """Where to write it. Default: its own name, in this folder."""
