@@ -129,9 +129,11 @@ def test_a_healthy_node_has_no_complaint_and_one_that_cannot_write_has(tmp_path,
 
 
 def starts(tmp_path, *kinds):
-    log = EventLog(tmp_path, 0, None, "agent")
+    """Each event where it belongs: a commit is rank 0's."""
+    agent, worker = EventLog(tmp_path, 0, None, "agent"), EventLog(tmp_path, 0, 0, "worker")
     for kind in kinds:
-        log.emit(kind)
+        (worker if kind == "commit" else agent).emit(kind)
+        agent, worker = EventLog(tmp_path, 0, None, "agent"), EventLog(tmp_path, 0, 0, "worker")
 
 
 def test_a_group_that_starts_again_and_again_without_a_step_is_not_started_any_more(tmp_path):

@@ -100,7 +100,10 @@ def test_the_score_is_one_json_object_that_needs_no_torch(tmp_path):
     figures = json.loads(done.stdout)
     assert figures["kills"] == 1
     assert [name for name, value in figures.items() if isinstance(value, dict | list)] == [
-        "faults", "badput", "give_ups", "time_by_group",
+        "faults",
+        "badput",
+        "give_ups",
+        "time_by_group",
     ]
 
 

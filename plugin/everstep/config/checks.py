@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, nearest
 
 _TIMEOUTS = (
     ("connect_timeout_s", "reduce_timeout_s", "peers wait in the gradient sum while one still connects"),
@@ -248,6 +248,7 @@ def check_files(config: Any) -> None:
 
     from everstep.data.token_format import TokenFileError, in_bytes
 
+    _check_dataset(config)
     folder = FilePath(config.hf_assets_path)
     source, path = config.data.source, FilePath(config.data.path)
     try:
@@ -261,6 +262,28 @@ def check_files(config: Any) -> None:
             f'hf_assets_path = "{folder}": there is no tokenizer ({", ".join(_TOKENIZER_FILES)}), which [data] '
             f'source = "{config.data.source}" needs{old}; download the model\'s, or set [data] source = "stdlib"'
         )
+
+
+def _check_dataset(config: Any) -> None:
+    """Refuse a dataset that torchtitan does not know, or whose files are not there.
+
+    Raises:
+        ConfigError: names the key and what to do.
+    """
+    from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+
+    loader = config.dataloader
+    if config.data.source != "dataloader" or not isinstance(loader, HuggingFaceTextDataLoader.Config):
+        return
+    name, path = loader.dataset, loader.dataset_path
+    if name not in DATASETS:
+        raise ConfigError(
+            f'[dataloader] dataset = "{name}" is not one of torchtitan\'s; the nearest is "{nearest(name, DATASETS)}". '
+            'Text of your own: `everstep pack` and [data] source = "tokens"'
+        )
+    place = path or DATASETS[name].path
+    if (path or place.startswith(("/", ".", "tests/"))) and not FilePath(place).exists():
+        raise ConfigError(f'[dataloader] dataset = "{name}" is read from {place}, and there is no such file or folder')
 
 
 _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (

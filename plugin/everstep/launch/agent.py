@@ -1,8 +1,11 @@
 """The agent: owns one replica group's workers on this machine, and is what `everstep agent` runs."""
 
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -113,6 +116,25 @@ def _last_word(run_dir: Path, group: int) -> str:
     return last["kind"] if last is not None else ""
 
 
+NODE_CHECK_TIMEOUT_S = 300.0
+
+
+def _unfit(settings: AgentSettings) -> str:
+    """Why this node should not be trained on; "" if it is fit. In a process of its own: an agent stays clear of CUDA,
+    and a GPU that hangs must not hang it."""
+    command = [sys.executable, "-m", "everstep.cli", "doctor", "--node", "--json", "--run-dir", settings.run_dir]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=NODE_CHECK_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"its check did not end within {NODE_CHECK_TIMEOUT_S:g} s"
+    if done.returncode == 0:
+        return ""
+    try:
+        return json.loads(done.stdout)["checks"][0]["found"]
+    except (ValueError, LookupError):
+        return (done.stderr.strip().splitlines() or [f"its check ended with status {done.returncode}"])[-1]
+
+
 def main(settings: dict) -> int:
     """Run the agent of `AgentSettings.to_json()` in a fork of the warm process; see `run_agent`."""
     return run_agent(AgentSettings(**settings), preload=())
@@ -155,6 +177,12 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
             fence.release(run_dir, settings.group, claim)
         return exit_status
 
+    def node_is_bad(why: str) -> int:
+        bad = {"node": settings.node, "host": settings.host, "reason": why}
+        events.emit("node_bad", **bad)
+        write_json(bad_node_file(run_dir, settings.group), bad | {"claim": str(claim)})
+        return end("node_bad", f"node {settings.node} is not used any more: {why}", NODE_BAD_EXIT)
+
     first_incarnation = next_incarnation(run_dir, settings.group)
     if settings.job and settings.node_rank == 0:
         if why_not := reason_not_to_start(run_dir, settings.group, limits):
@@ -169,6 +197,8 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
     if stopping():
         return end("stopped", "asked to stop", 0)
 
+    if settings.node and (unfit := _unfit(settings)):
+        return node_is_bad(unfit)
     import_modules(preload)
     from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
@@ -228,10 +258,7 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
     if stopping() and agent.killed_in_the_end:
         return end("killed", agent.killed_in_the_end, KILLED_EXIT)
     if agent.node_bad:
-        bad = {"node": settings.node, "host": settings.host, "reason": agent.node_bad}
-        events.emit("node_bad", **bad)
-        write_json(bad_node_file(run_dir, settings.group), bad | {"claim": str(claim)})
-        return end("node_bad", f"node {settings.node} is not used any more: {agent.node_bad}", NODE_BAD_EXIT)
+        return node_is_bad(agent.node_bad)
     if stopping():
         return end("stopped", "asked to stop", 0)
     if failed:

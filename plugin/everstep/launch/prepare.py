@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from everstep.config.errors import ConfigError
 from everstep.run.exits import USAGE_EXIT
@@ -39,31 +40,47 @@ def main(
     return status
 
 
-def _settle(source: Path, run_dir: Path, flags: Sequence[str], ranks: int, allow_dropped: bool, here: bool) -> dict:
+def judge(
+    source: Path, flags: Sequence[str], ranks: int, *, allow_dropped: bool = False, here: bool = True
+) -> tuple[Any, list[str]]:
+    """The config of `source` with torchtitan's `flags`, for groups of `ranks`, and what the user should know of it.
+
+    Raises:
+        ConfigError: a run of it cannot work.
+    """
     from everstep.config.checks import check_files, slots_per_step
-    from everstep.config.resolved import config_identity, differing_keys, resolved_toml
     from everstep.titan.load import load_config
     from everstep.titan.trainer import EverstepTrainer
 
     warnings: list[str] = []
     config = load_config(source, EverstepTrainer.Config, flags, allow_dropped=allow_dropped, warnings=warnings)
-    if not config.fault_tolerance.enable and config.fault_tolerance.groups > 1:
+    ft = config.fault_tolerance
+    if not ft.enable and ft.groups > 1:
         raise ConfigError(
-            f"{source}: {config.fault_tolerance.groups} groups need fault tolerance, or each trains alone: "
+            f"{source}: {ft.groups} groups need fault tolerance, or each trains alone: "
             "set [fault_tolerance] enable = true, or give --groups 1"
         )
-    if config.fault_tolerance.enable:
-        slots, groups = slots_per_step(config, ranks), config.fault_tolerance.groups
-        if slots < groups:
+    if ft.enable:
+        slots = slots_per_step(config, ranks)
+        if slots < ft.groups:
             raise ConfigError(
                 f"{source}: [training] global_batch_size = {config.training.global_batch_size} has {slots} slots "
-                f"with {ranks} ranks in a group, for {groups} groups: every group needs one at least"
+                f"with {ranks} ranks in a group, for {ft.groups} groups: every group needs one at least"
             )
     check_files(config)
-    if here and config.fault_tolerance.enable and config.fault_tolerance.process_group == "nccl" and not _devices():
+    if here and ft.enable and ft.process_group == "nccl" and not _devices():
         raise ConfigError(
             f'{source}: [fault_tolerance] process_group = "nccl" needs a GPU, and there is none here: set it to "gloo"'
         )
+    return config, warnings
+
+
+def _settle(source: Path, run_dir: Path, flags: Sequence[str], ranks: int, allow_dropped: bool, here: bool) -> dict:
+    from everstep.config.resolved import config_identity, differing_keys, resolved_toml
+    from everstep.titan.load import load_config
+    from everstep.titan.trainer import EverstepTrainer
+
+    config, warnings = judge(source, flags, ranks, allow_dropped=allow_dropped, here=here)
     settled = run_dir / "config.toml"
     if settled.exists():
         if not config.checkpoint.enable:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ class GroupRanks:
 
     def __init__(self, timeout: timedelta) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if self.size > 1 else None
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if self.size > 1 else None
 
     def gather(self, words: Sequence[int]) -> list[list[int]]:
         """See `Ranks.gather`."""
