@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from everstep.launch import health, worker
+from everstep.launch import health, stacks, worker
 from everstep.launch.memory import oom_kills
 from everstep.launch.progress import CommitWatch, StrikeWatch
 from everstep.launch.rendezvous import OneNodeRendezvous, RunDirRendezvous
@@ -291,7 +291,20 @@ class GroupAgent(LocalElasticAgent):
                 idle_s=self._stall.idle_s,
                 stalled_rank=self._stall.rank,
             )
+            self._tell_stacks()
         return self._stall is not None
+
+    def _tell_stacks(self) -> None:
+        """Where each rank hangs, before all are killed."""
+        settings = self.settings
+        places = stacks.collect(settings.run_dir, settings.group, self._pids)
+        self._events.emit(
+            "workers_stacks",
+            incarnation=self._incarnation,
+            summary=stacks.summary(places),
+            ranks={str(place.rank): str(place) for place in places},
+            files=[f"logs/group-{settings.group}/rank-{place.rank}.stacks" for place in places if not place.state],
+        )
 
     def _after_death(self, result: RunResult) -> None:
         rank, failure = self._first_death(result)
@@ -359,8 +372,10 @@ class GroupAgent(LocalElasticAgent):
         by_pid = {process.pid: process.exitcode for process in self._processes()}
         for other in self._died_by_themselves:
             exitcode = by_pid.get(self._pids[other])
-            if failure.exitcode >= 0 and exitcode is not None and exitcode < 0:
-                return other, dataclasses.replace(failure, pid=self._pids[other], exitcode=exitcode)
+            ours = rank not in self._died_by_themselves  # killed by us, when we saw the other one gone
+            if exitcode is not None and (ours or (failure.exitcode >= 0 and exitcode < 0)):
+                told = result.failures.get(other)
+                return other, told or dataclasses.replace(failure, pid=self._pids[other], exitcode=exitcode)
         return rank, failure
 
     def _processes(self) -> list[BaseProcess]:
