@@ -36,7 +36,6 @@ COLLECTIVES = frozenset(
         *("reduce_scatter", "reduce_scatter_tensor", "recv", "send", "scatter", "wait_tensor", "synchronize"),
     )
 )
-WAITS = frozenset(["wait", "join", "acquire", "get", "select", "poll", "recv", "result", "sleep"])
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
 _FLIGHT_PIPE = "flight-recorder-"
 
@@ -125,7 +124,7 @@ def place_of(rank: int, text: str) -> Place:
     _, _, stack = text.rpartition("Current thread")
     frames = [found for line in stack.splitlines() if (found := _FRAME.match(line))]
     collective = next((found["name"] for found in frames if found["name"] in COLLECTIVES), "")
-    ours = [found for found in frames if "/everstep/" in found["file"] and found["name"] not in WAITS]
+    ours = [found for found in frames if "/everstep/" in found["file"] and "/everstep/launch/" not in found["file"]]
     chosen = ours[0] if ours else frames[0] if frames else None
     if chosen is None:
         return Place(rank, collective, "no Python code")
