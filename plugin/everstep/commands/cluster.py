@@ -33,6 +33,9 @@ class Lighthouse:
     host: str = ""
     """Address to listen on and to tell the groups. Default: the host name."""
 
+    page: bool = False
+    """Serve report.html while the run goes, on this machine's loopback."""
+
 
 @dataclass(kw_only=True)
 class Submit:
@@ -60,6 +63,9 @@ class Submit:
     lighthouse_flags: str = ""
     """sbatch flags of the lighthouse's job, as one word with an equals sign, for instance
     --lighthouse-flags="--partition=cpu"."""
+
+    page: bool = False
+    """Serve report.html while the run goes, on the loopback of the lighthouse's node; its job's log says where."""
 
     allow_dropped: bool = False
     """Train without what a file of torchtitan 0.2 asks for and nothing here applies: a converter such as float8."""
@@ -89,7 +95,7 @@ def run_lighthouse(command: Lighthouse, flags: Sequence[str]) -> int:
     section = read_sections(command.config, flags).fault_tolerance
     groups = section.groups if command.groups is None else command.groups
     host = command.host or socket.gethostname()
-    return beacon.keep_up(beacon.Beacon(command.run_dir.resolve(), host, groups, section))
+    return beacon.keep_up(beacon.Beacon(command.run_dir.resolve(), host, groups, section, command.page))
 
 
 def submit(command: Submit, flags: Sequence[str]) -> int:
@@ -108,6 +114,7 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
         nodes_per_group=command.nodes_per_group,
         sbatch_flags=sbatch_flags,
         lighthouse_flags=shlex.split(command.lighthouse_flags),
+        page=command.page,
         flags=["--ranks", str(command.ranks_per_node), *titan_flags],
     )
     if command.dry_run:

@@ -33,6 +33,9 @@ class Run:
     chaos_every: float | None = None
     """Kill the workers of a random group every so many seconds."""
 
+    page: bool = False
+    """Serve report.html while the run goes, on loopback; its address is shown."""
+
     allow_dropped: bool = False
     """Train without what a file of torchtitan 0.2 asks for and nothing here applies: a converter such as float8."""
 
@@ -57,6 +60,7 @@ def run(command: Run, flags: Sequence[str]) -> int:
         command.chaos_every,
         flags,
         allow_dropped=command.allow_dropped,
+        page=command.page,
     )
     with view.open_view(settings.groups) as on_events:
         status = supervisor.run(settings, on_events)
@@ -66,7 +70,7 @@ def run(command: Run, flags: Sequence[str]) -> int:
         print(score.plain_summary(figures, settings.run_dir))
         return status
     print(score.summary(figures))
-    if settings.chaos_every_s is not None:
+    if settings.chaos_every_s is not None or settings.page:
         from everstep.report.page import write_page
 
         print(f"page      {write_page(settings.run_dir)}")

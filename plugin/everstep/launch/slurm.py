@@ -38,6 +38,7 @@ class Submission:
     sbatch_flags: Sequence[str] = field(default_factory=tuple)
     lighthouse_flags: Sequence[str] = field(default_factory=tuple)
     flags: Sequence[str] = field(default_factory=tuple)
+    page: bool = False
 
     @property
     def settled(self) -> Path:
@@ -59,7 +60,13 @@ class Submission:
         groups = ["sbatch", "--parsable", f"--job-name={name}", f"--array=0-{self.groups - 1}"]
         groups += [here, f"--nodes={self.nodes_per_group}", "--ntasks-per-node=1", f"--output={logs}/group-%a/job.log"]
         return {
-            "lighthouse": [*lighthouse, *self.lighthouse_flags, str(SCRIPTS / "lighthouse.sbatch"), *common],
+            "lighthouse": [
+                *lighthouse,
+                *self.lighthouse_flags,
+                str(SCRIPTS / "lighthouse.sbatch"),
+                *common,
+                *["--page"] * self.page,
+            ],
             "groups": [*groups, *self.sbatch_flags, str(SCRIPTS / "train.sbatch"), *common, *self.flags],
         }
 

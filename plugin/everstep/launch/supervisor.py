@@ -26,6 +26,7 @@ from everstep.launch.local_lighthouse import LocalLighthouse
 from everstep.launch.machine import HOST, devices_of_groups, private_folder
 from everstep.launch.warm import PRELOAD, WarmProcess
 from everstep.report.live import Teller, telling
+from everstep.report.serve import PageServer
 from everstep.run.beats import agent_beat_path, forget_beats, read_beat
 from everstep.run.directory import LaunchError, RunDir, leaves_nothing, read_toml, stop_file
 from everstep.run.events import EventLog, EventTail
@@ -53,6 +54,8 @@ class RunSettings:
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     flags: list[str] = field(default_factory=list)
     chaos_every_s: float | None = None
+    page: bool = False
+    """Whether to serve the run's page while it goes, on loopback."""
     allow_dropped: bool = False
     """Whether a converter that a file of torchtitan 0.2 asks for may be left out."""
     stop_grace_s: float = 120.0
@@ -107,6 +110,7 @@ class Supervisor:
         self._lighthouse = LocalLighthouse()
         self._chaos: Runner | None = None
         self._teller: Teller | None = None
+        self._page: PageServer | None = None
         self._stops = self._stops_obeyed = 0
         self._failure = ""
         self._given_up = ""
@@ -157,6 +161,8 @@ class Supervisor:
             self._events.close()
             if self._teller is not None:
                 self._teller.close()
+            if self._page is not None:
+                self._page.close()
 
     def _over(self) -> bool:
         return bool(self._failure or self._unusable) or all(g.ended for g in self.groups)
@@ -326,6 +332,9 @@ class Supervisor:
             self._events.emit("warning", text=warning)
         toml, ft = read_toml(self.run_dir.config), settings.fault_tolerance
         self._teller = Teller(telling(self.run_dir.path, HOST, toml, ft.metrics_port, settings.groups, ft.min_groups))
+        if settings.page:
+            self._page = PageServer(self.run_dir.path)
+            self._events.emit("page", address=self._page.address)
         if settings.chaos_every_s is not None:
             self._chaos = every_so_often(self.run_dir.path, settings.chaos_every_s, settings.seed)
 

@@ -23,7 +23,7 @@ RATE_WINDOW = 20
 KEPT_EVENTS = 8
 REFRESH_S = 0.2
 
-KEPT = ("warning", "run_ended")
+KEPT = ("warning", "page", "run_ended")
 """Events that stay on the screen above the panel."""
 
 OnEvents = Callable[[list[dict]], None]
@@ -50,6 +50,8 @@ def describe(event: dict) -> str:
             return f"{event['groups']} groups of {event['ranks_per_group']}, seed {event['seed']}"
         case "run_ended":
             return f"run {event['status']}: {event['reason']}"
+        case "page":
+            return f"the run's page: {event['address']}"
         case "warning":
             return str(event.get("text", ""))
         case "stopping":

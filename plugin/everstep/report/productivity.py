@@ -70,9 +70,10 @@ def badput_s(
     spent = dict.fromkeys(("productive", *CAUSES), 0.0)
     begins = {run.begin for run in runs}
     for parts in by_group.values():
+        starting = False
         for part in parts:
-            first = part.state == "restarting" and part.begin in begins
-            spent["start-up" if first else part.state] += part.end - part.begin
+            starting = part.state == "restarting" and (starting or part.begin in begins)
+            spent["start-up" if starting else part.state] += part.end - part.begin
     steps = len(final) + dropped
     if steps:
         spent["lost"] = spent["productive"] * dropped / steps
