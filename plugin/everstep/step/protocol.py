@@ -253,7 +253,7 @@ class StepProtocol:
             attempt.step,
             attempt=attempt.number,
             quorum_id=quorum.id,
-            committed=isinstance(outcome, Commit),
+            committed=isinstance(outcome, Commit) or outcome is Turn.FOLLOWED,
             reason=reason,
             computed=attempt.computed,
             held_before=attempt.held_before,
