@@ -9,7 +9,6 @@ import time
 import pytest
 
 from everstep.cli import COMMANDS
-from launched import until
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -103,11 +102,21 @@ def test_an_error_that_all_groups_have_ends_the_run_at_once(start):
     assert "FileNotFoundError" in ended["reason"]
 
 
-def test_an_error_in_a_later_step_is_what_restarts_are_for(start):
+def test_a_slot_that_ends_whoever_computes_it_is_named_and_ends_the_run(start):
+    run = start(3, 1, "--tiny.fail_in", "6", "--training.steps", "9")
+    assert run.process.wait(90) == 1
+    (poison,) = run.events("poison_slot")
+    assert (poison["step"], poison["slot"], poison["groups"]) == (6, 2, [0, 1, 2])
+    (ended,) = run.events("run_ended")
+    assert "slot 2 of step 6 ended the workers of group(s) 0, 1, 2" in ended["reason"]
+    assert "FileNotFoundError" in ended["reason"]
+
+
+def test_a_slot_that_ends_the_only_group_three_times_ends_the_run_though_steps_were_committed(start):
     run = start(1, 1, "--tiny.fail_in", "5", "--training.steps", "9")
-    until(lambda: len(run.events("workers_died")) >= 5, "five deaths")
-    assert run.process.poll() is None
-    run.end()
+    assert run.process.wait(90) == 1
+    assert len(run.events("workers_died")) == 3
+    assert run.events("poison_slot")[0]["slot"] == 1
 
 
 def test_a_first_step_that_is_longer_than_a_stall_is_no_stall(start):

@@ -41,7 +41,7 @@ def main(argv):
     print(f"rank {rank} of group {group} trains", flush=True)
     events.emit("training_started", step=1, source="fresh", slots=groups)
     for step in range(1, steps + 1):
-        heart.beat("compute", step)
+        heart.beat("compute", step, slot=step % 4)
         if step == int(flag(argv, "--tiny.fail_in", "0")):
             raise FileNotFoundError(f"there is no dataset for port {os.getpid()}\nin group {group}")
         time.sleep(float(flag(argv, "--tiny.first_s", step_s)) if step == 1 else step_s)

@@ -13,7 +13,7 @@ import torchft
 from everstep.quorum.process_group import CrossGroup, CrossGroupError
 from everstep.quorum.watch import PeerWatch
 
-HOST = "127.0.0.1"
+HOST, TOKEN = "127.0.0.1", bytes(range(32))
 LONG = timedelta(seconds=20)
 
 
@@ -27,7 +27,7 @@ def crosses():
     made = []
 
     def _make(connect_timeout=LONG):
-        made.append(CrossGroup("gloo", host=HOST, connect_timeout=connect_timeout, reduce_timeout=LONG))
+        made.append(CrossGroup("gloo", host=HOST, connect_timeout=connect_timeout, reduce_timeout=LONG, token=TOKEN))
         return made[-1]
 
     yield _make
@@ -58,7 +58,7 @@ def test_members_add_and_connect_again(board, crosses):
 
 
 def test_a_member_that_leaves_while_the_groups_connect_holds_nobody(board, crosses):
-    cross, halfway = crosses(), PeerWatch(HOST, lambda _: None)
+    cross, halfway = crosses(), PeerWatch(HOST, lambda _: None, TOKEN)
     dist.PrefixStore("halfway", board).set("watch/1", halfway.address)
     leave = threading.Timer(0.5, halfway.close)
     leave.start()
@@ -80,7 +80,7 @@ def test_a_connection_that_never_ends_is_left_behind_and_broken_if_it_ends(board
         monkeypatch.setattr(self, "abort", lambda errored: (abort(self, errored), connected.set()), raising=False)
 
     monkeypatch.setattr(torchft.ProcessGroupGloo, "configure", _stuck)
-    peer = PeerWatch(HOST, lambda _: None)
+    peer = PeerWatch(HOST, lambda _: None, TOKEN)
     dist.PrefixStore("stuck", board).set("watch/1", peer.address)
     with pytest.raises(CrossGroupError, match="no answer in time"):
         cross.connect(address(board, "stuck"), rank=0, size=2, name="group-0")

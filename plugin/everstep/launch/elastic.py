@@ -30,7 +30,7 @@ from everstep.launch.progress import CommitWatch, StrikeWatch
 from everstep.launch.rendezvous import OneNodeRendezvous, RunDirRendezvous
 from everstep.launch.watchdog import Death, RestartLimits, Stall, describe_exit, find_stall, reason_to_give_up
 from everstep.run import fence
-from everstep.run.beats import DONE, BeatFile, agent_beat_path, beat_path, push, read_beat
+from everstep.run.beats import DONE, Beat, BeatFile, agent_beat_path, beat_path, push, read_beat
 from everstep.run.events import EventLog
 from everstep.run.exits import UNFIT_EXIT
 from everstep.run.fence import Claim, Fenced
@@ -323,6 +323,7 @@ class GroupAgent(LocalElasticAgent):
         )
         self._deaths.append(death)
         reason = self._why(rank, death)
+        place = self._slot_of(rank, failure.pid)
         self._events.emit(
             "workers_died",
             incarnation=self._incarnation,
@@ -330,6 +331,8 @@ class GroupAgent(LocalElasticAgent):
             error=death.error,
             committed=death.committed,
             by_itself=death.by_itself,
+            at_step=place.step if place is not None else None,
+            at_slot=place.slot if place is not None else None,
             exitcodes={str(rank): failure.exitcode for rank, failure in result.failures.items()},
         )
         if self.settings.stopping():
@@ -344,6 +347,11 @@ class GroupAgent(LocalElasticAgent):
             if give_up is not None:
                 self.gave_up = f"group {self.settings.group} is given up, {give_up}; last: {reason}"
                 self._remaining_restarts = 0
+
+    def _slot_of(self, rank: int, pid: int) -> Beat | None:
+        """The step and slot that a rank computed when it died; None: it computed none."""
+        beat = read_beat(beat_path(self.settings.run_dir, self.settings.group, rank))
+        return beat if beat is not None and beat.pid == pid and beat.phase == "compute" and beat.slot >= 0 else None
 
     def _why(self, rank: int, death: Death) -> str:
         """How the workers ended, in one sentence."""

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,12 +44,15 @@ def duration(seconds: float | None) -> str:
 
 def describe(event: dict) -> str:
     """One event as a line for people; empty for those that would only fill the screen."""
+    event = defaultdict(lambda: "?", event)  # a field that its kind need not have
     kind, group, target = event["kind"], event.get("group"), event.get("target_group")
     match kind:
         case "run_started":
             return f"{event['groups']} groups of {event['ranks_per_group']}, seed {event['seed']}"
         case "run_ended":
             return f"run {event['status']}: {event['reason']}"
+        case "poison_slot":
+            return f"slot {event['slot']} of step {event['step']} ended groups {event['groups']}: {event['error']}"
         case "page":
             return f"the run's page: {event['address']}"
         case "warning":
@@ -114,7 +117,7 @@ class RunState:
         if event["kind"] == "commit":
             if event["step"] <= self.step:
                 return ""
-            self.step, self.loss = event["step"], event["loss"]
+            self.step, self.loss = event["step"], event.get("loss")
             self.taking_part = set(event["groups"])
             self._commits.append((event["t"], event.get("tokens") or 0.0))
             return self.progress()

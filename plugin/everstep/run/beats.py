@@ -28,18 +28,20 @@ SHARED_LAG_S = 10.0
 LOCAL_FILES = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"})
 """File systems that hosts do not share, so that nobody reads a beat late."""
 
-_RECORD = struct.Struct("<4sqdq28s")  # mark, pid, monotonic seconds, step, phase
+_RECORD = struct.Struct("<4sqdq28sq")  # mark, pid, monotonic seconds, step, phase, slot
 _MARK = b"beat"
 
 
 @dataclass(frozen=True)
 class Beat:
-    """The last sign of life of a process: who, when (`time.monotonic()` seconds), at which step and phase."""
+    """The last sign of life of a process: who, when (`time.monotonic()` seconds), at which step and phase; while it
+    computes, at which slot."""
 
     pid: int
     mono: float
     step: int
     phase: str
+    slot: int = -1
 
 
 def beat_path(run_dir: Path, group: int, rank: int) -> Path:
@@ -59,9 +61,9 @@ class BeatFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
-    def beat(self, phase: str, step: int = 0) -> None:
-        """I am alive, in `phase` (at most 28 bytes are kept) of step `step`."""
-        record = _RECORD.pack(_MARK, os.getpid(), time.monotonic(), step, phase.encode()[:28])
+    def beat(self, phase: str, step: int = 0, slot: int = -1) -> None:
+        """I am alive, in `phase` (at most 28 bytes are kept) of step `step`, at slot `slot` if any."""
+        record = _RECORD.pack(_MARK, os.getpid(), time.monotonic(), step, phase.encode()[:28], slot)
         os.pwrite(self._fd, record, 0)
 
     def close(self) -> None:
@@ -85,8 +87,8 @@ def read_beat(path: Path) -> Beat | None:
         return None
     if len(record) != _RECORD.size:
         return None
-    mark, pid, mono, step, phase = _RECORD.unpack(record)
-    return Beat(pid, mono, step, phase.rstrip(b"\0").decode(errors="replace")) if mark == _MARK else None
+    mark, pid, mono, step, phase, slot = _RECORD.unpack(record)
+    return Beat(pid, mono, step, phase.rstrip(b"\0").decode(errors="replace"), slot) if mark == _MARK else None
 
 
 def push(paths: list[Path]) -> None:

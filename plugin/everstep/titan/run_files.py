@@ -54,6 +54,10 @@ class RankFiles:
         """See `RunFiles.beat`."""
         self._heartbeat.beat(phase, step)
 
+    def computes(self, step: int, slot: int) -> None:
+        """This slot is computed now: what ends the process here may lie in its data."""
+        self._heartbeat.beat("compute", step, slot)
+
     def fenced(self) -> bool:
         """See `RunFiles.fenced`."""
         return self._claim is not None and not fence.holds(self._run_dir, self._group, self._claim)
