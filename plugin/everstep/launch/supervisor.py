@@ -430,11 +430,12 @@ class Supervisor:
 
     def _note_slot(self, group: int, event: dict) -> None:
         step, slot = event.get("at_step"), event.get("at_slot")
-        if not event["by_itself"] or step is None or slot is None:
-            return
+        if not event["by_itself"] or not event["committed"] or step is None or slot is None:
+            return  # what fails before any step fails at every slot
         struck = self._poisoned.setdefault((step, slot), [])
         struck.append(group)
-        if len(struck) < POISON_DEATHS or len(set(struck)) < min(POISON_DEATHS, len(self.groups)) or self._stops:
+        enough = len(struck) >= POISON_DEATHS and len(set(struck)) >= min(POISON_DEATHS, len(self.groups))
+        if not enough or self._stops or self._failure:
             return
         groups = ", ".join(map(str, sorted(set(struck))))
         self._events.emit("poison_slot", step, slot=slot, groups=sorted(set(struck)), error=event["error"])
