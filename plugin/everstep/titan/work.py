@@ -19,6 +19,7 @@ from everstep.run.exits import UNFIT_EXIT
 from everstep.step.interfaces import OutOfData, SlotRefused, SlotSums
 from everstep.step.reduction import local
 from everstep.titan.export import DATALOADER_BLOB, pack_dataloader
+from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import Snapshots
 from everstep.titan.state import TrainingState, slot_seed
 
@@ -34,6 +35,7 @@ class SlotTrainer(titan.Trainer):
     """
 
     events: EventLog
+    files: RankFiles
     source: SlotSource
     snapshots: Snapshots | None
     checks: Checks | None
