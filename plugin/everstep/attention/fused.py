@@ -73,6 +73,7 @@ class _Inputs(torch.autograd.Function):
         if watch.checking and watch.side is not None:
             q, k, v = ctx.saved_tensors
             found = backward_deviation(q, k, v, dq, dk, dv, watch.side, watch.scale, plain_scores=watch.plain_scores)
+            found = guard.widened(BACKWARD, found)
             bad = found.bad()
             if bad.device.type != "cpu" or bad.any():
                 guard.report(BACKWARD, outcome(found, refused=bad.sum()), backward=True)
@@ -157,11 +158,12 @@ def _look(q, k, v, out, lse, other: tuple[torch.Tensor, torch.Tensor | None] | N
     same = other is None or (
         out.device.type == "cpu" and torch.equal(out, other[0]) and (lse is None or torch.equal(lse, other[1]))
     )
-    return _Seen(
+    parts = (
         forward_deviation(out, v),
         lse_deviation(lse, q, k, watch.scale) if bounded else None,
         None if same else agreement_deviation(out, lse, *other, v),
     )
+    return _Seen(*(None if part is None else watch.guard.widened(FORWARD, part) for part in parts))
 
 
 def _forward_check(attend: Attend, q, k, v, out, lse, watch: _Watch, rerun: bool):

@@ -95,8 +95,9 @@ def agreement_deviation(
 ) -> Deviation:
     """How far two runs of one forward differ beyond the order of their sums; residual (B, N, H_v [+ 1]).
 
-    Each element of O may differ by two units of its own last place, and by what sums of L terms in another
-    order may; lse likewise. Runs of a deterministic kernel differ by nothing.
+    Each element of O may differ by two units of its own last place, by what sums of L terms in another order may, and
+    by the rounding of P, which other tiles round at another scale: P's rows sum to 1, so that this is at most 2 u max |V|
+    in a column. lse knows the first two alone. Runs of one deterministic kernel differ by nothing.
 
     Args:
         out, again: (B, L, N, H_v).
@@ -109,7 +110,9 @@ def agreement_deviation(
     own = 4 * unit_roundoff(out.dtype) * torch.minimum(a.abs(), b.abs())
     size = v.abs().amax(1).to(acc).repeat_interleave(groups, 1)
     order = growth(v.shape[1], out.dtype)
-    found = Deviation(((a - b).abs() - own).amax(1).clamp_min(0), order * size + torch.finfo(out.dtype).tiny, size)
+    rounded = 2 * unit_roundoff(out.dtype) if out.dtype != acc else 0.0
+    bound = (order + rounded) * size + torch.finfo(out.dtype).tiny
+    found = Deviation(((a - b).abs() - own).amax(1).clamp_min(0), bound, size)
     if lse is None or lse_again is None:
         return found
     same = lse == lse_again
