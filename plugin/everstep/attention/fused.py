@@ -23,9 +23,11 @@ from .identities import (
     joined,
     lse_deviation,
     output_side,
+    packed_size,
 )
 from .injection import Fault, inject
 from .product import unseen_by_checkpointing
+from .roundoff import accumulator
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 """The kernel: q (B, L, N, H), k and v (B, L, N_kv, ·) to the context (B, L, N, H_v) and, where the kernel
@@ -44,35 +46,40 @@ SCORES = "scores"
 """Scores inside the kernel: their faults can be imitated for causal scaled_dot_product_attention on a CPU."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Watch:
-    """One call, from its forward to its backward."""
+    """What both sides of one call know."""
 
     guard: Guard
     scale: float
     plain_scores: bool
     checking: bool
-    side: OutputSide | None = None
 
 
 class _Inputs(torch.autograd.Function):
+    """Before the kernel; last in the backward, where it sees dQ, dK, dV and, as the gradient of `link`, what
+    `_Output` has to say."""
+
     @staticmethod
     def forward(ctx, q, k, v, watch: _Watch):
         ctx.save_for_backward(q, k, v)
         ctx.watch = watch
-        return q.view_as(q), k.view_as(k), v.view_as(v)
+        size = packed_size(q.shape[-1], v.shape[-1]) if watch.checking else 0
+        link = q.new_zeros(q.shape[0], k.shape[2], size, dtype=accumulator(q.dtype))
+        return q.view_as(q), k.view_as(k), v.view_as(v), link
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dq, dk, dv):
+    def backward(ctx, dq, dk, dv, packed):
         watch: _Watch = ctx.watch
         guard = watch.guard
         dq = guard.touch("dq", dq, backward=True)
         dk = guard.touch("dk", dk, backward=True)
         dv = guard.touch("dv", dv, backward=True)
-        if watch.checking and watch.side is not None:
+        if watch.checking:
             q, k, v = ctx.saved_tensors
-            found = backward_deviation(q, k, v, dq, dk, dv, watch.side, watch.scale, plain_scores=watch.plain_scores)
+            side = OutputSide.unpack(packed, q.shape[-1], v.shape[-1])
+            found = backward_deviation(q, k, v, dq, dk, dv, side, watch.scale, plain_scores=watch.plain_scores)
             found = guard.widened(BACKWARD, found)
             bad = found.bad()
             if bad.device.type != "cpu" or bad.any():
@@ -81,21 +88,24 @@ class _Inputs(torch.autograd.Function):
 
 
 class _Output(torch.autograd.Function):
+    """Behind the kernel; first in the backward, where it sees dO."""
+
     @staticmethod
-    def forward(ctx, out, lse, n_kv: int, watch: _Watch):
+    def forward(ctx, out, lse, q, k, v, link, watch: _Watch):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(out, lse)
-        ctx.watch, ctx.n_kv = watch, n_kv
+        ctx.save_for_backward(out, lse, q, k, v)
+        ctx.watch = watch
         return out.view_as(out), None if lse is None else lse.view_as(lse)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out, d_lse):
-        if ctx.watch.checking and d_out is not None:
-            out, lse = ctx.saved_tensors
-            sees = None if lse is None else lse > -torch.inf
-            ctx.watch.side = output_side(d_out, out, d_lse, sees, ctx.n_kv)
-        return d_out, d_lse, None, None
+        packed = None
+        if ctx.watch.checking:
+            out, lse, q, k, v = ctx.saved_tensors
+            d_out = torch.zeros_like(out) if d_out is None else d_out
+            packed = output_side(q, k, v, out, d_out, lse, d_lse, ctx.watch.scale).pack()
+        return d_out, d_lse, None, None, None, packed, None
 
 
 def attention(
@@ -127,14 +137,15 @@ def attention(
     backward = guard.checking(BACKWARD, flops=2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1]), cost=10.0 * q.numel())
     watched = torch.is_grad_enabled() and (backward or guard.injecting)
     watch = _Watch(guard, scale, plain_scores, backward)
+    link = None
     if watched:
-        q, k, v = _Inputs.apply(q, k, v, watch)
+        q, k, v, link = _Inputs.apply(q, k, v, watch)
     out, lse = attend(q, k, v)
     _strike(guard, out, q, k, v, scale)
     if forward or rerun:
         out, lse = _forward_check(attend, q, k, v, out, lse, watch, rerun)
     if watched:
-        out, lse = _Output.apply(out, lse, k.shape[2], watch)
+        out, lse = _Output.apply(out, lse, q.detach(), k.detach(), v.detach(), link, watch)
     return out, lse
 
 
