@@ -266,7 +266,7 @@ def test_on_a_device_the_second_run_repairs_what_is_out_of_range_and_refuses_wha
     clean, _ = sdpa(q, k, v)
     out = clean.clone()
     out[0, 9, 1, 3] = out[1, 9, 2, 3] = float("nan")
-    watch = fused._Watch(bench.guard, 0.25, True, True)
+    watch = fused._Watch(bench.guard, 0.25, True, False, True)
 
     def repaired(out):
         seen = fused._look(q, k, v, out, None, (clean, None), watch)
@@ -285,7 +285,10 @@ def test_sums_in_another_order_agree_and_a_wrong_score_does_not(dtype):
     exact, lse = with_lse(q, k, v)
     out, again = exact.to(dtype), sdpa(q, k, v)[0].to(dtype)
     assert not agreement_deviation(out, lse, again, lse.clone(), v).bad().any()
-    other_tiles = flash(block=64)(q.to(dtype), k.to(dtype), v.to(dtype))[0], flash(block=128)(q.to(dtype), k.to(dtype), v.to(dtype))[0]
+    other_tiles = (
+        flash(block=64)(q.to(dtype), k.to(dtype), v.to(dtype))[0],
+        flash(block=128)(q.to(dtype), k.to(dtype), v.to(dtype))[0],
+    )
     assert not agreement_deviation(other_tiles[0], None, other_tiles[1], None, v).bad().any()
     hit = lse.clone()
     hit[1, 77, 2] += 1e-3

@@ -53,6 +53,7 @@ class _Watch:
     guard: Guard
     scale: float
     plain_scores: bool
+    wide_groups: bool
     checking: bool
 
 
@@ -79,7 +80,11 @@ class _Inputs(torch.autograd.Function):
         if watch.checking:
             q, k, v = ctx.saved_tensors
             side = OutputSide.unpack(packed, q.shape[-1], v.shape[-1])
-            found = backward_deviation(q, k, v, dq, dk, dv, side, watch.scale, plain_scores=watch.plain_scores)
+            found = backward_deviation(
+                *(q, k, v, dq, dk, dv, side, watch.scale),
+                plain_scores=watch.plain_scores,
+                wide_groups=watch.wide_groups,
+            )
             found = guard.widened(BACKWARD, found)
             bad = found.bad()
             if bad.device.type != "cpu" or bad.any():
@@ -117,6 +122,7 @@ def attention(
     scale: float | None,
     guard: Guard,
     plain_scores: bool = True,
+    wide_groups: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`attend(q, k, v)`, watched.
 
@@ -125,6 +131,7 @@ def attention(
             every call where the guard asks for a second run.
         scale: of the scores; None: H ** -0.5.
         plain_scores: False where `attend` changes scores other than by the scale and the mask.
+        wide_groups: whether `attend` adds up the query heads of a group in its accumulators, rounding dK and dV once.
 
     Returns:
         What `attend` returns. The gradients are the kernel's, unchanged.
@@ -136,7 +143,7 @@ def attention(
     rerun = guard.reruns and guard.checking(RERUN, flops=flops, cost=flops / FLOPS_PER_READ + 2.0 * q.numel())
     backward = guard.checking(BACKWARD, flops=2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1]), cost=10.0 * q.numel())
     watched = torch.is_grad_enabled() and (backward or guard.injecting)
-    watch = _Watch(guard, scale, plain_scores, backward)
+    watch = _Watch(guard, scale, plain_scores, wide_groups, backward)
     link = None
     if watched:
         q, k, v, link = _Inputs.apply(q, k, v, watch)

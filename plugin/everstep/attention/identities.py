@@ -39,8 +39,12 @@ COLUMN = 6.5
 """Rounding errors of one column stay below so many times the estimate, which takes every rounding for the largest
 possible: some fifteen standard deviations of what they are, since a row of P may have many equal terms."""
 
-NORM = 2.0
-"""The same for the norm over all columns of a head, which varies less."""
+NORM, PEAK = 1.4, 3.5
+"""The same for the norm over all columns of a head, which varies less: so many times the estimates' norm, and for the
+case that one column makes up most of it so many times the largest."""
+
+DK = 0.4
+"""All of this for dK, whose estimate is the sum of three roundings, each at its largest."""
 
 MATRIX = 3.0
 """The same for the norm of one row or column of a matrix."""
@@ -191,6 +195,13 @@ def _by_group(x: torch.Tensor, n_kv: int) -> torch.Tensor:
     return wide.transpose(1, 2).flatten(2, 3)
 
 
+def _stored(dtype: torch.dtype, device: torch.device) -> float:
+    """Relative error of what a kernel stores in `dtype`; partial sums included where they are rounded as well."""
+    if dtype == accumulator(dtype):
+        return 4 * unit_roundoff(dtype)
+    return unit_roundoff(dtype) * (4 if operand_roundoff(dtype, device) else 1)
+
+
 def _root(squares: torch.Tensor, terms: int, dtype: torch.dtype) -> torch.Tensor:
     """Root of a sum of so many squares, not below the true one."""
     return squares.sqrt() + underflow(terms, dtype)
@@ -219,7 +230,7 @@ def output_side(
     count = do_.shape[2]
     if lse is not None:
         do_ = do_ * (_by_group(lse, n_kv) > -torch.inf).unsqueeze(-1)
-    unit = unit_roundoff(dtype) + 4 * unit_roundoff(do_.dtype)
+    unit = _stored(dtype, out.device) + 4 * unit_roundoff(do_.dtype)
     do_squares, o_squares = do_.square(), o_.square()
     do_norm2, o_norm2 = do_squares.sum(-1), o_squares.sum(-1)
     do_norm = _root(do_norm2, v.shape[-1], dtype)
@@ -283,6 +294,7 @@ def backward_deviation(
     scale: float,
     *,
     plain_scores: bool = True,
+    wide_groups: bool = False,
 ) -> Deviation:
     """The backward identities; residual (B, N_kv, columns).
 
@@ -293,6 +305,7 @@ def backward_deviation(
         q, dq: (B, L, N, H); k, dk: (B, L, N_kv, H); v, dv: (B, L, N_kv, H_v).
         side: of dO and O.
         plain_scores: False where the scores are changed further (a score_mod): only what is about V holds.
+        wide_groups: whether the kernel adds up the query heads of a group in its accumulators.
     """
     n_kv, dtype = k.shape[2], q.dtype
     groups = q.shape[2] // n_kv
@@ -303,11 +316,8 @@ def backward_deviation(
     q_norm2, k_norm2, v_norm2 = (x.square().sum(-1) for x in (q_, k_, v_))
     q_most, k_most, v_most = (x.amax(-1, keepdim=True).sqrt() for x in (q_norm2, k_norm2, v_norm2))
     # The forward's S and the backward's agree to a few units of the largest score, and P with them. What is stored is
-    # rounded once for each query head of a group, and once more when they are added.
-    stored = unit_roundoff(dtype) if dtype != q_.dtype else 4 * unit32
-    stored = stored * (1.0 if groups == 1 else math.sqrt(1 + groups / 2))
-    if operand_roundoff(dtype, q.device):
-        stored = 2 * stored  # partial sums are rounded, too
+    # rounded once, or for each query head of a group and once more when they are added.
+    stored = _stored(dtype, q.device) * (1.0 if groups == 1 or wide_groups else math.sqrt(1 + groups / 2))
     unit = stored + 8 * unit32 * (1 + scale * q_most * k_most) + unit32 * math.sqrt(count)
     # Sums in fp32 of terms of one sign; and of equal terms, rounded the same way at every step.
     summed = growth(count, dtype)
@@ -317,7 +327,7 @@ def backward_deviation(
     parts = [
         _sums(
             dv_.sum(2) - side.total,
-            unit * _capped(dv_.square().sum(2) + side.terms, most_v * math.sqrt(length)),
+            unit * _capped(torch.maximum(dv_.square().sum(2), side.terms), most_v * math.sqrt(length)),
             (unit * side.alike + summed * side.total.abs()),
             most_v,
         ),
@@ -336,7 +346,7 @@ def backward_deviation(
         # What rounding dS does to a column of dK, by dK itself and by dQ, which dS made as well.
         k_usual = k_norm2.mean(-1, keepdim=True) + torch.finfo(q_.dtype).tiny
         through_q = (dq_norm2.unsqueeze(-1) * q_.square()).sum(2) / k_usual
-        noise = _capped(dk_.square().sum(2) + through_q, most_k * math.sqrt(length))
+        noise = _capped(torch.maximum(dk_.square().sum(2), through_q), most_k * math.sqrt(length))
         sigma = unit * noise + scale * side.rows.sqrt()
         # Terms of dQ = dS K that cancel, where rows of K are much alike, leave what fp32 lost of them.
         cancelled = (4 + math.sqrt(length)) * unit32 * scale * side.pairs.sqrt() * v_most * k_most
@@ -345,7 +355,7 @@ def backward_deviation(
         of_columns = (dq_norm2.unsqueeze(-1) * q_.square()).sum(2)
         limit = most_q * math.sqrt(count) * q_norm2.sum(-1, keepdim=True).sqrt()
         parts += [
-            _sums(dk_.sum(2) - side.from_lse, sigma, scale * side.together + summed * side.from_lse.abs(), most_k),
+            _sums(dk_.sum(2) - side.from_lse, DK * sigma, scale * side.together + summed * side.from_lse.abs(), most_k),
             _matrix(k_, dk_, product, of_rows, of_columns, unit, summed, limit, cancelled),
             _largest(dk_, most_k),
             _largest(dq_, most_q),
@@ -369,7 +379,9 @@ def _sums(residual: torch.Tensor, sigma: torch.Tensor, shared: torch.Tensor, sca
         torch.cat(
             [
                 COLUMN * sigma + 2 * shared,
-                NORM * norm(sigma, dim=-1, keepdim=True) + 2 * norm(shared, dim=-1, keepdim=True),
+                NORM * norm(sigma, dim=-1, keepdim=True)
+                + PEAK * sigma.amax(-1, keepdim=True)
+                + 2 * norm(shared, dim=-1, keepdim=True),
             ],
             -1,
         ),

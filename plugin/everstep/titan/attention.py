@@ -86,6 +86,8 @@ class _CheckedInner:
     guard: Guard | None = None
     hands_out_lse: ClassVar[bool] = True
     """Whether the stock forward gives lse to an `out_transform`."""
+    wide_groups: ClassVar[bool] = False
+    """Whether the kernel adds up the query heads of a group in its accumulators."""
     reads: ClassVar[torch.dtype | None] = None
     """The dtype that the kernel casts its operands to; None: theirs. The identities hold for what it reads."""
 
@@ -125,13 +127,17 @@ class _CheckedInner:
 
         q, k, v = (x if self.reads is None else x.to(self.reads) for x in (q_BLNH, k_BLNH, v_BLNH))
         plain = kwargs.get("score_mod") is None
-        out, lse = fused.attention(attend, q, k, v, scale=scale, guard=guard, plain_scores=plain)
+        out, lse = fused.attention(
+            attend, q, k, v, scale=scale, guard=guard, plain_scores=plain, wide_groups=self.wide_groups
+        )
         out = out.to(q_BLNH.dtype)
         return out if out_transform is None else out_transform(out, lse)
 
 
 class CheckedFlexAttention(_CheckedInner, FlexAttention):
     """FlexAttention, watched, or replaced by attention as matrices."""
+
+    wide_groups = True
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
