@@ -1,4 +1,4 @@
-"""FlashAttention-2, forward and backward, tile by tile in PyTorch: a fused kernel that faults can be put inside.
+"""FlashAttention-2, forward and backward, tile by tile in PyTorch: a fused kernel to put faults inside.
 
 It computes as the kernels on accelerators do: scores, P, dP and dS of one tile at a time in fp32, P and dS rounded to the
 operands' dtype before they are multiplied again, online softmax, fp32 accumulators for O, dQ, dK and dV, lse and
@@ -16,7 +16,7 @@ import torch
 from everstep.attention.injection import Fault, inject
 
 FORWARD = ("s", "p", "m", "l", "acc", "out", "lse")
-"""Intermediates of the forward, in the order of a tile; `out` and `lse` are what it leaves, and may also be hit after."""
+"""Intermediates of the forward, in the order of a tile; `out` and `lse` are what it leaves."""
 
 BACKWARD = ("saved lse", "saved out", "delta", "bs", "bp", "dp", "ds", "dv acc", "dk acc", "dq acc", "dq", "dk", "dv")
 """Intermediates of the backward; the saved ones are what the forward left, hit while they wait."""

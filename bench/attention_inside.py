@@ -1,10 +1,10 @@
-"""What the identities see of faults inside a fused kernel: every intermediate of every tile of a FlashAttention, forward
-and backward, and what the forward left for the backward.
+"""What the identities see of faults inside a fused kernel: every intermediate of every tile of a FlashAttention,
+forward and backward, and what the forward left for the backward.
 
     python bench/attention_inside.py --faults 3000 --json RESULT.json
 
-A fault harms when it moves the output, or dQ, dK or dV of some head, by more than 1 % of its norm (`norm`); the second
-column counts the stricter 2^-7 of the largest element of the tensor (`element`), which is two units of bf16's last place.
+A fault harms when it moves the output, or dQ, dK or dV of some head, by more than 1 % of its norm (`norm`); the
+second column counts the stricter 2^-7 of the largest element of the tensor (`element`), which is two units of bf16's last place.
 Printed: found of harmful, by intermediate.
 """
 
@@ -33,8 +33,8 @@ NARROW = ("out", "saved out", "dq", "dk", "dv")
 def operands(style: str, length: int, heads: int, groups: int, dim: int, dtype: torch.dtype, seed: int):
     """q, k, v and dO of one sequence.
 
-    trained: gradients of tokens that differ by e, a shared direction in them, a first key that all queries see and whose
-    value is small. sharp and flat: scores times 4, times 1/30.
+    trained: gradients of tokens that differ by e, a shared direction in them, a first key that all queries see and
+    whose value is small. sharp and flat: scores times 4, times 1/30.
     """
     g = torch.Generator().manual_seed(seed)
     q, do = (torch.randn(1, length, heads, dim, generator=g) for _ in range(2))

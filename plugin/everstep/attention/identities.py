@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 
 from .findings import Deviation
-from .roundoff import accumulator, growth, operand_roundoff, underflow, unit_roundoff
+from .roundoff import accumulator, growth, operand_roundoff, underflow, unit_roundoff, vanishing
 
 COLUMN = 6.5
 """Rounding errors of one column stay below so many times the estimate, which takes every rounding for the largest
@@ -105,9 +105,9 @@ def agreement_deviation(
 ) -> Deviation:
     """How far two runs of one forward differ beyond the order of their sums; residual (B, N, H_v [+ 1]).
 
-    Each element of O may differ by two units of its own last place, by what sums of L terms in another order may, and
-    by the rounding of P, which other tiles round at another scale: P's rows sum to 1, so that this is at most 2 u max |V|
-    in a column. lse knows the first two alone. Runs of one deterministic kernel differ by nothing.
+    Each element of O may differ by two units of its own last place, by what sums of L terms in another order may,
+    and by the rounding of P, which other tiles round at another scale: P's rows sum to 1, so that this is at most
+    2 u max |V| in a column. lse knows the first two alone. Runs of one deterministic kernel differ by nothing.
 
     Args:
         out, again: (B, L, N, H_v).
@@ -189,7 +189,7 @@ def packed_size(key_dim: int, value_dim: int) -> int:
 
 
 def _by_group(x: torch.Tensor, n_kv: int) -> torch.Tensor:
-    """(B, L, N, ...) as (B, N_kv, L·G, ...), in the accumulator dtype: query heads of a group are rows of one matrix."""
+    """(B, L, N, ...) as (B, N_kv, L·G, ...), in the accumulator dtype: a group's query heads are rows of one matrix."""
     b, length, n = x.shape[:3]
     wide = x.to(accumulator(x.dtype)).reshape(b, length, n_kv, n // n_kv, *x.shape[3:])
     return wide.transpose(1, 2).flatten(2, 3)
@@ -278,7 +278,7 @@ def output_side(
 
 
 def _alike(x: torch.Tensor) -> torch.Tensor:
-    """1 where the rows of x (B, N_kv, rows, H) differ so little that they may all be rounded alike, else 0 (B, N_kv, 1)."""
+    """1 where the rows of x (B, N_kv, rows, H) differ so little that all may be rounded alike, else 0; (B, N_kv, 1)."""
     apart = x.var(2, correction=0).sum(-1, keepdim=True)
     return (apart <= _FLAT**2 * x.square().mean(2).sum(-1, keepdim=True)).to(x.dtype)
 
@@ -361,7 +361,7 @@ def backward_deviation(
             _largest(dq_, most_q),
         ]
     # What squares lose below the least normal number, and values of the narrow dtype do.
-    lost = unit * underflow(count * (q.shape[-1] + v.shape[-1]), dtype) + count * torch.finfo(dtype).smallest_normal
+    lost = unit * underflow(count * (q.shape[-1] + v.shape[-1]), dtype) + count * vanishing(dtype)
     found = joined(*parts)
     return Deviation(found.residual, found.bound + (1 + q_most + k_most + v_most) * lost, found.scale)
 

@@ -36,7 +36,7 @@ from .roundoff import (
     tile_width,
     tiles,
     underflow,
-    unit_roundoff,
+    vanishing,
 )
 
 REPAIR_ROWS = 16
@@ -150,11 +150,8 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSu
 
 
 def _vanishing(y: torch.Tensor, inner: int) -> float:
-    """What a tile's sum can be off by because products, or what is stored of them, vanish below the least normal
-    number. fp16's denormals are kept by every device; other dtypes' may be taken for 0."""
-    width = tile_width(y.shape[-1])
-    stored = torch.finfo(y.dtype).smallest_normal * (unit_roundoff(y.dtype) * 2 if y.dtype == torch.float16 else 1)
-    return width * (stored + inner * torch.finfo(accumulator(y.dtype)).tiny)
+    """What a tile's sum can be off by because products, or what is stored of them, vanish."""
+    return tile_width(y.shape[-1]) * (vanishing(y.dtype) + inner * vanishing(accumulator(y.dtype)))
 
 
 def settle_rows(

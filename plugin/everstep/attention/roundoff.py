@@ -116,6 +116,12 @@ def underflow(terms: int, dtype: torch.dtype) -> float:
     return math.sqrt(terms * torch.finfo(accumulator(dtype)).tiny)
 
 
+def vanishing(dtype: torch.dtype) -> float:
+    """The largest number that a device may take for 0: fp16's denormals are kept by all, other dtypes' are not."""
+    info = torch.finfo(dtype)
+    return info.smallest_normal * (info.eps if dtype == torch.float16 else 1.0)
+
+
 def norms(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Euclidean norms along `dim`, -1 or -2, in the accumulator dtype; not below the true ones."""
     return _norms(x, dim) + underflow(x.shape[dim], x.dtype)

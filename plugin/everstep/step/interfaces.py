@@ -1,0 +1,307 @@
+"""What the step protocol needs from the world, and the values that pass between the two.
+
+The protocol has no clock, thread, socket, process or file of its own: what acts comes in through these interfaces, so
+that a simulation can stand in for all of it. The real ones live in `everstep.quorum` (Membership, Sums, HealDoor,
+Ranks) and `everstep.titan` (Work, RunFiles).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from everstep.step.quorum import Member, Request
+
+
+class SumsBroken(RuntimeError):
+    """A collective between groups did not complete: a member died, hung or could not be reached."""
+
+
+class QuorumUnavailable(RuntimeError):
+    """No quorum now: too few groups, or no lighthouse. Asking again later may succeed."""
+
+
+class GroupBroken(RuntimeError):
+    """A collective of this group's ranks failed or did not pair: the group ends, starts again and heals."""
+
+
+class SlotRefused(Exception):
+    """A check found the slot's computation wrong and could not repair it: its gradient must not be used."""
+
+
+class OutOfData(Exception):
+    """The data ended before this step: the run is over for all groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Named waits of the protocol.
+
+    Attributes:
+        quorum: for one quorum.
+        reduce: for one sum over the groups, once all of them have computed their share.
+        compute: longest that a group with nothing to compute waits for the others' share.
+        give_up: without a commit for this long the group ends.
+    """
+
+    quorum: timedelta
+    reduce: timedelta
+    compute: timedelta
+    give_up: timedelta
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSums:
+    """What a group's held slots add to the step, besides gradients.
+
+    Attributes:
+        tokens: valid tokens by slot, float64 [S] on CPU, 0 where the slot is not held.
+        loss: sum of their losses by slot, the same form.
+        extra: float64 [n] on CPU, n fixed: further sums that the optimizer step needs, such as expert loads.
+        slots: which slots they are of; empty in a sum over groups.
+    """
+
+    tokens: torch.Tensor
+    loss: torch.Tensor
+    extra: torch.Tensor
+    slots: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A step that all its slots agree on, ready for the optimizer.
+
+    Attributes:
+        step: number of the step, from 1.
+        history: of the state after this step; see `ledger.extend`.
+        parent: history of the state before it.
+        tokens: valid tokens by slot, float64 [S].
+        loss: sum of their losses by slot, the same form.
+        extra: `SlotSums.extra` over all groups.
+        owners: for each slot the group that computed it, -1 if none did.
+        groups: groups taking part, in rank order.
+        held: the step whose snapshot all groups held when they voted; -1 if they differed.
+        once: whether every slot is in the sum exactly once; a slot may be missing under `shrink`.
+        saver: the group that writes what a run writes once.
+        all_leave: every group asked to stop after this step.
+        quorum_id: torchft's id of the quorum, for logs.
+        attempts: how many this group needed.
+        compute_s, reduce_s, took_s: of the attempt that committed; reduce_s is what compute did not hide.
+    """
+
+    step: int
+    history: int
+    parent: int
+    tokens: torch.Tensor
+    loss: torch.Tensor
+    extra: torch.Tensor
+    owners: tuple[int, ...]
+    groups: tuple[int, ...]
+    held: int
+    once: bool
+    saver: int
+    all_leave: bool
+    quorum_id: int
+    attempts: int
+    compute_s: float
+    reduce_s: float
+    took_s: float
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds on a clock that never goes back."""
+
+    def sleep(self, seconds: float) -> None: ...
+
+
+class Ranks(Protocol):
+    """The ranks of this group. Both calls are collectives that all of them take in the same order."""
+
+    rank: int
+    size: int
+
+    def gather(self, words: Sequence[int]) -> list[list[int]]:
+        """Every rank's int64 words, by rank; equally many on each. Raises GroupBroken."""
+
+    def broadcast(self, payload: bytes) -> bytes:
+        """What rank 0 gave. Raises GroupBroken."""
+
+
+class Membership(Protocol):
+    """This group's voice at the lighthouse; rank 0 of the group has it."""
+
+    def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
+        """The next quorum: torchft's id, and the members in the order of their group ids.
+
+        Raises:
+            QuorumUnavailable: none came in time, or what came is not for this request.
+        """
+
+    def follow(self) -> bool:
+        """After a quorum that did not come: speak to the lighthouse where it is now. Whether it moved."""
+
+    def leave(self) -> None:
+        """Stop the heartbeats; the other groups go on without this one."""
+
+
+class Sums(Protocol):
+    """Collectives between rank r of every group of a quorum (a rank column)."""
+
+    @property
+    def connected(self) -> bool: ...
+
+    def connect(self, *, key: str, store: str, rank: int, size: int) -> None:
+        """Build the process group anew; `key` was never used before. Raises SumsBroken."""
+
+    def abort(self) -> None:
+        """Break the process group: every pending sum fails, here and at once on the peers."""
+
+    def gather(self, words: Sequence[int]) -> list[list[int]]:
+        """Every group's int64 words, in rank order; equally many on each. Raises SumsBroken."""
+
+    def total(self, values: torch.Tensor, timeout: timedelta) -> torch.Tensor:
+        """Sum of a float64 vector on CPU over the groups. Raises SumsBroken."""
+
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
+        """What every group gave, in rank order. Raises SumsBroken."""
+
+
+class Reducer(Protocol):
+    """Gradient sums over the groups; `everstep.step.reduction.GradientReducer` is the real one."""
+
+    def begin(self, sums: Any, timeout: timedelta) -> None: ...
+
+    def begin_slot(self, *, last: bool) -> None: ...
+
+    def end_slot(self) -> None: ...
+
+    def keep(self) -> None: ...
+
+    def take_back(self) -> None: ...
+
+    def finish(self) -> None:
+        """Sum what is not summed yet and wait for all of it. Raises SumsBroken."""
+
+    def finite(self) -> bool: ...
+
+    def own_finite(self) -> bool: ...
+
+    def stash(self) -> Any:
+        """A copy of the finished sums."""
+
+    def unstash(self, stashed: Any) -> None:
+        """Make a copy the finished sums again."""
+
+
+class Fetch(Protocol):
+    """Another group's state on its way here."""
+
+    error: str
+    """Why it failed for good; empty while it is under way or done."""
+
+    took_s: float
+    nbytes: int
+
+    def state(self) -> Any | None:
+        """The state, once all of it is here and verified; None before."""
+
+    def cancel(self) -> None: ...
+
+
+class HealDoor(Protocol):
+    """How states reach joiners, of one rank."""
+
+    address: str
+
+    def serve(self, step: int, history: int, state: Any) -> None:
+        """Open this rank's state after `step` to joiners, by reference, until `close`."""
+
+    def close(self) -> None:
+        """The state is about to change: joiners that are not done read on from a copy. Waits for no joiner."""
+
+    def fetch(self, address: str, step: int, history: int) -> Fetch:
+        """Begin to take over the state after `step` of `history` from the rank at `address`."""
+
+
+class Work(Protocol):
+    """The trainer. Every call but `serve` and `may_refuse` is taken by all ranks of the group."""
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether `compute` may raise SlotRefused."""
+        ...
+
+    def compute(self, step: int, slot: int) -> None:
+        """Forward and backward of one slot of `step`; the gradient is added to `param.grad`.
+
+        Raises:
+            OutOfData: there is none for this slot; on all ranks of the group. Nothing was added.
+            SlotRefused: what was added to `param.grad` is wrong; on all ranks of the group.
+        """
+
+    def results(self) -> SlotSums:
+        """Of all slots computed since `discard`, summed over the group's ranks."""
+
+    def discard(self) -> None:
+        """Forget all gradients and sums of the step in progress."""
+
+    def notes(self, step: int) -> bytes | None:
+        """What the other groups should know after `step`, or None when none of them sends anything now."""
+
+    def noted(self, notes: list[bytes]) -> None:
+        """What each group's `notes` said."""
+
+    def settle(self) -> int:
+        """Wait until the state may change; the newest step that this rank's snapshots hold, -1 for none."""
+
+    def serve(self) -> Any:
+        """This rank's state, by reference."""
+
+    def heal(self, state: Any) -> None:
+        """Take over another group's state."""
+
+    def apply(self, commit: Commit) -> None:
+        """The optimizer step of a commit, from the reducer's finished sums, and all that comes with it."""
+
+    def checksum(self) -> int | None:
+        """Of the group's parameters after the last step, 63 bits, when an audit is due; else None."""
+
+    def restore(self) -> tuple[int, int]:
+        """No group has a state: take the newest from memory or disk, or start. Its step and history."""
+
+    def goes_on(self) -> bool:
+        """Whether the run has steps left to make; the same on all ranks and groups at one step."""
+
+    def save_last(self) -> None:
+        """Write the last checkpoint of this run, or of this part of it."""
+
+
+class RunFiles(Protocol):
+    """What the run directory says to a rank."""
+
+    def beat(self, phase: str, step: int) -> None:
+        """A sign of life."""
+
+    def fenced(self) -> bool:
+        """Whether another start of this group counts now."""
+
+    def asked_to_leave(self) -> bool:
+        """Whether this rank is to stop after the next commit. Once true it stays true."""
+
+    def groups_with_state(self) -> list[int]:
+        """Other groups that were heard of lately and have a state."""
+
+    def finished_step(self) -> int:
+        """The step at which this run last ended with its state saved; -1 if it never did."""
+
+    def mark_finished(self, step: int) -> None: ...
+
+    def is_over(self) -> bool:
+        """Whether the run has done all its steps already."""
+
+
+class Events(Protocol):
+    def emit(self, kind: str, step: int | None = None, **fields: Any) -> Any: ...
