@@ -78,17 +78,9 @@ class _Inputs(torch.autograd.Function):
         dk = guard.touch("dk", dk, backward=True)
         dv = guard.touch("dv", dv, backward=True)
         if watch.checking:
-            q, k, v = ctx.saved_tensors
-            side = OutputSide.unpack(packed, q.shape[-1], v.shape[-1])
-            found = backward_deviation(
-                *(q, k, v, dq, dk, dv, side, watch.scale),
-                plain_scores=watch.plain_scores,
-                wide_groups=watch.wide_groups,
+            watch_inputs(
+                guard, *ctx.saved_tensors, dq, dk, dv, packed, watch.scale, watch.plain_scores, watch.wide_groups
             )
-            found = guard.widened(BACKWARD, found)
-            bad = found.bad()
-            if bad.device.type != "cpu" or bad.any():
-                guard.report(BACKWARD, outcome(found, refused=bad.sum()), backward=True)
         return dq, dk, dv, None
 
 
@@ -109,8 +101,27 @@ class _Output(torch.autograd.Function):
         if ctx.watch.checking:
             out, lse, q, k, v = ctx.saved_tensors
             d_out = torch.zeros_like(out) if d_out is None else d_out
-            packed = output_side(q, k, v, out, d_out, lse, d_lse, ctx.watch.scale).pack()
+            packed = watch_output(q, k, v, out, d_out, lse, d_lse, ctx.watch.scale)
         return d_out, d_lse, None, None, None, packed, None
+
+
+def watch_output(q, k, v, out, d_out, lse, d_lse, scale: float) -> torch.Tensor:
+    """What the output's side of the backward has to say (B, N_kv, `packed_size`); see `output_side`."""
+    return output_side(q, k, v, out, d_out, lse, d_lse, scale).pack()
+
+
+def watch_inputs(
+    guard: Guard, q, k, v, dq, dk, dv, packed: torch.Tensor, scale: float, plain_scores: bool, wide_groups: bool
+) -> None:
+    """Compare and report; see `backward_deviation`."""
+    side = OutputSide.unpack(packed, q.shape[-1], v.shape[-1])
+    found = backward_deviation(
+        *(q, k, v, dq, dk, dv, side, scale), plain_scores=plain_scores, wide_groups=wide_groups
+    )
+    found = guard.widened(BACKWARD, found)
+    bad = found.bad()
+    if bad.device.type != "cpu" or bad.any():
+        guard.report(BACKWARD, outcome(found, refused=bad.sum()), backward=True)
 
 
 def attention(
@@ -171,17 +182,31 @@ class _Seen(NamedTuple):
         return joined(*(part for part in self if part is not None))
 
 
-def _look(q, k, v, out, lse, other: tuple[torch.Tensor, torch.Tensor | None] | None, watch: _Watch) -> _Seen:
-    bounded = lse is not None and watch.plain_scores
+def look(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    other: tuple[torch.Tensor, torch.Tensor | None] | None,
+    guard: Guard,
+    scale: float,
+    plain_scores: bool,
+) -> _Seen:
+    """What a forward shows, and where there is one what a second run (`other`) shows of it."""
     same = other is None or (
         out.device.type == "cpu" and torch.equal(out, other[0]) and (lse is None or torch.equal(lse, other[1]))
     )
     parts = (
         forward_deviation(out, v),
-        lse_deviation(lse, q, k, watch.scale) if bounded else None,
+        lse_deviation(lse, q, k, scale) if lse is not None and plain_scores else None,
         None if same else agreement_deviation(out, lse, *other, v),
     )
-    return _Seen(*(None if part is None else watch.guard.widened(FORWARD, part) for part in parts))
+    return _Seen(*(None if part is None else guard.widened(FORWARD, part) for part in parts))
+
+
+def _look(q, k, v, out, lse, other: tuple[torch.Tensor, torch.Tensor | None] | None, watch: _Watch) -> _Seen:
+    return look(q, k, v, out, lse, other, watch.guard, watch.scale, watch.plain_scores)
 
 
 def _forward_check(attend: Attend, q, k, v, out, lse, watch: _Watch, rerun: bool):

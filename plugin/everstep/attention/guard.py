@@ -1,7 +1,9 @@
 """What a checked module asks before a check and tells after it."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -110,12 +112,26 @@ class Checks:
         self.schedule.weights_changed()
 
 
+_numbers = itertools.count()
+_guards: WeakValueDictionary[int, "Guard"] = WeakValueDictionary()
+
+
+def guard_of(ticket: torch.Tensor) -> "Guard":
+    """The guard whose ticket this is."""
+    return _guards[int(ticket[0])]
+
+
 class Guard:
     """One module's side of the checks."""
 
     def __init__(self, checks: Checks, layer: int, name: str) -> None:
         self.checks, self.layer, self.name = checks, layer, name
         self.correct = checks.mode == "correct"
+        self.ticket = torch.tensor([next(_numbers), 0])
+        """This guard's number, and how often operators used it: what stands for the guard in a compiled graph."""
+        self.kept: Any = None
+        """What an operator keeps from call to call."""
+        _guards[int(self.ticket[0])] = self
 
     def checking(self, section: str, *, flops: float, cost: float, backward: bool = False) -> bool:
         """Whether this call's `section` is to be checked.
@@ -125,6 +141,10 @@ class Guard:
         """
         again = not backward and recomputing()
         return self.checks.schedule.checking(self.layer, section, flops=0.0 if again else flops, cost=cost)
+
+    def will_check(self, section: str) -> bool:
+        """What `checking` answers for this slot, without a call counted."""
+        return self.checks.schedule.will_check(self.layer, section)
 
     def widened(self, section: str, seen: Deviation) -> Deviation:
         """`seen`, its bounds widened where they were found to be at fault."""

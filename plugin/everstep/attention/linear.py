@@ -94,26 +94,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, guard: Guard, sums: WeightSums):
         ctx.save_for_backward(x, weight)
         ctx.guard, ctx.sums, ctx.has_bias = guard, sums, bias is not None
-        section = f"{guard.name}.y"
-        flat = x.reshape(-1, x.shape[-1])
-        y = F.linear(flat, weight, bias)
-        y = guard.touch(section, y)
-        flops, cost = 2.0 * y.numel() * flat.shape[1], float(flat.numel() + 2 * y.numel())
-        if guard.checking(section, flops=flops, cost=cost):
-
-            def check(part: torch.Tensor, rows: torch.Tensor | None) -> Deviation:
-                of_bias = None if bias is None else bias_sums(bias)
-                kept = sums.rows(weight, guard.weights_version, guard.doubts)
-                return row_deviation(part, flat if rows is None else flat[rows], kept, of_bias)
-
-            y = settle_rows(
-                guard,
-                section,
-                y,
-                check,
-                lambda rows: F.linear(flat if rows is None else flat[rows], weight, bias),
-                renew=sums.renew,
-            )
+        y = project(guard, sums, x.reshape(-1, x.shape[-1]), weight, bias)
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -122,13 +103,39 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         guard: Guard = ctx.guard
         flat, dflat = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        dx = _input_gradient(guard, ctx.sums, dflat, weight) if ctx.needs_input_grad[0] else None
-        dw = _weight_gradient(guard, dflat, flat) if ctx.needs_input_grad[1] else None
+        dx = input_gradient(guard, ctx.sums, dflat, weight) if ctx.needs_input_grad[0] else None
+        dw = weight_gradient(guard, dflat, flat) if ctx.needs_input_grad[1] else None
         db = dflat.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return None if dx is None else dx.view_as(x), dw, db, None, None
 
 
-def _input_gradient(guard: Guard, sums: WeightSums, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def project(
+    guard: Guard, sums: WeightSums, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """y (T, out) of x (T, in), checked."""
+    section = f"{guard.name}.y"
+    y = guard.touch(section, F.linear(x, weight, bias))
+    flops, cost = 2.0 * y.numel() * x.shape[1], float(x.numel() + 2 * y.numel())
+    if not guard.checking(section, flops=flops, cost=cost):
+        return y
+
+    def check(part: torch.Tensor, rows: torch.Tensor | None) -> Deviation:
+        of_bias = None if bias is None else bias_sums(bias)
+        kept = sums.rows(weight, guard.weights_version, guard.doubts)
+        return row_deviation(part, x if rows is None else x[rows], kept, of_bias)
+
+    return settle_rows(
+        guard,
+        section,
+        y,
+        check,
+        lambda rows: F.linear(x if rows is None else x[rows], weight, bias),
+        renew=sums.renew,
+    )
+
+
+def input_gradient(guard: Guard, sums: WeightSums, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """dX (T, in) of dY (T, out), checked."""
     section = f"{guard.name}.dx"
     dx = guard.touch(section, dy @ weight, backward=True)
     flops, cost = 2.0 * dy.numel() * weight.shape[1], float(dy.numel() + 2 * dx.numel())
@@ -150,7 +157,8 @@ def _input_gradient(guard: Guard, sums: WeightSums, dy: torch.Tensor, weight: to
     )
 
 
-def _weight_gradient(guard: Guard, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def weight_gradient(guard: Guard, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """dW (out, in) of dY (T, out) and x (T, in), checked."""
     section = f"{guard.name}.dw"
     dw = guard.touch(section, dy.t() @ x, backward=True)
     flops, cost = 2.0 * dy.numel() * x.shape[1], float(dy.numel() + x.numel() + 2 * dw.numel())

@@ -25,7 +25,7 @@ from torchtitan.models.common.attention import (
 )
 from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 
-from everstep.attention import explicit, fused
+from everstep.attention import explicit, fused, operators
 from everstep.attention.guard import Checks, Guard
 from everstep.attention.linear import WeightSums, linear, result_names
 from everstep.attention.masks import Visible, documents_of
@@ -59,6 +59,8 @@ class CheckedLinear(_CheckedProjection, Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.guard is None:
             return super().forward(input)
+        if torch.compiler.is_compiling():
+            return operators.linear(input, self.weight, self.bias, self.guard)
         return linear(input, self.weight, self.bias, self.guard, self._sums)
 
 
@@ -73,6 +75,8 @@ class CheckedScaledBiasRowwiseLinear(_CheckedProjection, ScaledBiasRowwiseLinear
         if self.guard is None:
             return super().forward(input)
         weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (self.weight, self.bias))
+        if torch.compiler.is_compiling():
+            return operators.linear(input, weight, bias / self.tp_degree, self.guard)
         return linear(input, weight, bias / self.tp_degree, self.guard, self._sums)
 
 
@@ -127,7 +131,8 @@ class _CheckedInner:
 
         q, k, v = (x if self.reads is None else x.to(self.reads) for x in (q_BLNH, k_BLNH, v_BLNH))
         plain = kwargs.get("score_mod") is None
-        out, lse = fused.attention(
+        attention = operators.attention if torch.compiler.is_compiling() else fused.attention
+        out, lse = attention(
             attend, q, k, v, scale=scale, guard=guard, plain_scores=plain, wide_groups=self.wide_groups
         )
         out = out.to(q_BLNH.dtype)
