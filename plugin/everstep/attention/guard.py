@@ -41,6 +41,8 @@ class Checks:
         self.injector = Injector(section.inject, rank)
         self.allowance: dict[tuple[int, str], float] = {}
         """By how much the bounds of sections were widened in this run."""
+        self.coverage: Any = None
+        """What of the model is guarded, where that was counted."""
         self.doubts = 0
         """Slots with a finding so far: after each, kept sums of weights are compared with their copies."""
 
