@@ -101,7 +101,8 @@ class EverstepTrainer(SlotTrainer):
         on_cpu = not cpu.has_accelerator()
         if on_cpu:
             assert config.model_spec is not None
-            if not config.attention_check.enable:  # it brings an attention of its own
+            check = config.attention_check
+            if not check.enable or check.path != "explicit":  # which brings an attention of its own
                 cpu.use_plain_attention(config.model_spec.model)
         attention.apply(config, config.attention_check)
         if config.fault_tolerance.enable:
