@@ -1,195 +1,98 @@
-"""A group's place in torchft's quorums.
+"""A group's voice at torchft's lighthouse.
 
-Rank 0 of a group runs torchft's manager server, which speaks for the group: it sends heartbeats to the lighthouse,
-joins quorums when all ranks of the group have asked, and collects the group's vote. Every rank has a client of it.
+Only rank 0 of a group has one; the other ranks learn from it. The lighthouse is asked directly: torchft's manager
+would go on asking on behalf of a client that has given up, with that client's old step, and would collect votes that
+nobody counts any more. What a group says of itself travels in the request's data and comes back in the quorum, so a
+quorum that is not for the newest request is seen to be that.
 """
 
-import os
-import uuid
+import contextlib
+import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 
-import torch.distributed as dist
-from torchft.coordination import ManagerClient, ManagerServer
+from torchft.coordination import LighthouseClient
 
-HEARTBEAT = timedelta(milliseconds=100)
+from everstep.step.interfaces import QuorumUnavailable
+from everstep.step.quorum import Member, Request, decode, encode
+
+HEARTBEAT_S = 0.1
 GROUP_DIGITS = 6
-
-
-class QuorumUnavailable(RuntimeError):
-    """No quorum now: too few groups, or no lighthouse. Asking again later may succeed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Quorum:
-    """A quorum as one rank of one group sees it.
-
-    Attributes:
-        id: torchft's quorum id; may start again from 1 when the lighthouse does.
-        key: differs from every other quorum's in which a process group has to be built; the same on all members.
-        rank: place of this group among the members.
-        groups: group ids of all members, in rank order.
-        step: the newest step that a member has committed; -1 if none has anything.
-        leads: whether this group comes first among the members at `step`.
-        heals: whether this group is behind and must take its state from `source`.
-        source: place of the member to heal from, or None.
-        source_manager: address of that member's manager server.
-        serves: whether another member heals from this group.
-        store: `host:port` of a TCPStore that all members reach.
-    """
-
-    id: int
-    key: str
-    rank: int
-    groups: tuple[int, ...]
-    step: int
-    leads: bool
-    heals: bool
-    source: int | None
-    source_manager: str
-    serves: bool
-    store: str
+ASK_AGAIN_S = 0.1
+DATA = "everstep"
 
 
 class Membership:
-    """Joins quorums and votes for one rank of a group.
+    """Joins quorums for one group, and tells the lighthouse that it lives.
 
     Args:
         group: group id.
-        rank, world_size: of this process in the group.
-        store: the group's own store, which outlives its workers' restarts or not.
-        incarnation: differs after every restart of the group's workers.
-        store_address: `host:port` of a TCPStore of this group that other groups reach.
+        life: differs after every start of the group's workers.
         find_lighthouse: gives `http://host:port`, and another one when the lighthouse has moved.
-        host: name or address the manager server is reached under; a loopback address keeps it to this machine.
-        connect_timeout: for connections to manager servers and the lighthouse.
+        connect_timeout: for connections to the lighthouse.
     """
 
     def __init__(
-        self,
-        *,
-        group: int,
-        rank: int,
-        world_size: int,
-        store: dist.Store,
-        incarnation: str,
-        store_address: str,
-        find_lighthouse: Callable[[], str],
-        host: str,
-        connect_timeout: timedelta,
+        self, *, group: int, life: str, find_lighthouse: Callable[[], str], connect_timeout: timedelta
     ) -> None:
-        self.rank = rank
-        self._group, self._world_size, self._host = group, world_size, host
-        self._store = dist.PrefixStore(f"everstep/membership/{incarnation}", store)
-        self._store_address = store_address
-        self._find_lighthouse = find_lighthouse
-        self._connect_timeout = connect_timeout
-        self._server: ManagerServer | None = None
-        self._lighthouse = ""
-        self._moves = 0
-        self._connect()
+        # Sorted as text by torchft, hence the zeros.
+        self._replica_id = f"{group:0{GROUP_DIGITS}d}:{life}"
+        self._find_lighthouse, self._connect_timeout = find_lighthouse, connect_timeout
+        self._address = ""
+        self._left = threading.Event()
+        threading.Thread(target=self._keep_beating, name="lighthouse-heartbeat", daemon=True).start()
 
-    def _connect(self) -> None:
-        """Speak for the group to the lighthouse where it is now. All ranks of the group call this."""
-        self._lighthouse = self._find_lighthouse()
-        key = f"manager-{self._moves}"
-        if self.rank == 0:
-            loopback = self._host in ("localhost", "127.0.0.1")
-            self._server = ManagerServer(
-                # Sorted as text by torchft, hence the zeros; the uuid tells a group from its predecessor.
-                replica_id=f"{self._group:0{GROUP_DIGITS}d}:{uuid.uuid4()}",
-                lighthouse_addr=self._lighthouse,
-                hostname=self._host,
-                bind="127.0.0.1:0" if loopback else "[::]:0",
-                store_addr=self._store_address,
-                world_size=self._world_size,
-                heartbeat_interval=HEARTBEAT,
-                connect_timeout=self._connect_timeout,
-                # A lighthouse that restarts is asked again every 100 ms until the quorum's own timeout.
-                quorum_retries=10_000,
-            )
-            self._store.set(key, self._server.address())
-        self._client = ManagerClient(self._store.get(key).decode(), connect_timeout=self._connect_timeout)
+    def follow(self) -> bool:
+        """Speak to the lighthouse where it is now. Whether it moved."""
+        before, self._address = self._address, self._find_lighthouse()
+        return before not in ("", self._address)
 
-    def follow_lighthouse(self, all_in_group: Callable[[bool], bool]) -> bool:
-        """After a quorum that did not come: if the lighthouse is elsewhere now, speak to it there. Returns whether it
-        moved. All ranks of the group call this; `all_in_group` tells each whether a flag holds on all."""
-        if all_in_group(self._find_lighthouse() == self._lighthouse):
-            return False
-        self.leave()
-        self._moves += 1
-        self._connect()
-        return True
+    def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
+        """See `everstep.step.interfaces.Membership`."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                return self._ask_once(request, timedelta(seconds=max(left_s, 0.001)))
+            except QuorumUnavailable:
+                # A lighthouse that starts again is asked again until the time is up.
+                if left_s < ASK_AGAIN_S or self._left.wait(ASK_AGAIN_S):
+                    raise
+                self.follow()
 
-    def join(self, *, step: int, failures: int, metadata: str, timeout: timedelta) -> Quorum:
-        """Wait for the next quorum. All ranks of the group call this.
-
-        Args:
-            step: last step this group committed, -1 for none.
-            failures: attempts at the next step that failed since the last quorum that worked; above 0 the members
-                build a new process group.
-            metadata: what a member that heals from this rank is told: the address of the heal source.
-            timeout: for the whole wait.
-
-        Raises:
-            QuorumUnavailable: none came in time.
-        """
+    def _ask_once(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
         try:
-            answer = self._client._quorum(
-                group_rank=self.rank,
-                step=step,
-                checkpoint_metadata=metadata,
-                shrink_only=False,
+            client = LighthouseClient(self._address, min(timeout, self._connect_timeout))
+            quorum = client.quorum(
+                replica_id=self._replica_id,
                 timeout=timeout,
-                # Replicas begin equal by seed; the audit checks it.
-                init_sync=False,
-                commit_failures=failures,
+                store_address=request.store,
+                step=request.step,
+                world_size=1,
+                data={DATA: encode(request)},
             )
         except Exception as error:  # the Rust client raises several unrelated types
-            raise QuorumUnavailable(str(error).splitlines()[0][:300]) from error
-        members = ",".join(answer.replica_ids)
-        # The id alone may repeat after a lighthouse restart, and old keys stay in the members' stores.
-        key = f"{answer.quorum_id}/{answer.max_step}/{uuid.uuid5(uuid.NAMESPACE_OID, members)}"
-        return Quorum(
-            id=answer.quorum_id,
-            key=key,
-            rank=answer.replica_rank,
-            groups=tuple(int(name.partition(":")[0]) for name in answer.replica_ids),
-            step=answer.max_step,
-            leads=answer.max_replica_rank == 0,
-            heals=answer.heal,
-            source=answer.recover_src_replica_rank,
-            source_manager=answer.recover_src_manager_address,
-            serves=bool(answer.recover_dst_replica_ranks),
-            store=answer.store_address,
-        )
-
-    def members_key(self, quorum: Quorum) -> str:
-        """The part of `quorum.key` that stays while the same process group serves."""
-        return f"{quorum.id}/{quorum.key.rpartition('/')[2]}"
-
-    def heal_address(self, quorum: Quorum, timeout: timedelta) -> str:
-        """Where this rank finds the state it heals from. Raises QuorumUnavailable if the source cannot be asked."""
+            raise QuorumUnavailable(str(error).partition("\n")[0][:300] or type(error).__name__) from error
         try:
-            client = ManagerClient(quorum.source_manager, connect_timeout=self._connect_timeout)
-            return client._checkpoint_metadata(self.rank, timeout=timeout)
-        except Exception as error:
-            raise QuorumUnavailable(f"the heal source did not answer: {error}".splitlines()[0]) from error
+            members = [decode(str((member.data or {}).get(DATA))) for member in quorum.participants]
+        except ValueError as error:
+            names = [member.replica_id for member in quorum.participants]
+            raise QuorumUnavailable(f"not all of {names} are groups of this run: {error}") from error
+        return int(quorum.quorum_id), members
 
-    def vote(self, *, step: int, yes: bool, timeout: timedelta) -> bool:
-        """Whether all ranks of this group vote yes. All ranks call this. Raises QuorumUnavailable."""
-        try:
-            return self._client.should_commit(self.rank, step, yes, timeout=timeout)
-        except Exception as error:
-            raise QuorumUnavailable(f"the group's vote failed: {error}".splitlines()[0]) from error
+    def _keep_beating(self) -> None:
+        """Heartbeats, in a thread of their own: they stop with the process, and while it is stopped."""
+        address, client = "", None
+        while not self._left.wait(HEARTBEAT_S):
+            with contextlib.suppress(Exception):  # what is not heard now is said again
+                if client is None or address != self._address:
+                    address, client = self._address, None
+                    if address:
+                        client = LighthouseClient(address, self._connect_timeout)
+                if client is not None:
+                    client.heartbeat(self._replica_id, timeout=self._connect_timeout)
 
     def leave(self) -> None:
         """Stop the heartbeats; the other groups go on without this one."""
-        if self._server is not None:
-            self._server.shutdown()
-
-
-def incarnation() -> str:
-    """Tells this start of the group's workers from earlier ones that used the same store."""
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._left.set()

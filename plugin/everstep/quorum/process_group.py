@@ -9,6 +9,7 @@ without end for a peer that was killed while the two connected.
 import hashlib
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Literal
 
@@ -19,22 +20,23 @@ from torch.distributed.distributed_c10d import AllreduceOptions, Work
 from torchft.process_group import ProcessGroupWrapper, create_store_client
 
 from everstep.quorum.watch import PeerWatch
+from everstep.step.interfaces import SumsBroken
 
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.0001, 0.001
 CONNECT_POLL_S = 0.01
 
 
-class CrossGroupError(RuntimeError):
-    """A collective between groups did not complete: a member died, hung or could not be reached."""
+class RankColumn:
+    """Implements `everstep.step.interfaces.Sums` for rank r of every group of a quorum.
 
-
-class CrossGroup:
-    """Sums over rank r of every group of a quorum.
+    What the protocol exchanges always goes over Gloo on the CPU; gradients over the backend of their device. The
+    process groups of both are broken together.
 
     Args:
-        backend: "gloo" or "nccl".
+        backend: of the gradients, "gloo" or "nccl".
+        column: r.
         host: address that the other members reach this rank under.
-        connect_timeout: for building the process group.
+        connect_timeout: for building the process groups.
         reduce_timeout: for one sum, unless the call says otherwise.
     """
 
@@ -42,106 +44,115 @@ class CrossGroup:
         self,
         backend: Literal["gloo", "nccl"],
         *,
+        column: int,
         host: str,
         connect_timeout: timedelta,
         reduce_timeout: timedelta,
     ) -> None:
-        self._backend = backend
+        self._backend, self._column = backend, column
         self._connect_timeout, self._reduce_timeout = connect_timeout, reduce_timeout
-        self._group: ProcessGroupWrapper | None = None
+        self._groups: list[ProcessGroupWrapper] = []
         self._watch = PeerWatch(host, self._on_loss)
         self._key = b""
         self._broken_groups: list[tuple[float, object]] = []
         self._patience_s = 2 * reduce_timeout.total_seconds()
+        self._rank = 0
         self.size = 0
 
     @property
     def connected(self) -> bool:
         return self.size > 0
 
-    def connect(self, store: str, *, rank: int, size: int, name: str) -> None:
-        """Build the process group anew.
+    def connect(self, *, key: str, store: str, rank: int, size: int) -> None:
+        """Build the process groups anew.
 
         Args:
-            store: `host:port/prefix` of a TCPStore that all members reach; the prefix never used before.
+            key: of the quorum; never used before.
+            store: `host:port` of a TCPStore that all members reach.
             rank: place of this group in the quorum.
             size: groups in the quorum.
-            name: this group's name, for logs.
 
         Raises:
-            CrossGroupError: some member did not arrive in time.
+            SumsBroken: some member did not arrive in time.
         """
         self.abort()
-        building = _Building(self._new_group(), self._watch, self._connect_timeout, store, rank, size, name)
+        place = f"{store}/everstep/{key}/{self._column}"
+        building = _Building(self._new_groups(), self._watch, self._connect_timeout, place, rank, size)
         self._key = building.key
         building.start()
         # Members may use up the timeout once while they wait for each other, and once while they connect.
         give_up = time.monotonic() + 2 * self._connect_timeout.total_seconds()
         while building.is_alive() and self._key and time.monotonic() < give_up:
             building.join(CONNECT_POLL_S)
-        group, error = building.take()
-        if group is not None:
-            self._group, self.size = group, size
+        groups, error = building.take()
+        if groups:
+            self._groups, self._rank, self.size = groups, rank, size
         lost = not self._key
-        if lost or group is None:
+        if lost or not groups:
             self.abort()
             reason = "a member left while the groups connected"
-            raise CrossGroupError(reason if lost else f"could not connect to the other groups: {error}")
+            raise SumsBroken(reason if lost else f"could not connect to the other groups: {error}")
 
-    def sum_async(self, tensor: torch.Tensor, timeout: timedelta | None = None) -> Work:
-        """Start to sum `tensor` in place over the groups; any dtype and device the backend takes.
+    def start(self, tensor: torch.Tensor, timeout: timedelta) -> Work:
+        """Start to sum `tensor` in place over the groups, over the gradients' backend.
 
         Raises:
-            CrossGroupError: the process group is broken already.
+            SumsBroken: the process group is broken already.
         """
+        return self._start(-1, tensor, timeout)
+
+    def _start(self, which: int, tensor: torch.Tensor, timeout: timedelta) -> Work:
         if not self.connected:
-            raise CrossGroupError("not connected")
+            raise SumsBroken("not connected")
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM
-        options.timeout = timeout or self._reduce_timeout
-        assert self._group is not None, "connected"
+        options.timeout = timeout
         try:
-            return self._group.allreduce([tensor], options)
+            return self._groups[which].allreduce([tensor], options)
         except Exception as error:
             raise self._broken(error) from error
 
     def finish(self, work: Work) -> None:
-        """Wait for a started sum. Raises CrossGroupError, after which the process group is broken.
+        """Wait for a started sum. Raises SumsBroken, after which the process groups are broken.
 
         Polls: Gloo now and then leaves a receive waiting for its timeout although its connections were closed. The
         caller then goes on without it; it must not use the tensors of unfinished sums again.
         """
-        assert self._group is not None, "a sum was started"
         pause_s = SHORTEST_POLL_S
         while not work.is_completed():
             if not self.connected:
-                raise CrossGroupError("a member of the quorum was lost")
+                raise SumsBroken("a member of the quorum was lost")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_POLL_S)
         try:
             work.wait()
-            error = self._group.errored()
+            errors = [error for group in self._groups if (error := group.errored()) is not None]
         except Exception as raised:
             raise self._broken(raised) from raised
-        if error is not None:
-            raise self._broken(error) from error
+        if errors:
+            raise self._broken(errors[0]) from errors[0]
 
-    def sum(self, tensor: torch.Tensor, timeout: timedelta | None = None) -> torch.Tensor:
-        """Sum `tensor` in place over the groups and wait for it. Raises CrossGroupError."""
-        self.finish(self.sum_async(tensor, timeout))
-        return tensor
+    def total(self, values: torch.Tensor, timeout: timedelta) -> torch.Tensor:
+        """See `Sums.total`."""
+        total = values.clone()
+        self.finish(self._start(0, total, timeout))
+        return total
 
-    def gather_bytes(self, mine: bytes, *, rank: int, device: torch.device) -> list[bytes]:
-        """What every group gave, in rank order. Raises CrossGroupError."""
-        lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
-        lengths[rank] = len(mine)
-        sizes = self.sum(lengths).tolist()
-        begin, everything = sum(sizes[:rank]), torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+    def gather(self, words: Sequence[int]) -> list[list[int]]:
+        """See `Sums.gather`."""
+        matrix = torch.zeros(max(self.size, 1), len(words), dtype=torch.int64)
+        matrix[self._rank] = torch.tensor(words, dtype=torch.int64)
+        return self.total(matrix, self._reduce_timeout).tolist()
+
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
+        """See `Sums.gather_bytes`."""
+        sizes = [size for [size] in self.gather([len(mine)])]
+        begin, everything = sum(sizes[: self._rank]), torch.zeros(sum(sizes), dtype=torch.uint8)
         if not sum(sizes):
             return [b""] * self.size
         if mine:
             everything[begin : begin + len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        parts = self.sum(everything).cpu().split(sizes)
+        parts = self.total(everything, self._reduce_timeout).split(sizes)
         return [part.numpy().tobytes() for part in parts]
 
     def abort(self) -> None:
@@ -157,11 +168,13 @@ class CrossGroup:
         self.abort()
         self._watch.close()
 
-    def _new_group(self) -> ProcessGroupWrapper:
-        if self._backend == "nccl":
-            return torchft.ProcessGroupNCCL(timeout=self._reduce_timeout)
+    def _new_groups(self) -> list[ProcessGroupWrapper]:
+        """For what the protocol exchanges, and for gradients: the same one where both go over Gloo."""
         # Gloo takes one timeout for connecting; sums carry theirs in their options.
-        return torchft.ProcessGroupGloo(timeout=self._connect_timeout)
+        groups: list[ProcessGroupWrapper] = [torchft.ProcessGroupGloo(timeout=self._connect_timeout)]
+        if self._backend == "nccl":
+            groups.append(torchft.ProcessGroupNCCL(timeout=self._reduce_timeout))
+        return groups
 
     def _on_loss(self, key: bytes) -> None:
         if key == self._key:
@@ -173,13 +186,13 @@ class CrossGroup:
         """Close the connections, but keep the object until its sums have ended: its destructor waits for them."""
         now = time.monotonic()
         self._broken_groups = [(t, group) for t, group in self._broken_groups if now - t < self._patience_s]
-        if self._group is not None:
-            self._broken_groups.append((now, self._group._pg))
-            self._group.abort(errored=False)
+        for group in self._groups:
+            self._broken_groups.append((now, group._pg))
+            group.abort(errored=False)
 
-    def _broken(self, error: Exception) -> CrossGroupError:
+    def _broken(self, error: Exception) -> SumsBroken:
         self.abort()
-        return CrossGroupError(_first_line(error))
+        return SumsBroken(_first_line(error))
 
 
 class _Building(threading.Thread):
@@ -187,18 +200,17 @@ class _Building(threading.Thread):
 
     def __init__(
         self,
-        group: ProcessGroupWrapper,
+        groups: list[ProcessGroupWrapper],
         watch: PeerWatch,
         timeout: timedelta,
         store: str,
         rank: int,
         size: int,
-        name: str,
     ) -> None:
         super().__init__(name="connect", daemon=True)
         self.key = hashlib.blake2b(store.partition("/")[2].encode(), digest_size=32).digest()
-        self._group, self._watch, self._timeout = group, watch, timeout
-        self._store, self._rank, self._size, self._group_name = store, rank, size, name
+        self._groups, self._watch, self._timeout = groups, watch, timeout
+        self._store, self._rank, self._size = store, rank, size
         self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         self._lock = threading.Lock()
         self._left_behind = False
@@ -213,20 +225,22 @@ class _Building(threading.Thread):
             board.set(f"watch/{self._rank}", self._watch.address)
             others = [board.get(f"watch/{peer}").decode() for peer in range(self._size) if peer != self._rank]
             self._watch.begin(self.key, others, self._timeout)
-            self._group.configure(self._store, self._group_name, self._rank, self._size)
+            for number, group in enumerate(self._groups):
+                group.configure(f"{self._store}/{number}", f"member-{self._rank}", self._rank, self._size)
         except Exception as error:  # noqa: BLE001 - torch and torchft raise what they like here
             self._error = _first_line(error)
             return
         with self._lock:
             self._built = True
             if self._left_behind:
-                self._group.abort(errored=False)
+                for group in self._groups:
+                    group.abort(errored=False)
 
-    def take(self) -> tuple[ProcessGroupWrapper | None, str]:
-        """The process group, or None and why; from here on nothing is built any more."""
+    def take(self) -> tuple[list[ProcessGroupWrapper], str]:
+        """The process groups, or none and why; from here on nothing is built any more."""
         with self._lock:
             self._left_behind = True
-            return (self._group if self._built else None), self._error
+            return (self._groups if self._built else []), self._error
 
 
 def _first_line(error: Exception) -> str:

@@ -60,11 +60,13 @@ class SlotSums:
         tokens: valid tokens by slot, float64 [S] on CPU, 0 where the slot is not held.
         loss: sum of their losses by slot, the same form.
         extra: float64 [n] on CPU, n fixed: further sums that the optimizer step needs, such as expert loads.
+        slots: which slots they are of; empty in a sum over groups.
     """
 
     tokens: torch.Tensor
     loss: torch.Tensor
     extra: torch.Tensor
+    slots: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +207,6 @@ class Fetch(Protocol):
 
     def state(self) -> Any | None:
         """The state, once all of it is here and verified; None before."""
-
-    def wait(self, seconds: float) -> None:
-        """Until it is done or failed, at most this long."""
 
     def cancel(self) -> None: ...
 

@@ -1,9 +1,9 @@
-"""Who holds which slots of a step: pure decisions, no processes and no tensors.
+"""Who holds which slots of a step: pure decisions, no processes.
 
 A step is S slots. Every attempt begins with one exchange, in which each group of the quorum tells the others a `Row`:
-whether it can compute, and the slots whose gradients it still holds from an earlier attempt at the same step. From
-the same rows every group makes the same `Plan`. The attempt ends with a second exchange, in which the number of
-groups that put each slot into the sum is counted; `verdict` says whether that sum is the step.
+the state it has, whether it computes, and the slots whose gradients it still holds from an earlier attempt at the
+same step. From the same rows every group makes the same `Plan`. The attempt ends with a sum of `Tally`s, in which the
+number of groups that put each slot into the sum is counted; `verdict` says whether that sum is the step.
 """
 
 import hashlib
@@ -12,8 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-BITS_PER_WORD = 62  # an int64 word sums without touching its sign
-ROW_HEADER = 5
+import torch
+
+from everstep.step.interfaces import SlotSums
+from everstep.step.quorum import Quorum
+
+BITS_PER_WORD = 62  # an int64 word that never touches its sign
+ROW_HEADER = 8
+
+OnLoss = Literal["redistribute", "shrink"]
+
+
+def extend(history: int, step: int, key: str) -> int:
+    """The history after a commit of `step` in the quorum with this key, 62 bits: a hash chain over the commits behind
+    a state. Two groups have the same history only if they committed the same steps in the same quorums."""
+    text = f"{history}/{step}/{key}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +36,65 @@ class Row:
 
     Attributes:
         group: its group id.
-        step: the last step it committed; -1 when it has nothing.
-        computes: whether it can compute slots now. False for a group that heals in this attempt.
+        quorum: `quorum_word` of the quorum that it is in.
+        step, history: of the state it computes on; of no meaning in a group that does not compute.
+        computes: whether it can compute slots now. False for a group that heals.
         checksum: of its parameters after `step`, 63 bits, or None when no audit is due.
+        proven: whether an audit has agreed with it since it last took over a state.
         held: slots of step + 1 whose gradients it holds.
     """
 
     group: int
+    quorum: int
     step: int
+    history: int
     computes: bool
     checksum: int | None = None
+    proven: bool = False
     held: frozenset[int] = frozenset()
+
+    @staticmethod
+    def words(slots: int) -> int:
+        """Length of an encoded row in int64 words, for S = `slots`."""
+        return ROW_HEADER + -(-slots // BITS_PER_WORD)
+
+    def encode(self, slots: int) -> list[int]:
+        """The row as `words(slots)` integers that fit int64."""
+        packed = [0] * (Row.words(slots) - ROW_HEADER)
+        for slot in self.held:
+            packed[slot // BITS_PER_WORD] |= 1 << slot % BITS_PER_WORD
+        audited, checksum = (0, 0) if self.checksum is None else (1, self.checksum)
+        flags = [int(self.computes), audited, checksum, int(self.proven)]
+        return [self.group, self.quorum, self.step, self.history, *flags, *packed]
+
+    @staticmethod
+    def decode(values: Sequence[int], slots: int) -> "Row":
+        """The inverse of `encode`."""
+        group, quorum, step, history, computes, audited, checksum, proven, *packed = values
+        held = frozenset(s for s in range(slots) if packed[s // BITS_PER_WORD] >> s % BITS_PER_WORD & 1)
+        return Row(group, quorum, step, history, bool(computes), checksum if audited else None, bool(proven), held)
+
+
+def quorum_word(key: str) -> int:
+    """A quorum's key as an int64 word."""
+    return int(key[:15], 16)
+
+
+def objection(rows: Sequence[Row], quorum: Quorum) -> str:
+    """Why these rows must not be summed over in this quorum; empty if they may.
+
+    Groups of another quorum, at another step or of another history are told apart here, before any sum.
+    """
+    word = quorum_word(quorum.key)
+    if tuple(row.group for row in rows) != quorum.groups or any(row.quorum != word for row in rows):
+        return "some group is in another quorum"
+    computing = [row for row in rows if row.computes]
+    if not computing:
+        return "no group computes"
+    for row in computing:
+        if (row.step, row.history) != (quorum.step, quorum.history):
+            return f"group {row.group} is at step {row.step} of another history"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +104,7 @@ class Plan:
     Attributes:
         shares: group id → slots it computes, in order; every group that computes has an entry, perhaps an empty one.
         drops: groups that let go of what they hold, since another group holds one of their slots as well.
-        differing: groups whose parameters the audit found different; they take no part and heal in the next quorum.
+        differing: groups whose parameters the audit found different; they compute nothing and heal.
     """
 
     shares: dict[int, tuple[int, ...]]
@@ -50,30 +112,7 @@ class Plan:
     differing: frozenset[int]
 
 
-def words(slots: int) -> int:
-    """Length of an encoded row in int64 words, for S = `slots`."""
-    return ROW_HEADER + -(-slots // BITS_PER_WORD)
-
-
-def encode(row: Row, slots: int) -> list[int]:
-    """The row as `words(slots)` integers that fit int64. All zeros is kept free: it means nobody spoke."""
-    packed = [0] * (words(slots) - ROW_HEADER)
-    for slot in row.held:
-        packed[slot // BITS_PER_WORD] |= 1 << slot % BITS_PER_WORD
-    audited, checksum = (0, 0) if row.checksum is None else (1, row.checksum)
-    return [row.group + 1, row.step, int(row.computes), audited, checksum, *packed]
-
-
-def decode(values: Sequence[int], slots: int) -> Row:
-    """The inverse of `encode`. Raises ValueError where nobody spoke."""
-    group, step, computes, audited, checksum, *packed = values
-    if group == 0:
-        raise ValueError("no group spoke here")
-    held = frozenset(s for s in range(slots) if packed[s // BITS_PER_WORD] >> s % BITS_PER_WORD & 1)
-    return Row(group - 1, step, bool(computes), checksum if audited else None, held)
-
-
-def plan(rows: Sequence[Row], slots: int, on_loss: Literal["redistribute", "shrink"] = "redistribute") -> Plan:
+def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute") -> Plan:
     """Split the slots that nobody holds among the groups that compute.
 
     Args:
@@ -112,23 +151,83 @@ def _conflicting(rows: Sequence[Row]) -> frozenset[int]:
 
 
 def differing_groups(rows: Sequence[Row]) -> frozenset[int]:
-    """Groups whose checksum differs from the one that most groups at the newest audited step have.
+    """Groups whose checksum differs from the one that most groups have.
 
-    Where two checksums are equally common, the one that the lowest group id has is kept: some state has to go on,
-    and every group must pick the same.
+    Groups that took over their state since the last audit that agreed do not count, where there are others: they have
+    what their source had. Where two checksums are equally common, the one that the lowest group id has is kept: some
+    state has to go on, and every group must pick the same.
     """
-    audited = [row for row in rows if row.checksum is not None and row.computes]
+    audited = sorted((row for row in rows if row.checksum is not None and row.computes), key=lambda row: row.group)
     if not audited:
         return frozenset()
-    newest = max(row.step for row in audited)
-    audited = sorted((row for row in audited if row.step == newest), key=lambda row: row.group)
-    counts = Counter(row.checksum for row in audited)
-    kept = max(audited, key=lambda row: (counts[row.checksum], -row.group)).checksum
+    voters = [row for row in audited if row.proven] or audited
+    counts = Counter(row.checksum for row in voters)
+    kept = max(voters, key=lambda row: (counts[row.checksum], -row.group)).checksum
     return frozenset(row.group for row in audited if row.checksum != kept)
 
 
-def verdict(coverage: Sequence[int], on_loss: Literal["redistribute", "shrink"] = "redistribute") -> str | None:
-    """Why a sum with this coverage is not the step, or None if it is.
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What is summed beside the gradients: of one group, or over all of them.
+
+    Attributes:
+        coverage: for each slot the number of groups that put it into the sum.
+        owners: for each slot the sum of id + 1 of those groups.
+        sums: tokens, losses and further sums of the slots.
+        leaving: groups that stop after this step.
+        exhausted: groups that found no more data.
+        snapshots: sum of the newest steps that the groups' snapshots hold.
+        snapshots_squared: sum of their squares.
+    """
+
+    coverage: tuple[int, ...]
+    owners: tuple[int, ...]
+    sums: SlotSums
+    leaving: int
+    exhausted: int
+    snapshots: int
+    snapshots_squared: int
+
+    @staticmethod
+    def of(
+        group: int, held: frozenset[int], slots: int, sums: SlotSums, *, leaving: bool, exhausted: bool, snapshot: int
+    ) -> "Tally":
+        """One group's; `snapshot` is the newest step that its snapshots hold, -1 for none."""
+        coverage = tuple(int(slot in held) for slot in range(slots))
+        owners = tuple(count * (group + 1) for count in coverage)
+        return Tally(coverage, owners, sums, int(leaving), int(exhausted), snapshot, snapshot**2)
+
+    def encode(self) -> torch.Tensor:
+        """As a float64 vector; sums of such vectors are tallies again."""
+        whole = [*self.coverage, *self.owners, self.leaving, self.exhausted, self.snapshots, self.snapshots_squared]
+        counts = torch.tensor(whole, dtype=torch.float64)
+        return torch.cat([counts, self.sums.tokens, self.sums.loss, self.sums.extra])
+
+    @staticmethod
+    def decode(vector: torch.Tensor, slots: int) -> "Tally":
+        """The inverse of `encode`, for S = `slots`."""
+        counts, tokens, loss, extra = vector.split([2 * slots + 4, slots, slots, len(vector) - 4 * slots - 4])
+        whole = [round(count) for count in counts.tolist()]
+        slot_sums = SlotSums(tokens, loss, extra, frozenset())
+        return Tally(tuple(whole[:slots]), tuple(whole[slots : 2 * slots]), slot_sums, *whole[2 * slots :])
+
+    def digest(self) -> int:
+        """62 bits over all that is counted in whole numbers; equal on all ranks of a group that saw the same sum."""
+        whole = (self.coverage, self.owners, self.leaving, self.exhausted, self.snapshots, self.snapshots_squared)
+        return int.from_bytes(hashlib.blake2b(repr(whole).encode(), digest_size=8).digest(), "little") >> 2
+
+    def owner(self, slot: int) -> int:
+        """The group that computed a slot; -1 for none."""
+        return self.owners[slot] - 1 if self.coverage[slot] else -1
+
+    def common_snapshot(self, groups: int) -> int:
+        """The step that the snapshots of all `groups` hold; -1 if they differ."""
+        step = round(self.snapshots / groups)
+        return step if step * groups == self.snapshots and step * step * groups == self.snapshots_squared else -1
+
+
+def verdict(coverage: Sequence[int], on_loss: OnLoss = "redistribute") -> str:
+    """Why a sum with this coverage is not the step; empty if it is.
 
     Args:
         coverage: for each slot the number of groups that put it into the sum.
@@ -139,16 +238,4 @@ def verdict(coverage: Sequence[int], on_loss: Literal["redistribute", "shrink"] 
     missing = [slot for slot, count in enumerate(coverage) if count < 1]
     if missing and (on_loss == "redistribute" or len(missing) == len(coverage)):
         return f"slots {missing} are missing from the sum"
-    return None
-
-
-def life(group: int, incarnation: str) -> int:
-    """A 40-bit number for one start of a group's workers. Sums of them over the groups of a commit, exact in float64,
-    tell commits of one step by different lives apart."""
-    return int.from_bytes(hashlib.blake2b(f"{group}/{incarnation}".encode(), digest_size=5).digest(), "little")
-
-
-def common_value(total: float, squares: float, count: int) -> int:
-    """The integer that `count` summands all are, from their sum and the sum of their squares; -1 if they differ."""
-    value = round(total / count)
-    return value if value * count == total and value * value * count == squares else -1
+    return ""

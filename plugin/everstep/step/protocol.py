@@ -1,166 +1,64 @@
 """The step protocol: one rank's way from a committed step to the next, whatever happens to the other groups.
 
-An attempt is one pass of quorum, agreement, compute, sums and vote (`StepProtocol.attempt`):
+An attempt (`StepProtocol.attempt`) is a fixed sequence of decisions of the whole group (`everstep.step.decisions`):
 
-1. join a quorum; connect a process group if its members changed. A member that is behind heals from one that is
-   not. If that takes long it goes on in the background, and the member takes no slots.
-2. exchange rows and make the plan (`ledger.plan`): which slots nobody holds, and who computes them.
-3. compute this group's share; gradients accumulate in `param.grad`, losses as sums.
-4. sum copies of the gradients over the groups, then the ledger: how often each slot is in the sum, tokens, loss.
-5. vote: every slot exactly once, no error. If not, the next attempt keeps what is held: a salvage.
-6. commit: the caller divides, clips and steps the optimizer.
+1. begin: all ranks are at the same step of the same history; who is asked to leave; what was being healed is here.
+2. quorum: rank 0 asks the lighthouse, the others learn from it who the members are. From that alone follows who has
+   the state that counts, and who takes it over from whom (`everstep.step.quorum`).
+3. connect: a process group between the members, built anew if they changed or the last one broke.
+4. rows: who holds what, in which quorum, at which step of which history. Then the plan (`ledger.plan`).
+5. compute the own share; gradients accumulate in `param.grad`, losses as sums; then the sums of the gradients.
+6. tally: how often each slot is in the sum, tokens, losses. All ranks that saw the same tally, with every slot in it
+   exactly once, commit; if not, the next attempt keeps what is held: a retry.
 
-Nothing here knows torchtitan: what a slot, a gradient or a state is comes in through `Work`.
+Whoever has no state yet never makes others wait: it takes part in the sums with zeros and keeps the summed gradients
+of each step, until the state is there that the first of them belongs to; then it applies them one after the other. A
+state that is given up for another's stays a fallback until that is here.
+
+Nothing here knows torchtitan or torchft; see `everstep.step.interfaces`.
 """
 
-import threading
-import time
-from collections.abc import Callable, Sequence
+import enum
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Any
 
-import torch
-
-from everstep.quorum.heal import HealError, HealServer, HealState, fetch
-from everstep.quorum.membership import Membership, Quorum, QuorumUnavailable, incarnation
-from everstep.quorum.process_group import CrossGroup, CrossGroupError
-from everstep.run.events import EventLog
 from everstep.step import ledger
-from everstep.step.reduction import GradientReducer
-
-HEAL_GATE_TIMEOUT = timedelta(seconds=300)
-HEAL_FIRST_S = 0.5
-"""A joiner that receives its state within this time takes slots in the same step; the others wait for it that long.
-With a larger state it heals while they compute."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotSums:
-    """What a group's held slots add to the step, besides gradients.
-
-    Attributes:
-        tokens: valid tokens by slot, float64 [S] on CPU, 0 where the slot is not held.
-        loss: sum of their losses by slot, the same form.
-        extra: float64 [n] on CPU, n fixed: further sums that the optimizer step needs, such as expert loads.
-    """
-
-    tokens: torch.Tensor
-    loss: torch.Tensor
-    extra: torch.Tensor
-
-
-class SlotRefused(Exception):
-    """A check found the slot's computation wrong and could not repair it: its gradient must not be used."""
+from everstep.step.decisions import Decisions
+from everstep.step.interfaces import (
+    Clock,
+    Commit,
+    Events,
+    Fetch,
+    GroupBroken,
+    HealDoor,
+    Membership,
+    OutOfData,
+    QuorumUnavailable,
+    Ranks,
+    Reducer,
+    RunFiles,
+    SlotRefused,
+    Sums,
+    SumsBroken,
+    Timeouts,
+    Work,
+)
+from everstep.step.quorum import NO_STATE, Quorum, Request, decode, encode, read_quorum
 
 
-class OutOfData(Exception):  # the end of a run, not an error
-    """The data ended before this step: the run is over for all groups."""
+class Turn(enum.Enum):
+    """What an attempt came to, besides a commit; the same on all ranks of the group."""
 
-
-class Work(Protocol):
-    """What the protocol needs from a trainer."""
-
-    @property
-    def may_refuse(self) -> bool:
-        """Whether `compute` may raise SlotRefused."""
-        ...
-
-    def compute(self, step: int, slot: int) -> None:
-        """Forward and backward of one slot of `step`; the gradient is added to `param.grad`.
-
-        Raises:
-            OutOfData: there is none for this slot. Nothing was added.
-            SlotRefused: what was added to `param.grad` is wrong; the same on all ranks of the group.
-        """
-
-    def results(self) -> "SlotSums":
-        """Of all slots computed since `discard`, summed over the group's ranks; a collective of the group."""
-
-    def discard(self) -> None:
-        """Forget all gradients and sums of the step in progress."""
-
-    def notes(self, step: int) -> bytes | None:
-        """What the other groups should know after `step`, or None when none of them sends anything now."""
-
-    def noted(self, notes: list[bytes]) -> None:
-        """What each group's `notes` said."""
-
-    def settle(self) -> int:
-        """Wait until the state may change; the newest step that this rank's snapshots hold, -1 for none."""
-
-    def serve(self) -> HealState:
-        """This rank's state, by reference."""
-
-    def heal(self, state: HealState) -> None:
-        """Take over another group's state."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Named waits of the protocol.
-
-    Attributes:
-        quorum: for one quorum.
-        reduce: for one sum over the groups, once all of them have computed their share.
-        heal: for a joiner's state.
-        compute: longest that a group with nothing to compute waits for the others' share.
-        give_up: see `GaveUp`.
-    """
-
-    quorum: timedelta
-    reduce: timedelta
-    heal: timedelta
-    compute: timedelta
-    give_up: timedelta
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """A step that all its slots agree on, ready for the optimizer.
-
-    Attributes:
-        step: number of the step, from 1.
-        tokens: valid tokens by slot, float64 [S].
-        loss: sum of their losses by slot, the same form.
-        extra: `SlotSums.extra` over all groups.
-        owners: for each slot the group that computed it, -1 if none did.
-        groups: groups taking part, in rank order.
-        lineage: the same on all groups that committed this step together; another when the step is committed again
-            after the run went back.
-        held: the step whose snapshot all groups held when they voted; -1 if they differed.
-        quorum_id: torchft's id of the quorum.
-        once: whether every slot is in the sum exactly once; a slot may be missing under `shrink`.
-        saver: the group that writes what a run writes once.
-        all_leave: every group asked to stop after this step.
-        attempts: how many this group needed.
-        compute_s, reduce_s, took_s: of the attempt that committed; reduce_s is what compute did not hide.
-    """
-
-    step: int
-    tokens: torch.Tensor
-    loss: torch.Tensor
-    extra: torch.Tensor
-    owners: tuple[int, ...]
-    groups: tuple[int, ...]
-    lineage: str
-    held: int
-    quorum_id: int
-    once: bool
-    saver: int
-    all_leave: bool
-    attempts: int
-    compute_s: float
-    reduce_s: float
-    took_s: float
-
-
-class Blank(Exception):  # a turn of the protocol, not an error
-    """No member of the quorum has any state: it has to come from somewhere else."""
-
-
-class Left(Exception):
-    """This group was asked to leave while there was no quorum to commit another step in."""
+    RETRY = "the step is tried again"
+    CAUGHT_UP = "this group has taken over a state"
+    FOLLOWED = "the others committed a step, which this group will apply when it has the state before it"
+    BLANK = "no member of the quorum has any state: it has to come from somewhere else"
+    LEFT = "asked to leave, and there is no step to wait for"
+    FENCED = "another start of this group counts now"
+    OUT_OF_DATA = "the data ended before this step"
 
 
 class GaveUp(RuntimeError):
@@ -169,364 +67,425 @@ class GaveUp(RuntimeError):
 
 @dataclass(slots=True)
 class _Held:
-    """What this group's gradients contain."""
+    """What this group's gradients contain, of the step after one state."""
 
     step: int
+    history: int
     slots: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
 
 
-class _Heal(threading.Thread):
-    """Fetches another group's state while this rank takes part in the sums."""
+@dataclass(slots=True)
+class _Healing:
+    """A state on its way here: after `step` of `history`, from group `source`, and the commits made since."""
 
-    def __init__(self, membership: Membership, quorum: Quorum, token: bytes, timeout: timedelta) -> None:
-        super().__init__(name="heal", daemon=True)
-        self._membership, self._quorum, self._token, self._timeout = membership, quorum, token, timeout
-        self.state: HealState | None = None
-        self.error = ""
-        self.took_s = 0.0
+    source: int
+    step: int
+    history: int
+    fetch: Fetch
+    commits: list[tuple[Commit, Any]] = field(default_factory=list)
 
-    def run(self) -> None:
-        begin = time.monotonic()
-        try:
-            address = self._membership.heal_address(self._quorum, self._timeout)
-            self.state = fetch(address, self._token, self._quorum.step, None, self._timeout)
-        except (HealError, QuorumUnavailable) as error:
-            self.error = str(error)
-        self.took_s = time.monotonic() - begin
+    @property
+    def follows(self) -> tuple[int, int]:
+        """Step and history that this group will be at once it has caught up."""
+        last = self.commits[-1][0] if self.commits else self
+        return last.step, last.history
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One attempt: what was found out in it so far."""
+
+    number: int
+    begun: float
+    quorum: Quorum
+    waited_s: float
+    rows: list[ledger.Row] = field(default_factory=list)
+    plan: ledger.Plan = field(default_factory=lambda: ledger.Plan({}, frozenset(), frozenset()))
+    held_before: list[int] = field(default_factory=list)
+    computed: list[int] = field(default_factory=list)
+    exhausted: bool = False
+    compute_s: float = 0.0
+    reduce_s: float = 0.0
+
+    @property
+    def step(self) -> int:
+        return self.quorum.step + 1
 
 
 class StepProtocol:
-    """Runs attempts until a step commits.
+    """Runs attempts at steps for one rank of a group.
 
     Args:
         group: this group's id.
+        life: differs after every start of the group; the same on all its ranks.
         slots: S.
         on_loss: see `ledger.plan`.
-        work: the trainer's side.
-        reducer: sums the gradients.
-        membership, cross, heal_server: quorums, sums between groups, and where joiners heal from.
-        token: of the run; authenticates healing.
+        work, reducer: the trainer's side.
+        ranks: the group's own collectives.
+        membership: rank 0's voice at the lighthouse; None on the other ranks.
+        sums: collectives over the rank column.
+        door: where joiners heal from.
+        store: `host:port` of a TCPStore of this group that other groups reach.
         timeouts: the protocol's waits.
-        events: the rank's event log.
-        beat: called with a phase's name wherever progress is made.
-        all_in_group: whether a flag is true on all ranks of the group; a collective of the group.
-        asked_to_leave: whether this rank was asked to stop after the next commit.
-        device: where the exchanged vectors live (the CPU for Gloo, the accelerator for NCCL).
+        clock, files, events: of this rank.
     """
 
     def __init__(
         self,
         *,
         group: int,
+        life: str,
         slots: int,
-        on_loss: Literal["redistribute", "shrink"],
+        on_loss: ledger.OnLoss,
         work: Work,
-        reducer: GradientReducer,
-        membership: Membership,
-        cross: CrossGroup,
-        heal_server: HealServer,
-        token: bytes,
+        reducer: Reducer,
+        ranks: Ranks,
+        membership: Membership | None,
+        sums: Sums,
+        door: HealDoor,
+        store: str,
         timeouts: Timeouts,
-        events: EventLog,
-        beat: Callable[[str, int], None],
-        all_in_group: Callable[[bool], bool],
-        asked_to_leave: Callable[[], bool],
-        device: torch.device,
+        clock: Clock,
+        files: RunFiles,
+        events: Events,
     ) -> None:
-        self._group, self._slots, self._on_loss = group, slots, on_loss
-        self._work, self._reducer = work, reducer
-        self._membership, self._cross, self._heal_server = membership, cross, heal_server
-        self._token, self._timeouts, self._events = token, timeouts, events
-        self._beat, self._all_in_group, self._device = beat, all_in_group, device
-        self._asked_to_leave = asked_to_leave
-        self.step = -1
-        """The last step this group committed; -1 while it has no state."""
-        self.checksum: int | None = None
-        """Of the parameters after `step`, when an audit of them is due."""
+        self._group, self._life, self._slots, self._on_loss = group, life, slots, on_loss
+        self._work, self._reducer, self._sums, self._door = work, reducer, sums, door
+        self.decisions = Decisions(ranks)
+        self._ranks, self._membership, self._store = ranks, membership, store
+        self._timeouts, self._clock, self._files, self._events = timeouts, clock, files, events
+        self._doors = self._gather_doors()
+        self.step = NO_STATE
+        """The last step whose state this group has."""
+        self.history = 0
+        """Of that state; see `ledger.extend`."""
         self.leaving = False
         """Whether this group stops after the next commit; settled anew in each attempt."""
-        self._held = _Held(step=-1)
-        self._failures = 0
+        self._suspect = self._proven = False
+        self._checksum: int | None = None
+        self._held = _Held(NO_STATE, 0)
+        self._healing: _Healing | None = None
         self._connected = ""
+        self._column: tuple[int, ...] = ()
+        self._asked = 0
+        self._tries = 0
         self._slot_s: float | None = None
-        self._doubted = -1
-        self._progress = time.monotonic()
+        self._doubted = NO_STATE
+        self._progress = clock.now()
 
-    def next(self) -> Commit:
-        """Attempts until one commits.
+    # The state
 
-        The caller then applies it: gradients by `GradientReducer.assign`, the optimizer, its counters, and last
-        `committed()`.
-
-        Raises:
-            Blank: no group has a state; load one from elsewhere, call `restored`, then this again.
-            OutOfData: on all groups, when one of them found no more.
-            Left: asked to leave, and no quorum.
-            GaveUp: see `Timeouts.give_up`.
-        """
-        attempt = 0
-        while True:
-            attempt += 1
-            commit = self._attempt(attempt)
-            if commit is not None:
-                return commit
-            waited = time.monotonic() - self._progress
-            if waited > self._timeouts.give_up.total_seconds():
-                raise GaveUp(f"no step could be committed for {waited:.0f} s; see this group's events for the reasons")
-
-    def restored(self, step: int) -> None:
+    def restored(self, step: int, history: int) -> None:
         """The caller loaded the state after `step` (0: a fresh start)."""
-        self.step = step
-        self._progress = time.monotonic()
+        self._stop_healing()
+        self._have(step, history)
+        self._checksum = self._work.checksum()
 
-    def committed(self) -> None:
-        """The caller applied the commit that `next` returned."""
-        self.step = self._held.step
-        self.checksum = None
-        self._failures = 0
+    def apply(self, commit: Commit) -> None:
+        """The optimizer step of a commit, on all ranks of the group."""
+        self._door.close()
+        self._work.apply(commit)
+        self._have(commit.step, commit.history)
+        self._checksum = self._work.checksum()
+
+    def _have(self, step: int, history: int) -> None:
+        self.step, self.history = step, history
+        self._suspect = False
+        self._checksum = None
+        self._let_go(step + 1, history)
+        self._tries = 0
+        self._progress = self._clock.now()
+
+    def _let_go(self, step: int, history: int) -> None:
+        self._held = _Held(step, history)
         self._work.discard()
-        self._progress = time.monotonic()
 
-    def _attempt(self, attempt: int) -> Commit | None:
-        begin = time.monotonic()
-        self._beat("quorum", self.step + 1)
-        # The request reaches a group's ranks at different moments.
-        self.leaving = not self._all_in_group(not self._asked_to_leave())
-        try:
-            quorum = self._membership.join(
-                step=self.step,
-                failures=self._failures,
-                metadata=self._heal_server.address,
-                timeout=self._timeouts.quorum,
-            )
-        except QuorumUnavailable as error:
-            self._failures += 1
-            waited = round(time.monotonic() - begin, 3)
-            self._events.emit("quorum_failed", self.step + 1, reason=str(error), waited_s=waited)
-            if self.leaving:
-                raise Left from error
-            if self._membership.follow_lighthouse(self._all_in_group):
-                self._events.emit("lighthouse_followed", self.step + 1)
-            return None
-        waited_s = time.monotonic() - begin
-        if quorum.step < 0:
-            raise Blank
-        step = quorum.step + 1
-        heal = _Heal(self._membership, quorum, self._token, self._timeouts.heal) if quorum.heals else None
-        if self._held.step != step:
-            self._held = _Held(step)
-            self._work.discard()
-        if quorum.serves and heal is None:
-            self._heal_server.serve(quorum.step, self._work.serve())
-        if heal is not None:
-            heal.start()
-        held_before = sorted(self._held.slots)
-        computed: list[int] = []
-        commit, reason = None, ""
-        try:
-            self._connect(quorum)
-            if heal is not None and self._healed_first(heal, quorum):
-                heal = None
-            rows, plan = self._agree(quorum, heal, attempt, waited_s)
-            commit, reason = self._sum_and_vote(quorum, rows, plan, heal, attempt, begin, computed)
-        except (CrossGroupError, QuorumUnavailable) as error:
-            reason = str(error)
-            self._disconnect()
-        if commit is None:
-            self._failures += 1
-        self._events.emit(
-            "attempt",
-            step,
-            attempt=attempt,
-            quorum_id=quorum.id,
-            committed=commit is not None,
-            reason=reason,
-            computed=computed,
-            held_before=held_before,
-            recomputed=sorted(self._held.lost & set(computed)),
-            took_s=round(time.monotonic() - begin, 4),
-        )
-        return commit
-
-    def _connect(self, quorum: Quorum) -> None:
-        """Build the process group anew if need be. Raises CrossGroupError on every rank of the group or on none."""
-        key = self._membership.members_key(quorum)
-        error: CrossGroupError | None = None
-        if key != self._connected:
-            self._connected = ""
-            self._beat("connect", quorum.step + 1)
-            try:
-                self._cross.connect(
-                    f"{quorum.store}/everstep/{quorum.key}/{self._membership.rank}",
-                    rank=quorum.rank,
-                    size=len(quorum.groups),
-                    name=f"group-{self._group}",
-                )
-                self._connected = key
-            except CrossGroupError as raised:
-                error = raised
-        if not self._all_in_group(error is None):
-            raise error or CrossGroupError("another rank of this group could not connect to its peers")
-
-    def _healed_first(self, heal: _Heal, quorum: Quorum) -> bool:
-        """Whether all ranks of this group have their new state already, and took it over."""
-        self._beat("heal", quorum.step + 1)
-        heal.join(HEAL_FIRST_S)
-        if not self._all_in_group(heal.state is not None):
-            return False
-        self._take_over(heal, quorum)
-        return True
-
-    def _take_over(self, heal: _Heal, quorum: Quorum) -> None:
-        assert heal.state is not None
-        self._work.heal(heal.state)
-        self.step, self.checksum = quorum.step, None
+    def _take_over(self, healing: _Healing) -> None:
+        """Take the healed state and apply what was committed since."""
+        self._door.close()
+        self._healing = None
+        self._work.heal(healing.fetch.state())
+        self._proven = False
+        self._have(healing.step, healing.history)
         self._events.emit(
             "heal",
-            quorum.step + 1,
-            source_group=quorum.groups[quorum.source or 0],
-            bytes=sum(t.numel() * t.element_size() for t in heal.state.tensors.values()),
-            took_s=round(heal.took_s, 4),
+            healing.step + 1,
+            source_group=healing.source,
+            history=f"{healing.history:x}",
+            bytes=healing.fetch.nbytes,
+            took_s=round(healing.fetch.took_s, 4),
+            caught_up=len(healing.commits),
         )
+        for commit, sums in healing.commits:
+            self._reducer.unstash(sums)
+            self.apply(commit)
 
-    def _agree(
-        self, quorum: Quorum, heal: _Heal | None, attempt: int, waited_s: float
-    ) -> tuple[list[ledger.Row], ledger.Plan]:
-        """Exchange rows and plan. Raises CrossGroupError on every rank of the group or on none."""
-        step = quorum.step + 1
-        error: CrossGroupError | None = None
-        matrix = torch.zeros(len(quorum.groups), ledger.words(self._slots), dtype=torch.int64)
-        mine = ledger.Row(self._group, self.step, heal is None, self.checksum, frozenset(self._held.slots))
-        matrix[quorum.rank] = torch.tensor(ledger.encode(mine, self._slots), dtype=torch.int64)
+    def _stop_healing(self) -> None:
+        if self._healing is not None:
+            self._healing.fetch.cancel()
+            self._healing = None
+
+    # An attempt
+
+    def attempt(self) -> Commit | Turn:
+        """One attempt at the next step. The caller applies a commit (`apply`) before the next one.
+
+        Raises:
+            GroupBroken: this group has to start again.
+            GaveUp: see `Timeouts.give_up`.
+        """
+        self._tries += 1
+        if turn := self._begin():
+            return turn
+        begun = self._clock.now()
+        quorum = self.meet()
+        if quorum is None:
+            return Turn.LEFT if self.leaving else Turn.RETRY
+        if quorum.step == NO_STATE:
+            return Turn.BLANK
+        attempt = _Attempt(self._tries, begun, quorum, self._clock.now() - begun)
+        self._take_sides(quorum)
+        attempt.held_before = sorted(self._held.slots)
+        outcome, reason = self._carry_out(attempt)
+        self._events.emit(
+            "attempt",
+            attempt.step,
+            attempt=attempt.number,
+            quorum_id=quorum.id,
+            committed=isinstance(outcome, Commit),
+            reason=reason,
+            computed=attempt.computed,
+            held_before=attempt.held_before,
+            recomputed=sorted(self._held.lost & set(attempt.computed)),
+            took_s=round(self._clock.now() - begun, 4),
+        )
+        return outcome
+
+    def _carry_out(self, attempt: _Attempt) -> tuple[Commit | Turn, str]:
+        """What the attempt came to, and why if it failed."""
+        if reason := self._connect(attempt.quorum):
+            return Turn.RETRY, reason
+        if reason := self._exchange_rows(attempt):
+            return Turn.RETRY, reason
+        self._compute(attempt)
+        tally, reason = self._sum(attempt)
+        if reason:
+            return Turn.RETRY, reason
+        if tally.exhausted:
+            return Turn.OUT_OF_DATA, "the data ended"
+        return self._commit(attempt, tally), ""
+
+    def _begin(self) -> Turn | None:
+        """Settle what all ranks begin with; what the attempt came to where it ends here.
+
+        Raises:
+            GroupBroken: the ranks have different states.
+            GaveUp: no commit for too long.
+        """
+        self._files.beat("quorum", self.step + 1)
+        healing = self._healing
+        waited_s = self._clock.now() - self._progress
+        said = self.decisions.gather(
+            "begin",
+            [
+                self.step,
+                self.history,
+                int(self._files.fenced()),
+                int(self._files.asked_to_leave()),
+                int(waited_s > self._timeouts.give_up.total_seconds()),
+                int(self._connected != "" and not self._sums.connected),
+                int(healing is not None and healing.fetch.state() is not None),
+                int(healing is not None and healing.fetch.error != ""),
+            ],
+        )
+        if len({(step, history) for step, history, *_ in said}) > 1:
+            raise GroupBroken(f"the ranks of this group are at different steps or histories: {said}")
+        _, _, fenced, asked, late, lost, _, failed = (any(flags) for flags in zip(*said, strict=True))
+        here = all(flags[6] for flags in said)
+        if fenced:
+            return Turn.FENCED
+        if late:
+            raise GaveUp(f"no step could be committed for {waited_s:.0f} s; see this group's events for the reasons")
+        self.leaving = asked
+        if lost:
+            self._disconnect()
+        if healing is not None and here:
+            self._take_over(healing)
+            return Turn.CAUGHT_UP
+        if healing is not None and failed:
+            self._events.emit("heal_failed", healing.step + 1, source_group=healing.source, reason=healing.fetch.error)
+            self._stop_healing()
+        return None
+
+    def meet(self) -> Quorum | None:
+        """The next quorum, the same on all ranks of the group; None when there is none now."""
+        self._asked += 1
+        begun = self._clock.now()
+        answer = {"moved": False, "reason": "", "id": 0, "members": []}
+        if self._membership is not None:
+            answer = self._ask(self._membership)
+        answer = json.loads(self.decisions.first("quorum", json.dumps(answer).encode()))
+        if answer["moved"]:
+            self._events.emit("lighthouse_followed", self.step + 1)
+        if answer["reason"]:
+            waited_s = round(self._clock.now() - begun, 3)
+            self._events.emit("quorum_failed", self.step + 1, reason=answer["reason"], waited_s=waited_s)
+            return None
+        return read_quorum(answer["id"], [decode(member) for member in answer["members"]])
+
+    def _ask(self, membership: Membership) -> dict[str, Any]:
+        """Rank 0's question and its answer, as JSON."""
+        follows, followed = self._healing.follows if self._healing is not None else (NO_STATE, 0)
+        request = Request(
+            group=self._group,
+            life=self._life,
+            number=self._asked,
+            step=self.step,
+            history=self.history,
+            suspect=self._suspect,
+            follows=follows,
+            followed=followed,
+            connected=self._connected,
+            store=self._store,
+            doors=self._doors,
+        )
+        moved = membership.follow()
+        try:
+            quorum_id, members = membership.ask(request, self._timeouts.quorum)
+            read_quorum(quorum_id, members)
+            if request not in members:
+                raise QuorumUnavailable("the quorum is for another request of this group")
+        except (QuorumUnavailable, ValueError) as error:
+            return {"moved": moved, "reason": str(error), "id": 0, "members": []}
+        return {"moved": moved, "reason": "", "id": quorum_id, "members": [encode(member) for member in members]}
+
+    def _take_sides(self, quorum: Quorum) -> None:
+        """Compute on, or begin to heal; and open the state to those who heal from here."""
+        if self._group in quorum.able:
+            self._stop_healing()
+            if (self._held.step, self._held.history) != (quorum.step + 1, quorum.history):
+                self._let_go(quorum.step + 1, quorum.history)
+        else:
+            self._drop()
+        if self._group in quorum.sources:
+            self._stop_healing()
+            source = quorum.sources[self._group]
+            if self.step > NO_STATE and not self._suspect:
+                self._events.emit(
+                    "history_left",
+                    self.step,
+                    history=f"{self.history:x}",
+                    for_step=quorum.step,
+                    for_history=f"{quorum.history:x}",
+                )
+            door = quorum.member(source).doors[self.decisions.rank]
+            fetch = self._door.fetch(door, quorum.step, quorum.history)
+            self._healing = _Healing(source, quorum.step, quorum.history, fetch)
+        if self._group in quorum.sources.values():
+            self._door.serve(quorum.step, quorum.history, self._work.serve())
+
+    def _connect(self, quorum: Quorum) -> str:
+        """Build the process group anew if need be; why it failed, or nothing."""
+        if self._connected and quorum.connected_in() == self._connected and quorum.groups == self._column:
+            return ""
+        self._disconnect()
+        self._files.beat("connect", quorum.step + 1)
+        error = ""
+        try:
+            self._sums.connect(
+                key=quorum.key, store=quorum.store(), rank=quorum.rank(self._group), size=len(quorum.members)
+            )
+        except SumsBroken as broken:
+            error = str(broken)
+        if not self.decisions.all_true("connect", not error):
+            self._disconnect()
+            return error or "another rank of this group could not connect to its peers"
+        self._connected, self._column = quorum.key, quorum.groups
+        return ""
+
+    def _exchange_rows(self, attempt: _Attempt) -> str:
+        """Learn what the groups hold and plan; why that failed, or nothing."""
+        quorum, error = attempt.quorum, ""
+        computes = self._group in quorum.able
+        mine = ledger.Row(
+            group=self._group,
+            quorum=ledger.quorum_word(quorum.key),
+            step=self.step,
+            history=self.history,
+            computes=computes,
+            checksum=self._checksum if computes else None,
+            proven=self._proven,
+            held=frozenset(self._held.slots),
+        )
         rows: list[ledger.Row] = []
         try:
-            matrix = self._cross.sum(matrix.to(self._device)).cpu()
-            rows = [ledger.decode(row, self._slots) for row in matrix.tolist()]
-        except CrossGroupError as raised:
-            error = raised
-        except ValueError as raised:
-            error = CrossGroupError(f"the groups' rows are not whole: {raised}")
-        if not self._all_in_group(error is None):
-            raise error or CrossGroupError("another rank of this group could not reach its peers")
-        plan = ledger.plan(rows, self._slots, self._on_loss)
+            rows = [ledger.Row.decode(row, self._slots) for row in self._sums.gather(mine.encode(self._slots))]
+            error = ledger.objection(rows, quorum)
+        except SumsBroken as broken:
+            error = str(broken)
+        if not self.decisions.all_true("rows", not error):
+            self._disconnect()
+            return error or "another rank of this group could not reach its peers"
+        attempt.rows, attempt.plan = rows, ledger.plan(rows, self._slots, self._on_loss)
         self._events.emit(
             "quorum",
-            step,
-            attempt=attempt,
+            attempt.step,
+            attempt=attempt.number,
             quorum_id=quorum.id,
             groups=list(quorum.groups),
             joiners=[row.group for row in rows if not row.computes],
-            wait_s=round(waited_s, 4),
+            history=f"{quorum.history:x}",
+            wait_s=round(attempt.waited_s, 4),
         )
-        self._audit(rows, plan)
-        if self._group in plan.drops:
+        self._heed_audit(attempt)
+        if self._group in attempt.plan.drops:
             self._drop()
-        return rows, plan
+        return ""
 
-    def _audit(self, rows: Sequence[ledger.Row], plan: ledger.Plan) -> None:
-        audited = [row for row in rows if row.checksum is not None]
-        if self.checksum is None or not audited:
-            return
-        self._events.emit(
-            "audit",
-            self.step,
-            checksum=f"{self.checksum:016x}",
-            agreed=not plan.differing,
-            differing=sorted(plan.differing),
-        )
-
-    def _sum_and_vote(
-        self,
-        quorum: Quorum,
-        rows: Sequence[ledger.Row],
-        plan: ledger.Plan,
-        heal: _Heal | None,
-        attempt: int,
-        begin: float,
-        computed: list[int],
-    ) -> tuple[Commit | None, str]:
-        """Compute the share, sum, vote. Fills `computed` with the slots done. Raises CrossGroupError."""
-        step = quorum.step + 1
-        if self._group in plan.differing:
-            # Behind everybody from now on, so that the next quorum heals this group.
-            self.step, self.checksum = -1, None
+    def _heed_audit(self, attempt: _Attempt) -> None:
+        """Draw this group's conclusions from the checksums in the rows."""
+        differing = attempt.plan.differing
+        if self._checksum is not None and self._group in attempt.quorum.able:
+            self._events.emit(
+                "audit",
+                self.step,
+                checksum=f"{self._checksum:016x}",
+                agreed=not differing,
+                differing=sorted(differing),
+            )
+            self._proven = self._group not in differing
+        if self._group in differing:
+            # The state stays a fallback for the case that all others die; the next quorum heals this group.
+            self._suspect = True
             self._drop()
-            self._disconnect()
-            return None, "this group's parameters differ from the other groups'; it heals"
-        share = plan.shares.get(self._group, ())
-        self._reducer.begin(self._cross, self._patience(share, plan))
-        compute_begin = time.monotonic()
-        exhausted = False
+        if self._healing is not None and self._healing.source in differing:
+            self._stop_healing()
+
+    def _compute(self, attempt: _Attempt) -> None:
+        """Compute the share; what comes of it is held."""
+        step, share = attempt.step, attempt.plan.shares.get(self._group, ())
+        self._reducer.begin(self._sums, self._patience(share, attempt.plan))
+        begun = self._clock.now()
         for slot in share:
-            self._beat("compute", step)
+            self._files.beat("compute", step)
             if self._work.may_refuse:
                 self._reducer.keep()
             self._reducer.begin_slot(last=slot == share[-1] and not self._work.may_refuse)
             try:
                 self._work.compute(step, slot)
             except OutOfData:
-                exhausted = True
+                attempt.exhausted = True
                 break
             except SlotRefused as refusal:
                 self._events.emit("slot_refused", step, slot=slot, reason=str(refusal))
                 self._reducer.take_back()
                 continue
             self._reducer.end_slot()
-            computed.append(slot)
-            self._slot_s = (time.monotonic() - compute_begin) / len(computed)
-        self._held.slots.update(computed)
-        reduce_begin = time.monotonic()
-        # The group's own collectives come in the same order on all its ranks, whatever fails between groups.
-        sums = self._work.results()
-        error = self._finish_gradients(step) or self._doubt(step, computed)
-        while heal is not None and heal.is_alive():
-            self._beat("heal", step)
-            heal.join(timeout=1.0)
-        total, coverage = torch.zeros(0), []
-        newest_held = self._work.settle()
-        if not error:
-            try:
-                total = self._sum_ledger(sums, exhausted, newest_held, any(not row.computes for row in rows))
-                coverage = [round(count) for count in total[: self._slots].tolist()]
-                self._exchange_notes(quorum)
-            except CrossGroupError as raised:
-                error = str(raised)
-        if not error and total[4 * self._slots + 1] > 0:
-            raise OutOfData
-        reduce_s = time.monotonic() - reduce_begin
-        reason = error or ledger.verdict(coverage, self._on_loss) or (heal.error if heal else "")
-        self._beat("vote", step)
-        if not self._membership.vote(step=step, yes=not reason, timeout=self._timeouts.reduce):
-            if error:
-                self._disconnect()
-            return None, reason or "another rank of this group voted no"
-        # The state must stay as it is until every joiner has read it.
-        self._heal_server.close_gate(HEAL_GATE_TIMEOUT)
-        if heal is not None:
-            self._take_over(heal, quorum)
-        _, owners, tokens, loss, rest = total.split([self._slots] * 4 + [len(total) - 4 * self._slots])
-        return (
-            Commit(
-                step=step,
-                tokens=tokens,
-                loss=loss,
-                extra=rest[5:],
-                owners=tuple(round(o) - 1 if c else -1 for o, c in zip(owners.tolist(), coverage, strict=True)),
-                groups=quorum.groups,
-                lineage=f"{round(float(rest[2])):x}",
-                held=ledger.common_value(float(rest[3]), float(rest[4]), len(rows)),
-                quorum_id=quorum.id,
-                once=all(count == 1 for count in coverage),
-                saver=min(plan.shares),
-                all_leave=round(float(rest[0])) == len(rows),
-                attempts=attempt,
-                compute_s=reduce_begin - compute_begin,
-                reduce_s=reduce_s,
-                took_s=time.monotonic() - begin,
-            ),
-            "",
-        )
+            attempt.computed.append(slot)
+            self._slot_s = (self._clock.now() - begun) / len(attempt.computed)
+        self._held.slots.update(attempt.computed)
+        attempt.compute_s = self._clock.now() - begun
 
     def _patience(self, share: Sequence[int], plan: ledger.Plan) -> timedelta:
         """For the gradients' sums: groups with a smaller share than others are there earlier."""
@@ -537,53 +496,123 @@ class StepProtocol:
             return max(self._timeouts.compute, self._timeouts.reduce)
         return self._timeouts.reduce + 2 * ahead * timedelta(seconds=self._slot_s)
 
-    def _finish_gradients(self, step: int) -> str:
-        """Wait for the gradients' sums; why they failed, or nothing."""
-        self._beat("reduce", step)
+    def _sum(self, attempt: _Attempt) -> tuple[ledger.Tally, str]:
+        """Sum gradients and tally over the groups; the tally, and why it is not the step, or nothing."""
+        begun, step = self._clock.now(), attempt.step
+        results = self._work.results()
+        snapshot = self._work.settle()
+        mine = ledger.Tally.of(
+            self._group,
+            frozenset(self._held.slots),
+            self._slots,
+            results,
+            leaving=self.leaving,
+            exhausted=attempt.exhausted,
+            snapshot=snapshot,
+        )
+        self._files.beat("reduce", step)
+        error = ""
         try:
             self._reducer.finish()
-        except CrossGroupError as error:
-            return str(error)
-        return ""
+        except SumsBroken as broken:
+            error = str(broken)
+        if reason := self._judge_sums(step, error, results.slots):
+            return mine, reason
+        self._files.beat("tally", step)
+        tally = mine
+        try:
+            total = self._sums.total(mine.encode(), self._timeouts.reduce)
+            tally = ledger.Tally.decode(total, self._slots)
+            notes = self._work.notes(step)
+            if notes is not None:
+                self._work.noted(self._sums.gather_bytes(notes))
+            # Where a slot is missing because the data ended, that is what there is to say.
+            error = "" if tally.exhausted else ledger.verdict(tally.coverage, self._on_loss)
+        except SumsBroken as broken:
+            error = str(broken)
+            self._sums.abort()
+        attempt.reduce_s = self._clock.now() - begun
+        self._files.beat("vote", step)
+        votes = self.decisions.gather("vote", [int(not error), tally.digest()])
+        if not all(yes for yes, _ in votes) or len({digest for _, digest in votes}) > 1:
+            self._disconnect()
+            return tally, error or "another rank of this group did not see the same sum"
+        return tally, ""
 
-    def _doubt(self, step: int, computed: list[int]) -> str:
-        """Why the sums cannot be right; or nothing. A group whose own part is not finite gives its slots up, to compute
-        them again: something may have gone wrong. When that changes nothing the step goes on, and training diverges."""
-        if self._all_in_group(self._reducer.finite()) or self._doubted == step:
+    def _judge_sums(self, step: int, error: str, computed: frozenset[int]) -> str:
+        """Why the sums of the gradients cannot be used, or nothing; drops what this group holds where it is to blame.
+
+        A group whose own part is not finite gives its slots up, to compute them again: something may have gone wrong.
+        When that changes nothing the step goes on, and training diverges.
+
+        Raises:
+            GroupBroken: what a rank holds is not what the ledger says.
+        """
+        finite = error != "" or self._doubted == step or self._reducer.finite()
+        own = finite or self._reducer.own_finite()
+        whole = computed == frozenset(self._held.slots)
+        said = self.decisions.gather("sums", [int(not error), int(finite), int(own), int(whole)])
+        summed, finite, own, whole = (all(flags) for flags in zip(*said, strict=True))
+        if not whole:
+            raise GroupBroken(f"the ledger says slots {sorted(self._held.slots)} and the trainer {sorted(computed)}")
+        if not summed:
+            self._disconnect()
+            return error or "another rank of this group did not get its sum"
+        if finite:
             return ""
         self._doubted = step
-        if not self._all_in_group(self._reducer.own_finite()):
+        if not own:
             for slot in sorted(self._held.slots):
                 self._events.emit("slot_refused", step, slot=slot, reason="a gradient is not finite")
-            computed.clear()
-            self._held.slots.clear()
-            self._work.discard()
+            self._drop()
+        # The sums of the other columns may go on while this group is done with them.
+        self._disconnect()
         return "the sum of the gradients is not finite"
 
+    def _commit(self, attempt: _Attempt, tally: ledger.Tally) -> Commit | Turn:
+        """The commit; who has no state to apply it to keeps it for later."""
+        quorum = attempt.quorum
+        commit = Commit(
+            step=attempt.step,
+            history=ledger.extend(quorum.history, attempt.step, quorum.key),
+            parent=quorum.history,
+            tokens=tally.sums.tokens,
+            loss=tally.sums.loss,
+            extra=tally.sums.extra,
+            owners=tuple(tally.owner(slot) for slot in range(self._slots)),
+            groups=quorum.groups,
+            held=tally.common_snapshot(len(quorum.members)),
+            once=all(count == 1 for count in tally.coverage),
+            saver=min(attempt.plan.shares),
+            all_leave=tally.leaving == len(quorum.members),
+            quorum_id=quorum.id,
+            attempts=attempt.number,
+            compute_s=attempt.compute_s,
+            reduce_s=attempt.reduce_s,
+            took_s=self._clock.now() - attempt.begun,
+        )
+        if self._group in attempt.plan.shares:
+            return commit
+        if self._healing is not None:
+            self._healing.commits.append((commit, self._reducer.stash()))
+        self._let_go(NO_STATE, 0)
+        self._tries = 0
+        self._progress = self._clock.now()
+        return Turn.FOLLOWED
+
     def _disconnect(self) -> None:
-        self._cross.abort()
+        self._sums.abort()
         self._connected = ""
-
-    def _sum_ledger(self, sums: SlotSums, exhausted: bool, newest_held: int, somebody_heals: bool) -> torch.Tensor:
-        """Over the groups: for each slot the times it is in the sum, its owner's id + 1, its tokens, its loss (4 S
-        numbers), then the number of groups that leave and that ran out of data, their lives, the newest step in their
-        snapshots and its square, then `SlotSums.extra`. float64."""
-        held = torch.zeros(self._slots, dtype=torch.float64)
-        held[sorted(self._held.slots)] = 1
-        life = ledger.life(self._group, incarnation())
-        flags = [self.leaving, exhausted, life, newest_held, newest_held**2]
-        flags = torch.tensor([float(flag) for flag in flags], dtype=torch.float64)
-        vector = torch.cat([held, held * (self._group + 1), sums.tokens, sums.loss, flags, sums.extra])
-        # A joiner comes here only when it has its state.
-        timeout = self._timeouts.heal if somebody_heals else self._timeouts.reduce
-        return self._cross.sum(vector.to(self._device), timeout).cpu()
-
-    def _exchange_notes(self, quorum: Quorum) -> None:
-        notes = self._work.notes(quorum.step + 1)
-        if notes is not None:
-            self._work.noted(self._cross.gather_bytes(notes, rank=quorum.rank, device=self._device))
 
     def _drop(self) -> None:
         self._held.lost |= self._held.slots
         self._held.slots.clear()
         self._work.discard()
+
+    def _gather_doors(self) -> tuple[str, ...]:
+        """Where each rank of this group serves its state, by rank."""
+        mine = self._door.address.encode()
+        longest = max(length for [length] in self.decisions.gather("door", [len(mine)]))
+        padded = mine.ljust(longest)
+        said = self.decisions.gather("doors", list(padded))
+        return tuple(bytes(letters).decode().strip() for letters in said)

@@ -12,17 +12,29 @@ How often is counted in each slot, and a gradient is taken to be there when it w
 from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch.distributed.distributed_c10d import Work
 from torch.distributed.tensor import DTensor
 
-from everstep.quorum.process_group import CrossGroup, CrossGroupError
+from everstep.step.interfaces import SumsBroken
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, sharing its memory."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class AsyncSums(Protocol):
+    """What sums gradients in place over the groups, such as `everstep.quorum.process_group.RankColumn`."""
+
+    def start(self, tensor: torch.Tensor, timeout: timedelta) -> Work:
+        """Raises SumsBroken."""
+        ...
+
+    def finish(self, work: Work) -> None:
+        """Raises SumsBroken."""
 
 
 class _Bucket:
@@ -62,19 +74,19 @@ class GradientReducer:
 
     def __init__(self, params: Iterable[torch.nn.Parameter], bucket_bytes: int) -> None:
         self._buckets = [_Bucket(part) for part in _split(list(params), bucket_bytes)]
-        self._cross: CrossGroup | None = None
-        self._timeout: timedelta | None = None
+        self._sums: AsyncSums | None = None
+        self._timeout = timedelta(0)
         self._started = 0
         self._armed = self._counted = False
-        self._error: CrossGroupError | None = None
+        self._error: SumsBroken | None = None
         for bucket in self._buckets:
             for index, param in enumerate(bucket.params):
                 # FSDP2 runs these hooks itself once the sharded gradient is accumulated.
                 param.register_post_accumulate_grad_hook(partial(self._on_grad, bucket, index))
 
-    def begin(self, cross: CrossGroup, timeout: timedelta | None = None) -> None:
-        """Start an attempt over the groups of `cross`, whose sums may each take `timeout` (None: what `cross` has)."""
-        self._cross, self._started, self._armed, self._error = cross, 0, False, None
+    def begin(self, sums: AsyncSums, timeout: timedelta) -> None:
+        """Start an attempt over the groups of `sums`, whose sums may each take `timeout`."""
+        self._sums, self._started, self._armed, self._error = sums, 0, False, None
         self._timeout = timeout
         for bucket in self._buckets:
             bucket.filled = [False] * len(bucket.params)
@@ -95,7 +107,7 @@ class GradientReducer:
                 for filled, now, before in zip(bucket.filled, bucket.additions, bucket.usual, strict=True)
             )
             if self._armed and early and self._error is None:
-                self._error = CrossGroupError("a gradient was added to more often than in earlier slots")
+                self._error = SumsBroken("a gradient was added to more often than in earlier slots")
             bucket.usual = bucket.additions
         self._counted, self._armed = True, False
 
@@ -116,8 +128,8 @@ class GradientReducer:
                         local(param.grad).copy_(view)
 
     def finish(self) -> None:
-        """Sum what is not summed yet and wait for all of it. Raises CrossGroupError."""
-        assert self._cross is not None, "begin() comes first"
+        """Sum what is not summed yet and wait for all of it. Raises SumsBroken."""
+        assert self._sums is not None, "begin() comes first"
         for bucket in self._buckets:
             for index, filled in enumerate(bucket.filled):
                 if not filled:
@@ -127,8 +139,8 @@ class GradientReducer:
         for bucket in self._buckets:
             if bucket.work is not None and error is None:
                 try:
-                    self._cross.finish(bucket.work)
-                except CrossGroupError as raised:
+                    self._sums.finish(bucket.work)
+                except SumsBroken as raised:
                     error = raised
         if error is not None:
             for bucket in self._buckets:
@@ -145,6 +157,16 @@ class GradientReducer:
         """Whether this group's own part of the sums is."""
         grads = (local(p.grad) for bucket in self._buckets for p in bucket.params if p.grad is not None)
         return all(bool(grad.isfinite().all()) for grad in grads)
+
+    def stash(self) -> list[torch.Tensor]:
+        """A copy of the finished sums, in host memory."""
+        return [bucket.flat.to("cpu", copy=True) for bucket in self._buckets]
+
+    def unstash(self, stashed: list[torch.Tensor]) -> None:
+        """Make a copy the finished sums again."""
+        with torch.no_grad():
+            for bucket, flat in zip(self._buckets, stashed, strict=True):
+                bucket.flat.copy_(flat)
 
     def assign(self, scale: float) -> None:
         """Make the sums, times `scale`, the parameters' gradients. Only after `finish`."""
@@ -164,14 +186,14 @@ class GradientReducer:
             self._start_ready()
 
     def _start_ready(self) -> None:
-        assert self._cross is not None
+        assert self._sums is not None
         while self._started < len(self._buckets) and self._error is None:
             bucket = self._buckets[self._started]
             if not all(bucket.filled):
                 return
             try:
-                bucket.work = self._cross.sum_async(bucket.flat, self._timeout)
-            except CrossGroupError as error:
+                bucket.work = self._sums.start(bucket.flat, self._timeout)
+            except SumsBroken as error:
                 # Backward goes on: what it computes is held for the next attempt.
                 self._error = error
             self._started += 1

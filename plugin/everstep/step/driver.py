@@ -1,0 +1,123 @@
+"""Drives a group's steps from the start of its workers to their end.
+
+Applies commits, brings a state where no group has one, waits for one that may come back, and ends the run: one group
+writes the last checkpoint and the others stand by until it is there. All of it in decisions of the whole group.
+"""
+
+import enum
+from datetime import timedelta
+
+from everstep.step.interfaces import Clock, Commit, Events, RunFiles, Work
+from everstep.step.protocol import StepProtocol, Turn
+from everstep.step.quorum import NO_STATE
+
+STATE_POLL_S = 1.0
+"""Between two looks whether a group that has a state comes back."""
+
+
+class End(enum.Enum):
+    """Why a group's workers are done."""
+
+    COMPLETE = "the run is over"
+    LEFT = "this group was asked to leave"
+    FENCED = "another start of this group counts now"
+
+
+class Driver:
+    """Runs a group to its end.
+
+    Args:
+        group: this group's id.
+        protocol: makes the steps.
+        work: the trainer.
+        clock, files, events: of this rank.
+        give_up: longest wait for the other groups at the end of the run.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: int,
+        protocol: StepProtocol,
+        work: Work,
+        clock: Clock,
+        files: RunFiles,
+        events: Events,
+        give_up: timedelta,
+    ) -> None:
+        self._group, self._protocol, self._work = group, protocol, work
+        self._clock, self._files, self._events, self._give_up = clock, files, events, give_up
+        self._decisions = protocol.decisions
+
+    def run(self) -> End:
+        """Steps until the run is over or this group leaves.
+
+        Raises:
+            GroupBroken, GaveUp: this group has to start again.
+            TimeoutError: the others neither finished the last step nor left.
+        """
+        took_part = False
+        while self._work.goes_on():
+            turn = self._protocol.attempt()
+            match turn:
+                case Commit():
+                    self._protocol.apply(turn)
+                    took_part = True
+                    if turn.all_leave:
+                        break
+                    if self._protocol.leaving:
+                        return End.LEFT
+                case Turn.FOLLOWED:
+                    if self._protocol.leaving:
+                        return End.LEFT
+                case Turn.BLANK:
+                    if end := self._find_state():
+                        return end
+                case Turn.LEFT:
+                    return End.LEFT
+                case Turn.FENCED:
+                    return End.FENCED
+                case Turn.OUT_OF_DATA:
+                    break
+                case Turn.RETRY | Turn.CAUGHT_UP:
+                    pass
+        if took_part:
+            self._finish()
+        return End.COMPLETE
+
+    def _find_state(self) -> End | None:
+        """No group of the quorum has a state; but one that is in no quorum may: it hangs or is busy, and its watchdog
+        decides. Going back to the disk now would undo its steps."""
+        others = sorted(self._files.groups_with_state())
+        said = self._decisions.gather("blank", [int(self._files.is_over()), int(not others)])
+        if all(over for over, _ in said):
+            return End.COMPLETE
+        if self._protocol.leaving:
+            return End.LEFT
+        if all(alone for _, alone in said):
+            self._files.beat("restore", NO_STATE)
+            self._protocol.restored(*self._work.restore())
+        else:
+            self._events.emit("waiting_for_state", groups=others)
+            self._clock.sleep(STATE_POLL_S)
+        return None
+
+    def _finish(self) -> None:
+        """Return once the state after the last step is saved, by this group or another.
+
+        The groups keep meeting in quorums. The first of those that have the newest state writes; should it die in the
+        middle, the next quorum lacks it and another one writes. A small marker in the run directory says that the
+        state of a step is saved, so a group that comes too late does not start the run over.
+        """
+        step, begun = self._protocol.step, self._clock.now()
+        while self._decisions.all_true("finish", self._clock.now() - begun < self._give_up.total_seconds()):
+            self._files.beat("finish", step)
+            quorum = self._protocol.meet()
+            # One rank may see the marker that another group writes just now, and another rank not yet.
+            if self._decisions.all_true("finished", self._files.finished_step() >= step):
+                return
+            if quorum is not None and quorum.able and quorum.able[0] == self._group:
+                self._files.beat("checkpoint", step)
+                self._work.save_last()
+                self._files.mark_finished(step)
+        raise TimeoutError(f"the other groups neither finished step {step} nor left within {self._give_up}")
