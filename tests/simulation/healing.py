@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from simulation.judge import State
-from simulation.scheduler import Signal
 
 if TYPE_CHECKING:
     from simulation.groups import Rank
@@ -42,7 +41,6 @@ class Door:
         self.open: Serving | None = None
         self.newest = -1
         self.readers: list[Transfer] = []
-        self.opened = Signal()
         world.doors[self.address] = self
         rank.process.on_death.append(self._die)
 
@@ -89,15 +87,11 @@ class Transfer:
         self._state: State | None = None
         self._begun = world.scheduler.now
         self._over = False
-        self._changed = Signal()
         world.scheduler.call_in(world.scheduler.random.uniform(0.001, 0.01), self._reach)
 
     def state(self) -> State | None:
         self._world.scheduler.check()
         return self._state
-
-    def wait(self, seconds: float) -> None:
-        self._world.scheduler.wait(self._changed, lambda: self._over, seconds)
 
     def cancel(self) -> None:
         self._world.scheduler.check()
@@ -106,7 +100,6 @@ class Transfer:
     def fail(self, reason: str) -> None:
         if not self._over and self._rank.process.alive:
             self._over, self.error = True, f"no state of step {self.step}: {reason}"
-            self._changed.fire(self._world.scheduler)
 
     def _reach(self) -> None:
         door = self._world.doors.get(self._address)
@@ -152,9 +145,8 @@ class Transfer:
             return
         assert self.serving is not None
         state = self.serving.read()
-        if state != self.serving.opened_as:
+        if state.way != self.serving.opened_as.way:
             text = f"{self._rank.name} reads step {self.step} from {self._address} while it becomes {state}"
             self._world.judge.violate("state changed while it was read", text)
         self._over, self._state = True, state
         self.took_s, self.nbytes = self._world.scheduler.now - self._begun, 1
-        self._changed.fire(self._world.scheduler)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 HEARTBEAT_S = 0.1
+ASK_AGAIN_S = 0.1
+CONNECT_S = 10.0
 NOTICE_S = 0.1
 """How long a rank still waits for a sum after a peer broke it: the peer watch's grace."""
 
@@ -27,8 +29,9 @@ NOTICE_S = 0.1
 class Beacon:
     """The heartbeats of one voice, worked out when somebody looks instead of every 100 ms."""
 
-    def __init__(self, process: Process, replica_id: str, node: LighthouseNode | None) -> None:
-        self.process, self.replica_id, self.node = process, replica_id, node
+    def __init__(self, process: Process, replica_id: str) -> None:
+        self.process, self.replica_id = process, replica_id
+        self.node: LighthouseNode | None = None
         self.phase = process.scheduler.random.random() * HEARTBEAT_S
         self.silent_until = -1.0
         self.left = False
@@ -36,6 +39,14 @@ class Beacon:
     def beating(self) -> bool:
         now = self.process.scheduler.now
         return self.process.alive and not self.left and now >= max(self.silent_until, self.process.stopped_until)
+
+    def settle(self) -> None:
+        if self.node is not None:
+            self.node.settle()
+
+    def look(self) -> None:
+        if self.node is not None:
+            self.node.look()
 
 
 class LighthouseNode:
@@ -46,6 +57,7 @@ class LighthouseNode:
         self.rules = Lighthouse(options)
         self.up = self.frozen = False
         self.epoch = 0
+        self.waiting: list[Signal] = []
         self._pending: list[Callable[[], None]] = []
         self._alarm = 0
         self.start()
@@ -57,8 +69,11 @@ class LighthouseNode:
 
     def die(self) -> None:
         self.settle()
-        self.up = False
+        self.up = self.frozen = False
         self._pending.clear()
+        waiting, self.waiting = self.waiting, []
+        for signal in waiting:
+            signal.fire(self.world.scheduler)
 
     def freeze(self) -> None:
         self.settle()
@@ -128,37 +143,57 @@ class LighthouseNode:
 
 
 class Voice:
-    """Membership: what rank 0 of a group says to the lighthouse."""
+    """Membership as `everstep.quorum.membership` has it: a request is made again until its time is up, heartbeats go to
+    the address that was last followed."""
 
     def __init__(self, world: World, rank: Rank) -> None:
         self._world, self._rank = world, rank
-        self._moves = 0
-        self._beacon: Beacon | None = None
-        self._connect()
-
-    def _connect(self) -> None:
-        world = self._world
-        self.address = world.published
-        life = self._rank.life
-        self.replica_id = f"{life.group.id:06d}:{life.name}:{self._moves}"
-        self._beacon = Beacon(self._rank.process, self.replica_id, world.lighthouses.get(self.address))
+        self.replica_id = f"{rank.life.group.id:06d}:{rank.life.name}"
+        self._address = ""
+        self._beacon = Beacon(rank.process, self.replica_id)
         world.beacons.append(self._beacon)
-        if self._beacon.node is not None:
-            self._beacon.node.settle()
-            self._beacon.node.look()
 
     def silence(self, seconds: float) -> None:
         """Its heartbeats do not come through for a while."""
-        beacon = self._beacon
-        if beacon is not None and beacon.node is not None:
-            beacon.node.settle()
-            beacon.silent_until = max(beacon.silent_until, self._world.scheduler.now + seconds)
-            self._world.scheduler.call_at(beacon.silent_until + HEARTBEAT_S, beacon.node.look)
+        scheduler, beacon = self._world.scheduler, self._beacon
+        beacon.settle()
+        beacon.silent_until = max(beacon.silent_until, scheduler.now + seconds)
+        scheduler.call_at(beacon.silent_until + HEARTBEAT_S, beacon.look)
+
+    def follow(self) -> bool:
+        world, beacon = self._world, self._beacon
+        world.scheduler.check()
+        before, self._address = self._address, world.published
+        if before == self._address:
+            return False
+        if beacon.node is not None and beacon.node.frozen:
+            # The heartbeat that waits for the frozen one's answer comes first.
+            beacon.silent_until = world.scheduler.now + world.scheduler.random.uniform(0, CONNECT_S)
+            world.scheduler.call_at(beacon.silent_until + HEARTBEAT_S, beacon.look)
+        beacon.settle()
+        beacon.node = world.lighthouses[self._address]
+        beacon.look()
+        return before != ""
 
     def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
-        world, scheduler = self._world, self._world.scheduler
-        scheduler.pause(0.0002, 0.003)
+        scheduler = self._world.scheduler
         deadline = scheduler.now + timeout.total_seconds()
+        while True:
+            left_s = deadline - scheduler.now
+            try:
+                return self._ask_once(request, max(left_s, 0.001))
+            except QuorumUnavailable:
+                if left_s < ASK_AGAIN_S:
+                    raise
+                scheduler.sleep(ASK_AGAIN_S)
+                self.follow()
+
+    def _ask_once(self, request: Request, timeout: float) -> tuple[int, list[Member]]:
+        scheduler = self._world.scheduler
+        scheduler.pause(0.0002, 0.003)
+        node = self._world.lighthouses[self._address]
+        if not node.up:
+            raise QuorumUnavailable("the lighthouse cannot be reached")
         answers: list[Announced] = []
         came = Signal()
 
@@ -166,56 +201,23 @@ class Voice:
             answers.append(quorum)
             scheduler.call_in(scheduler.random.random() * 0.002, came.fire, scheduler)
 
-        while not answers:
-            node = world.lighthouses.get(self.address)
-            if node is None or not node.up:
-                # Nobody listens there. The client tries again until its time is over, or says so at once.
-                if scheduler.now >= deadline or scheduler.random.random() < 0.1:
-                    raise QuorumUnavailable("the lighthouse cannot be reached")
-                scheduler.pause(0.1, 1.0)
-                continue
-            epoch = node.epoch
-            place = node.ask(self.replica_id, encode(request), hear)
-            try:
-                scheduler.wait(
-                    came,
-                    lambda n=node, e=epoch: bool(answers) or not n.up or n.epoch != e,
-                    min(deadline - scheduler.now, 5.0),
-                )
-            finally:
-                if not answers:
-                    node.cancel(place)
-            if not answers and scheduler.now >= deadline:
-                raise QuorumUnavailable(f"no quorum within {timeout}")
-        return self._read(answers[0], request)
-
-    def _read(self, quorum: Announced, request: Request) -> tuple[int, list[Member]]:
-        members = []
-        for _, payload in quorum.members:
-            try:
-                members.append(decode(payload))
-            except ValueError:
-                continue
-        if request not in members:
-            raise QuorumUnavailable("the quorum is not for this request")
-        return quorum.id, sorted(members, key=lambda member: member.group)
-
-    def follow(self) -> bool:
-        self._world.scheduler.check()
-        if self._world.published == self.address:
-            return False
-        self.leave()
-        self._moves += 1
-        self._connect()
-        return True
+        epoch = node.epoch
+        place = node.ask(self.replica_id, encode(request), hear)
+        node.waiting.append(came)
+        in_time = scheduler.wait(came, lambda: bool(answers) or not node.up or node.epoch != epoch, timeout)
+        if not answers:
+            node.cancel(place)
+            raise QuorumUnavailable("the lighthouse is gone" if in_time else f"no quorum within {timeout:.1f} s")
+        try:
+            members = [decode(payload) for _, payload in answers[0].members]
+        except ValueError as error:
+            raise QuorumUnavailable(f"not all are groups of this run: {error}") from error
+        return answers[0].id, members
 
     def leave(self) -> None:
         self._world.scheduler.check()
-        assert self._beacon is not None
-        if self._beacon.node is not None:
-            self._beacon.node.settle()
+        self._beacon.settle()
         self._beacon.left = True
-        self._world.beacons.remove(self._beacon)
 
 
 class _Op:

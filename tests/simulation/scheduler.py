@@ -123,19 +123,15 @@ class Scheduler:
         self.call_in(0.0, self._resume, task, 0)
         return task
 
-    def run(self, until: float, finished: Callable[[], bool]) -> None:
-        """Until `finished`, nothing is left to happen, or the time is over."""
+    def run(self) -> None:
+        """Until nothing is left to happen."""
         heap = self._heap
-        while heap and not finished():
-            when, _, call, args = heapq.heappop(heap)
-            if when > until:
-                self.now = until
-                return
-            self.now = when
+        while heap:
+            self.now, _, call, args = heapq.heappop(heap)
             call(*args)
 
     def end(self) -> None:
-        """Throw away what is still to happen."""
+        """Forget what is still to happen."""
         self._heap.clear()
 
     def _resume(self, task: Task, token: int) -> None:
