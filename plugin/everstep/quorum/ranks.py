@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,19 +19,19 @@ class GroupRanks:
 
     def __init__(self, timeout: timedelta) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if self.size > 1 else None
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if self.size > 1 else None
 
     def gather(self, words: Sequence[int]) -> list[list[int]]:
         """See `Ranks.gather`."""
         if self._group is None:
             return [list(words)]
         mine = torch.tensor(words, dtype=torch.int64)
-        everyone = torch.empty(self.size, len(words), dtype=torch.int64)
+        everyone = torch.empty(self.size * len(words), dtype=torch.int64)
         try:
             dist.all_gather_into_tensor(everyone, mine, group=self._group)
         except Exception as error:
             raise GroupBroken(f"a rank of this group is gone: {error}".partition("\n")[0]) from error
-        return everyone.tolist()
+        return everyone.view(self.size, -1).tolist()
 
     def broadcast(self, payload: bytes) -> bytes:
         """See `Ranks.broadcast`."""

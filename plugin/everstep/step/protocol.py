@@ -253,7 +253,7 @@ class StepProtocol:
             attempt.step,
             attempt=attempt.number,
             quorum_id=quorum.id,
-            committed=isinstance(outcome, Commit),
+            committed=isinstance(outcome, Commit) or outcome is Turn.FOLLOWED,
             reason=reason,
             computed=attempt.computed,
             held_before=attempt.held_before,
@@ -370,6 +370,7 @@ class StepProtocol:
             self._drop()
         if self._group in quorum.sources:
             self._stop_healing()
+            self._files.beat("heal", quorum.step + 1)
             source = quorum.sources[self._group]
             if self.step > NO_STATE and not self._suspect:
                 self._events.emit(
@@ -518,7 +519,6 @@ class StepProtocol:
             error = str(broken)
         if reason := self._judge_sums(step, error, results.slots):
             return mine, reason
-        self._files.beat("tally", step)
         tally = mine
         try:
             total = self._sums.total(mine.encode(), self._timeouts.reduce)

@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import Any, cast
 
 NO_STATE = -1
 
@@ -72,7 +73,8 @@ def decode(text: str) -> Request:
         raise ValueError("not a request: wrong types")
     if found["group"] < 0:
         raise ValueError("not a request: no group")
-    return Request(**{**found, "doors": tuple(doors)})
+    found["doors"] = tuple(doors)
+    return Request(**cast("dict[str, Any]", found))
 
 
 @dataclass(frozen=True, slots=True)

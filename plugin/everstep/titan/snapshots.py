@@ -22,7 +22,7 @@ from everstep.snapshot.plan import State
 from everstep.snapshot.recovery import recover
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.slot import SlotError
-from everstep.step.protocol import Commit
+from everstep.step.interfaces import Commit
 
 
 class Snapshots:
@@ -86,7 +86,7 @@ class Snapshots:
             return State(fresh.tensors, fresh.meta, fresh.blobs, self.shards)
 
         touch(self._arena)
-        self._copier.committed(commit.step, commit.lineage, commit.groups, commit.held, now, keep)
+        self._copier.committed(commit.step, f"{commit.history:x}", commit.groups, commit.held, now, keep)
 
     def recover(self, state: HealState, disk_step: int | None) -> HealState | None:
         """The newest state there is, if it is in memory; else None. A collective of the group.

@@ -1,27 +1,26 @@
-"""A torchtitan trainer's side of the step protocol: how it computes a slot, sums, and hands over its state."""
+"""How a torchtitan trainer computes a slot, sums, and hands over its state: its side of the step protocol."""
 
 import time
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torchtitan import trainer as titan
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
 from everstep.attention.guard import Checks
-from everstep.data.slots import Batch
+from everstep.data.slots import Batch, SlotSource
 from everstep.data.streams import SlotStreams
 from everstep.quorum.heal import HealState
+from everstep.run.events import EventLog
 from everstep.run.exits import UNFIT_EXIT
-from everstep.step.protocol import OutOfData, SlotRefused, SlotSums
+from everstep.step.interfaces import OutOfData, SlotRefused, SlotSums
 from everstep.step.reduction import local
 from everstep.titan.export import DATALOADER_BLOB, pack_dataloader
+from everstep.titan.snapshots import Snapshots
 from everstep.titan.state import TrainingState, slot_seed
-
-if TYPE_CHECKING:
-    from everstep.titan.trainer import EverstepTrainer
 
 DATA_BLOB = "data"
 COMPLETE_SNAPSHOT = "complete_snapshot"
@@ -29,27 +28,35 @@ NOTES_INTERVAL = 10
 """Committed steps between two exchanges of dataloader positions; what an adopter has to skip at most."""
 
 
-class TitanWork:
-    """Implements `everstep.step.protocol.Work` on a trainer.
-
-    Args:
-        trainer: built, with its slots opened.
-        slots: S.
-        state: what healing carries.
+class SlotTrainer(titan.Trainer):
+    """A torchtitan trainer that computes its batch slot by slot: all of `everstep.step.interfaces.Work` that comes
+    before a commit. `everstep.titan.trainer` adds the rest, and builds what is declared here.
     """
 
-    def __init__(self, trainer: "EverstepTrainer", slots: int, state: TrainingState) -> None:
-        self._trainer, self._slots, self._state = trainer, slots, state
-        self.nominal_tokens = float(trainer.tokens_per_step)
-        """Tokens of a step if all were valid. Backward divides by this number, the commit corrects it: what the valid
-        ones are is known only when all slots are there, and gradients in bfloat16 round differently at another
-        scale, torchtitan's in particular."""
-        self._scale = torch.tensor(self.nominal_tokens, device=trainer.device)
-        self._tokens: dict[int, int] = {}
-        self._losses: dict[int, torch.Tensor] = {}
+    events: EventLog
+    source: SlotSource
+    snapshots: Snapshots | None
+    checks: Checks | None
+    seed: int
+    slots: int
+    dp_rank: int
+    history: int
+    state: TrainingState
+
+    nominal_tokens: float
+    """Tokens of a step if all were valid. Backward divides by this number, the commit corrects it: what the valid
+    ones are is known only when all slots are there, and gradients in bfloat16 round differently at another
+    scale, torchtitan's in particular."""
+
+    def open_step(self, nominal_tokens: float) -> None:
+        """Prepare for slots; once, when the model is built."""
+        self.nominal_tokens = nominal_tokens
+        self._scale = torch.tensor(nominal_tokens, device=self.device)
+        self._slot_tokens: dict[int, int] = {}
+        self._slot_losses: dict[int, torch.Tensor] = {}
         self.expert_loads = [
             buffer
-            for part in trainer.model_parts
+            for part in self.model_parts
             for name, buffer in part.named_buffers()
             if name.endswith("tokens_per_expert_E")
         ]
@@ -57,32 +64,29 @@ class TitanWork:
 
     @property
     def may_refuse(self) -> bool:
-        return self._trainer.checks is not None
+        return self.checks is not None
 
     def compute(self, step: int, slot: int) -> None:
-        trainer = self._trainer
-        torch.manual_seed(slot_seed(trainer.seed, step, slot, trainer.dp_rank))
+        torch.manual_seed(slot_seed(self.seed, step, slot, self.dp_rank))
         begin = time.perf_counter()
         batch = self._fetch(step, slot)
         if batch is None:
             raise OutOfData
         inputs, labels = batch
-        trainer.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
+        self.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
         valid = int((labels != IGNORE_INDEX).sum())
-        device = trainer.device
+        device = self.device
         inputs = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
-        seen, loads = trainer.ntokens_seen, [load.clone() for load in self.expert_loads] if self.may_refuse else []
-        if trainer.checks is not None:
-            trainer.checks.begin(step, slot)
-        loss = trainer.forward_backward_step(
-            input_dict=inputs, labels=labels.to(device), global_valid_tokens=self._scale
-        )
-        trainer.metrics_processor.ntokens_since_last_log += labels.numel()
-        trainer.ntokens_seen = seen  # counts committed slots only
-        if trainer.checks is not None:
-            self._judge(trainer.checks, step, slot, loads)
-        self._tokens[slot] = valid
-        self._losses[slot] = loss.detach().to(torch.float64) * self.nominal_tokens
+        seen, loads = self.ntokens_seen, [load.clone() for load in self.expert_loads] if self.may_refuse else []
+        if self.checks is not None:
+            self.checks.begin(step, slot)
+        loss = self.forward_backward_step(input_dict=inputs, labels=labels.to(device), global_valid_tokens=self._scale)
+        self.metrics_processor.ntokens_since_last_log += labels.numel()
+        self.ntokens_seen = seen  # counts committed slots only
+        if self.checks is not None:
+            self._judge(self.checks, step, slot, loads)
+        self._slot_tokens[slot] = valid
+        self._slot_losses[slot] = loss.detach().to(torch.float64) * self.nominal_tokens
 
     def _judge(self, checks: Checks, step: int, slot: int, loads: list[torch.Tensor]) -> None:
         """Report what the attention checks saw. Raises SlotRefused if some rank of the group has what is not repaired,
@@ -91,10 +95,10 @@ class TitanWork:
         for finding in checks.drain():
             # Step and rank are every event's own, and so is the word kind.
             fields = {name: value for name, value in finding.items() if name not in ("step", "rank", "kind")}
-            self._trainer.events.emit("finding", step, anomaly=finding["kind"], **fields)
+            self.events.emit("finding", step, anomaly=finding["kind"], **fields)
         if reason := checks.reason_to_leave():
             logger.error(reason)
-            self._trainer.events.emit("unfit", step, reason=reason)
+            self.events.emit("unfit", step, reason=reason)
             raise SystemExit(UNFIT_EXIT)
         if all_in_group(not refused):
             return
@@ -105,33 +109,33 @@ class TitanWork:
     def _fetch(self, step: int, slot: int) -> Batch | None:
         """The slot's batch, or None on all ranks of the group if one of them has none."""
         try:
-            batch = self._trainer.source.microbatch(step, slot)
+            batch = self.source.microbatch(step, slot)
         except DataloaderExhaustedError:
             batch = None
-        endless = not isinstance(self._trainer.source, SlotStreams)
+        endless = not isinstance(self.source, SlotStreams)
         return batch if endless or all_in_group(batch is not None) else None
 
     def results(self) -> SlotSums:
-        device, dims = self._trainer.device, self._trainer.parallel_dims
-        tokens = torch.zeros(self._slots, dtype=torch.float64)
-        loss = torch.zeros(self._slots, dtype=torch.float64, device=device)
-        for slot, count in self._tokens.items():
+        device, dims = self.device, self.parallel_dims
+        tokens = torch.zeros(self.slots, dtype=torch.float64)
+        loss = torch.zeros(self.slots, dtype=torch.float64, device=device)
+        for slot, count in self._slot_tokens.items():
             tokens[slot] = count
-        for slot, value in self._losses.items():
+        for slot, value in self._slot_losses.items():
             loss[slot] = value
         if dims.dp_enabled:
             tokens = dist_utils.dist_sum_tensor(tokens.to(device), dims.get_mesh("batch"))
         if dims.dp_cp_enabled:
             loss = dist_utils.dist_sum_tensor(loss, dims.get_mesh("loss"))
         extra = torch.cat([local(load).flatten().double().cpu() for load in self.expert_loads] or [torch.zeros(0)])
-        return SlotSums(tokens.cpu(), loss.cpu(), extra.double())
+        return SlotSums(tokens.cpu(), loss.cpu(), extra.double(), frozenset(self._slot_tokens))
 
     def discard(self) -> None:
-        self._tokens.clear()
-        self._losses.clear()
+        self._slot_tokens.clear()
+        self._slot_losses.clear()
         for load in self.expert_loads:
             local(load).zero_()
-        self._trainer.optimizers.zero_grad()
+        self.optimizers.zero_grad()
 
     def assign_expert_loads(self, loads: torch.Tensor) -> None:
         """Put the loads of the whole global batch where torchtitan's balancing reads them."""
@@ -141,39 +145,51 @@ class TitanWork:
 
     def notes(self, step: int) -> bytes | None:
         """Where this group's dataloader streams stand, so that any group can adopt them."""
-        if step % NOTES_INTERVAL or not isinstance(self._trainer.source, SlotStreams):
+        if step % NOTES_INTERVAL or not isinstance(self.source, SlotStreams):
             return None
-        return self._trainer.source.known_states()
+        return self.source.known_states()
 
     def noted(self, notes: list[bytes]) -> None:
         for note in filter(None, notes):
-            self._trainer.source.learn(note)
+            self.source.learn(note)
 
     def settle(self) -> int:
-        return self._trainer.snapshots.settle() if self._trainer.snapshots else -1
+        return self.snapshots.settle() if self.snapshots else -1
 
     def serve(self) -> HealState:
-        state = self._state.snapshot({DATA_BLOB: self._trainer.source.known_states()})
-        if self._trainer.snapshots is not None:
-            state.blobs[DATALOADER_BLOB] = pack_dataloader(self._trainer.source.state_dict())
-            state.meta[COMPLETE_SNAPSHOT] = self._trainer.snapshots.complete
+        state = self.state.snapshot({DATA_BLOB: self.source.known_states()})
+        if self.snapshots is not None:
+            state.blobs[DATALOADER_BLOB] = pack_dataloader(self.source.state_dict())
+            state.meta[COMPLETE_SNAPSHOT] = self.snapshots.complete
         return state
 
     def heal(self, state: HealState) -> None:
         self.take(state, "peer")
         known = state.meta.get(COMPLETE_SNAPSHOT)
-        if self._trainer.snapshots is not None and known is not None:
-            self._trainer.snapshots.learn_complete(*known)
+        if self.snapshots is not None and known is not None:
+            self.snapshots.learn_complete(*known)
 
     def take(self, state: HealState, source: str) -> None:
         """Take over a state of this rank column; `source` says in the events where it came from."""
         self.settle()  # a snapshot of the state before may still be under way
-        self._state.load(state)
-        self._trainer.source.learn(state.blobs[DATA_BLOB])
-        self._trainer.source.committed(self._trainer.step)
-        self._trainer.announce(source)
-        if self._trainer.checks is not None:
-            self._trainer.checks.weights_changed()
+        self.state.load(state)
+        self.source.learn(state.blobs[DATA_BLOB])
+        self.source.committed(self.step)
+        self.announce(source)
+        if self.checks is not None:
+            self.checks.weights_changed()
+
+    def announce(self, source: str) -> None:
+        """Say where this group's state came from."""
+        self.events.emit(
+            "training_started",
+            self.step + 1,
+            source=source,
+            history=f"{self.history:x}",
+            slots=self.slots,
+            global_batch_size=self.config.training.global_batch_size,
+            ranks=dist.get_world_size(),
+        )
 
 
 def sum_in_group(value: int) -> int:

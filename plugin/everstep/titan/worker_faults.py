@@ -12,7 +12,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -24,9 +25,6 @@ from everstep.chaos.orders import order_file
 from everstep.run.files import read_json
 from everstep.snapshot.slot import SlotWriter
 from everstep.step.reduction import local
-
-if TYPE_CHECKING:
-    from everstep.titan.trainer import EverstepTrainer
 
 POLL_S = 0.05
 HOG_BYTES = 2 << 30
@@ -40,19 +38,19 @@ _BPF_LD_RANDOM, _BPF_JGE, _BPF_RET = 0x20, 0x35, 0x06
 _SKF_AD_RANDOM = 0xFFFFF000 + 56
 
 
-class Saboteur:
+class WorkerFaults:
     """Looks for orders to one rank and carries them out."""
 
-    def __init__(self, trainer: "EverstepTrainer", group: int, rank: int) -> None:
+    def __init__(self, trainer: Any, run_dir: Path, group: int, rank: int) -> None:
         self._trainer = trainer
-        self._file = order_file(trainer._run_dir, group, rank)
+        self._file = order_file(run_dir, group, rank)
         self._seen = ""
         self._pending: dict[str, Any] = {}
         self._until: dict[str, float] = {}
         """Of faults that last: when they end, on the monotonic clock."""
-        self._wrap(trainer._heartbeat, "beat", self._at_beat)
-        self._wrap(trainer._work, "compute", self._around_compute)
-        threading.Thread(target=self._look, name="saboteur", daemon=True).start()
+        self._wrap(trainer.files, "beat", self._at_beat)
+        self._wrap(trainer, "compute", self._around_compute)
+        threading.Thread(target=self._look, name="worker-faults", daemon=True).start()
 
     def _wrap(self, owner: Any, name: str, around: Callable) -> None:
         inner = getattr(owner, name)

@@ -1,148 +1,12 @@
 """The step protocol between real processes: lighthouse, quorums, Gloo, healing, SIGKILL and SIGSTOP."""
 
 import contextlib
-import multiprocessing
 import os
 import signal
-import sys
-from pathlib import Path
 
 import pytest
 
-from everstep.run.events import read_events
-
-sys.path.insert(0, str(Path(__file__).parent))
-import member
-
-DEADLINE_S = 60
-
-
-class Group:
-    """A running member; `commits` grows as it reports them."""
-
-    def __init__(self, context, options: member.Options) -> None:
-        self._connection, theirs = context.Pipe()
-        self.process = context.Process(target=member.main, args=(options, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.commits: dict[int, dict] = {}
-
-    def _receive(self) -> object:
-        if not self._connection.poll(DEADLINE_S):
-            raise TimeoutError(f"nothing from the group for {DEADLINE_S} s after step {max(self.commits, default=0)}")
-        try:
-            return self._connection.recv()
-        except (EOFError, ConnectionResetError):
-            self.process.join()
-            raise AssertionError(f"the group ended with {self.process.exitcode}") from None
-
-    def ready(self) -> "Group":
-        """Wait until the group asks for its first quorum."""
-        assert self._receive() == "ready"
-        return self
-
-    def until(self, step: int) -> dict:
-        """Wait for the commit of `step`."""
-        while step not in self.commits:
-            commit = self._receive()
-            if commit == "ready":
-                continue
-            assert commit is not None, f"the group was done before step {step}"
-            self.commits[commit["step"]] = commit
-        return self.commits[step]
-
-    def go(self) -> None:
-        """End its pause."""
-        self._connection.send("go")
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-    def death(self) -> int:
-        """Wait for its end; the exit code, negative for a signal."""
-        self.process.join(DEADLINE_S)
-        return self.process.exitcode
-
-
-class Run:
-    """A lighthouse and the groups of a test."""
-
-    def __init__(self, run_dir: Path, context) -> None:
-        self.run_dir = run_dir
-        self.port = 0
-        self._context = context
-        self.members: list[Group] = []
-        self.start_lighthouse()
-
-    def start_lighthouse(self) -> None:
-        connection, theirs = self._context.Pipe()
-        self.lighthouse = self._context.Process(target=member.lighthouse, args=(self.port, theirs), daemon=True)
-        self.lighthouse.start()
-        assert connection.poll(DEADLINE_S)
-        self.port = connection.recv()
-
-    def kill_lighthouse(self) -> None:
-        self.lighthouse.kill()
-        self.lighthouse.join()
-
-    def group(self, number: int, *, steps: int, **options: object) -> Group:
-        lighthouse = f"http://127.0.0.1:{self.port}"
-        group = Group(
-            self._context,
-            member.Options(group=number, lighthouse=lighthouse, run_dir=self.run_dir, steps=steps, **options),
-        )
-        self.members.append(group)
-        return group
-
-    def together(self, groups: int, *, steps: int, **options: object) -> list[Group]:
-        """Groups 0 … groups - 1, all of which take part from step 3 on."""
-        first = self.group(0, steps=steps, pause_after=2, **options)
-        first.until(2)
-        others = [self.group(number, steps=steps, **options).ready() for number in range(1, groups)]
-        first.go()
-        return [first, *others]
-
-    def events(self, kind: str) -> list[dict]:
-        return [event for event in read_events(self.run_dir) if event["kind"] == kind]
-
-    def close(self) -> None:
-        for group in self.members:
-            group.kill()
-        self.kill_lighthouse()
-
-
-@pytest.fixture(scope="module")
-def context():
-    """Processes that start with everything imported."""
-    os.environ.update(OMP_NUM_THREADS="1", RUST_LOG="warn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["member"])
-    return context
-
-
-@pytest.fixture
-def run(tmp_path, context):
-    run = Run(tmp_path, context)
-    yield run
-    run.close()
-
-
-def expected(step: int, slots: int) -> list[float]:
-    """The state after `step` of the run in which nothing failed."""
-    total = [0.0] * 4
-    for done in range(1, step + 1):
-        for slot in range(slots):
-            total = [a + b for a, b in zip(total, (1, slot, done, slot * done), strict=True)]
-    return total
-
-
-def check(group: Group, steps: int, slots: int = 6) -> None:
-    """Every step that the group committed has the failure-free state, and it reached the last one."""
-    group.until(steps)
-    for step, commit in group.commits.items():
-        assert commit["state"] == expected(step, slots), f"step {step}"
-        assert commit["tokens"] == 10.0 * slots
+from harness import ENDLESS, check, check_states, expected
 
 
 def test_groups_share_the_slots_and_reach_the_same_state(run):
@@ -180,14 +44,14 @@ def test_a_group_may_die_in_any_phase(run, phase):
 
 @pytest.mark.parametrize("phase", ["connect", "heal"])
 def test_a_group_may_die_while_it_joins_again_and_again_and_come_back(run, phase):
-    survivor = run.group(0, steps=100, slot_s=0.02)
+    survivor = run.group(0, steps=ENDLESS, slot_s=0.02)
     survivor.until(2)
     for _ in range(3):
-        assert run.group(1, steps=100, slot_s=0.02, crash_at=phase).death() == -signal.SIGKILL
-    last = run.group(1, steps=100, slot_s=0.02)
-    check(survivor, 100)
-    check(last, 100)
-    assert len(last.commits) > 5
+        assert run.group(1, steps=ENDLESS, slot_s=0.02, crash_at=phase).death() == -signal.SIGKILL
+    last = run.group(1, steps=ENDLESS, slot_s=0.02)
+    last.until(last.first() + 10)
+    check_states(survivor)
+    check_states(last)
 
 
 def test_two_of_three_die_at_once(run):
@@ -220,11 +84,11 @@ def test_the_lighthouse_dies_and_comes_back_with_an_empty_memory(run):
 
 
 def test_a_group_gives_up_when_no_quorum_ever_comes(run):
-    group = run.group(0, steps=1_000_000, give_up_s=3)
+    group = run.group(0, steps=ENDLESS, give_up_s=3)
     group.until(3)
     run.kill_lighthouse()
     with contextlib.suppress(AssertionError):
-        group.until(1_000_000)
+        group.until(ENDLESS)
     assert group.death() == 1
     assert run.events("quorum_failed")
 
@@ -298,7 +162,7 @@ def test_a_group_that_is_asked_to_leave_finishes_its_step_and_the_others_go_on(r
 
 
 def test_a_group_can_leave_while_there_is_no_quorum(run):
-    group = run.group(0, steps=1_000_000)
+    group = run.group(0, steps=ENDLESS)
     group.until(3)
     run.kill_lighthouse()
     group.process.terminate()

@@ -1,0 +1,81 @@
+"""What the run directory says to one rank of a group, and what this rank says there."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from everstep.run import fence
+from everstep.run.beats import DONE, STARTUP, Heartbeat, beats_of_groups
+from everstep.run.files import read_json, write_json
+
+FINISHED = Path("state") / "finished.json"
+AWAY = (DONE, STARTUP)
+"""Phases of a group that has no state to offer."""
+
+
+def finished_step(run_dir: Path) -> int:
+    """The step at which this run last ended with its state saved; -1 if it never did.
+
+    Raises:
+        ValueError: the marker names no step.
+    """
+    path = run_dir / FINISHED
+    try:
+        return int(read_json(path).get("step", -1))
+    except (json.JSONDecodeError, TypeError) as error:
+        raise ValueError(f"{path} does not say which step was the last: remove it if the run is not over") from error
+
+
+class RankFiles:
+    """Implements `everstep.step.interfaces.RunFiles`; a SIGTERM asks this rank to leave.
+
+    Args:
+        run_dir, group, rank: whose.
+        steps: of the whole run.
+        stall_timeout_s: a group that was not heard of for longer has no state to offer.
+    """
+
+    def __init__(self, run_dir: Path, group: int, rank: int, *, steps: int, stall_timeout_s: float) -> None:
+        self._run_dir, self._group, self._steps, self._stall_timeout_s = run_dir, group, steps, stall_timeout_s
+        self._heartbeat = Heartbeat(run_dir, group, rank)
+        claim = os.environ.get(fence.ENVIRONMENT)
+        self._claim = fence.Claim.parse(claim) if claim else None
+        self._terminated = False
+        signal.signal(signal.SIGTERM, self._on_terminate)
+
+    def _on_terminate(self, signum: int, frame: Any) -> None:
+        self._terminated = True
+
+    def beat(self, phase: str, step: int) -> None:
+        """See `RunFiles.beat`."""
+        self._heartbeat.beat(phase, step)
+
+    def fenced(self) -> bool:
+        """See `RunFiles.fenced`."""
+        return self._claim is not None and not fence.holds(self._run_dir, self._group, self._claim)
+
+    def asked_to_leave(self) -> bool:
+        """See `RunFiles.asked_to_leave`."""
+        return self._terminated
+
+    def groups_with_state(self) -> list[int]:
+        """See `RunFiles.groups_with_state`."""
+        return [
+            group
+            for group, beat, age_s in beats_of_groups(self._run_dir)
+            if group != self._group and beat.step > 0 and beat.phase not in AWAY and age_s < self._stall_timeout_s
+        ]
+
+    def finished_step(self) -> int:
+        """See `RunFiles.finished_step`."""
+        return finished_step(self._run_dir)
+
+    def mark_finished(self, step: int) -> None:
+        """See `RunFiles.mark_finished`."""
+        write_json(self._run_dir / FINISHED, {"step": step})
+
+    def is_over(self) -> bool:
+        """See `RunFiles.is_over`."""
+        return self.finished_step() >= self._steps
