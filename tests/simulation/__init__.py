@@ -1,5 +1,5 @@
-"""A deterministic simulation of a whole run: the real step protocol and driver on every rank, over a world with a virtual
-clock, a port of torchft's lighthouse, and faults placed from a seed.
+"""A deterministic simulation of a whole run: the real step protocol and driver on every rank, over a world with a
+virtual clock, a port of torchft's lighthouse, and faults placed from a seed.
 
     python -m simulation --seeds 0-99            (scripts/simulate)
 

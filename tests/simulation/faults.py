@@ -350,6 +350,7 @@ BREAKERS: dict[str, Callable[[World, Life, Rank, float], bool]] = {
 }
 KINDS = tuple(BREAKERS)
 WEIGHTS = {
+    "flip": 2.0,
     "kill": 3.0,
     "await": 5.0,
     "stop": 2.0,

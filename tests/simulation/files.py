@@ -51,7 +51,7 @@ class SimFiles:
 
     def mark_finished(self, step: int) -> None:
         self._world.scheduler.check()
-        self._world.finished = max(self._world.finished, step)
+        self._world.finish(step)
 
     def is_over(self) -> bool:
         return self.finished_step() >= self._world.plan.steps

@@ -59,6 +59,8 @@ class Life:
         self.name = f"{group.id}.{number}"
         self.size = world.plan.ranks
         self.broken = self.ended = False
+        self.stayed = self.audits_passed = 0
+        """Commits since it was asked to leave; audits since its parameters changed behind its back."""
         self.endings: list[End] = []
         self.decisions = Collectives(world, self, "decision")
         self.work = Collectives(world, self, "call of the trainer")
@@ -75,6 +77,9 @@ class Life:
     @property
     def alive(self) -> bool:
         return not self.ended and not self.broken
+
+    def flipped(self) -> bool:
+        return any(rank.work.state.flipped for rank in self.ranks)
 
     def start(self) -> None:
         self.world.note(self.name, "starts", None, {})

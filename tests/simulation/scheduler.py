@@ -123,12 +123,15 @@ class Scheduler:
         self.call_in(0.0, self._resume, task, 0)
         return task
 
-    def run(self) -> None:
-        """Until nothing is left to happen."""
+    def run(self, most: int = 10**9) -> bool:
+        """Until nothing is left to happen; whether that came within so many events."""
         heap = self._heap
-        while heap:
+        for _ in range(most):
+            if not heap:
+                return True
             self.now, _, call, args = heapq.heappop(heap)
             call(*args)
+        return False
 
     def end(self) -> None:
         """Forget what is still to happen."""

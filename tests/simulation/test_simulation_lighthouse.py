@@ -1,5 +1,5 @@
-"""The port of torchft's lighthouse against the real one: the same schedule of requests, heartbeats, clients that give up
-and restarts gives the same quorums, with the same members saying the same, in the same order."""
+"""The port of torchft's lighthouse against the real one: a schedule of requests, heartbeats, clients that give up and
+restarts gives the same quorums, with the same members saying the same, in the same order."""
 
 import random
 import threading
@@ -19,7 +19,7 @@ from simulation.lighthouse import Announced, Lighthouse, Listener, Options
 UNIT_S = 0.4
 """One tick of a schedule. Join timeouts, heartbeat timeouts and clients' patience end at different places between two
 ticks, a fifth of it apart."""
-JOIN_UNITS, HEARTBEAT_UNITS = 2.3, 3.5
+JOIN_UNITS, HEARTBEAT_UNITS = 2.3, 2.5
 LONG_UNITS = 40
 
 
@@ -39,17 +39,19 @@ def draw(seed: int) -> tuple[list[Act], int]:
     chance = random.Random(seed)
     members = [f"m{number}" for number in range(chance.randint(2, 5))]
     acts, free_at = [], dict.fromkeys(members, 0.0)
+    # Every other schedule is sparse: there, heartbeats run out while a member waits.
+    asks, beats = (0.45, 0.75) if seed % 2 else (0.25, 0.3)
     for unit in range(1, 15):
         # The order within a tick matters, so both sides take them one after the other.
         for member in chance.sample(members, len(members)):
             draw = chance.random()
-            if draw < 0.45 and free_at[member] <= unit:
-                patience = chance.choice([0.7, 1.7, 4.7])
+            if draw < asks and free_at[member] <= unit:
+                patience = chance.choice([0.7, 1.7, 4.7, 7.7])
                 acts.append(Act(unit, member, "ask", patience))
                 free_at[member] = unit + patience + 1
-            elif draw < 0.75:
+            elif draw < beats:
                 acts.append(Act(unit, member, "beat"))
-        if chance.random() < 0.05:
+        if chance.random() < 0.04:
             acts.append(Act(unit, "", "restart"))
     return acts, chance.choice([1, 1, 2])
 
@@ -65,7 +67,7 @@ def ported(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
     heard: dict[int, Heard | None] = {}
     waiting: dict[int, tuple[float, Listener, Lighthouse]] = {}
     steps: list[tuple[float, int, Act | None]] = [(act.unit * UNIT_S, number, act) for number, act in enumerate(acts)]
-    tick, last = 0.0, max(act.unit for act in acts) * UNIT_S + 6 * UNIT_S
+    tick, last = 0.0, max(act.unit for act in acts) * UNIT_S + 9 * UNIT_S
     while tick < last:
         steps.append((tick + 0.011, -1, None))
         tick += options.quorum_tick_s
@@ -151,7 +153,8 @@ def observed(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
                     heard[number] = None
                     clients[act.member] = LighthouseClient(address, timedelta(seconds=5))
                     pool.submit(ask, clients[act.member], number, act)
-        time.sleep(5 * UNIT_S)
+                else:
+                    time.sleep(8 * UNIT_S)
     return heard
 
 
@@ -173,7 +176,7 @@ def compare(seed: int) -> int:
 def test_the_port_and_torchft_answer_alike() -> None:
     with ThreadPoolExecutor(6) as pool:
         answered = sum(pool.map(compare, range(12)))
-    assert answered > 100
+    assert answered > 60
 
 
 @pytest.mark.slow

@@ -163,6 +163,7 @@ class SimWork:
         world = self._world
         if self.has_state and state.step < self.state.step and not self.rank.life.group.suspicious:
             world.judge.violate("step went back", f"{self.rank.name} had {self.state} and takes {state}")
+        world.judge_heal(self.rank, state)
         world.judge.at(self.rank.name, self.rank.number, state)
         self.state, self.has_state = state, True
 
@@ -205,6 +206,7 @@ class SimWork:
     def restore(self) -> tuple[int, int]:
         world = self._world
         self._together("restore")
+        world.judge_restore(self.rank)
         world.scheduler.pause(0.05, 1.0)
         state = world.restorable(self.rank)
         self._together("restored", state.step, state.history)

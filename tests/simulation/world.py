@@ -21,9 +21,12 @@ from simulation.network import Beacon, LighthouseNode, Wire
 from simulation.scheduler import Process, Scheduler
 from simulation.trainer import SimWork
 
-NO_PROGRESS_S = 400.0
+NO_PROGRESS_S = 300.0
 """Virtual seconds after the last commit and the last fault at which a run counts as stuck."""
 LOOK_S = 5.0
+STAYS, AUDITS = 3, 3
+MOST_EVENTS = 2_000_000
+"""A run of the largest size takes a tenth of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,7 @@ class World:
         """Step → a state for each rank column, once all of them are written."""
         self._writing: dict[tuple[str, int], dict[int, State]] = {}
         self.finished = -1
+        self.finished_lineage: set[int] = set()
         self.refusing: dict[int, int] = {}
         self.spoiling: dict[int, int] = {}
         self.slow: dict[int, float] = {}
@@ -200,12 +204,57 @@ class World:
 
     def applied(self, rank: Rank, commit: Commit) -> None:
         if rank.number == 0:
+            if commit.step <= self.finished and commit.history not in self.finished_lineage:
+                text = f"{rank.name} commits step {commit.step} again, the run ended after {self.finished}"
+                self.judge.violate("after the end", text)
+            self._judge_leaving(rank)
+            self._judge_audit(rank, commit)
             self.applied_count += 1
             self.last_event = max(self.last_event, self.scheduler.now)
             if self._tracing:
                 self.note(
                     rank.name, "applied", commit.step, {"history": f"{commit.history:x}", "groups": commit.groups}
                 )
+
+    def _judge_leaving(self, rank: Rank) -> None:
+        """A group that is asked to leave does so after the step in progress."""
+        if self.scheduler.now >= max(other.leave_at for other in rank.life.ranks):
+            rank.life.stayed += 1
+            if rank.life.stayed > STAYS:
+                self.judge.violate("does not leave", f"{rank.life.name} was asked to {STAYS} commits ago")
+
+    def _judge_audit(self, rank: Rank, commit: Commit) -> None:
+        """Where most groups are sound, the next audits send one that is not away."""
+        every, life = self.plan.audit_every, rank.life
+        if not every or commit.step % every:
+            return
+        members = [other for other in self.with_state() if other.group.id in commit.groups]
+        ill = [other for other in members if other.flipped()]
+        if ill == [life] and len(members) >= 3:
+            life.audits_passed += 1
+            if life.audits_passed > AUDITS:
+                self.judge.violate("audit without effect", f"{life.name} differs since {AUDITS} audits")
+        else:
+            life.audits_passed = 0
+
+    def judge_restore(self, rank: Rank) -> None:
+        """Nobody goes back to snapshots or the disk while a group that can be heard has a state."""
+        now = self.scheduler.now
+        for other in self.with_state():
+            age_s = now - other.group.beat[0]
+            mine = other.group is rank.life.group
+            if not mine and other.group.beat[2] > 0 and not other.endings and age_s < self.plan.stall_s - 2 * LOOK_S:
+                self.judge.violate(
+                    "went back", f"{rank.name} restores while {other.name} has {other.ranks[0].work.state}"
+                )
+
+    def judge_heal(self, rank: Rank, state: State) -> None:
+        """What an audit should have told from the others' does not spread to groups that were sound."""
+        able = self.with_state()
+        ill = [life for life in able if life.flipped()]
+        if state.flipped and rank.work.has_state and rank.life in able and len(able) >= 3 and len(ill) == 1:
+            if ill[0] is not rank.life:
+                self.judge.violate("the ill one is believed", f"{rank.name} takes over what {ill[0].name} has")
 
     def thrown_away(self, work: SimWork) -> None:
         """A group's gradients are forgotten. Remember slots for which nothing says so."""
@@ -326,8 +375,10 @@ class World:
         )
 
     def run(self) -> Outcome:
-        self.scheduler.run()
-        self._judge_the_end()
+        if self.scheduler.run(MOST_EVENTS):
+            self._judge_the_end()
+        else:
+            self.judge.violate("no end", f"{MOST_EVENTS} events")
         virtual_s = self.scheduler.now
         for group in self.groups.values():
             for life in group.lives:
@@ -365,6 +416,15 @@ class World:
         steps = self.judge.lineage(saved[0])
         if sorted(steps) != list(range(1, self.finished + 1)):
             self.judge.violate("broken lineage", f"{sorted(steps)} behind the last state, of step {self.finished}")
+
+    def finish(self, step: int) -> None:
+        """A group says that the state of a step is saved, and is the last."""
+        self.finished = max(self.finished, step)
+        for state in self.disk.get(step, [])[:1]:
+            history = state.history
+            while history in self.judge.chain:
+                self.finished_lineage.add(history)
+                history = self.judge.chain[history].parent
 
     def finishing(self) -> bool:
         """Whether a group has come to the end of the run."""
