@@ -193,10 +193,13 @@ def test_a_run_that_is_still_going_or_has_not_begun_can_be_scored(tmp_path):
     assert (figures["status"], figures["steps"], figures["training_s"]) == ("running", 2, 2)
 
 
+COMMIT = {"t": 3, "kind": "commit", "group": 0, "step": 2, "groups": [0], "loss": 1, "tokens": 1, "grad_norm": 1}
+
+
 def test_events_are_read_by_kind_however_their_json_is_spaced(tmp_path):
     run_dir = Timeline().start(0, 0).commit(1, 1, [0]).heal(2, 0, source=0).write(tmp_path)
     log = run_dir / "events" / "group-0.rank-0.jsonl"
-    log.write_text(log.read_text() + json.dumps({"t": 3, "kind": "commit"}) + '\n{"t": 4, "kind": "heal"}\n')
+    log.write_text(log.read_text() + json.dumps(COMMIT) + '\n{"t": 4, "kind": "heal"}\n')
     assert [event["t"] for event in read_events(run_dir, {"commit"})] == [1, 3]
 
 

@@ -80,6 +80,7 @@ def keep_up(beacon: Beacon) -> int:
 def _start(beacon: Beacon, port: int) -> subprocess.Popen:
     ft = beacon.fault_tolerance
     command = [sys.executable, "-m", "everstep.quorum.lighthouse", "--bind", f"{beacon.host}:{port}"]
+    command += ["--run-dir", str(beacon.run_dir)]
     command += ["--min-groups", str(ft.min_groups), "--heartbeat-timeout-s", str(ft.heartbeat_timeout_s)]
     command += ["--join-timeout-s", str(ft.join_timeout_s), "--die-with-parent"]
     log = beacon.run_dir / "logs" / "lighthouse.log"

@@ -208,7 +208,7 @@ class Supervisor:
         if "lighthouse" in self._pids:
             self._lighthouse.look()
         elif self._lighthouse.is_due():
-            args = [self._lighthouse.arguments(self.settings.fault_tolerance)]
+            args = [self._lighthouse.arguments(self.settings.fault_tolerance, self.run_dir.path)]
             self._fork("lighthouse", "everstep.quorum.lighthouse:main", args, "lighthouse.log")
 
     def _run_flags(self) -> list[str]:

@@ -4,7 +4,7 @@ Both are computed from the run's events and from nothing else.
 """
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ OnEvents = Callable[[list[dict]], None]
 
 def describe(event: dict) -> str:
     """One event as a line for people; empty for those that would only fill the screen."""
+    event = defaultdict(lambda: "?", event)  # a field that its kind need not have
     kind, group, target = event["kind"], event.get("group"), event.get("target_group")
     match kind:
         case "run_started":
@@ -88,7 +89,7 @@ class RunState:
         if event["kind"] == "commit":
             if event["step"] <= self.step:
                 return ""
-            self.step, self.loss = event["step"], event["loss"]
+            self.step, self.loss = event["step"], event.get("loss")
             self.taking_part = set(event["groups"])
             self._commits.append((event["t"], event.get("tokens") or 0.0))
             return self._step_line()

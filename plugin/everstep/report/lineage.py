@@ -79,7 +79,9 @@ def final_lineage(commits: list[Commit]) -> list[Commit]:
     alive = commits[restored[-1] if restored else 0 :]
     tip = max(alive, key=lambda c: (c.step, c.order), default=None)
     chain = []
-    while tip is not None:
+    known: set[int] = set()
+    while tip is not None and tip.order not in known:  # events that contradict each other can make a circle
+        known.add(tip.order)
         chain.append(tip)
         tip = tip.parent
     return chain[::-1]

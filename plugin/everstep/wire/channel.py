@@ -1,46 +1,28 @@
-"""Bytes between two processes of one run: authenticated, checksummed, in parallel, and without pickle.
-
-The heal transport (a live group's state to a joiner) and the keepers (snapshot parts and parity) both speak
-this.
-
-A connection, from its first byte:
-
-1. Server: magic, 32 random bytes. Client: 32 random bytes and HMAC-SHA256(token, "client", both). The server
-   checks it in constant time and answers with HMAC-SHA256(token, "server", both), so that either side knows
-   the other holds the run's token. The token itself never travels. Before this nothing of a peer is parsed.
-2. Frames: JSON objects with a length and an XXH3 checksum in front. What they mean is the caller's business.
-3. Ranges: the client asks for `{"op": "read", "offset": o, "length": n}`; the server answers with a frame
-   (agreement or refusal) and then chunks, each with its offset, length and XXH3-64 in front, computed from
-   the source's memory and checked in the destination's.
-
-This keeps out strangers and notices every corruption. It is not encryption: someone who can read or alter the
-network's packets can read or alter a transfer, as with the gradient sums beside it.
-"""
+"""Messages and byte ranges over a connection that was let in."""
 
 import bisect
 import contextlib
-import hmac
 import json
-import os
+import math
 import queue
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import xxhash
 
-MAGIC = b"everwir1"
-NONCE_BYTES = 32
-CHUNK_BYTES = 1 << 20  # small enough to be hashed while still in the cache that the socket filled
+from everstep.wire.sealing import TAG_BYTES, Sealer, SealError
+
+CHUNK_BYTES = 1 << 20  # small enough to be sealed while still in the cache that the socket filled
 RANGE_BYTES = 8 << 20  # what one request asks for; the next is asked for before the last has arrived
 FRAME_LIMIT_BYTES = 64 << 20
-HANDSHAKE_TIMEOUT = timedelta(seconds=5)
 _MAX_IOV = 512
-_FRAME = struct.Struct("<IQ")
-_CHUNK = struct.Struct("<QIQ")
+_FRAME, _CHUNK = 0, 1
+_HEAD = struct.Struct("<BQI")  # what it is, offset of a chunk, bytes that follow
 
 
 class WireError(ConnectionError):
@@ -85,9 +67,11 @@ class Pieces:
 def parse_address(address: str) -> tuple[str, int]:
     """`host:port` or `[v6]:port` → (host, port). Raises WireError for anything else."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise WireError(f"'{address}' is not an address of the form host:port")
-    return host.strip("[]"), int(port)
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    known = 0 < len(host) <= 255 and host.isascii() and host.isprintable() and not set(host) & set(" /@[]")
+    if not known or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
+        raise WireError(f"{address[:300]!r} is not an address of the form host:port")
+    return host, int(port)
 
 
 def format_address(host: str, port: int) -> str:
@@ -103,9 +87,19 @@ def _timeval(timeout: timedelta) -> bytes:
 class Channel:
     """One authenticated connection. Not for use by two threads at once, except `cut`."""
 
-    def __init__(self, sock: socket.socket, peer: str, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: str,
+        timeout: timedelta,
+        outgoing: Sealer | None = None,
+        incoming: Sealer | None = None,
+    ) -> None:
+        """`outgoing`, `incoming`: what seals and opens records; None as long as there is no session."""
         self._sock = sock
         self.peer = peer
+        self._outgoing, self._incoming = outgoing, incoming
+        self._deadline = math.inf
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.set_timeout(timeout)
@@ -117,6 +111,18 @@ class Channel:
         self._timeout_s = timeout.total_seconds()
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout))
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
+
+    def begin_session(self, outgoing: Sealer, incoming: Sealer) -> None:
+        """From now on records can be sent and received."""
+        self._outgoing, self._incoming = outgoing, incoming
+
+    def set_deadline(self, deadline: float) -> None:
+        """`time.monotonic()` at which every receive fails, however busily the peer sends; `math.inf` for none."""
+        self._deadline = deadline
+
+    def detach(self) -> socket.socket:
+        """The connection without the protocol; the channel is no longer of use."""
+        return self._sock
 
     def close(self) -> None:
         self._sock.close()
@@ -134,6 +140,11 @@ class Channel:
         timeout."""
         got = 0
         while got < view.nbytes:
+            if self._deadline != math.inf:
+                left_s = self._deadline - time.monotonic()
+                if left_s <= 0:
+                    raise WireError(f"{self.peer} took too long")
+                self.set_timeout(timedelta(seconds=left_s))
             try:
                 n = self._sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
             except BlockingIOError:
@@ -164,24 +175,42 @@ class Channel:
             if sent:
                 pending[0] = pending[0][sent:]
 
+    def _send_record(self, kind: int, offset: int, views: Sequence[memoryview]) -> None:
+        if self._outgoing is None:
+            raise WireError(f"there is no session with {self.peer} yet")
+        head = _HEAD.pack(kind, offset, sum(view.nbytes for view in views))
+        body, tag = self._outgoing.seal(head, views)
+        self.send([head, *body, tag])
+
+    def _open_record(self, head: bytes, views: Sequence[memoryview]) -> None:
+        """Take in the tag of a record whose body has been received, and see that all of it is right."""
+        if self._incoming is None:
+            raise WireError(f"there is no session with {self.peer} yet")
+        try:
+            self._incoming.open(head, views, self.receive(TAG_BYTES))
+        except SealError as error:
+            raise WireError(f"what {self.peer} sent was altered on the way: {error}") from error
+
     def send_frame(self, message: dict[str, Any]) -> None:
         body = json.dumps(message, separators=(",", ":")).encode()
         if len(body) > FRAME_LIMIT_BYTES:
             raise WireError(f"a message of {len(body)} bytes is over the limit of {FRAME_LIMIT_BYTES}")
-        self.send([_FRAME.pack(len(body), xxhash.xxh3_64_intdigest(body)), body])
+        self._send_record(_FRAME, 0, [memoryview(body)])
 
     def receive_frame(self) -> dict[str, Any]:
         """The next message. Raises RefusedError if it is a refusal, WireError if it is damaged or not a
         message."""
-        length, digest = _FRAME.unpack(self.receive(_FRAME.size))
-        if length > FRAME_LIMIT_BYTES:
-            raise WireError(f"{self.peer} announced a message of {length} bytes, over the limit of {FRAME_LIMIT_BYTES}")
-        body = self.receive(length)
-        if xxhash.xxh3_64_intdigest(body) != digest:
-            raise WireError(f"a message from {self.peer} does not match its checksum")
+        head = self.receive(_HEAD.size)
+        kind, _, length = _HEAD.unpack(head)
+        if kind != _FRAME or length > FRAME_LIMIT_BYTES:
+            raise WireError(f"{self.peer} sent no message, or one over the limit of {FRAME_LIMIT_BYTES} bytes")
+        body = bytearray()
+        while len(body) < length:  # room for what has come, whatever was announced
+            body += self.receive(min(CHUNK_BYTES, length - len(body)))
+        self._open_record(head, [memoryview(body)])
         try:
             message = json.loads(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise WireError(f"{self.peer} sent a message that is not JSON") from error
         if not isinstance(message, dict):
             raise WireError(f"{self.peer} sent {type(message).__name__} where an object was due")
@@ -199,14 +228,14 @@ class Channel:
         self.send_frame({"op": "read", "offset": offset, "length": length})
 
     def send_range(self, source: Bytes, offset: int, length: int) -> None:
-        """Answer a read: the bytes as checksummed chunks. Raises RefusedError when they are not all there."""
+        """Answer a read: the bytes as chunks. Raises RefusedError when they are not all there."""
         if offset < 0 or length < 0 or offset + length > source.size:
             raise RefusedError(f"bytes {offset} to {offset + length} were asked for, of {source.size}")
         self.send_frame({"length": length})
         for start in range(offset, offset + length, CHUNK_BYTES):
             n = min(CHUNK_BYTES, offset + length - start)
             views = source.views(start, n)
-            self.send([_CHUNK.pack(start, n, digest_of(views)), *views])
+            self._send_record(_CHUNK, start, views)
 
     def receive_range(self, sink: Bytes, offset: int, length: int, base: int = 0) -> None:
         """Take the answer to a read straight into its place. `base`: the offset that is the sink's byte 0.
@@ -216,13 +245,13 @@ class Channel:
         self.receive_frame()
         for start in range(offset, offset + length, CHUNK_BYTES):
             n = min(CHUNK_BYTES, offset + length - start)
-            if _CHUNK.unpack_from(head := self.receive(_CHUNK.size))[:2] != (start, n):
-                raise WireError(f"{self.peer} sent another chunk than the one asked for at byte {start}")
+            head = self.receive(_HEAD.size)
+            if head != _HEAD.pack(_CHUNK, start, n):
+                raise WireError(f"{self.peer} sent something else than the chunk asked for at byte {start}")
             views = sink.views(start - base, n)
             for view in views:
                 self.receive_into(view)
-            if digest_of(views) != _CHUNK.unpack(head)[2]:
-                raise WireError(f"the chunk at byte {start} from {self.peer} does not match its checksum")
+            self._open_record(head, views)
 
 
 def digest_of(views: Sequence[memoryview]) -> int:
@@ -235,134 +264,10 @@ def digest_of(views: Sequence[memoryview]) -> int:
     return digest.intdigest()
 
 
-def _proof(token: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    return hmac.digest(token, MAGIC + role + server_nonce + client_nonce, "sha256")
-
-
-def connect(address: str, token: bytes, timeout: timedelta) -> Channel:
-    """An authenticated channel to a `Server`.
-
-    Raises:
-        WireError: nobody listens there, the listener is none of ours, or it does not hold the same token.
-    """
-    host, port = parse_address(address)
-    try:
-        sock = socket.create_connection((host, port), timeout=min(timeout, HANDSHAKE_TIMEOUT).total_seconds())
-    except OSError as error:
-        raise WireError(f"no connection to {address}: {error}") from error
-    channel = Channel(sock, address, min(timeout, HANDSHAKE_TIMEOUT))
-    try:
-        hello = channel.receive(len(MAGIC) + NONCE_BYTES)
-        if not hello.startswith(MAGIC):
-            raise WireError(f"{address} does not speak this protocol")
-        theirs, ours = hello[len(MAGIC) :], os.urandom(NONCE_BYTES)
-        channel.send([ours, _proof(token, b"client", theirs, ours)])
-        try:
-            proof = channel.receive(NONCE_BYTES)
-        except WireError as error:
-            raise WireError(f"{address} did not accept the run's token: is it another run's?") from error
-        if not hmac.compare_digest(proof, _proof(token, b"server", theirs, ours)):
-            raise WireError(f"{address} does not hold the run's token")
-    except WireError:
-        channel.close()
-        raise
-    channel.set_timeout(timeout)
-    return channel
-
-
-class Server:
-    """Listens, authenticates, and gives each connection a thread that runs `talk(channel)`.
-
-    `talk` returns, or raises WireError, when the connection is over; a RefusedError that it raises is told to
-    the peer first.
-    """
-
-    def __init__(self, host: str, token: bytes, talk: Callable[[Channel], None], timeout: timedelta) -> None:
-        """`host`: name or address to listen on and advertise; "" for the host name's. The port is a free
-        one."""
-        if len(token) < 16:
-            raise ValueError("the run's token must have at least 16 bytes")
-        host = host or socket.gethostname()
-        try:
-            family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-            self._listener = socket.create_server(place[:2], family=family, backlog=128)
-        except OSError as error:
-            raise WireError(f"cannot listen on '{host}' (fault_tolerance.bind_host): {error}") from error
-        self.address = format_address(host, self._listener.getsockname()[1])
-        self._token, self._talk, self._timeout = token, talk, timeout
-        self._lock = threading.Lock()
-        self._channels: set[Channel] = set()
-        self._threads: set[threading.Thread] = set()
-        self._closed = False
-        self._acceptor = threading.Thread(target=self._accept, name="wire-accept", daemon=True)
-        self._acceptor.start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, place = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                continue  # the client gave up before it was accepted, or descriptors ran out for the moment
-            thread = threading.Thread(
-                target=self._run, args=(sock, format_address(*place[:2])), name="wire-peer", daemon=True
-            )
-            with self._lock:
-                if self._closed:
-                    sock.close()
-                    return
-                self._threads.add(thread)
-            thread.start()
-
-    def _run(self, sock: socket.socket, peer: str) -> None:
-        channel = Channel(sock, peer, min(self._timeout, HANDSHAKE_TIMEOUT))
-        with self._lock:
-            self._channels.add(channel)
-        try:
-            if not self._closed and self._authenticate(channel):
-                channel.set_timeout(self._timeout)
-                try:
-                    self._talk(channel)
-                except RefusedError as refusal:
-                    channel.send_frame({"refused": str(refusal)})
-        except WireError:
-            pass  # the peer ended or broke the connection; what that means is decided by whoever waits for it
-        finally:
-            with self._lock:
-                self._channels.discard(channel)
-                self._threads.discard(threading.current_thread())
-            channel.close()
-
-    def _authenticate(self, channel: Channel) -> bool:
-        ours = os.urandom(NONCE_BYTES)
-        channel.send([MAGIC, ours])
-        answer = channel.receive(2 * NONCE_BYTES)
-        theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-        if not hmac.compare_digest(proof, _proof(self._token, b"client", ours, theirs)):
-            return False
-        channel.send([_proof(self._token, b"server", ours, theirs)])
-        return True
-
-    def close(self) -> None:
-        """Stop listening, cut every connection, and wait for their threads."""
-        with self._lock:
-            self._closed = True
-            channels, threads = list(self._channels), list(self._threads)
-        with contextlib.suppress(OSError):  # wakes accept(); some kernels call that an error on a listener
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for channel in channels:
-            channel.cut()
-        for thread in [self._acceptor, *threads]:
-            if thread is not threading.current_thread():
-                thread.join(self._timeout.total_seconds())
-
-
 def pull(channels: Sequence[Channel], sink: Bytes, done: set[int] | None = None) -> None:
     """Fill `sink` from the byte ranges that `channels` serve, each channel in a thread of its own.
 
-    `done` holds the offsets of the ranges that have arrived and passed their checksums, and grows: call again
+    `done` holds the offsets of the ranges that have arrived and were found right, and grows: call again
     with the same set and new channels to resume. Uses RANGE_BYTES of unread data per channel and no buffers
     of its own.
 
@@ -419,4 +324,7 @@ def serve_ranges(channel: Channel, source: Bytes) -> dict[str, Any] | None:
             return None
         if message.get("op") != "read":
             return message
-        channel.send_range(source, int(message.get("offset", -1)), int(message.get("length", -1)))
+        offset, length = message.get("offset"), message.get("length")
+        if type(offset) is not int or type(length) is not int:
+            raise RefusedError("offset and length of a range must be integers")
+        channel.send_range(source, offset, length)
