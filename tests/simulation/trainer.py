@@ -148,8 +148,7 @@ class SimWork:
 
     def settle(self) -> int:
         self._same("settle")
-        held = {max(snapshots, default=-1) for snapshots in self.rank.life.group.keeper}
-        return held.pop() if len(held) == 1 else -1
+        return max(self.rank.snapshots, default=-1)
 
     def serve(self) -> Callable[[], State]:
         self._world.scheduler.check()

@@ -147,6 +147,7 @@ class World:
         """Step → a state for each rank column, once all of them are written."""
         self._writing: dict[tuple[str, int], dict[int, State]] = {}
         self.finished = -1
+        self.finished_at = 0.0
         self.finished_lineage: set[int] = set()
         self.refusing: dict[int, int] = {}
         self.spoiling: dict[int, int] = {}
@@ -166,9 +167,18 @@ class World:
     # What the parts of the world ask for
 
     def note(self, who: str, kind: str, step: int | None, fields: dict[str, Any]) -> None:
+        if kind == "audit":
+            self.audited(who, fields["differing"])
         if self._tracing:
             text = " ".join(f"{name}={value}" for name, value in fields.items())
             self.trace.append((round(self.scheduler.now, 4), who, kind, step, text))
+
+    def audited(self, who: str, differing: list[int]) -> None:
+        """An audit's finding, as one of the groups tells it."""
+        for number in differing:
+            life = self.groups[number].life
+            if life is not None and who.startswith(f"{life.name}/"):
+                life.named = True
 
     def heal_s(self) -> float:
         low, high = self.plan.heal_s
@@ -204,7 +214,9 @@ class World:
 
     def applied(self, rank: Rank, commit: Commit) -> None:
         if rank.number == 0:
-            if commit.step <= self.finished and commit.history not in self.finished_lineage:
+            begun = self.scheduler.now - commit.took_s
+            again = commit.step <= self.finished and commit.history not in self.finished_lineage
+            if again and begun > self.finished_at + 0.5:  # an attempt that is under way may come to its end
                 text = f"{rank.name} commits step {commit.step} again, the run ended after {self.finished}"
                 self.judge.violate("after the end", text)
             self._judge_leaving(rank)
@@ -249,12 +261,12 @@ class World:
                 )
 
     def judge_heal(self, rank: Rank, state: State) -> None:
-        """What an audit should have told from the others' does not spread to groups that were sound."""
+        """Where most groups are sound, an audit does not send a sound one to take over what the ill one has."""
         able = self.with_state()
         ill = [life for life in able if life.flipped()]
-        if state.flipped and rank.work.has_state and rank.life in able and len(able) >= 3 and len(ill) == 1:
-            if ill[0] is not rank.life:
-                self.judge.violate("the ill one is believed", f"{rank.name} takes over what {ill[0].name} has")
+        if rank.life.named and state.flipped and rank.life not in ill and len(able) >= 3 and len(ill) == 1:
+            self.judge.violate("the ill one is believed", f"{rank.name} takes over what {ill[0].name} has")
+        rank.life.named = False
 
     def thrown_away(self, work: SimWork) -> None:
         """A group's gradients are forgotten. Remember slots for which nothing says so."""
@@ -419,7 +431,7 @@ class World:
 
     def finish(self, step: int) -> None:
         """A group says that the state of a step is saved, and is the last."""
-        self.finished = max(self.finished, step)
+        self.finished, self.finished_at = max(self.finished, step), self.scheduler.now
         for state in self.disk.get(step, [])[:1]:
             history = state.history
             while history in self.judge.chain:
