@@ -62,8 +62,8 @@ class Metrics:
         self._stalled: set[int] = set()
         self._seen: set[tuple[Any, ...]] = set()
 
-    def _gauge(self, name: str, what: str) -> Gauge:
-        return Gauge(f"everstep_{name}", what, registry=self.registry)
+    def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
+        return Gauge(f"everstep_{name}", what, labels, registry=self.registry)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"everstep_{name}", what, labels, registry=self.registry)
