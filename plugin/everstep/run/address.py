@@ -4,6 +4,7 @@ Whoever runs the lighthouse writes it once the lighthouse listens; agents and wo
 read it, and read it again when no quorum comes: the lighthouse may have moved to another node.
 """
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from everstep.run.files import read_json, write_json
 
 POLL_S = 0.2
+ADDRESS = re.compile(r"https?://[A-Za-z0-9._:\[\]-]{1,255}:([0-9]{1,5})/?")
 
 
 def address_file(run_dir: Path) -> Path:
@@ -23,9 +25,11 @@ def publish_address(run_dir: Path, address: str, pid: int) -> None:
 
 
 def published_address(run_dir: Path) -> str:
-    """The lighthouse's address as it was last published; "" if it never was."""
-    found = read_json(address_file(run_dir))
-    return str(found.get("address", ""))
+    """The lighthouse's address as it was last published; "" if it never was, or something
+    else stands there."""
+    address = read_json(address_file(run_dir)).get("address")
+    found = ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    return found[0] if found and int(found[1]) <= 65535 else ""
 
 
 def await_address(run_dir: Path, stopping: Callable[[], bool], timeout_s: float) -> str:

@@ -6,11 +6,15 @@ page-cached file (about a microsecond), so a beat belongs at every phase and eve
 one that a dead worker left.
 """
 
+import contextlib
+import math
 import os
 import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from everstep.run.regular import read_regular
 
 STARTUP = "startup"
 DONE = "done"
@@ -45,7 +49,7 @@ class BeatFile:
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
 
     def beat(self, phase: str, step: int = 0) -> None:
         """I am alive, in `phase` (at most 28 bytes are kept) of step `step`."""
@@ -66,15 +70,18 @@ class Heartbeat(BeatFile):
 
 
 def read_beat(path: Path) -> Beat | None:
-    """The last beat in a file; None when there is none yet."""
+    """The last beat in a file; None when there is none yet, or something else."""
     try:
-        record = path.read_bytes()
-    except FileNotFoundError:
+        record = read_regular(path, _RECORD.size)
+    except OSError:
         return None
     if len(record) != _RECORD.size:
         return None
     mark, pid, mono, step, phase = _RECORD.unpack(record)
-    return Beat(pid, mono, step, phase.rstrip(b"\0").decode(errors="replace")) if mark == _MARK else None
+    if mark != _MARK or pid < 2 or not math.isfinite(mono):
+        return None
+    name = phase.rstrip(b"\0").decode(errors="replace")
+    return Beat(pid, mono, step, "".join(c if c.isprintable() else "?" for c in name))
 
 
 def beats_of_groups(run_dir: Path) -> list[tuple[int, Beat, float]]:
@@ -84,8 +91,9 @@ def beats_of_groups(run_dir: Path) -> list[tuple[int, Beat, float]]:
     for path in sorted((Path(run_dir) / "state").glob("group-*.rank-0.beat")):
         beat = read_beat(path)
         if beat is not None:
-            group = int(path.name.removeprefix("group-").partition(".")[0])
-            found.append((group, beat, time.time() - path.stat().st_mtime))
+            with contextlib.suppress(OSError, ValueError):  # gone meanwhile, or none of ours
+                group = int(path.name.removeprefix("group-").partition(".")[0])
+                found.append((group, beat, time.time() - path.stat().st_mtime))
     return found
 
 
