@@ -139,9 +139,12 @@ def test_a_heal_slower_than_every_timeout_costs_the_others_nothing(run):
 def test_a_joiner_does_not_take_over_what_the_same_audit_names(begin):
     run = begin(join_timeout_s=8.0, heartbeat_timeout_s=2.0)
     options = {"slots": 6, "slot_s": 0.1, "quorum_s": 20, "reduce_s": 5, "audit": 12, "pause_at": ("applied:12", 4.0)}
-    corrupt = run.ranks(0, 1, flip_at=12, **SHORT | options)
-    corrupt[0].first()
+    corrupt = run.ranks(0, 1, flip_at=12, pause_after=2, **SHORT | options)
+    corrupt[0].until(2)
     others = [run.ranks(group, 1, **SHORT | options) for group in (1, 2)]
+    for group in others:
+        group[0].ready()
+    corrupt[0].go()
     corrupt[0].until(12)
     joiner = run.ranks(3, 1, **SHORT | options | {"pause_at": ("", 0.0)})
     joiner[0].first()
@@ -156,9 +159,11 @@ def test_a_group_that_an_audit_named_goes_on_when_everybody_else_dies(begin):
     """Its state may be wrong, but it is the only one left: it must not be thrown away before another is there."""
     run = begin(join_timeout_s=8.0, heartbeat_timeout_s=1.0)
     options = {"slots": 6, "slot_s": 0.1, "quorum_s": 5, "reduce_s": 5, "audit": 12, "pause_at": ("applied:12", 1.0)}
-    source = run.ranks(0, 1, **SHORT | options)
-    source[0].first()
+    source = run.ranks(0, 1, pause_after=2, **SHORT | options)
+    source[0].until(2)
     named = run.ranks(1, 1, flip_at=12, **SHORT | options)
+    named[0].ready()
+    source[0].go()
     source[0].until(12)
     run.order(0, 0, "compute", "kill")
     assert source[0].death() == -signal.SIGKILL
