@@ -28,6 +28,7 @@ _TIMEOUTS = (
 """(shorter, longer, why) of [fault_tolerance]'s timeouts."""
 
 _LONGEST_S = 3e8
+"""Ten years; the libraries that wait count milliseconds in 64 bits or fewer."""
 _MOST = {"groups": 1_000_000, "group_id": 999_999, "metrics_port": 65535}
 """The largest values of keys of [fault_tolerance]: ids have six digits."""
 
@@ -123,11 +124,15 @@ def _groups(config: Any) -> Iterator[Problem]:
                 ("fault_tolerance", key), f"[fault_tolerance] {key} must be at most {most}, got {getattr(ft, key)}"
             )
     for key in ("bucket_mb", "restart_window_s", *dict.fromkeys(key for row in _TIMEOUTS for key in row[:2])):
-        # A wait of ten years is none, and the libraries that wait count milliseconds in 64 bits or fewer.
-        if not 0 < getattr(ft, key) <= _LONGEST_S:
+        if not getattr(ft, key) > 0:
             yield Problem(
                 ("fault_tolerance", key),
-                f"[fault_tolerance] {key} must be more than 0 and at most {_LONGEST_S:g}, got {getattr(ft, key)}",
+                f"[fault_tolerance] {key} must be more than 0, got {getattr(ft, key)}",
+            )
+        elif getattr(ft, key) > _LONGEST_S:
+            yield Problem(
+                ("fault_tolerance", key),
+                f"[fault_tolerance] {key} must be at most {_LONGEST_S:g}, got {getattr(ft, key)}",
             )
     if ft.groups < ft.min_groups:
         yield Problem(
