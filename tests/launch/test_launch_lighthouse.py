@@ -8,9 +8,9 @@ import sys
 import psutil
 import pytest
 
-from everstep.launch.agent import over_file, stop_file
 from everstep.launch.probe import answers
 from everstep.run.address import await_address, publish_address, published_address
+from everstep.run.directory import over_file, stop_file
 from everstep.run.files import write_json
 from launched import DEADLINE_S, alive, events_of, until
 

@@ -6,6 +6,7 @@ is published in the run directory, where groups look for it after it has moved t
 """
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch.agent import over_file, stop_file
 from everstep.launch.machine import free_port, listens
 from everstep.launch.probe import Probe
 from everstep.report.live import Teller, telling
+from everstep.report.serve import PageServer
 from everstep.run.address import publish_address
 from everstep.run.beats import beats_of_groups
-from everstep.run.directory import LaunchError, read_toml
+from everstep.run.directory import LaunchError, over_file, read_toml, stop_file
 from everstep.run.events import EventLog
 
 POLL_S = 0.2
@@ -36,6 +37,8 @@ class Beacon:
     host: str
     groups: int
     fault_tolerance: FaultTolerance
+    page: bool = False
+    """Whether to serve the run's page while it goes, on this machine's loopback."""
 
 
 def keep_up(beacon: Beacon) -> int:
@@ -56,6 +59,10 @@ def keep_up(beacon: Beacon) -> int:
     toml = read_toml(beacon.run_dir / "config.toml") if (beacon.run_dir / "config.toml").exists() else {}
     ft = beacon.fault_tolerance
     teller = Teller(telling(beacon.run_dir, beacon.host, toml, ft.metrics_port, beacon.groups, ft.min_groups))
+    page = PageServer(beacon.run_dir) if beacon.page else None
+    if page is not None:
+        events.emit("page", address=page.address)
+        print(f"the run's page: {page.address} on {socket.gethostname()} (ssh -L from where you are)", flush=True)
     port = free_port(beacon.host)
     address = f"http://{beacon.host}:{port}"
     while not asked_to_stop and not _all_over(beacon):
@@ -74,6 +81,8 @@ def keep_up(beacon: Beacon) -> int:
             process.kill()
             process.wait()
     teller.close()
+    if page is not None:
+        page.close()
     return 0
 
 

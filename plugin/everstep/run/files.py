@@ -34,3 +34,8 @@ def read_json(path: Path) -> dict:
     except (OSError, typed.UnfitError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def order_file(run_dir: Path, group: int, rank: int = 0) -> Path:
+    """Where a rank of a run that allows faults is told to break itself (`everstep.chaos.orders`)."""
+    return Path(run_dir) / "state" / "chaos" / f"group-{group}.rank-{rank}.json"

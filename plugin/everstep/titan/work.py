@@ -68,6 +68,7 @@ class SlotTrainer(titan.Trainer):
 
     def compute(self, step: int, slot: int) -> None:
         torch.manual_seed(slot_seed(self.seed, step, slot, self.dp_rank))
+        self.files.computes(step, slot)
         begin = time.perf_counter()
         batch = self._fetch(step, slot)
         if batch is None:
