@@ -161,7 +161,8 @@ class Metrics:
         self._step.set(event["step"])
         self._progress.set(event["t"])
         self._loss.set(event["loss"])
-        self._grad_norm.set(event["grad_norm"])
+        if event.get("grad_norm") is not None:
+            self._grad_norm.set(event["grad_norm"])
         self._tokens.inc(event["tokens"])
         self._taking_part.set(len(event["groups"]))
 

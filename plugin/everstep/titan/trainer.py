@@ -101,7 +101,8 @@ class EverstepTrainer(SlotTrainer):
         on_cpu = not cpu.has_accelerator()
         if on_cpu:
             assert config.model_spec is not None
-            if not config.attention_check.enable:  # it brings an attention of its own
+            check = config.attention_check
+            if not check.enable or check.path != "explicit":  # which brings an attention of its own
                 cpu.use_plain_attention(config.model_spec.model)
         attention.apply(config, config.attention_check)
         if config.fault_tolerance.enable:
@@ -182,7 +183,8 @@ class EverstepTrainer(SlotTrainer):
         self.open_step(float(self.tokens_per_step))
         if ft.allow_faults:
             WorkerFaults(self, self._run_dir, ft.group_id, dist.get_rank())
-        self._door = Door(self._host, self._token, timedelta(seconds=ft.heal_timeout_s), self._whose(config))
+        patience = timedelta(seconds=ft.heal_timeout_s)
+        self._door = Door(self._host, self._token, patience, self._whose(config), ft.encrypt)
 
     def train(self) -> None:
         if not self.config.fault_tolerance.enable:

@@ -10,6 +10,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
+from everstep.attention.evidence import Verdict, encode
 from everstep.attention.guard import Checks
 from everstep.data.slots import Batch, SlotSource
 from everstep.data.streams import SlotStreams
@@ -19,6 +20,7 @@ from everstep.run.exits import UNFIT_EXIT
 from everstep.step.interfaces import OutOfData, SlotRefused, SlotSums
 from everstep.step.reduction import local
 from everstep.titan.export import DATALOADER_BLOB, pack_dataloader
+from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import AGREED_SNAPSHOTS, Snapshots
 from everstep.titan.state import TrainingState, slot_seed
 
@@ -33,6 +35,7 @@ class SlotTrainer(titan.Trainer):
     """
 
     events: EventLog
+    files: RankFiles
     source: SlotSource
     snapshots: Snapshots | None
     checks: Checks | None
@@ -96,9 +99,16 @@ class SlotTrainer(titan.Trainer):
             # Step and rank are every event's own, and so is the word kind.
             fields = {name: value for name, value in finding.items() if name not in ("step", "rank", "kind")}
             self.events.emit("finding", step, anomaly=finding["kind"], **fields)
-        if reason := checks.reason_to_leave():
-            logger.error(reason)
-            self.events.emit("unfit", step, reason=reason)
+        # No witness is asked yet: the slot's refusals on this rank are all there is to judge by.
+        judged = checks.judge(alone=True)
+        if judged.verdict is Verdict.BOUND:
+            logger.warning(judged.reason)
+            self.events.emit(
+                "bound_suspect", step, slot=slot, reason=judged.reason, witnesses=0, evidence=encode(judged.widened)
+            )
+        elif judged.verdict in (Verdict.UNFIT, Verdict.NOT_FINITE):
+            logger.error(judged.reason)
+            self.events.emit("unfit", step, reason=judged.reason)
             raise SystemExit(UNFIT_EXIT)
         if all_in_group(not refused):
             return
