@@ -7,7 +7,7 @@ from signal import SIGKILL, SIGSTOP
 from everstep.chaos import launcher
 from everstep.chaos.fault import Fault, Injection
 from everstep.chaos.processes import HEALS
-from everstep.chaos.storage import own_arenas
+from everstep.chaos.storage import own_segments
 from everstep.chaos.target import Target
 from everstep.chaos.view import View
 
@@ -73,13 +73,13 @@ class KillHost(Fault):
     def plan(self, target: Target, choose: random.Random) -> Injection:
         group = self.victim(target.run, choose)
         agent, keepers = target.run.agent(group), target.keepers(group)
-        arenas = own_arenas(target.run_dir, target.run.keepers(group))
+        segments = own_segments(target.run_dir, target.run.keepers(group))
 
         def strike() -> None:
             target.kill_agent(group)
             target.signal(keepers, SIGKILL)
-            for arena in arenas:
-                arena.remove()
+            for segment in segments:
+                segment.remove()
 
         pids = [agent.pid] if agent else []
         return Injection(strike=strike, target_group=group, pids=pids + [keeper.pid for keeper in keepers])

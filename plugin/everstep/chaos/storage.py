@@ -16,9 +16,9 @@ from everstep.chaos.target import Target
 from everstep.chaos.undo import Undo
 from everstep.chaos.view import View
 from everstep.run import typed
-from everstep.snapshot.arena import SLOTS, Arena, run_id
+from everstep.snapshot.buffer import HEADER_BYTES
 from everstep.snapshot.peers import Place, read_places, read_token
-from everstep.snapshot.slot import HEADER_BYTES
+from everstep.snapshot.segment import BUFFERS, Segment, run_id
 
 LEFT_BYTES = 64 << 10
 """A file system with less room than this is full."""
@@ -61,11 +61,11 @@ part is decoded from parity, or the step passed over."
 def _slots(run_dir: Path) -> list[tuple[int, Path, int]]:
     """Published data slots on this machine: group, file, payload bytes."""
     found = []
-    for arena in own_arenas(run_dir, read_places(run_dir)):
-        for rank in arena.ranks():
-            for index, header in zip(range(SLOTS), arena.headers("data", rank), strict=True):
+    for segment in own_segments(run_dir, read_places(run_dir)):
+        for rank in segment.ranks():
+            for index, header in zip(range(BUFFERS), segment.headers("data", rank), strict=True):
                 if header is not None:
-                    found.append((arena.group, arena.file("data", rank, index), header.payload_bytes))
+                    found.append((segment.group, segment.file("data", rank, index), header.payload_bytes))
     return found
 
 
@@ -125,11 +125,11 @@ def _fill(fd: int, free: int) -> None:
 
 class FullSharedMemory(_Filled):
     name = "full-tmpfs"
-    breaks = "The tmpfs of the snapshots is full. Only if snapshot.arena_dir is one of the run's own."
+    breaks = "The tmpfs of the snapshots is full. Only if snapshot.segment_dir is one of the run's own."
     expected = "Snapshots that need more room fail with a sentence; training goes on."
 
     def place(self, run: View) -> Path | None:
-        return next((Path(place.arena).parent for place in read_places(run.run_dir)), None)
+        return next((Path(place.segment).parent for place in read_places(run.run_dir)), None)
 
     def prefix(self, run: View) -> str:
         return f"everstep-{run_id(read_token(run.run_dir))}-"
@@ -172,16 +172,16 @@ def why_shared(place: Path, prefix: str = "") -> str | None:
     return None
 
 
-def own_arenas(run_dir: Path, places: Iterable[Place]) -> list[Arena]:
-    """The arenas of this run's keepers. A path that a keeper's file names is believed only if it is the one that
+def own_segments(run_dir: Path, places: Iterable[Place]) -> list[Segment]:
+    """The segments of this run's keepers. A path that a keeper's file names is believed only if it is the one that
     follows from the run's token, a folder, and this user's."""
     found = []
     for place in places:
-        arena = Arena(Path(place.arena).parent, run_id(read_token(run_dir)), place.group)
+        segment = Segment(Path(place.segment).parent, run_id(read_token(run_dir)), place.group)
         with contextlib.suppress(OSError):
-            there = os.lstat(arena.path)
-            if arena.path == Path(place.arena) and stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid():
-                found.append(arena)
+            there = os.lstat(segment.path)
+            if segment.path == Path(place.segment) and stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid():
+                found.append(segment)
     return found
 
 

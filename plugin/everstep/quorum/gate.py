@@ -146,14 +146,14 @@ class Gate(grpc.GenericRpcHandler):
         except TimeoutError:
             raise GateError("torchft's lighthouse does not answer behind its gate") from None
 
-    def service(self, details: Any) -> Any:
+    def service(self, handler_call_details: Any) -> Any:
         """See `grpc.GenericRpcHandler`."""
         handlers = {
             SERVICE + "Heartbeat": self._on_heartbeat,
             SERVICE + "Quorum": self._on_quorum,
             STATUS: self._on_status,
         }
-        found = handlers.get(details.method)
+        found = handlers.get(handler_call_details.method)
         return grpc.unary_unary_rpc_method_handler(found) if found else None
 
     async def _on_status(self, message: bytes, context: Any) -> bytes:
