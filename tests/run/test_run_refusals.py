@@ -133,11 +133,11 @@ def test_a_missing_file_needs_no_second(tmp_path):
 
 
 @pytest.mark.parametrize(("host", "why"), [("127.0.0.1", "in use"), ("192.0.2.1", "assign")])
-def test_a_lighthouse_says_when_it_cannot_have_its_address(host, why):
+def test_a_lighthouse_says_when_it_cannot_have_its_address(tmp_path, host, why):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"{host}:{taken.getsockname()[1]}"
         done = subprocess.run(
-            [sys.executable, "-m", "everstep.quorum.lighthouse", "--bind", address],
+            [sys.executable, "-m", "everstep.quorum.lighthouse", "--bind", address, "--run-dir", tmp_path],
             capture_output=True, text=True, env=environment(), timeout=COMPLETE_S, check=False,
         )  # fmt: skip
     assert done.returncode == 1
