@@ -75,7 +75,20 @@ class Group(threading.Thread):
         while time.monotonic() < self._end:
             number += 1
             store = f"127.0.0.1:{20000 + self.group}"
-            request = Request(self.group, str(incarnation), number, step, 1, False, NO_STATE, 0, "", store, (store,))
+            request = Request(
+                group=self.group,
+                life=str(incarnation),
+                number=number,
+                step=step,
+                history=1,
+                suspect=False,
+                follows=NO_STATE,
+                followed=0,
+                finishing=False,
+                connected="",
+                store=store,
+                doors=(store,),
+            )
             asked = time.monotonic()
             try:
                 quorum = read_quorum(*membership.ask(request, TIMEOUT))

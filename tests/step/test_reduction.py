@@ -7,23 +7,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from everstep.quorum.process_group import CrossGroup, CrossGroupError
+from everstep.quorum.process_group import RankColumn
+from everstep.step.interfaces import SumsBroken
 from everstep.step.reduction import GradientReducer
 
+WAIT = timedelta(seconds=10)
 SIZES = [3, 500, 7, 1000, 20]
 
 
 def run_rank(rank: int, size: int, port: int, scenario: str, results) -> None:
     torch.set_num_threads(1)
-    cross = CrossGroup(
-        "gloo", host="127.0.0.1", connect_timeout=timedelta(seconds=10), reduce_timeout=timedelta(seconds=10)
-    )
-    cross.connect(f"127.0.0.1:{port}/{scenario}", rank=rank, size=size, name=str(rank))
+    sums = RankColumn("gloo", column=0, host="127.0.0.1", connect_timeout=WAIT, reduce_timeout=WAIT, token=b"t" * 32)
+    sums.connect(key=scenario, store=f"127.0.0.1:{port}", rank=rank, size=size)
     params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
     reducer = GradientReducer(params, bucket_bytes=2048)
     try:
-        results.put((rank, SCENARIOS[scenario](rank, cross, params, reducer)))
-    except CrossGroupError as error:
+        results.put((rank, SCENARIOS[scenario](rank, sums, params, reducer)))
+    except SumsBroken as error:
         results.put((rank, str(error)))
 
 
@@ -35,9 +35,9 @@ def backward(params: list[torch.nn.Parameter], scale: float) -> None:
     sum((p * scale).sum() for p in params).backward()
 
 
-def overlapped(rank, cross, params, reducer):
+def overlapped(rank, sums, params, reducer):
     """Rank 1 computes two slots, rank 0 one, rank 2 none; only the last backward of each is overlapped."""
-    reducer.begin(cross)
+    reducer.begin(sums, WAIT)
     slots = {0: 1, 1: 2, 2: 0}[rank]
     for slot in range(slots):
         reducer.begin_slot(last=slot == slots - 1)
@@ -48,12 +48,12 @@ def overlapped(rank, cross, params, reducer):
     return grads(params)
 
 
-def in_chunks(rank, cross, params, reducer):
+def in_chunks(rank, sums, params, reducer):
     """A slot adds to the last parameter three times: its sum must not start after the first."""
     for _ in range(2):
         for p in params:
             p.grad = None
-        reducer.begin(cross)
+        reducer.begin(sums, WAIT)
         for slot in range(2):
             reducer.begin_slot(last=slot == 1)
             for _ in range(3):
@@ -65,9 +65,9 @@ def in_chunks(rank, cross, params, reducer):
     return grads(params)
 
 
-def more_often(rank, cross, params, reducer):
+def more_often(rank, sums, params, reducer):
     """A gradient that is added to again after its sum began fails the attempt, not the gradients."""
-    reducer.begin(cross)
+    reducer.begin(sums, WAIT)
     for slot in range(2):
         reducer.begin_slot(last=slot == 1)
         for _ in range(slot + 1):
@@ -75,43 +75,43 @@ def more_often(rank, cross, params, reducer):
         reducer.end_slot()
     try:
         reducer.finish()
-    except CrossGroupError as error:
+    except SumsBroken as error:
         return [str(error), grads(params)]
     return "nobody noticed"
 
 
-def kept(rank, cross, params, reducer):
+def kept(rank, sums, params, reducer):
     """The sum is over copies: a second attempt sums the same gradients again."""
     backward(params, rank + 1.0)
-    reducer.begin(cross)
+    reducer.begin(sums, WAIT)
     reducer.finish()
     own = grads(params)
-    reducer.begin(cross)
+    reducer.begin(sums, WAIT)
     reducer.finish()
     reducer.assign(1.0)
     return [own, grads(params)]
 
 
-def without_gradient(rank, cross, params, reducer):
+def without_gradient(rank, sums, params, reducer):
     """A parameter that no slot of this group reached counts as zero."""
     if rank == 0:
         (params[1] * 2.0).sum().backward()
-    reducer.begin(cross)
+    reducer.begin(sums, WAIT)
     reducer.finish()
     reducer.assign(1.0)
     return grads(params)
 
 
-def broken(rank, cross, params, reducer):
+def broken(rank, sums, params, reducer):
     """One rank gives up; the others' sums fail at once, and keep their gradients."""
     backward(params, 1.0)
-    reducer.begin(cross)
+    reducer.begin(sums, WAIT)
     if rank == 0:
-        cross.abort()
+        sums.abort()
         return "gave up"
     try:
         reducer.finish()
-    except CrossGroupError:
+    except SumsBroken:
         return grads(params)
     return "nobody noticed"
 

@@ -6,8 +6,6 @@ from datetime import timedelta
 
 from everstep.quorum.heal import Fetch, HealError, HealServer, HealState, Whose
 
-GATE_TIMEOUT = timedelta(seconds=300)
-
 
 class Door:
     """Implements `everstep.step.interfaces.HealDoor` for one rank.
@@ -41,7 +39,7 @@ class Door:
         """See `HealDoor.close`."""
         if self._serves is not None:
             self._serves = None
-            self._server.close_gate(GATE_TIMEOUT)
+            self._server.release()
 
     def fetch(self, address: str, step: int, history: int) -> "StateFetch":
         """See `HealDoor.fetch`. What an attempt for the same state that broke off had received is not asked for

@@ -1,9 +1,9 @@
 """The heal transport: a live group's state for a group that joins.
 
 The source opens its state for one committed step (`HealServer.serve`), joiners read it (`fetch`) while the
-source computes its slots, and the source closes the gate before its optimizer changes the tensors
-(`close_gate`). The tensors are read in place: no copy of the state is made on the source, and on the joiner
-the bytes land in their final buffers.
+source computes its slots, and the source takes its tensors back before its optimizer changes them (`release`).
+Until then they are read in place; joiners that are not done by then read on from a copy, and nobody waits for them.
+On the joiner the bytes land in their final buffers.
 
 What travels is a schema (names, dtypes, shapes as JSON), raw tensor bytes, a JSON object and named byte
 strings; nothing that is executed on arrival, as a pickle would be. `everstep.wire` authenticates every chunk with keys
@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Annotated, Any
 
+import psutil
 import torch
 
 from everstep import wire
@@ -33,6 +34,8 @@ from everstep.run.typed import Count, UnfitError
 PURPOSE = "heal"
 SCHEMA_VERSION = 2
 DEFAULT_CONNECTIONS = 4
+MEMORY_FACTOR = 1.5
+"""Free host memory, in sizes of the state, that a copy of it for slow joiners needs."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -67,9 +70,10 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
 class _StateBytes:
     """A state's tensors and blobs laid end to end (`wire.Bytes`), read in place.
 
-    What lies on a device is staged through a pinned buffer of the reading thread, one chunk at a time. These
-    copies run on a stream of their own that waits for what the serving thread's stream had queued when the
-    state was opened: they see the committed values and do not hold up the computation.
+    Each chunk is staged in a buffer of the reading thread, pinned for what lies on a device, so that the tensors are
+    touched for the time of one copy only and `detach` waits for no joiner. Copies from a device run on a stream of
+    their own that waits for what the serving thread's stream had queued when the state was opened: they see the
+    committed values and do not hold up the computation.
     """
 
     def __init__(self, state: HealState) -> None:
@@ -91,33 +95,67 @@ class _StateBytes:
         self._ends = list(itertools.accumulate(len(p) for p in self._parts))
         self.size = self._ends[-1] if self._ends else 0
         self._own = threading.local()
+        self._lock = threading.Condition()
+        self._reading = 0
+        self._detaching = False
 
     def views(self, offset: int, length: int) -> list[memoryview]:
+        """A copy of these bytes, until the thread's next call."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._detaching)
+            self._reading += 1
+        try:
+            return self._staged(offset, length)
+        finally:
+            with self._lock:
+                self._reading -= 1
+                self._lock.notify_all()
+
+    def detach(self) -> None:
+        """Go on from a copy: when this returns the tensors may change."""
+        with self._lock:
+            self._detaching = True
+            self._lock.wait_for(lambda: not self._reading)
+        try:
+            self._parts = [
+                part.cpu() if isinstance(part, torch.Tensor) else memoryview(bytearray(part)) for part in self._parts
+            ]
+            self._parts = [_memory_of(part) if isinstance(part, torch.Tensor) else part for part in self._parts]
+        finally:
+            with self._lock:
+                self._detaching = False
+                self._lock.notify_all()
+
+    def _staged(self, offset: int, length: int) -> list[memoryview]:
         end, views, staged = offset + length, [], 0
         index = bisect.bisect_right(self._ends, offset)
         while offset < end:
             part, stop = self._parts[index], min(end, self._ends[index])
             start = self._ends[index] - len(part)
             piece = part[offset - start : stop - start]
-            if isinstance(piece, torch.Tensor):
-                views.append(self._stage(piece, staged))
-                staged += len(piece)
-            else:
-                views.append(piece)
+            views.append(self._stage(piece, staged))
+            staged += len(piece)
             offset, index = stop, index + 1
-        if staged:
+        if self._ready is not None:
             self._own.stream.synchronize()
         return views
 
-    def _stage(self, piece: torch.Tensor, at: int) -> memoryview:
+    def _stage(self, piece: torch.Tensor | memoryview, at: int) -> memoryview:
         own = self._own
-        if not hasattr(own, "stream"):
-            own.stream = torch.cuda.Stream(self._device)
-            own.stream.wait_event(self._ready)
-            own.buffer = torch.empty(wire.CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+        if not hasattr(own, "buffer"):
+            on_device = self._ready is not None
+            own.buffer = torch.empty(wire.CHUNK_BYTES, dtype=torch.uint8, pin_memory=on_device)
+            if on_device:
+                own.stream = torch.cuda.Stream(self._device)
+                own.stream.wait_event(self._ready)
         target = own.buffer[at : at + len(piece)]
-        with torch.cuda.stream(own.stream):
-            target.copy_(piece, non_blocking=True)
+        if isinstance(piece, torch.Tensor):
+            with torch.cuda.stream(own.stream):
+                target.copy_(piece, non_blocking=True)
+        elif piece.readonly:
+            target.numpy().data[:] = piece
+        else:
+            target.copy_(torch.frombuffer(piece, dtype=torch.uint8))
         return target.numpy().data
 
 
@@ -188,46 +226,63 @@ class HealServer:
         self._open = False
         self._source: _StateBytes | None = None
         self._schema: _Schema | None = None
-        self._readers: dict[wire.Channel, str] = {}  # the transfer that each connection belongs to
+        self._readers: dict[wire.Channel, tuple[str, _StateBytes]] = {}
+        """The transfer that each connection belongs to, and what it reads."""
         self._server = wire.Server(host, token, self._talk, timeout, purpose=PURPOSE, encrypt=encrypt)
         self.address = self._server.address
         """`host:port` to hand to `fetch`."""
 
     def serve(self, step: int, state: HealState, history: int = 0) -> None:
         """Open `state` to readers as that of committed step `step`, which came about by `history`, until
-        `close_gate`.
+        `release`.
 
-        The tensors are read in place: none may change before `close_gate` has returned.
+        The tensors are read in place: none may change before `release` has returned.
         """
         with self._changed:
             # A step that is served again, in another attempt: who asks in between waits instead of being refused.
             self._step = min(self._step, step - 1)
-        self.close_gate(self._timeout)
+        self.release()
         source = _StateBytes(state)
         schema = _schema(step, history, self._whose, state, source.size)
         with self._changed:
             self._step, self._history, self._open, self._source, self._schema = step, history, True, source, schema
             self._changed.notify_all()
 
-    def close_gate(self, timeout: timedelta) -> bool:
-        """Let no new reader in, wait for the ones there, and give the tensors back to the caller.
+    def release(self) -> bool:
+        """The state is about to change: nobody new is let in, and joiners that are not done read on from a copy.
 
-        Readers still there after `timeout` are cut off; they see a HealError. Afterwards no thread reads the
-        tensors. Costs one lock when nothing is open. Returns whether every reader had what it came for.
+        Waits for no joiner. Where the host has no memory for a copy they are cut off and see a HealError. Returns
+        whether nobody was.
         """
         with self._changed:
-            self._open = False
-            finished = self._changed.wait_for(lambda: not self._readers, timeout.total_seconds())
-            if not finished:
-                for channel in self._readers:
-                    channel.cut()
-                self._changed.wait_for(lambda: not self._readers)
+            source, self._open = self._source, False
             self._source = self._schema = None
-        return finished
+            reading = source is not None and any(read is source for _, read in self._readers.values())
+        if source is None or not reading:
+            return True
+        if psutil.virtual_memory().available > MEMORY_FACTOR * source.size:
+            source.detach()
+            return True
+        self._cut(source)
+        return False
+
+    def _cut(self, source: _StateBytes | None) -> None:
+        """End all transfers of a source, or all there are, and wait for that."""
+
+        def reading() -> list[wire.Channel]:
+            return [channel for channel, (_, read) in self._readers.items() if source in (None, read)]
+
+        with self._changed:
+            for channel in reading():
+                channel.cut()
+            self._changed.wait_for(lambda: not reading())
 
     def shutdown(self) -> None:
         """Cut every reader off and stop listening."""
-        self.close_gate(timedelta(0))
+        with self._changed:
+            self._open = False
+            self._source = self._schema = None
+        self._cut(None)
         self._server.close()
 
     def _talk(self, channel: wire.Channel) -> None:
@@ -265,15 +320,16 @@ class HealServer:
                     f"step {asked.step} came about here by history {self._history}, {asked.history} was asked for"
                 )
             transfer = uuid.uuid4().hex
-            self._readers[channel] = transfer
+            self._readers[channel] = (transfer, self._source)
             return self._source, asdict(self._schema) | {"transfer": transfer}
 
     def _join(self, channel: wire.Channel, transfer: str) -> _StateBytes:
         with self._changed:
-            if self._source is None or transfer not in self._readers.values():
+            sources = [source for known, source in self._readers.values() if known == transfer]
+            if not sources:
                 raise wire.RefusedError("the transfer that this connection belongs to has ended")
-            self._readers[channel] = transfer
-            return self._source
+            self._readers[channel] = (transfer, sources[0])
+            return sources[0]
 
 
 class Fetch:

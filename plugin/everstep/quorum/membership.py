@@ -10,7 +10,7 @@ a stranger in it is no quorum.
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -89,7 +89,7 @@ class Membership:
             raise QuorumUnavailable(str(error)) from error
         return int(quorum.quorum_id), members
 
-    def _read(self, replica: str, data: dict[str, Any]) -> Member:
+    def _read(self, replica: str, data: Mapping[Any, object]) -> Member:
         """A member, by what it says of itself. Raises ValueError if it is none of this run's, or says nonsense."""
         group, life = read_id(self._token, replica)
         member = decode(check_saying(self._token, replica, data.get(DATA), data.get(CODE)))

@@ -77,8 +77,10 @@ class Driver:
                     return End.LEFT
                 case Turn.FENCED:
                     return End.FENCED
-                case Turn.OUT_OF_DATA:
+                case Turn.OUT_OF_DATA | Turn.OVER:
                     break
+                case Turn.TOO_LATE:
+                    return End.COMPLETE
                 case Turn.RETRY | Turn.CAUGHT_UP:
                     pass
         if took_part:
@@ -110,6 +112,7 @@ class Driver:
         state of a step is saved, so a group that comes too late does not start the run over.
         """
         step, begun = self._protocol.step, self._clock.now()
+        self._protocol.finishing = True
         while self._decisions.all_true("finish", self._clock.now() - begun < self._give_up.total_seconds()):
             self._files.beat("finish", step)
             quorum = self._protocol.meet()

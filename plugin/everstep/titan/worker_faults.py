@@ -21,8 +21,7 @@ from torchtitan.components.checkpointer import CheckpointManager
 
 from everstep import wire
 from everstep.attention.injection import Fault as AttentionFault
-from everstep.chaos.orders import order_file
-from everstep.run.files import read_json
+from everstep.run.files import order_file, read_json
 from everstep.snapshot.slot import SlotWriter
 from everstep.step.reduction import local
 
