@@ -150,6 +150,6 @@ def test_a_lighthouse_says_when_it_cannot_have_its_address(tmp_path, host, why):
             capture_output=True, text=True, env=environment(), timeout=COMPLETE_S, check=False,
         )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr.startswith(f"lighthouse: cannot listen on {address}: ")
+    assert done.stderr.splitlines()[-1].startswith(f"lighthouse: cannot listen on {address}: ")
     assert why in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert "Traceback" not in done.stderr
