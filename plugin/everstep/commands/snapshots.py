@@ -14,8 +14,14 @@ from everstep.run.directory import LaunchError
 class Snapshots:
     """Show what the keepers of a run hold in memory: steps, groups, sizes, age, checks."""
 
-    run_dir: tyro.conf.Positional[Path]
+    run_dir: tyro.conf.Positional[Path | None] = None
     """The run directory."""
+
+    sweep: bool = False
+    """Remove the snapshots in this machine's memory that no live run owns, instead of showing those of a run."""
+
+    segment_dir: Path = Path("/dev/shm")
+    """Where to sweep: the runs' snapshot.segment_dir."""
 
     verify: bool = False
     """Recompute every checksum and parity, and fetch the newest restorable state as a start would."""
@@ -30,6 +36,12 @@ class Snapshots:
 
 def snapshots(command: Snapshots, flags: Sequence[str]) -> int:
     """Exit status 0 if the keepers hold a state that can be restored, and with --verify if all of it is sound."""
+    if command.sweep:
+        from everstep.snapshot.sweep import sweep
+
+        return sweep(command.segment_dir)
+    if command.run_dir is None:
+        raise LaunchError("everstep snapshots: give the run directory, or --sweep.")
     if command.export is not None:
         return _export(command.run_dir, command.export)
     from everstep.snapshot.inspect import InspectError, describe, inspect, sound, to_json

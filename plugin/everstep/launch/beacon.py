@@ -2,7 +2,7 @@
 
 On one machine the supervisor does this beside everything else; here it is a small job of its own. The lighthouse itself
 keeps no state. It is started again, on the same port, when it dies and when it no longer answers, and its address
-is published in the run directory, where groups look for it after it has moved to another node.
+is published in the run directory, where groups look for it: of two lighthouses the older one ends.
 """
 
 import signal
@@ -18,7 +18,7 @@ from everstep.launch.machine import free_port, listens
 from everstep.launch.probe import Probe
 from everstep.report.live import Teller, telling
 from everstep.report.serve import PageServer
-from everstep.run.address import publish_address
+from everstep.run.address import publish_address, superseded
 from everstep.run.beats import beats_of_groups
 from everstep.run.directory import LaunchError, over_file, read_toml, stop_file
 from everstep.run.events import EventLog
@@ -65,13 +65,18 @@ def keep_up(beacon: Beacon) -> int:
         print(f"the run's page: {page.address} on {socket.gethostname()} (ssh -L from where you are)", flush=True)
     port = free_port(beacon.host)
     address = f"http://{beacon.host}:{port}"
-    while not asked_to_stop and not _all_over(beacon):
+    epoch = 0
+
+    def is_over() -> bool:
+        return asked_to_stop or _all_over(beacon) or (epoch > 0 and superseded(beacon.run_dir, epoch))
+
+    while not is_over():
         process = _start(beacon, port)
         probe = Probe(address)
         try:
-            publish_address(beacon.run_dir, address, process.pid)
-            events.emit("lighthouse_started", address=address, pid=process.pid)
-            while process.poll() is None and not probe.hangs and not asked_to_stop and not _all_over(beacon):
+            epoch = publish_address(beacon.run_dir, address, process.pid)
+            events.emit("lighthouse_started", address=address, pid=process.pid, epoch=epoch)
+            while process.poll() is None and not probe.hangs and not is_over():
                 time.sleep(POLL_S)
             if process.poll() is not None or probe.hangs:
                 reason = "did not answer" if process.poll() is None else "ended"
@@ -80,6 +85,8 @@ def keep_up(beacon: Beacon) -> int:
             probe.close()
             process.kill()
             process.wait()
+    if epoch > 0 and superseded(beacon.run_dir, epoch):
+        events.emit("lighthouse_superseded", address=address, epoch=epoch)
     teller.close()
     if page is not None:
         page.close()

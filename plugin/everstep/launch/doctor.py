@@ -32,6 +32,7 @@ from everstep.run.beats import shared_lag_s
 from everstep.run.directory import LaunchError
 from everstep.run.fence import LEASE_S
 from everstep.run.files import read_json, write_json
+from everstep.snapshot import stripes
 from everstep.snapshot.section import Snapshot
 
 Verdict = Literal["ok", "warning", "error"]
@@ -102,7 +103,7 @@ def examine(plan: Plan) -> Iterator[Line]:
     if "error" not in state:
         yield from memory(plan, state["state_bytes"], psutil.virtual_memory().available, state["device_bytes"])
         if plan.snapshot.enable:
-            yield from snapshots(plan, state["state_bytes"], memory_of(Path(plan.snapshot.arena_dir)))
+            yield from snapshots(plan, state["state_bytes"], memory_of(Path(plan.snapshot.segment_dir)))
     if plan.measure_s and usable is not None:
         name = f"{os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
         found = links.measure_others(usable / PROBES, name, plan.host, plan.measure_s, nodes)
@@ -370,36 +371,39 @@ def config_and_model(state: Mapping[str, Any]) -> Iterator[Line]:
             yield Line("config", "warning", warning)
 
 
-def memory_of(arena_dir: Path) -> SimpleNamespace:
-    """`available` host memory and `tmpfs` free in the arena's file system, bytes; tmpfs None if it is not there."""
+def memory_of(segment_dir: Path) -> SimpleNamespace:
+    """`available` host memory and `tmpfs` free in the segment's file system, bytes; tmpfs None if it is not there."""
     try:
-        tmpfs: int | None = psutil.disk_usage(str(arena_dir)).free
+        tmpfs: int | None = psutil.disk_usage(str(segment_dir)).free
     except OSError:
         tmpfs = None
     return SimpleNamespace(available=psutil.virtual_memory().available, tmpfs=tmpfs)
 
 
-def snapshot_bytes(state_bytes: int, groups: int, parity: int, scope: str) -> int:
-    """Host memory that one group's part takes: two slots, two parities. docs/snapshots.md has the formula."""
+def snapshot_bytes(state_bytes: int, groups: int, parity: int, scope: str, parity_group: int = 8) -> int:
+    """Host memory that one group's part takes: two buffers, two parities. docs/snapshots.md has the formula."""
     if scope == "full":
         return 2 * state_bytes
-    lost = min(parity, groups - 1)
+    together = len(stripes.parity_group(range(groups), parity_group, 0))
+    lost = stripes.effective_parity(together, parity)
     share = 2 * state_bytes / groups
-    return int(share * (1 + lost / (groups - lost)))
+    return int(share * (1 + lost / (together - lost)))
 
 
 def snapshots(plan: Plan, state_bytes: int, memory: SimpleNamespace) -> Iterator[Line]:
     """Whether the snapshots of the groups that run here have room, also when a group is lost and theirs grow."""
     groups_here = plan.groups if plan.nodes_per_group == 1 and "SLURM_JOB_ID" not in os.environ else 1
     need, grown = (
-        groups_here * snapshot_bytes(state_bytes, groups, plan.snapshot.parity, plan.snapshot.scope)
+        groups_here * snapshot_bytes(
+            state_bytes, groups, plan.snapshot.parity, plan.snapshot.scope, plan.snapshot.parity_group
+        )
         // plan.nodes_per_group
         for groups in (plan.groups, max(plan.groups - 1, 1))
     )  # fmt: skip
     reserve = int(plan.snapshot.memory_reserve_gb * 1e9)
-    directory = plan.snapshot.arena_dir
+    directory = plan.snapshot.segment_dir
     if memory.tmpfs is None:
-        advice = "set [snapshot] arena_dir to a tmpfs"
+        advice = "set [snapshot] segment_dir to a tmpfs"
         yield Line("snapshots", "error", f"{directory} is not there", advice)
         return
     who = f"{groups_here} groups" if groups_here > 1 else "a group"

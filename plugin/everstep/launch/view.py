@@ -81,6 +81,10 @@ def describe(event: dict) -> str:
             return f"fault: {event['fault']} on group {target}"
         case "fault_undone":
             return f"fault undone: {event.get('fault', '')} on group {target}"
+        case "snapshot_unprotected" if not event.get("rank"):
+            return f"group {group}: snapshots are not coded from step {event['step']} on: {event['reason']}"
+        case "snapshot_protected" if not event.get("rank"):
+            return f"group {group}: snapshots are coded again, after {event['steps']} steps"
         case "audit" if not event.get("agreed", True):
             return f"step {event['step']}: groups {event['differing']} differ and heal"
         case "finding" if not event.get("rank"):
