@@ -14,7 +14,7 @@ from everstep.titan import cpu
 if not cpu.has_accelerator():
     cpu.stand_in()
 
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
@@ -390,7 +390,7 @@ def test_a_compiled_model_is_checked_as_an_eager_one(backend, checkpointing):
     for (section, refused, where), (_, refused_too, where_too) in zip(eager, compiled, strict=True):
         if section == "context":  # repaired in eager mode, where the kernel can run again
             assert refused_too
-            assert where_too[0] == (1, "attention.forward", "nan")
+            assert (1, "attention.forward", "nan") in where_too
         else:
             assert (refused, where) == (refused_too, where_too), section
             assert bool(where) == bool(section)

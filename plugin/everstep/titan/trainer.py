@@ -360,6 +360,8 @@ class EverstepTrainer(SlotTrainer):
             self.snapshots.committed(commit, self.serve, self._checkpoint_from_memory(commit))
         if self.checks is not None:
             self.checks.committed(self.step)
+            if plan := self.checks.news():
+                self.events.emit("attention_schedule", self.step, coverage=str(self.checks.coverage), **plan)
         self.events.emit(
             "commit",
             self.step,
