@@ -1,8 +1,9 @@
-"""How long a quorum takes with many groups: one real lighthouse, real manager servers and clients, no training.
+"""How long a quorum takes with many groups: one real lighthouse behind its gate, real members, no training.
 
-    python bench/quorum_scale.py [--groups 4 16 64 128 256] [--seconds 45] [--step 1.0] [--plot docs/scale.svg]
+    python bench/quorum_scale.py [--groups 4 16 64 128 256] [--seconds 45] [--step 1.0] [--direct]
+                                  [--plot docs/scale.svg]
 
-Each simulated group is a thread with the manager server and client of a real group: it asks for a quorum, "computes"
+Each simulated group is a thread with the `Membership` of a real group: it asks for a quorum, "computes"
 for STEP seconds, and asks again. The latency is what a group waits from its request to the quorum. For each number of
 groups there are two series: nobody dies, and every second one group dies (its heartbeats end, as they do when its
 processes are killed) and a new incarnation joins DOWN_S later. The lighthouse is a process of its own, and
@@ -17,6 +18,7 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -25,9 +27,10 @@ from pathlib import Path
 from statistics import mean, quantiles
 
 import psutil
-from torch.distributed import HashStore
 
-from everstep.quorum.membership import Membership, QuorumUnavailable
+from everstep.quorum.membership import Membership
+from everstep.step.interfaces import QuorumUnavailable
+from everstep.step.quorum import NO_STATE, Request, read_quorum
 
 GROUPS_PER_PROCESS = 64
 HEARTBEAT_TIMEOUT_S = 2.0
@@ -35,6 +38,7 @@ JOIN_TIMEOUT_S = 10.0
 DOWN_S = 4.0
 WARM_UP_ROUNDS = 3
 TIMEOUT = timedelta(seconds=20)
+TOKEN = bytes(range(32))
 
 
 @dataclass(frozen=True)
@@ -66,18 +70,35 @@ class Group(threading.Thread):
         self._doomed.set()
 
     def run(self) -> None:
-        step, incarnation = 0, 0
+        step, number, incarnation = 0, 0, 0
         membership = self._live(incarnation)
         while time.monotonic() < self._end:
+            number += 1
+            store = f"127.0.0.1:{20000 + self.group}"
+            request = Request(
+                group=self.group,
+                life=str(incarnation),
+                number=number,
+                step=step,
+                history=1,
+                suspect=False,
+                follows=NO_STATE,
+                followed=0,
+                finishing=False,
+                connected="",
+                store=store,
+                doors=(store,),
+            )
             asked = time.monotonic()
             try:
-                quorum = membership.join(step=step, failures=0, metadata="", timeout=TIMEOUT)
-            except QuorumUnavailable:
+                quorum = read_quorum(*membership.ask(request, TIMEOUT))
+            except (QuorumUnavailable, ValueError):
                 continue
             waited = time.monotonic() - asked
+            heals = quorum.step > step
             step = quorum.step + 1
             # A healing group waits for the others in the first place: its wait is no latency of the lighthouse.
-            if not quorum.heals:
+            if not heals:
                 self.waits.append((step, len(quorum.groups), waited))
             time.sleep(self._step_s)
             if self._doomed.is_set():
@@ -88,17 +109,15 @@ class Group(threading.Thread):
                 membership = self._live(incarnation)
 
     def _live(self, incarnation: int) -> Membership:
-        return Membership(
+        membership = Membership(
             group=self.group,
-            rank=0,
-            world_size=1,
-            store=HashStore(),
-            incarnation=str(incarnation),
-            store_address=f"127.0.0.1:{20000 + self.group}",
+            life=str(incarnation),
+            token=TOKEN,
             find_lighthouse=lambda: self._lighthouse,
-            host="127.0.0.1",
             connect_timeout=timedelta(seconds=20),
         )
+        membership.follow()
+        return membership
 
 
 def crowd(
@@ -118,9 +137,9 @@ def crowd(
     results.put([wait for member in members for wait in member.waits])
 
 
-def measure(groups: int, step_s: float, seconds: float, deaths_per_s: float) -> Series:
+def measure(groups: int, step_s: float, seconds: float, deaths_per_s: float, direct: bool = False) -> Series:
     """One series: quorums of `groups` groups for so many seconds."""
-    lighthouse, address = start_lighthouse(groups)
+    lighthouse, address = start_direct(groups) if direct else start_lighthouse(groups)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     parts = [range(first, min(first + GROUPS_PER_PROCESS, groups)) for first in range(0, groups, GROUPS_PER_PROCESS)]
@@ -167,13 +186,39 @@ def start_lighthouse(groups: int) -> tuple[subprocess.Popen, str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         bind = f"127.0.0.1:{free.getsockname()[1]}"
+    run_dir = Path(tempfile.mkdtemp())
+    (run_dir / "token").touch(0o600)
+    (run_dir / "token").write_text(TOKEN.hex())
     command = [sys.executable, "-m", "everstep.quorum.lighthouse", "--bind", bind, "--min-groups", str(groups // 2)]
+    command += ["--run-dir", str(run_dir)]
     command += ["--heartbeat-timeout-s", str(HEARTBEAT_TIMEOUT_S), "--join-timeout-s", str(JOIN_TIMEOUT_S)]
     lighthouse = subprocess.Popen([*command, "--die-with-parent"], stdout=subprocess.PIPE, text=True)
     assert lighthouse.stdout is not None
     if "lighthouse on" not in (said := lighthouse.stdout.readline()):
         raise RuntimeError(f"the lighthouse did not start: {said}")
     return lighthouse, f"http://{bind}"
+
+
+DIRECT = """
+import signal, sys
+from torchft.coordination import LighthouseServer
+server = LighthouseServer(bind="127.0.0.1:0", min_replicas=int(sys.argv[1]), join_timeout_ms=int(sys.argv[2]),
+                          quorum_tick_ms=50, heartbeat_timeout_ms=int(sys.argv[3]))
+print("lighthouse on", server.address().rpartition(":")[2], flush=True)
+signal.pause()
+"""
+
+
+def start_direct(groups: int) -> tuple[subprocess.Popen, str]:
+    """torchft's lighthouse without a gate, for comparison."""
+    waits = [str(round(1000 * wait)) for wait in (JOIN_TIMEOUT_S, HEARTBEAT_TIMEOUT_S)]
+    command = [sys.executable, "-c", DIRECT, str(groups // 2), *waits]
+    lighthouse = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert lighthouse.stdout is not None
+    while "lighthouse on" not in (said := lighthouse.stdout.readline()):  # torchft's own log comes first
+        if not said:
+            raise RuntimeError("the lighthouse did not start")
+    return lighthouse, f"http://127.0.0.1:{said.split()[-1]}"
 
 
 def plot(series: list[Series], path: Path) -> None:
@@ -205,6 +250,7 @@ def main() -> int:
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 16, 64, 128, 256])
     parser.add_argument("--seconds", type=float, default=45.0, help="length of a series")
     parser.add_argument("--step", type=float, default=1.0, help="seconds between quorums")
+    parser.add_argument("--direct", action="store_true", help="without the gate")
     parser.add_argument("--plot", type=Path, help="where to write the SVG")
     args = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -215,7 +261,7 @@ def main() -> int:
     print("groups  deaths/s  quorums  members   p50 s   p99 s   max s  lighthouse CPU, MiB", flush=True)
     for groups in args.groups:
         for deaths_per_s in (0.0, 1.0):
-            found = measure(groups, args.step, args.seconds, deaths_per_s)
+            found = measure(groups, args.step, args.seconds, deaths_per_s, args.direct)
             series.append(found)
             print(
                 f"{found.groups:6d}  {found.deaths_per_s:8.1f}  {found.quorums:7d}  {found.members_mean:7.1f}"

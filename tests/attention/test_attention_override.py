@@ -371,7 +371,7 @@ def compiled_or_not(backend, checkpointing=None, **section):
 @pytest.mark.parametrize("checkpointing", [None, SelectiveAC.Config()], ids=["none", "selective"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_model_is_checked_as_an_eager_one(backend, checkpointing):
-    """The same faults are found in the same places, one graph for all blocks, and the results are those without checks."""
+    """The same faults are found in the same places, and without faults the results are those of the eager model."""
     torch._dynamo.reset()
     found, results = [], []
     for compiler in (None, backend):

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
+from everstep.data import pack as packing
 from everstep.data import token_format
 from everstep.data.inputs import InputError
 from everstep.data.pack import Pack, pack, run
@@ -203,7 +204,8 @@ def test_a_finished_file_is_kept_and_never_overwritten_by_other_input(tmp_path, 
 
 def test_what_was_begun_from_other_input_is_not_continued(tmp_path, jsonl):
     out = tmp_path / "out.tokens"
-    (tmp_path / "out.tokens.partial.journal").write_text(json.dumps({"inputs": []}) + "\n{}\n")
+    with packing._Partial(out, {"inputs": []}, "uint16") as partial:
+        partial.append([np.array([1, 2])], packing.Place(), 0)
     with pytest.raises(TokenFileError, match="begun from other input"):
         pack([jsonl], out)
 

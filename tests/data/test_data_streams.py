@@ -318,3 +318,22 @@ def test_the_fingerprint_tells_configs_apart_and_nothing_else(datasets, tokenize
     one, same, other = (streams(base(name), tokenizer, SLOTS) for name in ("map", "map", "iterable"))
     assert one.fingerprint() == same.fingerprint() != other.fingerprint()
     assert json.loads(one.fingerprint().split(" ", 1)[1].rsplit(", rows", 1)[0])["dataset"] == "map"
+
+
+def test_a_state_from_elsewhere_is_not_unpickled(datasets, tokenizer, monkeypatch):
+    """Not by us, nor by torchtitan's dataloader on our behalf: `pickle.loads` is not reached."""
+    owner = streams(base(), tokenizer, SLOTS)
+    for step in (1, 2):
+        owner.microbatch(step, 0)
+        owner.committed(step)
+    states, expected = owner.known_states(), flat(owner.microbatch(3, 0))
+
+    def reached(*args, **kwargs):
+        raise AssertionError("a pickle was read")
+
+    monkeypatch.setattr(pickle, "loads", reached)
+    monkeypatch.setattr(pickle, "load", reached)
+    heir = streams(base(), tokenizer, SLOTS)
+    heir.learn(states)
+    assert flat(heir.microbatch(3, 0)) == expected
+    assert b"\x80\x04" not in states

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 import torchft
 
-from everstep.quorum.process_group import CrossGroup, CrossGroupError
+from everstep.quorum.process_group import RankColumn
 from everstep.quorum.watch import PeerWatch
+from everstep.step.interfaces import SumsBroken
 
-HOST = "127.0.0.1"
+HOST, TOKEN = "127.0.0.1", bytes(range(32))
 LONG = timedelta(seconds=20)
 
 
@@ -27,7 +28,9 @@ def crosses():
     made = []
 
     def _make(connect_timeout=LONG):
-        made.append(CrossGroup("gloo", host=HOST, connect_timeout=connect_timeout, reduce_timeout=LONG))
+        made.append(
+            RankColumn("gloo", column=0, host=HOST, connect_timeout=connect_timeout, reduce_timeout=LONG, token=TOKEN)
+        )
         return made[-1]
 
     yield _make
@@ -35,16 +38,21 @@ def crosses():
         cross.close()
 
 
-def address(board, prefix):
-    return f"{HOST}:{board.port}/{prefix}"
+def place(board, key):
+    return {"key": key, "store": f"{HOST}:{board.port}"}
 
 
-def assert_they_add(board, prefix, *members):
+def announce(board, key, rank, watch):
+    """What a member writes before it connects."""
+    dist.PrefixStore(f"everstep/{key}/0", board).set(f"watch/{rank}", watch.address)
+
+
+def assert_they_add(board, key, *members):
     tensors = [torch.full((3,), 10.0**rank) for rank in range(len(members))]
 
     def _add(rank):
-        members[rank].connect(address(board, prefix), rank=rank, size=len(members), name=f"group-{rank}")
-        return members[rank].sum(tensors[rank])
+        members[rank].connect(**place(board, key), rank=rank, size=len(members))
+        return members[rank].total(tensors[rank], LONG)
 
     with ThreadPoolExecutor(len(members)) as pool:
         sums = list(pool.map(_add, range(len(members))))
@@ -58,13 +66,13 @@ def test_members_add_and_connect_again(board, crosses):
 
 
 def test_a_member_that_leaves_while_the_groups_connect_holds_nobody(board, crosses):
-    cross, halfway = crosses(), PeerWatch(HOST, lambda _: None)
-    dist.PrefixStore("halfway", board).set("watch/1", halfway.address)
+    cross, halfway = crosses(), PeerWatch(HOST, lambda _: None, TOKEN)
+    announce(board, "halfway", 1, halfway)
     leave = threading.Timer(0.5, halfway.close)
     leave.start()
     begin = time.monotonic()
-    with pytest.raises(CrossGroupError, match="a member left"):
-        cross.connect(address(board, "halfway"), rank=0, size=2, name="group-0")
+    with pytest.raises(SumsBroken, match="a member left"):
+        cross.connect(**place(board, "halfway"), rank=0, size=2)
     assert time.monotonic() - begin < LONG.total_seconds() / 2
     assert_they_add(board, "after-halfway", cross, crosses())
 
@@ -76,14 +84,14 @@ def test_a_connection_that_never_ends_is_left_behind_and_broken_if_it_ends(board
     def _stuck(self, *args):
         go_on.wait()
         # Alone, as nobody else is there.
-        configure(self, address(board, "late"), "group-0", 0, 1)
+        configure(self, f"{HOST}:{board.port}/late", "group-0", 0, 1)
         monkeypatch.setattr(self, "abort", lambda errored: (abort(self, errored), connected.set()), raising=False)
 
     monkeypatch.setattr(torchft.ProcessGroupGloo, "configure", _stuck)
-    peer = PeerWatch(HOST, lambda _: None)
-    dist.PrefixStore("stuck", board).set("watch/1", peer.address)
-    with pytest.raises(CrossGroupError, match="no answer in time"):
-        cross.connect(address(board, "stuck"), rank=0, size=2, name="group-0")
+    peer = PeerWatch(HOST, lambda _: None, TOKEN)
+    announce(board, "stuck", 1, peer)
+    with pytest.raises(SumsBroken, match="no answer in time"):
+        cross.connect(**place(board, "stuck"), rank=0, size=2)
     monkeypatch.setattr(torchft.ProcessGroupGloo, "configure", configure)
     assert_they_add(board, "after-stuck", cross, crosses())
     go_on.set()

@@ -1,8 +1,10 @@
 """Members of a quorum notice at once when one of them ends or gives up."""
 
+import contextlib
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,18 +12,19 @@ from datetime import timedelta
 
 import pytest
 
+from everstep import wire
 from everstep.quorum import watch
 from everstep.quorum.watch import KEY_BYTES, PeerLost, PeerWatch
 
 KEY, OTHER_KEY = b"k" * KEY_BYTES, b"o" * KEY_BYTES
-SOON_S = 5.0
+SOON_S, TOKEN = 5.0, bytes(range(32))
 
 
 @pytest.fixture
 def members():
     """Three watches in this process, with queues of the losses they announce."""
     losses = [queue.Queue() for _ in range(3)]
-    watches = [PeerWatch("127.0.0.1", losses[i].put) for i in range(3)]
+    watches = [PeerWatch("127.0.0.1", losses[i].put, TOKEN) for i in range(3)]
     yield watches, losses
     for peer in watches:
         peer.close()
@@ -56,14 +59,14 @@ def test_a_killed_process_is_noticed_within_the_grace_time():
         "import sys, time\n"
         "from datetime import timedelta\n"
         "from everstep.quorum.watch import PeerWatch\n"
-        "watch = PeerWatch('127.0.0.1', print)\n"
+        "watch = PeerWatch('127.0.0.1', print, bytes(range(32)))\n"
         "print(watch.address, flush=True)\n"
         "sys.stdin.readline()\n"
         "time.sleep(60)\n"
     )
     peer = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     losses = queue.Queue()
-    mine = PeerWatch("127.0.0.1", losses.put)
+    mine = PeerWatch("127.0.0.1", losses.put, TOKEN)
     try:
         mine.begin(KEY, [peer.stdout.readline().strip()], timedelta(seconds=5))
         killed = time.monotonic()
@@ -88,3 +91,45 @@ def test_who_comes_late_to_a_broken_process_group_learns_it(members):
     watches[0].end(KEY)
     watches[1].begin(KEY, [watches[0].address], timedelta(seconds=5))
     assert losses[1].get(timeout=SOON_S) == KEY
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_strangers_are_not_kept_and_keep_nobody_out(members):
+    """A thousand connections that name a process group, as was enough before, and hold no token."""
+    watches, losses = members
+    before = descriptors()
+    crowd = [socket.create_connection(wire.parse_address(watches[0].address), 5) for _ in range(1000)]
+    for stranger in crowd:
+        with contextlib.suppress(OSError):  # it may be closed already
+            stranger.send(KEY)
+    watch_each_other(watches)
+    assert descriptors() - before - len(crowd) < 150
+    for stranger in crowd:
+        stranger.close()
+    watches[0].end(KEY)
+    assert losses[1].get(timeout=SOON_S) == losses[2].get(timeout=SOON_S) == KEY
+
+
+def test_a_member_of_another_run_is_not_let_in(members):
+    watches, _ = members
+    other = PeerWatch("127.0.0.1", lambda _: None, bytes(32))
+    with pytest.raises(PeerLost, match="did not accept the run's token"):
+        other.begin(KEY, [watches[0].address], timedelta(seconds=5))
+    other.close()
+
+
+def test_connections_of_process_groups_that_came_to_nothing_are_given_back(members):
+    """Of members that connected and left before this rank knew of the process group."""
+    watches, _ = members
+    before = descriptors()
+    for number in range(50):
+        key = bytes([number]) * KEY_BYTES
+        watches[1].begin(key, [watches[0].address], timedelta(seconds=5))
+        watches[1].end(key)
+    deadline = time.monotonic() + SOON_S
+    while descriptors() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert descriptors() <= before

@@ -193,7 +193,7 @@ class Simulator:
             t = self.t + 0.03 + self.random.uniform(0, 0.01)
             self.log.add(
                 t, "commit", number, step, owners=said, groups=able, quorum_id=self.quorum_id,
-                loss=commit.loss, took_s=1.0, coverage_ok=move != "lose",
+                loss=commit.loss, tokens=1.0, grad_norm=1.0, took_s=1.0, coverage_ok=move != "lose",
             )  # fmt: skip
             self.up[number] = Group((*self.up[number].history, commit))
             if number in able and (number in said or len(able) > self.slots):

@@ -128,7 +128,9 @@ def test_the_endpoint_serves_what_the_events_say(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     story = Timeline().add(0, "run_started", role="supervisor", groups=3)
-    story.commit(1.0, 1, groups=(0, 1, 2), loss=2.5).add(1.5, "workers_died", 1, role="agent", exitcodes={"0": -9})
+    story.commit(1.0, 1, groups=(0, 1, 2), loss=2.5).add(
+        1.5, "workers_died", 1, role="agent", reason="died", exitcodes={"0": -9}
+    )
     story.write(tmp_path)
     teller = Teller(Telling(tmp_path, groups=3, min_groups=2, port=port))
     deadline = time.monotonic() + 30
@@ -181,7 +183,7 @@ def test_what_several_groups_tell_of_counts_once():
 def test_who_lives_is_known_between_commits():
     story = Timeline().add(0.5, "run_started", role="supervisor", groups=2).start(1.0, 0, 1)
     story.add(2.0, "workers_stalled", 1, role="agent")
-    story.add(3.0, "workers_died", 1, role="agent", exitcodes={"0": -9})
+    story.add(3.0, "workers_died", 1, role="agent", reason="died", exitcodes={"0": -9})
     of = figures_after(story)
     assert of("groups_alive") == 1
     assert of("groups_given_up") == 0

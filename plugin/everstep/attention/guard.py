@@ -80,7 +80,7 @@ class Checks:
         return refused
 
     def evidence(self) -> Evidence:
-        """What the present slot's last refusal here showed, empty where it was not refused: what a witness hands over."""
+        """What the present slot's last refusal here showed, empty where there was none: what a witness hands over."""
         refusals = self.findings.refusals()
         return refusals[-1] if refusals else ()
 

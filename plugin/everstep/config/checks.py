@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, nearest
 
 _TIMEOUTS = (
     ("connect_timeout_s", "reduce_timeout_s", "peers wait in the gradient sum while one still connects"),
@@ -26,6 +26,11 @@ _TIMEOUTS = (
     ("startup_timeout_s", "give_up_after_s", "a group waits for its peers to start"),
 )
 """(shorter, longer, why) of [fault_tolerance]'s timeouts."""
+
+_LONGEST_S = 3e8
+"""Ten years; the libraries that wait count milliseconds in 64 bits or fewer."""
+_MOST = {"groups": 1_000_000, "group_id": 999_999, "metrics_port": 65535}
+"""The largest values of keys of [fault_tolerance]: ids have six digits."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
 """torchtitan reads a tokenizer from the first of these that is there."""
@@ -113,18 +118,29 @@ def _groups(config: Any) -> Iterator[Problem]:
                 ("fault_tolerance", key),
                 f"[fault_tolerance] {key} must be at least {least}, got {getattr(ft, key)}",
             )
+    for key, most in _MOST.items():
+        if not getattr(ft, key) <= most:
+            yield Problem(
+                ("fault_tolerance", key), f"[fault_tolerance] {key} must be at most {most}, got {getattr(ft, key)}"
+            )
     for key in ("bucket_mb", "restart_window_s", *dict.fromkeys(key for row in _TIMEOUTS for key in row[:2])):
-        if getattr(ft, key) <= 0:
+        if not getattr(ft, key) > 0:
             yield Problem(
                 ("fault_tolerance", key),
                 f"[fault_tolerance] {key} must be more than 0, got {getattr(ft, key)}",
+            )
+        elif getattr(ft, key) > _LONGEST_S:
+            yield Problem(
+                ("fault_tolerance", key),
+                f"[fault_tolerance] {key} must be at most {_LONGEST_S:g}, got {getattr(ft, key)}",
             )
     if ft.groups < ft.min_groups:
         yield Problem(
             ("fault_tolerance", "min_groups"),
             f"[fault_tolerance] min_groups = {ft.min_groups} can never be met by groups = {ft.groups}",
         )
-    if ft.lighthouse and not re.fullmatch(r"https?://[^/\s]+:\d+/?", ft.lighthouse):
+    place = re.fullmatch(r"https?://[^/\s]+:([0-9]{1,5})/?", ft.lighthouse)
+    if ft.lighthouse and (place is None or int(place[1]) > 65535):
         yield Problem(
             ("fault_tolerance", "lighthouse"),
             f'[fault_tolerance] lighthouse must be http://host:port, got "{ft.lighthouse}"',
@@ -214,6 +230,15 @@ def _indivisible(training: Any, ranks: int) -> str:
     )
 
 
+def _optimizer(config: Any) -> Iterator[Problem]:
+    """A learning rate below 0 climbs, one that is no number ruins the first step."""
+    for group in config.optimizer.param_groups:
+        lr = group.optimizer_kwargs.get("lr")
+        if isinstance(lr, int | float) and not 0 <= lr < float("inf"):
+            yield Problem(("optimizer", "lr"), f"[optimizer] lr must be 0 or more, got {lr}")
+            return
+
+
 def _data(config: Any) -> Iterator[Problem]:
     data = config.data
     if data.source == "tokens":
@@ -239,6 +264,7 @@ def check_files(config: Any) -> None:
 
     from everstep.data.token_format import TokenFileError, in_bytes
 
+    _check_dataset(config)
     folder = FilePath(config.hf_assets_path)
     source, path = config.data.source, FilePath(config.data.path)
     try:
@@ -247,10 +273,33 @@ def check_files(config: Any) -> None:
         raise ConfigError(f"data.path: {error}") from error
     reads_folder = not brings_its_own and isinstance(config.tokenizer, HuggingFaceTokenizer.Config)
     if reads_folder and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        old = f"; {folder.name} is torchtitan 0.1's format, which nothing reads any more" * (folder.suffix == ".model")
         raise ConfigError(
             f'hf_assets_path = "{folder}": there is no tokenizer ({", ".join(_TOKENIZER_FILES)}), which [data] '
-            f'source = "{config.data.source}" needs; download the model\'s, or set [data] source = "stdlib"'
+            f'source = "{config.data.source}" needs{old}; download the model\'s, or set [data] source = "stdlib"'
         )
+
+
+def _check_dataset(config: Any) -> None:
+    """Refuse a dataset that torchtitan does not know, or whose files are not there.
+
+    Raises:
+        ConfigError: names the key and what to do.
+    """
+    from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+
+    loader = config.dataloader
+    if config.data.source != "dataloader" or not isinstance(loader, HuggingFaceTextDataLoader.Config):
+        return
+    name, path = loader.dataset, loader.dataset_path
+    if name not in DATASETS:
+        raise ConfigError(
+            f'[dataloader] dataset = "{name}" is not one of torchtitan\'s; the nearest is "{nearest(name, DATASETS)}". '
+            'Text of your own: `everstep pack` and [data] source = "tokens"'
+        )
+    place = path or DATASETS[name].path
+    if (path or place.startswith(("/", ".", "tests/"))) and not FilePath(place).exists():
+        raise ConfigError(f'[dataloader] dataset = "{name}" is read from {place}, and there is no such file or folder')
 
 
 _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
@@ -258,5 +307,6 @@ _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
     _timeouts,
     _fault_tolerant_training,
     _batch,
+    _optimizer,
     _data,
 )

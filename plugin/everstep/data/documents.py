@@ -10,6 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+_DAMAGED = (
+    "row {} of the token file is not what its footer says: it is damaged. Check it with `everstep pack --verify`."
+)
+
 
 class Row(NamedTuple):
     """One training row; each array is int64 with shape [seq_len]."""
@@ -26,11 +30,13 @@ class Documents:
         tokens: integer array of shape [count]; may be memory-mapped.
         starts: integer array of shape [documents + 1], strictly rising from 0 to count; may be memory-mapped.
             Every document has at least one token.
+        max_id: the largest token id; None: not known. A row with a larger one is refused.
     """
 
-    def __init__(self, tokens: np.ndarray, starts: np.ndarray):
+    def __init__(self, tokens: np.ndarray, starts: np.ndarray, max_id: int | None = None):
         self.tokens = tokens
         self.starts = starts
+        self._max_id = max_id
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -49,7 +55,10 @@ class Documents:
         return int(self.starts[document]) - document
 
     def row(self, index: int, seq_len: int) -> Row:
-        """Row `index`, 0-based. Costs a binary search among the documents and seq_len tokens read."""
+        """Row `index`, 0-based. Costs a binary search among the documents and seq_len tokens read.
+
+        Raises ValueError where starts or tokens are not what they should be, as in a damaged file.
+        """
         begin = index * seq_len
         first = bisect_right(range(len(self)), begin, key=self._first_pair) - 1
         # A row of seq_len pairs meets at most seq_len documents that have pairs. One-token documents have
@@ -58,8 +67,14 @@ class Documents:
         first_pairs = self.starts[first : last + 1].astype(np.int64) - np.arange(first, last + 1)
         bounds = np.append(np.maximum(first_pairs, begin), begin + seq_len)
         lengths = np.diff(bounds)
+        if first < 0 or len(bounds) != last - first + 2 or (lengths < 0).any():
+            raise ValueError(_DAMAGED.format(index))
         pairs = np.arange(begin, begin + seq_len)
         inputs_at = pairs + np.repeat(np.arange(first, last + 1), lengths)
+        if not 0 <= inputs_at[0] <= inputs_at[-1] <= len(self.tokens) - 2 or len(inputs_at) != seq_len:
+            raise ValueError(_DAMAGED.format(index))
         span = self.tokens[inputs_at[0] : inputs_at[-1] + 2].astype(np.int64)
+        if self._max_id is not None and span.max() > self._max_id:
+            raise ValueError(_DAMAGED.format(index))
         inputs_at -= inputs_at[0]
         return Row(span[inputs_at], span[inputs_at + 1], pairs - np.repeat(bounds[:-1], lengths))

@@ -4,12 +4,17 @@ import gzip
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from everstep.run.regular import open_regular
+
 _SAMPLE_BYTES = 1 << 20
+LONGEST_DOCUMENT_BYTES = 1 << 30
+"""As text, unpacked. A few MB of gzip can stand for more than a machine has memory."""
 _JSONL = {".jsonl", ".ndjson"}
 _KNOWN = {*_JSONL, ".parquet", ".txt", ".md"}
 
@@ -71,7 +76,7 @@ def input_files(paths: Sequence[Path]) -> list[Path]:
 def identity(file: Path) -> dict[str, Any]:
     """What tells one input from another without reading all of it: name, size, SHA-256 of its first and last
     MiB."""
-    with open(file, "rb") as stream:
+    with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         digest = hashlib.sha256(stream.read(_SAMPLE_BYTES))
         stream.seek(max(0, size - _SAMPLE_BYTES))
@@ -112,14 +117,15 @@ def share_read(file: Path, place: Place, size: int) -> int:
 
 
 def _open(file: Path) -> Any:
-    return gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb")
+    stream = open_regular(file)
+    return gzip.GzipFile(fileobj=stream) if file.suffix == ".gz" else stream
 
 
 def _text(file: Path, place: Place, on_bad: OnBad) -> Iterator[tuple[str, Place]]:
     if place.offset:
         return
     with _open(file) as stream:
-        data = _read(file, stream)
+        data = _read(str(file), lambda: stream.read(LONGEST_DOCUMENT_BYTES + 1))
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -131,21 +137,26 @@ def _text(file: Path, place: Place, on_bad: OnBad) -> Iterator[tuple[str, Place]
     yield text, replace(place, offset=1)
 
 
-def _read(file: Path, stream: Any) -> bytes:
+def _read(where: str, read: Callable[[], bytes]) -> bytes:
     try:
-        return stream.read()
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise InputError(f"{file}: the gzip data is damaged or cut off ({error}).") from None
+        data = read()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise InputError(f"{where}: the gzip data is damaged or cut off ({error}).") from None
+    if len(data) > LONGEST_DOCUMENT_BYTES:
+        raise InputError(f"{where}: a document of more than {LONGEST_DOCUMENT_BYTES} bytes. Cut it into several.")
+    return data
+
+
+def _seek(stream: Any, offset: int) -> bytes:
+    stream.seek(offset)
+    return b""
 
 
 def _jsonl(file: Path, text_key: str, place: Place, on_bad: OnBad) -> Iterator[tuple[str, Place]]:
     with _open(file) as stream:
-        stream.seek(place.offset)
+        _read(f"{file}:{place.line}", lambda: _seek(stream, place.offset))
         while True:
-            try:
-                line = stream.readline()
-            except (EOFError, gzip.BadGzipFile) as error:
-                raise InputError(f"{file}:{place.line + 1}: the gzip data is damaged or cut off ({error}).") from None
+            line = _read(f"{file}:{place.line + 1}", lambda: stream.readline(LONGEST_DOCUMENT_BYTES + 1))
             if not line:
                 return
             place = replace(place, offset=place.offset + len(line), line=place.line + 1)
@@ -165,10 +176,12 @@ def _json_text(line: bytes, text_key: str, where: str) -> str:
         raise DocumentError(f"{where}: not UTF-8.") from None
     except json.JSONDecodeError as error:
         raise DocumentError(f"{where}: not JSON ({error.msg} at column {error.colno}).") from None
+    except (ValueError, RecursionError) as error:
+        raise DocumentError(f"{where}: JSON with a number too long or nested too deeply ({error}).") from None
     if not isinstance(record, dict):
         raise DocumentError(f"{where}: a JSON object with the key {text_key!r} is needed.")
     if text_key not in record:
-        keys = ", ".join(map(repr, record)) or "none"
+        keys = ", ".join(map(repr, record))[:300] or "none"
         raise DocumentError(f"{where}: no key {text_key!r} (there: {keys}). Name the text's key with --text-key.")
     return _checked(record[text_key], text_key, where)
 
@@ -188,7 +201,7 @@ def _parquet(file: Path, text_key: str, place: Place, on_bad: OnBad) -> Iterator
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
+        with open_regular(file) as stream, pyarrow.parquet.ParquetFile(stream) as table:
             if text_key not in table.schema_arrow.names:
                 raise InputError(
                     f"{file}: no column {text_key!r} (there: {', '.join(table.schema_arrow.names)}). Name "
@@ -204,11 +217,22 @@ def _parquet(file: Path, text_key: str, place: Place, on_bad: OnBad) -> Iterator
                             row += 1
                             if row > place.offset:
                                 try:
-                                    text = _checked(value.as_py(), text_key, f"{file}: row {row}")
+                                    text = _checked(_python(value), text_key, f"{file}: row {row}")
                                 except DocumentError as error:
                                     on_bad(error)
                                     text = ""
                                 yield text, replace(place, offset=row)
                 first_row += group_rows
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise InputError(f"{file}: not readable as parquet ({str(error).splitlines()[0]}).") from None
+    except (pyarrow.ArrowException, OSError, OverflowError) as error:
+        raise InputError(f"{file}: not readable as parquet ({_first_line(error)}).") from None
+
+
+def _python(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except (ValueError, OverflowError) as error:  # a string that is not UTF-8, a date that Python does not have
+        return error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]

@@ -7,16 +7,17 @@ the other two files back to what the last whole line says and goes on at the nex
 depends on the documents alone, so the finished file is byte for byte that of a run without interruption. OUT
 itself appears in one rename, after its checksums were compared."""
 
+import errno
 import fcntl
 import hashlib
-import json
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, cast
 
 import numpy as np
 import tyro
@@ -44,6 +45,8 @@ from everstep.data.inputs import (
     share_read,
 )
 from everstep.data.token_format import HEAD, Footer, TokenFileError
+from everstep.run import typed
+from everstep.run.typed import Count, UnfitError
 
 _CHUNK_TOKENS = 8 << 20
 _BATCH_CHARACTERS = 1 << 20
@@ -76,7 +79,7 @@ class Pack:
 
 @dataclass
 class _Packed:
-    """How far a file has come: what a journal line says."""
+    """How far a file has come."""
 
     tokens: int = 0
     documents: int = 0
@@ -84,6 +87,18 @@ class _Packed:
     max_id: int = 0
     place: Place = field(default_factory=Place)
     chunks: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass
+class _Entry:
+    """A line of the journal: how far the file had come, and the SHA-256 of the chunk that was written last, if any."""
+
+    tokens: Count
+    documents: Count
+    left_out: Count
+    max_id: Count
+    place: Place
+    sha256: str | None
 
 
 def run(args: Pack) -> int:
@@ -243,10 +258,11 @@ class _Partial:
         self.path, self._starts_path, self._journal_path = _traces(out)
         self.source, self._dtype = source, np.dtype(dtype).newbyteorder("<")
         self.packed = _Packed()
+        self._line_digest = b""
 
     def __enter__(self) -> "_Partial":
         with ExitStack() as files:
-            self._journal = files.enter_context(open(self._journal_path, "a+b"))
+            self._journal = files.enter_context(open(self._journal_path, "a+b", opener=_own))
             try:
                 fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -254,10 +270,8 @@ class _Partial:
                     f"another `everstep pack` is writing {self.path}: wait for it or stop it."
                 ) from None
             self._read_journal()
-            for path in (self.path, self._starts_path):
-                path.touch()
-            self._tokens = files.enter_context(open(self.path, "r+b"))
-            self._starts = files.enter_context(open(self._starts_path, "r+b"))
+            self._tokens = files.enter_context(open(self.path, "r+b", opener=_own))
+            self._starts = files.enter_context(open(self._starts_path, "r+b", opener=_own))
             _cut(self._starts, 8 * self.packed.documents)
             if self.packed.tokens:
                 _cut(self._tokens, len(HEAD) + self.packed.tokens * self._dtype.itemsize)
@@ -273,27 +287,43 @@ class _Partial:
     def _read_journal(self) -> None:
         """Takes up what the journal says and cuts off a line that was not finished."""
         self._journal.seek(0)
-        begun_from, *lines = self._journal.read().split(b"\n")[:-1] or [b"null"]
-        if json.loads(begun_from) != self.source:
+        begun_from, *lines = self._journal.read().split(b"\n")[:-1] or [b""]
+        try:
+            begun = typed.loads(self._checked(begun_from)) if begun_from else None
+            entries = [typed.parse(_Entry, typed.loads(self._checked(line))) for line in lines]
+        except UnfitError as error:
+            raise TokenFileError(
+                f"{self._journal_path} is damaged ({error}): delete {self.path}* to begin anew."
+            ) from None
+        if begun != self.source:
             if lines:
                 raise TokenFileError(
                     f"{self.path} was begun from other input or with another tokenizer: choose another "
                     f"--out, or delete {self.path}* to begin anew."
                 )
             self._journal.truncate(0)
+            self._line_digest = b""
             self._write_line(self.source)
             return
         chunks = self.packed.chunks
-        for line in lines:
-            entry = json.loads(line)
-            if sha256 := entry.pop("sha256"):
-                chunks.append((entry["tokens"], sha256))
-            place = Place(**entry.pop("place"))
-            self.packed = _Packed(**entry, place=place, chunks=chunks)
+        for entry in entries:
+            if entry.sha256 is not None:
+                chunks.append((entry.tokens, entry.sha256))
+            self.packed = _Packed(entry.tokens, entry.documents, entry.left_out, entry.max_id, entry.place, chunks)
         self._journal.truncate(len(begun_from) + 1 + sum(len(line) + 1 for line in lines))
 
+    def _checked(self, line: bytes) -> bytes:
+        """A line of the journal without its check, which covers it and all before it. Raises UnfitError."""
+        text, _, check = line.rpartition(b" ")
+        self._line_digest = hashlib.sha256(self._line_digest + text).digest()
+        if check != self._line_digest.hex()[:16].encode():
+            raise UnfitError("a line does not match its checksum")
+        return text
+
     def _write_line(self, entry: dict[str, Any]) -> None:
-        self._journal.write(json.dumps(entry, sort_keys=True).encode() + b"\n")
+        text = typed.dumps(entry)
+        self._line_digest = hashlib.sha256(self._line_digest + text).digest()
+        self._journal.write(text + b" " + self._line_digest.hex()[:16].encode() + b"\n")
         _sync(self._journal)
 
     def append(self, documents: Sequence[np.ndarray], place: Place, left_out: int) -> None:
@@ -329,7 +359,7 @@ class _Partial:
             digest.update(block)
             self._tokens.write(block)
         footer = Footer(
-            dtype=self._dtype.name,
+            dtype=cast(Literal["uint16", "uint32"], self._dtype.name),
             tokens=packed.tokens,
             documents=packed.documents,
             left_out=packed.left_out,
@@ -342,6 +372,20 @@ class _Partial:
         token_format.write_footer(self._tokens, footer)
         _sync(self._tokens)
         return footer
+
+
+def _own(path: str, flags: int) -> int:
+    """Opens or makes a file beside OUT. Raises TokenFileError if its name is a link's or anything else's."""
+    try:
+        fd = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        raise TokenFileError(f"{path} is no regular file: delete it, or choose another --out.") from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise TokenFileError(f"{path} is no regular file: delete it, or choose another --out.")
+    return fd
 
 
 def _cut(file: BinaryIO, size: int) -> None:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 _HEADER = struct.Struct("<8sI")
 _ENTRY = struct.Struct("<IQQ")
-_MAGIC = b"evrstrm1"
+_MAGIC = b"evrstrm2"
+_OLD_MAGIC = b"evrstrm1"
+"""Its states were pickles, which are not read any more."""
 
 
 @dataclass(frozen=True)
@@ -16,8 +18,7 @@ class StreamState:
     """Batches taken from it since its beginning."""
 
     state: bytes
-    """What its dataloader needs to go on there. torchtitan's dataloaders pickle theirs: to be loaded only
-    from a peer or a disk that is trusted."""
+    """What its dataloader needs to go on there, as `everstep.data.plain` has it."""
 
 
 def encode_states(states: dict[int, StreamState]) -> bytes:
@@ -29,8 +30,9 @@ def encode_states(states: dict[int, StreamState]) -> bytes:
 
 
 def decode_states(data: bytes) -> dict[int, StreamState]:
-    """The states in `data`; none in empty data. Raises ValueError if it is no such data or cut off."""
-    if not data:
+    """The states in `data`; none in empty data, nor in data of a version that held pickles: a stream of which nothing
+    is known is read from its beginning. Raises ValueError if it is no such data or cut off."""
+    if not data or data[: len(_OLD_MAGIC)] == _OLD_MAGIC:
         return {}
     states = {}
     try:
@@ -41,6 +43,8 @@ def decode_states(data: bytes) -> dict[int, StreamState]:
         for _ in range(count):
             stream, position, length = _ENTRY.unpack_from(data, at)
             at += _ENTRY.size
+            if length > len(data) - at:
+                raise ValueError("stream states are cut off")
             states[stream] = StreamState(position, bytes(data[at : at + length]))
             at += length
     except struct.error:

@@ -7,13 +7,12 @@ its own saved state, gives the same batches again.
 
 Who computes a slot changes when groups come and go. The new owner takes the newest state it knows of the
 stream, or the beginning, and skips to the batch it needs. Groups therefore tell each other their streams'
-states from time to
-time: more often costs traffic, less often costs skipping, neither changes a batch. A batch is kept until its
-step is committed, because an attempt that failed asks for it again."""
+states from time to time: more often costs traffic, less often costs skipping, neither changes a batch. What they tell
+is plain values (`everstep.data.plain`), never a pickle. A batch is kept until its step is committed, because an attempt
+that failed asks for it again."""
 
 import json
 import logging
-import pickle
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -21,9 +20,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError, ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
 
+from everstep.data import plain
+from everstep.data.plain import PlainError
 from everstep.data.slots import Batch
 from everstep.data.stream_states import StreamState, decode_states, encode_states
 
@@ -40,10 +42,10 @@ class _Stream:
         # depends on who died: the model's random numbers must not.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            self._loader = build()
+            self.loader = build()
             if known:
-                self._loader.load_state_dict(pickle.loads(known.state))
-            self._batches = iter(self._loader)
+                _load_state(self.loader, plain.decode(known.state))
+            self._batches = iter(self.loader)
 
     def take(self) -> Batch:
         """The batch at `position`, which moves on. Raises StopIteration at the end."""
@@ -52,7 +54,22 @@ class _Stream:
         return batch
 
     def state(self) -> StreamState:
-        return StreamState(self.position, pickle.dumps(self._loader.state_dict()))
+        """Raises PlainError if the dataloader's state is not made of plain values."""
+        return StreamState(self.position, plain.encode(_state_of(self.loader)))
+
+
+def _state_of(loader: BaseDataLoader) -> dict[str, Any]:
+    # torchtitan's own wraps the state of torchdata's in a pickle.
+    if isinstance(loader, ParallelAwareDataloader):
+        return StatefulDataLoader.state_dict(loader)
+    return loader.state_dict()
+
+
+def _load_state(loader: BaseDataLoader, state: dict[str, Any]) -> None:
+    if isinstance(loader, ParallelAwareDataloader):
+        StatefulDataLoader.load_state_dict(loader, state)
+    else:
+        loader.load_state_dict(state)
 
 
 class SlotStreams(BaseDataLoader):
@@ -95,6 +112,7 @@ class SlotStreams(BaseDataLoader):
         self._dp_rank, self._dp_size = dp_rank, dp_world_size
         self._streams = config.streams or dp_world_size
         self._slots: int | None = None
+        self._complained = False
         self._lock = threading.RLock()
         self._forget()
 
@@ -184,7 +202,17 @@ class SlotStreams(BaseDataLoader):
             if self._slots and live.position > committed:
                 continue
             if stream not in self._known or live.position > self._known[stream].position:
-                self._known[stream] = live.state()
+                try:
+                    self._known[stream] = live.state()
+                except PlainError as error:
+                    if not self._complained:
+                        logger.warning(
+                            "The state of %s cannot be told to other groups, which will read its streams from their "
+                            "beginning instead: %s",
+                            type(live.loader).__name__,
+                            error,
+                        )
+                    self._complained = True
 
     def _batch(self, stream: int, number: int) -> Batch:
         """Batch `number` of `stream`, wherever the stream stands."""

@@ -11,20 +11,28 @@ covered by one SHA-256 for each chunk of whole documents, so that a damaged plac
 """
 
 import hashlib
-import json
+import itertools
 import os
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
+
+from everstep.run import typed
+from everstep.run.regular import NotRegularError, open_regular
+from everstep.run.typed import Count, UnfitError
 
 HEAD = b"everstep tokens 1\n".ljust(64, b"\0")
 _TAIL = struct.Struct("<Q32s8s")
 _TAIL_MAGIC = b"evrtokns"
 _READ_BYTES = 16 << 20
+_FOOTER_LIMIT = 1 << 30
+_SHA256 = re.compile("[0-9a-f]{64}")
+_WIDTH = {"uint16": 2, "uint32": 4}
 
 
 class TokenFileError(ValueError):
@@ -35,25 +43,36 @@ class TokenFileError(ValueError):
 class Footer:
     """What a token file says of itself."""
 
-    dtype: str
-    """"uint16" or "uint32"."""
-    tokens: int
-    documents: int
-    left_out: int
+    dtype: Literal["uint16", "uint32"]
+    tokens: Annotated[int, typed.Within(0, 1 << 60)]
+    documents: Annotated[int, typed.Within(0, 1 << 60)]
+    left_out: Count
     """Documents of the input that are not in the file: without text, or too bad to read."""
-    vocab_size: int
+    vocab_size: Count
     """The tokenizer's."""
-    max_id: int
+    max_id: Count
     """The largest id in the file."""
     source: dict[str, Any]
     """Identity of what the file was made from: tokenizer, inputs, text key."""
-    chunks: list[tuple[int, str]]
+    chunks: list[tuple[Count, str]]
     """For each chunk of tokens, in order: the token number where it ends, SHA-256 of its bytes."""
     starts_sha256: str
 
+    def __post_init__(self) -> None:
+        """Raises ValueError unless the fields can be together: chunks that cover all tokens, ids of the type."""
+        ends = [0, *(end for end, _ in self.chunks)]
+        if any(end <= begin for begin, end in itertools.pairwise(ends)) or ends[-1] != self.tokens:
+            raise ValueError(f"its chunks do not cover its {self.tokens} tokens")
+        if not all(map(_SHA256.fullmatch, [*(digest for _, digest in self.chunks), self.starts_sha256])):
+            raise ValueError("a checksum is no SHA-256")
+        if self.documents > self.tokens or self.max_id >= 256 ** _WIDTH[self.dtype]:
+            raise ValueError(f"{self.documents} documents of {self.tokens} tokens with ids to {self.max_id} in no file")
+        if type(self.source.get("tokenizer")) is not dict:
+            raise ValueError("it does not say which tokenizer made it")
+
     @property
     def token_bytes(self) -> int:
-        return self.tokens * np.dtype(self.dtype).itemsize
+        return self.tokens * _WIDTH[self.dtype]
 
     @property
     def starts_at(self) -> int:
@@ -78,14 +97,14 @@ def dtype_for(vocab_size: int) -> str:
 
 def write_footer(file: BinaryIO, footer: Footer) -> None:
     """Ends `file`, which stands right after the document starts."""
-    text = json.dumps(asdict(footer), sort_keys=True).encode()
+    text = typed.dumps(asdict(footer))
     file.write(text + _TAIL.pack(len(text), hashlib.sha256(text).digest(), _TAIL_MAGIC))
 
 
 def read_footer(path: Path) -> tuple[Footer, str]:
     """The footer and its SHA-256. Raises TokenFileError unless the file is whole and of this format."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if file.read(len(HEAD)) != HEAD:
                 raise TokenFileError(f"{path} is no token file: make one with `everstep pack`.")
@@ -96,7 +115,7 @@ def read_footer(path: Path) -> tuple[Footer, str]:
                 raise cut
             file.seek(size - _TAIL.size)
             length, digest, magic = _TAIL.unpack(file.read(_TAIL.size))
-            if magic != _TAIL_MAGIC or length > size - len(HEAD) - _TAIL.size:
+            if magic != _TAIL_MAGIC or length > min(_FOOTER_LIMIT, size - len(HEAD) - _TAIL.size):
                 raise cut
             file.seek(size - _TAIL.size - length)
             text = file.read(length)
@@ -104,9 +123,14 @@ def read_footer(path: Path) -> tuple[Footer, str]:
         raise TokenFileError(f"no token file {path}: check the path, or make it with `everstep pack`.") from None
     except IsADirectoryError:
         raise TokenFileError(f"{path} is a directory, data.path needs a token file.") from None
+    except NotRegularError:
+        raise TokenFileError(f"{path} is no file, data.path needs a token file.") from None
     if hashlib.sha256(text).digest() != digest:
         raise TokenFileError(f"{path} is damaged: the checksum of its footer differs. Copy it again or pack it again.")
-    footer = Footer(**json.loads(text))
+    try:
+        footer = typed.parse(Footer, typed.loads(text, _FOOTER_LIMIT))
+    except UnfitError as error:
+        raise TokenFileError(f"{path} has a footer that no version of `everstep pack` writes: {error}") from None
     if footer.footer_at + length + _TAIL.size != size:
         raise cut
     return footer, digest.hex()
@@ -115,19 +139,22 @@ def read_footer(path: Path) -> tuple[Footer, str]:
 def in_bytes(path: Path) -> bool:
     """Whether the file was packed byte by byte, without a tokenizer. Raises TokenFileError as `read_footer`."""
     footer, _ = read_footer(path)
-    return footer.source["tokenizer"]["kind"] == "bytes"
+    return footer.source["tokenizer"].get("kind") == "bytes"
 
 
 def map_tokens(path: Path, footer: Footer) -> tuple[np.ndarray, np.ndarray]:
     """The file's tokens, shape [tokens], and document starts, uint64, shape [documents + 1]; memory-mapped,
-    read only."""
+    read only. Raises TokenFileError for a file without tokens, which cannot be mapped."""
+    if not footer.tokens:
+        raise TokenFileError(f"{path} has no tokens.")
     tokens = np.memmap(path, np.dtype(footer.dtype).newbyteorder("<"), "r", len(HEAD), (footer.tokens,))
     starts = np.memmap(path, np.dtype("<u8"), "r", footer.starts_at, (footer.documents + 1,))
     return tokens, starts
 
 
 def verify(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> Footer:
-    """Reads all of `path` and compares it with its checksums.
+    """Reads all of `path` and compares it with its checksums, and what its footer and its document starts say with the
+    tokens.
 
     Args:
         on_bytes: called with the number of bytes read since the last call.
@@ -135,8 +162,8 @@ def verify(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> 
         TokenFileError: naming the file and the first damaged place.
     """
     footer, _ = read_footer(path)
-    width = np.dtype(footer.dtype).itemsize
-    with open(path, "rb") as file:
+    width = _WIDTH[footer.dtype]
+    with open_regular(path) as file:
         begin = 0
         for end, sha256 in footer.chunks:
             place = f"tokens {begin} to {end - 1}"
@@ -144,7 +171,21 @@ def verify(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> 
             begin = end
         starts_bytes = 8 * (footer.documents + 1)
         _check(file, path, footer.starts_at, starts_bytes, footer.starts_sha256, "document starts", on_bytes)
+    tokens, starts = map_tokens(path, footer)
+    if not documents_rise(starts, footer.tokens):
+        raise TokenFileError(f"{path} is damaged: its document starts do not rise from 0 to {footer.tokens}.")
+    largest = max((int(tokens[at : at + _READ_BYTES].max()) for at in range(0, footer.tokens, _READ_BYTES)), default=0)
+    if largest != footer.max_id:
+        raise TokenFileError(f"{path} is damaged: it has ids up to {largest}, its footer says {footer.max_id}.")
     return footer
+
+
+def documents_rise(starts: np.ndarray, tokens: int) -> bool:
+    """Whether document starts, shape [documents + 1], rise strictly from 0 to `tokens`."""
+    if not len(starts) or int(starts[0]) != 0 or int(starts[-1]) != tokens:
+        return False
+    blocks = (starts[at : at + _READ_BYTES + 1] for at in range(0, len(starts), _READ_BYTES))
+    return all(bool((block[1:] > block[:-1]).all()) for block in blocks)
 
 
 def _check(

@@ -12,7 +12,7 @@ from everstep.data.token_format import TokenFileError, map_tokens, read_footer
 
 class TokenFile(RowSource):
     """Rows of a token file. Opening reads the footer only; checksums of the tokens are compared by
-    `everstep pack --verify`."""
+    `everstep pack --verify`. A row that contradicts the footer is refused when it is read."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RowSource.Config):
@@ -40,9 +40,10 @@ class TokenFile(RowSource):
                 f"{path} has token ids up to {footer.max_id}, the tokenizer only {vocab_size} ids: it was "
                 "packed with another tokenizer. Set hf_assets_path to that one, or pack the text again."
             )
+        tokens, starts = map_tokens(path, footer)
         super().__init__(
             config,
-            Documents(*map_tokens(path, footer)),
+            Documents(tokens, starts, max_id=footer.max_id),
             content=f"token file {digest[:16]}",
             name=str(path),
             vocab_size=footer.max_id + 1,

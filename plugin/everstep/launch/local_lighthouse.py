@@ -42,11 +42,12 @@ class LocalLighthouse:
         """Whether to start it now; one that just died is not started again in the same moment."""
         return time.monotonic() >= self._next
 
-    def arguments(self, ft: FaultTolerance) -> list[str]:
+    def arguments(self, ft: FaultTolerance, run_dir: Path) -> list[str]:
         """For `everstep.quorum.lighthouse`."""
         self._port = self._port or free_port()
         options = {
             "--bind": f"{HOST}:{self._port}",
+            "--run-dir": run_dir,
             "--min-groups": ft.min_groups,
             "--heartbeat-timeout-s": ft.heartbeat_timeout_s,
             "--join-timeout-s": ft.join_timeout_s,

@@ -4,9 +4,7 @@ import threading
 import time
 from datetime import timedelta
 
-from everstep.quorum.heal import HealError, HealServer, HealState, fetch
-
-GATE_TIMEOUT = timedelta(seconds=300)
+from everstep.quorum.heal import Fetch, HealError, HealServer, HealState, Whose
 
 
 class Door:
@@ -16,12 +14,18 @@ class Door:
         host: address to listen on and to be reached under.
         token: of the run.
         timeout: longest silence of the other side.
+        whose: which state is served here and wanted from others.
+        encrypt: fault_tolerance.encrypt.
     """
 
-    def __init__(self, host: str, token: bytes, timeout: timedelta) -> None:
-        self._server = HealServer(host, token, timeout)
-        self._token, self._timeout = token, timeout
+    def __init__(
+        self, host: str, token: bytes, timeout: timedelta, whose: Whose | None = None, encrypt: bool = False
+    ) -> None:
+        whose = whose or Whose()
+        self._server = HealServer(host, token, timeout, whose=whose, encrypt=encrypt)
+        self._token, self._timeout, self._whose, self._encrypt = token, timeout, whose, encrypt
         self._serves: tuple[int, int] | None = None
+        self._last: StateFetch | None = None
         self.address = self._server.address
 
     def serve(self, step: int, history: int, state: HealState) -> None:
@@ -29,17 +33,22 @@ class Door:
         if self._serves != (step, history):
             self._serves = (step, history)
             state.meta["history"] = history
-            self._server.serve(step, state)
+            self._server.serve(step, state, history)
 
     def close(self) -> None:
         """See `HealDoor.close`."""
         if self._serves is not None:
             self._serves = None
-            self._server.close_gate(GATE_TIMEOUT)
+            self._server.release()
 
     def fetch(self, address: str, step: int, history: int) -> "StateFetch":
-        """See `HealDoor.fetch`."""
-        return StateFetch(address, self._token, step, history, self._timeout)
+        """See `HealDoor.fetch`. What an attempt for the same state that broke off had received is not asked for
+        again."""
+        transfer = self._last.rest(step, history) if self._last is not None else None
+        if transfer is None:
+            transfer = Fetch(self._token, step, history=history, whose=self._whose, encrypt=self._encrypt)
+        self._last = StateFetch(address, transfer, self._timeout)
+        return self._last
 
     def shutdown(self) -> None:
         """Cut every reader off and stop listening."""
@@ -49,8 +58,8 @@ class Door:
 class StateFetch:
     """Implements `everstep.step.interfaces.Fetch`: a thread of its own receives the state."""
 
-    def __init__(self, address: str, token: bytes, step: int, history: int, timeout: timedelta) -> None:
-        self._source = (address, token, step, history, timeout)
+    def __init__(self, address: str, transfer: Fetch, timeout: timedelta) -> None:
+        self._address, self._transfer, self._timeout = address, transfer, timeout
         self._state: HealState | None = None
         self.error = ""
         self.took_s = 0.0
@@ -60,17 +69,19 @@ class StateFetch:
 
     def _receive(self) -> None:
         begun = time.monotonic()
-        address, token, step, history, timeout = self._source
         try:
-            state = fetch(address, token, step, None, timeout)
-            if state.meta.get("history") != history:
-                raise HealError(f"{address} has step {step} of another history")
+            state = self._transfer.run(self._address, self._timeout)
         except HealError as error:
             self.error = str(error)
             return
         self.took_s = time.monotonic() - begun
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in state.tensors.values())
         self._state = state
+
+    def rest(self, step: int, history: int) -> Fetch | None:
+        """The transfer, if it broke off and was of this state."""
+        same = (self._transfer.step, self._transfer.history) == (step, history)
+        return self._transfer if same and self.error and not self._thread.is_alive() else None
 
     def state(self) -> HealState | None:
         """See `Fetch.state`."""

@@ -1,31 +1,47 @@
 """The heal transport: a live group's state for a group that joins.
 
 The source opens its state for one committed step (`HealServer.serve`), joiners read it (`fetch`) while the
-source computes its slots, and the source closes the gate before its optimizer changes the tensors
-(`close_gate`). The tensors are read in place: no copy of the state is made on the source, and on the joiner
-the bytes land in their final buffers.
+source computes its slots, and the source takes its tensors back before its optimizer changes them (`release`).
+Until then they are read in place; joiners that are not done by then read on from a copy, and nobody waits for them.
+On the joiner the bytes land in their final buffers.
 
 What travels is a schema (names, dtypes, shapes as JSON), raw tensor bytes, a JSON object and named byte
-strings; nothing that is executed on arrival, as a pickle would be. `everstep.wire` authenticates with the
-run's token and checks every chunk in the destination's memory.
+strings; nothing that is executed on arrival, as a pickle would be. `everstep.wire` authenticates every chunk with keys
+of the connection. A request says what it is for: which run, rank and layout, which step and by which history it came
+about; the source compares before it opens anything, the joiner compares the answer.
+
+A transfer that broke off is taken up where it was, from the same source or from another one (`Fetch`).
 """
 
 import bisect
 import itertools
+import math
 import threading
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
+import psutil
 import torch
 
 from everstep import wire
+from everstep.run import typed
+from everstep.run.typed import Count, UnfitError
 
-SCHEMA_VERSION = 1
+PURPOSE = "heal"
+SCHEMA_VERSION = 2
 DEFAULT_CONNECTIONS = 4
+MEMORY_FACTOR = 1.5
+"""Free host memory, in sizes of the state, that a copy of it for slow joiners needs."""
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
+}
+"""By name, what a tensor may be made of."""
 
 
 class HealError(RuntimeError):
@@ -54,9 +70,10 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
 class _StateBytes:
     """A state's tensors and blobs laid end to end (`wire.Bytes`), read in place.
 
-    What lies on a device is staged through a pinned buffer of the reading thread, one chunk at a time. These
-    copies run on a stream of their own that waits for what the serving thread's stream had queued when the
-    state was opened: they see the committed values and do not hold up the computation.
+    Each chunk is staged in a buffer of the reading thread, pinned for what lies on a device, so that the tensors are
+    touched for the time of one copy only and `detach` waits for no joiner. Copies from a device run on a stream of
+    their own that waits for what the serving thread's stream had queued when the state was opened: they see the
+    committed values and do not hold up the computation.
     """
 
     def __init__(self, state: HealState) -> None:
@@ -78,44 +95,109 @@ class _StateBytes:
         self._ends = list(itertools.accumulate(len(p) for p in self._parts))
         self.size = self._ends[-1] if self._ends else 0
         self._own = threading.local()
+        self._lock = threading.Condition()
+        self._reading = 0
+        self._detaching = False
 
     def views(self, offset: int, length: int) -> list[memoryview]:
+        """A copy of these bytes, until the thread's next call."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._detaching)
+            self._reading += 1
+        try:
+            return self._staged(offset, length)
+        finally:
+            with self._lock:
+                self._reading -= 1
+                self._lock.notify_all()
+
+    def detach(self) -> None:
+        """Go on from a copy: when this returns the tensors may change."""
+        with self._lock:
+            self._detaching = True
+            self._lock.wait_for(lambda: not self._reading)
+        try:
+            self._parts = [
+                part.cpu() if isinstance(part, torch.Tensor) else memoryview(bytearray(part)) for part in self._parts
+            ]
+            self._parts = [_memory_of(part) if isinstance(part, torch.Tensor) else part for part in self._parts]
+        finally:
+            with self._lock:
+                self._detaching = False
+                self._lock.notify_all()
+
+    def _staged(self, offset: int, length: int) -> list[memoryview]:
         end, views, staged = offset + length, [], 0
         index = bisect.bisect_right(self._ends, offset)
         while offset < end:
             part, stop = self._parts[index], min(end, self._ends[index])
             start = self._ends[index] - len(part)
             piece = part[offset - start : stop - start]
-            if isinstance(piece, torch.Tensor):
-                views.append(self._stage(piece, staged))
-                staged += len(piece)
-            else:
-                views.append(piece)
+            views.append(self._stage(piece, staged))
+            staged += len(piece)
             offset, index = stop, index + 1
-        if staged:
+        if self._ready is not None:
             self._own.stream.synchronize()
         return views
 
-    def _stage(self, piece: torch.Tensor, at: int) -> memoryview:
+    def _stage(self, piece: torch.Tensor | memoryview, at: int) -> memoryview:
         own = self._own
-        if not hasattr(own, "stream"):
-            own.stream = torch.cuda.Stream(self._device)
-            own.stream.wait_event(self._ready)
-            own.buffer = torch.empty(wire.CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+        if not hasattr(own, "buffer"):
+            on_device = self._ready is not None
+            own.buffer = torch.empty(wire.CHUNK_BYTES, dtype=torch.uint8, pin_memory=on_device)
+            if on_device:
+                own.stream = torch.cuda.Stream(self._device)
+                own.stream.wait_event(self._ready)
         target = own.buffer[at : at + len(piece)]
-        with torch.cuda.stream(own.stream):
-            target.copy_(piece, non_blocking=True)
+        if isinstance(piece, torch.Tensor):
+            with torch.cuda.stream(own.stream):
+                target.copy_(piece, non_blocking=True)
+        elif piece.readonly:
+            target.numpy().data[:] = piece
+        else:
+            target.copy_(torch.frombuffer(piece, dtype=torch.uint8))
         return target.numpy().data
 
 
-def _schema(step: int, state: HealState) -> dict[str, Any]:
-    return {
-        "version": SCHEMA_VERSION,
-        "step": step,
-        "tensors": [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in state.tensors.items()],
-        "blobs": [[n, len(b)] for n, b in state.blobs.items()],
-        "meta": state.meta,
-    }
+@dataclass(frozen=True)
+class Whose:
+    """Of which run, of which rank of a group, and how laid out over a group's ranks a state is."""
+
+    run: str = ""
+    rank: int = 0
+    layout: str = ""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Of a joiner, on the first of its connections."""
+
+    step: int
+    history: int
+    whose: Whose
+    patience_s: Annotated[float, typed.Within(0, 1e6)]
+    version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True)
+class _Schema:
+    """The answer: what the bytes mean that can be read from now on."""
+
+    version: int
+    step: int
+    history: int
+    whose: Whose
+    tensors: list[tuple[str, str, list[Count]]]
+    blobs: list[tuple[str, Count]]
+    meta: dict[str, Any]
+    size: Count
+    transfer: str = ""
+
+
+def _schema(step: int, history: int, whose: Whose, state: HealState, size: int) -> _Schema:
+    tensors = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in state.tensors.items()]
+    blobs = [(n, len(b)) for n, b in state.blobs.items()]
+    return _Schema(SCHEMA_VERSION, step, history, whose, tensors, blobs, state.meta, size)
 
 
 class HealServer:
@@ -125,54 +207,82 @@ class HealServer:
     joiner and its source need not agree on who is ready first.
     """
 
-    def __init__(self, host: str, token: bytes, timeout: timedelta = timedelta(seconds=60)) -> None:
+    def __init__(
+        self,
+        host: str,
+        token: bytes,
+        timeout: timedelta = timedelta(seconds=60),
+        *,
+        whose: Whose = Whose(),
+        encrypt: bool = False,
+    ) -> None:
         """`host`: address to listen on and advertise (fault_tolerance.bind_host). `timeout`: the longest
         silence of a joiner before its connection is given up, and the longest that a request waits for its
-        step to be opened."""
+        step to be opened. `whose`: what is served here. `encrypt`: as of `wire.connect`."""
+        self._whose = whose
         self._timeout = timeout
         self._changed = threading.Condition()
-        self._step = -1
+        self._step, self._history = -1, 0
         self._open = False
         self._source: _StateBytes | None = None
-        self._answer: dict[str, Any] = {}
-        self._readers: dict[wire.Channel, str] = {}  # the transfer that each connection belongs to
-        self._server = wire.Server(host, token, self._talk, timeout)
+        self._schema: _Schema | None = None
+        self._readers: dict[wire.Channel, tuple[str, _StateBytes]] = {}
+        """The transfer that each connection belongs to, and what it reads."""
+        self._server = wire.Server(host, token, self._talk, timeout, purpose=PURPOSE, encrypt=encrypt)
         self.address = self._server.address
         """`host:port` to hand to `fetch`."""
 
-    def serve(self, step: int, state: HealState) -> None:
-        """Open `state` to readers as that of committed step `step`, until `close_gate`.
+    def serve(self, step: int, state: HealState, history: int = 0) -> None:
+        """Open `state` to readers as that of committed step `step`, which came about by `history`, until
+        `release`.
 
-        The tensors are read in place: none may change before `close_gate` has returned.
+        The tensors are read in place: none may change before `release` has returned.
         """
         with self._changed:
             # A step that is served again, in another attempt: who asks in between waits instead of being refused.
             self._step = min(self._step, step - 1)
-        self.close_gate(self._timeout)
-        source, answer = _StateBytes(state), _schema(step, state)
+        self.release()
+        source = _StateBytes(state)
+        schema = _schema(step, history, self._whose, state, source.size)
         with self._changed:
-            self._step, self._open, self._source, self._answer = step, True, source, answer
+            self._step, self._history, self._open, self._source, self._schema = step, history, True, source, schema
             self._changed.notify_all()
 
-    def close_gate(self, timeout: timedelta) -> bool:
-        """Let no new reader in, wait for the ones there, and give the tensors back to the caller.
+    def release(self) -> bool:
+        """The state is about to change: nobody new is let in, and joiners that are not done read on from a copy.
 
-        Readers still there after `timeout` are cut off; they see a HealError. Afterwards no thread reads the
-        tensors. Costs one lock when nothing is open. Returns whether every reader had what it came for.
+        Waits for no joiner. Where the host has no memory for a copy they are cut off and see a HealError. Returns
+        whether nobody was.
         """
         with self._changed:
-            self._open = False
-            finished = self._changed.wait_for(lambda: not self._readers, timeout.total_seconds())
-            if not finished:
-                for channel in self._readers:
-                    channel.cut()
-                self._changed.wait_for(lambda: not self._readers)
-            self._source, self._answer = None, {}
-        return finished
+            source, self._open = self._source, False
+            self._source = self._schema = None
+            reading = source is not None and any(read is source for _, read in self._readers.values())
+        if source is None or not reading:
+            return True
+        if psutil.virtual_memory().available > MEMORY_FACTOR * source.size:
+            source.detach()
+            return True
+        self._cut(source)
+        return False
+
+    def _cut(self, source: _StateBytes | None) -> None:
+        """End all transfers of a source, or all there are, and wait for that."""
+
+        def reading() -> list[wire.Channel]:
+            return [channel for channel, (_, read) in self._readers.items() if source in (None, read)]
+
+        with self._changed:
+            for channel in reading():
+                channel.cut()
+            self._changed.wait_for(lambda: not reading())
 
     def shutdown(self) -> None:
         """Cut every reader off and stop listening."""
-        self.close_gate(timedelta(0))
+        with self._changed:
+            self._open = False
+            self._source = self._schema = None
+        self._cut(None)
         self._server.close()
 
     def _talk(self, channel: wire.Channel) -> None:
@@ -187,41 +297,141 @@ class HealServer:
                 self._changed.notify_all()
 
     def _admit(self, channel: wire.Channel, request: dict[str, Any]) -> tuple[_StateBytes, dict[str, Any]]:
+        if request.get("op") == "join":
+            return self._join(channel, str(request.get("transfer"))), {}
+        try:
+            asked = typed.parse(_Request, request)
+        except UnfitError as error:
+            raise wire.RefusedError(f"the request is not understood: {error}") from error
+        if asked.version != SCHEMA_VERSION or asked.whose != self._whose:
+            raise wire.RefusedError(f"here is {self._whose} in version {SCHEMA_VERSION}; {asked} was asked for")
+        patience_s = min(asked.patience_s, self._timeout.total_seconds())
         with self._changed:
-            if request.get("op") == "join":
-                transfer = str(request.get("transfer"))
-                if self._source is None or transfer not in self._readers.values():
-                    raise wire.RefusedError("the transfer that this connection belongs to has ended")
-                self._readers[channel] = transfer
-                return self._source, {}
-            step = int(request.get("step", -1))
-            patience_s = min(float(request.get("patience_s", 0)), self._timeout.total_seconds())
-            if not self._changed.wait_for(lambda: self._step >= step, patience_s):
+            if not self._changed.wait_for(lambda: self._step >= asked.step, patience_s):
                 raise wire.RefusedError(
-                    f"step {step} was not opened here within {patience_s:g} s; the last was {self._step}"
+                    f"step {asked.step} was not opened here within {patience_s:g} s; the last was {self._step}"
                 )
-            if self._step != step:
-                raise wire.RefusedError(f"step {step} is over here: step {self._step} was opened since")
-            if not self._open or self._source is None:
-                raise wire.RefusedError(f"step {step} is being left here: its optimizer step has begun")
+            if self._step != asked.step:
+                raise wire.RefusedError(f"step {asked.step} is over here: step {self._step} was opened since")
+            if not self._open or self._source is None or self._schema is None:
+                raise wire.RefusedError(f"step {asked.step} is being left here: its optimizer step has begun")
+            if self._history != asked.history:
+                raise wire.RefusedError(
+                    f"step {asked.step} came about here by history {self._history}, {asked.history} was asked for"
+                )
             transfer = uuid.uuid4().hex
-            self._readers[channel] = transfer
-            return self._source, {**self._answer, "transfer": transfer, "size": self._source.size}
+            self._readers[channel] = (transfer, self._source)
+            return self._source, asdict(self._schema) | {"transfer": transfer}
+
+    def _join(self, channel: wire.Channel, transfer: str) -> _StateBytes:
+        with self._changed:
+            sources = [source for known, source in self._readers.values() if known == transfer]
+            if not sources:
+                raise wire.RefusedError("the transfer that this connection belongs to has ended")
+            self._readers[channel] = (transfer, sources[0])
+            return sources[0]
 
 
-def _place(answer: dict[str, Any], step: int, into: Mapping[str, torch.Tensor] | None) -> HealState:
+class Fetch:
+    """One state on its way to this process: every byte authenticated, and none asked for twice.
+
+    `run` may be called again when it has failed, with the same address or with another one that has the same step by
+    the same history: what has arrived is kept. Tensors are, blobs and meta are taken from the source that is asked
+    last, since each group keeps its own.
+
+    Args:
+        into: host tensors to receive into, exactly the source's by name, dtype and shape. None: fresh ones.
+        connections: parallel connections, fewer for a small state.
+    """
+
+    def __init__(
+        self,
+        token: bytes,
+        step: int,
+        into: Mapping[str, torch.Tensor] | None = None,
+        *,
+        history: int = 0,
+        whose: Whose = Whose(),
+        connections: int = DEFAULT_CONNECTIONS,
+        encrypt: bool = False,
+    ) -> None:
+        self.step, self.history = step, history
+        self._token, self._into, self._whose = token, into, whose
+        self._connections, self._encrypt = connections, encrypt
+        self._layout: list[tuple[str, str, list[int]]] = []
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensor_bytes = 0
+        self._done: set[int] = set()
+        """Where the ranges begin that have arrived."""
+
+    @property
+    def received_bytes(self) -> int:
+        """How much of the tensors has arrived and need not come again."""
+        return sum(min(wire.RANGE_BYTES, max(0, self._tensor_bytes - begin)) for begin in self._done)
+
+    def run(self, address: str, timeout: timedelta) -> HealState:
+        """The whole state, from the `HealServer` at `address`.
+
+        Args:
+            timeout: the longest silence of the source, and the longest wait for it to open the step.
+
+        Raises:
+            HealError: wrong token, step, history, rank or schema, something that was altered on the way, a source that
+                refused, died or fell silent. What `into` holds is then undefined.
+        """
+        channels: list[wire.Channel] = []
+        started = time.monotonic()
+        try:
+            channels.append(self._connect(address, timeout))
+            # A little less than our own patience, so that the source's reason arrives before we give up.
+            request = _Request(self.step, self.history, self._whose, 0.9 * timeout.total_seconds())
+            schema = typed.parse(_Schema, channels[0].ask(asdict(request)), "its answer:")
+            self._compare(schema)
+            blobs = {name: bytearray(size) for name, size in schema.blobs}
+            sink = wire.Pieces([*map(_memory_of, self._tensors.values()), *map(memoryview, blobs.values())])
+            missing = -(-sink.size // wire.RANGE_BYTES) - len(self._done)
+            for _ in range(min(self._connections, missing) - 1):
+                channels.append(self._connect(address, timeout))
+                channels[-1].ask({"op": "join", "transfer": schema.transfer})
+            wire.pull(channels, sink, self._done)
+        except (wire.WireError, HealError, UnfitError) as error:
+            waited_s = time.monotonic() - started
+            raise HealError(f"no state of step {self.step} from {address} after {waited_s:.1f} s: {error}") from error
+        finally:
+            for channel in channels:
+                channel.close()
+        return HealState(self._tensors, schema.meta, {name: bytes(blob) for name, blob in blobs.items()})
+
+    def _connect(self, address: str, timeout: timedelta) -> wire.Channel:
+        return wire.connect(address, self._token, timeout, purpose=PURPOSE, encrypt=self._encrypt)
+
+    def _compare(self, schema: _Schema) -> None:
+        """See that the answer is what was asked for, and have room for it. Raises HealError."""
+        offered = (schema.version, schema.step, schema.history, schema.whose)
+        asked = (SCHEMA_VERSION, self.step, self.history, self._whose)
+        for what, theirs, ours in zip(("version", "step", "history", "state of"), offered, asked, strict=True):
+            if theirs != ours:
+                raise HealError(f"it offers {what} {theirs}, not {ours}")
+        if not self._tensors or schema.tensors != self._layout:
+            self._done.clear()
+            self._tensors, self._layout = _room(schema.tensors, self._into), schema.tensors
+            self._tensor_bytes = sum(t.nbytes for t in self._tensors.values())
+        # Of another source, or of a later moment of the same.
+        self._done = {begin for begin in self._done if begin + wire.RANGE_BYTES <= self._tensor_bytes}
+        size = self._tensor_bytes + sum(length for _, length in schema.blobs)
+        if size != schema.size:
+            raise HealError(f"it announced {schema.size} bytes for a schema of {size}")
+
+
+def _room(schema: list[tuple[str, str, list[int]]], into: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
     """The buffers for a schema: those of `into`, which must be as the schema says, or fresh ones."""
-    if answer.get("version") != SCHEMA_VERSION:
-        raise HealError(f"its schema has version {answer.get('version')}, not {SCHEMA_VERSION}")
-    if answer["step"] != step:
-        raise HealError(f"it offers step {answer['step']}, not {step}")
-    state = HealState(meta=answer["meta"])
-    for name, dtype_name, shape in answer["tensors"]:
-        dtype = getattr(torch, dtype_name, None)
-        if not isinstance(dtype, torch.dtype):
-            raise HealError(f"'{name}' has the unknown dtype {dtype_name}")
+    tensors: dict[str, torch.Tensor] = {}
+    for name, dtype_name, shape in schema:
+        dtype = DTYPES.get(dtype_name)
+        if dtype is None or name in tensors:
+            raise HealError(f"'{name}' has the unknown dtype {dtype_name}, or comes twice")
         if into is None:
-            state.tensors[name] = torch.empty(shape, dtype=dtype)
+            tensors[name] = _fresh(name, dtype, shape)
             continue
         given = into.get(name)
         if given is None:
@@ -230,11 +440,20 @@ def _place(answer: dict[str, Any], step: int, into: Mapping[str, torch.Tensor] |
             raise HealError(f"'{name}' is {dtype} {shape} there and {given.dtype} {list(given.shape)} here")
         if given.device.type != "cpu" or not given.is_contiguous():
             raise HealError(f"the buffer for '{name}' must be contiguous and in host memory")
-        state.tensors[name] = given
+        tensors[name] = given
     for name in into or ():
-        if name not in state.tensors:
+        if name not in tensors:
             raise HealError(f"it does not offer '{name}'")
-    return state
+    return tensors
+
+
+def _fresh(name: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    if math.prod(shape) * dtype.itemsize >= 1 << 63:
+        raise HealError(f"'{name}' has the impossible shape {shape}")
+    try:
+        return torch.empty(shape, dtype=dtype)
+    except (RuntimeError, MemoryError) as error:
+        raise HealError(f"there is no memory for '{name}' of shape {shape}: {error}".splitlines()[0]) from error
 
 
 def fetch(
@@ -244,38 +463,11 @@ def fetch(
     into: Mapping[str, torch.Tensor] | None,
     timeout: timedelta,
     connections: int = DEFAULT_CONNECTIONS,
+    *,
+    history: int = 0,
+    whose: Whose = Whose(),
+    encrypt: bool = False,
 ) -> HealState:
-    """The state of committed step `step` from the `HealServer` at `address`, every byte verified.
-
-    Args:
-        into: host tensors to receive into, exactly the source's by name, dtype and shape. None: fresh ones.
-        timeout: the longest silence of the source, and the longest wait for it to open the step.
-        connections: parallel connections, fewer for a small state.
-
-    Raises:
-        HealError: wrong token, step or schema, a checksum that does not match, a source that refused, died
-            or fell silent. What `into` holds is then undefined.
-    """
-    channels: list[wire.Channel] = []
-    started = time.monotonic()
-    try:
-        channels.append(wire.connect(address, token, timeout))
-        # A little less than our own patience, so that the source's reason arrives before we give up.
-        answer = channels[0].ask({"op": "open", "step": step, "patience_s": 0.9 * timeout.total_seconds()})
-        state = _place(answer, step, into)
-        blobs = {name: bytearray(size) for name, size in answer["blobs"]}
-        sink = wire.Pieces([*(_memory_of(t) for t in state.tensors.values()), *map(memoryview, blobs.values())])
-        if sink.size != answer["size"]:
-            raise HealError(f"it announced {answer['size']} bytes for a schema of {sink.size}")
-        for _ in range(min(connections, -(-sink.size // wire.RANGE_BYTES)) - 1):
-            channels.append(wire.connect(address, token, timeout))
-            channels[-1].ask({"op": "join", "transfer": answer["transfer"]})
-        wire.pull(channels, sink)
-    except (wire.WireError, HealError) as error:
-        waited_s = time.monotonic() - started
-        raise HealError(f"no state of step {step} from {address} after {waited_s:.1f} s: {error}") from error
-    finally:
-        for channel in channels:
-            channel.close()
-    state.blobs = {name: bytes(blob) for name, blob in blobs.items()}
-    return state
+    """The state of committed step `step` in one go; see `Fetch` and `Fetch.run`."""
+    wanted = Fetch(token, step, into, history=history, whose=whose, connections=connections, encrypt=encrypt)
+    return wanted.run(address, timeout)

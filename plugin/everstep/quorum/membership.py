@@ -3,24 +3,26 @@
 Only rank 0 of a group has one; the other ranks learn from it. The lighthouse is asked directly: torchft's manager
 would go on asking on behalf of a client that has given up, with that client's old step, and would collect votes that
 nobody counts any more. What a group says of itself travels in the request's data and comes back in the quorum, so a
-quorum that is not for the newest request is seen to be that.
+quorum that is not for the newest request is seen to be that. Ids and data carry codes of the run's token: a quorum with
+a stranger in it is no quorum.
 """
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import Any
 
 from torchft.coordination import LighthouseClient
 
+from everstep.quorum.identity import StrangerError, check_saying, read_id, replica_id, saying_code
 from everstep.step.interfaces import QuorumUnavailable
 from everstep.step.quorum import Member, Request, decode, encode
 
 HEARTBEAT_S = 0.1
-GROUP_DIGITS = 6
 ASK_AGAIN_S = 0.1
-DATA = "everstep"
+DATA, CODE = "everstep", "code"
 
 
 class Membership:
@@ -29,15 +31,21 @@ class Membership:
     Args:
         group: group id.
         life: differs after every start of the group's workers.
+        token: of the run.
         find_lighthouse: gives `http://host:port`, and another one when the lighthouse has moved.
         connect_timeout: for connections to the lighthouse.
     """
 
     def __init__(
-        self, *, group: int, life: str, find_lighthouse: Callable[[], str], connect_timeout: timedelta
+        self,
+        *,
+        group: int,
+        life: str,
+        token: bytes,
+        find_lighthouse: Callable[[], str],
+        connect_timeout: timedelta,
     ) -> None:
-        # Sorted as text by torchft, hence the zeros.
-        self._replica_id = f"{group:0{GROUP_DIGITS}d}:{life}"
+        self._token, self._replica_id = token, replica_id(token, group, life)
         self._find_lighthouse, self._connect_timeout = find_lighthouse, connect_timeout
         self._address = ""
         self._left = threading.Event()
@@ -62,6 +70,7 @@ class Membership:
                 self.follow()
 
     def _ask_once(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
+        saying = encode(request)
         try:
             client = LighthouseClient(self._address, min(timeout, self._connect_timeout))
             quorum = client.quorum(
@@ -70,16 +79,23 @@ class Membership:
                 store_address=request.store,
                 step=request.step,
                 world_size=1,
-                data={DATA: encode(request)},
+                data={DATA: saying, CODE: saying_code(self._token, self._replica_id, saying)},
             )
         except Exception as error:  # the Rust client raises several unrelated types
             raise QuorumUnavailable(str(error).partition("\n")[0][:300] or type(error).__name__) from error
         try:
-            members = [decode(str((member.data or {}).get(DATA))) for member in quorum.participants]
+            members = [self._read(member.replica_id, member.data or {}) for member in quorum.participants]
         except ValueError as error:
-            names = [member.replica_id for member in quorum.participants]
-            raise QuorumUnavailable(f"not all of {names} are groups of this run: {error}") from error
+            raise QuorumUnavailable(str(error)) from error
         return int(quorum.quorum_id), members
+
+    def _read(self, replica: str, data: Mapping[Any, object]) -> Member:
+        """A member, by what it says of itself. Raises ValueError if it is none of this run's, or says nonsense."""
+        group, life = read_id(self._token, replica)
+        member = decode(check_saying(self._token, replica, data.get(DATA), data.get(CODE)))
+        if (member.group, member.life) != (group, life):
+            raise StrangerError(f"replica {ascii(replica)[:80]} speaks for another one")
+        return member
 
     def _keep_beating(self) -> None:
         """Heartbeats, in a thread of their own: they stop with the process, and while it is stopped."""

@@ -7,6 +7,7 @@ without end for a peer that was killed while the two connected.
 """
 
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -19,11 +20,14 @@ import torchft
 from torch.distributed.distributed_c10d import AllreduceOptions, Work
 from torchft.process_group import ProcessGroupWrapper, create_store_client
 
+from everstep.quorum.identity import StrangerError, open_note, seal_note
 from everstep.quorum.watch import PeerWatch
 from everstep.step.interfaces import SumsBroken
 
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.0001, 0.001
 CONNECT_POLL_S = 0.01
+
+logger = logging.getLogger(__name__)
 
 
 class RankColumn:
@@ -38,6 +42,7 @@ class RankColumn:
         host: address that the other members reach this rank under.
         connect_timeout: for building the process groups.
         reduce_timeout: for one sum, unless the call says otherwise.
+        token: of the run; admits members to each other's watch, and tells their notes from others'.
     """
 
     def __init__(
@@ -48,15 +53,18 @@ class RankColumn:
         host: str,
         connect_timeout: timedelta,
         reduce_timeout: timedelta,
+        token: bytes,
     ) -> None:
         self._backend, self._column = backend, column
         self._connect_timeout, self._reduce_timeout = connect_timeout, reduce_timeout
         self._groups: list[ProcessGroupWrapper] = []
-        self._watch = PeerWatch(host, self._on_loss)
+        self._watch = PeerWatch(host, self._on_loss, token)
         self._key = b""
         self._broken_groups: list[tuple[float, object]] = []
         self._patience_s = 2 * reduce_timeout.total_seconds()
         self._rank = 0
+        self._token, self._place = token, b""
+        self._gathered = 0
         self.size = 0
 
     @property
@@ -87,6 +95,7 @@ class RankColumn:
         groups, error = building.take()
         if groups:
             self._groups, self._rank, self.size = groups, rank, size
+            self._place, self._gathered = building.key, 0
         lost = not self._key
         if lost or not groups:
             self.abort()
@@ -145,7 +154,12 @@ class RankColumn:
         return self.total(matrix, self._reduce_timeout).tolist()
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """See `Sums.gather_bytes`."""
+        """See `Sums.gather_bytes`; empty for a group in whose place somebody else gave something."""
+        self._gathered += 1
+        places = [
+            self._place + self._gathered.to_bytes(8, "little") + rank.to_bytes(8, "little") for rank in range(self.size)
+        ]
+        mine = seal_note(self._token, places[self._rank], mine)
         sizes = [size for [size] in self.gather([len(mine)])]
         begin, everything = sum(sizes[: self._rank]), torch.zeros(sum(sizes), dtype=torch.uint8)
         if not sum(sizes):
@@ -153,7 +167,14 @@ class RankColumn:
         if mine:
             everything[begin : begin + len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         parts = self.total(everything, self._reduce_timeout).split(sizes)
-        return [part.numpy().tobytes() for part in parts]
+        return [self._open(place, part.numpy().tobytes()) for place, part in zip(places, parts, strict=True)]
+
+    def _open(self, place: bytes, sealed: bytes) -> bytes:
+        try:
+            return open_note(self._token, place, sealed)
+        except StrangerError as error:
+            logger.warning("%s", error)
+            return b""
 
     def abort(self) -> None:
         """Break the process group: every pending sum fails, here and at once on the peers."""

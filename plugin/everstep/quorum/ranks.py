@@ -26,12 +26,12 @@ class GroupRanks:
         if self._group is None:
             return [list(words)]
         mine = torch.tensor(words, dtype=torch.int64)
-        everyone = torch.empty(self.size, len(words), dtype=torch.int64)
+        everyone = torch.empty(self.size * len(words), dtype=torch.int64)
         try:
             dist.all_gather_into_tensor(everyone, mine, group=self._group)
         except Exception as error:
             raise GroupBroken(f"a rank of this group is gone: {error}".partition("\n")[0]) from error
-        return everyone.tolist()
+        return everyone.view(self.size, -1).tolist()
 
     def broadcast(self, payload: bytes) -> bytes:
         """See `Ranks.broadcast`."""

@@ -4,6 +4,9 @@ A collective tells of a dead peer only if it happens to need that peer just then
 survivor, which has already given up, would wait for its whole timeout. So every member keeps one silent TCP connection
 to every other member for as long as a process group lasts. The kernel closes it when the peer's process ends, and a
 peer that breaks the process group closes it itself: one broken member breaks them all, within a millisecond.
+
+Only members are let in: a connection proves the run's token and names its process group before it is kept, and is given
+up when its other side closes it.
 """
 
 import contextlib
@@ -14,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+from everstep import wire
+
 KEY_BYTES = 32
 """Length of the key that says which process group a connection belongs to."""
 
@@ -21,6 +26,7 @@ GRACE_S = 0.1
 """Between a loss and its announcement. A sum that the lost member had finished with may still complete between the
 others, and then nobody has to compute anything again."""
 
+PURPOSE = "watch"
 REMEMBERED = 64
 """Process groups whose end is remembered, for callers that come late."""
 
@@ -35,13 +41,14 @@ class PeerWatch:
     Args:
         host: address to listen on and to be reached under.
         on_loss: called in a thread of the watch with the key of a process group that lost a member, once for each.
+        token: of the run.
+
+    Raises:
+        wire.WireError: it cannot listen on `host`.
     """
 
-    def __init__(self, host: str, on_loss: Callable[[bytes], None]) -> None:
-        self._on_loss = on_loss
-        self._listener = socket.create_server((host, 0), backlog=1024)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
-        """`host:port` that the other members connect to."""
+    def __init__(self, host: str, on_loss: Callable[[bytes], None], token: bytes) -> None:
+        self._on_loss, self._token = on_loss, token
         self._lock = threading.Lock()
         self._accepted: dict[bytes, list[socket.socket]] = {}
         self._watched: dict[bytes, list[socket.socket]] = {}
@@ -50,7 +57,9 @@ class PeerWatch:
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._closed = False
-        threading.Thread(target=self._accept, name="watch-accept", daemon=True).start()
+        self._door = wire.Door(host, token, self._admit, purpose=PURPOSE)
+        self.address = self._door.address
+        """`host:port` that the other members connect to."""
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def begin(self, key: bytes, peers: Sequence[str], timeout: timedelta) -> None:
@@ -66,15 +75,13 @@ class PeerWatch:
         """
         connections = []
         for peer in peers:
-            host, _, port = peer.rpartition(":")
             try:
-                connection = socket.create_connection((host, int(port)), timeout.total_seconds())
-                connections.append(connection)
-                connection.sendall(key)
-            except OSError as error:
+                channel = wire.connect(peer, self._token, timeout, purpose=PURPOSE, subject=key)
+            except wire.WireError as error:
                 for connection in connections:
                     connection.close()
                 raise PeerLost(f"{peer} does not answer: {error}") from error
+            connections.append(channel.detach())
         with self._lock:
             if key in self._over:
                 for connection in connections:
@@ -83,48 +90,41 @@ class PeerWatch:
             self._watched[key] = connections
             for connection in connections:
                 connection.setblocking(False)
-                self._selector.register(connection, selectors.EVENT_READ, key)
+                self._selector.register(connection, selectors.EVENT_READ, (key, True))
         self._wake_write.send(b"+")
 
     def end(self, key: bytes) -> None:
         """The process group is over for this rank; members that still use it lose this rank. Idempotent."""
         with self._lock:
             self._over.append(key)
-            for connection in self._watched.pop(key, []):
-                self._selector.unregister(connection)
-                connection.close()
-            for connection in self._accepted.pop(key, []):
-                _hang_up(connection)
+            self._drop(self._watched.pop(key, []))
+            self._drop(self._accepted.pop(key, []))
         self._wake_write.send(b"-")
+
+    def _drop(self, connections: Sequence[socket.socket]) -> None:
+        for connection in connections:
+            self._selector.unregister(connection)
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # also for what a forked child has of it
+            connection.close()
 
     def close(self) -> None:
         """End all watches and stop listening."""
         self._closed = True
-        _hang_up(self._listener)
+        self._door.close()
         for key in [*self._watched, *self._accepted]:
             self.end(key)
+        self._wake_write.send(b"-")
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
-
-    def _greet(self, connection: socket.socket) -> None:
-        """Learn which process group a new connection is for."""
-        connection.settimeout(10)
-        try:
-            key = connection.recv(KEY_BYTES, socket.MSG_WAITALL)
-        except OSError:
-            key = b""
+    def _admit(self, member: wire.Admitted) -> None:
         with self._lock:
             # The caller may be late for a process group that this rank has broken already.
-            if len(key) == KEY_BYTES and key not in self._over:
-                self._accepted.setdefault(key, []).append(connection)
+            if self._closed or member.subject in self._over:
+                member.sock.close()
                 return
-        _hang_up(connection)
+            self._accepted.setdefault(member.subject, []).append(member.sock)
+            self._selector.register(member.sock, selectors.EVENT_READ, (member.subject, False))
+        self._wake_write.send(b"+")
 
     def _watch(self) -> None:
         while not self._closed:
@@ -133,20 +133,24 @@ class PeerWatch:
                     self._wake_read.recv(4096)
                     continue
                 # Peers never speak: readable means closed.
+                key, ours = ready.data
                 with self._lock:
-                    for connection in self._watched.pop(ready.data, []):
-                        self._selector.unregister(connection)
-                        connection.close()
-                timer = threading.Timer(GRACE_S, self._lose, (ready.data,))
+                    if not ours:
+                        self._forget(key, ready.fileobj)
+                        continue
+                    self._drop(self._watched.pop(key, []))
+                timer = threading.Timer(GRACE_S, self._lose, (key,))
                 timer.daemon = True
                 timer.start()
+
+    def _forget(self, key: bytes, connection: object) -> None:
+        """The member that made this connection has closed it; that it is lost is told by the one to it."""
+        left = self._accepted.get(key, [])
+        self._drop([c for c in left if c is connection])
+        self._accepted[key] = [c for c in left if c is not connection]
+        if not self._accepted[key]:
+            del self._accepted[key]
 
     def _lose(self, key: bytes) -> None:
         self.end(key)
         self._on_loss(key)
-
-
-def _hang_up(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()

@@ -39,6 +39,9 @@ class Commit:
     """Per slot the group that computed it, as the first group said; -1: the slot is not in the step."""
     loss: float | None
     took_s: float | None
+    tokens: float | None = None
+    grad_norm: float | None = None
+    lr: float | None = None
     emitters: set[int] = field(default_factory=set)
     origin: Origin = Origin.HEALED
     parent: "Commit | None" = None
@@ -79,7 +82,9 @@ def final_lineage(commits: list[Commit]) -> list[Commit]:
     alive = commits[restored[-1] if restored else 0 :]
     tip = max(alive, key=lambda c: (c.step, c.order), default=None)
     chain = []
-    while tip is not None:
+    known: set[int] = set()
+    while tip is not None and tip.order not in known:  # events that contradict each other can make a circle
+        known.add(tip.order)
         chain.append(tip)
         tip = tip.parent
     return chain[::-1]
@@ -159,7 +164,8 @@ class _Tracer:
             or commit.order < process.first_vote
         ):
             order, t, loss, took_s = len(self.commits), event["t"], event.get("loss"), event.get("took_s")
-            commit = Commit(order, step, t, groups, quorum_id, owners, loss, took_s)
+            seen = (event.get("tokens"), event.get("grad_norm"), event.get("lr"))
+            commit = Commit(order, step, t, groups, quorum_id, owners, loss, took_s, *seen)
             self.commits.append(commit)
             self.newest[step] = commit
         if not commit.emitters or origin > commit.origin:

@@ -46,6 +46,7 @@ class Metrics:
         self._refused = counter("slots_refused", "Slots computed again", "group")
         self._findings = counter("findings", "What the attention check saw and did", "action")
         self._skipped = counter("snapshots_skipped", "Snapshots not taken", "group")
+        self._unprotected = gauge("snapshot_unprotected", "1 while a group's snapshots are not coded", "group")
         self._lighthouse = counter("lighthouse_starts", "Starts of the lighthouse")
         self._diverged = counter("replicas_diverged", "Audits that found a replica to differ")
         self._bad_nodes = counter("bad_nodes", "Nodes that a group left")
@@ -61,8 +62,8 @@ class Metrics:
         self._stalled: set[int] = set()
         self._seen: set[tuple[Any, ...]] = set()
 
-    def _gauge(self, name: str, what: str) -> Gauge:
-        return Gauge(f"everstep_{name}", what, registry=self.registry)
+    def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
+        return Gauge(f"everstep_{name}", what, labels, registry=self.registry)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"everstep_{name}", what, labels, registry=self.registry)
@@ -113,6 +114,8 @@ class Metrics:
                 self._snapshot_at.set(event["t"])
             case "snapshot_skipped" | "snapshot_failed":
                 self._skipped.labels(group).inc()
+            case "snapshot_unprotected" | "snapshot_protected":
+                self._unprotected.labels(group).set(event["kind"] == "snapshot_unprotected")
             case "checkpoint_saved":
                 self._checkpoint.set(event["step"])
             case "lighthouse_started":
@@ -158,7 +161,8 @@ class Metrics:
         self._step.set(event["step"])
         self._progress.set(event["t"])
         self._loss.set(event["loss"])
-        self._grad_norm.set(event["grad_norm"])
+        if event.get("grad_norm") is not None:
+            self._grad_norm.set(event["grad_norm"])
         self._tokens.inc(event["tokens"])
         self._taking_part.set(len(event["groups"]))
 

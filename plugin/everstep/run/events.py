@@ -6,7 +6,8 @@ A run directory holds `events/group-K.rank-R.jsonl` (workers), `events/agent-K.j
 reported about a run is computed from these files, so a view, a report and a test read the same thing.
 
 A line is one `write` to a file opened for appending: writers never interleave, and a killed writer leaves at
-most one torn line, which readers skip and the next writer closes.
+most one torn line, which readers skip and the next writer closes. A line that is no event of its kind
+(`everstep.run.event_fields`), however it came there, is skipped too, and counted.
 """
 
 import heapq
@@ -14,10 +15,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from everstep.run.event_fields import fits
+from everstep.run.regular import open_regular
+
+LONGEST_LINE = 16 << 20
+"""Bytes; a commit names every slot of a step."""
+LONGEST_READ = 64 << 20
+"""Bytes of one file that a tail takes in at once."""
 RESERVED = ("t", "mono", "role", "group", "rank", "step", "kind")
 
 
@@ -56,7 +64,8 @@ class EventLog:
         # The wall clock of a host may be set while we run; what happened did not happen in another order.
         self._wall, self._mono = time.time(), time.monotonic()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        self._fd = os.open(self.path, flags, 0o644)
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             os.write(self._fd, b"\n")  # the last writer died inside a line: ours must not continue it
@@ -93,9 +102,23 @@ class EventLog:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         event = json.loads(line)
-    except ValueError:  # torn by a crash
+    except (ValueError, RecursionError):
         return None
-    return event if isinstance(event, dict) and "t" in event and "kind" in event else None
+    if type(event) is not dict or "t" not in event or type(event.get("kind")) is not str or not fits(event):
+        return None
+    event = {"mono": event["t"], "group": None, "rank": None, "step": None} | event
+    return event if line.isascii() and b"\\u" not in line else _shown(event)
+
+
+def _shown(value: Any) -> Any:
+    """`value` without characters that a terminal would obey: a reason may quote what came from elsewhere."""
+    if isinstance(value, str):
+        return value if value.isprintable() else "".join(c if c.isprintable() or c in "\n\t" else "?" for c in value)
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    if isinstance(value, dict):
+        return {_shown(key): _shown(item) for key, item in value.items()}
+    return value
 
 
 def _may_be(line: bytes, kinds: Set[bytes]) -> bool:
@@ -105,49 +128,113 @@ def _may_be(line: bytes, kinds: Set[bytes]) -> bool:
     return start < 8 or line[start : line.find(b'"', start)] in kinds
 
 
-def _read_file(path: Path, kinds: Set[str] | None = None) -> Iterator[dict[str, Any]]:
+def _read_file(path: Path, kinds: Set[str] | None, on_damage: Callable[[Path], None]) -> Iterator[dict[str, Any]]:
     names = None if kinds is None else {kind.encode() for kind in kinds}
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n") or (names is not None and not _may_be(line, names)):
+    try:
+        file = open_regular(path, links=False)
+    except OSError:  # a link, a pipe, or gone
+        on_damage(path)
+        return
+    with file:
+        while line := file.readline(LONGEST_LINE):
+            if not line.endswith(b"\n"):
+                if len(line) < LONGEST_LINE:
+                    return  # torn by a crash, or being written
+                on_damage(path)
+                continue
+            if names is not None and not _may_be(line, names):
                 continue
             event = _parse(line)
-            if event is not None and (kinds is None or event["kind"] in kinds):
+            if event is None:
+                on_damage(path)
+            elif kinds is None or event["kind"] in kinds:
                 yield event
 
 
-def read_events(run_dir: Path, kinds: Set[str] | None = None) -> Iterator[dict[str, Any]]:
+def read_events(
+    run_dir: Path, kinds: Set[str] | None = None, on_damage: Callable[[Path], None] = lambda path: None
+) -> Iterator[dict[str, Any]]:
     """All events of a run so far, in order of wall time; each file's own order is kept even if a clock jumps.
 
-    kinds: only events of these. Torn lines are skipped. A run directory without events yields nothing.
+    Args:
+        kinds: only events of these. A run directory without events yields nothing.
+        on_damage: called for each line that is no event, with its file. Torn lines at an end are none.
     """
     files = sorted((Path(run_dir) / "events").glob("*.jsonl"))
-    yield from heapq.merge(*(_read_file(path, kinds) for path in files), key=lambda event: event["t"])
+    readers = (_read_file(path, kinds, on_damage) for path in files)
+    yield from heapq.merge(*readers, key=lambda event: event["t"])
+
+
+_BLOCK = 1 << 16
+
+
+def last_event(path: Path, kinds: Set[str]) -> dict[str, Any] | None:
+    """The newest event of these kinds in one log, read from its end; None: there is none.
+
+    What it costs does not grow with the log, as long as such events are not rare in it.
+    """
+    names = {kind.encode() for kind in kinds}
+    try:
+        log = open_regular(path, links=False)
+    except OSError:  # none yet, or no log
+        return None
+    with log as file:
+        begin = file.seek(0, os.SEEK_END)
+        rest = b""
+        while begin > 0:
+            size = min(_BLOCK, begin)
+            begin = file.seek(begin - size)
+            first, newline, data = (file.read(size) + rest).partition(b"\n")
+            if begin == 0:
+                first, data = b"", first + newline + data
+            for line in reversed(data.splitlines(keepends=True)):
+                if line.endswith(b"\n") and _may_be(line, names):
+                    event = _parse(line)
+                    if event is not None and event["kind"] in kinds:
+                        return event
+            rest = first + newline
+    return None
 
 
 class EventTail:
-    """Follows a growing run directory: each `new()` returns the events appended since the last call."""
+    """Follows a growing run directory: each `new()` returns the events appended since the last call.
 
-    def __init__(self, run_dir: Path):
+    names: patterns of the logs to follow, without their ending; all by default.
+    """
+
+    def __init__(self, run_dir: Path, names: Sequence[str] = ("*",)):
         self._folder = Path(run_dir) / "events"
+        self._names = names
         self._offsets: dict[Path, int] = {}
+        self.damaged = 0
+        """Lines so far that were no events."""
+
+    def _files(self) -> list[Path]:
+        return sorted(path for name in self._names for path in self._folder.glob(f"{name}.jsonl"))
 
     def skip_to_end(self) -> None:
         """Forget what is there: only events appended from now on are returned."""
-        for path in self._folder.glob("*.jsonl"):
+        for path in self._files():
             self._offsets[path] = path.stat().st_size
 
     def new(self) -> list[dict[str, Any]]:
         """Events since the last call, by wall time. A line still being written is left for the next call."""
         batches = []
-        for path in sorted(self._folder.glob("*.jsonl")):
+        for path in self._files():
             offset = self._offsets.get(path, 0)
-            if path.stat().st_size <= offset:
+            try:
+                with open_regular(path, links=False) as file:
+                    if os.fstat(file.fileno()).st_size <= offset:
+                        continue
+                    file.seek(offset)
+                    data = file.read(LONGEST_READ)
+            except OSError:  # a link, a pipe, or gone
                 continue
-            with path.open("rb") as file:
-                file.seek(offset)
-                data = file.read()
             complete = data[: data.rfind(b"\n") + 1]
+            if not complete and len(data) == LONGEST_READ:
+                complete = data  # of a line that is none
             self._offsets[path] = offset + len(complete)
-            batches.append([event for line in complete.splitlines() if (event := _parse(line)) is not None])
+            found = [_parse(line) for line in complete.split(b"\n") if line]
+            batches.append([event for event in found if event is not None])
+            self.damaged += len(found) - len(batches[-1])
         return list(heapq.merge(*batches, key=lambda event: event["t"]))

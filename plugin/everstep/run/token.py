@@ -1,8 +1,11 @@
-"""The run's token: a secret in the run directory that only its owner reads; it admits peers to state transfers."""
+"""The run's token: a secret in the run directory that only its owner reads; it admits processes to the run."""
 
 import os
 import secrets
+import stat
 from pathlib import Path
+
+from everstep.run.regular import NotRegularError, open_regular
 
 TOKEN_FILE = "token"
 TOKEN_BYTES = 32
@@ -12,14 +15,20 @@ def run_token(run_dir: Path) -> bytes:
     """The token of a run, made by whoever asks first.
 
     Raises:
-        ValueError: the file is there but holds no token.
+        ValueError: the file is there but holds no token, or others than its owner could have written or read it; or
+            others could have written to the run directory.
     """
     path = Path(run_dir) / TOKEN_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
+    require_own(path.parent)
     if not path.exists():
-        draft = path.with_name(f".{TOKEN_FILE}-{os.getpid()}-{secrets.token_hex(4)}")
-        draft.touch(mode=0o600, exist_ok=False)
-        draft.write_text(secrets.token_hex(TOKEN_BYTES) + "\n")
+        draft = path.with_name(f".{TOKEN_FILE}-{secrets.token_hex(8)}")
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, (secrets.token_hex(TOKEN_BYTES) + "\n").encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
         try:
             # Unlike a rename, a link never replaces the token that another process made meanwhile.
             os.link(draft, path)
@@ -27,11 +36,51 @@ def run_token(run_dir: Path) -> bytes:
             pass
         finally:
             draft.unlink()
-    text = path.read_text().strip()
+    return read_token(run_dir)
+
+
+def read_token(run_dir: Path) -> bytes:
+    """The token of a run that has one.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        ValueError: as `run_token`.
+    """
+    path = Path(run_dir) / TOKEN_FILE
     try:
-        token = bytes.fromhex(text)
+        file = open_regular(path, links=False, limit=4096)
+    except NotRegularError as error:
+        raise ValueError(f"{path} {error.strerror}: remove it and start the run again") from None
+    with file:
+        found, text = os.fstat(file.fileno()), file.read()
+    if found.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ValueError(
+            f"{path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):03o}: others could know or "
+            "change it. Make it yours alone (chmod 600), or remove it and start the run again"
+        )
+    try:
+        token = bytes.fromhex(text.decode("ascii").strip())
     except ValueError:
         token = b""
     if len(token) != TOKEN_BYTES:
         raise ValueError(f"{path} holds no token of a run: remove it and start the run again")
     return token
+
+
+def require_own(run_dir: Path) -> None:
+    """Believe only a run directory that nobody else can write to: what stands in it is acted on.
+
+    Raises:
+        ValueError: another user owns it, or others may write to it.
+    """
+    found = os.stat(run_dir)
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid not in (os.geteuid(), 0):
+        raise ValueError(
+            f"{run_dir} belongs to user {found.st_uid}, and what stands in a run directory is acted on: copy it and "
+            "work on the copy, or act as that user"
+        )
+    # A group of one's own is common as the group of one's files; with it, others are not let in.
+    own_group = found.st_gid == found.st_uid
+    if mode & 0o002 or (mode & 0o020 and not own_group):
+        raise ValueError(f"{run_dir} can be written to by others (mode {mode:03o}): chmod go-w {run_dir}")

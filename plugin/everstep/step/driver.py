@@ -56,13 +56,11 @@ class Driver:
             GroupBroken, GaveUp: this group has to start again.
             TimeoutError: the others neither finished the last step nor left.
         """
-        took_part = False
         while self._work.goes_on():
             turn = self._protocol.attempt()
             match turn:
                 case Commit():
                     self._protocol.apply(turn)
-                    took_part = True
                     if turn.all_leave:
                         break
                     if self._protocol.leaving:
@@ -77,11 +75,13 @@ class Driver:
                     return End.LEFT
                 case Turn.FENCED:
                     return End.FENCED
-                case Turn.OUT_OF_DATA:
+                case Turn.OUT_OF_DATA | Turn.OVER:
                     break
+                case Turn.TOO_LATE:
+                    return End.COMPLETE
                 case Turn.RETRY | Turn.CAUGHT_UP:
                     pass
-        if took_part:
+        if self._decisions.all_true("unsaved", self._protocol.step > max(self._files.finished_step(), NO_STATE)):
             self._finish()
         return End.COMPLETE
 
@@ -110,6 +110,7 @@ class Driver:
         state of a step is saved, so a group that comes too late does not start the run over.
         """
         step, begun = self._protocol.step, self._clock.now()
+        self._protocol.finishing = True
         while self._decisions.all_true("finish", self._clock.now() - begun < self._give_up.total_seconds()):
             self._files.beat("finish", step)
             quorum = self._protocol.meet()

@@ -249,7 +249,8 @@ class Work(Protocol):
         """Forget all gradients and sums of the step in progress."""
 
     def notes(self, step: int) -> bytes | None:
-        """What the other groups should know after `step`, or None when none of them sends anything now."""
+        """What the other groups should know after `step`, or None when none of them sends anything now. Not on all
+        ranks of the group, if the tally of one failed."""
 
     def noted(self, notes: list[bytes]) -> None:
         """What each group's `notes` said."""

@@ -212,8 +212,9 @@ class Tally:
         return Tally(tuple(whole[:slots]), tuple(whole[slots : 2 * slots]), slot_sums, *whole[2 * slots :])
 
     def digest(self) -> int:
-        """62 bits over all that is counted in whole numbers; equal on all ranks of a group that saw the same sum."""
-        whole = (self.coverage, self.owners, self.leaving, self.exhausted, self.snapshots, self.snapshots_squared)
+        """62 bits over what decides about the step; equal on all ranks of a group that saw the same sum. What snapshots
+        hold is each column's own: keepers of one group may be a step apart."""
+        whole = (self.coverage, self.owners, self.leaving, self.exhausted)
         return int.from_bytes(hashlib.blake2b(repr(whole).encode(), digest_size=8).digest(), "little") >> 2
 
     def owner(self, slot: int) -> int:

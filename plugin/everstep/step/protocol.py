@@ -59,6 +59,8 @@ class Turn(enum.Enum):
     LEFT = "asked to leave, and there is no step to wait for"
     FENCED = "another start of this group counts now"
     OUT_OF_DATA = "the data ended before this step"
+    OVER = "the others, with the same state, make no more steps"
+    TOO_LATE = "the run ended, with a later state than this group's"
 
 
 class GaveUp(RuntimeError):
@@ -162,7 +164,10 @@ class StepProtocol:
         """Of that state; see `ledger.extend`."""
         self.leaving = False
         """Whether this group stops after the next commit; settled anew in each attempt."""
+        self.finishing = False
+        """Whether this group makes no more steps, and says so when it meets the others."""
         self._suspect = self._proven = False
+        self._finished_before = files.finished_step()
         self._checksum: int | None = None
         self._held = _Held(NO_STATE, 0)
         self._healing: _Healing | None = None
@@ -244,6 +249,8 @@ class StepProtocol:
             return Turn.LEFT if self.leaving else Turn.RETRY
         if quorum.step == NO_STATE:
             return Turn.BLANK
+        if quorum.is_finishing():
+            return Turn.OVER if self._group in quorum.able else Turn.RETRY
         attempt = _Attempt(self._tries, begun, quorum, self._clock.now() - begun)
         self._take_sides(quorum)
         attempt.held_before = sorted(self._held.slots)
@@ -253,7 +260,7 @@ class StepProtocol:
             attempt.step,
             attempt=attempt.number,
             quorum_id=quorum.id,
-            committed=isinstance(outcome, Commit),
+            committed=isinstance(outcome, Commit) or outcome is Turn.FOLLOWED,
             reason=reason,
             computed=attempt.computed,
             held_before=attempt.held_before,
@@ -292,6 +299,7 @@ class StepProtocol:
                 self.step,
                 self.history,
                 int(self._files.fenced()),
+                int(self._is_too_late()),
                 int(self._files.asked_to_leave()),
                 int(waited_s > self._timeouts.give_up.total_seconds()),
                 int(self._connected != "" and not self._sums.connected),
@@ -301,10 +309,12 @@ class StepProtocol:
         )
         if len({(step, history) for step, history, *_ in said}) > 1:
             raise GroupBroken(f"the ranks of this group are at different steps or histories: {said}")
-        _, _, fenced, asked, late, lost, _, failed = (any(flags) for flags in zip(*said, strict=True))
-        here = all(flags[6] for flags in said)
+        _, _, fenced, ended, asked, late, lost, _, failed = (any(flags) for flags in zip(*said, strict=True))
+        here = all(flags[7] for flags in said)
         if fenced:
             return Turn.FENCED
+        if ended:
+            return Turn.TOO_LATE
         if late:
             raise GaveUp(f"no step could be committed for {waited_s:.0f} s; see this group's events for the reasons")
         self.leaving = asked
@@ -317,6 +327,11 @@ class StepProtocol:
             self._events.emit("heal_failed", healing.step + 1, source_group=healing.source, reason=healing.fetch.error)
             self._stop_healing()
         return None
+
+    def _is_too_late(self) -> bool:
+        """Whether the others ended the run, while this group was busy, with a later state than it has."""
+        finished = self._files.finished_step()
+        return finished != self._finished_before and NO_STATE < self.step < finished
 
     def meet(self) -> Quorum | None:
         """The next quorum, the same on all ranks of the group; None when there is none now."""
@@ -346,6 +361,7 @@ class StepProtocol:
             suspect=self._suspect,
             follows=follows,
             followed=followed,
+            finishing=self.finishing,
             connected=self._connected,
             store=self._store,
             doors=self._doors,
@@ -542,32 +558,29 @@ class StepProtocol:
     def _judge_sums(self, step: int, error: str, computed: frozenset[int]) -> str:
         """Why the sums of the gradients cannot be used, or nothing; drops what this group holds where it is to blame.
 
-        A group whose own part is not finite gives its slots up, to compute them again: something may have gone wrong.
-        When that changes nothing the step goes on, and training diverges.
+        A group whose own part is not finite gives its slots up once, to compute them again: something may have gone
+        wrong. When that changes nothing the step goes on, and training diverges.
 
         Raises:
             GroupBroken: what a rank holds is not what the ledger says.
         """
-        finite = error != "" or self._doubted == step or self._reducer.finite()
-        own = finite or self._reducer.own_finite()
+        sound = error != "" or self._doubted == step or self._reducer.finite() or self._reducer.own_finite()
         whole = computed == frozenset(self._held.slots)
-        said = self.decisions.gather("sums", [int(not error), int(finite), int(own), int(whole)])
-        summed, finite, own, whole = (all(flags) for flags in zip(*said, strict=True))
+        said = self.decisions.gather("sums", [int(not error), int(sound), int(whole)])
+        summed, sound, whole = (all(flags) for flags in zip(*said, strict=True))
         if not whole:
             raise GroupBroken(f"the ledger says slots {sorted(self._held.slots)} and the trainer {sorted(computed)}")
-        if not summed:
-            self._disconnect()
-            return error or "another rank of this group did not get its sum"
-        if finite:
+        if summed and sound:
             return ""
-        self._doubted = step
-        if not own:
-            for slot in sorted(self._held.slots):
-                self._events.emit("slot_refused", step, slot=slot, reason="a gradient is not finite")
-            self._drop()
-        # The sums of the other columns may go on while this group is done with them.
+        # The sums of other columns, and the tally of other groups, may still go on.
         self._disconnect()
-        return "the sum of the gradients is not finite"
+        if not summed:
+            return error or "another rank of this group did not get its sum"
+        self._doubted = step
+        for slot in sorted(self._held.slots):
+            self._events.emit("slot_refused", step, slot=slot, reason="a gradient is not finite")
+        self._drop()
+        return "a gradient of this group is not finite"
 
     def _commit(self, attempt: _Attempt, tally: ledger.Tally) -> Commit | Turn:
         """The commit; who has no state to apply it to keeps it for later."""

@@ -27,6 +27,7 @@ class Request:
         follows: it has no state yet, but the summed gradients of every step from the state it is receiving up to
             `follows`, so it needs no other source while the members go on from there; NO_STATE if it follows nothing.
         followed: history after `follows`.
+        finishing: it makes no more steps and waits for the last state to be saved.
         connected: key of the quorum whose process group it is connected in; empty for none.
         store: `host:port` of a TCPStore of this group that the others reach.
         doors: `host:port` where each of its ranks serves its state.
@@ -40,6 +41,7 @@ class Request:
     suspect: bool
     follows: int
     followed: int
+    finishing: bool
     connected: str
     store: str
     doors: tuple[str, ...]
@@ -69,7 +71,8 @@ def decode(text: str) -> Request:
     if not isinstance(doors, list) or not all(isinstance(door, str) for door in doors):
         raise ValueError("not a request: doors are no addresses")
     texts = (found["life"], found["connected"], found["store"])
-    if type(found["suspect"]) is not bool or not all(isinstance(text, str) for text in texts):
+    flags = (found["suspect"], found["finishing"])
+    if any(type(flag) is not bool for flag in flags) or not all(isinstance(text, str) for text in texts):
         raise ValueError("not a request: wrong types")
     if found["group"] < 0:
         raise ValueError("not a request: no group")
@@ -105,6 +108,10 @@ class Quorum:
 
     def member(self, group: int) -> Member:
         return self.members[self.groups.index(group)]
+
+    def is_finishing(self) -> bool:
+        """Whether a group that has the newest state makes no more steps: then nobody does."""
+        return any(self.member(group).finishing for group in self.able)
 
     def connected_in(self) -> str:
         """The process group that all members are in already, and nobody else; empty if there is none."""

@@ -5,7 +5,7 @@ import os
 import socket
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from everstep.config.checks import check_config
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.data.slots import SlotSource
 from everstep.quorum.door import Door
+from everstep.quorum.heal import Whose
 from everstep.quorum.membership import Membership
 from everstep.quorum.process_group import RankColumn
 from everstep.quorum.ranks import GroupRanks
@@ -35,6 +36,7 @@ from everstep.run.events import EventLog
 from everstep.run.exits import FENCED_EXIT, HOPELESS_EXIT
 from everstep.run.token import run_token
 from everstep.snapshot.section import Snapshot
+from everstep.snapshot.segment import run_id
 from everstep.step import ledger
 from everstep.step.driver import Driver, End
 from everstep.step.interfaces import Commit, Timeouts
@@ -145,7 +147,7 @@ class EverstepTrainer(SlotTrainer):
         self.snapshots = None
         if config.snapshot.enable:
             self.snapshots = Snapshots(
-                self._run_dir, ft.group_id, self._host, config.snapshot, self._token, self.events
+                self._run_dir, ft.group_id, ft.groups, self._host, config.snapshot, self._token, self.events
             )
 
     def _prepare(self, config: Config) -> None:
@@ -181,7 +183,8 @@ class EverstepTrainer(SlotTrainer):
         self.open_step(float(self.tokens_per_step))
         if ft.allow_faults:
             WorkerFaults(self, self._run_dir, ft.group_id, dist.get_rank())
-        self._door = Door(self._host, self._token, timedelta(seconds=ft.heal_timeout_s))
+        patience = timedelta(seconds=ft.heal_timeout_s)
+        self._door = Door(self._host, self._token, patience, self._whose(config), ft.encrypt)
 
     def train(self) -> None:
         if not self.config.fault_tolerance.enable:
@@ -205,6 +208,11 @@ class EverstepTrainer(SlotTrainer):
             self.snapshots.close(over=leaves or not self.goes_on() or self.config.checkpoint.enable)
         logger.info(f"Left the run after step {self.step}, as asked" if leaves else "Training completed")
 
+    def _whose(self, config: Config) -> Whose:
+        """What this rank's state is of: a joiner takes it from the same rank of a group that is laid out alike."""
+        degrees = (f"{key} {value}" for key, value in asdict(config.parallelism).items() if key.endswith("degree"))
+        return Whose(run_id(self._token), dist.get_rank(), f"{dist.get_world_size()} ranks, {', '.join(degrees)}")
+
     def _join_run(self) -> tuple[Driver, Membership | None]:
         """Announce this rank's group. From here on the other groups wait for it in every quorum."""
         ft = self._ft
@@ -217,6 +225,7 @@ class EverstepTrainer(SlotTrainer):
             membership = Membership(
                 group=ft.group_id,
                 life=life,
+                token=self._token,
                 find_lighthouse=lambda: published_address(self._run_dir) or given,
                 connect_timeout=timedelta(seconds=ft.quorum_timeout_s),
             )
@@ -235,6 +244,7 @@ class EverstepTrainer(SlotTrainer):
                 host=self._host,
                 connect_timeout=timedelta(seconds=ft.connect_timeout_s),
                 reduce_timeout=timedelta(seconds=ft.reduce_timeout_s),
+                token=self._token,
             ),
             door=self._door,
             store=f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
@@ -357,7 +367,8 @@ class EverstepTrainer(SlotTrainer):
         self.ntokens_seen += self.tokens_per_step
         self.source.committed(self.step)
         if self.snapshots is not None:
-            self.snapshots.committed(commit, self.serve, self._checkpoint_from_memory(commit))
+            words, keep = self.words(commit.extra), self._checkpoint_from_memory(commit)
+            self.snapshots.committed(commit, words, self.serve, keep)
         if self.checks is not None:
             self.checks.committed(self.step)
             if plan := self.checks.news():

@@ -1,0 +1,169 @@
+"""The commands of a cluster: `everstep lighthouse`, `submit`, `status` and `stop`."""
+
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from everstep.launch import beacon, doctor, slurm
+from everstep.launch.settings import Sections, read_sections
+from everstep.launch.status import local_status
+from everstep.run.directory import LaunchError, default_run_dir, leaves_nothing
+
+
+@dataclass(kw_only=True)
+class Lighthouse:
+    """Run a run's lighthouse on this machine until the run is over, and start it again when it dies: what a batch job
+    starts. Its address is published in the run directory."""
+
+    config: tyro.conf.Positional[Path]
+    """The run's TOML file."""
+
+    run_dir: Path
+    """The run directory, shared by all groups."""
+
+    groups: int | None = None
+    """Number of replica groups; the file's fault_tolerance.groups if not given."""
+
+    host: str = ""
+    """Address to listen on and to tell the groups. Default: the host name."""
+
+    page: bool = False
+    """Serve report.html while the run goes, on this machine's loopback."""
+
+
+@dataclass(kw_only=True)
+class Submit:
+    """Submit a run to Slurm: an array job with one task per replica group, and a small job for the lighthouse.
+
+    Flags with a section, like --training.steps 1000, are torchtitan's; all others go to sbatch for the groups' job,
+    like --partition gpu --gpus-per-node 8 --time 24:00:00.
+    """
+
+    config: tyro.conf.Positional[Path]
+    """The run's TOML file."""
+
+    groups: int | None = None
+    """Number of replica groups; the file's fault_tolerance.groups if not given."""
+
+    nodes_per_group: int = 1
+    """Nodes of each group."""
+
+    ranks_per_node: int = 1
+    """Ranks (processes, GPUs) on each node."""
+
+    run_dir: Path | None = None
+    """On a file system that all nodes share. Default: runs/<config>-<timestamp>."""
+
+    lighthouse_flags: str = ""
+    """sbatch flags of the lighthouse's job, as one word with an equals sign, for instance
+    --lighthouse-flags="--partition=cpu"."""
+
+    page: bool = False
+    """Serve report.html while the run goes, on the loopback of the lighthouse's node; its job's log says where."""
+
+    allow_dropped: bool = False
+    """Train without what a file of torchtitan 0.2 asks for and nothing here applies: a converter such as float8."""
+
+    dry_run: bool = False
+    """Print the sbatch commands and do nothing. Looks whether the files that they need are there."""
+
+
+@dataclass(kw_only=True)
+class Status:
+    """Show where a run is: its step, its groups, its last faults; on Slurm also as Slurm sees them."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """The run directory."""
+
+
+@dataclass(kw_only=True)
+class Stop:
+    """Stop a run cleanly: every group finishes its step, one writes the last checkpoint."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """The run directory."""
+
+
+def run_lighthouse(command: Lighthouse, flags: Sequence[str]) -> int:
+    """Until every group has ended; returns the exit status."""
+    section = read_sections(command.config, flags).fault_tolerance
+    groups = section.groups if command.groups is None else command.groups
+    host = command.host or socket.gethostname()
+    return beacon.keep_up(beacon.Beacon(command.run_dir.resolve(), host, groups, section, command.page))
+
+
+def submit(command: Submit, flags: Sequence[str]) -> int:
+    """Exit status 0 when both jobs are queued."""
+    sbatch_flags, titan_flags = slurm.split_flags(flags)
+    sections = read_sections(command.config, titan_flags, allow_dropped=command.allow_dropped)
+    section = sections.fault_tolerance
+    groups = section.groups if command.groups is None else command.groups
+    if groups < 1 or command.nodes_per_group < 1 or command.ranks_per_node < 1:
+        raise LaunchError("--groups, --nodes-per-group and --ranks-per-node must be at least 1.")
+    run_dir = (command.run_dir or default_run_dir(command.config, time.localtime())).resolve()
+    submission = slurm.Submission(
+        config=command.config.resolve(),
+        run_dir=run_dir,
+        groups=groups,
+        nodes_per_group=command.nodes_per_group,
+        sbatch_flags=sbatch_flags,
+        lighthouse_flags=shlex.split(command.lighthouse_flags),
+        page=command.page,
+        flags=["--ranks", str(command.ranks_per_node), *titan_flags],
+    )
+    if command.dry_run:
+        print(slurm.describe_commands(submission))
+        return slurm.say_what_is_missing()
+    slurm.require_slurm()
+    with leaves_nothing(run_dir):
+        _look_first(command, sections, groups, run_dir, titan_flags)
+        ranks = command.ranks_per_node * command.nodes_per_group
+        warnings = slurm.settle(command.config, run_dir, groups, ranks, titan_flags, command.allow_dropped)
+    print(*warnings, sep="\n", end="\n" if warnings else "", file=sys.stderr)
+    print(slurm.describe_submission(submission, slurm.submit(submission)))
+    return 0
+
+
+def _look_first(command: Submit, sections: Sections, groups: int, run_dir: Path, flags: Sequence[str]) -> None:
+    """Say what `everstep doctor` has to say on a login node. Raises LaunchError for what cannot work."""
+    plan = doctor.Plan(
+        config=command.config,
+        flags=flags,
+        fault_tolerance=sections.fault_tolerance,
+        snapshot=sections.snapshot,
+        groups=groups,
+        nodes_per_group=command.nodes_per_group,
+        run_dir=run_dir,
+        host=sections.fault_tolerance.bind_host,
+        here=False,
+    )
+    found = [line for line in doctor.examine(plan) if line.verdict != "ok"]
+    if doctor.broken(found):
+        raise LaunchError("this run is not submitted:\n" + doctor.show(found))
+    if found:
+        print(doctor.show(found), file=sys.stderr)
+
+
+def status(command: Status, flags: Sequence[str]) -> int:
+    """Prints the table; returns 0."""
+    run_dir = command.run_dir.resolve()
+    if slurm.job_file(run_dir).exists():
+        slurm.require_slurm()
+        print(slurm.status(run_dir))
+    else:
+        print(local_status(run_dir))
+    return 0
+
+
+def stop(command: Stop, flags: Sequence[str]) -> int:
+    """Returns at once; the groups stop after their step."""
+    if not (command.run_dir / "events").is_dir():
+        raise LaunchError(f"{command.run_dir} is no run directory: there are no events in it.")
+    print(slurm.stop(command.run_dir.resolve()))
+    return 0

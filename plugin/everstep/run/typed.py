@@ -1,0 +1,255 @@
+"""What comes from outside, by type: JSON to dataclasses, or one sentence about what does not fit.
+
+Every door of a run uses this one way: messages of peers, files of the run directory, footers and journals of token
+files, events. A field is what its annotation says, or the whole is refused; nothing is converted but an int to a float.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+T = TypeVar("T")
+
+LONGEST_TEXT = 1 << 20
+LARGEST_INT = 1 << 63
+
+
+class UnfitError(ValueError):
+    """A value that is not what was due, in one sentence."""
+
+
+@dataclass(frozen=True)
+class Within:
+    """For Annotated numbers: least <= value <= most. For strings and lists: of their length."""
+
+    least: float = -math.inf
+    most: float = math.inf
+
+
+Count = Annotated[int, Within(0)]
+"""An int that cannot be negative."""
+
+
+def loads(text: str | bytes, limit: int = 64 << 20) -> Any:
+    """JSON, as the standard has it: no NaN, no Infinity, no number that a float or 64 bits cannot hold, no nesting that
+    exhausts the stack. Raises UnfitError."""
+    if len(text) > limit:
+        raise UnfitError(f"{len(text)} bytes are more than the {limit} that can be meant")
+    try:
+        return json.loads(text, parse_constant=_no_constant, parse_float=_finite, parse_int=_moderate)
+    except RecursionError:
+        raise UnfitError("it is nested too deeply") from None
+    except UnfitError:
+        raise
+    except ValueError as error:
+        raise UnfitError(f"it is not JSON ({error})"[:200]) from None
+
+
+def dumps(value: Any) -> bytes:
+    """What `loads` reads. Raises ValueError for NaN and Infinity."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _no_constant(name: str) -> Any:
+    raise UnfitError(f"{name} is no number")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise UnfitError(f"the number {text[:40]} is too large")
+    return value
+
+
+def _moderate(text: str) -> int:
+    if len(text) > 20 or not -LARGEST_INT <= (value := int(text)) < 2 * LARGEST_INT:
+        raise UnfitError(f"the number {text[:40]} is too large")
+    return value
+
+
+def parse(kind: type[T], value: Any, where: str = "") -> T:
+    """`value`, plain JSON, as a `kind`: a dataclass, a builtin, or what typing makes of these.
+
+    A dataclass is made of an object with its fields, no other keys, and those that have a default may be missing.
+
+    Raises:
+        UnfitError: it does not fit; begins with `where` and the place inside.
+    """
+    return _converter(kind)(value, where)
+
+
+def fits(kind: Any, value: Any) -> bool:
+    """Whether `parse` would take it."""
+    try:
+        _converter(kind)(value, "")
+    except UnfitError:
+        return False
+    return True
+
+
+def _unfit(where: str, wanted: str, value: Any) -> UnfitError:
+    return UnfitError(f"{where + ' ' if where else ''}should be {wanted}, is {ascii(value)[:60]}")
+
+
+Converter = Callable[[Any, str], Any]
+
+
+@functools.cache
+def _converter(kind: Any) -> Converter:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return _bounded(_converter(arguments[0]), [mark for mark in arguments[1:] if isinstance(mark, Within)])
+    if origin in (typing.Union, types.UnionType):
+        return _either([_converter(member) for member in arguments], str(kind))
+    if origin is Literal:
+        return _one_of(arguments)
+    if origin is list:
+        return _list(_converter(arguments[0]))
+    if origin is tuple and arguments[-1] is Ellipsis:
+        each = _list(_converter(arguments[0]))
+        return lambda value, where: tuple(each(value, where))
+    if origin is tuple:
+        return _tuple([_converter(member) for member in arguments])
+    if origin is dict:
+        return _dict(_converter(arguments[1]))
+    if dataclasses.is_dataclass(kind):
+        return _dataclass(typing.cast(type, kind))
+    if kind is Any:
+        return lambda value, where: value
+    return _PLAIN[kind]
+
+
+def _int(value: Any, where: str) -> int:
+    if type(value) is not int or not -LARGEST_INT <= value < 2 * LARGEST_INT:
+        raise _unfit(where, "an integer", value)
+    return value
+
+
+def _float(value: Any, where: str) -> float:
+    if type(value) is int and abs(value) < 1 << 63:
+        value = float(value)
+    if type(value) is not float or not math.isfinite(value):
+        raise _unfit(where, "a number", value)
+    return value
+
+
+def _bool(value: Any, where: str) -> bool:
+    if type(value) is not bool:
+        raise _unfit(where, "true or false", value)
+    return value
+
+
+def _str(value: Any, where: str) -> str:
+    if type(value) is not str or len(value) > LONGEST_TEXT:
+        raise _unfit(where, "text", value)
+    return value
+
+
+def _none(value: Any, where: str) -> None:
+    if value is not None:
+        raise _unfit(where, "null", value)
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise _unfit(where, "an object", value)
+    return value
+
+
+def _array(value: Any, where: str) -> list[Any]:
+    if type(value) not in (list, tuple):
+        raise _unfit(where, "an array", value)
+    return value
+
+
+_PLAIN: dict[Any, Converter] = {
+    int: _int,
+    float: _float,
+    bool: _bool,
+    str: _str,
+    types.NoneType: _none,
+    None: _none,
+    dict: _object,
+    list: _array,
+}
+
+
+def _bounded(inner: Converter, marks: list[Within]) -> Converter:
+    def convert(value: Any, where: str) -> Any:
+        found = inner(value, where)
+        size = found if isinstance(found, int | float) else len(found)
+        for mark in marks:
+            if not mark.least <= size <= mark.most:
+                raise _unfit(where, f"from {mark.least} to {mark.most}", value)
+        return found
+
+    return convert
+
+
+def _either(members: list[Converter], names: str) -> Converter:
+    def convert(value: Any, where: str) -> Any:
+        for member in members:
+            try:
+                return member(value, where)
+            except UnfitError:
+                continue
+        raise _unfit(where, names, value)
+
+    return convert
+
+
+def _one_of(choices: tuple[Any, ...]) -> Converter:
+    def convert(value: Any, where: str) -> Any:
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
+            raise _unfit(where, " or ".join(map(str, choices)), value)
+        return value
+
+    return convert
+
+
+def _list(member: Converter) -> Converter:
+    return lambda value, where: [member(item, f"{where}[{i}]") for i, item in enumerate(_array(value, where))]
+
+
+def _tuple(members: list[Converter]) -> Converter:
+    def convert(value: Any, where: str) -> tuple[Any, ...]:
+        if len(_array(value, where)) != len(members):
+            raise _unfit(where, f"an array of {len(members)}", value)
+        return tuple(member(item, f"{where}[{i}]") for i, (member, item) in enumerate(zip(members, value, strict=True)))
+
+    return convert
+
+
+def _dict(member: Converter) -> Converter:
+    return lambda value, where: {
+        _str(key, where): member(item, f"{where}.{key}"[:200]) for key, item in _object(value, where).items()
+    }
+
+
+def _dataclass(kind: type) -> Converter:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
+    converters = {name: _converter(hints[name]) for name in fields}
+    needed = {
+        name
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+
+    def convert(value: Any, where: str) -> Any:
+        if unknown := _object(value, where).keys() - fields.keys():
+            raise UnfitError(f"{where} has the unknown key {ascii(min(unknown, key=str))[:60]}".strip())
+        if missing := needed - value.keys():
+            raise UnfitError(f"{where} has no {min(missing)}".strip())
+        given = {name: converters[name](item, f"{where}.{name}".lstrip(".")) for name, item in value.items()}
+        try:
+            return kind(**given)
+        except ValueError as error:  # of its own __post_init__
+            raise UnfitError(f"{where}: {error}") from error
+
+    return convert

@@ -1,0 +1,276 @@
+"""A buffer: one file on tmpfs that holds one step's payload, or provably nothing.
+
+    [0, 64 KiB)  header: magic, length and XXH3 of a JSON body, the body
+    [64 KiB, …)  payload
+    after it     table: the XXH3-64 of every MiB of the payload
+
+Publication order: the old header is wiped, then payload, table, and last the header with the table's own XXH3
+(`root`). So a header that is whole vouches for a table, and the table for every byte; a reader that finds the
+same header before and after it has read has read one step. Checksums decide, not the order in which memory
+becomes visible to other processes, so this also holds where stores are reordered.
+
+Trainers write through a mapping. Readers use `pread` only: a file that is cut short under them is a short
+read, where a mapping would be SIGBUS.
+"""
+
+import ctypes
+import errno
+import functools
+import json
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from everstep.snapshot.header import Header
+
+MAGIC = b"evsbuf01"
+HEADER_BYTES = 64 << 10
+CHUNK_BYTES = 1 << 20
+FIRST_READ_BYTES = 4096
+"""What nearly every header fits in."""
+_PREFIX = struct.Struct("<8sIQ")
+_MADV_POPULATE_WRITE = 23  # Linux >= 5.14; absent from Python's mmap
+
+
+class SnapshotError(RuntimeError):
+    """A buffer that cannot be made, written or believed; the message says which file and why."""
+
+
+def chunks(payload_bytes: int, split: int = 0) -> list[tuple[int, int]]:
+    """Where the chunks of a payload begin and end: every MiB, and anew at `split`."""
+    starts = [*range(0, split, CHUNK_BYTES), *range(split, payload_bytes, CHUNK_BYTES)]
+    return list(zip(starts, [*starts[1:], payload_bytes], strict=True)) if starts else []
+
+
+def table_bytes(payload_bytes: int, split: int = 0) -> int:
+    """Size of the chunk table of a payload."""
+    return (-(-split // CHUNK_BYTES) + -(-(payload_bytes - split) // CHUNK_BYTES)) * 8
+
+
+def file_bytes(payload_bytes: int, split: int = 0) -> int:
+    """Size of the file that a payload needs."""
+    return HEADER_BYTES + payload_bytes + table_bytes(payload_bytes, split)
+
+
+def chunk_digests(payload: memoryview, split: int = 0) -> np.ndarray:
+    """The chunk table of a payload in memory: uint64, one per chunk."""
+    digest = xxhash.xxh3_64_intdigest
+    return as_table([digest(payload[a:b]) for a, b in chunks(len(payload), split)])
+
+
+def as_table(digests: Sequence[int]) -> np.ndarray:
+    return np.array(digests, dtype="<u8")
+
+
+def root_of(table: np.ndarray) -> str:
+    """The digest that vouches for a chunk table."""
+    return xxhash.xxh3_64_hexdigest(table.astype("<u8", copy=False).tobytes())
+
+
+def _pack_header(header: Header) -> bytes:
+    body = json.dumps(header.to_json(), separators=(",", ":")).encode()
+    if len(body) + _PREFIX.size > HEADER_BYTES:
+        raise SnapshotError(
+            f"the header of step {header.step} has {len(body)} bytes and does not fit in {HEADER_BYTES}"
+        )
+    return _PREFIX.pack(MAGIC, len(body), xxhash.xxh3_64_intdigest(body)) + body
+
+
+def _unpack_header(area: bytes) -> Header | None:
+    if len(area) < _PREFIX.size:
+        return None
+    magic, length, digest = _PREFIX.unpack_from(area)
+    body = area[_PREFIX.size : _PREFIX.size + length]
+    if magic != MAGIC or len(body) != length or xxhash.xxh3_64_intdigest(body) != digest:
+        return None
+    return _parsed(body)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(body: bytes) -> Header | None:
+    """Headers are read over and over, by those who wait for the next."""
+    try:
+        return Header.from_json(json.loads(body))
+    except (ValueError, RecursionError):
+        return None  # of another schema, or a lie: nothing that this version may use
+
+
+class BufferReader:
+    """Reads a buffer that another process may be overwriting or deleting. Usable from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises FileNotFoundError or PermissionError."""
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY)
+        self._own = threading.local()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def header(self) -> Header | None:
+        """The header, or None when nothing is published: empty, being written, damaged or cut short."""
+        area = os.pread(self._fd, FIRST_READ_BYTES, 0)
+        if len(area) == FIRST_READ_BYTES and _PREFIX.unpack_from(area)[1] > FIRST_READ_BYTES - _PREFIX.size:
+            area = os.pread(self._fd, HEADER_BYTES, 0)
+        header = _unpack_header(area)
+        if header is None or os.fstat(self._fd).st_size < file_bytes(header.payload_bytes, header.split):
+            return None
+        return header
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Payload and table, end to end, from `offset` on. Raises SnapshotError when the file has become too
+        short."""
+        got = 0
+        while got < len(view):
+            n = os.preadv(self._fd, [view[got:]], HEADER_BYTES + offset + got)
+            if n == 0:
+                raise SnapshotError(f"{self.path} was cut short while it was read")
+            got += n
+
+    def views(self, offset: int, length: int) -> list[memoryview]:
+        """`wire.Bytes`: a copy of that range in the calling thread's buffer, good until its next call."""
+        buffer = getattr(self._own, "buffer", None)
+        if buffer is None or len(buffer) < length:
+            buffer = self._own.buffer = memoryview(bytearray(length))
+        self.read_into(buffer[:length], offset)
+        return [buffer[:length]]
+
+    def table(self, header: Header) -> np.ndarray | None:
+        """The chunk table, or None when it is not the one that the header vouches for."""
+        table = np.empty(table_bytes(header.payload_bytes, header.split) // 8, dtype="<u8")
+        self.read_into(table.view(np.uint8).data, header.payload_bytes)
+        return table if root_of(table) == header.root else None
+
+    def damage(self, header: Header, give_way: Callable[[], None] = lambda: None) -> str | None:
+        """Recompute every checksum. None: every byte is the published one. Else what is wrong, as a sentence.
+
+        `give_way` is called after each chunk, so that a background check can be slowed or stopped.
+        """
+        table = self.table(header)
+        if table is None:
+            return "the checksum table does not match its header"
+        bad = []
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, header.payload_bytes)))
+        for index, (digest, (start, stop)) in enumerate(
+            zip(table, chunks(header.payload_bytes, header.split), strict=True)
+        ):
+            view = buffer[: stop - start]
+            self.read_into(view, start)
+            if xxhash.xxh3_64_intdigest(view) != digest:
+                bad.append(index)
+            give_way()
+        if self.header() != header:
+            return "it was overwritten while it was checked"
+        return f"chunks {bad} do not match their checksums" if bad else None
+
+
+class BufferWriter:
+    """Writes a buffer. One per file and process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = -1
+        self._map: mmap.mmap | None = None
+        self.capacity = 0
+        """Payload bytes that fit without asking for memory."""
+
+    def reserve(self, payload_bytes: int) -> bool:
+        """Make room for a payload, allocated and prefaulted. True if the file was mapped anew and emptied for
+        it.
+
+        Raises SnapshotError when there is no room or no permission; the file is then as small as it was.
+        """
+        try:
+            if self._map is not None and self._still_there() and payload_bytes <= self.capacity:
+                return False
+            self.release()
+            # A split adds one chunk to the table at most: `file_bytes(…, 1)` is room for any.
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            os.pwrite(self._fd, bytes(_PREFIX.size), 0)
+            size = os.fstat(self._fd).st_size
+            want = -(-file_bytes(payload_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+            if size < want:
+                try:
+                    # Without it a full tmpfs would be SIGBUS in the middle of a copy.
+                    os.posix_fallocate(self._fd, 0, want)
+                except OSError:
+                    os.ftruncate(self._fd, size)
+                    raise
+            self._map = mmap.mmap(self._fd, max(size, want))
+            self._prefault()
+        except OSError as error:
+            self.release()
+            if error.errno == errno.ENOSPC:
+                free = os.statvfs(self.path.parent)
+                raise SnapshotError(
+                    f"{self.path} needs {file_bytes(payload_bytes)} bytes, and {self.path.parent} has "
+                    f"{free.f_bavail * free.f_frsize} free: enlarge it or set snapshot.segment_dir"
+                ) from error
+            raise SnapshotError(f"{self.path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
+        self.capacity = payload_bytes
+        return True
+
+    def _still_there(self) -> bool:
+        mine = os.fstat(self._fd)
+        return mine.st_nlink > 0 and mine.st_size >= len(self._map or b"")
+
+    def _prefault(self) -> None:
+        # First touch costs four times as much as a copy into memory that is there; it is paid here, once.
+        assert self._map is not None
+        try:
+            self._map.madvise(_MADV_POPULATE_WRITE)
+        except OSError:
+            np.frombuffer(self._map, dtype=np.uint8)[HEADER_BYTES :: mmap.PAGESIZE] |= 0
+
+    @property
+    def address(self) -> tuple[int, int]:
+        """Where the mapping lies in memory and how long it is, to register it with a device driver."""
+        assert self._map is not None
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map)), len(self._map)
+
+    def begin(self) -> None:
+        """Wipe the header. From here to `publish` the buffer holds nothing."""
+        assert self._map is not None
+        self._map[: _PREFIX.size] = bytes(_PREFIX.size)
+
+    def payload(self, payload_bytes: int) -> memoryview:
+        """The memory to write the payload into, between `begin` and `publish`."""
+        assert self._map is not None
+        return memoryview(self._map)[HEADER_BYTES : HEADER_BYTES + payload_bytes]
+
+    def publish(self, header: Header, table: np.ndarray) -> Header:
+        """Write table and header. `header` without its root, which is filled in; the whole one is
+        returned."""
+        assert self._map is not None
+        whole = replace(header, root=root_of(table))
+        at = HEADER_BYTES + header.payload_bytes
+        packed = _pack_header(whole)
+        self._map[at : at + table.nbytes] = table.astype("<u8", copy=False).tobytes()
+        # The magic goes last: until then the header is nothing to any reader.
+        self._map[len(MAGIC) : len(packed)] = packed[len(MAGIC) :]
+        self._map[: len(MAGIC)] = packed[: len(MAGIC)]
+        return whole
+
+    def release(self) -> None:
+        """Unmap and close. The file stays."""
+        self._map = None  # unmapped with the last view of it; close() would fail while there is one
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self.capacity = 0
+
+
+def pack_sections(sections: dict[str, bytes], start: int) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """Byte strings end to end from `start` on, and where each lies."""
+    places, at = {}, start
+    for name, data in sections.items():
+        places[name] = (at, at + len(data))
+        at += len(data)
+    return b"".join(sections.values()), places

@@ -1,0 +1,330 @@
+"""Messages and byte ranges over a connection that was let in."""
+
+import bisect
+import contextlib
+import json
+import math
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import xxhash
+
+from everstep.wire.sealing import TAG_BYTES, Sealer, SealError
+
+CHUNK_BYTES = 1 << 20  # small enough to be sealed while still in the cache that the socket filled
+RANGE_BYTES = 8 << 20  # what one request asks for; the next is asked for before the last has arrived
+FRAME_LIMIT_BYTES = 64 << 20
+_MAX_IOV = 512
+_FRAME, _CHUNK = 0, 1
+_HEAD = struct.Struct("<BQI")  # what it is, offset of a chunk, bytes that follow
+
+
+class WireError(ConnectionError):
+    """A transfer that did not succeed, in one sentence."""
+
+
+class RefusedError(WireError):
+    """The other side understood the request and refuses it; its reason is the message."""
+
+
+class Bytes(Protocol):
+    """A run of bytes that need not lie in one piece: tensors laid end to end, or a file's map."""
+
+    size: int
+
+    def views(self, offset: int, length: int) -> list[memoryview]:
+        """The memory of [offset, offset + length), in order."""
+        ...
+
+
+class Pieces:
+    """Several buffers read or written as if they lay end to end."""
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._buffers = [b.cast("B") for b in buffers if b.nbytes]
+        self._ends: list[int] = []
+        self.size = 0
+        for b in self._buffers:
+            self.size += b.nbytes
+            self._ends.append(self.size)
+
+    def views(self, offset: int, length: int) -> list[memoryview]:
+        end, out = offset + length, []
+        i = bisect.bisect_right(self._ends, offset)
+        while offset < end:
+            buffer, start = self._buffers[i], self._ends[i] - self._buffers[i].nbytes
+            out.append(buffer[offset - start : min(end, self._ends[i]) - start])
+            offset, i = self._ends[i], i + 1
+        return out
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """`host:port` or `[v6]:port` → (host, port). Raises WireError for anything else."""
+    host, _, port = address.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    known = 0 < len(host) <= 255 and host.isascii() and host.isprintable() and not set(host) & set(" /@[]")
+    if not known or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
+        raise WireError(f"{address[:300]!r} is not an address of the form host:port")
+    return host, int(port)
+
+
+def format_address(host: str, port: int) -> str:
+    """The inverse of `parse_address`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _timeval(timeout: timedelta) -> bytes:
+    s = max(timeout.total_seconds(), 0.001)
+    return struct.pack("@ll", int(s), int(s % 1 * 1_000_000))
+
+
+class Channel:
+    """One authenticated connection. Not for use by two threads at once, except `cut`."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: str,
+        timeout: timedelta,
+        outgoing: Sealer | None = None,
+        incoming: Sealer | None = None,
+    ) -> None:
+        """`outgoing`, `incoming`: what seals and opens records; None as long as there is no session."""
+        self._sock = sock
+        self.peer = peer
+        self._outgoing, self._incoming = outgoing, incoming
+        self._deadline = math.inf
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.set_timeout(timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The longest silence of the peer that is borne in one send or receive."""
+        # Kernel timeouts and not Python's: with those the socket is non-blocking, and MSG_WAITALL would not
+        # wait.
+        self._timeout_s = timeout.total_seconds()
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout))
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
+
+    def begin_session(self, outgoing: Sealer, incoming: Sealer) -> None:
+        """From now on records can be sent and received."""
+        self._outgoing, self._incoming = outgoing, incoming
+
+    def set_deadline(self, deadline: float) -> None:
+        """`time.monotonic()` at which every receive fails, however busily the peer sends; `math.inf` for none."""
+        self._deadline = deadline
+
+    def detach(self) -> socket.socket:
+        """The connection without the protocol; the channel is no longer of use."""
+        return self._sock
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def cut(self) -> None:
+        """End the connection from another thread: a send or receive in progress fails at once."""
+        with contextlib.suppress(OSError):  # it may have ended by itself
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _silent(self) -> WireError:
+        return WireError(f"{self.peer} was silent for {self._timeout_s:g} s")
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fill `view`. Raises WireError when the peer closes, dies or is silent for longer than the
+        timeout."""
+        got = 0
+        while got < view.nbytes:
+            if self._deadline != math.inf:
+                left_s = self._deadline - time.monotonic()
+                if left_s <= 0:
+                    raise WireError(f"{self.peer} took too long")
+                self.set_timeout(timedelta(seconds=left_s))
+            try:
+                n = self._sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                raise self._silent() from None
+            except OSError as error:
+                raise WireError(f"the connection to {self.peer} broke: {error}") from error
+            if n == 0:
+                raise WireError(f"{self.peer} closed the connection")
+            got += n
+
+    def receive(self, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        self.receive_into(memoryview(data))
+        return bytes(data)
+
+    def send(self, views: Sequence[bytes | memoryview]) -> None:
+        """Send the buffers in order, without joining them."""
+        pending = [memoryview(v).cast("B") for v in views if len(v)]
+        while pending:
+            try:
+                sent = self._sock.sendmsg(pending[:_MAX_IOV])
+            except BlockingIOError:
+                raise self._silent() from None
+            except OSError as error:
+                raise WireError(f"the connection to {self.peer} broke: {error}") from error
+            while pending and sent >= pending[0].nbytes:
+                sent -= pending.pop(0).nbytes
+            if sent:
+                pending[0] = pending[0][sent:]
+
+    def _send_record(self, kind: int, offset: int, views: Sequence[memoryview]) -> None:
+        if self._outgoing is None:
+            raise WireError(f"there is no session with {self.peer} yet")
+        head = _HEAD.pack(kind, offset, sum(view.nbytes for view in views))
+        body, tag = self._outgoing.seal(head, views)
+        self.send([head, *body, tag])
+
+    def _open_record(self, head: bytes, views: Sequence[memoryview]) -> None:
+        """Take in the tag of a record whose body has been received, and see that all of it is right."""
+        if self._incoming is None:
+            raise WireError(f"there is no session with {self.peer} yet")
+        try:
+            self._incoming.open(head, views, self.receive(TAG_BYTES))
+        except SealError as error:
+            raise WireError(f"what {self.peer} sent was altered on the way: {error}") from error
+
+    def send_frame(self, message: dict[str, Any]) -> None:
+        body = json.dumps(message, separators=(",", ":")).encode()
+        if len(body) > FRAME_LIMIT_BYTES:
+            raise WireError(f"a message of {len(body)} bytes is over the limit of {FRAME_LIMIT_BYTES}")
+        self._send_record(_FRAME, 0, [memoryview(body)])
+
+    def receive_frame(self) -> dict[str, Any]:
+        """The next message. Raises RefusedError if it is a refusal, WireError if it is damaged or not a
+        message."""
+        head = self.receive(_HEAD.size)
+        kind, _, length = _HEAD.unpack(head)
+        if kind != _FRAME or length > FRAME_LIMIT_BYTES:
+            raise WireError(f"{self.peer} sent no message, or one over the limit of {FRAME_LIMIT_BYTES} bytes")
+        body = bytearray()
+        while len(body) < length:  # room for what has come, whatever was announced
+            body += self.receive(min(CHUNK_BYTES, length - len(body)))
+        self._open_record(head, [memoryview(body)])
+        try:
+            message = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise WireError(f"{self.peer} sent a message that is not JSON") from error
+        if not isinstance(message, dict):
+            raise WireError(f"{self.peer} sent {type(message).__name__} where an object was due")
+        if "refused" in message:
+            raise RefusedError(str(message["refused"]))
+        return message
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send a message and return the answer. Raises RefusedError with the peer's reason."""
+        self.send_frame(message)
+        return self.receive_frame()
+
+    def ask_range(self, offset: int, length: int) -> None:
+        """Ask for bytes, to be taken with `receive_range`. Several may be asked for ahead."""
+        self.send_frame({"op": "read", "offset": offset, "length": length})
+
+    def send_range(self, source: Bytes, offset: int, length: int) -> None:
+        """Answer a read: the bytes as chunks. Raises RefusedError when they are not all there."""
+        if offset < 0 or length < 0 or offset + length > source.size:
+            raise RefusedError(f"bytes {offset} to {offset + length} were asked for, of {source.size}")
+        self.send_frame({"length": length})
+        for start in range(offset, offset + length, CHUNK_BYTES):
+            n = min(CHUNK_BYTES, offset + length - start)
+            views = source.views(start, n)
+            self._send_record(_CHUNK, start, views)
+
+    def receive_range(self, sink: Bytes, offset: int, length: int, base: int = 0) -> None:
+        """Take the answer to a read straight into its place. `base`: the offset that is the sink's byte 0.
+
+        Raises WireError on the first chunk that is not right.
+        """
+        self.receive_frame()
+        for start in range(offset, offset + length, CHUNK_BYTES):
+            n = min(CHUNK_BYTES, offset + length - start)
+            head = self.receive(_HEAD.size)
+            if head != _HEAD.pack(_CHUNK, start, n):
+                raise WireError(f"{self.peer} sent something else than the chunk asked for at byte {start}")
+            views = sink.views(start - base, n)
+            for view in views:
+                self.receive_into(view)
+            self._open_record(head, views)
+
+
+def digest_of(views: Sequence[memoryview]) -> int:
+    """XXH3-64 of the buffers as if they were one."""
+    if len(views) == 1:
+        return xxhash.xxh3_64_intdigest(views[0])
+    digest = xxhash.xxh3_64()
+    for view in views:
+        digest.update(view)
+    return digest.intdigest()
+
+
+def pull(channels: Sequence[Channel], sink: Bytes, done: set[int] | None = None) -> None:
+    """Fill `sink` from the byte ranges that `channels` serve, each channel in a thread of its own.
+
+    `done` holds the offsets of the ranges that have arrived and were found right, and grows: call again
+    with the same set and new channels to resume. Uses RANGE_BYTES of unread data per channel and no buffers
+    of its own.
+
+    Raises:
+        WireError: of the first channel that failed; the others are cut.
+    """
+    done = set() if done is None else done
+    ranges: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    for offset in range(0, sink.size, RANGE_BYTES):
+        if offset not in done:
+            ranges.put((offset, min(RANGE_BYTES, sink.size - offset)))
+    errors: list[WireError] = []
+
+    def ask(channel: Channel) -> tuple[int, int] | None:
+        try:
+            offset, length = ranges.get_nowait()
+        except queue.Empty:
+            return None
+        channel.ask_range(offset, length)
+        return offset, length
+
+    def work(channel: Channel) -> None:
+        try:
+            due = ask(channel)
+            while due is not None and not errors:
+                following = ask(channel)
+                channel.receive_range(sink, *due)
+                done.add(due[0])
+                due = following
+        except WireError as error:
+            errors.append(error)
+            for other in channels:
+                other.cut()
+
+    threads = [threading.Thread(target=work, args=(c,), name="wire-pull") for c in channels[1:]]
+    for thread in threads:
+        thread.start()
+    work(channels[0])
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    missing = [offset for offset in range(0, sink.size, RANGE_BYTES) if offset not in done]
+    if missing:
+        raise WireError(f"{len(missing)} ranges from byte {missing[0]} on did not arrive")
+
+
+def serve_ranges(channel: Channel, source: Bytes) -> dict[str, Any] | None:
+    """Answer reads until another message comes, which is returned, or the peer leaves (None)."""
+    while True:
+        try:
+            message = channel.receive_frame()
+        except WireError:
+            return None
+        if message.get("op") != "read":
+            return message
+        offset, length = message.get("offset"), message.get("length")
+        if type(offset) is not int or type(length) is not int:
+            raise RefusedError("offset and length of a range must be integers")
+        channel.send_range(source, offset, length)

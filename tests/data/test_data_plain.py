@@ -1,0 +1,119 @@
+"""States of dataloaders as bytes: they come back as they were, and bytes that are no state do nothing."""
+
+import contextlib
+import os
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep.data import plain
+from everstep.data.plain import PlainError
+from everstep.data.stream_states import StreamState, decode_states, encode_states
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+ARRAYS = st.sampled_from(["?", "i1", "u2", "i4", "i8", "u8", "f2", "f4", "f8"]).flatmap(
+    lambda name: st.lists(st.integers(0, 1), max_size=4).map(lambda values: np.array(values, np.dtype(name)))
+)
+VALUES = st.recursive(
+    SCALARS | ARRAYS | ARRAYS.filter(lambda a: a.dtype not in (np.uint16, np.uint64)).map(torch.from_numpy),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text(max_size=5) | st.integers(-9, 9), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+def assert_same(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_same(a, b)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, torch.Tensor | np.ndarray):
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        assert bytes(memoryview(np.asarray(one)).cast("B") if one.size else b"") == bytes(
+            memoryview(np.asarray(other)).cast("B") if other.size else b""
+        )
+    else:
+        assert one == other or one != one  # NaN
+
+
+@settings(max_examples=100, deadline=None)
+@given(VALUES)
+def test_a_plain_value_comes_back_as_it_was(value):
+    assert_same(plain.decode(plain.encode(value)), value)
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.abort, ()
+
+
+def test_a_pickle_is_never_executed():
+    """It ends the process if it is."""
+    bomb = pickle.dumps(Bomb())
+    with pytest.raises(PlainError):
+        plain.decode(bomb)
+    with pytest.raises(ValueError, match="no stream states"):
+        decode_states(bomb)
+    (known,) = decode_states(encode_states({0: StreamState(1, bomb)})).values()
+    with pytest.raises(PlainError):
+        plain.decode(known.state)
+
+
+@pytest.mark.parametrize("value", [object(), {1.5: 2}, {"a": {1, 2}}, Bomb(), np.array(["x"]), 1j, lambda: 0], ids=str)
+def test_what_is_not_plain_is_named(value):
+    with pytest.raises(PlainError, match=r"state.* is of type"):
+        plain.encode({"place": value} if not isinstance(value, dict) else value)
+
+
+def damaged(data, chance):
+    data = bytearray(data)
+    for _ in range(chance.choice([1, 1, 1, 2, 8])):
+        at = chance.randrange(len(data))
+        match chance.randrange(4):
+            case 0:
+                data[at] ^= 1 << chance.randrange(8)
+            case 1:
+                data[at : at + 1] = chance.randbytes(chance.randrange(3))
+            case 2:
+                data[at : at + 1] = chance.choice([b"[" * 2000, b"9" * 500, b"1e999", b"NaN", b'{"dict":', b"-", b"]"])
+            case 3:
+                del data[at:]
+        if not data:
+            break
+    return bytes(data)
+
+
+def fuzz(rounds, seed):
+    state = {
+        "_snapshot": {"_iterator_state": {"rng": torch.arange(40), "big": 1 << 70, "x": [1.5, None, ("a", b"bytes")]}},
+        3: np.ones((2, 3), np.float32),
+    }
+    data = encode_states({0: StreamState(5, plain.encode(state)), 7: StreamState(9, plain.encode([]))})
+    chance = random.Random(seed)
+    for _ in range(rounds):
+        with contextlib.suppress(ValueError):  # a sentence; anything else fails here
+            for known in decode_states(damaged(data, chance)).values():
+                plain.decode(known.state)
+
+
+def test_damaged_states_are_refused_or_are_plain_values():
+    fuzz(2000, 1)
+
+
+@pytest.mark.slow
+def test_many_damaged_states_are_refused_or_are_plain_values():
+    fuzz(50_000, 2)

@@ -1,0 +1,245 @@
+"""A heal is of the state that was asked for, also when something in between answers; and it goes on where it broke."""
+
+import json
+import random
+import socket
+import threading
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import pytest
+import torch
+
+from everstep import wire
+from everstep.quorum import heal
+from everstep.quorum.heal import Fetch, HealError, HealServer, HealState, Whose, fetch
+
+TOKEN = bytes(range(32))
+SOON = timedelta(seconds=10)
+RANK_0, RANK_1 = Whose("run", 0, "2 ranks"), Whose("run", 1, "2 ranks")
+
+
+def a_state(seed=0, rows=20_000, position=b"p0"):
+    generator = torch.Generator().manual_seed(seed)
+    return HealState({"weight": torch.randn(rows, 256, generator=generator)}, {"seed": seed}, {"position": position})
+
+
+@pytest.fixture
+def server():
+    server = HealServer("127.0.0.1", TOKEN, SOON, whose=RANK_1)
+    yield server
+    server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("whose", "history"),
+    [
+        (RANK_0, 5),
+        (Whose("other run", 1, "2 ranks"), 5),
+        (Whose("run", 1, "4 ranks"), 5),
+        (RANK_1, 6),
+    ],
+)
+def test_another_rank_run_layout_or_history_is_refused(server, whose, history):
+    server.serve(3, a_state(), history=5)
+    with pytest.raises(HealError, match="asked for"):
+        fetch(server.address, TOKEN, 3, None, SOON, whose=whose, history=history)
+    assert fetch(server.address, TOKEN, 3, None, SOON, whose=RANK_1, history=5).meta == {"seed": 0}
+
+
+def answering(answer):
+    """A member of the run whose heal server answers anything."""
+
+    def talk(channel):
+        channel.receive_frame()
+        channel.send_frame(answer)
+        wire.serve_ranges(channel, wire.Pieces([memoryview(bytearray(64))]))
+
+    return wire.Server("127.0.0.1", TOKEN, talk, SOON, purpose=heal.PURPOSE)
+
+
+GOOD = {
+    "version": heal.SCHEMA_VERSION,
+    "step": 1,
+    "history": 0,
+    "whose": {"run": "", "rank": 0, "layout": ""},
+    "tensors": [["w", "float32", [4, 4]]],
+    "blobs": [],
+    "meta": {},
+    "size": 64,
+    "transfer": "t",
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 1},
+        {"step": 2},
+        {"step": None},
+        {"history": 1},
+        {"whose": {"run": "", "rank": 1, "layout": ""}},
+        {"whose": 7},
+        {"tensors": None},
+        {"tensors": [["w", "float32"]]},
+        {"tensors": [["w", "Tensor", [4, 4]]]},
+        {"tensors": [["w", "__class__", [4, 4]]]},
+        {"tensors": [["w", "float32", [-4, -4]]]},
+        {"tensors": [["w", "float32", [1 << 62, 1 << 62]]]},
+        {"tensors": [["w", "float32", [1 << 58]]]},
+        {"tensors": [["w", "float32", [4, 4]], ["w", "float32", [4, 4]]]},
+        {"blobs": [["b", -1]]},
+        {"blobs": {"b": 1}},
+        {"meta": []},
+        {"size": 63},
+        {"size": "64"},
+        {"extra": 1},
+    ],
+    ids=json.dumps,
+)
+def test_an_answer_that_makes_no_sense_is_a_heal_error(change):
+    good = answering(GOOD)
+    assert fetch(good.address, TOKEN, 1, None, SOON).tensors["w"].shape == (4, 4)
+    good.close()
+    server = answering(GOOD | change)
+    with pytest.raises(HealError):
+        fetch(server.address, TOKEN, 1, None, timedelta(seconds=2))
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {},
+        {"op": "join"},
+        {"op": "join", "transfer": []},
+        {"step": "x"},
+        {"step": 1, "history": 0, "whose": None, "patience_s": 1},
+        {"step": 1, "history": 0, "whose": {}, "patience_s": 1e400},
+        {"step": 1 << 80, "history": 0, "whose": {}, "patience_s": 1},
+        [],
+    ],
+    ids=str,
+)
+def test_a_request_that_makes_no_sense_is_refused_and_the_next_is_served(server, request_):
+    server.serve(1, a_state(rows=1))
+    channel = wire.connect(server.address, TOKEN, SOON, purpose=heal.PURPOSE)
+    with pytest.raises(wire.WireError):
+        channel.ask(request_)
+    channel.close()
+    assert fetch(server.address, TOKEN, 1, None, SOON, whose=RANK_1)
+
+
+@contextmanager
+def relay(address, change):
+    """Between a joiner and its source: `change(data, total)` of what the source sends, None to cut."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    sockets, lock, passed = [listener], threading.Lock(), [0]
+
+    def pump(source, sink, change):
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                with lock:
+                    data = change(data, passed[0])
+                    passed[0] += len(data or b"")
+                if data is None:
+                    break
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def accept():
+        with suppress(OSError):
+            while True:
+                inner, _ = listener.accept()
+                outer = socket.create_connection(wire.parse_address(address))
+                sockets.extend((inner, outer))
+                threading.Thread(target=pump, args=(inner, outer, lambda d, _: d), daemon=True).start()
+                threading.Thread(target=pump, args=(outer, inner, change), daemon=True).start()
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    yield f"127.0.0.1:{listener.getsockname()[1]}"
+    for one in sockets:
+        with suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
+        one.close()
+
+
+def test_a_relay_without_the_token_changes_no_weight(server):
+    """As one that rewrites a chunk and its XXH3 checksum could before."""
+    state = a_state(rows=2000)
+    server.serve(1, state, history=5)
+    chance = random.Random(3)
+    size = 2000 * 1024
+    for _ in range(40):
+        at, value = chance.randrange(200, size), chance.randrange(1, 256)
+
+        def alter(data, total, at=at, value=value):
+            if total <= at < total + len(data):
+                data = bytearray(data)
+                data[at - total] ^= value
+            return data
+
+        with relay(server.address, alter) as address, pytest.raises(HealError):
+            fetch(address, TOKEN, 1, None, timedelta(seconds=1), connections=1, whose=RANK_1, history=5)
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_a_transfer_goes_on_where_it_was_cut_also_from_another_source(encrypt):
+    sources = [HealServer("127.0.0.1", TOKEN, SOON, encrypt=encrypt) for _ in range(2)]
+    state = a_state(rows=50_000)  # 51 MB: seven ranges
+    sources[0].serve(1, state, history=9)
+    sources[1].serve(1, HealState(state.tensors, {"seed": 1}, {"position": b"another"}), history=9)
+    wanted = Fetch(TOKEN, 1, history=9, connections=1, encrypt=encrypt)
+    with (
+        relay(sources[0].address, lambda data, total: data if total < 30_000_000 else None) as address,
+        pytest.raises(HealError),
+    ):
+        wanted.run(address, timedelta(seconds=2))
+    kept = wanted.received_bytes
+    assert 2 * wire.RANGE_BYTES <= kept < 30_000_000
+
+    second = []
+
+    def count(data, total):
+        second.append(len(data))
+        return data
+
+    with relay(sources[1].address, count) as address:
+        got = wanted.run(address, SOON)
+    assert torch.equal(got.tensors["weight"], state.tensors["weight"])
+    assert got.meta == {"seed": 1}
+    assert got.blobs == {"position": b"another"}, "each group keeps its own"
+    assert sum(second) < state.tensors["weight"].nbytes - kept + (1 << 20), "what has arrived is not asked for again"
+    for source in sources:
+        source.shutdown()
+
+
+def test_a_source_of_another_layout_of_tensors_is_read_from_the_beginning(server):
+    other = HealServer("127.0.0.1", TOKEN, SOON)
+    wanted = Fetch(TOKEN, 1)
+    one, two = a_state(1, 20_000), a_state(2, 20_001)
+    other.serve(1, one)
+    assert torch.equal(wanted.run(other.address, SOON).tensors["weight"], one.tensors["weight"])
+    other.serve(1, two)
+    assert torch.equal(wanted.run(other.address, SOON).tensors["weight"], two.tensors["weight"])
+    other.shutdown()
+
+
+def test_what_is_encrypted_cannot_be_read_on_the_way():
+    source = HealServer("127.0.0.1", TOKEN, SOON, encrypt=True)
+    state = HealState({}, {"note": "meta in the clear"}, {"blob": b"bytes in the clear" * 10})
+    source.serve(1, state)
+    seen = bytearray()
+
+    def listen(data, total):
+        seen.extend(data)
+        return data
+
+    with relay(source.address, listen) as address:
+        assert fetch(address, TOKEN, 1, None, SOON, encrypt=True) == state
+    assert len(seen) > 300
+    assert b"in the clear" not in seen
+    source.shutdown()

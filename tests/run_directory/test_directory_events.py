@@ -1,0 +1,204 @@
+"""Events that were damaged, or planted: skipped and counted, whatever they are."""
+
+import json
+import os
+import random
+
+import pytest
+
+from everstep.chaos.view import View
+from everstep.launch.view import RunState
+from everstep.report.lineage import trace
+from everstep.report.metrics import Metrics
+from everstep.report.score import score
+from everstep.run.events import EventLog, EventTail, read_events
+
+
+def a_run(folder, steps=12):
+    """A small run's events, of every kind that its readers look at closely."""
+    supervisor, agent, worker = (
+        EventLog(folder, None, None, "supervisor"),
+        EventLog(folder, 0, None, "agent"),
+        EventLog(folder, 0, 0, "worker"),
+    )
+    supervisor.emit("run_started", groups=2, ranks_per_group=1, seed=1, steps=steps)
+    supervisor.emit("lighthouse_started", address="http://127.0.0.1:1", pid=77)
+    supervisor.emit("agent_started", target_group=0, pid=78)
+    agent.emit("workers_started", incarnation=0, pids=[79])
+    worker.emit("worker_up", incarnation="0", pid=79, startup_s=1.0, cpu_s=1.0)
+    worker.emit("worker_ready", incarnation="0", pid=79, startup_s=1.0)
+    worker.emit("training_started", 1, source="start", slots=4, global_batch_size=8, ranks=1)
+    for step in range(1, steps + 1):
+        worker.emit("attempt", step, attempt=1, quorum_id=1, committed=True, reason="", computed=[0, 1], recomputed=[])
+        fields = {"attempt": 1, "owners": [0, 0, 1, 1], "groups": [0, 1], "loss": 2.5, "tokens": 8.0, "grad_norm": 1.0}
+        worker.emit("commit", step, **fields, lr=0.1, took_s=0.1, compute_s=0.1, reduce_s=0.0, quorum_id=1)
+        worker.emit("heal", step, source_group=1, bytes=10, took_s=0.1)
+        worker.emit("audit", step, checksum="0", agreed=True, differing=[])
+        worker.emit("finding", step, action="corrected", outcome="corrected")
+        worker.emit("checkpoint_saved", step, took_s=0.1)
+    agent.emit("workers_stalled", incarnation=0, phase="compute", idle_s=3.0, stalled_rank=0)
+    agent.emit("workers_died", incarnation=0, reason="killed", exitcodes={"0": -9})
+    agent.emit("agent_ended", status="done", reason="finished")
+    chaos = EventLog(folder, None, None, "chaos")
+    chaos.emit("fault", fault="kill-group", target_group=[0, 1], pids=[79], until=1.0)
+    supervisor.emit("agent_died", target_group=0, exitcode=1)
+    supervisor.emit("run_ended", status="done", reason="finished")
+
+
+def read_by_all(folder, scored=True):
+    """What the readers of a run do with its events, but for the pages."""
+    state, metrics, view = RunState(2), Metrics(2, 1), View(folder)
+    events = list(read_events(folder))
+    for event in events:
+        state.apply(event)
+    metrics.follow(events)
+    view.apply(events)
+    trace(events)
+    if scored:
+        score(folder)
+
+
+VALUES = [
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    1.5,
+    1e300,
+    -1e300,
+    1 << 62,
+    1 << 80,
+    "",
+    "x",
+    "\x1b[2J",
+    [],
+    [None],
+    [1e300],
+    {},
+]
+
+
+def planted(line, chance):
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return b""
+    if not isinstance(event, dict) or "kind" not in event:
+        return b""
+    key = chance.choice([*event])
+    match chance.randrange(3):
+        case 0:
+            del event[key]
+        case 1:
+            event[key] = chance.choice(VALUES)
+        case 2:
+            event["kind"] = chance.choice(["commit", "heal", "fault", "run_started", "workers_started", "agent_up"])
+    return json.dumps(event).encode()
+
+
+def damaged(lines, chance):
+    lines = list(lines)
+    for _ in range(chance.choice([1, 2, 5])):
+        at = chance.randrange(len(lines))
+        match chance.randrange(6):
+            case 0 | 1:
+                lines[at] = planted(lines[at], chance)
+            case 2:
+                line = bytearray(lines[at] or b"x")
+                line[chance.randrange(len(line))] ^= 1 << chance.randrange(8)
+                lines[at] = bytes(line)
+            case 3:
+                deep = b"[" * 5000
+                junk = [deep, b'{"t":1,"kind":' + deep, b"9" * 5000, b"\xff", b"null", b'{"t":1e999,"kind":"x"}']
+                lines[at] = chance.choice(junk)
+            case 4:
+                lines[at] = lines[at][: chance.randrange(len(lines[at]) + 1)]
+            case 5:
+                lines.insert(at, lines[chance.randrange(len(lines))])
+    return lines
+
+
+def fuzz(folder, rounds, seed):
+    a_run(folder, steps=4)
+    chance = random.Random(seed)
+    files = {path: path.read_bytes().splitlines() for path in (folder / "events").iterdir()}
+    for number in range(rounds):
+        path = chance.choice(sorted(files))
+        lines = damaged(files[path], chance)
+        path.write_bytes(b"\n".join(lines) + b"\n")
+        read_by_all(folder, scored=number % 20 == 0)
+        path.write_bytes(b"\n".join(files[path]) + b"\n")
+
+
+def test_damaged_events_stop_no_reader(tmp_path):
+    fuzz(tmp_path, 2000, 1)
+
+
+@pytest.mark.slow
+def test_many_damaged_events_stop_no_reader(tmp_path):
+    fuzz(tmp_path, 50_000, 2)
+
+
+def test_damaged_lines_are_counted_and_the_others_read(tmp_path):
+    a_run(tmp_path)
+    whole = list(read_events(tmp_path))
+    path = tmp_path / "events" / "group-0.rank-0.jsonl"
+    planted = b'{"t":1.0,"kind":"commit","step":5,"groups":[0]}\nnot json\n'
+    planted += b'{"t":1,"kind":"workers_started","group":0,"pids":[-1]}\n'
+    path.write_bytes(planted + path.read_bytes())
+    seen = []
+    assert list(read_events(tmp_path, on_damage=seen.append)) == whole
+    assert seen == [path] * 3
+    tail = EventTail(tmp_path)
+    assert tail.new() == whole
+    assert tail.damaged == 3
+
+
+def test_a_pid_that_would_be_everybody_is_no_event(tmp_path):
+    """kill(-1) reaches every process of the user, kill(0) the caller's own group."""
+    log = EventLog(tmp_path, 0, None, "agent")
+    for pid in (-1, 0, True, "7", 1 << 40):
+        log.emit("workers_started", pids=[pid])
+        log.emit("agent_up", pid=pid)
+    assert list(read_events(tmp_path)) == []
+
+
+def test_escape_sequences_do_not_reach_a_reader(tmp_path):
+    log = EventLog(tmp_path, 0, None, "agent")
+    log.emit("workers_died", reason="\x1b[2J\x9b1mgone\nsecond line", exitcodes={"\x1b": 1})
+    (event,) = read_events(tmp_path)
+    assert event["reason"] == "?[2J?1mgone\nsecond line"
+    assert event["exitcodes"] == {"?": 1}
+
+
+def test_pipes_and_links_among_the_events_are_not_waited_for_nor_followed(tmp_path):
+    a_run(tmp_path)
+    whole = list(read_events(tmp_path))
+    secret = tmp_path / "secret"
+    secret.write_text('{"t":1.0,"kind":"x","secret":1}\n')
+    os.mkfifo(tmp_path / "events" / "pipe.jsonl")
+    (tmp_path / "events" / "link.jsonl").symlink_to(secret)
+    assert list(read_events(tmp_path)) == whole
+    assert EventTail(tmp_path).new() == whole
+    (tmp_path / "events" / "chaos.jsonl").unlink()
+    (tmp_path / "events" / "chaos.jsonl").symlink_to(secret)
+    with pytest.raises(OSError, match="symbolic links"):
+        EventLog(tmp_path, None, None, "chaos")
+    assert secret.read_text() == '{"t":1.0,"kind":"x","secret":1}\n'
+
+
+def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):
+    from everstep.run import events
+
+    monkeypatch.setattr(events, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(events, "LONGEST_READ", 1000)
+    a_run(tmp_path)
+    with (tmp_path / "events" / "long.jsonl").open("wb") as file:
+        file.write(b"x" * 100_000 + b'\n{"t":1.0,"kind":"after"}\n')
+    assert sum(event["kind"] == "after" for event in read_events(tmp_path)) == 1
+    tail, found = EventTail(tmp_path), []
+    for _ in range(200):
+        found += tail.new()
+    assert sum(event["kind"] == "after" for event in found) == 1

@@ -1,0 +1,81 @@
+"""`scripts/simulate`: many seeds, or one as a timeline."""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+from simulation.faults import KINDS
+from simulation.world import Outcome, Settings, kinds_of, simulate
+
+SHOWN = 5
+
+
+def span(text: str) -> tuple[int, int]:
+    """`A-B`, or `A` for both."""
+    first, _, last = text.partition("-")
+    low, high = int(first), int(last or first)
+    if low > high:
+        raise argparse.ArgumentTypeError(f"{text}: the first is larger than the last")
+    return low, high
+
+
+def parse(args: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/simulate", description=__doc__)
+    parser.add_argument("--seeds", type=span, default=(0, 199), metavar="A-B")
+    parser.add_argument("--groups", type=span, default=(2, 4), metavar="A-B", help="replica groups at the start")
+    parser.add_argument("--ranks", type=span, default=(1, 3), metavar="A-B", help="ranks of each group")
+    parser.add_argument("--faults", type=int, default=8, help="faults in each run")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of faults, with commas; default: %(default)s")
+    parser.add_argument("--trace", type=int, metavar="SEED", help="show this seed's run as a timeline")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    options = parser.parse_args(args)
+    unknown = sorted(set(options.kinds.split(",")) - set(KINDS))
+    if unknown:
+        parser.error(f"--kinds: no such faults: {', '.join(unknown)}")
+    return options
+
+
+def show(outcome: Outcome) -> None:
+    for at, who, kind, step, text in outcome.trace:
+        print(f"{at:10.4f}  {who:<10} {kind:<18} {'' if step is None else step:>4}  {text}")
+    for violation in outcome.violations:
+        print(f"{violation.at:10.4f}  VIOLATION  {violation.kind}: {violation.text}")
+
+
+def campaign(settings: Settings, seeds: tuple[int, int], jobs: int) -> bool:
+    """Run all seeds and print what came of them; whether none broke the promise."""
+    begun, outcomes = time.monotonic(), []
+    with ProcessPoolExecutor(jobs) as pool:
+        for outcome in pool.map(partial(simulate, settings=settings), range(seeds[0], seeds[1] + 1), chunksize=8):
+            outcomes.append(outcome)
+            if outcome.violations:
+                print(f"seed {outcome.seed}:")
+                for violation in outcome.violations[:SHOWN]:
+                    print(f"    {violation.at:9.3f} s  {violation.kind}: {violation.text}")
+    fell = sum((outcome.fell for outcome in outcomes), Counter())
+    bad = Counter(kind for outcome in outcomes for kind in kinds_of(outcome.violations))
+    print(
+        f"{len(outcomes)} seeds: {fell.total()} faults, {sum(o.virtual_s for o in outcomes):.0f} virtual seconds, "
+        f"{sum(o.commits for o in outcomes)} commits, {sum(o.applied for o in outcomes)} applied, "
+        f"{time.monotonic() - begun:.0f} s"
+    )
+    print("faults: " + ", ".join(f"{kind} {count}" for kind, count in sorted(fell.items())))
+    print("violations: " + (", ".join(f"{kind} in {count} seeds" for kind, count in bad.most_common()) or "none"))
+    return not bad
+
+
+def main() -> int:
+    options = parse()
+    settings = Settings(options.groups, options.ranks, options.faults, tuple(options.kinds.split(",")))
+    if options.trace is not None:
+        outcome = simulate(options.trace, settings, trace=True)
+        show(outcome)
+        return 1 if outcome.violations else 0
+    return 0 if campaign(settings, options.seeds, options.jobs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

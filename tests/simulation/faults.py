@@ -1,0 +1,363 @@
+"""What breaks, and when: kinds of faults, placed from a seed before the run begins."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from simulation.groups import Life, Rank
+    from simulation.world import World
+
+STRAYS = ("", "{}", "[1, 2]", "null", '{"group": 0}', "\x00", '{"group":-1}', "[" * 2000)
+"""What a member that is no group of this run may say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        at: virtual seconds from the start.
+        kind: a name in `KINDS`.
+        group: a number that says which group; taken modulo those that there are.
+        rank: which of its ranks.
+        size: between 0 and 1: how long or how late, in each kind's own range.
+    """
+
+    at: float
+    kind: str
+    group: int
+    rank: int
+    size: float
+
+
+def place(chance: random.Random, kinds: Sequence[str], count: int, groups: int, ranks: int) -> tuple[Fault, ...]:
+    """Faults of these kinds, 0.1 to 12 s apart, some of them in bursts."""
+    at, placed = chance.uniform(0.5, 8.0), []
+    weights = [WEIGHTS.get(kind, 1.0) for kind in kinds]
+    for _ in range(count):
+        kind = chance.choices(kinds, weights)[0]
+        placed.append(Fault(at, kind, chance.randrange(groups), chance.randrange(ranks), chance.random()))
+        at += chance.choice([0.1, 3.0, 12.0]) * chance.random()
+    return tuple(placed)
+
+
+def break_it(world: World, fault: Fault) -> None:
+    """Let a fault happen, if there is something that it can happen to."""
+    lives = world.lives()
+    if not lives:
+        return
+    life = lives[fault.group % len(lives)]
+    if BREAKERS[fault.kind](world, life, life.ranks[fault.rank % life.size], fault.size):
+        world.fell[fault.kind] += 1
+        world.note("FAULT", fault.kind, None, {"group": life.name, "rank": fault.rank, "size": round(fault.size, 3)})
+        world.disturbed()
+
+
+def _spare(world: World, *lives: Life) -> bool:
+    """Whether a state is left when these are gone: the run need not go back."""
+    return any(life not in lives for life in world.with_state())
+
+
+def _kill(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """One rank dies; its agent ends the others."""
+    if not _spare(world, life):
+        return False
+    for node in world.lighthouses.values():
+        node.settle()
+    rank.process.kill()
+    return True
+
+
+def _kill_at_await(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """One rank dies at one of its next waits, whatever it waits for."""
+    if not _spare(world, life):
+        return False
+    rank.process.die_after = 1 + int(size * 60)
+    world.disturbed(world.scheduler.now + 5.0)
+    return True
+
+
+def _kill_group(world: World, life: Life, rank: Rank, size: float) -> bool:
+    if not _spare(world, life):
+        return False
+    if size < 0.2:  # the host with its snapshots
+        life.group.keeper = [{} for _ in life.group.keeper]
+    world.kill(life)
+    return True
+
+
+def _kill_all(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """Every group dies within a tenth of a second; snapshots and disk are left."""
+    for place, each in enumerate(world.lives()):
+        world.scheduler.call_in(0.1 * size * place, world.kill, each)
+        if size < 0.15:
+            each.group.keeper = [{} for _ in each.group.keeper]
+    return True
+
+
+def _stop(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """One rank stands still for 1 to 30 s."""
+    world.stop(rank.process, 1.0 + 29.0 * size**2)
+    return True
+
+
+def _stop_group(world: World, life: Life, rank: Rank, size: float) -> bool:
+    for each in life.ranks:
+        world.stop(each.process, 1.0 + 19.0 * size**2)
+    return True
+
+
+def _hang(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """One rank stands still until its agent's watchdog ends the group."""
+    if not _spare(world, life):
+        return False
+    world.stop(rank.process, 200.0)
+    return True
+
+
+def _lose(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """The last message of a sum does not reach one rank."""
+    if rank.sums is None:
+        return False
+    rank.sums.lose_next = True
+    return True
+
+
+def _cut(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """A connection between two groups is gone."""
+    if rank.sums is None or rank.sums.wire is None:
+        return False
+    rank.sums.wire.cut()
+    return True
+
+
+def _heal_fails(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """Every transfer of a state that is under way breaks off."""
+    broken = False
+    for door in world.doors.values():
+        for reader in list(door.readers):
+            door.readers.remove(reader)
+            reader.fail("the connection broke off")
+            broken = True
+    return broken
+
+
+def _lighthouse_out(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """The lighthouse dies and comes back at its address, knowing nothing."""
+    node = world.lighthouses[world.published]
+    if not node.up or node.frozen:
+        return False
+    node.die()
+    away_s = 0.1 + 15.0 * size**2
+    world.scheduler.call_in(away_s, node.start)
+    world.disturbed(world.scheduler.now + away_s)
+    return True
+
+
+def _lighthouse_frozen(world: World, life: Life, rank: Rank, size: float) -> bool:
+    node = world.lighthouses[world.published]
+    if not node.up or node.frozen:
+        return False
+    node.freeze()
+    away_s = 0.5 + 15.0 * size**2
+    world.scheduler.call_in(away_s, node.thaw)
+    world.disturbed(world.scheduler.now + away_s)
+    return True
+
+
+def _lighthouse_moved(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """The lighthouse's host is gone; another one is started elsewhere."""
+    node = world.lighthouses[world.published]
+    if not node.up:
+        return False
+    node.die()
+    away_s = 0.5 + 10.0 * size
+    world.scheduler.call_in(away_s, world.move_lighthouse)
+    world.disturbed(world.scheduler.now + away_s)
+    return True
+
+
+def _lighthouse_double(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """A second lighthouse is published while the first lives on, until it sees that it is the older one."""
+    node = world.lighthouses[world.published]
+    if not node.up:
+        return False
+    world.move_lighthouse()
+    if size > 0.5:
+        node.freeze()
+        world.scheduler.call_in(20.0 * (size - 0.5), node.thaw)
+    world.scheduler.call_in(30.0 * size, node.die)
+    world.disturbed(world.scheduler.now + 30.0 * size)
+    return True
+
+
+def _late_beats(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """A group's heartbeats do not come through for 1 to 10 s."""
+    voice = life.ranks[0].voice
+    if voice is None:
+        return False
+    voice.silence(1.0 + 9.0 * size)
+    world.disturbed(world.scheduler.now + 10.0)
+    return True
+
+
+def _leave(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """A group is asked to leave: its ranks hear of it within half a second."""
+    staying = [other for other in world.with_state() if other is not life and other.group.wanted]
+    if not staying:
+        return False
+    _ask_to_leave(world, life)
+    if size < 0.6:  # comes back, as somebody who has no state
+        world.sessions += 1
+
+        def back() -> None:
+            world.sessions -= 1
+            if life.group.life is not None and not life.group.life.ended:
+                world.kill(life.group.life)
+            if not world.finishing():
+                world.add_group(life.group.id)
+
+        world.scheduler.call_in(5.0 + 20.0 * size, back)
+    return True
+
+
+def _ask_to_leave(world: World, life: Life) -> None:
+    life.group.wanted = False
+    for each in life.ranks:
+        each.leave_at = min(each.leave_at, world.scheduler.now + world.scheduler.random.uniform(0.0, 0.5))
+
+
+def _join(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """A group that was not there before."""
+    if len(world.groups) > world.plan.groups + 1 or world.finishing():
+        return False
+    world.add_group(max(world.groups) + 1)
+    return True
+
+
+def _stop_all(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """The run is asked to stop, and goes on later with another number of groups."""
+    if world.sessions or world.finishing():
+        return False
+    world.sessions += 1
+    for each in world.lives():
+        _ask_to_leave(world, each)
+    for group in world.groups.values():
+        group.wanted = False
+
+    def again() -> None:
+        if any(not each.ended for group in world.groups.values() for each in group.lives):
+            world.scheduler.call_in(1.0, again)
+            return
+        world.sessions -= 1
+        world.forget_beats()
+        for number in range(1 + int(size * 3.99)):
+            world.add_group(number)
+        world.disturbed()
+
+    world.scheduler.call_in(1.0, again)
+    return True
+
+
+def _flip(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """A rank's parameters change behind the protocol's back; an audit can see it."""
+    sound = [other for other in world.with_state() if not other.group.suspicious]
+    if not world.plan.audit_every or life not in sound or len(sound) < 3:
+        return False
+    rank.work.flip()
+    life.group.suspicious = True
+    return True
+
+
+def _refuse(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """A check refuses the next slots of a group."""
+    if not world.plan.may_refuse:
+        return False
+    world.refusing[life.group.id] = 1 + int(2 * size)
+    return True
+
+
+def _not_finite(world: World, life: Life, rank: Rank, size: float) -> bool:
+    if world.spoiling:
+        return False
+    world.spoiling[life.group.id] = 1
+    return True
+
+
+def _stray(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """Something that is no group of this run asks the lighthouse now and then, for a while."""
+    until = world.scheduler.now + 1.0 + 9.0 * size
+    payload = STRAYS[int(size * len(STRAYS))]
+
+    def ask() -> None:
+        node = world.lighthouses[world.published]
+        if node.up:
+            node.ask(f"{rank.number:06d}:stray", payload, lambda quorum: None)
+        if world.scheduler.now < until:
+            world.scheduler.call_in(0.7, ask)
+
+    ask()
+    world.disturbed(until)
+    return True
+
+
+def _twin(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """A group is started anew on another host while its old processes still live, some of them stopped."""
+    if not _spare(world, life) or not life.group.wanted:
+        return False
+    if size < 0.7:
+        for each in life.ranks[: 1 + int(size * life.size)]:
+            world.stop(each.process, 0.5 + 20.0 * size)
+    life.group.start()
+    return True
+
+
+def _slow(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """A group computes several times slower from now on, or as fast as before."""
+    world.slow[life.group.id] = 1.0 if size < 0.3 else 1.0 + 8.0 * size
+    return True
+
+
+BREAKERS: dict[str, Callable[[World, Life, Rank, float], bool]] = {
+    "kill": _kill,
+    "await": _kill_at_await,
+    "group": _kill_group,
+    "all": _kill_all,
+    "stop": _stop,
+    "stop-group": _stop_group,
+    "hang": _hang,
+    "lose": _lose,
+    "cut": _cut,
+    "heal": _heal_fails,
+    "lh-out": _lighthouse_out,
+    "lh-freeze": _lighthouse_frozen,
+    "lh-move": _lighthouse_moved,
+    "lh-double": _lighthouse_double,
+    "beats": _late_beats,
+    "leave": _leave,
+    "join": _join,
+    "stop-all": _stop_all,
+    "flip": _flip,
+    "refuse": _refuse,
+    "nan": _not_finite,
+    "stray": _stray,
+    "twin": _twin,
+    "slow": _slow,
+}
+KINDS = tuple(BREAKERS)
+WEIGHTS = {
+    "flip": 2.0,
+    "kill": 3.0,
+    "await": 5.0,
+    "stop": 2.0,
+    "lose": 3.0,
+    "cut": 2.0,
+    "lh-out": 2.0,
+    "all": 0.7,
+    "hang": 0.3,
+    "stop-all": 0.5,
+}

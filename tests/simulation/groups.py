@@ -1,0 +1,212 @@
+"""Replica groups: their processes, and the agents that start, watch and end them."""
+
+from __future__ import annotations
+
+import traceback
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from everstep.step.driver import Driver, End
+from everstep.step.interfaces import GroupBroken
+from everstep.step.protocol import StepProtocol
+from simulation.files import DONE, STARTUP, SimClock, SimEvents, SimFiles
+from simulation.healing import Door
+from simulation.judge import State
+from simulation.network import ColumnSums, Voice
+from simulation.ranks import Collectives, GroupRanks
+from simulation.scheduler import Process
+from simulation.trainer import SimWork
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+BUFFERS = 2
+"""Snapshots that a keeper holds of each rank."""
+NEVER = float("inf")
+
+
+class Group:
+    """A group id, and what outlives its processes."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self._world, self.id = world, number
+        self.life: Life | None = None
+        self.lives: list[Life] = []
+        self.wanted = True
+        """Whether its agent starts it again."""
+        self.suspicious = False
+        """Whether a fault changed its parameters, so that an audit may send it back."""
+        self.forget_beat()
+        self.keeper: list[dict[int, State]] = [{} for _ in range(world.plan.ranks)]
+
+    def forget_beat(self) -> None:
+        self.beat: tuple[float, str, int] = (-NEVER, STARTUP, 0)
+        """When its rank 0 last gave a sign of life, in which phase of which step."""
+
+    def start(self) -> None:
+        if self.wanted:
+            self.suspicious = False
+            self.life = Life(self._world, self, len(self.lives))
+            self.lives.append(self.life)
+            self.life.start()
+
+
+class Life:
+    """One start of a group: its ranks and their collectives."""
+
+    def __init__(self, world: World, group: Group, number: int) -> None:
+        self.world, self.group = world, group
+        self.name = f"{group.id}.{number}"
+        self.size = world.plan.ranks
+        self.broken = self.ended = False
+        self.named = False
+        """Whether an audit found its parameters different from the others'."""
+        self.stayed = self.audits_passed = 0
+        """Commits since it was asked to leave; audits since its parameters changed behind its back."""
+        self.endings: list[End] = []
+        self.decisions = Collectives(world, self, "decision")
+        self.work = Collectives(world, self, "call of the trainer")
+        self.chosen: list[State] | None = None
+        """What its ranks restored, where no group had a state."""
+        self.thrown: dict[tuple[int, int, int], str] = {}
+        self._spoiled: dict[tuple[str, int], bool] = {}
+        self.ranks = [Rank(world, self, number) for number in range(self.size)]
+
+    @property
+    def store(self) -> str:
+        return f"store:{self.name}"
+
+    @property
+    def alive(self) -> bool:
+        return not self.ended and not self.broken
+
+    def flipped(self) -> bool:
+        return any(rank.work.state.flipped for rank in self.ranks)
+
+    def start(self) -> None:
+        self.world.note(self.name, "starts", None, {})
+        for rank in self.ranks:
+            self.world.scheduler.spawn(rank.process, rank.main)
+
+    def spoiled(self, what: tuple[str, int], faults: dict[int, int]) -> bool:
+        """Whether a fault of a kind falls on a computation, by its number; the same answer on all ranks."""
+        if what not in self._spoiled:
+            self._spoiled[what] = faults.get(self.group.id, 0) > 0
+            if self._spoiled[what]:
+                faults[self.group.id] -= 1
+                self.world.note(self.name, what[0], None, {})
+        return self._spoiled[what]
+
+    def rank_died(self) -> None:
+        """The agent sees that a rank has ended without having finished, and ends the others."""
+        if self.broken or self.ended:
+            return
+        self.broken = True
+        scheduler = self.world.scheduler
+        scheduler.call_in(0.02, self.decisions.changed.fire, scheduler)
+        scheduler.call_in(0.02, self.work.changed.fire, scheduler)
+        scheduler.call_in(scheduler.random.uniform(0.005, 0.05), self.end)
+
+    def end(self) -> None:
+        """All processes are gone; the agent starts the group again after a while."""
+        if self.ended:
+            return
+        self.broken = self.ended = True
+        self.world.note(self.name, "ends", None, {})
+        for rank in self.ranks:
+            rank.process.kill()
+        if self.group.life is self and not self.endings:
+            low, high = self.world.plan.restart_s
+            self.world.scheduler.call_in(self.world.scheduler.random.uniform(low, high), self._again)
+
+    def _again(self) -> None:
+        if self.group.life is self:
+            self.group.start()
+
+    def rank_finished(self, end: End) -> None:
+        self.endings.append(end)
+        if len(self.endings) == self.size:
+            self.ended = True
+            self.world.note(self.name, "is done", None, {"end": end.name})
+            if len(set(self.endings)) > 1:
+                self.world.judge.violate("ranks end differently", f"{self.name}: {self.endings}")
+            self.world.scheduler.call_in(0.5, self.world.life_ended)
+
+
+class Rank:
+    """One process of a group."""
+
+    def __init__(self, world: World, life: Life, number: int) -> None:
+        self.world, self.life, self.number = world, life, number
+        self.name = f"{life.name}/{number}"
+        self.process = Process(world.scheduler, self.name)
+        self.process.on_death.append(life.rank_died)
+        self.beaten = world.scheduler.now
+        self.leave_at = NEVER
+        self.voice: Voice | None = None
+        self.sums: ColumnSums | None = None
+        self.door: Door | None = None
+        self.work = SimWork(world, self)
+
+    @property
+    def snapshots(self) -> dict[int, State]:
+        return self.life.group.keeper[self.number]
+
+    def snapshot(self, state: State) -> None:
+        held = self.snapshots
+        held[state.step] = state
+        while len(held) > BUFFERS:
+            del held[min(held)]
+
+    def main(self) -> None:
+        world, plan, life = self.world, self.world.plan, self.life
+        files = SimFiles(world, self)
+        files.beat(STARTUP, 0)
+        world.scheduler.pause(*plan.startup_s)
+        self.voice = Voice(world, self) if self.number == 0 else None
+        self.sums = ColumnSums(world, self, connect_s=plan.connect_s, reduce_s=plan.reduce_s)
+        self.door = Door(world, self)
+        clock, events = SimClock(world), SimEvents(world, self)
+        try:
+            protocol = StepProtocol(
+                group=life.group.id,
+                life=life.name,
+                slots=plan.slots,
+                on_loss=plan.on_loss,
+                work=self.work,
+                reducer=self.work.reducer,
+                ranks=GroupRanks(life.decisions, self.number, life.size),
+                membership=self.voice,
+                sums=self.sums,
+                door=self.door,
+                store=life.store,
+                timeouts=plan.timeouts,
+                clock=clock,
+                files=files,
+                events=events,
+            )
+            driver = Driver(
+                group=life.group.id,
+                protocol=protocol,
+                work=self.work,
+                clock=clock,
+                files=files,
+                events=events,
+                give_up=timedelta(seconds=3600),
+            )
+            end = driver.run()
+        except GroupBroken as broken:
+            world.note(self.name, "group broken", None, {"reason": str(broken)})
+            world.scheduler.call_in(0.0, self.process.kill)
+            return
+        except Exception as error:  # noqa: BLE001 whatever it is, it is a fault of the protocol
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            text = f"{self.name}: {type(error).__name__}: {error} at {where.name}:{where.lineno}"
+            world.judge.violate("crash", text)
+            world.scheduler.call_in(0.0, self.process.kill)
+            return
+        files.beat(DONE, self.work.state.step)
+        if self.voice is not None:
+            self.voice.leave()
+        life.rank_finished(end)
+        self.sums.abort()

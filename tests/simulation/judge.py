@@ -1,0 +1,144 @@
+"""What must never happen, told as it happens.
+
+The judge sees what the protocol cannot: all states at once. A violation is kept with its time and never raised, so that
+the run goes on and shows what follows from it.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+PARTS = "parts of one slot"
+
+
+def fold(*parts: Any) -> int:
+    """62 bits over some values."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 2
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a rank's parameters, optimizer and counters are in this world.
+
+    Attributes:
+        step, history: as the protocol has them.
+        way: hash over everything that was ever applied, step by step: equal where the parameters are.
+        flipped: whether a fault changed the parameters behind the protocol's back.
+    """
+
+    step: int
+    history: int
+    way: int
+    flipped: int = 0
+
+
+START = State(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One group's part of a gradient sum in one rank column.
+
+    Attributes:
+        group: whose.
+        slots: how often each (step, slot) was added to it.
+        state: what it was computed on.
+    """
+
+    group: int
+    slots: tuple[tuple[tuple[int, int], int], ...]
+    state: State
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    at: float
+    kind: str
+    text: str
+
+
+@dataclass(slots=True)
+class Link:
+    """A commit in the chain of histories."""
+
+    step: int
+    parent: int
+    groups: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass
+class Judge:
+    slots: int
+    now: Callable[[], float]
+    violations: list[Violation] = field(default_factory=list)
+    chain: dict[int, Link] = field(default_factory=dict)
+    """History → the commit that made it."""
+    ways: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """(step, history, column) → the way of every group that is there."""
+    commits: int = 0
+    """Steps applied for the first time, over all histories."""
+    thrown: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    """(group, step, slot) that a group threw away though no rule says so → how."""
+
+    def violate(self, kind: str, text: str) -> None:
+        if len(self.violations) < 20:
+            self.violations.append(Violation(round(self.now(), 3), kind, text))
+
+    def summed(self, parts: Iterable[Contribution]) -> None:
+        """A gradient sum that is complete."""
+        giving = [part for part in parts if part.slots]
+        histories = {(part.state.step, part.state.history) for part in giving}
+        if len(histories) > 1:
+            self.violate("two histories summed", f"groups {[part.group for part in giving]} at {sorted(histories)}")
+
+    def applied(self, who: str, column: int, before: State, commit: Any, parts: list[Contribution]) -> State:
+        """A rank's state after it applied a commit whose sums are `parts`."""
+        where = f"step {commit.step} at {who}"
+        if (before.step + 1, before.history) != (commit.step, commit.parent):
+            held = f"a state of step {before.step}, history {before.history}"
+            self.violate("applied to another state", f"{where}: parent {commit.parent}, but it has {held}")
+        counted: Counter[tuple[int, int]] = Counter()
+        for part in parts:
+            counted.update(dict(part.slots))
+            if part.slots and (part.state.step, part.state.history) != (commit.step - 1, commit.parent):
+                self.violate("two histories summed", f"{where}: group {part.group} gave gradients of {part.state}")
+        expected = {(commit.step, slot) for slot in range(self.slots) if commit.once or commit.owners[slot] >= 0}
+        if set(counted) != expected or any(count != 1 for count in counted.values()):
+            self.violate("slots not once", f"{where}: {sorted(counted.items())}, once={commit.once}")
+        for part in parts:
+            for (_, slot), _ in part.slots:
+                if commit.owners[slot] != part.group:
+                    self.violate("wrong owner", f"{where}: slot {slot} is of {part.group}, not {commit.owners[slot]}")
+        link = Link(commit.step, commit.parent, commit.groups, tuple(sorted(slot for _, slot in counted)))
+        known = self.chain.get(commit.history)
+        if known is None:
+            self.chain[commit.history] = link
+            self.commits += 1
+        elif known != link:
+            self.violate("one history, two commits", f"{where}: {known} and {link}")
+        gave = sorted((part.group, part.slots, part.state) for part in parts if part.slots)
+        way = fold(before.way, commit.step, commit.parent, [(group, slots) for group, slots, _ in gave])
+        after = State(commit.step, commit.history, way, before.flipped)
+        self.at(who, column, after)
+        return after
+
+    def at(self, who: str, column: int, state: State) -> None:
+        """Somebody has a state: everybody at its step and history has the same."""
+        way = self.ways.setdefault((state.step, state.history, column), state.way)
+        if way != state.way:
+            self.violate("one history, two states", f"{who} at step {state.step} of history {state.history}")
+
+    def lineage(self, state: State) -> list[int]:
+        """The steps behind a state, newest first. A violation where one is missing or there twice."""
+        steps, history, step = [], state.history, state.step
+        while step > 0:
+            link = self.chain.get(history)
+            if link is None or link.step != step:
+                self.violate("broken lineage", f"history {history} should be of step {step}, found {link}")
+                break
+            steps.append(step)
+            history, step = link.parent, step - 1
+        return steps

@@ -1,0 +1,111 @@
+"""torchft 0.2.0's lighthouse in Python: the rules of src/lighthouse.rs, over a clock that the caller tells.
+
+Ported: `quorum_compute` (fast quorum, min_replicas, more than half of the healthy, join timeout), the tick on every
+request, ids, and the request handler's loop. Not ported: `shrink_only` and commit failures, which nobody here sends.
+`test_simulation_lighthouse.py` runs it against the real one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    min_replicas: int
+    join_timeout_s: float
+    heartbeat_timeout_s: float
+    quorum_tick_s: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A quorum: its id, and what each member said when it asked, sorted by replica id."""
+
+    id: int
+    members: tuple[tuple[str, Any], ...]
+
+
+@dataclass(slots=True)
+class Listener:
+    """A request whose client still waits."""
+
+    replica_id: str
+    payload: Any
+    answer: Callable[[Announced], None]
+
+
+class Lighthouse:
+    """State and rules; times are seconds on the caller's clock."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.heartbeats: dict[str, float] = {}
+        self.participants: dict[str, tuple[float, Any]] = {}
+        """Replica id → when it asked, and with what. A request stays when its client has given up."""
+        self.previous: tuple[str, ...] | None = None
+        self.quorum_id = 0
+        self._listeners: list[Listener] = []
+
+    def heartbeat(self, now: float, replica_id: str) -> None:
+        self.heartbeats[replica_id] = now
+
+    def ask(self, now: float, replica_id: str, payload: Any, answer: Callable[[Announced], None]) -> Listener:
+        """A request: counts as a heartbeat, and may make a quorum at once."""
+        self.heartbeats[replica_id] = now
+        self.participants[replica_id] = (now, payload)
+        listener = Listener(replica_id, payload, answer)
+        self._listeners.append(listener)
+        self.tick(now)
+        return listener
+
+    def cancel(self, listener: Listener) -> None:
+        """Its client does not wait any more. The request stays."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+
+    def healthy(self, now: float) -> set[str]:
+        return {name for name, last in self.heartbeats.items() if now - last < self.options.heartbeat_timeout_s}
+
+    def compute(self, now: float) -> list[str] | None:
+        """The members of a quorum that can be had now."""
+        healthy = self.healthy(now)
+        asking = sorted(name for name in self.participants if name in healthy)
+        if self.previous is not None and all(name in asking for name in self.previous):
+            return asking  # a fast quorum
+        if len(asking) < self.options.min_replicas or len(asking) <= len(healthy) // 2:
+            return None
+        first = min((self.participants[name][0] for name in asking), default=now)
+        if len(asking) != len(healthy) and now - first < self.options.join_timeout_s:
+            return None
+        return asking
+
+    def tick(self, now: float) -> None:
+        """What happens every `quorum_tick_s`, and on each request."""
+        members = self.compute(now)
+        if members is None:
+            return
+        if self.previous != tuple(members):
+            self.quorum_id += 1
+        quorum = Announced(self.quorum_id, tuple((name, self.participants[name][1]) for name in members))
+        self.previous = tuple(members)
+        self.participants.clear()
+        listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            if listener.replica_id in members:
+                listener.answer(quorum)
+            else:  # it hears of a quorum without it and asks again
+                self.participants[listener.replica_id] = (now, listener.payload)
+                self._listeners.append(listener)
+
+    def next_change(self, now: float, beating: set[str]) -> float | None:
+        """When a tick may do something that it would not do now, if nobody asks before; None for never. The heartbeats
+        of those in `beating` go on."""
+        if not self.participants:
+            return None
+        joined = [when + self.options.join_timeout_s for when, _ in self.participants.values()]
+        expiring = [
+            last + self.options.heartbeat_timeout_s for name, last in self.heartbeats.items() if name not in beating
+        ]
+        times = [when for when in joined + expiring if when > now]
+        return min(times, default=None)

@@ -1,0 +1,1 @@
+"""Exhaustive models: every outcome, or every interleaving, within bounds."""

@@ -1,0 +1,259 @@
+"""Changes of one line in the protocol, and the first seed whose run each of them spoils.
+
+    PYTHONPATH=plugin:tests python -m simulation.mutants [--most 5000] [--jobs 2] [NUMBER …]
+
+Each is made by text replacement in a copy of the package, so that a change which no longer fits the source is an
+error. Prints a Markdown table, which docs/simulation.md holds.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CHUNK = 25
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`old` becomes `new` in a file of `everstep/step`, where it is there once."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+
+    def apply(self, package: Path) -> None:
+        path = package / "step" / self.file
+        text = path.read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(f"'{self.what}': its text is {text.count(self.old)} times in {self.file}, not once")
+        path.write_text(text.replace(self.old, self.new))
+
+
+MUTANTS = (
+    Mutant(
+        "a rank that has its gradients goes on alone", "protocol.py", "        if not summed:\n", "        if error:\n"
+    ),
+    Mutant(
+        "each rank decides by itself whether the rows came",
+        "protocol.py",
+        'if not self.decisions.all_true("rows", not error):',
+        "if error:",
+    ),
+    Mutant(
+        "each rank decides by itself whether it is connected",
+        "protocol.py",
+        'if not self.decisions.all_true("connect", not error):',
+        "if error:",
+    ),
+    Mutant(
+        "each rank votes for itself",
+        "protocol.py",
+        "if not all(yes for yes, _ in votes) or len({digest for _, digest in votes}) > 1:",
+        "if error:",
+    ),
+    Mutant(
+        "what is held outlives a commit",
+        "protocol.py",
+        "        self._let_go(step + 1, history)\n        self._tries",
+        "        self._tries",
+    ),
+    Mutant(
+        "dropped slots stay in the gradients",
+        "protocol.py",
+        "        self._held.slots.clear()\n        self._work.discard()\n\n    def _gather_doors",
+        "        self._held.slots.clear()\n\n    def _gather_doors",
+    ),
+    Mutant(
+        "the plan's drops are not heeded",
+        "protocol.py",
+        "if self._group in attempt.plan.drops:",
+        "if False:",
+    ),
+    Mutant(
+        "the door stays open while the state changes",
+        "protocol.py",
+        "        self._door.close()\n        self._work.apply(commit)",
+        "        self._work.apply(commit)",
+    ),
+    Mutant("an audit's finding is not remembered", "protocol.py", "            self._suspect = True\n", ""),
+    Mutant(
+        "a commit is followed without keeping it",
+        "protocol.py",
+        "            self._healing.commits.append((commit, self._reducer.stash()))",
+        "            pass",
+    ),
+    Mutant(
+        "commits are kept and not applied",
+        "protocol.py",
+        "            self._reducer.unstash(sums)\n            self.apply(commit)",
+        "            self._reducer.unstash(sums)",
+    ),
+    Mutant("requests are not numbered", "protocol.py", "        self._asked += 1\n", ""),
+    Mutant(
+        "a broken process group counts as connected",
+        "protocol.py",
+        '        self._sums.abort()\n        self._connected = ""',
+        "        self._sums.abort()",
+    ),
+    Mutant(
+        "the process group is not broken when an attempt fails",
+        "protocol.py",
+        '        self._sums.abort()\n        self._connected = ""',
+        '        self._connected = ""',
+    ),
+    Mutant(
+        "what was computed is not written down",
+        "protocol.py",
+        "        self._held.slots.update(attempt.computed)\n",
+        "",
+    ),
+    Mutant("a refused slot stays in the gradients", "protocol.py", "                self._reducer.take_back()\n", ""),
+    Mutant(
+        "a commit's parent is the group's own state", "protocol.py", "parent=quorum.history,", "parent=self.history,"
+    ),
+    Mutant("every sum counts as whole", "protocol.py", "once=all(count == 1 for count in tally.coverage)", "once=True"),
+    Mutant("an older start of a group goes on", "protocol.py", "        if fenced:\n", "        if False:\n"),
+    Mutant(
+        "a gradient that is not finite is summed",
+        "protocol.py",
+        '        if finite:\n            return ""',
+        '        if True:\n            return ""',
+    ),
+    Mutant(
+        "what a rank holds is not taken from it when it heals",
+        "protocol.py",
+        "        else:\n            self._drop()\n        if self._group in quorum.sources:",
+        "        if self._group in quorum.sources:",
+    ),
+    Mutant("a slot that is there twice passes", "ledger.py", "    if twice:\n", "    if False:\n"),
+    Mutant("a slot that is missing passes", "ledger.py", "if missing and (", "if False and ("),
+    Mutant(
+        "nobody drops what another holds as well", "ledger.py", "            drops.add(row.group)", "            pass"
+    ),
+    Mutant(
+        "a history knows no quorum",
+        "ledger.py",
+        'text = f"{history}/{step}/{key}".encode()',
+        'text = f"{history}/{step}".encode()',
+    ),
+    Mutant(
+        "rows of another history are summed over",
+        "ledger.py",
+        "    for row in computing:\n",
+        "    for row in ():\n",
+    ),
+    Mutant(
+        "the least common checksum is believed",
+        "ledger.py",
+        "kept = max(voters, key=",
+        "kept = min(voters, key=",
+    ),
+    Mutant(
+        "states of any history count",
+        "quorum.py",
+        "able = tuple(member.group for member in newest if member.history == history)",
+        "able = tuple(member.group for member in newest)",
+    ),
+    Mutant(
+        "the oldest state counts",
+        "quorum.py",
+        "    step = max(member.step for member in trusted)",
+        "    step = min(member.step for member in trusted)",
+    ),
+    Mutant(
+        "a key forgets the request's number",
+        "quorum.py",
+        "{member.group}:{member.life}:{member.number}",
+        "{member.group}:{member.life}",
+    ),
+    Mutant(
+        "states that an audit named count as any",
+        "quorum.py",
+        "trusted = [member for member in having if not member.suspect] or having",
+        "trusted = having",
+    ),
+    Mutant(
+        "a group restores though another has a state",
+        "driver.py",
+        "        if all(alone for _, alone in said):",
+        "        if True:",
+    ),
+    Mutant(
+        "a group that is asked to leave stays",
+        "driver.py",
+        "                    if self._protocol.leaving:\n                        return End.LEFT\n                case Turn.FOLLOWED:",
+        "                case Turn.FOLLOWED:",
+    ),
+    Mutant(
+        "the last state is written by whoever comes first",
+        "driver.py",
+        "quorum.able and quorum.able[0] == self._group",
+        "quorum.groups[0] == self._group",
+    ),
+    Mutant(
+        "nobody says that the last state is saved", "driver.py", "                self._files.mark_finished(step)\n", ""
+    ),
+)
+
+SEARCH = """
+import sys
+from simulation.world import simulate
+for seed in range(int(sys.argv[1]), int(sys.argv[2])):
+    outcome = simulate(seed)
+    if outcome.violations:
+        print(seed, "|", outcome.violations[0].kind, flush=True)
+        break
+"""
+
+
+def search(package_root: Path, most: int) -> tuple[int, str] | None:
+    """The first seed that breaks the promise with this package, and how."""
+    environment = {**os.environ, "PYTHONPATH": f"{package_root}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    for first in range(0, most, CHUNK):
+        command = [sys.executable, "-c", SEARCH, str(first), str(min(most, first + CHUNK))]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return first, "crash: " + done.stderr.strip().splitlines()[-1]
+        if done.stdout.strip():
+            seed, _, kind = done.stdout.strip().partition(" | ")
+            return int(seed), kind
+    return None
+
+
+def try_mutant(mutant: Mutant, most: int) -> tuple[int, str] | None:
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / "everstep"
+        shutil.copytree(ROOT / "plugin" / "everstep", package, ignore=shutil.ignore_patterns("__pycache__"))
+        mutant.apply(package)
+        return search(Path(folder), most)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("numbers", nargs="*", type=int, help="which; default: all")
+    parser.add_argument("--most", type=int, default=5000, help="seeds to try for each")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    chosen = options.numbers or range(1, len(MUTANTS) + 1)
+    print("| # | change | file | first seed | seen as |\n|---|---|---|---|---|", flush=True)
+    missed = 0
+    with ThreadPoolExecutor(options.jobs) as pool:
+        found = [(number, pool.submit(try_mutant, MUTANTS[number - 1], options.most)) for number in chosen]
+        for number, result in found:
+            seed, kind = result.result() or ("none", "")
+            missed += seed == "none"
+            mutant = MUTANTS[number - 1]
+            print(f"| {number} | {mutant.what} | {mutant.file} | {seed} | {kind} |", flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""Virtual time: greenlets that wait, one heap of what happens next, and one seeded random generator.
+
+Nothing here reads a real clock and nothing iterates over a set, so a seed replays to the byte.
+"""
+
+import heapq
+import random
+from collections.abc import Callable
+from typing import Any
+
+from greenlet import getcurrent, greenlet
+
+LATENCY_S = 0.0004
+"""Longest time between something happening and a waiting task noticing it: lets the tasks go on in any order."""
+
+
+class Killed(BaseException):
+    """Thrown into the tasks of a process that was killed; whatever they do on their way out has no effect."""
+
+
+class Process:
+    """What is killed and stopped as one: a rank, with all its tasks.
+
+    Attributes:
+        stopped_until: until then nothing in it runs (SIGSTOP).
+        stops: times at which it was stopped.
+    """
+
+    def __init__(self, scheduler: "Scheduler", name: str) -> None:
+        self.scheduler, self.name = scheduler, name
+        self.alive = True
+        self.stopped_until = -1.0
+        self.stops: list[float] = []
+        self.tasks: list[Task] = []
+        self.on_death: list[Callable[[], None]] = []
+        self.awaits = 0
+        self.die_after: int | None = None
+        """Dies at this many further awaits."""
+
+    @property
+    def stopped(self) -> bool:
+        return self.stopped_until > self.scheduler.now
+
+    def stop(self, seconds: float) -> None:
+        self.stopped_until = max(self.stopped_until, self.scheduler.now + seconds)
+        self.stops.append(self.scheduler.now)
+
+    def kill(self) -> None:
+        """SIGKILL. Called from outside of the process's own tasks."""
+        if not self.alive:
+            return
+        self.alive = False
+        for task in self.tasks:
+            task.end()
+        for tell in self.on_death:
+            tell()
+
+
+class Task:
+    def __init__(self, process: Process, run: Callable[[], None]) -> None:
+        self.process = process
+        self.token = 0
+        self.done = False
+        self.greenlet = greenlet(self._main, parent=process.scheduler.hub)
+        self._run = run
+
+    def _main(self, _: Any = None) -> None:
+        try:
+            if self.process.alive:
+                self._run()
+        except Killed:
+            pass
+        finally:
+            self.done = True
+
+    def end(self) -> None:
+        if self.done:
+            return
+        if not self.greenlet:  # it never began
+            self.done = True
+            return
+        scheduler = self.process.scheduler
+        before, scheduler.current = scheduler.current, self
+        self.greenlet.throw(Killed)
+        scheduler.current = before
+
+
+class Signal:
+    """Wakes the tasks that wait on it."""
+
+    __slots__ = ("waiters",)
+
+    def __init__(self) -> None:
+        self.waiters: list[tuple[Task, int]] = []
+
+    def fire(self, scheduler: "Scheduler") -> None:
+        waiters, self.waiters = self.waiters, []
+        for task, token in waiters:
+            scheduler.call_in(scheduler.random.random() * LATENCY_S, scheduler._resume, task, token)
+
+
+class Scheduler:
+    def __init__(self, seed: str) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.hub = getcurrent()
+        self.current: Task | None = None
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._count = 0
+
+    def call_at(self, when: float, call: Callable[..., None], *args: Any) -> None:
+        """Outside of all tasks, at a time."""
+        self._count += 1
+        heapq.heappush(self._heap, (max(when, self.now), self._count, call, args))
+
+    def call_in(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (self.now + seconds, self._count, call, args))
+
+    def spawn(self, process: Process, run: Callable[[], None]) -> Task:
+        task = Task(process, run)
+        process.tasks.append(task)
+        self.call_in(0.0, self._resume, task, 0)
+        return task
+
+    def run(self, most: int = 10**9) -> bool:
+        """Until nothing is left to happen; whether that came within so many events."""
+        heap = self._heap
+        for _ in range(most):
+            if not heap:
+                return True
+            self.now, _, call, args = heapq.heappop(heap)
+            call(*args)
+        return False
+
+    def end(self) -> None:
+        """Forget what is still to happen."""
+        self._heap.clear()
+
+    def _resume(self, task: Task, token: int) -> None:
+        if task.done or token != task.token or not task.process.alive:
+            return
+        if task.process.stopped_until > self.now:
+            self.call_at(task.process.stopped_until, self._resume, task, token)
+            return
+        self.current = task
+        task.greenlet.switch()
+        self.current = None
+
+    def _block(self) -> None:
+        """From inside a task: until somebody resumes it with the token that it has now."""
+        assert self.current is not None
+        process = self.current.process
+        process.awaits += 1
+        if process.die_after is not None:
+            process.die_after -= 1
+            if process.die_after <= 0:
+                process.die_after = None
+                self.call_in(0.0, process.kill)
+        self.hub.switch()
+        self.check()
+
+    def check(self) -> Process:
+        """The process whose task runs. Raises Killed in one that is dead: what it does has no effect."""
+        assert self.current is not None
+        process = self.current.process
+        if not process.alive:
+            raise Killed
+        return process
+
+    def sleep(self, seconds: float) -> None:
+        self.check()
+        task = self.current
+        assert task is not None
+        task.token += 1
+        self.call_in(seconds, self._resume, task, task.token)
+        self._block()
+
+    def pause(self, low: float, high: float) -> None:
+        """Sleep for a random time."""
+        self.sleep(low + (high - low) * self.random.random())
+
+    def wait(self, signal: Signal, holds: Callable[[], bool], timeout: float) -> bool:
+        """Until `holds`, asked whenever `signal` fires; whether it did within `timeout` seconds."""
+        self.check()
+        task = self.current
+        assert task is not None
+        deadline = self.now + timeout
+        while not holds():
+            if self.now >= deadline:
+                return False
+            task.token += 1
+            self.call_at(deadline, self._resume, task, task.token)
+            signal.waiters.append((task, task.token))
+            self._block()
+        return True

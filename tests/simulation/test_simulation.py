@@ -1,0 +1,152 @@
+"""Many simulated runs of the real protocol and driver, in none of which the promise is broken; and that the simulation
+sees what it is there to see."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from simulation.faults import KINDS
+from simulation.judge import Contribution, Judge, State
+from simulation.scheduler import Process, Scheduler, Signal
+from simulation.world import Outcome, Settings, simulate
+
+ROOT = Path(__file__).parents[2]
+
+
+def runs(seeds: range, settings: Settings) -> list[Outcome]:
+    with ProcessPoolExecutor(2) as pool:
+        return list(pool.map(partial(simulate, settings=settings), seeds, chunksize=16))
+
+
+def assert_promise_kept(outcomes: list[Outcome]) -> None:
+    broken = {o.seed: [f"{v.at} s {v.kind}: {v.text}" for v in o.violations[:3]] for o in outcomes if o.violations}
+    assert not broken, f"{len(broken)} of {len(outcomes)} seeds: {dict(list(broken.items())[:5])}"
+
+
+def test_mixed_faults_break_no_promise() -> None:
+    outcomes = runs(range(2000), Settings())
+    fell = sum((outcome.fell for outcome in outcomes), Counter())
+    assert_promise_kept(outcomes)
+    assert all(fell[kind] >= 20 for kind in KINDS), fell
+    assert fell.total() > 10_000
+    assert sum(outcome.commits for outcome in outcomes) > 20_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_a_million_faults_break_no_promise(part: int) -> None:
+    seeds = range(1_000_000 + part * 4_000, 1_000_000 + (part + 1) * 4_000)
+    assert_promise_kept(runs(seeds, Settings(groups=(2, 5), ranks=(1, 4), faults=16)))
+
+
+def test_a_run_without_faults_does_every_step_once_in_one_history() -> None:
+    for seed in range(8):
+        outcome = simulate(seed, Settings(faults=0))
+        assert not outcome.violations
+        last = min(outcome.plan.steps, outcome.plan.data_ends[0] - 1)
+        assert outcome.commits == last
+
+
+def digest(seed: int, hash_seed: str) -> str:
+    """Of a whole run, in a process of its own."""
+    code = f"from simulation.world import simulate; print(simulate({seed}, trace=True).digest())"
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = f"{ROOT / 'plugin'}:{ROOT / 'tests'}"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_a_seed_replays_to_the_byte() -> None:
+    found = {seed: {digest(seed, hash_seed) for hash_seed in ("0", "12345")} for seed in (3, 17)}
+    assert all(len(digests) == 1 for digests in found.values()), found
+    assert found[3] != found[17]
+
+
+def test_the_command_tells_a_run_as_a_timeline() -> None:
+    command = [sys.executable, "-m", "simulation", "--trace", "3"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'plugin'}:{ROOT / 'tests'}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    times = [float(line.split()[0]) for line in done.stdout.splitlines()]
+    assert times == sorted(times)
+    assert "FAULT" in done.stdout
+    assert "applied" in done.stdout
+
+
+def test_a_killed_process_does_nothing_more() -> None:
+    scheduler, done = Scheduler("test"), []
+    process = Process(scheduler, "a")
+
+    def work() -> None:
+        try:
+            scheduler.sleep(5.0)
+            done.append("woke")
+        finally:
+            scheduler.check()
+            done.append("cleaned up")
+
+    scheduler.spawn(process, work)
+    scheduler.call_at(1.0, process.kill)
+    scheduler.run()
+    assert done == []
+    assert scheduler.now == 5.0
+
+
+def test_a_stopped_process_goes_on_later_and_a_wait_ends_in_time() -> None:
+    scheduler, seen = Scheduler("test"), []
+    process, never = Process(scheduler, "a"), Signal()
+
+    def work() -> None:
+        scheduler.sleep(1.0)
+        seen.append(scheduler.now)
+        seen.append(scheduler.wait(never, lambda: False, 2.0))
+        seen.append(scheduler.now)
+
+    scheduler.spawn(process, work)
+    scheduler.call_at(0.5, process.stop, 10.0)
+    scheduler.run()
+    assert seen == [10.5, False, 12.5]
+
+
+class _Commit:
+    step, history, parent, groups, owners, once = 1, 11, 0, (0, 1), (0, 1), True
+
+
+def part(group: int, slot: int, history: int = 0) -> Contribution:
+    return Contribution(group, (((1, slot), 1),), State(0, history, 0))
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind"),
+    [
+        ([part(0, 0), part(1, 1)], None),
+        ([part(0, 0), part(1, 0)], "slots not once"),
+        ([part(0, 0)], "slots not once"),
+        ([part(0, 0), part(1, 1, history=7)], "two histories summed"),
+        ([part(1, 0), part(0, 1)], "wrong owner"),
+    ],
+)
+def test_the_judge_sees_a_wrong_sum(parts: list[Contribution], kind: str | None) -> None:
+    judge = Judge(2, lambda: 0.0)
+    judge.applied("0/0", 0, State(0, 0, 0), _Commit(), parts)
+    assert {violation.kind for violation in judge.violations} == ({kind} if kind else set())
+
+
+def test_the_judge_sees_states_that_part_and_lineages_that_break() -> None:
+    judge = Judge(2, lambda: 0.0)
+    judge.applied("0/0", 0, State(0, 0, 0), _Commit(), [part(0, 0), part(1, 1)])
+    judge.at("1/0", 0, State(1, 11, 99))
+    judge.applied("1/0", 0, State(0, 5, 0), _Commit(), [part(0, 0), part(1, 1)])
+    assert judge.lineage(State(1, 11, 0)) == [1]
+    assert [violation.kind for violation in judge.violations][:2] == [
+        "one history, two states",
+        "applied to another state",
+    ]
+    judge.lineage(State(2, 11, 0))
+    assert judge.violations[-1].kind == "broken lineage"

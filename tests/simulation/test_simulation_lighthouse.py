@@ -1,0 +1,226 @@
+"""The port of torchft's lighthouse against the real one: a schedule of requests, heartbeats, clients that give up and
+restarts gives the same quorums, with the same members saying the same, in the same order."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torchft.coordination import LighthouseClient, LighthouseServer
+
+from simulation.lighthouse import Announced, Lighthouse, Listener, Options
+
+UNIT_S = 0.4
+"""One tick of a schedule. Join timeouts, heartbeat timeouts and clients' patience end at different places between two
+ticks, a fifth of it apart."""
+JOIN_UNITS, HEARTBEAT_UNITS = 2.3, 2.5
+LONG_UNITS = 40
+
+
+@dataclass(frozen=True)
+class Act:
+    """What a member does at a tick: ask (and give up after some ticks), or send a heartbeat."""
+
+    unit: int
+    member: str
+    kind: str
+    patience: float = LONG_UNITS
+
+
+def draw(seed: int) -> tuple[list[Act], int]:
+    """A schedule and min_replicas. A member asks only while it does not wait for an answer to an earlier request that
+    may still come: the rules allow two at once, but the real clients then race."""
+    chance = random.Random(seed)
+    members = [f"m{number}" for number in range(chance.randint(2, 5))]
+    acts, free_at = [], dict.fromkeys(members, 0.0)
+    # Every other schedule is sparse: there, heartbeats run out while a member waits.
+    asks, beats = (0.45, 0.75) if seed % 2 else (0.25, 0.3)
+    for unit in range(1, 15):
+        # The order within a tick matters, so both sides take them one after the other.
+        for member in chance.sample(members, len(members)):
+            draw = chance.random()
+            if draw < asks and free_at[member] <= unit:
+                patience = chance.choice([0.7, 1.7, 4.7, 7.7])
+                acts.append(Act(unit, member, "ask", patience))
+                free_at[member] = unit + patience + 1
+            elif draw < beats:
+                acts.append(Act(unit, member, "beat"))
+        if chance.random() < 0.04:
+            acts.append(Act(unit, "", "restart"))
+    return acts, chance.choice([1, 1, 2])
+
+
+Heard = tuple[int, int, tuple[tuple[str, int], ...]]
+"""Number of the request, id of the quorum, and each member with the number of its request."""
+
+
+def ported(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
+    """What each request hears, by its number, from the port."""
+    options = Options(min_replicas, JOIN_UNITS * UNIT_S, HEARTBEAT_UNITS * UNIT_S, quorum_tick_s=0.02)
+    rules = Lighthouse(options)
+    heard: dict[int, Heard | None] = {}
+    waiting: dict[int, tuple[float, Listener, Lighthouse]] = {}
+    steps: list[tuple[float, int, Act | None]] = [(act.unit * UNIT_S, number, act) for number, act in enumerate(acts)]
+    tick, last = 0.0, max(act.unit for act in acts) * UNIT_S + 9 * UNIT_S
+    while tick < last:
+        steps.append((tick + 0.011, -1, None))
+        tick += options.quorum_tick_s
+    for now, number, act in sorted(steps, key=lambda step: (step[0], step[1])):
+        for waits, (until, listener, where) in list(waiting.items()):
+            if until <= now:
+                where.cancel(listener)
+                del waiting[waits]
+        if act is None:
+            rules.tick(now)
+        elif act.kind == "beat":
+            rules.heartbeat(now, act.member)
+        elif act.kind == "restart":
+            rules, waiting = Lighthouse(options), {}
+        else:
+            heard[number] = None
+
+            def answer(quorum: Announced, number: int = number) -> None:
+                heard[number] = (number, quorum.id, quorum.members)
+                waiting.pop(number, None)
+
+            listener = rules.ask(now, act.member, number, answer)
+            if heard[number] is None:
+                waiting[number] = (now + act.patience * UNIT_S, listener, rules)
+    return heard
+
+
+@contextmanager
+def real_lighthouse(min_replicas: int) -> Iterator[str]:
+    server = LighthouseServer(
+        bind="127.0.0.1:0",
+        min_replicas=min_replicas,
+        join_timeout_ms=round(JOIN_UNITS * UNIT_S * 1000),
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=round(HEARTBEAT_UNITS * UNIT_S * 1000),
+    )
+    try:
+        yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+    finally:
+        server.shutdown()
+
+
+class Late(Exception):
+    """This machine was too busy for the schedule's times to mean anything."""
+
+
+def observed(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
+    """The same from torchft's."""
+    heard: dict[int, Heard | None] = {}
+    lock = threading.Lock()
+    slack_s = 0.1 * UNIT_S
+
+    def ask(client: Any, number: int, act: Act) -> None:
+        data = {"request": number}
+        try:
+            quorum = client.quorum(act.member, timedelta(seconds=act.patience * UNIT_S), "", "", 0, 1, False, data)
+        except (TimeoutError, RuntimeError):
+            return
+        members = tuple((member.replica_id, member.data["request"]) for member in quorum.participants)
+        with lock:
+            heard[number] = (number, int(quorum.quorum_id), members)
+
+    with ThreadPoolExecutor(len(acts)) as pool:
+        index = 0
+        begun = time.monotonic()
+        while index < len(acts):
+            with real_lighthouse(min_replicas) as address:
+                clients: dict[str, Any] = {}
+                while index < len(acts):
+                    act, number = acts[index], index
+                    index += 1
+                    # A little apart within a tick, so that they arrive in this order.
+                    due = begun + act.unit * UNIT_S + 0.006 * sum(a.unit == act.unit for a in acts[:number])
+                    time.sleep(max(0.0, due - time.monotonic()))
+                    if time.monotonic() - due > slack_s:
+                        raise Late
+                    if act.kind == "restart":
+                        break
+                    if act.kind == "beat":
+                        client = LighthouseClient(address, timedelta(seconds=5))
+                        client.heartbeat(act.member)
+                        continue
+                    heard[number] = None
+                    clients[act.member] = LighthouseClient(address, timedelta(seconds=5))
+                    pool.submit(ask, clients[act.member], number, act)
+                else:
+                    time.sleep(8 * UNIT_S)
+    return heard
+
+
+def compare(seed: int) -> int:
+    """How many requests were answered."""
+    acts, min_replicas = draw(seed)
+    expected = ported(acts, min_replicas)
+    for _ in range(4):
+        try:
+            found = observed(acts, min_replicas)
+        except Late:
+            continue
+        if found == expected:
+            return sum(answer is not None for answer in expected.values())
+    assert found == expected, f"schedule {seed}: {acts}"
+    return 0
+
+
+def test_the_port_and_torchft_answer_alike() -> None:
+    with ThreadPoolExecutor(6) as pool:
+        answered = sum(pool.map(compare, range(12)))
+    assert answered > 60
+
+
+@pytest.mark.slow
+def test_the_port_and_torchft_answer_alike_in_many_schedules() -> None:
+    with ThreadPoolExecutor(6) as pool:
+        answered = sum(pool.map(compare, range(100, 400)))
+    assert answered > 2000
+
+
+def heard_of(rules: Lighthouse, *asks: tuple[float, str]) -> list[tuple[str, ...]]:
+    """The quorums that these requests are answered with, in order."""
+    found: list[tuple[str, ...]] = []
+    for now, member in asks:
+        rules.ask(now, member, None, lambda quorum: found.append(tuple(name for name, _ in quorum.members)))
+    return found
+
+
+def test_a_request_whose_client_gave_up_is_taken_into_a_quorum() -> None:
+    rules = Lighthouse(Options(1, 10.0, 2.0))
+    rules.heartbeat(0.0, "b")
+    rules.cancel(rules.ask(0.0, "a", "old", lambda quorum: pytest.fail("its client does not wait any more")))
+    found: list[Announced] = []
+    rules.ask(0.5, "b", "new", found.append)
+    assert found[0].members == (("a", "old"), ("b", "new"))
+
+
+def test_half_of_those_that_live_are_not_enough() -> None:
+    rules = Lighthouse(Options(1, 0.1, 2.0))
+    rules.heartbeat(0.0, "b")
+    assert heard_of(rules, (0.0, "a")) == []
+    rules.tick(1.0)
+    assert rules.quorum_id == 0
+    rules.tick(2.1)  # b's heartbeats have ended, and a's with them
+    assert rules.quorum_id == 0
+    rules.heartbeat(2.1, "a")
+    rules.tick(2.1)
+    assert rules.previous == ("a",)
+
+
+def test_it_says_when_it_has_to_be_looked_at_again() -> None:
+    rules = Lighthouse(Options(1, 10.0, 2.0))
+    assert rules.next_change(0.0, set()) is None
+    for member in ("b", "c"):
+        rules.heartbeat(0.0, member)
+    heard_of(rules, (0.0, "a"), (1.0, "b"))
+    assert rules.next_change(1.5, {"a", "b"}) == 2.0  # c's heartbeats end
+    assert rules.next_change(1.5, {"a", "b", "c"}) == 10.0  # a has waited long enough

@@ -1,0 +1,220 @@
+"""The trainer of one rank: Work and Reducer over a state that is a number and gradients that are counted slots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from everstep.step.interfaces import Commit, OutOfData, SlotRefused, SlotSums
+from simulation.judge import START, Contribution, State, fold
+from simulation.network import ColumnSums
+
+if TYPE_CHECKING:
+    from simulation.groups import Rank
+    from simulation.world import World
+
+GARBAGE = -1
+"""A slot that stands for a gradient that is wrong."""
+NOTES_EVERY = 4
+
+
+def tokens_of(step: int, slot: int) -> float:
+    return 10.0 + slot + step % 3
+
+
+class SimReducer:
+    """Reducer: a sum is the list of what went into it."""
+
+    def __init__(self, work: SimWork) -> None:
+        self._work = work
+        self._sums: ColumnSums | None = None
+        self._timeout = 0.0
+        self._kept: Counter[tuple[int, int]] = Counter()
+        self.total: list[Contribution] = []
+
+    def begin(self, sums: Any, timeout: timedelta) -> None:
+        self._sums, self._timeout = sums, timeout.total_seconds()
+        self.total = []
+
+    def begin_slot(self, *, last: bool) -> None: ...
+
+    def end_slot(self) -> None: ...
+
+    def keep(self) -> None:
+        self._kept = Counter(self._work.gradient)
+
+    def take_back(self) -> None:
+        self._work.gradient = Counter(self._kept)
+
+    def finish(self) -> None:
+        assert self._sums is not None
+        work = self._work
+        mine = Contribution(work.rank.life.group.id, tuple(sorted(work.gradient.items())), work.state)
+        self.total = self._sums.gradients(mine, self._timeout)
+
+    def finite(self) -> bool:
+        return not any(slot == GARBAGE for part in self.total for (_, slot), _ in part.slots)
+
+    def own_finite(self) -> bool:
+        return not any(slot == GARBAGE for _, slot in self._work.gradient)
+
+    def stash(self) -> list[Contribution]:
+        return list(self.total)
+
+    def unstash(self, stashed: list[Contribution]) -> None:
+        self.total = stashed
+
+
+class SimWork:
+    """Work of one rank."""
+
+    def __init__(self, world: World, rank: Rank) -> None:
+        self._world, self.rank = world, rank
+        self.state = START
+        self.has_state = False
+        self.gradient: Counter[tuple[int, int]] = Counter()
+        self.done: set[int] = set()
+        self.reducer = SimReducer(self)
+        self._computed = 0
+
+    @property
+    def may_refuse(self) -> bool:
+        return self._world.plan.may_refuse
+
+    def _together(self, *what: Any) -> list[Any]:
+        return self.rank.life.work.meet(self.rank.number, what, None)
+
+    def _same(self, *what: Any) -> None:
+        """A call that every rank of the group makes in the same order."""
+        self.rank.life.work.note(self.rank.number, what)
+
+    def compute(self, step: int, slot: int) -> None:
+        world, life = self._world, self.rank.life
+        self._same("compute", step, slot)
+        plan = world.plan
+        if (step, slot) >= plan.data_ends:
+            raise OutOfData
+        if (step, slot) in self.gradient:
+            world.judge.violate("slot added twice", f"{self.rank.name} computes {step, slot} that it holds")
+        if self.rank.number == 0:
+            self._recomputed(step, slot)
+        world.scheduler.pause(0.9 * plan.slot_s, 1.1 * plan.slot_s * world.slowness(life.group.id))
+        self._together("sharded", step, slot)
+        self.gradient[step, slot] += 1
+        self._computed += 1
+        if life.spoiled(("refused", self._computed), world.refusing):
+            self.gradient[step, GARBAGE] += 1
+            raise SlotRefused("a fault")
+        if life.spoiled(("not finite", self._computed), world.spoiling):
+            self.gradient[step, GARBAGE] += 1
+        self.done.add(slot)
+
+    def _recomputed(self, step: int, slot: int) -> None:
+        thrown = self.rank.life.thrown.get((self.state.history, step, slot))
+        if thrown:
+            text = f"{self.rank.name} computes slot {slot} of step {step} again, thrown away {thrown}"
+            self._world.judge.violate("thrown away", text)
+
+    def results(self) -> SlotSums:
+        slots = self._world.plan.slots
+        self._together("results")
+        tokens = torch.zeros(slots, dtype=torch.float64)
+        step = self.state.step + 1
+        for slot in sorted(self.done):
+            tokens[slot] = tokens_of(step, slot)
+        extra = torch.tensor([float(len(self.done))], dtype=torch.float64)
+        return SlotSums(tokens, tokens * 0.5, extra, frozenset(self.done))
+
+    def discard(self) -> None:
+        self._same("discard")
+        if self.rank.number == 0 and self.done:
+            self._world.thrown_away(self)
+        self.gradient.clear()
+        self.done.clear()
+
+    def notes(self, step: int) -> bytes | None:
+        self._world.scheduler.check()
+        return f"{step}".encode() if step % NOTES_EVERY == 0 else None
+
+    def noted(self, notes: list[bytes]) -> None:
+        self._world.scheduler.check()
+        if len(set(notes)) > 1:
+            self._world.judge.violate("notes of other steps", f"{self.rank.name} got {notes}")
+
+    def settle(self) -> int:
+        self._same("settle")
+        return max(self.rank.snapshots, default=-1)
+
+    def serve(self) -> Callable[[], State]:
+        self._world.scheduler.check()
+        return lambda: self.state
+
+    def heal(self, state: State) -> None:
+        self._same("heal", state.step, state.history)
+        self._take(state)
+
+    def _take(self, state: State) -> None:
+        world = self._world
+        if self.has_state and state.step < self.state.step and not self.rank.life.group.suspicious:
+            world.judge.violate("step went back", f"{self.rank.name} had {self.state} and takes {state}")
+        world.judge_heal(self.rank, state)
+        world.judge.at(self.rank.name, self.rank.number, state)
+        self.state, self.has_state = state, True
+
+    def flip(self) -> None:
+        """Change the parameters, and nothing that counts steps."""
+        self.state = replace(self.state, flipped=self.state.flipped + 1)
+
+    def apply(self, commit: Commit) -> None:
+        world, life = self._world, self.rank.life
+        self._together("apply", commit.step)
+        counted = [slot for slot in range(world.plan.slots) if commit.owners[slot] >= 0]
+        tokens = [tokens_of(commit.step, slot) if slot in counted else 0.0 for slot in range(world.plan.slots)]
+        if commit.tokens.tolist() != tokens or commit.extra.tolist() != [float(len(counted))]:
+            text = f"step {commit.step} at {self.rank.name}: {commit.tokens.tolist()}, {commit.extra.tolist()}"
+            world.judge.violate("wrong sums", text)
+        before = self.state
+        after = world.judge.applied(self.rank.name, self.rank.number, before, commit, self.reducer.total)
+        world.scheduler.pause(0.001, 0.01)  # clip, optimizer
+        self.state = after
+        world.scheduler.pause(0.0005, 0.005)  # schedules, counters
+        self.rank.snapshot(after)
+        world.applied(self.rank, commit)
+        if commit.saver == life.group.id and commit.step % world.plan.save_every == 0:
+            self._save()
+
+    def _save(self) -> None:
+        world = self._world
+        self._together("save", self.state.step)
+        world.scheduler.pause(0.05, world.plan.save_s)
+        self._together("saved", self.state.step)
+        world.save(self.rank, self.state)
+
+    def checksum(self) -> int | None:
+        every = self._world.plan.audit_every
+        if not every or self.state.step % every:
+            return None
+        mine = fold(self.state.way, self.state.flipped)
+        return fold(self.rank.life.work.meet(self.rank.number, ("checksum", self.state.step), mine))
+
+    def restore(self) -> tuple[int, int]:
+        world = self._world
+        self._together("restore")
+        world.judge_restore(self.rank)
+        world.scheduler.pause(0.05, 1.0)
+        state = world.restorable(self.rank)
+        self._together("restored", state.step, state.history)
+        self._take(state)
+        return state.step, state.history
+
+    def goes_on(self) -> bool:
+        self._world.scheduler.check()
+        return self.state.step < self._world.plan.steps
+
+    def save_last(self) -> None:
+        self._save()

@@ -1,0 +1,460 @@
+"""One simulated run: its plan from a seed, the world in which it happens, and what came of it."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+from everstep.step.driver import End
+from everstep.step.interfaces import Commit, Timeouts
+from simulation.faults import KINDS, Fault, break_it, place
+from simulation.groups import Group, Life, Rank
+from simulation.healing import Door
+from simulation.judge import START, Judge, State, Violation
+from simulation.lighthouse import Options
+from simulation.network import Beacon, LighthouseNode, Wire
+from simulation.scheduler import Process, Scheduler
+from simulation.trainer import SimWork
+
+NO_PROGRESS_S = 300.0
+"""Virtual seconds after the last commit and the last fault at which a run counts as stuck."""
+LOOK_S = 5.0
+STAYS, AUDITS = 3, 3
+MOST_EVENTS = 2_000_000
+"""A run of the largest size takes a tenth of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a campaign asks for."""
+
+    groups: tuple[int, int] = (2, 4)
+    ranks: tuple[int, int] = (1, 3)
+    faults: int = 8
+    kinds: tuple[str, ...] = KINDS
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is like, drawn from its seed."""
+
+    groups: int
+    ranks: int
+    slots: int
+    steps: int
+    slot_s: float
+    on_loss: Literal["redistribute", "shrink"]
+    data_ends: tuple[int, int]
+    may_refuse: bool
+    audit_every: int
+    save_every: int
+    save_s: float
+    heal_s: tuple[float, float]
+    heal_fails: float
+    tail_s: tuple[float, ...]
+    quorum_s: float
+    reduce_s: float
+    connect_s: float
+    stall_s: float
+    startup_s: tuple[float, float]
+    restart_s: tuple[float, float]
+    lighthouse: Options
+    faults: tuple[Fault, ...]
+
+    @property
+    def timeouts(self) -> Timeouts:
+        return Timeouts(
+            quorum=timedelta(seconds=self.quorum_s),
+            reduce=timedelta(seconds=self.reduce_s),
+            compute=timedelta(seconds=0.8 * self.stall_s),
+            give_up=timedelta(seconds=3600),
+        )
+
+
+def draw_plan(seed: int, settings: Settings) -> Plan:
+    chance = random.Random(f"plan {seed}")
+    groups, ranks = chance.randint(*settings.groups), chance.randint(*settings.ranks)
+    slots = chance.randint(max(2, groups - 1), 6)
+    placed = place(chance, settings.kinds, settings.faults, groups, ranks)
+    busy_s = max((fault.at for fault in placed), default=20.0)
+    slot_s = chance.choice([0.2, 0.5, 1.5]) * min(groups, slots) / slots
+    steps = chance.randint(8, 24)
+    return Plan(
+        groups=groups,
+        ranks=ranks,
+        slots=slots,
+        steps=steps,
+        # Most runs last about as long as their faults.
+        slot_s=max(slot_s, 0.8 * busy_s / steps * min(groups, slots) / slots),
+        on_loss=chance.choice(["redistribute"] * 5 + ["shrink"]),
+        data_ends=(chance.randint(5, steps), chance.randrange(slots)) if chance.random() < 0.15 else (10**9, 0),
+        may_refuse=chance.random() < 0.5,
+        audit_every=chance.choice([0, 1, 3]),
+        save_every=chance.choice([5, 11]),
+        save_s=chance.choice([0.3, 4.0, 25.0]),
+        heal_s=(0.05, chance.choice([0.2, 3.0, 40.0])),
+        heal_fails=chance.choice([0.0, 0.0, 0.3]),
+        tail_s=chance.choice([(0.002, 0.02), (0.002, 0.02, 0.3)]),
+        quorum_s=chance.choice([10.0, 60.0]),
+        reduce_s=chance.choice([3.0, 10.0]),
+        connect_s=2.0,
+        stall_s=120.0,
+        startup_s=(0.2, 1.5),
+        restart_s=(1.0, 5.0),
+        lighthouse=Options(min_replicas=1, join_timeout_s=chance.choice([2.0, 10.0]), heartbeat_timeout_s=2.0),
+        faults=placed,
+    )
+
+
+@dataclass
+class Outcome:
+    seed: int
+    plan: Plan
+    violations: list[Violation]
+    virtual_s: float
+    commits: int
+    applied: int
+    trace: list[tuple[float, str, str, int | None, str]]
+    fell: Counter[str] = field(default_factory=Counter)
+    """Faults that found something to break, by kind."""
+
+    def digest(self) -> str:
+        """Equal for equal runs."""
+        return hashlib.blake2b(repr((self.trace, self.violations, self.virtual_s)).encode(), digest_size=16).hexdigest()
+
+
+class World:
+    """Everything outside of the protocol."""
+
+    def __init__(self, seed: int, plan: Plan, *, trace: bool = False) -> None:
+        self.seed, self.plan = seed, plan
+        self.scheduler = Scheduler(f"world {seed}")
+        self.judge = Judge(plan.slots, lambda: self.scheduler.now)
+        self.trace: list[tuple[float, str, str, int | None, str]] = []
+        self._tracing = trace
+        self.published = ""
+        self.lighthouses: dict[str, LighthouseNode] = {}
+        self.beacons: list[Beacon] = []
+        self.wires: dict[str, Wire] = {}
+        self.doors: dict[str, Door] = {}
+        self.groups: dict[int, Group] = {}
+        self.disk: dict[int, list[State]] = {}
+        """Step → a state for each rank column, once all of them are written."""
+        self._writing: dict[tuple[str, int], dict[int, State]] = {}
+        self.finished = -1
+        self.finished_at = 0.0
+        self.finished_lineage: set[int] = set()
+        self.refusing: dict[int, int] = {}
+        self.spoiling: dict[int, int] = {}
+        self.slow: dict[int, float] = {}
+        self.fell: Counter[str] = Counter()
+        self.last_event = 0.0
+        self.applied_count = 0
+        self.sessions = self._starting = 0
+        self.stuck = False
+        self.move_lighthouse()
+        for number in range(plan.groups):
+            self.add_group(number)
+        for fault in plan.faults:
+            self.scheduler.call_at(fault.at, break_it, self, fault)
+        self.scheduler.call_in(LOOK_S, self._look)
+
+    # What the parts of the world ask for
+
+    def note(self, who: str, kind: str, step: int | None, fields: dict[str, Any]) -> None:
+        if kind == "audit":
+            self.audited(who, fields["differing"])
+        if self._tracing:
+            text = " ".join(f"{name}={value}" for name, value in fields.items())
+            self.trace.append((round(self.scheduler.now, 4), who, kind, step, text))
+
+    def audited(self, who: str, differing: list[int]) -> None:
+        """An audit's finding, as one of the groups tells it."""
+        for number in differing:
+            life = self.groups[number].life
+            if life is not None and who.startswith(f"{life.name}/"):
+                life.named = True
+
+    def heal_s(self) -> float:
+        low, high = self.plan.heal_s
+        return self.scheduler.random.uniform(low, high)
+
+    def heal_fails(self) -> bool:
+        return self.scheduler.random.random() < self.plan.heal_fails
+
+    def tail_s(self) -> float:
+        return self.scheduler.random.choice(self.plan.tail_s)
+
+    def slowness(self, group: int) -> float:
+        return self.slow.get(group, 1.0)
+
+    def store_answers(self, address: str) -> bool:
+        """Whether the store of a life, which its rank 0 keeps, can be reached."""
+        for group in self.groups.values():
+            for life in reversed(group.lives):
+                if life.store == address:
+                    return life.ranks[0].process.alive and not life.ranks[0].process.stopped
+        return False
+
+    def lives(self) -> list[Life]:
+        """The newest life of every group, where it goes on."""
+        return [group.life for group in self.groups.values() if group.life is not None and group.life.alive]
+
+    def with_state(self) -> list[Life]:
+        return [life for life in self.lives() if all(rank.work.has_state for rank in life.ranks)]
+
+    def disturbed(self, until: float | None = None) -> None:
+        """Something broke, or will not be whole until a time."""
+        self.last_event = max(self.last_event, self.scheduler.now if until is None else until)
+
+    def applied(self, rank: Rank, commit: Commit) -> None:
+        if rank.number == 0:
+            begun = self.scheduler.now - commit.took_s
+            again = commit.step <= self.finished and commit.history not in self.finished_lineage
+            if again and begun > self.finished_at + 0.5:  # an attempt that is under way may come to its end
+                text = f"{rank.name} commits step {commit.step} again, the run ended after {self.finished}"
+                self.judge.violate("after the end", text)
+            self._judge_leaving(rank)
+            self._judge_audit(rank, commit)
+            self.applied_count += 1
+            self.last_event = max(self.last_event, self.scheduler.now)
+            if self._tracing:
+                self.note(
+                    rank.name, "applied", commit.step, {"history": f"{commit.history:x}", "groups": commit.groups}
+                )
+
+    def _judge_leaving(self, rank: Rank) -> None:
+        """A group that is asked to leave does so after the step in progress."""
+        if self.scheduler.now >= max(other.leave_at for other in rank.life.ranks):
+            rank.life.stayed += 1
+            if rank.life.stayed > STAYS:
+                self.judge.violate("does not leave", f"{rank.life.name} was asked to {STAYS} commits ago")
+
+    def _judge_audit(self, rank: Rank, commit: Commit) -> None:
+        """Where most groups are sound, the next audits send one that is not away."""
+        every, life = self.plan.audit_every, rank.life
+        if not every or commit.step % every:
+            return
+        members = [other for other in self.with_state() if other.group.id in commit.groups]
+        ill = [other for other in members if other.flipped()]
+        if ill == [life] and len(members) >= 3:
+            life.audits_passed += 1
+            if life.audits_passed > AUDITS:
+                self.judge.violate("audit without effect", f"{life.name} differs since {AUDITS} audits")
+        else:
+            life.audits_passed = 0
+
+    def judge_restore(self, rank: Rank) -> None:
+        """Nobody goes back to snapshots or the disk while a group that can be heard has a state."""
+        now = self.scheduler.now
+        for other in self.with_state():
+            age_s = now - other.group.beat[0]
+            mine = other.group is rank.life.group
+            if not mine and other.group.beat[2] > 0 and not other.endings and age_s < self.plan.stall_s - 2 * LOOK_S:
+                self.judge.violate(
+                    "went back", f"{rank.name} restores while {other.name} has {other.ranks[0].work.state}"
+                )
+
+    def judge_heal(self, rank: Rank, state: State) -> None:
+        """Where most groups are sound, an audit does not send a sound one to take over what the ill one has."""
+        able = self.with_state()
+        ill = [life for life in able if life.flipped()]
+        if rank.life.named and state.flipped and rank.life not in ill and len(able) >= 3 and len(ill) == 1:
+            self.judge.violate("the ill one is believed", f"{rank.name} takes over what {ill[0].name} has")
+        rank.life.named = False
+
+    def thrown_away(self, work: SimWork) -> None:
+        """A group's gradients are forgotten. Remember slots for which nothing says so."""
+        life, state = work.rank.life, work.state
+        held = {(step, slot) for step, slot in work.gradient if slot >= 0 and step == state.step + 1}
+        if not held or life.group.suspicious or any(slot < 0 for _, slot in work.gradient):
+            return
+        for other in self.groups.values():
+            for rival in other.lives:
+                theirs = rival.ranks[0].work
+                if rival is life:
+                    continue
+                if theirs.state.step > state.step or held & set(theirs.gradient):
+                    return
+                if theirs.has_state and theirs.state.step == state.step and theirs.state.history != state.history:
+                    return
+        if any(link.step > state.step for link in self.judge.chain.values()):
+            return
+        for step, slot in held:
+            life.thrown[state.history, step, slot] = f"at {self.scheduler.now:.3f}"
+
+    def save(self, rank: Rank, state: State) -> None:
+        """A rank has written its part of a checkpoint."""
+        parts = self._writing.setdefault((rank.life.name, state.step), {})
+        parts[rank.number] = state
+        if len(parts) == self.plan.ranks:
+            self.disk[state.step] = [parts[number] for number in range(self.plan.ranks)]
+
+    def restorable(self, rank: Rank) -> State:
+        """The newest state that the group's own snapshots, another group's or the disk have whole; the start if none
+        has. The same on all ranks of a group."""
+        life = rank.life
+        if life.chosen is None:
+            choices = [[START] * life.size, *self.disk.values()]
+            own = life.group
+            for group in [own, *(group for group in self.groups.values() if group is not own)]:
+                for step in group.keeper[0]:
+                    states = [held.get(step) for held in group.keeper]
+                    whole = [state for state in states if state is not None]
+                    if len(whole) == len(states) and len({state.history for state in whole}) == 1:
+                        choices.append(whole)
+            life.chosen = max(choices, key=lambda states: states[0].step)
+        return life.chosen[rank.number]
+
+    # What faults do
+
+    def add_group(self, number: int) -> None:
+        group = self.groups.get(number)
+        if group is None:
+            group = self.groups[number] = Group(self, number)
+        group.wanted = True
+        self._starting += 1
+
+        def start() -> None:
+            self._starting -= 1
+            group.start()
+
+        self.scheduler.call_in(self.scheduler.random.uniform(0.0, 0.5), start)
+
+    def move_lighthouse(self) -> LighthouseNode:
+        """A new lighthouse at a new address, which is published."""
+        address = f"lighthouse:{len(self.lighthouses)}"
+        node = self.lighthouses[address] = LighthouseNode(self, address, self.plan.lighthouse)
+        self.published = address
+        return node
+
+    def stop(self, process: Process, seconds: float) -> None:
+        for node in self.lighthouses.values():
+            node.settle()
+        process.stop(seconds)
+        for node in self.lighthouses.values():
+            self.scheduler.call_at(process.stopped_until + 0.1, node.look)
+        self.disturbed(process.stopped_until)
+
+    def kill(self, life: Life) -> None:
+        """All its processes at once."""
+        for node in self.lighthouses.values():
+            node.settle()
+        life.end()
+
+    # Watching
+
+    def _look(self) -> None:
+        """The agents' watchdogs, and whether the run goes on."""
+        now = self.scheduler.now
+        for group in self.groups.values():
+            for life in group.lives:
+                late = [rank for rank in life.ranks if rank.process.alive and now - rank.beaten > self.plan.stall_s]
+                if life.alive and late and not life.endings:
+                    self.note(life.name, "watchdog", None, {"late": [rank.name for rank in late]})
+                    recently = now - self.plan.stall_s - 60.0
+                    if not any(when > recently for rank in life.ranks for when in rank.process.stops):
+                        text = f"{life.name} ended by its watchdog though nothing was stopped; {late[0].name} last beat"
+                        self.judge.violate("stalled", f"{text} at {late[0].beaten:.1f}")
+                    life.end()
+                    self.disturbed()
+        if now - self.last_event > NO_PROGRESS_S and not self.over():
+            states = [(life.name, life.ranks[0].work.state.step) for life in self.lives()]
+            self.judge.violate("no progress", f"no commit since {self.last_event:.1f}; alive: {states}")
+            self.stuck = True
+        self.scheduler.call_in(LOOK_S, self._look)
+        self.life_ended()
+
+    def life_ended(self) -> None:
+        if self.over():
+            self.scheduler.end()
+
+    def over(self) -> bool:
+        """Whether the run has ended: nobody is left who goes on."""
+        if self.stuck:
+            return True
+        waiting = [group for group in self.groups.values() if group.wanted]
+        return (
+            self.sessions == 0
+            and self._starting == 0
+            and all(group.life is not None and group.life.ended and group.life.endings for group in waiting)
+            and all(life.ended for group in self.groups.values() for life in group.lives)
+        )
+
+    def run(self) -> Outcome:
+        if self.scheduler.run(MOST_EVENTS):
+            self._judge_the_end()
+        else:
+            self.judge.violate("no end", f"{MOST_EVENTS} events")
+        virtual_s = self.scheduler.now
+        for group in self.groups.values():
+            for life in group.lives:
+                for rank in life.ranks:
+                    rank.process.on_death.clear()
+                    rank.process.kill()
+        return Outcome(
+            self.seed,
+            self.plan,
+            self.judge.violations,
+            round(virtual_s, 3),
+            self.judge.commits,
+            self.applied_count,
+            self.trace,
+            self.fell,
+        )
+
+    def _judge_the_end(self) -> None:
+        if self.stuck:
+            return
+        complete = [
+            group for group in self.groups.values() if group.life is not None and End.COMPLETE in group.life.endings
+        ]
+        if not complete:
+            return
+        saved = self.disk.get(self.finished)
+        if saved is None:
+            self.judge.violate(
+                "no last state", f"step {self.finished} is said to be saved, on disk are {list(self.disk)}"
+            )
+            return
+        last = min(self.plan.steps, self.plan.data_ends[0] - 1)
+        if self.finished != last and any(group.wanted for group in complete):
+            self.judge.violate("ended too early", f"after step {self.finished}, the last one is {last}")
+        steps = self.judge.lineage(saved[0])
+        if sorted(steps) != list(range(1, self.finished + 1)):
+            self.judge.violate("broken lineage", f"{sorted(steps)} behind the last state, of step {self.finished}")
+
+    def finish(self, step: int) -> None:
+        """A group says that the state of a step is saved, and is the last."""
+        self.finished, self.finished_at = max(self.finished, step), self.scheduler.now
+        for state in self.disk.get(step, [])[:1]:
+            history = state.history
+            while history in self.judge.chain:
+                self.finished_lineage.add(history)
+                history = self.judge.chain[history].parent
+
+    def finishing(self) -> bool:
+        """Whether a group has come to the end of the run."""
+        return self.finished >= self.plan.steps or any(
+            End.COMPLETE in life.endings for group in self.groups.values() for life in group.lives
+        )
+
+    def forget_beats(self) -> None:
+        """A new start of the run removes what the last one left."""
+        for group in self.groups.values():
+            group.forget_beat()
+
+
+def simulate(seed: int, settings: Settings | None = None, *, trace: bool = False) -> Outcome:
+    """The run of a seed."""
+    plan = draw_plan(seed, settings or Settings())
+    return World(seed, plan, trace=trace).run()
+
+
+def kinds_of(violations: Sequence[Violation]) -> list[str]:
+    return sorted({violation.kind for violation in violations})

@@ -1,0 +1,36 @@
+import multiprocessing
+import os
+
+import pytest
+
+from harness import Run
+
+
+@pytest.fixture(scope="session")
+def context():
+    """Processes that start with everything imported."""
+    os.environ.update(OMP_NUM_THREADS="1", RUST_LOG="warn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["member"])
+    return context
+
+
+@pytest.fixture
+def run(tmp_path, context):
+    run = Run(tmp_path, context)
+    yield run
+    run.close()
+
+
+@pytest.fixture
+def begin(tmp_path, context):
+    """A run whose lighthouse has timeouts of its own."""
+    runs = []
+
+    def _begin(**lighthouse):
+        runs.append(Run(tmp_path, context, **lighthouse))
+        return runs[-1]
+
+    yield _begin
+    for run in runs:
+        run.close()

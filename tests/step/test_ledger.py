@@ -1,0 +1,174 @@
+"""Which slots are whose: laws that hold for any quorum."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.step import ledger
+from everstep.step.interfaces import SlotSums
+from everstep.step.ledger import Row
+
+
+def row(group, step=4, computes=True, checksum=None, held=frozenset(), proven=False, history=9):
+    return Row(group, 5, step, history, computes, checksum, proven, frozenset(held))
+
+
+@st.composite
+def quorums(draw):
+    """Rows of a quorum with S slots. Held slots may overlap, as after a false alarm about a live group."""
+    slots = draw(st.integers(1, 200))
+    groups = draw(st.lists(st.integers(0, 40), min_size=1, max_size=8, unique=True))
+    rows = []
+    for group in groups:
+        computes = draw(st.booleans()) or group == groups[0]
+        held = draw(st.frozensets(st.integers(0, slots - 1), max_size=slots)) if computes else frozenset()
+        rows.append(row(group, 7 if computes else 3, computes, held=held))
+    return slots, draw(st.permutations(rows))
+
+
+@given(quorums())
+def test_every_slot_is_held_or_computed_exactly_once(quorum):
+    slots, rows = quorum
+    plan = ledger.plan(rows, slots)
+    count = [0] * slots
+    for said in rows:
+        kept = said.held if said.group not in plan.drops else frozenset()
+        for slot in [*kept, *plan.shares.get(said.group, ())]:
+            count[slot] += 1
+    assert count == [1] * slots
+    assert not ledger.verdict(count)
+
+
+@given(quorums())
+def test_all_groups_make_the_same_plan_from_rows_in_any_order(quorum):
+    slots, rows = quorum
+    assert ledger.plan(rows, slots) == ledger.plan(rows[::-1], slots)
+
+
+@given(quorums())
+def test_work_is_spread_evenly_over_those_that_compute(quorum):
+    slots, rows = quorum
+    plan = ledger.plan(rows, slots)
+    assert set(plan.shares) == {said.group for said in rows if said.computes}
+    sizes = [len(share) for share in plan.shares.values()]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(quorums())
+def test_a_group_lets_go_of_its_slots_only_for_another_that_holds_one_of_them(quorum):
+    slots, rows = quorum
+    drops = ledger.plan(rows, slots).drops
+    for said in rows:
+        if said.group in drops:
+            kept = [other.held for other in rows if other.group not in drops]
+            assert any(said.held & held for held in kept)
+
+
+@given(quorums())
+def test_rows_survive_the_wire(quorum):
+    slots, rows = quorum
+    for said in rows:
+        values = said.encode(slots)
+        assert all(-(2**63) <= value < 2**63 for value in values)
+        assert len(values) == Row.words(slots)
+        assert Row.decode(values, slots) == said
+
+
+@given(st.integers(0, 2**63 - 1))
+def test_a_checksum_of_63_bits_survives_the_wire(checksum):
+    said = row(0, 12, True, checksum)
+    assert Row.decode(said.encode(5), 5) == said
+
+
+def test_after_a_death_only_the_dead_groups_slots_are_computed_again():
+    rows = [row(0, 4, True, held=frozenset({0, 3})), row(2, 4, True, held=frozenset({2, 5}))]
+    assert ledger.plan(rows, 6).shares == {0: (1,), 2: (4,)}
+
+
+def test_more_groups_than_slots_leaves_spares_idle():
+    rows = [row(group, 0, True) for group in range(4)]
+    assert ledger.plan(rows, 2).shares == {0: (0,), 1: (1,), 2: (), 3: ()}
+
+
+def test_a_joiner_gets_no_slots():
+    rows = [row(0, 9, True), row(1, -1, False)]
+    assert ledger.plan(rows, 3).shares == {0: (0, 1, 2)}
+
+
+def test_shrink_leaves_lost_slots_out_but_begins_with_all_of_them():
+    fresh = [row(0, 4, True), row(1, 4, True)]
+    assert ledger.plan(fresh, 4, "shrink").shares == {0: (0, 2), 1: (1, 3)}
+    after_a_death = [row(0, 4, True, held=frozenset({0, 2}))]
+    assert ledger.plan(after_a_death, 4, "shrink").shares == {0: ()}
+    assert not ledger.verdict([1, 0, 1, 0], "shrink")
+
+
+def test_a_sum_with_a_slot_twice_or_never_is_not_the_step():
+    assert ledger.verdict([1, 2, 1]) == "slots [1] are in the sum more than once"
+    assert ledger.verdict([1, 2, 1], "shrink") == "slots [1] are in the sum more than once"
+    assert ledger.verdict([0, 1, 0]) == "slots [0, 2] are missing from the sum"
+    assert ledger.verdict([0, 0], "shrink") == "slots [0, 1] are missing from the sum"
+
+
+def test_the_audit_names_the_group_that_differs_from_the_others():
+    rows = [row(0, 50, True, 11), row(1, 50, True, 12), row(2, 50, True, 11)]
+    assert ledger.differing_groups(rows) == {1}
+    assert ledger.plan(rows, 4).shares.keys() == {0, 2}
+
+
+def test_of_two_groups_that_differ_the_lower_id_is_believed():
+    assert ledger.differing_groups([row(3, 50, True, 1), row(1, 50, True, 2)]) == {3}
+
+
+def test_no_audit_no_blame():
+    assert ledger.differing_groups([row(0, 50, True), row(1, 50, True)]) == frozenset()
+    assert ledger.differing_groups([row(0, 50, True, 5), row(1, -1, False)]) == frozenset()
+
+
+def test_who_took_over_a_state_since_the_last_audit_has_no_vote():
+    """A corrupt group that healed two others must not outvote the one that is right."""
+    rows = [row(0, checksum=11, proven=True), row(1, checksum=12, proven=False), row(2, checksum=12, proven=False)]
+    assert ledger.differing_groups(rows) == {1, 2}
+
+
+def test_a_history_names_the_way_a_state_came_about():
+    start = ledger.extend(0, 0, "fresh")
+    assert ledger.extend(start, 1, "a") == ledger.extend(start, 1, "a")
+    others = {ledger.extend(start, 1, "b"), ledger.extend(start, 2, "a"), ledger.extend(1, 1, "a")}
+    assert ledger.extend(start, 1, "a") not in others
+    assert all(0 <= history < 2**62 for history in others)
+
+
+def test_a_tally_says_of_each_slot_who_computed_it_and_how_often():
+    tokens = torch.tensor([5.0, 0.0, 7.0], dtype=torch.float64)
+    empty = torch.zeros(3, dtype=torch.float64)
+    more = torch.tensor([1.5], dtype=torch.float64)
+    first = ledger.Tally.of(
+        4,
+        frozenset({0, 2}),
+        3,
+        SlotSums(tokens, tokens / 2, more, frozenset()),
+        leaving=True,
+        exhausted=False,
+        snapshot=9,
+    )
+    second = ledger.Tally.of(
+        0, frozenset({0}), 3, SlotSums(empty, empty, more, frozenset()), leaving=False, exhausted=True, snapshot=9
+    )
+    total = ledger.Tally.decode(first.encode() + second.encode(), 3)
+    assert total.coverage == (2, 0, 1)
+    assert [total.owner(slot) for slot in (1, 2)] == [-1, 4]
+    assert (total.leaving, total.exhausted, total.common_snapshot(2)) == (1, 1, 9)
+    assert total.sums.tokens.tolist() == [5.0, 0.0, 7.0]
+    assert total.sums.extra.tolist() == [3.0]
+    assert total.digest() != first.digest()
+
+
+def test_snapshots_of_different_steps_have_none_in_common():
+    empty = torch.zeros(1, dtype=torch.float64)
+    sums = SlotSums(empty, empty, torch.zeros(0, dtype=torch.float64), frozenset())
+    parts = [
+        ledger.Tally.of(group, frozenset(), 1, sums, leaving=False, exhausted=False, snapshot=step).encode()
+        for group, step in enumerate((4, 6))
+    ]
+    assert ledger.Tally.decode(parts[0] + parts[1], 1).common_snapshot(2) == -1

@@ -1,0 +1,172 @@
+"""Gradient sums over groups, in buckets, over a real Gloo process group."""
+
+import multiprocessing
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from everstep.quorum.process_group import RankColumn
+from everstep.step.interfaces import SumsBroken
+from everstep.step.reduction import GradientReducer
+
+WAIT = timedelta(seconds=10)
+SIZES = [3, 500, 7, 1000, 20]
+
+
+def run_rank(rank: int, size: int, port: int, scenario: str, results) -> None:
+    torch.set_num_threads(1)
+    sums = RankColumn("gloo", column=0, host="127.0.0.1", connect_timeout=WAIT, reduce_timeout=WAIT, token=b"t" * 32)
+    sums.connect(key=scenario, store=f"127.0.0.1:{port}", rank=rank, size=size)
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
+    reducer = GradientReducer(params, bucket_bytes=2048)
+    try:
+        results.put((rank, SCENARIOS[scenario](rank, sums, params, reducer)))
+    except SumsBroken as error:
+        results.put((rank, str(error)))
+
+
+def grads(params: list[torch.nn.Parameter]) -> list[float]:
+    return [float(p.grad.sum()) for p in params]
+
+
+def backward(params: list[torch.nn.Parameter], scale: float) -> None:
+    sum((p * scale).sum() for p in params).backward()
+
+
+def overlapped(rank, sums, params, reducer):
+    """Rank 1 computes two slots, rank 0 one, rank 2 none; only the last backward of each is overlapped."""
+    reducer.begin(sums, WAIT)
+    slots = {0: 1, 1: 2, 2: 0}[rank]
+    for slot in range(slots):
+        reducer.begin_slot(last=slot == slots - 1)
+        backward(params, 1.0)
+        reducer.end_slot()
+    reducer.finish()
+    reducer.assign(0.5)
+    return grads(params)
+
+
+def in_chunks(rank, sums, params, reducer):
+    """A slot adds to the last parameter three times: its sum must not start after the first."""
+    for _ in range(2):
+        for p in params:
+            p.grad = None
+        reducer.begin(sums, WAIT)
+        for slot in range(2):
+            reducer.begin_slot(last=slot == 1)
+            for _ in range(3):
+                params[-1].sum().backward()
+            backward(params[:-1], 1.0)
+            reducer.end_slot()
+        reducer.finish()
+        reducer.assign(1.0)
+    return grads(params)
+
+
+def more_often(rank, sums, params, reducer):
+    """A gradient that is added to again after its sum began fails the attempt, not the gradients."""
+    reducer.begin(sums, WAIT)
+    for slot in range(2):
+        reducer.begin_slot(last=slot == 1)
+        for _ in range(slot + 1):
+            backward(params, 1.0)
+        reducer.end_slot()
+    try:
+        reducer.finish()
+    except SumsBroken as error:
+        return [str(error), grads(params)]
+    return "nobody noticed"
+
+
+def kept(rank, sums, params, reducer):
+    """The sum is over copies: a second attempt sums the same gradients again."""
+    backward(params, rank + 1.0)
+    reducer.begin(sums, WAIT)
+    reducer.finish()
+    own = grads(params)
+    reducer.begin(sums, WAIT)
+    reducer.finish()
+    reducer.assign(1.0)
+    return [own, grads(params)]
+
+
+def without_gradient(rank, sums, params, reducer):
+    """A parameter that no slot of this group reached counts as zero."""
+    if rank == 0:
+        (params[1] * 2.0).sum().backward()
+    reducer.begin(sums, WAIT)
+    reducer.finish()
+    reducer.assign(1.0)
+    return grads(params)
+
+
+def broken(rank, sums, params, reducer):
+    """One rank gives up; the others' sums fail at once, and keep their gradients."""
+    backward(params, 1.0)
+    reducer.begin(sums, WAIT)
+    if rank == 0:
+        sums.abort()
+        return "gave up"
+    try:
+        reducer.finish()
+    except SumsBroken:
+        return grads(params)
+    return "nobody noticed"
+
+
+SCENARIOS = {f.__name__: f for f in (overlapped, in_chunks, more_often, kept, without_gradient, broken)}
+
+
+def run_all(scenario: str, size: int = 3) -> dict:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [
+        context.Process(target=run_rank, args=(rank, size, store.port, scenario, results), daemon=True)
+        for rank in range(size)
+    ]
+    for rank in ranks:
+        rank.start()
+    found = dict(results.get(timeout=60) for _ in ranks)
+    for rank in ranks:
+        rank.join(10)
+        rank.kill()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_sums_begun_in_the_last_backward_are_whole_for_any_number_of_slots():
+    assert run_all("overlapped") == {rank: [1.5 * n for n in SIZES] for rank in range(3)}
+
+
+def test_a_gradient_that_comes_in_chunks_is_summed_whole():
+    assert run_all("in_chunks") == {rank: [6.0 * n for n in SIZES[:-1]] + [18.0 * SIZES[-1]] for rank in range(3)}
+
+
+def test_a_gradient_that_grows_after_its_sum_began_is_noticed():
+    for error, own in run_all("more_often").values():
+        assert "more often" in error
+        assert own == [3.0 * n for n in SIZES]
+
+
+def test_a_groups_own_gradients_stay_for_a_salvage():
+    for rank, (own, total) in run_all("kept").items():
+        assert own == [(rank + 1.0) * n for n in SIZES]
+        assert total == [6.0 * n for n in SIZES]
+
+
+def test_a_parameter_without_gradient_counts_as_zero():
+    assert run_all("without_gradient")[2] == [0.0, 1000.0, 0.0, 0.0, 0.0]
+
+
+def test_one_that_gives_up_fails_the_others_sums_and_leaves_their_gradients():
+    found = run_all("broken")
+    assert found[0] == "gave up"
+    assert found[1] == found[2] == [float(n) for n in SIZES]

@@ -1,0 +1,210 @@
+"""Who connects without the token costs nothing and gets nowhere; who has it gets in, whatever the others do."""
+
+import contextlib
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import psutil
+import pytest
+
+from everstep import wire
+from everstep.wire import door, sealing
+
+TOKEN = bytes(range(32))
+SOON = timedelta(seconds=10)
+
+
+def echo(channel):
+    while True:
+        channel.send_frame(channel.receive_frame())
+
+
+@pytest.fixture
+def server():
+    server = wire.Server("127.0.0.1", TOKEN, echo, SOON)
+    yield server
+    server.close()
+
+
+def answers(address, **kwargs):
+    channel = wire.connect(address, TOKEN, SOON, **kwargs)
+    try:
+        return channel.ask({"a": 1}) == {"a": 1}
+    finally:
+        channel.close()
+
+
+def strangers(address, count):
+    return [socket.create_connection(wire.parse_address(address), 5) for _ in range(count)]
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_thousand_strangers_keep_no_member_out_and_few_descriptors(server):
+    before, threads = descriptors(), threading.active_count()
+    crowd = strangers(server.address, 1000)
+    assert answers(server.address)
+    ours = descriptors() - before - len(crowd)
+    assert ours <= door.STRANGERS + 5
+    assert threading.active_count() <= threads + 1
+    for one in crowd:
+        one.close()
+
+
+def test_a_server_without_free_descriptors_hears_again_when_there_are_some():
+    """In a process with room for 64 descriptors, of which the strangers take all."""
+    code = (
+        "import resource, signal\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+        "from datetime import timedelta\n"
+        "from everstep import wire\n"
+        "def echo(channel):\n"
+        "    channel.send_frame(channel.receive_frame())\n"
+        "server = wire.Server('127.0.0.1', bytes(range(32)), echo, timedelta(seconds=10))\n"
+        "print(server.address, flush=True)\n"
+        "signal.pause()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        address = process.stdout.readline().strip()
+        crowd = strangers(address, 200)
+        time.sleep(0.2)  # they are all in the kernel's queue by now; the assertion holds anyway
+        assert answers(address)
+        times = psutil.Process(process.pid).cpu_times
+        begin = sum(times()[:2])
+        time.sleep(1.0)
+        assert sum(times()[:2]) - begin < 0.5, "it spins while there is no room"
+        for one in crowd:
+            one.close()
+        assert answers(address)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_listener_that_has_no_room_and_nobody_to_close_rests_and_comes_back(server):
+    """All descriptors are taken by this process itself."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    waiting = socket.socket()
+    taken = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 40, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        waiting.connect(wire.parse_address(server.address))
+        time.sleep(3 * door._PAUSE_S)
+        for fd in taken:
+            os.close(fd)
+        assert answers(server.address)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        waiting.close()
+
+
+def test_the_handshake_has_one_deadline_however_busily_a_stranger_sends(monkeypatch):
+    monkeypatch.setattr(door, "HANDSHAKE_TIMEOUT", timedelta(seconds=0.5))
+    server = wire.Server("127.0.0.1", TOKEN, echo, SOON)
+    stranger = socket.create_connection(wire.parse_address(server.address))
+    stranger.settimeout(0.1)
+    begin = time.monotonic()
+    with contextlib.suppress(OSError):
+        while time.monotonic() - begin < 5:
+            stranger.send(b"x")
+            with contextlib.suppress(TimeoutError):
+                if stranger.recv(100) == b"":
+                    break
+    assert time.monotonic() - begin < 2
+    stranger.close()
+    server.close()
+
+
+def test_a_listener_that_drips_does_not_hold_a_member(monkeypatch):
+    monkeypatch.setattr(door, "HANDSHAKE_TIMEOUT", timedelta(seconds=0.5))
+    over = threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def drip():
+        with contextlib.suppress(OSError):
+            peer, _ = listener.accept()
+            while not over.wait(0.1):
+                peer.send(wire.MAGIC[:1])
+
+    thread = threading.Thread(target=drip, daemon=True)
+    thread.start()
+    begin = time.monotonic()
+    with pytest.raises(wire.WireError):
+        wire.connect(f"127.0.0.1:{listener.getsockname()[1]}", TOKEN, SOON)
+    assert time.monotonic() - begin < 3
+    over.set()
+    listener.close()
+
+
+def test_a_thread_that_cannot_start_costs_its_own_connection_only(server, monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "wire-peer":
+            monkeypatch.setattr(threading.Thread, "start", start)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(wire.WireError):
+        answers(server.address)
+    assert answers(server.address)
+
+
+def test_who_was_let_in_for_one_service_is_not_for_another():
+    server = wire.Server("127.0.0.1", TOKEN, echo, SOON, purpose="keeper")
+    with pytest.raises(wire.WireError, match="did not accept the run's token"):
+        answers(server.address, purpose="heal")
+    assert answers(server.address, purpose="keeper")
+    server.close()
+
+
+def test_without_openssl_records_are_sealed_with_blake2(server, monkeypatch):
+    monkeypatch.setattr(sealing, "_libcrypto", lambda: None)
+    assert answers(server.address)
+    with pytest.raises(wire.WireError, match="encrypt = true needs OpenSSL"):
+        answers(server.address, encrypt=True)
+
+
+def test_one_side_that_encrypts_and_one_that_does_not_is_a_sentence(server):
+    with pytest.raises(wire.WireError, match="encrypt must be the same everywhere"):
+        answers(server.address, encrypt=True)
+    secret = wire.Server("127.0.0.1", TOKEN, echo, SOON, encrypt=True)
+    with pytest.raises(wire.WireError, match="encrypt must be the same everywhere"):
+        answers(secret.address)
+    assert answers(secret.address, encrypt=True)
+    secret.close()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        ":1",
+        "h:",
+        "h:x",
+        "h:65536",
+        "h:99999999999",
+        "h:²",
+        "h:-1",
+        "a b:1",
+        "a\x1b[m:1",
+        "x" * 300 + ":1",
+        "[::1:1",
+    ],
+)
+def test_what_is_no_address_is_said(address):
+    with pytest.raises(wire.WireError, match="not an address"):
+        wire.parse_address(address)

@@ -1,0 +1,163 @@
+"""What arrives is what was sent, in its place, or there is a WireError; whatever a relay does to it."""
+
+import os
+import random
+import socket
+from datetime import timedelta
+
+import pytest
+
+from everstep import wire
+from everstep.wire import sealing
+from everstep.wire.channel import Channel
+from everstep.wire.sealing import Suite, sealer
+
+SOON = timedelta(seconds=0.5)
+SUITES = [Suite.BLAKE2, Suite.GMAC, Suite.GCM]
+MESSAGES = [{"op": "read", "offset": 0, "length": 10}, {"refuse": None}, {"text": "x" * 50}]
+PAYLOAD = bytes(range(200))
+
+
+class Line:
+    """One direction of a session: what is sent stays in `record`, what is fed is received."""
+
+    def __init__(self, suite, key=b"k" * 32, other_key=b"o" * 32):
+        self._near, self._far = socket.socketpair()
+        self._back, self._there = socket.socketpair()
+        self.sender = Channel(_named(self._near), "sender", SOON, outgoing=sealer(suite, key))
+        incoming = sealer(suite, key)
+        outgoing = sealer(suite, other_key)
+        self.receiver = Channel(_named(self._there), "receiver", SOON, outgoing=outgoing, incoming=incoming)
+
+    def recorded(self):
+        self._near.shutdown(socket.SHUT_WR)
+        data = bytearray()
+        while piece := self._far.recv(1 << 16):
+            data += piece
+        return bytes(data)
+
+    def feed(self, data):
+        self._back.sendall(data)
+        self._back.shutdown(socket.SHUT_WR)
+
+    def close(self):
+        self.sender.close()
+        self.receiver.close()
+        for sock in (self._near, self._far, self._back, self._there):
+            sock.close()
+
+
+class _Local(socket.socket):
+    def setsockopt(self, level, *rest):
+        if level != socket.IPPROTO_TCP:  # a socket pair has no TCP
+            super().setsockopt(level, *rest)
+
+
+def _named(sock):
+    return _Local(fileno=os.dup(sock.fileno()))
+
+
+def a_transfer(suite):
+    line = Line(suite)
+    for message in MESSAGES:
+        line.sender.send_frame(message)
+    line.sender.send_range(wire.Pieces([memoryview(PAYLOAD)]), 0, len(PAYLOAD))
+    data = line.recorded()
+    line.close()
+    return data
+
+
+def received(suite, data, key=b"k" * 32):
+    """What the other side takes from these bytes, up to what it refuses."""
+    line, taken = Line(suite, key), []
+    line.feed(data)
+    sink = bytearray(len(PAYLOAD))
+    try:
+        for _ in MESSAGES:
+            taken.append(line.receiver.receive_frame())
+        line.receiver.receive_range(wire.Pieces([memoryview(sink)]), 0, len(PAYLOAD))
+        taken.append(bytes(sink))
+    except wire.WireError:
+        taken.append(None)
+    finally:
+        line.close()
+    return taken
+
+
+def splits(data):
+    """The records, as a relay sees where each ends."""
+    out, at = [], 0
+    while at < len(data):
+        size = 13 + int.from_bytes(data[at + 9 : at + 13], "little") + sealing.TAG_BYTES
+        out.append(data[at : at + size])
+        at += size
+    return out
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_a_transfer_arrives(suite):
+    data = a_transfer(suite)
+    assert received(suite, data) == [*MESSAGES, PAYLOAD]
+    assert (PAYLOAD in data) == (b"offset" in data) == (suite != Suite.GCM)
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_records_out_of_place_are_refused(suite):
+    records = splits(a_transfer(suite))
+    assert len(records) == 5
+    whole = [*MESSAGES, PAYLOAD]
+    for other in (
+        [records[1], *records[1:]],  # another in its place
+        [records[0], *records],  # repeated
+        records[1:],  # left out
+        [records[0], records[2], records[1], *records[3:]],  # exchanged
+    ):
+        taken = received(suite, b"".join(other))
+        assert taken[-1] is None
+        assert taken[:-1] == whole[: len(taken) - 1]
+    assert received(suite, b"".join(records), key=b"o" * 32) == [None], "of the other direction, or another channel"
+
+
+def damaged(data, chance):
+    data = bytearray(data)
+    match chance.randrange(5):
+        case 0:
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        case 1:
+            del data[chance.randrange(len(data)) :]
+        case 2:
+            at = chance.randrange(len(data))
+            data[at:at] = chance.randbytes(chance.randrange(1, 20))
+        case 3:
+            at = chance.randrange(len(data))
+            data[at : at + chance.randrange(1, 20)] = b""
+        case 4:
+            at = chance.randrange(len(data) - 8)
+            data[at : at + 8] = chance.choice([bytes(8), b"\xff" * 8, chance.randbytes(8)])
+    return bytes(data)
+
+
+def fuzz(rounds, seed):
+    chance = random.Random(seed)
+    transfers = {suite: a_transfer(suite) for suite in SUITES}
+    whole = [*MESSAGES, PAYLOAD]
+    refused = 0
+    for _ in range(rounds):
+        suite = chance.choice(SUITES)
+        data = damaged(transfers[suite], chance)
+        if data == transfers[suite]:
+            continue
+        taken = received(suite, data)
+        good = taken[:-1] if taken[-1] is None else taken
+        assert good == whole[: len(good)], "something else was believed"
+        refused += taken[-1] is None
+    return refused
+
+
+def test_damaged_records_are_never_believed_and_never_crash():
+    assert fuzz(2000, 1) > 1900
+
+
+@pytest.mark.slow
+def test_many_damaged_records_are_never_believed_and_never_crash():
+    assert fuzz(50_000, 2) > 47_000
