@@ -9,12 +9,11 @@ import time
 
 import psutil
 import pytest
-from everstep.snapshot.arena import Arena, run_id
 
 from everstep.chaos import signals
 from everstep.chaos.find import find_target
 from everstep.chaos.guard import end_leftovers
-from everstep.chaos.storage import FILLER, own_arenas
+from everstep.chaos.storage import FILLER, own_segments
 from everstep.chaos.target import LocalTarget, _keeps
 from everstep.chaos.undo import Undo
 from everstep.chaos.view import Proc, View
@@ -25,6 +24,7 @@ from everstep.run.files import read_json, write_json
 from everstep.run.token import run_token
 from everstep.run.typed import UnfitError
 from everstep.snapshot.peers import Place
+from everstep.snapshot.segment import Segment, run_id
 
 
 @pytest.fixture
@@ -143,11 +143,11 @@ def test_a_directory_that_others_can_write_to_is_no_run(tmp_path):
 def test_only_this_runs_arenas_are_removed(tmp_path):
     """`kill-host` removed whatever folder a keeper's file named."""
     token = run_token(tmp_path)
-    mine = Arena(tmp_path, run_id(token), 0)
+    mine = Segment(tmp_path, run_id(token), 0)
     mine.create()
     other = tmp_path / "precious"
     other.mkdir()
-    link = Arena(tmp_path / "links", run_id(token), 2)
+    link = Segment(tmp_path / "links", run_id(token), 2)
     link.root.mkdir()
     link.path.symlink_to(other)
     places = [
@@ -157,7 +157,7 @@ def test_only_this_runs_arenas_are_removed(tmp_path):
         Place(0, "h", "h:1", 77, str(tmp_path / "x" / ".." / mine.path.name), 0.0),
         Place(2, "h", "h:1", 77, str(link.path), 0.0),
     ]
-    assert [arena.path for arena in own_arenas(tmp_path, places)] == [mine.path]
+    assert [segment.path for segment in own_segments(tmp_path, places)] == [mine.path]
 
 
 def test_a_keeper_of_another_run_is_not_ours(tmp_path):
