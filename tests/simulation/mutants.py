@@ -189,8 +189,8 @@ MUTANTS = (
     Mutant(
         "a group that is asked to leave stays",
         "driver.py",
-        "                    if self._protocol.leaving:\n                        return End.LEFT\n                case Turn.FOLLOWED:",
-        "                case Turn.FOLLOWED:",
+        "                        break\n                    if self._protocol.leaving:",
+        "                        break\n                    if False:",
     ),
     Mutant(
         "the last state is written by whoever comes first",
