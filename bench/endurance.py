@@ -112,7 +112,7 @@ def _read(process: psutil.Process) -> dict[str, float] | None:
 
 def _shared_bytes(run_dir: Path) -> int:
     """Bytes of the run's snapshots in shared memory."""
-    return sum(_size(path) for place in read_places(run_dir) for path in Path(place.arena).rglob("*"))
+    return sum(_size(path) for place in read_places(run_dir) for path in Path(place.segment).rglob("*"))
 
 
 def _size(path: Path) -> int:

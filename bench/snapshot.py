@@ -8,7 +8,7 @@ in place as an optimizer would, at every step. Time is counted from the end of t
 computes again, plus what it waits before the next change. Reported as the median over steps, the first left
 out (allocation).
 
-- everstep: `Copier`, the arena in tmpfs, one group's 1/groups part; and the whole state (`scope = "full"`).
+- everstep: `Copier`, the segment in tmpfs, one group's 1/groups part; and the whole state (`scope = "full"`).
 - dcp async: `torch.distributed.checkpoint.async_save` to tmpfs, the previous save awaited before the next
   begins; on CUDA also with its pinned-memory stager in a process of its own.
 
@@ -34,11 +34,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from everstep.snapshot import parity
-from everstep.snapshot.arena import Arena
+from everstep.snapshot.buffer import chunk_digests
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.plan import State
 from everstep.snapshot.section import Snapshot
-from everstep.snapshot.slot import chunk_digests
+from everstep.snapshot.segment import Segment
 
 TENSORS = 200
 RUNS = 5
@@ -119,19 +119,20 @@ def measure(trainer: Trainer, steps: int, begin: Callable[[int], None], before_c
 
 
 def with_everstep(trainer: Trainer, steps: int, home: Path, groups: int, scope: Literal["sharded", "full"]) -> dict:
-    settings = Snapshot(enable=True, arena_dir=str(home), memory_reserve_gb=0.5, parity=0, scope=scope)
-    arena = Arena(home, "0" * 16, 0)
-    arena.create()
+    settings = Snapshot(enable=True, segment_dir=str(home), memory_reserve_gb=0.5, parity=0, scope=scope)
+    segment = Segment(home, "0" * 16, 0)
+    segment.create()
     events: list[dict] = []
-    copier = Copier(arena, 0, 1, settings, lambda kind, step=None, **fields: events.append({"kind": kind, **fields}))
+    copier = Copier(segment, 0, 1, settings, lambda kind, step=None, **fields: events.append({"kind": kind, **fields}))
 
     def begin(step: int) -> None:
-        copier.committed(step, "a", range(groups), step - 1, lambda: State(trainer.tensors, {"step": step}))
+        words = dict.fromkeys(range(groups), copier.word())
+        copier.committed(step, "a", range(groups), words, lambda: State(trainer.tensors, {"step": step}))
 
     row = measure(trainer, steps, begin, copier.wait)
-    row["memory_bytes"] = arena.bytes_of(0)
+    row["memory_bytes"] = segment.bytes_of(0)
     copier.close()
-    arena.remove()
+    segment.remove()
     taken = [event for event in events if event["kind"] == "snapshot"]
     assert len(taken) == steps + 1, events
     return {

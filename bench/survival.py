@@ -4,15 +4,15 @@
 
 The model. n hosts hold one keeper each and fail with their memory, independently, at a constant rate. A
 host's part is held again, on the hosts that are left or on a new one, once the next snapshot is published and
-coded: the *window* is the interval between snapshots plus the time to copy and code one. If more hosts fail
-within one window than parity covers, the step of that window is lost, and if all trainers die at that moment,
-only disk is left. (As long as one trainer lives, its own copy of the state does too; the simulation asks for
-the harder thing.)
+coded: the *window* is the interval between snapshots plus the time to copy and code one. If more hosts of one
+parity group (of about eight) fail within one window than parity covers, the step of that window is lost, and if
+all trainers die at that moment, only disk is left. (As long as one trainer lives, its own copy of the state does
+too; the simulation asks for the harder thing.)
 
-- Simulation: failure times are drawn for every host; in each window that has any, `everstep.snapshot.ladder`
+- Simulation: failure times are drawn for every host; in each window that has any, `everstep.snapshot.sources`
   decides from the headers of the keepers that are left. Nothing of the code's properties is assumed.
-- Closed form: with p = 1 - exp(-window / MTBF), a window is survived with P(Binomial(n, p) <= parity), a run
-  with that to the power of its number of windows.
+- Closed form: with p = 1 - exp(-window / MTBF), a parity group of n survives a window with
+  P(Binomial(n, p) <= parity), a run if all do in all windows.
 
 This is the argument of REFT (arXiv 2310.12670), section on reliability, for rotated parity of one or two
 shards.
@@ -28,9 +28,10 @@ from typing import Any
 
 import numpy as np
 
-from everstep.snapshot.ladder import decide
+from everstep.snapshot.header import Header
 from everstep.snapshot.peers import Held
-from everstep.snapshot.slot import Header
+from everstep.snapshot.sources import decide
+from everstep.snapshot.stripes import effective_parity, parity_group
 
 DAY_S = 86_400.0
 SCHEMES = {"no parity": 0, "parity 1": 1, "parity 2": 2}
@@ -49,6 +50,7 @@ class Case:
     coding_s: float
     """To copy a snapshot and code its parity."""
     length_s: float
+    parity_group: int = 8
 
     @property
     def window_s(self) -> float:
@@ -59,29 +61,39 @@ class Case:
         return max(1, round(self.length_s / self.window_s))
 
 
+def group_sizes(hosts: int, size: int) -> list[int]:
+    """How large the parity groups of a run are."""
+    return [len(each) for each in {parity_group(range(hosts), size, host) for host in range(hosts)}]
+
+
 def closed_form(case: Case) -> float:
     """Probability that every window of the run is survived."""
     p = -math.expm1(-case.window_s / case.mtbf_s)
-    lost = sum(
-        math.comb(case.hosts, k) * p**k * (1 - p) ** (case.hosts - k) for k in range(case.parity + 1, case.hosts + 1)
-    )
-    return math.exp(case.windows * math.log1p(-lost)) if lost < 1 else 0.0
+    kept = 1.0
+    for n in group_sizes(case.hosts, case.parity_group):
+        m = min(case.parity, n - 1)
+        lost = sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(m + 1, n + 1))
+        kept *= 1 - lost
+    return math.exp(case.windows * math.log(kept)) if kept > 0 else 0.0
 
 
 @functools.lru_cache(maxsize=100_000)
-def restorable(hosts: int, parity: int, lost: frozenset[int]) -> bool:
-    """Whether the ladder finds the step when these hosts are gone."""
+def restorable(hosts: int, parity: int, size: int, lost: frozenset[int]) -> bool:
+    """Whether the decision finds the step when these hosts are gone."""
     held = []
     for group in range(hosts):
-        for kind in ("data", "parity") if parity else ("data",):
+        mine = parity_group(range(hosts), size, group)
+        rows = effective_parity(len(mine), parity)
+        for kind in ("data", "parity") if rows else ("data",):
             header = Header(
-                run="r", kind=kind, group=group, rank=0, ranks=1, step=1, lineage="a",
-                members=tuple(range(hosts)), parity=parity, topology="t", state_bytes=hosts,
-                part=(group, group + 1), sections={}, sequence=1, taken_at=0.0,
+                run="r", kind=kind, group=group, rank=0, ranks=1, step=1, lineage="a", members=tuple(range(hosts)),
+                parity=rows, parity_group=mine, topology="t", state_bytes=hosts, sections={}, sequence=1, taken_at=0.0,
+                part=(group, group + 1) if kind == "data" else (0, 0), code=str(mine[0]) if kind == "parity" else "",
+                givers=mine if kind == "parity" else (), holders=mine if kind == "parity" else (),
             )  # fmt: skip
             if group not in lost:
                 held.append(Held(str(group), header, True))
-    return decide(held, run="r", ranks=1).from_memory
+    return decide(held, run="r").from_memory
 
 
 def survives(case: Case, random: np.random.Generator) -> bool:
@@ -92,7 +104,7 @@ def survives(case: Case, random: np.random.Generator) -> bool:
         while at < case.windows * case.window_s:
             failures.setdefault(int(at / case.window_s), set()).add(host)
             at += random.exponential(case.mtbf_s)
-    return all(restorable(case.hosts, case.parity, frozenset(lost)) for lost in failures.values())
+    return all(restorable(case.hosts, case.parity, case.parity_group, frozenset(lost)) for lost in failures.values())
 
 
 def simulate(case: Case, runs: int, seed: int) -> tuple[float, float]:
@@ -153,7 +165,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     cases = [
         (name, Case(hosts, parity, mtbf * DAY_S, interval, args.coding_s, args.days * DAY_S))
-        for hosts in (4, 16, 64)
+        for hosts in (4, 16, 64, 256)
         for interval in (10.0, 300.0)
         for mtbf in (1.0, 30.0)
         for name, parity in SCHEMES.items()
@@ -165,7 +177,7 @@ def main() -> None:
     worst = max(abs(row["simulated"] - row["closed"]) / row["error"] for row in rows)
     if args.svg:
         curves = {}
-        for hosts in (16, 64):
+        for hosts in (64, 1000):
             for name, parity in SCHEMES.items():
                 case = Case(hosts, parity, DAY_S, 10.0, args.coding_s, args.days * DAY_S)
                 curves[f"{hosts} hosts, {name}"] = [

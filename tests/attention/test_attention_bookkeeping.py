@@ -1,6 +1,8 @@
 """Sections, findings, schedule and injection: what is decided and kept on the host."""
 
+import json
 import math
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from everstep.attention import linear
+from everstep.attention.evidence import Sighting, Verdict, decode, encode, judge
 from everstep.attention.findings import Deviation, FindingLog, outcome
 from everstep.attention.injection import Fault, Injector, inject
 from everstep.attention.schedule import (
@@ -111,45 +114,123 @@ def test_a_clean_slot_has_neither_finding_nor_refusal():
     assert log.drain() == []
 
 
-def test_the_same_slot_refused_twice_names_rank_and_host():
+def test_every_refusal_of_a_slot_is_kept_as_evidence_with_rank_and_host():
     log = FindingLog(rank=9)
-    for _ in range(2):
-        assert log.reason_to_leave() is None
+    for count in range(2):
+        assert len(log.refusals()) == count
         log.begin(4, 1)
         record(log, refused=1, layer=11)
         assert log.refused()
-    reason = log.reason_to_leave()
-    assert "rank 9 on host" in reason
-    assert "slot 1 of step 4" in reason
-    assert "layer 11 scores" in reason
+    assert log.refusals() == [(Sighting(11, "scores", "moderate", 3.0, 3.0, True),)] * 2
+    assert "rank 9 on host" in log.describe()
+    assert "slot 1 of step 4" in log.describe()
+    assert "layer 11 scores" in log.describe()
+    log.begin(4, 2)
+    assert log.refusals() == [], "of another slot"
+
+
+def refuse_until_judged(bench, compute, section="", fault=None, **judging):
+    """Compute one slot, with a fault in it or without, until its refusals are judged; the judgement."""
+    for _ in range(5):
+        bench.run(compute, section, fault)
+        judged = bench.checks.judge(**judging)
+        if judged.verdict is not Verdict.AGAIN:
+            return judged
+    raise AssertionError("never judged")
+
+
+def projection(x, w):
+    return lambda guard: linear.linear(x, w, None, guard, linear.WeightSums())
 
 
 def test_a_rank_that_was_given_nan_does_not_name_itself_and_the_one_that_made_it_does(make_bench):
     """Two ranks of one layer: the first makes a NaN that only detection sees, the second gets it as its input."""
     maker, given = make_bench(mode="detect"), make_bench(mode="detect")
     x, w = torch.randn(8, 64), torch.randn(64, 64)
-    for _ in range(2):
-        y, refused, _ = maker.run(
-            lambda guard: linear.linear(x, w, None, guard, linear.WeightSums()), "wqkv.y", Fault("nan", 0.5)
-        )
-        assert refused
-        _, refused, _ = given.run(lambda guard, y=y: linear.linear(y, w, None, guard, linear.WeightSums()))
-        assert refused
-    assert "take it out of service" in maker.checks.reason_to_leave()
-    assert given.checks.reason_to_leave() is None
-    given.run(lambda guard: linear.linear(y, w, None, guard, linear.WeightSums()))
-    reason = given.checks.reason_to_leave()
-    assert "look for the error on another rank" in reason
-    assert "take it out of service" not in reason
+    fault = Fault("nan", 0.5)
+    y, refused, _ = maker.run(projection(x, w), "wqkv.y", fault)
+    assert refused
+    judged = refuse_until_judged(maker, projection(x, w), "wqkv.y", fault, witnesses=[()])
+    assert judged.verdict is Verdict.UNFIT
+    assert "take it out of service" in judged.reason
+    judged = refuse_until_judged(given, projection(y, w), witnesses=[()])
+    assert judged.verdict is Verdict.NOT_FINITE
+    assert "take it out of service" not in judged.reason
 
 
-def test_refusals_of_different_slots_are_no_reason_to_leave():
-    log = FindingLog()
-    for slot in range(3):
-        log.begin(4, slot)
-        record(log, refused=1)
-        assert log.refused()
-        assert log.reason_to_leave() is None
+def narrow(monkeypatch):
+    """Every projection's bound is a hundredth of what it should be: it is at fault on every rank."""
+    whole = linear.row_deviation
+
+    def too_narrow(*args):
+        seen = whole(*args)
+        return Deviation(seen.residual, seen.bound * 1e-3, seen.scale)
+
+    monkeypatch.setattr(linear, "row_deviation", too_narrow)
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["another group", "alone"])
+def test_a_bound_that_is_too_narrow_is_widened_and_sends_nobody_away(make_bench, monkeypatch, asked):
+    narrow(monkeypatch)
+    x, w = torch.randn(64, 512), torch.randn(512, 512)
+    one, other = make_bench(), make_bench()
+    other.run(projection(x, w))
+    witnesses = [other.checks.evidence()] if asked else []
+    assert not asked or witnesses[0]
+    judged = refuse_until_judged(one, projection(x, w), witnesses=witnesses, alone=not asked)
+    assert judged.verdict is Verdict.BOUND
+    assert [s.section for s in judged.widened] == ["wqkv.y"]
+    _, refused, findings = one.run(projection(x, w))
+    assert not refused
+    assert not findings
+    assert other.run(projection(x, w))[1], "widened on the rank that was judged alone"
+    _, refused, _ = one.run(projection(x, w), "wqkv.y", Fault("nan", 0.5))
+    assert not refused, "an extreme error is still seen and repaired"
+
+
+def test_an_error_that_only_one_rank_has_names_it(make_bench, monkeypatch):
+    """Two groups computed the slot; what one refuses the other does not see."""
+    bench = make_bench(mode="detect")
+    compute = projection(torch.randn(64, 64), torch.randn(64, 64))
+    bench.run(compute, "wqkv.y", Fault("scale", 0.5, magnitude=50))
+    assert bench.checks.judge(alone=False).verdict is Verdict.AGAIN
+    bench.run(compute, "wqkv.y", Fault("scale", 0.5, magnitude=50))
+    assert bench.checks.judge().verdict is Verdict.WITNESS
+    assert bench.checks.judge([()]).verdict is Verdict.UNFIT
+
+
+SEEN = Sighting(3, "wo.dx", "moderate", 4.0, 2.0, True)
+
+
+@pytest.mark.parametrize(
+    ("own", "witnesses", "alone", "verdict"),
+    [
+        ([(SEEN,)], [], False, Verdict.AGAIN),
+        ([(SEEN,)], [()], False, Verdict.AGAIN),
+        ([(SEEN,)] * 2, [], False, Verdict.WITNESS),
+        ([(SEEN,)] * 2, [()], False, Verdict.UNFIT),
+        ([(SEEN,)] * 2, [(replace(SEEN, magnitude=4.01),)], False, Verdict.BOUND),
+        ([(SEEN,)] * 2, [(replace(SEEN, magnitude=4.2),)], False, Verdict.WITNESS),
+        ([(SEEN,)] * 2, [(replace(SEEN, section="wo.dw"),)], False, Verdict.WITNESS),
+        ([(SEEN,)] * 2, [(replace(SEEN, magnitude=9.0),)] * 2, False, Verdict.UNFIT),
+        ([(SEEN,)] * 2, [(replace(SEEN, magnitude=9.0),), (SEEN,)], False, Verdict.BOUND),
+        ([(replace(SEEN, kind="nan"),)] * 2, [(replace(SEEN, kind="nan"),)], False, Verdict.NOT_FINITE),
+        ([(SEEN,)] * 2, [], True, Verdict.AGAIN),
+        ([(SEEN,)] * 3, [], True, Verdict.BOUND),
+        ([(SEEN,), (replace(SEEN, magnitude=1.0),), (SEEN,)], [], True, Verdict.UNFIT),
+        ([(replace(SEEN, kind="inf"),)] * 3, [], True, Verdict.NOT_FINITE),
+    ],
+)
+def test_whose_fault_it_is(own, witnesses, alone, verdict):
+    assert judge(own, witnesses, alone=alone) is verdict
+
+
+def test_evidence_travels_as_plain_values():
+    evidence = (SEEN, replace(SEEN, kind="nan", own=False))
+    assert decode(json.loads(json.dumps(encode(evidence)))) == evidence
+    for broken in ([{"layer": 1}], [{**asdict(SEEN), "layer": "1"}], ["x"], [{**asdict(SEEN), "more": 1}]):
+        with pytest.raises(ValueError, match="evidence"):
+            decode(broken)
 
 
 def test_a_fault_under_checkpointing_is_found_once(bench):

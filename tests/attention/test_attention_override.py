@@ -24,7 +24,7 @@ from torchtitan.trainer import Trainer
 
 from everstep.attention.guard import Checks
 from everstep.attention.injection import Fault
-from everstep.attention.section import AttentionCheck
+from everstep.attention.section import AttentionCheck, Inject
 from everstep.config.errors import ConfigError
 from everstep.titan import attention as override
 from everstep.titan.load import load_config
@@ -291,7 +291,6 @@ def test_every_projection_and_inner_attention_has_a_guard_that_names_its_layer()
             {"parallelism": ParallelismConfig(tensor_parallel_degree=2, spmd_backend="partial_dtensor")},
             "parallelism.spmd_backend",
         ),
-        ({"compile": CompileConfig(enable=True)}, "compile.enable"),
     ],
 )
 def test_settings_that_rule_the_check_out_are_named(sections, key):
@@ -337,6 +336,68 @@ def test_an_attention_that_was_swapped_after_apply_is_not_left_unchecked_in_sile
     apply_overrides(config.override, config)
     with pytest.raises(ValueError, match=r"attention_check\.enable"):
         override.attach([spec.model.build()], section)
+
+
+def test_layers_that_predict_further_tokens_are_checked_and_numbered_behind_the_others():
+    spec = plain_sdpa(deepseek_v3.model_registry("debugmodel", num_mtp_layers=2))
+    model, checks = build(spec, AttentionCheck(enable=True, frequency=1.0))
+    guards = [m.guard for m in model.modules() if getattr(m, "guard", None) is not None]
+    layers = len(spec.model.layers)
+    assert {g.layer for g in guards} >= set(range(layers + 2)) - {layers + 2}
+    assert checks.coverage.missing == ()
+    assert checks.coverage.guarded == len(guards)
+    assert override.coverage([build(plain_sdpa(MODELS["llama3"]()))[0]]).guarded == 0
+
+
+def test_a_model_that_is_covered_in_part_is_refused_with_the_part_that_is_not(monkeypatch):
+    monkeypatch.setattr(override, "_PROJECTIONS", override._PROJECTIONS)
+    spec = plain_sdpa(MODELS["llama3"]())
+    model, _ = build(spec, AttentionCheck(enable=True))
+    model.layers["3"].attention.wo = torch.nn.Linear(8, 8)
+    with pytest.raises(ValueError, match=r"17 of 18 .*layers\.3\.attention\.wo"):
+        override.attach([model], AttentionCheck(enable=True))
+
+
+def compiled_or_not(backend, checkpointing=None, **section):
+    spec = first(3, plain_sdpa(MODELS["llama3"]()))
+    section = AttentionCheck(enable=True, frequency=1.0, path="fused", rerun="never", **section)
+    model, checks = build(spec, section, checkpointing)
+    if backend:
+        for block in model.layers.values():
+            block.compile(backend=backend, fullgraph=True)
+    return spec, model, checks
+
+
+@pytest.mark.parametrize("checkpointing", [None, SelectiveAC.Config()], ids=["none", "selective"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_model_is_checked_as_an_eager_one(backend, checkpointing):
+    """The same faults are found in the same places, one graph for all blocks, and the results are those without checks."""
+    torch._dynamo.reset()
+    found, results = [], []
+    for compiler in (None, backend):
+        torch.manual_seed(0)
+        spec, model, checks = compiled_or_not(compiler, checkpointing, allow_injection=True, inject=Inject(kind="nan"))
+        aimed = []
+        checks.injector.begin = lambda step: None
+        for step, section in enumerate(("wqkv.y", "wo.dx", "wqkv.dw", "context", "dq", ""), 1):
+            checks.begin(step, 0)
+            aim(checks, section, Fault("nan", 0.3), layer=1)
+            results.append(logits_and_gradients(model, spec, masked=False))
+            refused = checks.refused()
+            aimed.append((section, refused, [(f["layer"], f["section"], f["kind"]) for f in checks.drain()]))
+        found.append(aimed)
+    eager, compiled = found
+    for (section, refused, where), (_, refused_too, where_too) in zip(eager, compiled, strict=True):
+        if section == "context":  # repaired in eager mode, where the kernel can run again
+            assert refused_too
+            assert where_too[0] == (1, "attention.forward", "nan")
+        else:
+            assert (refused, where) == (refused_too, where_too), section
+            assert bool(where) == bool(section)
+    for a, b in zip(results[5][1].values(), results[11][1].values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(results[5][0], results[11][0], rtol=1e-3, atol=1e-4)
+    torch._dynamo.reset()
 
 
 TOML = """[job]

@@ -71,9 +71,9 @@ def test_a_campaign_costs_no_step_no_sample_and_no_loss(tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_full_file_systems_and_a_corrupt_snapshot_cost_nothing(tmp_path, mount):
-    arena, disk = mount("arena", "1g"), mount("disk", "1g")
+    segment, disk = mount("segment", "1g"), mount("disk", "1g")
     trial = run_trial(
-        tmp_path, "storage", "--snapshot.arena_dir", str(arena), "--checkpoint.folder", str(disk / "checkpoint")
+        tmp_path, "storage", "--snapshot.segment_dir", str(segment), "--checkpoint.folder", str(disk / "checkpoint")
     )
     assert_kept(*trial)
     _, figures, run_dir = trial
@@ -81,7 +81,7 @@ def test_full_file_systems_and_a_corrupt_snapshot_cost_nothing(tmp_path, mount):
     events = list(read_events(run_dir))
     faults = {event["fault"]: event for event in events if event["kind"] == "fault"}
     undone = {event["fault"]: event["t"] for event in events if event["kind"] == "fault_undone"}
-    assert faults["full-tmpfs"]["folder"] == str(arena)
+    assert faults["full-tmpfs"]["folder"] == str(segment)
     assert faults["full-disk"]["folder"] == str(disk / "checkpoint")
     assert undone.keys() == {"full-tmpfs", "full-disk"}
     logs = "".join(path.read_text(errors="replace") for path in (run_dir / "logs").rglob("*.log"))

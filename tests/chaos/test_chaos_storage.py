@@ -15,9 +15,9 @@ def test_the_systems_own_file_systems_are_never_filled(tmp_path):
 
 
 def test_one_that_only_the_run_uses_may_be_filled(mount):
-    arena = mount("arena", "8m")
-    (arena / "everstep-1-0").mkdir()
-    assert why_shared(arena, "everstep-1-") is None
+    segment = mount("segment", "8m")
+    (segment / "everstep-1-0").mkdir()
+    assert why_shared(segment, "everstep-1-") is None
 
 
 def test_the_machines_own_place_is_not_filled_though_it_is_empty(mount, monkeypatch):

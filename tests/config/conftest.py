@@ -21,9 +21,10 @@ def load(tmp_path):
         *,
         base='[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n',
         check=True,
+        **more,
     ):
         path = tmp_path / "run.toml"
         path.write_text(base + text)
-        return load_config(path, SectionedTrainer.Config, overrides, check=check)
+        return load_config(path, SectionedTrainer.Config, overrides, check=check, **more)
 
     return load_text

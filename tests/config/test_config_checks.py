@@ -63,6 +63,10 @@ REFUSED = {
         GOOD + 'lighthouse = "http://head"\n',
         'run.toml:12: [fault_tolerance] lighthouse must be http://host:port, got "http://head"',
     ),
+    "a learning rate that climbs": (
+        GOOD + "[optimizer]\nlr = -1\n",
+        "run.toml:13: [optimizer] lr must be 0 or more, got -1.0",
+    ),
     "an indivisible batch": (
         GOOD.replace("global_batch_size = 24", "global_batch_size = 25"),
         "run.toml:7: [training] global_batch_size = 25 must be a multiple of local_batch_size x DP ranks "

@@ -7,7 +7,7 @@ import pytest
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from everstep.config.errors import ConfigError
-from everstep.config.legacy import GONE, GONE_TABLES, MOVED
+from everstep.config.legacy import CONVERTED, GONE, GONE_TABLES, MOVED
 from everstep.config.resolved import resolved_toml
 
 BASE = '[model]\nname = "llama3"\nflavor = "debugmodel"\n'
@@ -215,7 +215,8 @@ def toml(table, key, value):
 
 def load_02(load, text):
     """The resolved TOML of a 0.2 file, before checks across sections."""
-    return resolved_toml(load(text, base=BASE if "[model]" not in text else "", check=False))
+    base = BASE if "[model]" not in text else ""
+    return resolved_toml(load(text, base=base, check=False, allow_dropped=True))
 
 
 @pytest.mark.parametrize(
@@ -303,12 +304,13 @@ def test_the_warning_names_line_and_successor_of_every_dropped_key_at_once(load,
             '[job]\ndescription = "x"\n'
             '[activation_checkpoint]\nmode = "full"\nselective_ac_option = "2"\nmemory_budget = 0.5\n',
             base=BASE,
+            allow_dropped=True,
         )
     (record,) = [r for r in caplog.records if r.name == "everstep.config"]
     assert record.getMessage().replace(f"{tmp_path}/", "").splitlines() == [
         "run.toml: these keys of torchtitan 0.2 have no counterpart and are not used:",
         "  line 4: [model] converters → a registry config that applies the converter, named in [job] config, "
-        "e.g. llama3_debugmodel_float8",
+        "e.g. llama3_debugmodel_float8 or llama3_8b_mxfp8",
         "  line 6: [job] description → nothing: no program read it; a comment serves as well",
         '  line 10: [activation_checkpoint] memory_budget → nothing: only mode = "memory-budget" reads it',
     ]
@@ -354,3 +356,91 @@ def test_the_older_spellings_of_01_load(load):
     assert config.checkpoint.enable
     assert not config.checkpoint.last_save_model_only
     assert config.validator.enable
+
+
+LLAMA3_01 = """
+[job]
+dump_folder = "./outputs"
+description = "Llama 3 8B training"
+[model]
+name = "llama3"
+flavor = "8B"
+norm_type = "rmsnorm"
+tokenizer_path = "./torchtitan/datasets/tokenizer/original/tokenizer.model"
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+[training]
+batch_size = 1
+seq_len = 8192
+warmup_steps = 200
+steps = 1000
+data_parallel_shard_degree = -1
+compile = false
+dataset = "c4"
+[experimental]
+pipeline_parallel_degree = 1
+context_parallel_degree = 2
+[checkpoint]
+enable_checkpoint = false
+interval_type = "steps"
+interval = 500
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+[float8]
+enable_float8_linear = false
+"""
+"""llama3_8b.toml as torchtitan 0.1's tree had it, shortened."""
+
+
+def test_a_llama3_file_of_01_loads_and_keeps_its_warmup_and_parallelism(load):
+    warnings = []
+    config = load(LLAMA3_01, base="", warnings=warnings)
+    assert config.lr_scheduler.warmup_steps == 200
+    assert config.parallelism.context_parallel_degree == 2
+    (warning,) = warnings
+    assert "[checkpoint] interval_type → nothing: [checkpoint] interval counts steps" in warning
+    assert "warmup_steps" not in warning
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('[model]\nname = "deepseek_v3"\nflavor = "671B"\nconverters = ["float8"]\n', "deepseek_v3_671b_float8"),
+        ('[model]\nname = "llama3"\nflavor = "405B"\nconverters = "float8"\n', "llama3_debugmodel_float8"),
+        (BASE + "[float8]\nenable_float8_linear = true\n", "[float8] enable_float8_linear asks for float8"),
+    ],
+)
+def test_a_converter_that_would_be_dropped_is_refused_unless_that_is_allowed(load, text, what):
+    with pytest.raises(ConfigError) as caught:
+        load(text, base="", check=False)
+    assert what in str(caught.value)
+    assert "--allow-dropped" in str(caught.value)
+    warnings = []
+    load(text, base="", check=False, allow_dropped=True, warnings=warnings)
+    assert len(warnings) == 1
+
+
+def test_the_configs_that_a_hint_names_exist():
+    import importlib
+
+    for model, names in CONVERTED.items():
+        registry = importlib.import_module(f"torchtitan.models.{model}.config_registry")
+        assert all(hasattr(registry, name) for name in names.split(" or "))
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        ("llama4", "has no llama4 any more"),
+        ("vlm", "has no vlm any more"),
+        ("flux", "flux makes images"),
+        ("transformers_modeling_backend", 'module = "torchtitan.experiments.transformers_modeling_backend"'),
+    ],
+)
+def test_a_model_that_is_gone_says_so_instead_of_naming_a_neighbour(load, model, what):
+    with pytest.raises(ConfigError) as caught:
+        load("", base=f'[model]\nname = "{model}"\nflavor = "debugmodel"\n')
+    assert what in str(caught.value)
+    assert "nearest" not in str(caught.value)

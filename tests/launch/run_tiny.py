@@ -19,7 +19,7 @@ def main():
         run_dir=Path(run_dir),
         groups=int(groups),
         ranks_per_group=int(ranks),
-        fault_tolerance=FaultTolerance(stall_timeout_s=3.0, startup_timeout_s=60.0),
+        fault_tolerance=FaultTolerance(enable=True, stall_timeout_s=3.0, startup_timeout_s=60.0),
         flags=flags,
         entry="tiny_trainer:main",
         prepare="tiny_trainer:prepare",

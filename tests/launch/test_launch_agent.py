@@ -6,6 +6,9 @@ import time
 
 import psutil
 
+from everstep.launch.agent import next_incarnation, reason_not_to_start
+from everstep.launch.watchdog import RestartLimits
+from everstep.run.events import EventLog, last_event
 from launched import DEADLINE_S, alive, until
 
 
@@ -40,3 +43,47 @@ def test_workers_that_do_not_end_within_the_grace_time_are_killed(agent):
     assert one.events("agent_ended")[0]["reason"] == "did not end within 1 s and was killed"
     assert time.monotonic() - asked >= 1.0
     until(lambda: not any(alive(child.pid) for child in below), "all below the agent to end")
+
+
+def test_a_stop_reaches_workers_that_missed_its_first_signal(agent):
+    one = agent("--training.steps", "1000000", "--tiny.deaf", "4")
+    until(lambda: both_train(one), "both ranks to train")
+    one.process.send_signal(signal.SIGTERM)
+    assert one.process.wait(DEADLINE_S) == 0
+    assert {event["rank"] for event in one.events("left")} == {0, 1}
+
+
+def test_an_agents_start_costs_the_same_after_ten_and_after_ten_thousand_commits(tmp_path):
+    def took_s(commits):
+        run_dir = tmp_path / str(commits)
+        agent = EventLog(run_dir, 0, None, "agent")
+        for number in range(3):
+            agent.emit("agent_up")
+            agent.emit("workers_started", incarnation=number, pids=[1])
+        for group in range(3):
+            worker = EventLog(run_dir, group, 0, "worker")
+            for step in range(1, commits + 1):
+                worker.emit("commit", step, groups=[0, 1, 2], owners=[0, 1, 2] * 4, loss=1.0)
+        worker.emit("left", commits)
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            assert next_incarnation(run_dir, 0) == 3
+            assert reason_not_to_start(run_dir, 0, RestartLimits(10, 3600.0)) is None
+            assert reason_not_to_start(run_dir, 0, RestartLimits(2, 3600.0)) is not None
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    assert took_s(10_000) < 5 * took_s(10) + 0.005
+
+
+def test_the_newest_event_is_found_across_blocks_and_torn_lines(tmp_path):
+    log = EventLog(tmp_path, 0, 0, "worker")
+    assert last_event(log.path, {"commit"}) is None
+    log.emit("commit", 7, pad="x" * 70_000)
+    for _ in range(50):
+        log.emit("quorum", pad="y" * 5_000)
+    with log.path.open("ab") as torn:
+        torn.write(b'{"t":1,"kind":"commit","step":99')
+    assert last_event(log.path, {"commit"})["step"] == 7
+    assert last_event(log.path, {"left"}) is None

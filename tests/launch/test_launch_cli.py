@@ -81,6 +81,50 @@ def test_workers_that_keep_failing_end_the_run_with_their_reason(start):
     assert "RuntimeError: no such luck" in (run.run_dir / "logs/group-0/rank-0.log").read_text()
 
 
+def test_an_error_in_the_first_step_gives_up_after_three_starts_and_names_itself(start):
+    run = start(1, 2, "--tiny.fail_in", "1", "--training.steps", "9")
+    assert run.process.wait(60) == 1
+    assert len(run.events("workers_started")) == 3
+    (ended,) = run.events("run_ended")
+    assert ended["status"] == "failed"
+    assert "started 3 times and failed each time" in ended["reason"]
+    assert "FileNotFoundError: there is no dataset for port" in ended["reason"]
+    assert "in group 0" not in ended["reason"], "the first line says what it is"
+    assert "FileNotFoundError" in run.said()
+
+
+def test_an_error_that_all_groups_have_ends_the_run_at_once(start):
+    run = start(3, 1, "--tiny.fail_in", "1", "--training.steps", "9")
+    assert run.process.wait(60) == 1
+    assert len(run.events("workers_started")) < 9, "not every group needs to try three times"
+    (ended,) = run.events("run_ended")
+    assert "all 3 groups failed in the same way" in ended["reason"]
+    assert "FileNotFoundError" in ended["reason"]
+
+
+def test_a_slot_that_ends_whoever_computes_it_is_named_and_ends_the_run(start):
+    run = start(3, 1, "--tiny.fail_in", "6", "--training.steps", "9")
+    assert run.process.wait(90) == 1
+    (poison,) = run.events("poison_slot")
+    assert (poison["step"], poison["slot"], poison["groups"]) == (6, 2, [0, 1, 2])
+    (ended,) = run.events("run_ended")
+    assert "slot 2 of step 6 ended the workers of group(s) 0, 1, 2" in ended["reason"]
+    assert "FileNotFoundError" in ended["reason"]
+
+
+def test_a_slot_that_ends_the_only_group_three_times_ends_the_run_though_steps_were_committed(start):
+    run = start(1, 1, "--tiny.fail_in", "5", "--training.steps", "9")
+    assert run.process.wait(90) == 1
+    assert len(run.events("workers_died")) == 3
+    assert run.events("poison_slot")[0]["slot"] == 1
+
+
+def test_a_first_step_that_is_longer_than_a_stall_is_no_stall(start):
+    run = start(1, 1, "--tiny.first_s", "5", "--training.steps", "3")
+    assert run.process.wait(60) == 0
+    assert run.events("workers_stalled") == []
+
+
 PREPARE = """
 import json, sys
 from everstep.launch import warm

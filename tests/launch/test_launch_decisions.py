@@ -1,5 +1,8 @@
 """The launcher's decisions: who has stalled, who is started again, who is killed, what the flags say."""
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -8,7 +11,7 @@ import pytest
 from everstep.config.sections import FaultTolerance
 from everstep.launch.agent import AgentSettings, worker_argv
 from everstep.launch.machine import devices_of_groups
-from everstep.launch.settings import fault_tolerance, flag_value, run_settings
+from everstep.launch.settings import read_sections, run_settings
 from everstep.launch.watchdog import Death, RestartLimits, Stall, describe_exit, find_stall, reason_to_give_up
 from everstep.run.beats import Beat, Heartbeat, beat_path, read_beat
 from everstep.run.directory import LaunchError, RunDir, default_run_dir
@@ -68,8 +71,18 @@ def test_a_beat_costs_microseconds(tmp_path):
     assert sorted(times)[len(times) // 2] < 100e-6
 
 
-def deaths(*exits, had_trained=False):
-    return [Death(float(i), exitcode, had_trained) for i, exitcode in enumerate(exits)]
+def test_a_first_step_may_compile_and_a_later_one_may_not_stall():
+    beats = {0: Beat(10, 1100.0, 1, "compute"), 1: Beat(11, 1100.0, 1, "reduce")}
+    first = {"stall_timeout_s": 5.0, "startup_timeout_s": 60.0, "first_step_s": 60.0}
+    assert find_stall({0: 10, 1: 11}, beats, 1000.0, 1159.0, **first) is None
+    assert find_stall({0: 10, 1: 11}, beats, 1000.0, 1161.0, **first) == Stall(0, "compute", 61.0)
+    assert stall(beats, 1106.0) == Stall(0, "compute", 6.0)
+    heals = {0: Beat(10, 1100.0, 1, "heal"), 1: Beat(11, 1105.0, 1, "reduce")}
+    assert find_stall({0: 10, 1: 11}, heals, 1000.0, 1106.0, **first) == Stall(0, "heal", 6.0), "that has its timeout"
+
+
+def deaths(*exits, committed=False, **more):
+    return [Death(float(i), exitcode, committed, **more) for i, exitcode in enumerate(exits)]
 
 
 def test_kills_are_what_restarts_are_for():
@@ -77,14 +90,32 @@ def test_kills_are_what_restarts_are_for():
 
 
 def test_a_trainer_that_says_it_is_hopeless_is_believed():
-    assert "no use" in (reason_to_give_up(deaths(-9, HOPELESS_EXIT, had_trained=True), LIMITS) or "")
+    assert "no use" in (reason_to_give_up(deaths(-9, HOPELESS_EXIT, committed=True), LIMITS) or "")
 
 
-def test_workers_that_fail_three_times_before_their_first_step_are_given_up():
+def test_workers_that_fail_three_times_without_a_committed_step_are_given_up():
     assert reason_to_give_up(deaths(1, 1), LIMITS) is None
-    assert "3 times in a row" in (reason_to_give_up(deaths(1, 1, 1), LIMITS) or "")
-    assert reason_to_give_up(deaths(1, 1, -9, 1), LIMITS) is None
-    assert reason_to_give_up(deaths(1, 1, 1, had_trained=True), LIMITS) is None
+    assert "started 3 times" in (reason_to_give_up(deaths(1, 1, 1), LIMITS) or "")
+    assert reason_to_give_up(deaths(1, 1, 1, committed=True), LIMITS) is None
+    assert reason_to_give_up([*deaths(1, 1), *deaths(1, committed=True), *deaths(1, 1)], LIMITS) is None
+
+
+def test_a_kill_between_failures_neither_counts_nor_hides_them():
+    assert reason_to_give_up(deaths(1, -9, 1), LIMITS) is None
+    assert reason_to_give_up(deaths(1, -9, 1, 1), LIMITS)
+    assert reason_to_give_up(deaths(1, 1, 1, -9), LIMITS) is None
+
+
+def test_crashes_out_of_memory_and_hangs_count_as_failures_of_their_own():
+    assert reason_to_give_up(deaths(-11, -6, -7), LIMITS)
+    assert reason_to_give_up(deaths(-9, -9, -9, out_of_memory=True), LIMITS)
+    assert reason_to_give_up(deaths(-9, -9, -9, stalled=True), LIMITS)
+
+
+def test_a_failure_while_others_were_struck_does_not_count():
+    assert reason_to_give_up(deaths(1, 1, 1, excused=True), LIMITS) is None
+    assert reason_to_give_up(deaths(-11, -11, -11, excused=True), LIMITS) is None
+    assert reason_to_give_up([*deaths(1, excused=True), *deaths(1, 1)], LIMITS) is None
 
 
 def test_an_invalid_configuration_is_not_tried_again():
@@ -102,20 +133,46 @@ def test_an_exit_in_words():
     assert describe_exit(3) == "exited with status 3"
 
 
-def test_the_last_flag_counts_in_either_spelling():
+def sections(tmp_path, text, flags=()):
+    (tmp_path / "s.toml").write_text(text)
+    return read_sections(tmp_path / "s.toml", flags)
+
+
+def test_the_last_flag_counts_in_either_spelling(tmp_path):
     flags = ["--training.steps", "3", "--debug.seed=4", "--training.steps=5", "--fault-tolerance.groups", "2"]
-    assert flag_value(flags, "training.steps") == "5"
-    assert flag_value(flags, "debug.seed") == "4"
-    assert flag_value(flags, "fault_tolerance.groups") == "2"
-    assert flag_value(flags, "training.seq_len") is None
+    found = sections(tmp_path, "", flags)
+    assert (found.training.steps, found.debug.seed, found.fault_tolerance.groups) == (5, 4, 2)
 
 
-def test_flags_win_over_the_files_fault_tolerance_section():
-    toml = {"fault_tolerance": {"groups": 4, "stall_timeout_s": 7}}
-    assert fault_tolerance(toml, []) == FaultTolerance(groups=4, stall_timeout_s=7.0)
-    assert fault_tolerance(toml, ["--fault_tolerance.stall_timeout_s", "9"]).stall_timeout_s == 9.0
-    with pytest.raises(LaunchError, match=r"fault_tolerance\.groups.*many"):
-        fault_tolerance({}, ["--fault_tolerance.groups", "many"])
+def test_a_flag_without_a_value_takes_none_from_its_neighbour(tmp_path):
+    found = sections(tmp_path, "", ["--fault_tolerance.allow_faults", "--training.steps", "5"])
+    assert found.fault_tolerance.allow_faults is True
+    assert found.training.steps == 5
+    on = "[fault_tolerance]\nenable = true\n"
+    assert sections(tmp_path, on, ["--fault_tolerance.no-enable"]).fault_tolerance.enable is False
+
+
+def test_flags_win_over_the_files_fault_tolerance_section(tmp_path):
+    text = "[fault_tolerance]\ngroups = 4\nstall_timeout_s = 7\n"
+    assert sections(tmp_path, text).fault_tolerance == FaultTolerance(groups=4, stall_timeout_s=7.0)
+    assert sections(tmp_path, text, ["--fault_tolerance.stall_timeout_s", "9"]).fault_tolerance.stall_timeout_s == 9.0
+    with pytest.raises(LaunchError, match=r"fault-tolerance\.groups must be a whole number, got many"):
+        sections(tmp_path, "", ["--fault_tolerance.groups", "many"])
+    with pytest.raises(LaunchError, match=r"s\.toml:2: \[fault_tolerance\] groups must be an integer"):
+        sections(tmp_path, "[fault_tolerance]\ngroups = 'x'\n")
+
+
+def test_the_launcher_reads_its_sections_without_torch(tmp_path):
+    (tmp_path / "s.toml").write_text("[model]\nname = 'llama3'\n[fault_tolerance]\ngroup_size = 5\n")
+    code = (
+        "import sys; from pathlib import Path; from everstep.launch.settings import read_sections\n"
+        "print(read_sections(Path(sys.argv[1])).fault_tolerance.groups, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "s.toml")],
+        capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.stdout == "5 False\n"
 
 
 def settings(tmp_path, text="", groups=None, steps=None, chaos_every_s=None, flags=()):
@@ -145,7 +202,7 @@ def test_steps_and_groups_of_the_command_line_win(tmp_path):
         ({"steps": 0}, "--steps"),
         ({"chaos_every_s": 0.0}, "--chaos-every"),
         ({"text": "[training"}, "not valid TOML"),
-        ({"text": "[debug]\nseed = 'x'"}, "debug.seed"),
+        ({"text": "[debug]\nseed = 'x'"}, r"\[debug\] seed"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(tmp_path, arguments, what):
@@ -164,9 +221,9 @@ def test_a_worker_is_told_its_place_and_the_users_flags_come_last():
         AgentSettings("c.toml", "runs/x", 1, 3, 1, "", ["--training.steps", "5"], host="10.0.0.1"), "http://h:1"
     )
     assert argv[:6] == ["--module", "everstep", "--config", "c.toml", "--dump_folder", "runs/x"]
-    assert flag_value(argv, "fault_tolerance.group_id") == "1"
-    assert flag_value(argv, "fault_tolerance.lighthouse") == "http://h:1"
-    assert flag_value(argv, "fault_tolerance.bind_host") == "10.0.0.1"
+    assert argv[argv.index("--fault_tolerance.group_id") + 1] == "1"
+    assert argv[argv.index("--fault_tolerance.lighthouse") + 1] == "http://h:1"
+    assert argv[argv.index("--fault_tolerance.bind_host") + 1] == "10.0.0.1"
     assert argv[-2:] == ["--training.steps", "5"]
 
 

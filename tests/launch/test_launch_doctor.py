@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch import doctor
+from everstep.launch import doctor, links, node
 from everstep.snapshot.section import Snapshot
 
 GB = 10**9
@@ -78,8 +80,8 @@ def test_a_missing_or_an_old_package_is_named_and_extras_are_not_asked_for():
 
 
 def test_the_run_directory_is_probed_by_name_and_a_file_in_its_place_is_an_error(tmp_path, monkeypatch):
-    for node in ("n1", "n2"):
-        monkeypatch.setenv("SLURMD_NODENAME", node)
+    for name in ("n1", "n2"):
+        monkeypatch.setenv("SLURMD_NODENAME", name)
         lines = list(doctor.run_directory(tmp_path / "run", nodes=4))
     assert verdicts(lines) == ["ok", "ok"]
     assert "n1, n2" in lines[0].found
@@ -197,3 +199,85 @@ def test_the_command_ends_with_1_for_an_error_and_knows_the_models_size(tmp_path
     assert by_check["timeouts"]["verdict"] == by_check["config"]["verdict"] == "ok"
     assert "6.2 M parameters, 0.07 GB" in by_check["config"]["found"]
     assert "snapshots" in by_check
+
+
+def test_a_product_of_whole_numbers_tells_a_processor_that_computes_wrongly(monkeypatch):
+    import torch
+
+    assert node.gemm_complaint("cpu") == ""
+    right = torch.Tensor.__matmul__
+
+    def wrong(left, other):
+        product = right(left, other)
+        if product.is_floating_point():
+            product[3, 5] += 1
+        return product
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", wrong)
+    assert "cpu computes wrongly: 1 of 65536 elements" in node.gemm_complaint("cpu")
+
+
+def test_gpus_that_are_needed_and_not_there_are_a_complaint(tmp_path, monkeypatch):
+    monkeypatch.setattr(node, "GPU_FILES", tmp_path)
+    assert node.gpu_complaint(None) == ""
+    assert node.gpu_complaint(8) == "8 GPUs are needed and none is visible"
+
+
+def test_a_node_is_looked_at_without_a_config(tmp_path):
+    command = [sys.executable, "-m", "everstep.cli", "doctor", "--node", "--run-dir", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout) == (0, "ok       node: fit to train on\n")
+    (tmp_path / "file").write_text("")
+    done = subprocess.run(
+        [*command[:-1], str(tmp_path / "file")], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 1
+    assert "cannot be written" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_hosts_that_look_at_the_same_time_measure_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(links, "BULK_BYTES", 8 << 20)
+    found = {}
+
+    def look(name):
+        found[name] = links.measure_others(tmp_path, name, "127.0.0.1", 20.0, 3)
+
+    threads = [threading.Thread(target=look, args=(name,)) for name in ("a", "b", "c")]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)
+    for thread in threads:
+        thread.join()
+    assert {name: sorted(link.name for link in seen) for name, seen in found.items()} == {
+        "a": ["b", "c"], "b": ["a", "c"], "c": ["a", "b"],
+    }  # fmt: skip
+    for link in (link for seen in found.values() for link in seen):
+        assert link.error == ""
+        assert 0 < link.rtt_s <= link.worst_rtt_s < 5.0
+        assert link.bytes_per_s > 1e6
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_timeouts_are_proposed_from_what_was_measured():
+    slow = links.Link("b", 1e-3, 30e-3, 1e9)
+    proposed = links.propose([slow], 0.1, gradient_bytes=4e9, state_bytes=40e9)
+    assert proposed == links.Proposal(heartbeat_timeout_s=1.3, reduce_timeout_s=32.0, heal_timeout_s=160.0)
+    plan = replace(PLAN, fault_tolerance=FaultTolerance(heartbeat_timeout_s=1.0))
+    lines = list(doctor.network_measured(plan, [slow], 0.1, {"parameters": 10**9, "state_bytes": 40e9}))
+    assert any("set [fault_tolerance] heartbeat_timeout_s = 1.3" in line.advice for line in lines)
+    closed = links.Link("c", 0, 0, 0, error="10.0.0.3:1: refused")
+    assert verdicts(doctor.network_measured(plan, [closed], 0.1, {}))[0] == "error"
+
+
+def test_limits_and_memory_that_are_too_small_are_errors(monkeypatch):
+    assert verdicts(doctor.limits(1)) == ["ok"]
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda what: (256, 256))
+    (line,) = doctor.limits(4)
+    assert "256 open files" in line.found
+    assert line.verdict == "error"
+    assert verdicts(doctor.memory(PLAN, 10 * GB, 39 * GB, [])) == ["error"], "four groups of it on one machine"
+    assert verdicts(doctor.memory(PLAN, 10 * GB, 41 * GB, [])) == ["ok"]
+    assert verdicts(doctor.memory(replace(PLAN, ranks_per_group=8), 640 * GB, 1 * GB, [79 * GB])) == ["error"]
+    assert verdicts(doctor.memory(replace(PLAN, ranks_per_group=8), 640 * GB, 1 * GB, [81 * GB])) == ["ok"]

@@ -3,11 +3,12 @@
 import json
 import os
 import threading
+import time
 
 import pytest
 
-from everstep.run import fence
-from everstep.run.beats import BeatFile, agent_beat_path
+from everstep.run import beats, fence
+from everstep.run.beats import BeatFile, agent_beat_path, beat_path
 from everstep.run.exits import FENCED_EXIT
 from everstep.run.fence import Claim, Fenced, claim_group, holder, holds, release
 from launched import alive, until
@@ -117,3 +118,25 @@ def test_an_agent_that_was_overtaken_before_it_began_starts_nothing(agent, tmp_p
     assert late.process.wait(60) == FENCED_EXIT
     assert late.events("workers_started") == []
     assert "7.3" in late.events("agent_ended")[0]["reason"]
+
+
+def test_a_beat_on_a_shared_file_system_counts_as_younger_than_it_looks(tmp_path, monkeypatch):
+    BeatFile(beat_path(tmp_path, 3, 0)).beat("compute", 7)
+    then = time.time() - 15.0
+    os.utime(beat_path(tmp_path, 3, 0), (then, then))
+
+    def age():
+        beats.shared_lag_s.cache_clear()
+        ((group, beat, age_s),) = beats.beats_of_groups(tmp_path)
+        assert (group, beat.step) == (3, 7)
+        return age_s
+
+    assert 14.5 < age() < 16.0, "this machine's own files tell the age as it is"
+    monkeypatch.setattr(beats, "LOCAL_FILES", frozenset())
+    assert 4.5 < age() < 6.0
+    beats.shared_lag_s.cache_clear()
+
+
+def test_pushing_beats_that_are_not_there_costs_nothing(tmp_path):
+    beats.push([tmp_path / "none.beat"])
+    assert list(tmp_path.iterdir()) == []

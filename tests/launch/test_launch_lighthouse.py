@@ -8,26 +8,49 @@ import sys
 import psutil
 import pytest
 
-from everstep.launch.agent import over_file, stop_file
 from everstep.launch.probe import answers
 from everstep.run.address import await_address, publish_address, published_address
+from everstep.run.directory import over_file, stop_file
 from everstep.run.files import write_json
 from launched import DEADLINE_S, alive, events_of, until
 
 
 @pytest.fixture
-def lighthouse(tmp_path):
-    """`everstep lighthouse` for two groups."""
-    config = tmp_path / "run.toml"
+def start(tmp_path):
+    """Starts `everstep lighthouse` for two groups."""
+    config, processes = tmp_path / "run.toml", []
     config.write_text("[fault_tolerance]\nenable = true\ngroups = 2\n")
     command = [sys.executable, "-m", "everstep.cli", "lighthouse", str(config), "--run-dir", str(tmp_path / "run")]
-    process = subprocess.Popen(
-        [*command, "--host", "127.0.0.1"], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    )
-    yield process
-    if process.poll() is None:
-        process.kill()
-    process.wait()
+
+    def _start():
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        processes.append(subprocess.Popen([*command, "--host", "127.0.0.1"], env=environment))
+        return processes[-1]
+
+    yield _start
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def lighthouse(start):
+    return start()
+
+
+def test_of_two_lighthouses_of_a_run_the_older_one_ends(start, tmp_path):
+    """A batch system may start it again elsewhere while the first is still up."""
+    run_dir = tmp_path / "run"
+    older = start()
+    first = started(run_dir, 1)[-1]
+    start()
+    second = started(run_dir, 2)[-1]
+    assert older.wait(DEADLINE_S) == 0
+    assert not alive(first["pid"])
+    assert [event["epoch"] for event in events_of(run_dir, "lighthouse_superseded")] == [first["epoch"]]
+    assert published_address(run_dir) == second["address"]
+    assert answers(second["address"])
 
 
 def started(run_dir, number):

@@ -7,8 +7,9 @@ import time
 import pytest
 
 from everstep.launch import health
-from everstep.launch.agent import bad_node_file, over_file, reason_not_to_start
+from everstep.launch.agent import reason_not_to_start
 from everstep.launch.watchdog import RestartLimits
+from everstep.run.directory import bad_node_file, over_file
 from everstep.run.events import EventLog
 from everstep.run.exits import GAVE_UP_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.files import read_json
@@ -128,9 +129,11 @@ def test_a_healthy_node_has_no_complaint_and_one_that_cannot_write_has(tmp_path,
 
 
 def starts(tmp_path, *kinds):
-    log = EventLog(tmp_path, 0, None, "agent")
+    """Each event where it belongs: a commit is rank 0's."""
+    agent, worker = EventLog(tmp_path, 0, None, "agent"), EventLog(tmp_path, 0, 0, "worker")
     for kind in kinds:
-        log.emit(kind)
+        (worker if kind == "commit" else agent).emit(kind)
+        agent, worker = EventLog(tmp_path, 0, None, "agent"), EventLog(tmp_path, 0, 0, "worker")
 
 
 def test_a_group_that_starts_again_and_again_without_a_step_is_not_started_any_more(tmp_path):

@@ -108,6 +108,12 @@ def test_a_stopped_worker_is_noticed_and_its_group_restarted(run):
     stall = run.wait_for("workers_stalled", after=stopped, group=1)
     assert stall["phase"] == "compute"
     assert stall["idle_s"] >= 3.0
+    told = run.wait_for("workers_stacks", after=stopped, group=1)
+    assert "rank 0 is stopped (SIGSTOP)" in told["summary"]
+    assert "rank 1 is in" in told["summary"]
+    assert "tiny_trainer.py" in told["ranks"]["1"]
+    assert told["files"] == ["logs/group-1/rank-1.stacks"]
+    assert "in main" in (run.run_dir / told["files"][0]).read_text()
     run.wait_for("commit", after=stall["t"], group=1, rank=0)
     assert not alive(victim)
 

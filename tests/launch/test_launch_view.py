@@ -61,7 +61,7 @@ def test_plain_lines_where_there_is_no_terminal():
         show([event("fault", fault="kill-group", target_group=1, pids=[1])])
     lines = out.getvalue().splitlines()
     assert "2 groups of 1" in lines[0]
-    assert lines[1] == "step 1/9  loss 2.00000  tokens/s -  groups 0 1"
+    assert lines[1] == "step 1/9  loss 2.00000  tokens/s -  groups 0 1  - s/step  0 s elapsed"
     assert lines[2].endswith("fault: kill-group on group 1")
 
 
@@ -77,3 +77,33 @@ def test_the_panel_shows_progress_participants_and_the_last_events():
     assert "1.25000" in text
     assert "groups 0 1 2" in text
     assert "group 2: workers started, incarnation 1" in text
+
+
+def test_the_line_tells_step_time_elapsed_time_what_is_left_and_kills():
+    state = RunState(2)
+    state.apply(event("run_started", t=100.0, groups=2, ranks_per_group=1, seed=0, steps=21))
+    for step in range(1, 11):
+        line = state.apply(commit(step, 110.0 + 2 * step))
+    assert line.endswith("2.00 s/step  30 s elapsed  22 s left")
+    state.apply(event("fault", t=131.0, fault="kill-group", target_group=1, pids=[1]))
+    assert state.progress().endswith("1 kill")
+
+
+def test_no_line_of_the_panel_is_glued_to_another():
+    state = RunState(2)
+    state.apply(event("run_started", groups=2, ranks_per_group=1, seed=0, steps=9))
+    state.apply(event("workers_started", group=1, incarnation=1))
+    out = io.StringIO()
+    Console(file=out, width=100, force_terminal=True).print(panel(state))
+    (line,) = [line for line in out.getvalue().splitlines() if "incarnation 1" in line]
+    assert "\u2501" not in line, "the bar ends its own line"
+
+
+def test_a_reader_who_goes_away_ends_the_view_and_nothing_else():
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    with open_view(1, Console(file=Gone())) as show:
+        show([commit(1, 0.0)])
+        show([commit(2, 1.0)])

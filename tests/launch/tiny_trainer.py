@@ -1,8 +1,10 @@
 """A worker that does what the launcher can see of a trainer: beats, events, a clean end on SIGTERM.
 
 It has no model and no torch, so that processes are what these tests are about. Flags of its own:
-`--tiny.step_s S` (length of a step), `--tiny.fail` (raise before the first step), `--tiny.exit N` (leave
-with status N at once). SIGUSR1 is to it what the death of a peer is to a trainer: an exception.
+`--tiny.step_s S` (length of a step), `--tiny.fail` (raise before the first step), `--tiny.fail_in S` (raise in step
+S, its group's name in the second line), `--tiny.first_s S` (length of the first step), `--tiny.deaf S` (handle SIGTERM
+only after so many seconds), `--tiny.exit N` (leave with status N at once). SIGUSR1 is to it what the death of a peer is
+to a trainer: an exception.
 """
 
 import json
@@ -28,15 +30,23 @@ def main(argv):
     if "--tiny.fail" in argv:
         raise RuntimeError("no such luck")
     asked_to_leave = []
-    signal.signal(signal.SIGTERM, lambda *_: asked_to_leave.append(True))
+    if (deaf_s := float(flag(argv, "--tiny.deaf", "0"))) > 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: asked_to_leave.append(True))
     signal.signal(signal.SIGUSR1, fail)
     heart, events = Heartbeat(run_dir, group, rank), EventLog(run_dir, group, rank, "worker")
     steps, step_s = int(flag(argv, "--training.steps")), float(flag(argv, "--tiny.step_s", "0.02"))
+    begun = time.monotonic()
     print(f"rank {rank} of group {group} trains", flush=True)
     events.emit("training_started", step=1, source="fresh", slots=groups)
     for step in range(1, steps + 1):
-        heart.beat("compute", step)
-        time.sleep(step_s)
+        heart.beat("compute", step, slot=step % 4)
+        if step == int(flag(argv, "--tiny.fail_in", "0")):
+            raise FileNotFoundError(f"there is no dataset for port {os.getpid()}\nin group {group}")
+        time.sleep(float(flag(argv, "--tiny.first_s", step_s)) if step == 1 else step_s)
+        if deaf_s and time.monotonic() > begun + deaf_s:
+            signal.signal(signal.SIGTERM, lambda *_: asked_to_leave.append(True))
         events.emit("commit", step=step, groups=list(range(groups)), loss=1 / step, tokens=100, took_s=step_s)
         if asked_to_leave:
             events.emit("left", step)
@@ -48,7 +58,7 @@ def fail(*_):
     raise RuntimeError("a peer is gone")
 
 
-def prepare(config, run_dir, flags, ranks, answer):
+def prepare(config, run_dir, flags, ranks, answer, *_):
     """Settle the config without torchtitan."""
     shutil.copyfile(config, Path(run_dir) / "config.toml")
     Path(answer).write_text(json.dumps({"steps": int(flag(flags, "--training.steps", "1000000"))}))

@@ -41,7 +41,7 @@ def test_a_browser_opens_it_without_complaint(tmp_path):
     run, other = simulated(tmp_path / "run", 60), simulated(tmp_path / "other", 60, seed=1)
     text, complaints = opened(write_page(run, other), tmp_path, "--window-size=390,800")
     assert complaints == []
-    assert text.count("<svg") == 8, "three plots in two sizes, two distributions"
+    assert text.count("<svg") == 8 + 2 * text.count("Gradient norm"), "plots in two sizes, two distributions"
     assert "attempts thrown away" in text
     assert "&lt;b&gt;not markup" in text
 
@@ -121,3 +121,38 @@ def test_the_times_of_a_group_fill_its_sessions(tmp_path):
         assert total == pytest.approx(parts[-1].end - parts[0].begin)
     assert found.figures["productive_s"] > found.figures["restarting_s"] > 0
     assert {part.state for parts in found.stretches.values() for part in parts} <= set(STATES)
+
+
+def failing(folder):
+    """A run that could not start: three deaths of each of two groups, which are given up."""
+    line = Timeline().add(0, "run_started", role="supervisor", groups=2, steps=8, ranks_per_group=2)
+    for group in range(2):
+        for t in (1, 2, 3):
+            line.add(t, "workers_started", group, role="agent", incarnation=t - 1, pids=[1])
+            line.add(t + 0.5, "workers_died", group, role="agent", exitcodes={"0": 1}, error="KeyError: 'c4'")
+        reason = f"group {group} is given up, it was started 3 times; last: rank 0 exited with status 1: KeyError: 'c4'"
+        line.add(4, "agent_ended", group, role="agent", status="failed", reason=reason)
+    line.add(2, "workers_stacks", 1, role="agent", summary="rank 0 waits for all_reduce in step/protocol.py:9 next")
+    line.add(5, "run_ended", role="supervisor", status="failed", reason="every group was given up")
+    line.write(folder)
+    return folder
+
+
+def test_a_failing_run_looks_failing(tmp_path):
+    text = write_page(failing(tmp_path)).read_text()
+    top = text[: text.index('class="cards"', text.index("</style>"))]
+    assert "What failed: 6 deaths of workers, 2 groups given up" in top
+    assert "KeyError: &#39;c4&#39;" in top
+    assert "group 1 hung: rank 0 waits for all_reduce" in top
+    assert "exactly once" not in top
+
+
+def test_the_three_numbers_come_first_and_few_faults_are_dots(tmp_path):
+    text = write_page(simulated(tmp_path / "few", 60)).read_text()
+    cards = text[text.index('class="cards"', text.index("</style>")) :]
+    assert cards.index("goodput") < cards.index("ETTR") < cards.index("throughput kept") < cards.index("<span>kills")
+    many = write_page(simulated(tmp_path / "many", 400)).read_text()
+    assert 'aria-label="distribution of delays"' in text
+    assert 'aria-label="distribution of delays"' in many
+    assert text.count("faults</text>") == 0, "dots have no axis of counts"
+    assert many.count("faults</text>") >= 1 or many.count(">faults<") >= 1

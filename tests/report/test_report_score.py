@@ -62,7 +62,11 @@ def test_a_run_that_survived_a_kill_keeps_the_promise():
     assert figures["stall_s_median"] == figures["stall_s_max"] == pytest.approx(0.6)
     assert figures["delay_s_max"] == pytest.approx(1.0)
     assert figures["rejoin_s_median"] == figures["rejoin_s_max"] == pytest.approx(4.6)
-    assert figures["goodput"] == pytest.approx(8 / 9.5)
+    assert figures["throughput_kept"] == pytest.approx(8 / 9.5)
+    assert figures["ettr"] == pytest.approx(8 / 11), "start-up is part of the wall-clock time"
+    assert figures["goodput"] + sum(figures["badput"].values()) == pytest.approx(1.0)
+    assert figures["badput"]["start-up"] == pytest.approx(1 / 11)
+    assert figures["badput"]["restarting"] > 0
     assert figures["groups_mean"] == pytest.approx((3 * 1 + 3 * 2 + 2 * 4 + 3 * 2) / 9)
     assert losses[8] == pytest.approx(4.2)
     assert verdict(figures | loss_delta({}, {})) == []
@@ -95,7 +99,12 @@ def test_the_score_is_one_json_object_that_needs_no_torch(tmp_path):
     done = subprocess.run([sys.executable, "-c", program, run_dir], capture_output=True, check=True, text=True)
     figures = json.loads(done.stdout)
     assert figures["kills"] == 1
-    assert [name for name, value in figures.items() if isinstance(value, dict | list)] == ["faults", "time_by_group"]
+    assert [name for name, value in figures.items() if isinstance(value, dict | list)] == [
+        "faults",
+        "badput",
+        "give_ups",
+        "time_by_group",
+    ]
 
 
 def test_the_kill_table_has_a_row_per_fault_and_group(tmp_path):
@@ -263,3 +272,48 @@ def test_a_check_fails_with_the_sentences_that_say_what_broke(tmp_path):
     assert json.loads(said)["loss_delta_max"] == pytest.approx(0.25)
     assert complaints.startswith("The loss differs by up to")
     assert check(broken, "--json")[2] == ""
+
+
+def test_a_run_that_goes_faster_with_fewer_groups_keeps_no_more_than_all_of_its_throughput():
+    """On fewer cores than groups a step is faster while one of them is dead."""
+    line = Timeline().add(0, "run_started", role="supervisor", groups=2, steps=40).start(0, 0, 1)
+    for step in range(1, 21):
+        line.commit(float(step), step, [0, 1])
+    for step in range(21, 41):
+        line.commit(20 + (step - 20) * 0.5, step, [0])
+    line.add(30, "training_done", 0).add(30, "run_ended", role="supervisor", status="done", reason="")
+    figures, _ = score_events(line.events)
+    assert figures["step_s_median"] == 1.0
+    for name in ("ettr", "goodput", "throughput_kept"):
+        assert 0 < figures[name] <= 1.0, name
+    assert figures["throughput_kept"] == pytest.approx(1.0)
+    assert figures["goodput"] < 0.9, "one of two groups was idle for a third of the time"
+
+
+def test_steps_that_a_restore_took_back_are_lost_and_not_productive():
+    line = Timeline().add(0, "run_started", role="supervisor", groups=1, steps=8).start(0, 0)
+    for step in range(1, 7):
+        line.commit(float(step), step, [0])
+    line.fault(6.1, "kill-group", 0).add(6.1, "workers_died", 0, role="agent", exitcodes={"0": -9})
+    line.start(8.0, 0, step=3, source="disk")
+    for step in range(3, 9):
+        line.commit(6.0 + step, step, [0])
+    line.add(14.1, "training_done", 0).add(14.1, "run_ended", role="supervisor", status="done", reason="")
+    figures, _ = score_events(line.events)
+    assert figures["commits_dropped"] == 4
+    assert figures["badput"]["lost"] > 0.2
+    assert figures["ettr"] == pytest.approx(8 / 14.1, abs=0.08)
+    assert figures["goodput"] + sum(figures["badput"].values()) == pytest.approx(1.0)
+
+
+def test_a_run_that_could_not_start_says_why():
+    line = Timeline().add(0, "run_started", role="supervisor", groups=1, steps=8)
+    for t in (1, 2, 3):
+        line.add(t, "workers_died", 0, role="agent", exitcodes={"0": 1}, error="KeyError: 'c4'", by_itself=True)
+    line.add(3, "agent_ended", 0, role="agent", status="failed", reason="group 0 is given up, it was started 3 times")
+    line.add(4, "run_ended", role="supervisor", status="failed", reason="every group was given up.")
+    figures, _ = score_events(line.events)
+    assert (figures["deaths"], figures["error"]) == (3, "KeyError: 'c4'")
+    said = summary(figures | loss_delta({}, {}))
+    assert "given up  group 0 is given up" in said
+    assert ".." not in said

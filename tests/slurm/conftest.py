@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from everstep.launch import slurm
-from everstep.launch.agent import over_file
+from everstep.run.directory import over_file
 from everstep.run.events import EventTail
 from slurm_cluster import Cluster, missing
 from watched import Watched, assert_nothing_lost, write_config

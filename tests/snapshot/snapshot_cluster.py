@@ -13,12 +13,12 @@ import psutil
 import torch
 
 from everstep.run.token import run_token
-from everstep.snapshot import keepers, ladder, peers, recovery, restore
-from everstep.snapshot.arena import Arena, run_id
+from everstep.snapshot import keepers, peers, recovery, restore, sources
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.layout import Layout
 from everstep.snapshot.plan import State
 from everstep.snapshot.section import Snapshot
+from everstep.snapshot.segment import Segment, run_id
 
 TIMEOUT = timedelta(seconds=5)
 
@@ -48,7 +48,7 @@ class Cluster:
         self.run_dir.mkdir()
         self.token = run_token(self.run_dir)
         self.settings = replace(
-            Snapshot(enable=True, arena_dir=str(self.home), memory_reserve_gb=0.0, coding_timeout_s=5.0),
+            Snapshot(enable=True, segment_dir=str(self.home), memory_reserve_gb=0.0, coding_timeout_s=5.0),
             **settings,
         )
         self.groups = list(range(groups))
@@ -69,16 +69,16 @@ class Cluster:
             self.kill_keeper(place.group)
         shutil.rmtree(self.home, ignore_errors=True)
 
-    def arena(self, group: int) -> Arena:
-        return Arena(self.home, run_id(self.token), group)
+    def segment(self, group: int) -> Segment:
+        return Segment(self.home, run_id(self.token), group)
 
     def start_keeper(self, group: int) -> peers.Place:
         return keepers.start_keeper(self.run_dir, group, "127.0.0.1", self.settings)
 
     def start_copier(self, group: int) -> None:
         emit = lambda kind, step=None, **fields: self.events.append((group, kind, step, fields))  # noqa: E731
-        self.arena(group).create()
-        self.copiers[group] = Copier(self.arena(group), 0, 1, self.settings, emit)
+        self.segment(group).create()
+        self.copiers[group] = Copier(self.segment(group), 0, 1, self.settings, emit)
 
     def kill_keeper(self, group: int) -> None:
         for place in peers.read_places(self.run_dir):
@@ -89,16 +89,19 @@ class Cluster:
     def lose_host(self, group: int) -> None:
         """The keeper and its memory are gone."""
         self.kill_keeper(group)
-        self.arena(group).remove()
+        self.segment(group).remove()
 
-    def commit(self, step: int, members=None, lineage="a", scale: int = 1, seed: int = 0) -> None:
-        """One committed step on every member: what was begun before is waited for, as before a vote."""
+    def commit(
+        self, step: int, members=None, lineage="a", scale: int = 1, seed: int = 0, settle: bool = True, **more
+    ) -> None:
+        """One committed step on every member: what was begun before is waited for, as before a vote, and with `settle`
+        as long as that what the keepers do of it is done, as in a step that is long enough."""
         members = members or self.groups
-        published = set()
         for group in members:
             self.copiers[group].wait()
-            published.add(self.copiers[group].published)
-        held = published.pop() if len(published) == 1 else -1
+        if settle:
+            wait_until(lambda: all(self.copiers[group].word().settled for group in members))
+        words = {group: self.copiers[group].word() for group in members}
         for group in members:
             fresh = state_of(step, seed, scale)
             mine = self.tensors.setdefault(group, {n: t.clone() for n, t in fresh.tensors.items()})
@@ -107,7 +110,7 @@ class Cluster:
                     mine[name] = tensor.clone()
                 mine[name].copy_(tensor)
             what = State(mine, fresh.meta, fresh.blobs)
-            self.copiers[group].committed(step, lineage, members, held, lambda what=what: what)
+            self.copiers[group].committed(step, lineage, members, words, lambda what=what: what, **more)
 
     def wait(self) -> None:
         for copier in self.copiers.values():
@@ -118,8 +121,8 @@ class Cluster:
 
         def done() -> bool:
             for group in self.groups:
-                headers = [h for h in self.arena(group).headers("data", 0) if h and h.step == step]
-                notes = self.arena(group).read_notes(0)
+                headers = [h for h in self.segment(group).headers("data", 0) if h and h.step == step]
+                notes = self.segment(group).read_notes(0)
                 if headers and not (notes.settled and notes.sequence == headers[0].sequence):
                     return False
                 if headers and coded and not notes.coded:
@@ -128,24 +131,29 @@ class Cluster:
 
         wait_until(done)
 
-    def decide(self, disk_step=None, ranks: int = 1, topologies=None) -> ladder.Decision:
-        held, _ = peers.reachable(peers.read_places(self.run_dir), self.token, TIMEOUT)
-        return ladder.decide(held, run=run_id(self.token), ranks=ranks, disk_step=disk_step, topologies=topologies)
+    def held(self) -> list[peers.Held]:
+        """What the keepers say they hold."""
+        found, _ = peers.reachable(peers.read_places(self.run_dir), self.token, TIMEOUT)
+        return [buffer for buffers in found.values() for buffer in buffers]
+
+    def decide(self, disk_step=None, ranks: int | None = None, topologies=None) -> sources.Decision:
+        return sources.decide(
+            self.held(), run=run_id(self.token), ranks=ranks, disk_step=disk_step, topologies=topologies
+        )
 
     def recover(self, group: int = 0, disk_step: int | None = None) -> recovery.Recovery:
-        held, _ = peers.reachable(peers.read_places(self.run_dir), self.token, TIMEOUT)
         return recovery.recover(
             self.run_dir,
             group=group,
             rank=0,
             ranks=1,
-            topology=next((slot.header.topology for slot in held), ""),
+            layout=Layout.of(self.tensors.get(group) or next(iter(self.tensors.values()))),
             disk_step=disk_step,
             timeout=TIMEOUT,
             patience=timedelta(0),
         )
 
-    def restore(self, decision: ladder.Decision, group: int = 0) -> restore.Restored:
+    def restore(self, decision: sources.Decision, group: int = 0) -> restore.Restored:
         return restore.restore_rank(decision.columns[0], 0, group, self.token, TIMEOUT)
 
 

@@ -93,7 +93,7 @@ class Run:
     def lose_hosts(self, count: int) -> None:
         for place in self.places()[:count]:
             os.kill(place.pid, signal.SIGKILL)
-            shutil.rmtree(place.arena)
+            shutil.rmtree(place.segment)
 
     def events(self, kind: str) -> list[dict]:
         return [e for e in read_events(self.dir) if e["kind"] == kind]
@@ -116,4 +116,4 @@ def end(run: Run) -> None:
         place = peers.Place(**json.loads(file.read_text()))
         if psutil.pid_exists(place.pid):
             os.kill(place.pid, signal.SIGKILL)
-        shutil.rmtree(place.arena, ignore_errors=True)
+        shutil.rmtree(place.segment, ignore_errors=True)

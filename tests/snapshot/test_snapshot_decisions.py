@@ -1,4 +1,4 @@
-"""The pure functions: which step is restorable and from where, and which slot may be overwritten."""
+"""The pure functions: which step is restorable and from where, and which buffer may be overwritten."""
 
 import itertools
 from typing import Any
@@ -8,61 +8,62 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.snapshot.copier import Standing, slot_to_overwrite
-from everstep.snapshot.ladder import decide
+from everstep.snapshot.header import Header
 from everstep.snapshot.layout import Layout, buckets
 from everstep.snapshot.peers import Held
 from everstep.snapshot.restore import pack_own, unpack_own
-from everstep.snapshot.slot import Header
-from everstep.step.ledger import common_value, life
+from everstep.snapshot.sources import decide
+from everstep.snapshot.stripes import parity_group
 
 
-def slot(group, step, kind="data", rank=0, lineage="a", members=(0, 1, 2), parity=1, sound=True, **changes) -> Held:
+def buffer(group, step, kind="data", rank=0, lineage="a", members=(0, 1, 2), parity=1, sound=True, **changes) -> Held:
     fields: Any = {
         "run": "r", "kind": kind, "group": group, "rank": rank, "ranks": 1, "step": step, "lineage": lineage,
-        "members": members, "parity": parity, "topology": "t", "state_bytes": 900,
+        "members": members, "parity": parity, "parity_group": members, "topology": "t", "state_bytes": 900,
         "part": (300 * group, 300 * group + 300), "sections": {}, "sequence": step, "taken_at": float(step),
     }  # fmt: skip
+    if kind == "parity":
+        fields |= {"part": (0, 0), "code": f"code-{lineage}", "givers": members, "holders": members}
     return Held(f"host-{group}:1", Header(**{**fields, **changes}), sound)
 
 
 def everything(step, lost=(), **changes) -> list[Held]:
-    return [slot(g, step, k, **changes) for g in (0, 1, 2) if g not in lost for k in ("data", "parity")]
+    return [buffer(g, step, k, **changes) for g in (0, 1, 2) if g not in lost for k in ("data", "parity")]
 
 
 def test_the_newest_complete_step_comes_first():
     decision = decide([*everything(4), *everything(5)], run="r", ranks=1)
-    assert (decision.rung, decision.step, decision.reasons) == ("complete", 5, ())
-    assert decision.columns[0].data == {0: "host-0:1", 1: "host-1:1", 2: "host-2:1"}
+    assert (decision.source, decision.step, decision.reasons) == ("memory", 5, ())
+    assert {g: held.address for g, held in decision.columns[0].data.items()} == {g: f"host-{g}:1" for g in (0, 1, 2)}
 
 
 def test_an_incomplete_step_gives_way_to_the_one_before_with_the_reason():
-    decision = decide([*everything(4), slot(0, 5), slot(2, 5)], run="r", ranks=1)
-    assert (decision.rung, decision.step) == ("older", 4)
+    decision = decide([*everything(4), buffer(0, 5), buffer(2, 5)], run="r", ranks=1)
+    assert (decision.source, decision.step) == ("older", 4)
     assert decision.reasons == ("step 5: rank 0: no keeper has the part of group 1, and no keeper has its parity",)
 
 
 def test_a_newer_step_is_decoded_rather_than_an_older_one_taken_whole():
     decision = decide([*everything(4), *everything(5, lost=[1])], run="r", ranks=1)
-    assert (decision.rung, decision.step) == ("decoded", 5)
+    assert (decision.source, decision.step) == ("parity", 5)
     assert decision.columns[0].missing == (1,)
-    assert decision.columns[0].parity == {0: "host-0:1", 2: "host-2:1"}
+    assert [[piece.address for piece in pieces] for pieces in decision.columns[0].parity] == [["host-0:1", "host-2:1"]]
 
 
 def test_a_newer_disk_checkpoint_wins_and_an_older_one_does_not():
     held = everything(4)
-    assert decide(held, run="r", ranks=1, disk_step=5).rung == "disk"
-    assert decide(held, run="r", ranks=1, disk_step=4).rung == "disk"
-    assert decide(held, run="r", ranks=1, disk_step=3).rung == "complete"
+    assert decide(held, run="r", ranks=1, disk_step=5).source == "disk"
+    assert decide(held, run="r", ranks=1, disk_step=4).source == "disk"
+    assert decide(held, run="r", ranks=1, disk_step=3).source == "memory"
 
 
 def test_a_live_peer_comes_before_all_else():
-    assert decide(everything(4), run="r", ranks=1, disk_step=9, live_step=3).rung == "peers"
+    assert decide(everything(4), run="r", ranks=1, disk_step=9, live_step=3).source == "peers"
 
 
 def test_with_nothing_left_it_says_so():
     decision = decide([], run="r", ranks=1)
-    assert (decision.rung, decision.step) == ("nothing", 0)
+    assert (decision.source, decision.step) == ("nothing", 0)
     assert decision.reasons == (
         "no keeper holds a snapshot of this run that fits",
         "there is no disk checkpoint",
@@ -70,17 +71,17 @@ def test_with_nothing_left_it_says_so():
 
 
 def test_a_step_counts_only_when_every_rank_column_has_it():
-    held = [slot(g, 5, rank=r, ranks=2) for g in (0, 1, 2) for r in (0, 1) if (g, r) != (2, 1)]
-    held += [slot(g, 4, rank=r, ranks=2) for g in (0, 1, 2) for r in (0, 1)]
+    held = [buffer(g, 5, rank=r, ranks=2) for g in (0, 1, 2) for r in (0, 1) if (g, r) != (2, 1)]
+    held += [buffer(g, 4, rank=r, ranks=2) for g in (0, 1, 2) for r in (0, 1)]
     decision = decide(held, run="r", ranks=2)
-    assert (decision.rung, decision.step) == ("older", 4)
+    assert (decision.source, decision.step) == ("older", 4)
     assert "rank 1: no keeper has the part of group 2" in decision.reasons[0]
 
 
 def test_lineages_memberships_and_layouts_are_not_mixed():
     for odd in ({"lineage": "b"}, {"members": (0, 1, 2, 3)}, {"topology": "u"}):
-        held = [slot(0, 5, parity=0), slot(1, 5, parity=0), slot(2, 5, **{"parity": 0, **odd})]
-        assert decide(held, run="r", ranks=1).rung == "nothing"
+        held = [buffer(0, 5, parity=0), buffer(1, 5, parity=0), buffer(2, 5, **{"parity": 0, **odd})]
+        assert decide(held, run="r", ranks=1).source == "nothing"
 
 
 def test_of_two_lineages_of_one_step_the_later_is_taken():
@@ -93,21 +94,19 @@ def test_of_two_lineages_of_one_step_the_later_is_taken():
     ("changes", "reason"),
     [
         ({"run": "other"}, "belongs to another run"),
-        ({"ranks": 2}, "taken with 2 ranks per group, and this run has 1"),
-        ({"topology": "u"}, "another model or optimizer"),
         ({"sound": False}, "does not match its checksums"),
     ],
 )
 def test_what_cannot_be_used_is_named(changes, reason):
     decision = decide(everything(5, **changes), run="r", ranks=1, topologies={0: "t"})
-    assert decision.rung == "nothing"
+    assert decision.source == "nothing"
     assert any(reason in said for said in decision.reasons)
 
 
 def test_with_full_copies_any_one_keeper_is_enough():
-    held = [slot(g, 5, parity=0, part=(0, 900)) for g in (1,)]
+    held = [buffer(g, 5, parity=0, part=(0, 900)) for g in (1,)]
     decision = decide(held, run="r", ranks=1)
-    assert (decision.rung, decision.columns[0].missing) == ("complete", ())
+    assert (decision.source, decision.columns[0].missing) == ("memory", ())
 
 
 @settings(max_examples=300, deadline=None)
@@ -127,46 +126,62 @@ def test_the_order_of_the_answers_does_not_matter(data):
 def test_exactly_parity_many_lost_keepers_are_survived(groups, parity, lost):
     parity, members = min(parity, groups - 1), tuple(range(groups))
     kinds = ("data", "parity") if parity else ("data",)
-    held = [slot(g, 5, kind, members=members, parity=parity) for g in members if g not in lost for kind in kinds]
+    changes: Any = {"members": members, "parity": parity, "state_bytes": 300 * groups}
+    held = [buffer(g, 5, kind, **changes) for g in members if g not in lost for kind in kinds]
     gone = len(lost & set(members))
-    rung = decide(held, run="r", ranks=1).rung
-    assert rung == ("complete" if gone == 0 else "decoded" if gone <= parity else "nothing")
+    source = decide(held, run="r", ranks=1).source
+    assert source == ("memory" if gone == 0 else "parity" if gone <= parity else "nothing")
 
 
-def standing(sequence, complete=True, sound=True, coded=True, coding=False) -> Standing:
-    return Standing(sequence, complete, sound, coded, coding)
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ([(0, 300), (300, 600), (600, 899)], "bytes 899 to 900 are in no part"),
+        ([(0, 300), (300, 600), (300, 900)], "bytes 300 to 600 of 900 are in two parts"),
+        ([(0, 300), (310, 600), (600, 900)], "bytes 300 to 310 of 900 are in no part"),
+        ([(0, 300), (0, 300), (600, 900)], "bytes 0 to 300 of 900 are in two parts"),
+    ],
+)
+def test_parts_that_do_not_cover_the_state_exactly_once_are_refused(parts, why):
+    held = [*everything(4), *(buffer(g, 5, part=part, parity=0) for g, part in enumerate(parts))]
+    decision = decide(held, run="r")
+    assert (decision.source, decision.step) == ("older", 4)
+    assert why in decision.reasons[0]
 
 
-def test_an_empty_or_damaged_slot_is_written_first():
-    assert slot_to_overwrite([standing(1), None]) == 1
-    assert slot_to_overwrite([standing(2, sound=False), standing(1)]) == 0
+@pytest.mark.parametrize("odd", [{"part_digest": "xxh3:f"}, {"meta_digest": "f"}])
+def test_members_that_hold_different_states_are_never_mixed(odd):
+    held = [
+        buffer(g, 5, parity=0, **{
+            "part_digest": f"xxh3:{g}", "witness": (300 * ((g + 1) % 3), 300 * ((g + 1) % 3) + 300),
+            "witness_digest": f"xxh3:{(g + 1) % 3}", **(odd if g == 1 else {}),
+        })
+        for g in (0, 1, 2)
+    ]  # fmt: skip
+    decision = decide([*everything(4), *held], run="r")
+    assert (decision.source, decision.step) == ("older", 4)
+    assert "one of them is wrong" in decision.reasons[0] or "differ in what they hold" in decision.reasons[0]
 
 
-def test_the_older_slot_goes_once_the_younger_is_complete():
-    assert slot_to_overwrite([standing(1), standing(2)]) == 0
-    assert slot_to_overwrite([standing(4), standing(3)]) == 1
+def test_a_snapshot_of_another_shape_or_layout_is_taken_and_cut_anew():
+    held = [buffer(g, 5, rank=r, ranks=2) for g in (0, 1, 2) for r in (0, 1)]
+    assert decide(held, run="r", ranks=2, topologies={0: "t", 1: "t"}).reshaped is False
+    assert decide(held, run="r", ranks=1, topologies={0: "t"}).reshaped is True
+    assert decide(held, run="r", ranks=2, topologies={0: "u", 1: "u"}).reshaped is True
 
 
-def test_an_incomplete_younger_slot_goes_before_a_complete_older_one():
-    assert slot_to_overwrite([standing(1), standing(2, complete=False)]) == 1
-
-
-def test_while_the_younger_is_coded_the_last_coded_step_is_not_given_up():
-    assert slot_to_overwrite([standing(1), standing(2, coded=False, coding=True)]) is None
-    assert slot_to_overwrite([standing(1), standing(2, coded=True, coding=False)]) == 0
-    assert slot_to_overwrite([standing(1, coded=False), standing(2, coded=False, coding=True)]) == 0
-
-
-@given(
-    slots=st.lists(
-        st.builds(Standing, st.integers(1, 9), st.booleans(), st.booleans(), st.booleans(), st.booleans()),
-        min_size=2, max_size=2, unique_by=lambda s: s.sequence,
-    )
-)  # fmt: skip
-def test_a_sound_complete_younger_step_is_never_overwritten(slots):
-    younger = max((0, 1), key=lambda i: slots[i].sequence)
-    if slots[younger].complete and slots[younger].sound:
-        assert slot_to_overwrite(slots) != younger
+def test_lost_members_of_several_parity_groups_are_each_decoded_by_their_own_code():
+    members = tuple(range(16))
+    held = []
+    for g in members:
+        mine = parity_group(members, 8, g)
+        changes: Any = {"members": members, "parity_group": mine, "state_bytes": 4800}
+        held.append(buffer(g, 5, **changes))
+        held.append(buffer(g, 5, "parity", **changes, code=f"code-{mine[0]}", givers=mine, holders=mine))
+    decision = decide([h for h in held if h.header.group not in (2, 3)], run="r")
+    assert (decision.source, decision.columns[0].missing) == ("parity", (2, 3))
+    assert {pieces[0].header.code for pieces in decision.columns[0].parity} == {"code-0", "code-1"}
+    assert decide([h for h in held if h.header.group not in (2, 4)], run="r").source == "nothing"
 
 
 @settings(max_examples=50, deadline=None)
@@ -209,15 +224,8 @@ def test_a_layout_of_another_model_sharding_or_rank_count_has_another_topology()
 
 def test_meta_and_blobs_come_back():
     meta, blobs = {"lr": [1e-3], "deep": {"x": None}}, {"a": b"\0\1", "empty": b""}
-    assert unpack_own(pack_own(meta, blobs)) == (meta, blobs)
-
-
-def test_a_common_value_is_told_from_values_that_only_sum_alike():
-    assert common_value(21, 147, 3) == 7
-    assert common_value(6 + 7 + 8, 36 + 49 + 64, 3) == -1
-    assert common_value(-3, 3, 3) == -1
-
-
-def test_lives_differ_by_group_and_start():
-    assert len({life(0, "x/0"), life(1, "x/0"), life(0, "x/1")}) == 3
-    assert life(5, "y/3") < 1 << 40
+    packed = pack_own(meta, blobs, step=3, group=1, rank=0)
+    assert unpack_own(packed, step=3, group=1, rank=0) == (meta, blobs)
+    for other in ({"step": 2, "group": 1, "rank": 0}, {"step": 3, "group": 0, "rank": 0}):
+        with pytest.raises(ValueError, match="it is of step, group and rank"):
+            unpack_own(packed, **other)

@@ -98,20 +98,45 @@ def test_one_loss_more_is_an_error_and_no_bytes():
         parity.decoding_rows(3, 2, [0, 1, 2], [3, 4])
 
 
-@settings(max_examples=60, deadline=None)
-@given(members=st.integers(2, 12), m=st.integers(1, 2), sizes=st.data())
-def test_the_rotation_places_every_shard_once_and_never_with_its_parity(members, m, sizes):
-    m = stripes.effective_parity(members, m)
-    k = members - m
-    placed = set()
-    for member, column in itertools.product(range(members), range(k)):
-        stripe = stripes.stripe_of(member, column, members, m)
-        assert stripes.data_members(stripe, members, m)[column] == member
-        assert member not in {stripes.parity_member(stripe, row, members) for row in range(m)}
-        placed.add((stripe, column))
-    assert len(placed) == members * k
-    for member, row in itertools.product(range(members), range(m)):
-        assert stripes.parity_member(stripes.stripe_coded_by(member, row, members), row, members) == member
+codes = st.integers(2, 12).flatmap(
+    lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), min_size=2), st.integers(1, 2))
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(codes)
+def test_the_rotation_places_every_shard_once_and_never_with_its_parity(drawn):
+    n, holders, m = drawn
+    code = stripes.Code(tuple(range(n)), tuple(sorted(holders)), stripes.effective_parity(len(holders), m))
+    for giver in code.givers:
+        held = {code.stripe_coded_by(giver, row) for row in range(code.parity)} if giver in holders else set()
+        assert len(held) == (code.parity if giver in holders else 0)
+        assert sorted({*code.stripes_of(giver), *held}) == list(range(len(holders)))
+        assert not held.intersection(code.stripes_of(giver))
+        assert all(giver in code.columns(stripe) for stripe in code.stripes_of(giver))
+
+
+@settings(max_examples=40, deadline=None)
+@given(codes, st.data())
+def test_as_many_lost_members_as_rows_are_always_decodable_and_more_never_claimed(drawn, data):
+    n, holders, m = drawn
+    code = stripes.Code(tuple(range(n)), tuple(sorted(holders)), stripes.effective_parity(len(holders), m))
+    lost = frozenset(data.draw(st.sets(st.integers(0, n - 1), max_size=code.parity)))
+    there = frozenset(code.holders) - lost
+    assert code.lacks(lost, there) == ""
+    everyone = frozenset(range(n))
+    assert code.lacks(everyone, frozenset(code.holders) - everyone)
+
+
+@pytest.mark.parametrize(("groups", "size"), [(1, 8), (8, 8), (9, 8), (12, 8), (257, 8), (1000, 8), (40, 4)])
+def test_parity_groups_are_of_about_the_size_and_keep_neighbours_apart(groups, size):
+    members = tuple(range(0, 3 * groups, 3))
+    found = {stripes.parity_group(members, size, group) for group in members}
+    assert sorted(group for each in found for group in each) == list(members)
+    assert all(len(each) <= 1.5 * size + 1 for each in found)
+    if groups > 2 * size:
+        assert all(len(each) > size / 2 for each in found)
+        assert all(b - a > 3 for each in found for a, b in itertools.pairwise(each))
 
 
 @given(state_bytes=st.integers(0, 10**12), members=st.integers(1, 100))

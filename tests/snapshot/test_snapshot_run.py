@@ -20,14 +20,14 @@ def uninterrupted(tmp_path_factory) -> dict[int, dict]:
 
 
 @pytest.mark.parametrize(
-    ("lost", "flags", "rungs"),
+    ("lost", "flags", "sources"),
     [
-        (0, [], {"complete", "older"}),
-        (1, ["--snapshot.parity", "1"], {"decoded"}),
-        (2, ["--snapshot.parity", "2"], {"decoded"}),
+        (0, [], {"memory", "older"}),
+        (1, ["--snapshot.parity", "1"], {"parity"}),
+        (2, ["--snapshot.parity", "2"], {"parity"}),
     ],
 )
-def test_everything_killed_at_once_goes_on_from_memory(tmp_path, uninterrupted, lost, flags, rungs):
+def test_everything_killed_at_once_goes_on_from_memory(tmp_path, uninterrupted, lost, flags, sources):
     run = Run(tmp_path, "run", flags)
     try:
         run.start()
@@ -38,7 +38,7 @@ def test_everything_killed_at_once_goes_on_from_memory(tmp_path, uninterrupted, 
         run.start()
         assert run.process.wait() == 0
         recovered = run.recoveries()
-        assert {event["rung"] for event in recovered} <= rungs
+        assert {event["source"] for event in recovered} <= sources
         assert recovered
         # Steps of half a second leave the keepers, at low priority on busy cores, behind with parity.
         assert min(event["restored_step"] for event in recovered) >= last - (3 if lost else 1)
@@ -49,7 +49,7 @@ def test_everything_killed_at_once_goes_on_from_memory(tmp_path, uninterrupted, 
         end(run)
 
 
-def test_keepers_killed_as_well_leave_their_arenas_to_the_next_start(tmp_path):
+def test_keepers_killed_as_well_leave_their_segments_to_the_next_start(tmp_path):
     run = Run(tmp_path, "run", [])
     try:
         run.start()
@@ -86,22 +86,27 @@ def test_groups_of_two_sharded_ranks_come_back_from_memory(tmp_path):
         end(run)
 
 
-def test_another_number_of_ranks_takes_the_checkpoint_on_disk_and_says_why(tmp_path):
-    disk = ["--checkpoint.enable", "--checkpoint.interval", "3", "--snapshot.interval", "3"]
-    disk += ["--lr_scheduler.total_steps", "10000"]
-    run = Run(tmp_path, "run", [*disk, "--groups", "1", "--ranks-per-group", "2", "--steps", "10000"])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_groups_of_another_number_of_ranks_go_on_from_memory(tmp_path, before, after):
+    flags = ["--groups", "2", "--training.mixed_precision_param", "float32", "--lr_scheduler.total_steps", "10000"]
+    reference = Run(tmp_path, "reference", [*flags, "--steps", "14", "--ranks-per-group", str(after)])
+    run = Run(tmp_path, "run", [*flags, "--steps", "10000", "--ranks-per-group", str(before)])
+    reference.start()
+    assert reference.process.wait() == 0
     try:
         run.start()
-        run.until_saved(3)
+        run.until(6)
         run.kill_all_but_keepers()
-        steps = max(run.commits()) + 4
-        run.flags = [*disk, "--groups", "2", "--steps", str(steps)]
+        last = max(run.commits())
+        run.flags = [*flags, "--steps", str(last + 4), "--ranks-per-group", str(after)]
         run.start()
         assert run.process.wait() == 0
-        assert {event["rung"] for event in run.recoveries()} == {"disk"}
-        reasons = [r for e in run.events("recovery") for r in e["reasons"]]
-        assert any("ranks" in reason for reason in reasons), reasons
-        assert {e["source"] for e in run.events("training_started")} >= {"disk"}
-        assert sorted(run.commits()) == list(range(1, steps + 1))
+        recovered = run.recoveries()
+        assert {event["rank"] for event in recovered} == set(range(after))
+        assert {event["source"] for event in recovered} <= {"memory", "older", "parity"}
+        assert min(event["restored_step"] for event in recovered) >= last - 3
+        assert sorted(run.commits()) == list(range(1, last + 5))
+        losses = {step: event["loss"] for step, event in run.commits().items() if step <= 14}
+        assert losses == pytest.approx({s: reference.commits()[s]["loss"] for s in losses}, abs=2e-3)
     finally:
         end(run)

@@ -1,4 +1,4 @@
-"""What is lost and what is restored: real keepers, real arenas, real deaths."""
+"""What is lost and what is restored: real keepers, real segments, real deaths."""
 
 import os
 import re
@@ -7,23 +7,25 @@ from dataclasses import replace
 
 import psutil
 import pytest
+import torch
 
 from everstep import wire
 from everstep.snapshot import keepers, peers
-from everstep.snapshot.arena import Arena
+from everstep.snapshot.agreement import Agreed
+from everstep.snapshot.buffer import HEADER_BYTES
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.inspect import InspectError, describe, inspect, sound, to_json
 from everstep.snapshot.plan import State
 from everstep.snapshot.restore import RestoreError
-from everstep.snapshot.slot import HEADER_BYTES
+from everstep.snapshot.segment import Segment
 from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, is_zombie, wait_until
 
 
 def damage(run: Cluster, group: int, kind: str, step: int, at: int) -> None:
-    """Flip one bit of a slot; `at` counts from the payload's first byte."""
-    arena = run.arena(group)
-    index = next(i for i, h in enumerate(arena.headers(kind, 0)) if h and h.step == step)
-    with arena.file(kind, 0, index).open("r+b") as file:
+    """Flip one bit of a buffer; `at` counts from the payload's first byte."""
+    segment = run.segment(group)
+    index = next(i for i, h in enumerate(segment.headers(kind, 0)) if h and h.step == step)
+    with segment.file(kind, 0, index).open("r+b") as file:
         file.seek(HEADER_BYTES + at)
         byte = file.read(1)[0]
         file.seek(HEADER_BYTES + at)
@@ -36,7 +38,7 @@ def test_the_newest_step_is_restored_bit_for_bit_on_every_group():
             run.commit(step)
         run.wait()
         decision = run.decide()
-        assert (decision.rung, decision.step) == ("complete", 3)
+        assert (decision.source, decision.step) == ("memory", 3)
         for group in run.groups:
             assert_is_step(run.restore(decision, group), 3)
 
@@ -45,7 +47,7 @@ def test_each_group_copies_only_its_part():
     with Cluster(4) as run:
         run.commit(1)
         run.wait()
-        headers = [run.arena(g).headers("data", 0)[0] for g in run.groups]
+        headers = [run.segment(g).headers("data", 0)[0] for g in run.groups]
         assert sum(h.part[1] - h.part[0] for h in headers) == headers[0].state_bytes
         assert max(h.part[1] - h.part[0] for h in headers) <= headers[0].state_bytes / 4 + 64
 
@@ -59,7 +61,7 @@ def test_hosts_lost_within_parity_are_decoded(groups, parity, lost):
         for group in range(lost):
             run.lose_host(group)
         decision = run.decide()
-        assert (decision.rung, decision.step) == ("decoded", 7)
+        assert (decision.source, decision.step) == ("parity", 7)
         restored = run.restore(decision, group=0)
         assert restored.decoded == tuple(range(lost))
         assert_is_step(restored, 7)
@@ -73,23 +75,23 @@ def test_one_host_more_than_parity_falls_to_disk_and_says_why():
         run.lose_host(0)
         run.lose_host(2)
         decision = run.decide(disk_step=5)
-        assert (decision.rung, decision.step) == ("disk", 5)
+        assert (decision.source, decision.step) == ("disk", 5)
         assert "no keeper has the part of groups 0, 2" in decision.reasons[0]
         assert "cannot be decoded" in decision.reasons[0]
-        assert run.decide().rung == "nothing"
+        assert run.decide().source == "nothing"
 
 
-def test_a_killed_keeper_leaves_its_arena_to_the_next_one():
+def test_a_killed_keeper_leaves_its_segment_to_the_next_one():
     with Cluster(2) as run:
         run.commit(4)
         run.wait()
         run.kill_keeper(0)
         run.kill_keeper(1)
-        assert run.decide().rung == "nothing"
+        assert run.decide().source == "nothing"
         run.start_keeper(0)
         run.start_keeper(1)
         decision = run.decide()
-        assert (decision.rung, decision.step) == ("complete", 4)
+        assert (decision.source, decision.step) == ("memory", 4)
         assert_is_step(run.restore(decision), 4)
 
 
@@ -109,8 +111,8 @@ def test_when_the_run_is_over_nothing_is_left():
         pids = [place.pid for place in peers.read_places(run.run_dir)]
         assert keepers.end_keepers(run.run_dir) == []
         wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
-        assert not run.arena(0).path.exists()
-        assert not run.arena(1).path.exists()
+        assert not run.segment(0).path.exists()
+        assert not run.segment(1).path.exists()
         assert peers.read_places(run.run_dir) == []
 
 
@@ -119,7 +121,7 @@ def test_a_keeper_ends_when_its_run_directory_is_another_runs():
         place = peers.read_places(run.run_dir)[0]
         (run.run_dir / "token").write_text("ab" * 32)
         wait_until(lambda: is_zombie(place.pid))
-        assert not run.arena(0).path.exists()
+        assert not run.segment(0).path.exists()
 
 
 def test_a_keeper_that_is_spoken_for_stays():
@@ -127,7 +129,7 @@ def test_a_keeper_that_is_spoken_for_stays():
         place = peers.read_places(run.run_dir)[0]
         until = time.monotonic() + 4
         while time.monotonic() < until:
-            keepers.touch(run.arena(0))
+            keepers.touch(run.segment(0))
             assert psutil.pid_exists(place.pid)
             time.sleep(0.2)
 
@@ -136,7 +138,7 @@ def test_a_keeper_nobody_speaks_for_ends_and_leaves_nothing():
     with Cluster(1, keeper_ttl_s=1.0) as run:
         place = peers.read_places(run.run_dir)[0]
         wait_until(lambda: not psutil.pid_exists(place.pid))
-        assert not run.arena(0).path.exists()
+        assert not run.segment(0).path.exists()
 
 
 def test_a_group_that_dies_in_its_copy_does_not_take_the_step_before_with_it():
@@ -147,18 +149,19 @@ def test_a_group_that_dies_in_its_copy_does_not_take_the_step_before_with_it():
         run.wait()
         for group in (0, 2):  # group 1 is dead before it copied anything of step 3
             state = run.tensors[group]
-            run.copiers[group].committed(3, "a", [0, 1, 2], 2, lambda state=state: State(state))
+            words = {g: run.copiers[g].word() for g in (0, 1, 2)}
+            run.copiers[group].committed(3, "a", [0, 1, 2], words, lambda state=state: State(state))
         run.wait()
         decision = run.decide()
-        assert (decision.rung, decision.step) == ("older", 2)
+        assert (decision.source, decision.step) == ("older", 2)
         assert "step 3" in decision.reasons[0]
         # Step 4 is committed without group 1: it must go over step 3, not over step 2.
         run.commit(4, members=[0, 2])
         run.wait()
-        steps = {h.step for h in run.arena(0).headers("data", 0) if h}
+        steps = {h.step for h in run.segment(0).headers("data", 0) if h}
         assert steps == {2, 4}
         decision = run.decide()
-        assert (decision.rung, decision.step) == ("complete", 4)
+        assert (decision.source, decision.step) == ("memory", 4)
         assert_is_step(run.restore(decision), 4)
 
 
@@ -197,7 +200,7 @@ def test_flipped_bits_are_never_restored(where):
         run.commit(2)
         run.wait()
         run.settled(2)
-        size = run.arena(1).headers("data", 0)[0].payload_bytes
+        size = run.segment(1).headers("data", 0)[0].payload_bytes
         damage(
             run,
             1,
@@ -209,7 +212,7 @@ def test_flipped_bits_are_never_restored(where):
             with pytest.raises(RestoreError, match=r"is not what was saved|is not the one"):
                 run.restore(run.decide())
         found = run.recover()
-        assert found.decision.rung == "decoded"
+        assert found.decision.source == "parity"
         assert found.restored.decoded == (1,)
         assert_is_step(found.restored, 2)
 
@@ -221,15 +224,15 @@ def test_a_keeper_finds_damage_by_itself_and_no_parity_is_coded_over_it():
         run.wait()
         damage(run, 1, "data", step=1, at=100)
         run.start_keeper(1)
-        wait_until(lambda: run.arena(1).read_notes(0).sequence != -1)
-        notes = run.arena(1).read_notes(0)
+        wait_until(lambda: run.segment(1).read_notes(0).sequence != -1)
+        notes = run.segment(1).read_notes(0)
         assert (notes.sound, notes.coded) == (False, False)
         assert "chunks [0] do not match" in notes.reason
         place = next(place for place in peers.read_places(run.run_dir) if place.group == 1)
-        assert [slot.sound for slot in peers.inventory(place.address, run.token, TIMEOUT)] == [False]
-        wait_until(lambda: run.arena(0).read_notes(0).settled)
-        assert "is damaged here" in run.arena(0).read_notes(0).reason
-        assert all(header is None for g in run.groups for header in run.arena(g).headers("parity", 0))
+        assert [buffer.sound for buffer in peers.inventory(place.address, run.token, TIMEOUT)] == [False]
+        wait_until(lambda: run.segment(0).read_notes(0).settled)
+        assert "nothing is heard of group 1" in run.segment(0).read_notes(0).reason
+        assert all(header is None for g in run.groups for header in run.segment(g).headers("parity", 0))
 
 
 def test_what_cannot_be_decoded_gives_way_to_the_older_step():
@@ -239,8 +242,9 @@ def test_what_cannot_be_decoded_gives_way_to_the_older_step():
         run.wait()
         damage(run, 1, "data", step=2, at=999)
         found = run.recover(disk_step=0)
-        assert (found.decision.rung, found.decision.step) == ("older", 1)
-        assert re.search("step 2.* (not what was saved|does not match its checksums)", found.decision.reasons[0])
+        assert (found.decision.source, found.decision.step) == ("older", 1)
+        wrong = "step 2.* (not what was saved|does not match its checksums|is damaged here)"
+        assert re.search(wrong, found.decision.reasons[0])
         assert_is_step(found.restored, 1)
 
 
@@ -254,26 +258,24 @@ def test_a_flipped_bit_in_parity_is_an_error_and_not_a_state():
         run.lose_host(0)
         with pytest.raises(RestoreError, match="does not match its checksums"):
             run.restore(run.decide())
-        assert run.recover(disk_step=1).decision.rung == "disk"
+        assert run.recover(disk_step=1).decision.source == "disk"
 
 
-def test_another_number_of_ranks_or_another_model_goes_to_disk_with_the_reason():
+def test_another_model_goes_to_disk_with_the_reason():
     with Cluster(2) as run:
         run.commit(2)
         run.wait()
-        decision = run.decide(disk_step=1, ranks=2)
-        assert decision.rung == "disk"
-        assert "taken with 1 ranks per group, and this run has 2" in decision.reasons[0]
-        decision = run.decide(disk_step=1, topologies={0: "another"})
-        assert decision.rung == "disk"
-        assert "of another model" in decision.reasons[0]
+        run.tensors[0] = {**run.tensors[0], "param/w": torch.zeros(300, 258)}
+        found = run.recover(disk_step=1)
+        assert found.decision.source == "disk"
+        assert "param/w is float32 (300, 258) here and was float32 (300, 257)" in found.decision.reasons[0]
 
 
 def test_a_keeper_that_dies_during_the_run_is_replaced_and_takes_over():
     with Cluster(1) as run:
         emitted = []
         copier = Copier(
-            run.arena(0), 0, 1, run.settings, lambda *a, **k: emitted.append(a), lambda: run.start_keeper(0)
+            run.segment(0), 0, 1, run.settings, lambda *a, **k: emitted.append(a), lambda: run.start_keeper(0)
         )
         run.copiers[0].close()
         run.copiers[0] = copier
@@ -287,7 +289,7 @@ def test_a_keeper_that_dies_during_the_run_is_replaced_and_takes_over():
             step += 1
             run.commit(step)
             run.wait()
-            return run.arena(0).read_notes(0).heartbeat > time.monotonic() - 1
+            return run.segment(0).read_notes(0).heartbeat > time.monotonic() - 1
 
         wait_until(replaced)
         assert_is_step(run.restore(run.decide()), step)
@@ -299,7 +301,7 @@ def test_without_room_the_snapshot_fails_with_the_numbers_and_the_step_before_st
         run.commit(1)
         run.wait()
         tight = Copier(
-            run.arena(0),
+            run.segment(0),
             0,
             1,
             replace(run.settings, memory_reserve_gb=1e6),
@@ -318,13 +320,13 @@ def test_without_room_the_snapshot_fails_with_the_numbers_and_the_step_before_st
 def test_without_permission_the_snapshot_fails_and_says_where():
     with Cluster(1) as run:
         run.copiers[0].close()
-        missing = Arena(run.home / "nowhere", "0" * 16, 0)
+        missing = Segment(run.home / "nowhere", "0" * 16, 0)
         run.copiers[0] = Copier(missing, 0, 1, run.settings, lambda *a, **k: run.events.append((a, k)))
         run.commit(1)
         run.wait()
         assert run.events[-1][0] == ("snapshot_failed", 1)
         assert "nowhere" in run.events[-1][1]["reason"]
-        assert "snapshot.arena_dir" in run.events[-1][1]["reason"]
+        assert "snapshot.segment_dir" in run.events[-1][1]["reason"]
 
 
 def test_another_token_learns_nothing_from_a_keeper():
@@ -334,27 +336,29 @@ def test_another_token_learns_nothing_from_a_keeper():
             peers.inventory(place.address, b"y" * 32, TIMEOUT)
 
 
-def test_a_truncated_slot_counts_as_empty():
+def test_a_truncated_buffer_counts_as_empty():
     with Cluster(2, parity=0) as run:
         run.commit(1)
         run.commit(2)
         run.wait()
-        arena = run.arena(1)
-        index = next(i for i, h in enumerate(arena.headers("data", 0)) if h and h.step == 2)
-        os.truncate(arena.file("data", 0, index), HEADER_BYTES + 1000)
+        segment = run.segment(1)
+        index = next(i for i, h in enumerate(segment.headers("data", 0)) if h and h.step == 2)
+        os.truncate(segment.file("data", 0, index), HEADER_BYTES + 1000)
         found = run.recover(disk_step=0)
-        assert (found.decision.rung, found.decision.step) == ("older", 1)
+        assert (found.decision.source, found.decision.step) == ("older", 1)
         assert_is_step(found.restored, 1)
 
 
-def test_slots_of_another_run_in_the_arena_are_not_used():
+def test_buffers_of_another_run_in_the_segment_are_not_used():
     with Cluster(1) as run, Cluster(1) as stranger:
         stranger.commit(9)
         stranger.wait()
         run.commit(1)
         run.wait()
-        source = next(stranger.arena(0).file("data", 0, i) for i in (0, 1) if stranger.arena(0).headers("data", 0)[i])
-        target = next(run.arena(0).file("data", 0, i) for i in (0, 1) if not run.arena(0).headers("data", 0)[i])
+        source = next(
+            stranger.segment(0).file("data", 0, i) for i in (0, 1) if stranger.segment(0).headers("data", 0)[i]
+        )
+        target = next(run.segment(0).file("data", 0, i) for i in (0, 1) if not run.segment(0).headers("data", 0)[i])
         target.write_bytes(source.read_bytes())
         assert run.decide().step == 1
 
@@ -369,7 +373,7 @@ def test_inspection_shows_what_is_held_and_verification_finds_damage():
         assert sound(found)
         assert found.restored == {0: ""}
         text = describe(found)
-        assert "a start would restore step 2 (complete)" in text
+        assert "a start would restore step 2 (memory)" in text
         assert text.count("verified now") == len(found.held) >= 9
         damage(run, 2, "parity", step=2, at=5)
         found = inspect(run.run_dir, verify=True, timeout=TIMEOUT)
@@ -378,7 +382,7 @@ def test_inspection_shows_what_is_held_and_verification_finds_damage():
         run.lose_host(0)
         found = inspect(run.run_dir, timeout=TIMEOUT)
         assert "group 0" in "".join(found.silent)
-        assert to_json(found)["rung"] == "decoded"
+        assert to_json(found)["source"] == "parity"
 
 
 def test_inspecting_what_is_no_run_says_so(tmp_path):
@@ -397,22 +401,22 @@ def test_a_healed_group_does_not_overwrite_what_the_others_would_go_back_to():
             run.copiers[group].close()
             run.start_copier(group)
         run.copiers[0].learn_complete(2, "a")
-        run.copiers[1].learn_complete(*run.copiers[0].complete)
+        run.copiers[1].agreed = Agreed.from_json(run.copiers[0].agreed.to_json())
         run.commit(3, lineage="b")
         run.wait()
-        assert [{h.step for h in run.arena(g).headers("data", 0) if h} for g in run.groups] == [
+        assert [{h.step for h in run.segment(g).headers("data", 0) if h} for g in run.groups] == [
             {2, 3},
             {2, 3},
         ]
         run.commit(4, lineage="b")
         run.wait()
-        assert [{h.step for h in run.arena(g).headers("data", 0) if h} for g in run.groups] == [
+        assert [{h.step for h in run.segment(g).headers("data", 0) if h} for g in run.groups] == [
             {3, 4},
             {3, 4},
         ]
 
 
-def test_an_arena_that_is_removed_under_a_run_is_made_anew():
+def test_an_segment_that_is_removed_under_a_run_is_made_anew():
     with Cluster(1) as run:
         run.commit(1)
         run.wait()
@@ -423,16 +427,17 @@ def test_an_arena_that_is_removed_under_a_run_is_made_anew():
         assert_is_step(run.restore(run.decide()), 2)
 
 
-def test_no_sequence_number_comes_twice_though_the_younger_slot_is_overwritten():
+def test_no_sequence_number_comes_twice_though_the_younger_buffer_is_overwritten():
     with Cluster(2, parity=0) as run:
         run.commit(1)
         run.commit(2)
         run.wait()
-        seen = {h.sequence for h in run.arena(0).headers("data", 0) if h}
+        seen = {h.sequence for h in run.segment(0).headers("data", 0) if h}
         run.copiers[0].close()
-        run.start_copier(0)  # it knows of no complete step, so it writes over the younger slot
+        run.start_copier(0)
+        run.copiers[0].learn_complete(1, "a")  # so that it writes over the younger buffer
         run.commit(3, members=[0])
         run.wait()
-        headers = [h for h in run.arena(0).headers("data", 0) if h]
+        headers = [h for h in run.segment(0).headers("data", 0) if h]
         assert {h.step for h in headers} == {1, 3}
         assert max(h.sequence for h in headers) > max(seen)

@@ -25,7 +25,7 @@ import torch
 from .findings import Deviation, outcome
 from .guard import Guard
 from .masks import Visible
-from .product import TileSums, settle, unseen_by_checkpointing
+from .product import InnerSums, settle, unseen_by_checkpointing
 from .roundoff import (
     accumulator,
     growth,
@@ -178,17 +178,17 @@ class _Operands:
         """Σ_h |k_jh| of a block's keys (B, heads, keys)."""
         return block.of_keys(self.kept("k sizes", lambda: self.k.abs().sum(-1)))
 
-    def tiled(self, name: Literal["k", "v"], block: "_Block") -> TileSums:
+    def tiled(self, name: Literal["k", "v"], block: "_Block") -> InnerSums:
         """Of a block's rows of k or v, with tiles of rows: sums (B, heads, H, T) and summed norms (B, heads, T)."""
         operand = getattr(self, name)
         width = tile_width(block.keys.stop - block.keys.start)
         if block.keys.start % width or tile_width(operand.shape[2]) != width:
             plain = tiles(block.of_keys(operand), -2).sum(-2)
-            return TileSums(plain.transpose(-1, -2), tile_totals(block.of_keys(self.norms(name))))
+            return InnerSums(plain.transpose(-1, -2), tile_totals(block.of_keys(self.norms(name))))
         among = slice(block.keys.start // width, block.keys.stop // width)
         plain = self.kept(f"{name} tiles", lambda: tiles(operand, -2).sum(-2))[:, block.heads, among]
         totals = self.kept(f"{name} tiled norms", lambda: tile_totals(self.norms(name)))[:, block.heads, among]
-        return TileSums(plain.transpose(-1, -2), totals)
+        return InnerSums(plain.transpose(-1, -2), totals)
 
     def v_sums(self, block: "_Block") -> torch.Tensor:
         """Σ_h v_jh and Σ_h |v_jh| of a block's keys (B, heads, 2, keys)."""
@@ -213,7 +213,7 @@ def _sums_over(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ..
     return (weights @ x.mT).unbind(-2)
 
 
-def _inner_tiles(y: torch.Tensor, a: torch.Tensor, a_norms: torch.Tensor, b_sums: TileSums, loss: float) -> Deviation:
+def _inner_tiles(y: torch.Tensor, a: torch.Tensor, a_norms: torch.Tensor, b_sums: InnerSums, loss: float) -> Deviation:
     """Row tiles of y = a bᵀ: the sums of b's rows are a few, so no pass over y but the one."""
     reach = a_norms.unsqueeze(-1) * b_sums.norms.unsqueeze(-2)
     return Deviation(a @ b_sums.plain - tile_totals(y), loss * reach + torch.finfo(y.dtype).tiny, reach)
@@ -396,7 +396,9 @@ class _Products:
         expected = (~unseen).squeeze(-1).to(p.dtype)
         weights = self.ops.key_weights(block)[..., :2, :]
         sums, weighed = _sums_over(p, weights)
-        found = Deviation(expected - sums, bound, torch.full_like(sums, float(k.shape[-2])))
+        found = self.guard.widened(
+            "scores.backward", Deviation(expected - sums, bound, torch.full_like(sums, float(k.shape[-2])))
+        )
         on_host = p.device.type == "cpu"
         if on_host and not found.bad().any():
             return p, sums, weighed
@@ -405,6 +407,6 @@ class _Products:
             p = block.mask(q @ k.transpose(-1, -2)).sub_(lse).exp_()
             sums, weighed = _sums_over(p, weights)
             recomputed = 1
-            refused = Deviation(expected - sums, bound, bound).bad().sum()
+            refused = Deviation(expected - sums, found.bound, found.bound).bad().sum()
         self.guard.report("scores.backward", outcome(found, recomputed=recomputed, refused=refused), backward=True)
         return p, sums, weighed

@@ -8,21 +8,22 @@ whether the slot must be computed again. `drain()` then hands out the findings a
 import math
 import socket
 from collections import defaultdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+
+from .evidence import Evidence, Sighting
 
 KINDS = ("nan", "inf", "near-inf", "moderate", "checksum")
 """What a finding looked like, worst first. `near-inf`: finite, but larger than the operands allow.
 `checksum`: the result was right, its checksum was not."""
 
-_FIELDS = ("corrected", "recomputed", "refused", *KINDS, "own", "magnitude")
+_FIELDS = ("corrected", "recomputed", "refused", *KINDS, "own", "magnitude", "ratio")
+_LARGEST = 2
+"""So many of the last fields are maxima; the others are counts."""
 
-REFUSALS = 2
-"""Refusals of one slot after which a rank whose own arithmetic was wrong leaves."""
-
-REFUSALS_INHERITED = 3
-"""The same for a rank that only ever saw what it was given: one more, so that the rank it came from goes first."""
+_MOST = 1e30
+"""Stands for the ratio of a residual to a bound of 0."""
 
 
 class Deviation:
@@ -51,7 +52,7 @@ def outcome(
     checksum: torch.Tensor | bool = False,
 ) -> torch.Tensor:
     """One check's record: counts by action, counts by kind, how much is wrong by this rank's own arithmetic, and the
-    largest finite deviation, float64, on the device.
+    largest finite deviation, as it is and in units of its bound; float64, on the device.
 
     A bound or scale that is not finite says that the operands were not: the error was handed in, by an earlier result
     or, where ranks compute one layer together, by another rank.
@@ -65,26 +66,28 @@ def outcome(
     moderate = bad & ~nan & ~inf & ~near
     kinds = torch.stack([nan.sum(), inf.sum(), near.sum(), moderate.sum()]).double()
     total = kinds.sum()
-    broken = torch.as_tensor(checksum, device=residual.device)
-    kinds = torch.where(broken, torch.zeros_like(kinds), kinds)
+    broken = _on(checksum, residual)
+    kinds = torch.where(broken > 0, torch.zeros_like(kinds), kinds)
     finite = torch.where(bad & residual.isfinite(), residual.abs(), torch.zeros_like(residual))
-    actions = [torch.as_tensor(x, device=residual.device).double() for x in (corrected, recomputed, refused)]
+    actions = [_on(x, residual) for x in (corrected, recomputed, refused)]
     largest = finite.max() if finite.numel() else finite.sum()
     own = (bad & seen.scale.isfinite() & seen.bound.isfinite()).sum().double()
-    rest = torch.stack([torch.where(broken, total, 0.0), own, largest.double()])
+    ratio = (finite / seen.bound).nan_to_num(nan=0.0, posinf=_MOST)
+    ratio = ratio.max() if ratio.numel() else ratio.sum()
+    rest = torch.stack([torch.where(broken > 0, total, 0.0), own, largest.double(), ratio.double()])
     return torch.cat([torch.stack(actions), kinds, rest])
+
+
+def _on(value: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
+    """A number as a float64 tensor on `like`'s device, by a fill and never by a copy from the host."""
+    if isinstance(value, torch.Tensor):
+        return value.double()
+    return torch.full((), float(value), dtype=torch.float64, device=like.device)
 
 
 def recomputing() -> bool:
     """Whether this forward runs inside a backward: activation checkpointing computes it again."""
     return torch._C._current_graph_task_id() != -1
-
-
-class _Refusal(NamedTuple):
-    """Where a slot was refused, and whether by this rank's own arithmetic."""
-
-    where: str
-    own: bool
 
 
 class FindingLog:
@@ -99,7 +102,7 @@ class FindingLog:
         self._step = self._slot = 0
         self._records: list[tuple[int, str, bool, torch.Tensor]] = []
         self._findings: list[dict[str, Any]] = []
-        self._refusals: defaultdict[tuple[int, int], list[_Refusal]] = defaultdict(list)
+        self._refusals: defaultdict[tuple[int, int], list[Evidence]] = defaultdict(list)
         self.last: list[dict[str, Any]] = []
         """Findings of the slot that `refused` judged last."""
 
@@ -132,7 +135,7 @@ class FindingLog:
             values.update(zip(indices, stacked, strict=True))
         merged: dict[tuple[int, str], dict[bool, list[float]]] = defaultdict(dict)
         for i, (layer, section, again, _) in enumerate(self._records):
-            if any(values[i][:-1]):
+            if any(values[i][:-_LARGEST]):
                 passes = merged[layer, section]
                 passes[again] = _merge(passes.get(again), values[i])
         self._records.clear()
@@ -143,33 +146,32 @@ class FindingLog:
         ]
         self.last = found
         self._findings += found
-        own = [dict(zip(_FIELDS, passes[min(passes)], strict=True))["own"] > 0 for _, passes in sorted(merged.items())]
-        refusing = [(f, mine) for f, mine in zip(found, own, strict=True) if f["action"] == "refused"]
+        refusing = [f for f in found if f["action"] == "refused"]
         if refusing:
-            mine = [f for f, is_own in refusing if is_own]
-            named = [f"layer {f['layer']} {f['section']} ({f['kind']})" for f in mine or [f for f, _ in refusing]]
-            self._refusals[self._step, self._slot].append(_Refusal(", ".join(named), bool(mine)))
+            fields = {place: dict(zip(_FIELDS, passes[min(passes)], strict=True)) for place, passes in merged.items()}
+            self._refusals[self._step, self._slot].append(
+                tuple(_sighting(f, fields[f["layer"], f["section"]]) for f in refusing)
+            )
         return bool(refusing)
 
-    def reason_to_leave(self) -> str | None:
-        """Why this rank's group must leave: the same slot was refused twice here for what this rank computed, or
-        three times for what it was given. None as long as it was not."""
-        refusals = self._refusals.get((self._step, self._slot), [])
-        own = [refusal for refusal in refusals if refusal.own]
-        here = f"rank {self.rank} on host {socket.gethostname()}"
-        slot = f"slot {self._slot} of step {self._step}"
-        if len(own) >= REFUSALS:
-            return (
-                f"{here} refused {slot} {len(own)} times: {'; then '.join(refusal.where for refusal in own)}. "
-                "The error recurs on this device: take it out of service."
-            )
-        if len(refusals) >= REFUSALS_INHERITED:
-            return (
-                f"{here} refused {slot} {len(refusals)} times, the last time in {refusals[-1].where}, for values that "
-                "were not finite when its checks were given them: look for the error on another rank of this "
-                "group, or outside attention."
-            )
-        return None
+    def refusals(self) -> list[Evidence]:
+        """What every refusal of the present slot on this rank showed, oldest first."""
+        return list(self._refusals.get((self._step, self._slot), []))
+
+    def judged(self) -> None:
+        """The present slot's refusals were judged: what comes is judged anew."""
+        self._refusals.pop((self._step, self._slot), None)
+
+    def describe(self) -> str:
+        """Rank, host, slot, and where it was refused each time."""
+        times = self.refusals()
+        where = "; then ".join(
+            ", ".join(f"layer {s.layer} {s.section} ({s.kind})" for s in evidence) for evidence in times
+        )
+        return (
+            f"rank {self.rank} on host {socket.gethostname()} refused slot {self._slot} of step {self._step} "
+            f"{len(times)} times: {where}"
+        )
 
     def drain(self) -> list[dict[str, Any]]:
         """The findings since the last call, oldest first, as the fields of `finding` events."""
@@ -195,4 +197,11 @@ class FindingLog:
 def _merge(a: list[float] | None, b: list[float]) -> list[float]:
     if a is None:
         return b
-    return [x + y for x, y in zip(a[:-1], b[:-1], strict=True)] + [max(a[-1], b[-1])]
+    counts = [x + y for x, y in zip(a[:-_LARGEST], b[:-_LARGEST], strict=True)]
+    return counts + [max(x, y) for x, y in zip(a[-_LARGEST:], b[-_LARGEST:], strict=True)]
+
+
+def _sighting(finding: dict[str, Any], fields: dict[str, float]) -> Sighting:
+    return Sighting(
+        finding["layer"], finding["section"], finding["kind"], fields["magnitude"], fields["ratio"], fields["own"] > 0
+    )

@@ -23,9 +23,11 @@ from .identities import (
     joined,
     lse_deviation,
     output_side,
+    packed_size,
 )
 from .injection import Fault, inject
 from .product import unseen_by_checkpointing
+from .roundoff import accumulator
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 """The kernel: q (B, L, N, H), k and v (B, L, N_kv, ·) to the context (B, L, N, H_v) and, where the kernel
@@ -44,57 +46,82 @@ SCORES = "scores"
 """Scores inside the kernel: their faults can be imitated for causal scaled_dot_product_attention on a CPU."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Watch:
-    """One call, from its forward to its backward."""
+    """What both sides of one call know."""
 
     guard: Guard
     scale: float
     plain_scores: bool
+    wide_groups: bool
     checking: bool
-    side: OutputSide | None = None
 
 
 class _Inputs(torch.autograd.Function):
+    """Before the kernel; last in the backward, where it sees dQ, dK, dV and, as the gradient of `link`, what
+    `_Output` has to say."""
+
     @staticmethod
     def forward(ctx, q, k, v, watch: _Watch):
         ctx.save_for_backward(q, k, v)
         ctx.watch = watch
-        return q.view_as(q), k.view_as(k), v.view_as(v)
+        size = packed_size(q.shape[-1], v.shape[-1]) if watch.checking else 0
+        link = q.new_zeros(q.shape[0], k.shape[2], size, dtype=accumulator(q.dtype))
+        return q.view_as(q), k.view_as(k), v.view_as(v), link
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dq, dk, dv):
+    def backward(ctx, dq, dk, dv, packed):
         watch: _Watch = ctx.watch
         guard = watch.guard
         dq = guard.touch("dq", dq, backward=True)
         dk = guard.touch("dk", dk, backward=True)
         dv = guard.touch("dv", dv, backward=True)
-        if watch.checking and watch.side is not None:
-            q, k, v = ctx.saved_tensors
-            found = backward_deviation(q, k, v, dq, dk, dv, watch.side, watch.scale, plain_scores=watch.plain_scores)
-            bad = found.bad()
-            if bad.device.type != "cpu" or bad.any():
-                guard.report(BACKWARD, outcome(found, refused=bad.sum()), backward=True)
+        if watch.checking:
+            watch_inputs(
+                guard, *ctx.saved_tensors, dq, dk, dv, packed, watch.scale, watch.plain_scores, watch.wide_groups
+            )
         return dq, dk, dv, None
 
 
 class _Output(torch.autograd.Function):
+    """Behind the kernel; first in the backward, where it sees dO."""
+
     @staticmethod
-    def forward(ctx, out, lse, n_kv: int, watch: _Watch):
+    def forward(ctx, out, lse, q, k, v, link, watch: _Watch):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(out, lse)
-        ctx.watch, ctx.n_kv = watch, n_kv
+        ctx.save_for_backward(out, lse, q, k, v)
+        ctx.watch = watch
         return out.view_as(out), None if lse is None else lse.view_as(lse)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out, d_lse):
-        if ctx.watch.checking and d_out is not None:
-            out, lse = ctx.saved_tensors
-            sees = None if lse is None else lse > -torch.inf
-            ctx.watch.side = output_side(d_out, out, d_lse, sees, ctx.n_kv)
-        return d_out, d_lse, None, None
+        packed = None
+        if ctx.watch.checking:
+            out, lse, q, k, v = ctx.saved_tensors
+            d_out = torch.zeros_like(out) if d_out is None else d_out
+            packed = watch_output(q, k, v, out, d_out, lse, d_lse, ctx.watch.scale)
+        return d_out, d_lse, None, None, None, packed, None
+
+
+def watch_output(q, k, v, out, d_out, lse, d_lse, scale: float) -> torch.Tensor:
+    """What the output's side of the backward has to say (B, N_kv, `packed_size`); see `output_side`."""
+    return output_side(q, k, v, out, d_out, lse, d_lse, scale).pack()
+
+
+def watch_inputs(
+    guard: Guard, q, k, v, dq, dk, dv, packed: torch.Tensor, scale: float, plain_scores: bool, wide_groups: bool
+) -> None:
+    """Compare and report; see `backward_deviation`."""
+    side = OutputSide.unpack(packed, q.shape[-1], v.shape[-1])
+    found = backward_deviation(
+        *(q, k, v, dq, dk, dv, side, scale), plain_scores=plain_scores, wide_groups=wide_groups
+    )
+    found = guard.widened(BACKWARD, found)
+    bad = found.bad()
+    if bad.device.type != "cpu" or bad.any():
+        guard.report(BACKWARD, outcome(found, refused=bad.sum()), backward=True)
 
 
 def attention(
@@ -106,6 +133,7 @@ def attention(
     scale: float | None,
     guard: Guard,
     plain_scores: bool = True,
+    wide_groups: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`attend(q, k, v)`, watched.
 
@@ -114,6 +142,7 @@ def attention(
             every call where the guard asks for a second run.
         scale: of the scores; None: H ** -0.5.
         plain_scores: False where `attend` changes scores other than by the scale and the mask.
+        wide_groups: whether `attend` adds up the query heads of a group in its accumulators, rounding dK and dV once.
 
     Returns:
         What `attend` returns. The gradients are the kernel's, unchanged.
@@ -125,15 +154,16 @@ def attention(
     rerun = guard.reruns and guard.checking(RERUN, flops=flops, cost=flops / FLOPS_PER_READ + 2.0 * q.numel())
     backward = guard.checking(BACKWARD, flops=2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1]), cost=10.0 * q.numel())
     watched = torch.is_grad_enabled() and (backward or guard.injecting)
-    watch = _Watch(guard, scale, plain_scores, backward)
+    watch = _Watch(guard, scale, plain_scores, wide_groups, backward)
+    link = None
     if watched:
-        q, k, v = _Inputs.apply(q, k, v, watch)
+        q, k, v, link = _Inputs.apply(q, k, v, watch)
     out, lse = attend(q, k, v)
     _strike(guard, out, q, k, v, scale)
     if forward or rerun:
         out, lse = _forward_check(attend, q, k, v, out, lse, watch, rerun)
     if watched:
-        out, lse = _Output.apply(out, lse, k.shape[2], watch)
+        out, lse = _Output.apply(out, lse, q.detach(), k.detach(), v.detach(), link, watch)
     return out, lse
 
 
@@ -152,16 +182,31 @@ class _Seen(NamedTuple):
         return joined(*(part for part in self if part is not None))
 
 
-def _look(q, k, v, out, lse, other: tuple[torch.Tensor, torch.Tensor | None] | None, watch: _Watch) -> _Seen:
-    bounded = lse is not None and watch.plain_scores
+def look(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    other: tuple[torch.Tensor, torch.Tensor | None] | None,
+    guard: Guard,
+    scale: float,
+    plain_scores: bool,
+) -> _Seen:
+    """What a forward shows, and where there is one what a second run (`other`) shows of it."""
     same = other is None or (
         out.device.type == "cpu" and torch.equal(out, other[0]) and (lse is None or torch.equal(lse, other[1]))
     )
-    return _Seen(
+    parts = (
         forward_deviation(out, v),
-        lse_deviation(lse, q, k, watch.scale) if bounded else None,
+        lse_deviation(lse, q, k, scale) if lse is not None and plain_scores else None,
         None if same else agreement_deviation(out, lse, *other, v),
     )
+    return _Seen(*(None if part is None else guard.widened(FORWARD, part) for part in parts))
+
+
+def _look(q, k, v, out, lse, other: tuple[torch.Tensor, torch.Tensor | None] | None, watch: _Watch) -> _Seen:
+    return look(q, k, v, out, lse, other, watch.guard, watch.scale, watch.plain_scores)
 
 
 def _forward_check(attend: Attend, q, k, v, out, lse, watch: _Watch, rerun: bool):

@@ -1,13 +1,25 @@
 """What a checked module asks before a check and tells after it."""
 
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 
-from .findings import FindingLog, recomputing
+from .evidence import Evidence, Verdict, judge
+from .findings import Deviation, FindingLog, recomputing
 from .injection import Fault, Injector, inject
 from .schedule import Schedule
 from .section import AttentionCheck
+
+
+class Judgement(NamedTuple):
+    """A verdict, in words for an event, and the evidence whose bounds were widened."""
+
+    verdict: Verdict
+    reason: str
+    widened: Evidence = ()
 
 
 class Checks:
@@ -27,6 +39,12 @@ class Checks:
         self.findings = FindingLog(rank)
         self.schedule = Schedule(section.rate(), section.residual_risk, seed=seed + rank)
         self.injector = Injector(section.inject, rank)
+        self.allowance: dict[tuple[int, str], float] = {}
+        """By how much the bounds of sections were widened in this run."""
+        self.coverage: Any = None
+        """What of the model is guarded, where that was counted."""
+        self.doubts = 0
+        """Slots with a finding so far: after each, kept sums of weights are compared with their copies."""
 
     def guard(self, layer: int, name: str, sections: tuple[str, ...]) -> "Guard":
         """The guard of one module; `sections` are the results it can check."""
@@ -44,11 +62,44 @@ class Checks:
         refused = self.findings.refused()
         for finding in self.findings.last:
             self.schedule.found(finding["layer"])
+        if self.findings.last:
+            self.doubts += 1
         return refused
 
-    def reason_to_leave(self) -> str | None:
-        """Why the group must leave, once the same slot was refused twice on this rank; else None."""
-        return self.findings.reason_to_leave()
+    def evidence(self) -> Evidence:
+        """What the present slot's last refusal here showed, empty where it was not refused: what a witness hands over."""
+        refusals = self.findings.refusals()
+        return refusals[-1] if refusals else ()
+
+    def judge(self, witnesses: Sequence[Evidence] = (), *, alone: bool = False) -> Judgement:
+        """Whose fault it is that the present slot was refused here; see `evidence.judge`. Call after `refused`.
+
+        Where the bound is at fault it is widened here, for the rest of the run, to twice what was seen.
+        """
+        refusals = self.findings.refusals()
+        verdict = judge(refusals, witnesses, alone=alone)
+        if verdict in (Verdict.AGAIN, Verdict.WITNESS):
+            return Judgement(verdict, "")
+        story = self.findings.describe()
+        self.findings.judged()
+        if verdict is Verdict.BOUND:
+            self.widen(refusals[-1])
+            why = "computed the same" if witnesses else "was not there to ask, and every attempt gave the same"
+            return Judgement(verdict, f"{story}. Another group {why}: the bounds are widened.", refusals[-1])
+        if verdict is Verdict.NOT_FINITE or not any(s.own for evidence in refusals for s in evidence):
+            return Judgement(
+                Verdict.NOT_FINITE,
+                f"{story}. The values were not finite when the checks were given them, or on another group as well: "
+                "look for the error outside attention, or on another rank of this group.",
+            )
+        return Judgement(verdict, f"{story}. The error is this device's alone: take it out of service.")
+
+    def widen(self, evidence: Evidence) -> None:
+        """Widen the bounds of these sections, on this rank and for this run, to twice what was seen."""
+        for s in evidence:
+            if s.finite:
+                allowed = self.allowance.get((s.layer, s.section), 1.0)
+                self.allowance[s.layer, s.section] = allowed * max(2.0 * s.ratio, 1.0)
 
     def drain(self) -> list[dict[str, Any]]:
         """Findings since the last call, as the fields of `finding` events."""
@@ -63,12 +114,26 @@ class Checks:
         self.schedule.weights_changed()
 
 
+_numbers = itertools.count()
+_guards: WeakValueDictionary[int, "Guard"] = WeakValueDictionary()
+
+
+def guard_of(ticket: torch.Tensor) -> "Guard":
+    """The guard whose ticket this is."""
+    return _guards[int(ticket[0])]
+
+
 class Guard:
     """One module's side of the checks."""
 
     def __init__(self, checks: Checks, layer: int, name: str) -> None:
         self.checks, self.layer, self.name = checks, layer, name
         self.correct = checks.mode == "correct"
+        self.ticket = torch.tensor([next(_numbers), 0])
+        """This guard's number, and how often operators used it: what stands for the guard in a compiled graph."""
+        self.kept: Any = None
+        """What an operator keeps from call to call."""
+        _guards[int(self.ticket[0])] = self
 
     def checking(self, section: str, *, flops: float, cost: float, backward: bool = False) -> bool:
         """Whether this call's `section` is to be checked.
@@ -78,6 +143,15 @@ class Guard:
         """
         again = not backward and recomputing()
         return self.checks.schedule.checking(self.layer, section, flops=0.0 if again else flops, cost=cost)
+
+    def will_check(self, section: str) -> bool:
+        """What `checking` answers for this slot, without a call counted."""
+        return self.checks.schedule.will_check(self.layer, section)
+
+    def widened(self, section: str, seen: Deviation) -> Deviation:
+        """`seen`, its bounds widened where they were found to be at fault."""
+        allowed = self.checks.allowance.get((self.layer, section))
+        return seen if allowed is None else Deviation(seen.residual, seen.bound * allowed, seen.scale)
 
     @property
     def reruns(self) -> bool:
@@ -110,3 +184,8 @@ class Guard:
     def weights_version(self) -> int:
         """Changes whenever weights do: sums of weights are kept under it."""
         return self.checks.schedule.weights_version
+
+    @property
+    def doubts(self) -> int:
+        """Changes with every slot that had a finding."""
+        return self.checks.doubts

@@ -28,19 +28,29 @@ share (a constant input is rounded the same way everywhere) grows with plain sum
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from .findings import Deviation
-from .roundoff import accumulator, growth, unit_roundoff
+from .roundoff import accumulator, growth, operand_roundoff, underflow, unit_roundoff, vanishing
 
-SIGMAS = 3.5
-"""Rounding errors of one column stay below so many times the estimate, which takes every rounding for the
-largest possible: about three standard deviations of what they are."""
+COLUMN = 6.5
+"""Rounding errors of one column stay below so many times the estimate, which takes every rounding for the largest
+possible: some fifteen standard deviations of what they are, since a row of P may have many equal terms."""
 
-NORM_SIGMAS = 1.2
-"""The same for the norm over all columns of a head, which varies less."""
+NORM, PEAK = 1.4, 3.5
+"""The same for the norm over all columns of a head, which varies less: so many times the estimates' norm, and for the
+case that one column makes up most of it so many times the largest."""
+
+DK = 0.4
+"""All of this for dK, whose estimate is the sum of three roundings, each at its largest."""
+
+MATRIX = 3.0
+"""The same for the norm of one row or column of a matrix."""
+
+_FLAT = 1 / 16
+"""Scores, or rows, that differ by less than this share may be rounded alike in bf16."""
 
 
 def forward_deviation(out: torch.Tensor, v: torch.Tensor) -> Deviation:
@@ -95,8 +105,9 @@ def agreement_deviation(
 ) -> Deviation:
     """How far two runs of one forward differ beyond the order of their sums; residual (B, N, H_v [+ 1]).
 
-    Each element of O may differ by two units of its own last place, and by what sums of L terms in another
-    order may; lse likewise. Runs of a deterministic kernel differ by nothing.
+    Each element of O may differ by two units of its own last place, by what sums of L terms in another order may,
+    and by the rounding of P, which other tiles round at another scale: P's rows sum to 1, so that this is at most
+    2 u max |V| in a column. lse knows the first two alone. Runs of one deterministic kernel differ by nothing.
 
     Args:
         out, again: (B, L, N, H_v).
@@ -109,7 +120,9 @@ def agreement_deviation(
     own = 4 * unit_roundoff(out.dtype) * torch.minimum(a.abs(), b.abs())
     size = v.abs().amax(1).to(acc).repeat_interleave(groups, 1)
     order = growth(v.shape[1], out.dtype)
-    found = Deviation(((a - b).abs() - own).amax(1).clamp_min(0), order * size + torch.finfo(out.dtype).tiny, size)
+    rounded = 2 * unit_roundoff(out.dtype) if out.dtype != acc else 0.0
+    bound = (order + rounded) * size + torch.finfo(out.dtype).tiny
+    found = Deviation(((a - b).abs() - own).amax(1).clamp_min(0), bound, size)
     if lse is None or lse_again is None:
         return found
     same = lse == lse_again
@@ -127,49 +140,147 @@ def joined(*parts: Deviation) -> Deviation:
     )
 
 
-@dataclass(slots=True)
-class OutputSide:
-    """What the backward identities need of dO, O and dlse; sums over queries and the group's query heads.
+class OutputSide(NamedTuple):
+    """What the backward identities need of dO, O and lse's gradient: sums over queries and the group's query heads.
 
-    total, norm: Σ dO and its root of squares (B, N_kv, H). rounding: per query, what rounding O does to its
-    row sum of dS (B, L, N). magnitude: |dO_i|₂ (B, L, N). inner: Σ dO·O (B, N_kv). lse: gradient of lse (B,
-    L, N), or None.
+    Of each sequence and key head, in the accumulator dtype; H of the keys, V of the values.
+
+    total: Σ dO (V). alike: Σ dO of rows whose P may be rounded alike, magnitudes (V). terms: Σ π dO², squares of what
+    rounding P does to a column of dV (V). rows: Σ r² Q², likewise of dK (H). together: |Σ r Q| where outputs are alike
+    (H). from_lse: Σ dlse Q (H). square: the sum of squares of dO (1). product: Oᵀ dO (V, V). of_rows, of_columns: sums
+    of squares of the terms of its rows and columns (V). pairs: Σ |dO_i|² |Q_i|² (1). largest, largest_lse: the largest
+    |dO_i| and |dlse_i| (1).
     """
 
     total: torch.Tensor
-    norm: torch.Tensor
-    rounding: torch.Tensor
-    magnitude: torch.Tensor
-    inner: torch.Tensor
-    lse: torch.Tensor | None
+    alike: torch.Tensor
+    terms: torch.Tensor
+    rows: torch.Tensor
+    together: torch.Tensor
+    from_lse: torch.Tensor
+    square: torch.Tensor
+    product: torch.Tensor
+    of_rows: torch.Tensor
+    of_columns: torch.Tensor
+    pairs: torch.Tensor
+    largest: torch.Tensor
+    largest_lse: torch.Tensor
+
+    def pack(self) -> torch.Tensor:
+        """All of it in one tensor (B, N_kv, `packed_size`)."""
+        return torch.cat([part.flatten(2) for part in self], -1)
+
+    @staticmethod
+    def unpack(packed: torch.Tensor, key_dim: int, value_dim: int) -> "OutputSide":
+        """What `pack` packed."""
+        sizes = _sizes(key_dim, value_dim)
+        parts = list(packed.split(sizes, -1))
+        parts[7] = parts[7].unflatten(-1, (value_dim, value_dim))
+        return OutputSide(*parts)
+
+
+def _sizes(h: int, v: int) -> list[int]:
+    return [v, v, v, h, h, h, 1, v * v, v, v, 1, 1, 1]
+
+
+def packed_size(key_dim: int, value_dim: int) -> int:
+    """Numbers of one OutputSide."""
+    return sum(_sizes(key_dim, value_dim))
+
+
+def _by_group(x: torch.Tensor, n_kv: int) -> torch.Tensor:
+    """(B, L, N, ...) as (B, N_kv, L·G, ...), in the accumulator dtype: a group's query heads are rows of one matrix."""
+    b, length, n = x.shape[:3]
+    wide = x.to(accumulator(x.dtype)).reshape(b, length, n_kv, n // n_kv, *x.shape[3:])
+    return wide.transpose(1, 2).flatten(2, 3)
+
+
+def _stored(dtype: torch.dtype, device: torch.device) -> float:
+    """Relative error of what a kernel stores in `dtype`; partial sums included where they are rounded as well."""
+    if dtype == accumulator(dtype):
+        return 4 * unit_roundoff(dtype)
+    return unit_roundoff(dtype) * (4 if operand_roundoff(dtype, device) else 1)
+
+
+def _root(squares: torch.Tensor, terms: int, dtype: torch.dtype) -> torch.Tensor:
+    """Root of a sum of so many squares, not below the true one."""
+    return squares.sqrt() + underflow(terms, dtype)
 
 
 def output_side(
-    d_out: torch.Tensor, out: torch.Tensor, d_lse: torch.Tensor | None, sees: torch.Tensor | None, n_kv: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    d_out: torch.Tensor,
+    lse: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
+    scale: float,
 ) -> OutputSide:
-    """Sums over dO and O (B, L, N, H).
+    """Sums over dO and O.
 
     Args:
+        q: (B, L, N, H); k (B, L, N_kv, H); v (B, L, N_kv, H_v); out, d_out: (B, L, N, H_v).
+        lse: (B, L, N), -inf where a query sees no key; None: every query sees one.
         d_lse: gradient of lse (B, L, N), or None.
-        sees: (B, L, N), False where a query sees no key; None where every query sees one.
-        n_kv: key heads.
     """
-    acc = accumulator(out.dtype)
-    wide = d_out.to(acc)
-    if sees is not None:
-        wide = wide * sees.unsqueeze(-1)
-    squares = wide.square()
-    grouped = (wide.shape[0], wide.shape[1], n_kv, -1, wide.shape[3])
-    unit = unit_roundoff(out.dtype) + 4 * unit_roundoff(acc)
-    products = wide * out.to(acc)
+    n_kv, dtype = k.shape[2], out.dtype
+    q_, o_, do_ = _by_group(q, n_kv), _by_group(out, n_kv), _by_group(d_out, n_kv)
+    k_, v_ = _by_group(k, n_kv), _by_group(v, n_kv)
+    count = do_.shape[2]
+    if lse is not None:
+        do_ = do_ * (_by_group(lse, n_kv) > -torch.inf).unsqueeze(-1)
+    unit = _stored(dtype, out.device) + 4 * unit_roundoff(do_.dtype)
+    do_squares, o_squares = do_.square(), o_.square()
+    do_norm2, o_norm2 = do_squares.sum(-1), o_squares.sum(-1)
+    do_norm = _root(do_norm2, v.shape[-1], dtype)
+
+    # A row of P whose scores are all but equal is rounded alike; else its roundings are as many as it has large terms,
+    # and |O|² / mean |V|² is about Σ_j P_ij².
+    spread = (k_ - k_.mean(2, keepdim=True)).abs().mean((2, 3)).unsqueeze(-1)
+    q_norm = q_.square().sum(-1).sqrt()
+    flat = scale * q_norm * spread < _FLAT
+    v_norm2 = v_.square().sum(-1).mean(-1, keepdim=True) + torch.finfo(do_.dtype).tiny
+    share = torch.where(flat, 1.0, (o_norm2 / v_norm2 + 1.0 / k.shape[1]).clamp_max(1.0))
+    terms = (share.unsqueeze(-1) * do_squares).sum(2)
+    shared_norm2 = (share * do_norm2).sum(-1, keepdim=True)
+
+    # delta = rowsum(dO ∘ O) takes O rounded, and O was made of a rounded P: what a row of dS then sums to.
+    v_usual = (v_norm2 / v.shape[-1]).sqrt()
+    delta = (do_ * o_).sum(-1).abs()
+    of_p = share.sqrt() * (do_norm * v_usual + delta)
+    of_scores = 8 * unit_roundoff(do_.dtype) * scale * q_norm * k_.square().sum(-1).amax(-1, keepdim=True).sqrt()
+    row = unit * (_root((do_squares * o_squares).sum(-1), v.shape[-1], dtype) + of_p) + of_scores * of_p
+    rows = (row.square().unsqueeze(-1) * q_.square()).sum(2)
+    same = torch.maximum(_alike(o_), flat.all(-1, keepdim=True).to(o_.dtype))
+    alike_row = math.sqrt(v.shape[-1]) * row + growth(count, dtype) * delta
+    together = alike_row.sum(-1, keepdim=True) * q_.mean(2).abs() * same
+    if d_lse is None:
+        from_lse, largest_lse = torch.zeros_like(rows), do_norm.new_zeros(*do_norm.shape[:2], 1)
+    else:
+        by_group = _by_group(d_lse, n_kv)
+        from_lse, largest_lse = (by_group.unsqueeze(-1) * q_).sum(2), by_group.abs().amax(-1, keepdim=True)
     return OutputSide(
-        total=wide.reshape(grouped).sum((1, 3)),
-        norm=squares.reshape(grouped).sum((1, 3)).sqrt(),
-        rounding=unit * torch.linalg.vector_norm(products, dim=-1),
-        magnitude=squares.sum(-1).sqrt(),
-        inner=products.sum(-1).reshape(grouped[:-1]).sum((1, 3)),
-        lse=d_lse,
+        total=do_.sum(2),
+        alike=(do_ * flat.unsqueeze(-1)).sum(2).abs() + do_.sum(2).abs() * _alike(v_),
+        terms=terms + count * torch.finfo(do_.dtype).tiny,
+        rows=rows + count * torch.finfo(do_.dtype).tiny,
+        together=together,
+        from_lse=scale * from_lse,
+        square=do_norm2.sum(-1, keepdim=True),
+        product=o_.transpose(-1, -2) @ do_,
+        of_rows=(o_squares * do_norm2.unsqueeze(-1)).sum(2) + shared_norm2 * v_.square().mean(2),
+        of_columns=(do_squares * o_norm2.unsqueeze(-1)).sum(2) + terms * v_norm2,
+        pairs=(do_norm2 * q_.square().sum(-1)).sum(-1, keepdim=True),
+        largest=do_norm.amax(-1, keepdim=True),
+        largest_lse=largest_lse,
     )
+
+
+def _alike(x: torch.Tensor) -> torch.Tensor:
+    """1 where the rows of x (B, N_kv, rows, H) differ so little that all may be rounded alike, else 0; (B, N_kv, 1)."""
+    apart = x.var(2, correction=0).sum(-1, keepdim=True)
+    return (apart <= _FLAT**2 * x.square().mean(2).sum(-1, keepdim=True)).to(x.dtype)
 
 
 def backward_deviation(
@@ -183,104 +294,119 @@ def backward_deviation(
     scale: float,
     *,
     plain_scores: bool = True,
+    wide_groups: bool = False,
 ) -> Deviation:
-    """The three backward identities; residual (B, N_kv, H_v + 1 [+ H + 2]).
+    """The backward identities; residual (B, N_kv, columns).
 
-    Columns, then the norm over columns, of Σ dV - Σ dO; the same of Σ dK; last <dQ, Q> - <dK, K>.
+    Columns of Σ dV - Σ dO and their norm; norms of the rows and of the columns of Vᵀ dV - Oᵀ dO; the largest of |dV|;
+    with plain scores the same of Σ dK, and of dQᵀ Q - Kᵀ dK; the largest of |dK| and of |dQ|.
 
     Args:
         q, dq: (B, L, N, H); k, dk: (B, L, N_kv, H); v, dv: (B, L, N_kv, H_v).
-        plain_scores: False where the scores are changed further (a score_mod): only the first identity holds.
+        side: of dO and O.
+        plain_scores: False where the scores are changed further (a score_mod): only what is about V holds.
+        wide_groups: whether the kernel adds up the query heads of a group in its accumulators.
     """
-    acc = accumulator(q.dtype)
-    length, n_kv, groups = k.shape[1], k.shape[2], q.shape[2] // k.shape[2]
-    unit32 = unit_roundoff(acc)
-    q_, k_, dv_ = q.to(acc), k.to(acc), dv.to(acc)
-    by_group = (q.shape[0], length, n_kv, groups)
+    n_kv, dtype = k.shape[2], q.dtype
+    groups = q.shape[2] // n_kv
+    q_, k_, v_ = _by_group(q, n_kv), _by_group(k, n_kv), _by_group(v, n_kv)
+    dq_, dk_, dv_ = _by_group(dq, n_kv), _by_group(dk, n_kv), _by_group(dv, n_kv)
+    length, count = k.shape[1], q_.shape[2]
+    unit32 = unit_roundoff(q_.dtype)
+    q_norm2, k_norm2, v_norm2 = (x.square().sum(-1) for x in (q_, k_, v_))
+    q_most, k_most, v_most = (x.amax(-1, keepdim=True).sqrt() for x in (q_norm2, k_norm2, v_norm2))
+    # The forward's S and the backward's agree to a few units of the largest score, and P with them. What is stored is
+    # rounded once, or for each query head of a group and once more when they are added.
+    stored = _stored(dtype, q.device) * (1.0 if groups == 1 or wide_groups else math.sqrt(1 + groups / 2))
+    unit = stored + 8 * unit32 * (1 + scale * q_most * k_most) + unit32 * math.sqrt(count)
+    # Sums in fp32 of terms of one sign; and of equal terms, rounded the same way at every step.
+    summed = growth(count, dtype)
+    do_norm = _root(side.square, count * v.shape[-1], dtype)
 
-    q_norm = torch.linalg.vector_norm(q_, dim=-1)
-    k_most = torch.linalg.vector_norm(k_, dim=-1).amax(1)
-    largest = scale * q_norm.reshape(by_group).amax((1, 3)) * k_most
-    # The forward's S and the backward's agree to a few units of the largest score, and P with them.
-    scores = 8 * unit32 * (1 + largest).unsqueeze(-1)
-    stored = 2 * unit_roundoff(q.dtype) if q.dtype != acc else 4 * unit32
-    summed = unit32 * math.sqrt(length)
-    # Query heads of a group may each be stored, and added up in the narrow dtype.
-    of_group = 1.0 if groups == 1 else 1.5 + groups / 4
-    # Sums of equal terms are rounded the same way at every step.
-    alike = unit32 * (64 + 2 * length)
-
-    # Norms of gradients are capped by what dO and the operands allow: an infinite gradient must not excuse
-    # itself.
-    most_v = side.norm * math.sqrt(length * groups)
-    dv_norm = torch.minimum(dv_.square().sum(1).sqrt(), most_v)
-    dv_total = dv_.sum(1)
-    # A row of P whose scores are alike is rounded alike.
-    sigma_v = (stored + scores) * (dv_norm + side.norm) + (scores + summed) * side.norm
-    shared_v = (stored * of_group + scores + alike) * side.total.abs()
-    parts = [_columns(dv_total - side.total, sigma_v, shared_v, most_v)]
-
+    most_v = do_norm * math.sqrt(count)
+    parts = [
+        _sums(
+            dv_.sum(2) - side.total,
+            unit * _capped(torch.maximum(dv_.square().sum(2), side.terms), most_v * math.sqrt(length)),
+            (unit * side.alike + summed * side.total.abs()),
+            most_v,
+        ),
+        _matrix(
+            *(v_, dv_, side.product, side.of_rows, side.of_columns, unit),
+            summed + 2 * unit * torch.maximum(_alike(dv_), _alike(v_)),
+            most_v * math.sqrt(length) * v_most,
+        ),
+        _largest(dv_, most_v),
+    ]
     if plain_scores:
-        dk_, dq_ = dk.to(acc), dq.to(acc)
-        expected = torch.zeros_like(dk_[:, 0])
-        q_grouped = q_.reshape(*by_group, -1)
-        if side.lse is not None:
-            expected = scale * torch.einsum("blng,blngh->bnh", side.lse.to(acc).reshape(by_group), q_grouped)
-        v_ = v.to(acc)
-        v_most = torch.linalg.vector_norm(v_, dim=-1).amax(1)
-        # A row of dS whose terms are alike is rounded alike, too: a usual one of dP = dO · V for each row.
-        v_usual = v_.square().mean((1, 3)).sqrt()
-        of_row = (stored / 2 * v_usual + 2 * unit32 * v_most)[:, None, :, None]
-        magnitude = side.magnitude.reshape(by_group)
-        row = side.rounding.reshape(by_group) + magnitude * of_row
-        q_squares = q_grouped.square()
-        rows = torch.einsum("blng,blngh->bnh", row.square(), q_squares).sqrt()
-        all_do = magnitude.square().sum((1, 3)).sqrt()
-        most_k = 2 * scale * (all_do * v_most).unsqueeze(-1) * q_squares.sum((1, 3)).sqrt()
-        dk_norm = torch.minimum(dk_.square().sum(1).sqrt(), most_k)
-        sigma_k = (stored * of_group + scores + summed) * dk_norm + scale * rows
-        mean_q = q_grouped.mean((1, 3)).abs()
-        together = math.sqrt(v.shape[-1]) * row.sum((1, 3)) + alike * side.inner.abs()
-        shared_k = scale * mean_q * together.unsqueeze(-1)
-        parts.append(_columns(dk_.sum(1) - expected, sigma_k, shared_k, most_k))
-
-        of_q = (dq_ * q_).reshape(*by_group, -1)
-        of_k = dk_ * k_
-        inner_q, inner_k = of_q.sum((1, 3, 4)), of_k.sum((1, 3))
-        limit = torch.linalg.vector_norm(most_k, dim=-1) * k_most
-        size = of_q.square().sum((1, 3, 4)).sqrt() + of_k.square().sum((1, 3)).sqrt()
-        # Terms of dQ = dS K that cancel, where rows of K are much alike, leave their roundings.
-        terms = (magnitude * q_norm.reshape(by_group)).square().sum((1, 3)).sqrt() * v_usual * scale * k_most
-        # And dS may be rounded for one of the two products only.
-        sigma = (stored * (of_group + 1) + summed) * torch.minimum(size, 2 * limit) + (4 * unit32 + summed) * terms
-        inner = torch.minimum(torch.maximum(inner_q.abs(), inner_k.abs()), limit)
-        shared = (stored + summed + alike) * inner
-        parts.append(
-            Deviation(
-                (inner_q - inner_k).unsqueeze(-1),
-                (SIGMAS * sigma + shared).unsqueeze(-1),
-                limit.unsqueeze(-1),
-            )
-        )
-    tiny = torch.finfo(q.dtype).tiny * length
-    return Deviation(
-        torch.cat([part.residual for part in parts], -1),
-        torch.cat([part.bound for part in parts], -1) + tiny,
-        torch.cat([part.scale for part in parts], -1),
-    )
+        row_most = 2 * side.largest * v_most + side.largest_lse
+        most_q = scale * row_most * k_most
+        most_k = scale * row_most * math.sqrt(count) * q_norm2.sum(-1, keepdim=True).sqrt()
+        dq_norm2 = dq_.square().sum(-1)
+        # What rounding dS does to a column of dK, by dK itself and by dQ, which dS made as well.
+        k_usual = k_norm2.mean(-1, keepdim=True) + torch.finfo(q_.dtype).tiny
+        through_q = (dq_norm2.unsqueeze(-1) * q_.square()).sum(2) / k_usual
+        noise = _capped(torch.maximum(dk_.square().sum(2), through_q), most_k * math.sqrt(length))
+        sigma = unit * noise + scale * side.rows.sqrt()
+        # Terms of dQ = dS K that cancel, where rows of K are much alike, leave what fp32 lost of them.
+        cancelled = (4 + math.sqrt(length)) * unit32 * scale * side.pairs.sqrt() * v_most * k_most
+        product = dq_.transpose(-1, -2) @ q_
+        of_rows = (dq_.square() * q_norm2.unsqueeze(-1)).sum(2)
+        of_columns = (dq_norm2.unsqueeze(-1) * q_.square()).sum(2)
+        limit = most_q * math.sqrt(count) * q_norm2.sum(-1, keepdim=True).sqrt()
+        parts += [
+            _sums(dk_.sum(2) - side.from_lse, DK * sigma, scale * side.together + summed * side.from_lse.abs(), most_k),
+            _matrix(k_, dk_, product, of_rows, of_columns, unit, summed, limit, cancelled),
+            _largest(dk_, most_k),
+            _largest(dq_, most_q),
+        ]
+    # What squares lose below the least normal number, and values of the narrow dtype do.
+    lost = unit * underflow(count * (q.shape[-1] + v.shape[-1]), dtype) + count * vanishing(dtype)
+    found = joined(*parts)
+    return Deviation(found.residual, found.bound + (1 + q_most + k_most + v_most) * lost, found.scale)
 
 
-def _columns(residual: torch.Tensor, sigma: torch.Tensor, shared: torch.Tensor, scale: torch.Tensor) -> Deviation:
-    """Residual columns (..., H) with the norm over them as one column more."""
+def _capped(squares: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+    """A root of squares, at most what the operands allow: an infinite gradient must not excuse itself."""
+    return torch.minimum(squares.sqrt(), most)
+
+
+def _sums(residual: torch.Tensor, sigma: torch.Tensor, shared: torch.Tensor, scale: torch.Tensor) -> Deviation:
+    """Residual columns (B, N_kv, H), with their norm as one column more."""
     norm = torch.linalg.vector_norm
     return Deviation(
         torch.cat([residual, norm(residual, dim=-1, keepdim=True)], -1),
         torch.cat(
             [
-                SIGMAS * sigma + shared,
-                NORM_SIGMAS * norm(sigma, dim=-1, keepdim=True) + norm(shared, dim=-1, keepdim=True),
+                COLUMN * sigma + 2 * shared,
+                NORM * norm(sigma, dim=-1, keepdim=True)
+                + PEAK * sigma.amax(-1, keepdim=True)
+                + 2 * norm(shared, dim=-1, keepdim=True),
             ],
             -1,
         ),
-        torch.cat([scale, norm(scale, dim=-1, keepdim=True)], -1),
+        (scale * residual.shape[-1]).expand(*residual.shape[:-1], residual.shape[-1] + 1),
     )
+
+
+def _matrix(x, dx, product, of_rows, of_columns, unit, summed, limit, lost=0.0) -> Deviation:
+    """Norms of the rows and of the columns of product - xᵀ dx (B, N_kv, 2 H).
+
+    Args:
+        of_rows, of_columns: sums of squares of the terms of product, by row and by column.
+        lost: what may be lost besides, of a whole row or column.
+    """
+    norm = torch.linalg.vector_norm
+    other = x.transpose(-1, -2) @ dx
+    apart = product - other
+    of_rows = of_rows + (x.square() * dx.square().sum(-1, keepdim=True)).sum(2)
+    of_columns = of_columns + (x.square().sum(-1, keepdim=True) * dx.square()).sum(2)
+    residual = torch.cat([norm(apart, dim=-1), norm(apart, dim=-2)], -1)
+    sigma = unit * _capped(torch.cat([of_rows, of_columns], -1), limit)
+    shared = summed * torch.minimum(torch.cat([norm(product, dim=-1), norm(product, dim=-2)], -1), limit)
+    return Deviation(residual, MATRIX * sigma + shared + lost, limit.expand_as(residual))
+
+
+def _largest(x: torch.Tensor, most: torch.Tensor) -> Deviation:
+    """The largest magnitude of x (B, N_kv, rows, H) against the most there can be (B, N_kv, 1)."""
+    return Deviation(x.abs().amax((2, 3)).unsqueeze(-1), 1.01 * most, 1.01 * most)

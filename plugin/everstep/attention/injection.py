@@ -15,7 +15,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: where in a tensor, by a number from 0 to 1, and what is written there."""
+    """One fault: where in a tensor, by a number from 0 to 1, and what is written there.
+
+    kind: one of `section.FAULT_KINDS`, or `bits`, which flips all bits of the mask `bit`.
+    """
 
     kind: str
     place: float
@@ -30,9 +33,9 @@ class Fault:
     def value(self, x: torch.Tensor) -> torch.Tensor:
         """What becomes of the hit elements x; same shape and dtype."""
         largest = torch.finfo(x.dtype).max
-        if self.kind == "bitflip":
+        if self.kind in ("bitflip", "bits"):
             # The sign bit of the widest integer is not a positive Python int that torch accepts.
-            mask = 1 << self.bit % (8 * x.element_size())
+            mask = self.bit if self.kind == "bits" else 1 << self.bit % (8 * x.element_size())
             mask -= (mask >> (8 * x.element_size() - 1)) << (8 * x.element_size())
             return (x.contiguous().view(_INTEGERS[x.element_size()]) ^ mask).view(x.dtype)
         if self.kind == "nan":

@@ -24,7 +24,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .checksums import Direction, Sums, correct_both, weights
 from .findings import Deviation, outcome
 from .guard import Guard
-from .roundoff import growth, norms, operand_roundoff, store_roundoff, tile_magnitudes, tile_totals, tile_width, tiles
+from .roundoff import (
+    accumulator,
+    growth,
+    norms,
+    operand_roundoff,
+    store_roundoff,
+    tile_energies,
+    tile_magnitudes,
+    tile_totals,
+    tile_width,
+    tiles,
+    underflow,
+    vanishing,
+)
 
 REPAIR_ROWS = 16
 """Rows of a projection that an accelerator computes again in each checked call, wrong or not: an aligned group,
@@ -41,16 +54,40 @@ def unseen_by_checkpointing():
 
 
 class TileSums(NamedTuple):
-    """Sums of b's columns (..., K, N), tile by tile: plain (..., K, T) and Σ|b_j|₂ as norms (..., T). Of a bias (N,):
-    its sums and those of its magnitudes (T,)."""
+    """Sums of the columns of a matrix b (K, N), tile by tile, in the accumulator dtype.
+
+    plain: Σ_j b_kj (K, T). reach: at least Σ_j |b_j|₂, so that |a_i|₂·reach bounds any tile's sum of magnitudes (T,).
+    step: the largest over k of the root of Σ_j b_kj² + (Σ_j b_kj)², what one term of the inner sum can add to a tile's
+    round-off (T,).
+    """
+
+    plain: torch.Tensor
+    reach: torch.Tensor
+    step: torch.Tensor
+
+
+class InnerSums(NamedTuple):
+    """Sums of the rows of a batch of matrices, tile by tile: plain (..., K, T) and Σ_j |b_j|₂ as norms (..., T)."""
 
     plain: torch.Tensor
     norms: torch.Tensor
 
 
+class BiasSums(NamedTuple):
+    """Sums of a bias (N,), tile by tile, and those of its magnitudes (T,)."""
+
+    plain: torch.Tensor
+    magnitudes: torch.Tensor
+
+
 def tile_sums(b: torch.Tensor) -> TileSums:
-    """TileSums of b (..., K, N), in the accumulator dtype."""
-    return TileSums(tile_totals(b), tile_totals(norms(b, -2)))
+    """TileSums of b (K, N)."""
+    inner, columns = b.shape
+    width = tile_width(columns)
+    plain, energies = tile_totals(b), tile_energies(b)
+    reach = (width * energies.sum(0)).sqrt() + width * underflow(inner, b.dtype)
+    step = (energies + plain.square()).amax(0).sqrt() + underflow(2 * width, b.dtype)
+    return TileSums(plain, reach, step)
 
 
 def halves(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -60,9 +97,9 @@ def halves(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([high, (x - high.to(x.dtype)).to(dtype)], dim=-1)
 
 
-def bias_sums(bias: torch.Tensor) -> TileSums:
-    """TileSums of a bias (N,), in the accumulator dtype."""
-    return TileSums(tile_totals(bias), tile_magnitudes(bias))
+def bias_sums(bias: torch.Tensor) -> BiasSums:
+    """BiasSums of a bias (N,), in the accumulator dtype."""
+    return BiasSums(tile_totals(bias), tile_magnitudes(bias))
 
 
 def apply_sums(a: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
@@ -79,7 +116,7 @@ def apply_sums(a: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     return a.to(plain.dtype) @ plain
 
 
-def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: TileSums | None = None) -> Deviation:
+def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSums | None = None) -> Deviation:
     """How the row tiles of y = a @ b (+ bias) compare with their checksums; residual (M, T).
 
     Args:
@@ -90,20 +127,31 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: TileSu
     """
     inner = a.shape[-1]
     expected = apply_sums(a, sums.plain)
-    product = reach = norms(a, -1).unsqueeze(-1) * sums.norms
+    size = norms(a, -1).unsqueeze(-1)
+    product = reach = size * sums.reach
+    # Errors of terms whose signs vary grow with the root of their squares, those of terms alike with the result.
+    terms = size * sums.step + expected.abs()
+    # A CPU that sums fp16 in fp16 rounds every partial sum that coarsely; TF32 rounds the terms alone.
+    loss = growth(inner, y.dtype) * terms
+    loss = loss + operand_roundoff(y.dtype, y.device) * (reach if y.dtype == torch.float16 else terms)
     if bias is not None:
         expected = expected + bias.plain
-        reach = product + bias.norms
-    bound = (growth(inner, y.dtype) + operand_roundoff(y.dtype, y.device)) * reach
+        reach = product + bias.magnitudes
+        loss = loss + growth(inner, y.dtype) * bias.magnitudes
     store = store_roundoff(y.dtype, y.device)
     if store:
         # No correct tile's magnitudes add up to more than `reach`: infinity must not excuse itself.
         # Half the digits of the checksum product may be lost on CUDA (`halves`), hence store² more.
         magnitude = tile_magnitudes(y).nan_to_num(nan=math.inf)
-        bound = bound + store * torch.minimum(magnitude, 1.01 * reach) + store**2 * reach
+        loss = loss + store * torch.minimum(magnitude, 1.01 * reach) + store**2 * reach
         if bias is not None:  # the product may have been rounded before its bias was added
-            bound = bound + store * torch.minimum(magnitude + bias.norms, 1.01 * product)
-    return Deviation(expected - tile_totals(y), bound + torch.finfo(y.dtype).tiny, reach)
+            loss = loss + store * torch.minimum(magnitude + bias.magnitudes, 1.01 * product)
+    return Deviation(expected - tile_totals(y), loss + _vanishing(y, inner), reach)
+
+
+def _vanishing(y: torch.Tensor, inner: int) -> float:
+    """What a tile's sum can be off by because products, or what is stored of them, vanish."""
+    return tile_width(y.shape[-1]) * (vanishing(y.dtype) + inner * vanishing(accumulator(y.dtype)))
 
 
 def settle_rows(
@@ -113,6 +161,7 @@ def settle_rows(
     check: Callable[[torch.Tensor, torch.Tensor | None], Deviation],
     compute: Callable[[torch.Tensor | None], torch.Tensor],
     *,
+    renew: Callable[[], None],
     backward: bool = False,
 ) -> torch.Tensor:
     """Check y (M, N) by rows, and compute it again where it is wrong: all of it on a CPU, the aligned group of
@@ -121,26 +170,31 @@ def settle_rows(
     Args:
         check: deviation of given rows; (rows of y, their indices or None for all).
         compute: rows of y from the inputs; of all for None.
+        renew: has `check` make its sums anew.
 
     Returns:
         y where nothing was wrong. On an accelerator always y, repaired in its own storage.
     """
     with unseen_by_checkpointing():
-        return _settle_rows(guard, section, y, check, compute, backward=backward)
+        return _settle_rows(guard, section, y, check, compute, renew, backward=backward)
 
 
-def _settle_rows(guard, section, y, check, compute, *, backward):
+def _settle_rows(guard, section, y, compare, compute, renew, *, backward):
+    def check(part, rows):
+        return guard.widened(section, compare(part, rows))
+
     seen = check(y, None)
     bad = seen.bad()
     if y.device.type != "cpu":
         return _settle_rows_on_device(guard, section, y, seen, bad, check, compute, backward=backward)
     if not bad.any():
         return y
-    if not guard.correct:
-        guard.report(section, outcome(seen, refused=bad.sum()), backward=backward)
-        return y
+    renew()
     if not check(y, None).bad().any():
         guard.report(section, outcome(seen, corrected=bad.any(-1).sum(), checksum=True), backward=backward)
+        return y
+    if not guard.correct:
+        guard.report(section, outcome(seen, refused=bad.sum()), backward=backward)
         return y
     fixed = compute(None)
     left = check(fixed, None).bad().sum()
@@ -219,7 +273,10 @@ def settle(
         return _settle(guard, section, y, a, b, check, backward=backward)
 
 
-def _settle(guard, section, y, a, b, check, *, backward):
+def _settle(guard, section, y, a, b, compare, *, backward):
+    def check(result):
+        return guard.widened(section, compare(result))
+
     seen = check(y)
     bad = seen.bad()
     on_host = y.device.type == "cpu"

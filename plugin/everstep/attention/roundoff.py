@@ -4,7 +4,9 @@ A product y = a @ b of inner length K, accumulated in a dtype of unit roundoff u
 `growth(K) · Σ_k |a_ik| |b_kj|` in element (i, j). The classical bound has K·u for the growth; rounding errors
 of different steps are not all of one sign, and λ√K·u with λ = 8 is exceeded with probability below 1e-13
 (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019). The smaller of both is used, with a floor of 64 u for the
-sums themselves.
+sums themselves. Σ|a||b| is what partial sums can add up to; what they do add up to is the root of the sum of squares of
+their terms, where signs vary, and the result, where they do not. `product.row_deviation` takes the growth of those two:
+a bound on Σ|a||b| alone would be √K times as wide, and at K = 32k hide an error as large as the result.
 
 A result that is stored in a narrower dtype is off by a further u_store·|y_ij|, and nothing averages out for
 certain: a constant row is rounded the same way everywhere. Sums of such a result are therefore bounded by
@@ -40,10 +42,12 @@ def growth(inner: int, dtype: torch.dtype) -> float:
 
 
 def operand_roundoff(dtype: torch.dtype, device: torch.device) -> float:
-    """Relative error, beyond the accumulator's, with which the device multiplies: fp32 read as TF32 on CUDA,
-    and fp16 summed in fp16 on CPUs that can."""
-    if device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-        return 2.0**-10
+    """Relative error, beyond the accumulator's, with which the device multiplies: fp32 read as TF32 or bf16 where
+    PyTorch was told to, and fp16 summed in fp16 on CPUs that can."""
+    if dtype == torch.float32:
+        # Not `allow_tf32`: PyTorch raises where that is read after `fp32_precision` was set.
+        matmul = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul
+        return {"tf32": 2.0**-10, "bf16": 2.0**-7}.get(matmul.fp32_precision, 0.0)
     if device.type == "cpu" and dtype == torch.float16:
         return 2.0**-7
     return 0.0
@@ -94,6 +98,11 @@ def tile_totals(x: torch.Tensor) -> torch.Tensor:
     return totals if totals.isfinite().all() else tiles(x).sum(-1, dtype=acc)
 
 
+def tile_energies(x: torch.Tensor) -> torch.Tensor:
+    """Sums of squares over tiles of the last dimension: (..., N) to (..., T), in the accumulator dtype."""
+    return tile_totals(x.to(accumulator(x.dtype)).square())
+
+
 def tile_magnitudes(x: torch.Tensor) -> torch.Tensor:
     """Sums of magnitudes over tiles of the last dimension: (..., N) to (..., T), in the accumulator dtype."""
     if x.device.type == "cpu":
@@ -102,8 +111,23 @@ def tile_magnitudes(x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(tiles(x), ord=1, dim=-1, dtype=accumulator(x.dtype))
 
 
+def underflow(terms: int, dtype: torch.dtype) -> float:
+    """The most that a root of `terms` squares is too small by because squares vanish below the least normal number."""
+    return math.sqrt(terms * torch.finfo(accumulator(dtype)).tiny)
+
+
+def vanishing(dtype: torch.dtype) -> float:
+    """The largest number that a device may take for 0: fp16's denormals are kept by all, other dtypes' are not."""
+    info = torch.finfo(dtype)
+    return info.smallest_normal * (info.eps if dtype == torch.float16 else 1.0)
+
+
 def norms(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Euclidean norms along `dim`, -1 or -2, in the accumulator dtype."""
+    """Euclidean norms along `dim`, -1 or -2, in the accumulator dtype; not below the true ones."""
+    return _norms(x, dim) + underflow(x.shape[dim], x.dtype)
+
+
+def _norms(x: torch.Tensor, dim: int) -> torch.Tensor:
     acc = accumulator(x.dtype)
     if x.device.type == "cpu" and x.stride(dim) != 1:
         # Strided norms are slow on a CPU, and so is a temporary that leaves its cache.

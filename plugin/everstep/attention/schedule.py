@@ -125,13 +125,21 @@ class Schedule:
         if entry is None:
             # Until its first step is over a section's load is not known: it is checked.
             entry = self._sections[layer, section] = _Section(len(self._sections), layer, cost, vulnerability(section))
-        rate = self.rate(layer, section)
-        checked = uniform(self.seed, self._step, self._slot, entry.index) < rate
+        checked = self.will_check(layer, section)
         entry.step_flops += flops
         entry.cost = cost
         if checked:
             self.checked_flops += flops
         return checked
+
+    def will_check(self, layer: int, section: str) -> bool:
+        """What `checking` answers, without a call counted."""
+        if self.fixed is not None and self.fixed in (0.0, 1.0):
+            return self.fixed == 1.0
+        entry = self._sections.get((layer, section))
+        if entry is None:
+            return True
+        return uniform(self.seed, self._step, self._slot, entry.index) < self.rate(layer, section)
 
     def rate(self, layer: int, section: str) -> float:
         """The share of calls of this section that is checked now."""

@@ -13,9 +13,8 @@ from signal import Signals
 from everstep.chaos.target import Target
 from everstep.chaos.undo import Undo
 from everstep.chaos.view import Proc, View
-from everstep.launch.agent import over_file, stop_file
 from everstep.launch.slurm import job_file, require_slurm, states_of
-from everstep.run.directory import LaunchError
+from everstep.run.directory import LaunchError, over_file, stop_file
 from everstep.run.files import read_json
 
 TIMEOUT_S = 60.0

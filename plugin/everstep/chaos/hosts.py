@@ -74,13 +74,13 @@ class KillHost(Fault):
     def plan(self, target: Target, choose: random.Random) -> Injection:
         group = self.victim(target.run, choose)
         agent, keepers = target.run.agent(group), target.keepers(group)
-        arenas = [Path(place.arena) for place in target.run.keepers(group)]
+        segments = [Path(place.segment) for place in target.run.keepers(group)]
 
         def strike() -> None:
             target.kill_agent(group)
             target.signal(keepers, SIGKILL)
-            for arena in arenas:
-                shutil.rmtree(arena, ignore_errors=True)
+            for segment in segments:
+                shutil.rmtree(segment, ignore_errors=True)
 
         pids = [agent.pid] if agent else []
         return Injection(strike=strike, target_group=group, pids=pids + [keeper.pid for keeper in keepers])

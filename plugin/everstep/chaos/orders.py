@@ -8,21 +8,16 @@ ended by the worker itself, so nothing here has to be undone.
 import random
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from signal import SIGKILL
 from typing import ClassVar
 
 from everstep.chaos.fault import Fault, Injection
 from everstep.chaos.target import Target
 from everstep.chaos.view import View
-from everstep.run.files import write_json
+from everstep.run.files import order_file, write_json
 
 TAKE_WITHIN_S = 60.0
 NOT_ALLOWED = "the run takes no orders: start it with --fault_tolerance.allow_faults (never a run whose result matters)"
-
-
-def order_file(run_dir: Path, group: int, rank: int = 0) -> Path:
-    return Path(run_dir) / "state" / "chaos" / f"group-{group}.rank-{rank}.json"
 
 
 @dataclass(kw_only=True)

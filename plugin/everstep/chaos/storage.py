@@ -11,9 +11,9 @@ from everstep.chaos.fault import Fault, Injection
 from everstep.chaos.target import Target
 from everstep.chaos.undo import Undo
 from everstep.chaos.view import View
-from everstep.snapshot.arena import SLOTS, Arena, run_id
+from everstep.snapshot.buffer import HEADER_BYTES
 from everstep.snapshot.peers import read_places, read_token
-from everstep.snapshot.slot import HEADER_BYTES
+from everstep.snapshot.segment import BUFFERS, Segment, run_id
 
 LEFT_BYTES = 64 << 10
 """A file system with less room than this is full."""
@@ -57,11 +57,11 @@ def _slots(run_dir: Path) -> list[tuple[int, Path, int]]:
     """Published data slots on this machine: group, file, payload bytes."""
     found = []
     for place in read_places(run_dir):
-        arena = Arena(Path(place.arena).parent, run_id(read_token(run_dir)), place.group)
-        for rank in arena.ranks():
-            for index, header in zip(range(SLOTS), arena.headers("data", rank), strict=True):
+        segment = Segment(Path(place.segment).parent, run_id(read_token(run_dir)), place.group)
+        for rank in segment.ranks():
+            for index, header in zip(range(BUFFERS), segment.headers("data", rank), strict=True):
                 if header is not None:
-                    found.append((place.group, arena.file("data", rank, index), header.payload_bytes))
+                    found.append((place.group, segment.file("data", rank, index), header.payload_bytes))
     return found
 
 
@@ -118,11 +118,11 @@ def _fill(fd: int, free: int) -> None:
 
 class FullSharedMemory(_Filled):
     name = "full-tmpfs"
-    breaks = "The tmpfs of the snapshots is full. Only if snapshot.arena_dir is one of the run's own."
+    breaks = "The tmpfs of the snapshots is full. Only if snapshot.segment_dir is one of the run's own."
     expected = "Snapshots that need more room fail with a sentence; training goes on."
 
     def place(self, run: View) -> Path | None:
-        return next((Path(place.arena).parent for place in read_places(run.run_dir)), None)
+        return next((Path(place.segment).parent for place in read_places(run.run_dir)), None)
 
     def prefix(self, run: View) -> str:
         return f"everstep-{run_id(read_token(run.run_dir))}-"

@@ -18,6 +18,7 @@ from everstep.chaos.command import Plan, inject, settle, stops_obeyed
 from everstep.chaos.find import find_target
 from everstep.chaos.runner import RETURN_S
 from everstep.chaos.target import Target
+from everstep.report.page import write_page
 from everstep.report.score import score, summary, verdict
 from everstep.run.directory import LaunchError, default_run_dir, holder_of, read_toml
 
@@ -76,6 +77,7 @@ def trial(command: Trial, flags: Sequence[str]) -> int:
     if reference and (missing := figures["steps"] - figures["loss_delta_steps"]):
         unmet = [*unmet, f"The run without faults has no loss of {missing} steps; nothing is known of those."]
         print(unmet[-1])
+    print(f"page      {write_page(run_dir, reference)}")
     print(f"Everything of this run is in {run_dir}" + (f", the run without faults in {reference}" if reference else ""))
     return int(bool(verdict(figures, may_stop=True) or unmet))
 

@@ -1,1 +1,1 @@
-"""Commands of the command line, a file each: a dataclass that tyro parses, and the function that acts on it."""
+"""What `everstep COMMAND` does: one file a command, with the dataclass of its arguments and the function that acts."""

@@ -8,7 +8,9 @@ from pathlib import Path
 import tyro
 
 from everstep.launch import doctor as room
-from everstep.launch.settings import fault_tolerance, local_host, read_run_toml
+from everstep.launch import node
+from everstep.launch.settings import local_host, read_sections
+from everstep.run.directory import LaunchError
 
 
 @dataclass(kw_only=True)
@@ -19,14 +21,31 @@ class Doctor:
     Flags that are not listed here are torchtitan's.
     """
 
-    config: tyro.conf.Positional[Path]
+    config: tyro.conf.Positional[Path | None] = None
     """The run's TOML file."""
+
+    node: bool = False
+    """Look at this node alone: GPUs there and computing right, network card, disk, clock. Needs no file. Every agent of
+    a batch job does the same before it starts workers."""
+
+    gpus: int | None = None
+    """With --node: GPUs that the ranks here need."""
 
     groups: int | None = None
     """Number of replica groups; the file's fault_tolerance.groups if not given."""
 
+    allow_dropped: bool = False
+    """Train without what a file of torchtitan 0.2 asks for and nothing here applies: a converter such as float8."""
+
     nodes_per_group: int = 1
     """Nodes of each group."""
+
+    ranks_per_group: int = 1
+    """Ranks (processes, GPUs) in each group."""
+
+    measure_s: float = 0.0
+    """Wait so long for the doctors of the other nodes, measure latency and bandwidth to them and the lateness of
+    heartbeats, and propose timeouts. Needs --run-dir."""
 
     run_dir: Path | None = None
     """The run directory that the nodes will share: whether it can be written, its clock, its lighthouse."""
@@ -37,16 +56,29 @@ class Doctor:
 
 def doctor(command: Doctor, flags: Sequence[str]) -> int:
     """Exit status 1 if anything is an error."""
-    toml = read_run_toml(command.config)
-    section = fault_tolerance(toml, flags)
+    run_dir = None if command.run_dir is None else command.run_dir.resolve()
+    if command.node:
+        complaint = node.complaint(run_dir, gpus=command.gpus)
+        lines = [room.Line("node", "error" if complaint else "ok", complaint or "fit to train on")]
+        print(json.dumps(room.to_json(lines)) if command.json else room.show(lines))
+        return int(bool(complaint))
+    if command.config is None:
+        raise LaunchError("CONFIG is missing: give the TOML file of the run, or --node.")
+    if command.measure_s and run_dir is None:
+        raise LaunchError("--measure-s needs --run-dir, where the nodes find each other.")
+    sections = read_sections(command.config, flags, allow_dropped=command.allow_dropped)
+    section = sections.fault_tolerance
     plan = room.Plan(
         config=command.config,
         flags=flags,
         fault_tolerance=section,
-        snapshot=room.snapshot_section(toml),
+        snapshot=sections.snapshot,
         groups=section.groups if command.groups is None else command.groups,
         nodes_per_group=command.nodes_per_group,
-        run_dir=None if command.run_dir is None else command.run_dir.resolve(),
+        run_dir=run_dir,
+        ranks_per_group=command.ranks_per_group,
+        allow_dropped=command.allow_dropped,
+        measure_s=command.measure_s,
         host=section.bind_host or local_host(),
     )
     lines = list(room.examine(plan))

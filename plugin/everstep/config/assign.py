@@ -13,8 +13,6 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from torchtitan.config import Configurable
-
 from .errors import ConfigError, nearest
 from .positions import Path
 from .source import Source, describe, describe_table
@@ -290,6 +288,8 @@ def _component_config(name: Any, declared: type, source: Source, path: Path) -> 
     except (ImportError, AttributeError, ValueError) as error:
         raise source.error(path, f"{source.name(path)} = {shown(name)} cannot be imported: {error}") from error
     config_class = getattr(component, "Config", None)
+    from torchtitan.config import Configurable  # not above: the launcher reads its sections without torchtitan
+
     # the section must be able to stand for any other of its kind, so what counts is the root of the kind
     root = [c for c in declared.__mro__ if dataclasses.is_dataclass(c) and c is not Configurable.Config][-1]
     if config_class is None or not issubclass(config_class, root):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, nearest
 
 _TIMEOUTS = (
     ("connect_timeout_s", "reduce_timeout_s", "peers wait in the gradient sum while one still connects"),
@@ -214,6 +214,15 @@ def _indivisible(training: Any, ranks: int) -> str:
     )
 
 
+def _optimizer(config: Any) -> Iterator[Problem]:
+    """A learning rate below 0 climbs, one that is no number ruins the first step."""
+    for group in config.optimizer.param_groups:
+        lr = group.optimizer_kwargs.get("lr")
+        if isinstance(lr, int | float) and not 0 <= lr < float("inf"):
+            yield Problem(("optimizer", "lr"), f"[optimizer] lr must be 0 or more, got {lr}")
+            return
+
+
 def _data(config: Any) -> Iterator[Problem]:
     data = config.data
     if data.source == "tokens":
@@ -239,6 +248,7 @@ def check_files(config: Any) -> None:
 
     from everstep.data.token_format import TokenFileError, in_bytes
 
+    _check_dataset(config)
     folder = FilePath(config.hf_assets_path)
     source, path = config.data.source, FilePath(config.data.path)
     try:
@@ -247,10 +257,33 @@ def check_files(config: Any) -> None:
         raise ConfigError(f"data.path: {error}") from error
     reads_folder = not brings_its_own and isinstance(config.tokenizer, HuggingFaceTokenizer.Config)
     if reads_folder and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        old = f"; {folder.name} is torchtitan 0.1's format, which nothing reads any more" * (folder.suffix == ".model")
         raise ConfigError(
             f'hf_assets_path = "{folder}": there is no tokenizer ({", ".join(_TOKENIZER_FILES)}), which [data] '
-            f'source = "{config.data.source}" needs; download the model\'s, or set [data] source = "stdlib"'
+            f'source = "{config.data.source}" needs{old}; download the model\'s, or set [data] source = "stdlib"'
         )
+
+
+def _check_dataset(config: Any) -> None:
+    """Refuse a dataset that torchtitan does not know, or whose files are not there.
+
+    Raises:
+        ConfigError: names the key and what to do.
+    """
+    from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+
+    loader = config.dataloader
+    if config.data.source != "dataloader" or not isinstance(loader, HuggingFaceTextDataLoader.Config):
+        return
+    name, path = loader.dataset, loader.dataset_path
+    if name not in DATASETS:
+        raise ConfigError(
+            f'[dataloader] dataset = "{name}" is not one of torchtitan\'s; the nearest is "{nearest(name, DATASETS)}". '
+            'Text of your own: `everstep pack` and [data] source = "tokens"'
+        )
+    place = path or DATASETS[name].path
+    if (path or place.startswith(("/", ".", "tests/"))) and not FilePath(place).exists():
+        raise ConfigError(f'[dataloader] dataset = "{name}" is read from {place}, and there is no such file or folder')
 
 
 _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
@@ -258,5 +291,6 @@ _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
     _timeouts,
     _fault_tolerant_training,
     _batch,
+    _optimizer,
     _data,
 )

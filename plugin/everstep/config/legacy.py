@@ -3,7 +3,8 @@
 torchtitan 0.3 reads no TOML; files written for 0.2 (and its 0.1 spellings) are still what people have. The
 tables below name every key of 0.2.2's `JobConfig`, of its torchft extension, and the older spellings of
 both, that today's grammar lacks: either where it moved, or why nothing reads it. Keys that kept section
-and name are not listed."""
+and name are not listed. A dropped key that would have changed the arithmetic is refused unless the caller
+allows it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,11 +32,19 @@ MOVED: dict[str, str] = {
     "training.batch_size": "training.local_batch_size",
     "training.compile": "compile.enable",
     "training.seed": "debug.seed",
+    "training.warmup_steps": "lr_scheduler.warmup_steps",
     "training.deterministic": "debug.deterministic",
     "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
     "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
     "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
+    "training.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+    "training.context_parallel_degree": "parallelism.context_parallel_degree",
     "parallelism.enable_async_tensor_parallel": "compile.enable_async_tensor_parallel",
+    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
+    "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+    "experimental.pipeline_parallel_schedule": "parallelism.pipeline_parallel_schedule",
+    "experimental.pipeline_parallel_schedule_csv": "parallelism.pipeline_parallel_schedule_csv",
+    "experimental.enable_async_tensor_parallel": "compile.enable_async_tensor_parallel",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
     "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (
@@ -70,7 +79,14 @@ MOVED: dict[str, str] = {
 }
 """0.2's key → today's key, for the same value (`process_group_timeout_ms` is divided by 1000)."""
 
-_CONVERTERS = "a registry config that applies the converter, named in [job] config, e.g. llama3_debugmodel_float8"
+CONVERTED: dict[str, str] = {
+    "llama3": "llama3_debugmodel_float8 or llama3_8b_mxfp8",
+    "deepseek_v3": "deepseek_v3_671b_float8 or deepseek_v3_debugmodel_mxfp8",
+    "qwen3": "qwen3_debugmodel_nvfp4 or qwen3_8b_first_85_pct_layers_nvfp4",
+}
+"""By model: configs of its registry that apply a converter."""
+
+_CONVERTERS = "a registry config that applies the converter, named in [job] config"
 _DILOCO = "nothing: semi-synchronous training (LocalSGD, DiLoCo) is not supported"
 _MEMORY_ESTIMATION = "nothing: torchtitan no longer estimates memory"
 _VALIDATOR = "[training]: validation uses the batch size and length of training"
@@ -85,17 +101,19 @@ GONE: dict[str, str] = {
     "model.norm_type": "the model's flavor",
     "optimizer.early_step_in_backward": "nothing: gradients are summed and clipped before a step",
     "optimizer.fused": '[optimizer] implementation = "fused"',
-    "training.warmup_steps": "[lr_scheduler] warmup_steps",
     "training.enable_fsdp_float8_all_gather": _CONVERTERS,
     "parallelism.disable_loss_parallel": "nothing: the loss is always parallel under tensor parallelism",
     "parallelism.enable_compiled_autograd": "nothing: torchtitan no longer uses compiled autograd",
     "parallelism.pipeline_parallel_split_points": "[parallelism] module_fqns_per_model_part",
+    "experimental.pipeline_parallel_split_points": "[parallelism] module_fqns_per_model_part",
+    "experimental.enable_compiled_autograd": "nothing: torchtitan no longer uses compiled autograd",
     "parallelism.pipeline_parallel_expert_parallel_overlap": "nothing: the pipeline schedule decides it",
     "parallelism.context_parallel_rotate_method": "nothing: context parallelism gathers keys and values",
     "parallelism.expert_tensor_parallel_degree": "nothing: experts are not split by tensor parallelism",
     "parallelism.expert_parallel_comm_backend": (
         "a registry config with that dispatcher, named in [job] config, e.g. qwen3_moe_deepep"
     ),
+    "checkpoint.interval_type": "nothing: [checkpoint] interval counts steps",
     "checkpoint.enable_ft_dataloader_checkpoints": (
         "nothing: data is addressed by committed step and slot, the same in all groups"
     ),
@@ -139,8 +157,12 @@ class Dropped:
     went: str
 
 
-def translate(source: Source) -> list[Dropped]:
+def translate(source: Source, *, allow_dropped: bool = False) -> list[Dropped]:
     """Rewrite `source.table` from 0.2's keys to today's, in place.
+
+    Args:
+        source: the document.
+        allow_dropped: whether a file may ask for a converter (float8, mx) that this run will not apply.
 
     Returns:
         The keys without a counterpart, removed from the table, with what to use instead.
@@ -149,9 +171,13 @@ def translate(source: Source) -> list[Dropped]:
         ConfigError: a key is there twice, as 0.2's and as today's; or it asks for what is not supported.
     """
     dropped: list[Dropped] = []
+    if not allow_dropped:
+        _refuse_converters(source)
+    converted = _converted_hint(source)
 
     def drop(path: Path, went: str) -> None:
         _pop(source.table, path)
+        went = went.replace(_CONVERTERS, _CONVERTERS + converted)
         dropped.append(Dropped(path, source.lines.get(path), went))
 
     for_02 = ("model", "flavor") in set(_leaves(source.table))
@@ -178,6 +204,37 @@ def dropped_warning(source: Source, dropped: list[Dropped]) -> str:
     """One message that names every dropped key, its line and what to use instead."""
     rows = [f"  line {d.line}: {describe(d.path)} → {d.went}" for d in sorted(dropped, key=lambda d: d.line or 0)]
     return "\n".join([f"{source.file}: these keys of torchtitan 0.2 have no counterpart and are not used:", *rows])
+
+
+def _converted_hint(source: Source) -> str:
+    """Which configs of the file's model apply a converter; "" when its registry has none."""
+    names = CONVERTED.get(_text(source, "model", "name") or _text(source, "job", "module"))
+    return (
+        f", e.g. {names}" if names else f": the registry of {_text(source, 'model', 'name') or 'this model'} has none"
+    )
+
+
+def _text(source: Source, section: str, key: str) -> str:
+    table = source.table.get(section)
+    return str(table.get(key, "")) if isinstance(table, dict) else ""
+
+
+def _refuse_converters(source: Source) -> None:
+    """A converter changes the arithmetic: a run without it is another run than the file asks for."""
+    for path, what in ((("model", "converters"), "converters"), (("float8", "enable_float8_linear"), "float8")):
+        section = source.table.get(path[0])
+        wanted = section.get(path[1]) if isinstance(section, dict) else None
+        if wanted and wanted not in ("None", ["None"]):
+            raise source.error(
+                path,
+                f"{describe(path)} asks for {_listed(wanted) if what == 'converters' else what}, which nothing here "
+                f"applies: start from {_CONVERTERS}{_converted_hint(source)}; or remove the key; or give "
+                "--allow-dropped to train without it",
+            )
+
+
+def _listed(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _refuse_semi_sync(source: Source) -> None:

@@ -1,8 +1,11 @@
 """The agent: owns one replica group's workers on this machine, and is what `everstep agent` runs."""
 
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -15,7 +18,8 @@ from everstep.launch.warm import preload as import_modules
 from everstep.launch.watchdog import RestartLimits
 from everstep.run import fence
 from everstep.run.address import await_address
-from everstep.run.events import EventLog, read_events
+from everstep.run.directory import bad_node_file, over_file, stop_file
+from everstep.run.events import EventLog, EventTail, event_path, last_event
 from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, KILLED_EXIT, NODE_BAD_EXIT
 from everstep.run.fence import Claim
 from everstep.run.files import write_json
@@ -26,7 +30,7 @@ STARTS_WITHOUT_A_STEP = 5
 ADDRESS_TIMEOUT_S = 24 * 3600.0
 """How long to wait for a lighthouse: its job may be pending."""
 
-_LAST_WORDS = ("training_done", "left")
+_LAST_WORDS = frozenset({"training_done", "left"})
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class AgentSettings:
     stall_timeout_s: float = 120.0
     startup_timeout_s: float = 900.0
     stop_grace_s: float = 120.0
+    beats: bool = True
+    """Whether the workers beat and tell of commits: with fault tolerance they do."""
     max_restarts: int = 1_000_000
     restart_window_s: float = 3600.0
     entry: str = "everstep.train:main"
@@ -82,38 +88,21 @@ def worker_argv(settings: AgentSettings, lighthouse: str) -> list[str]:
 
 
 def next_incarnation(run_dir: Path, group: int) -> int:
-    """0 for a group's first workers in this run directory, then one more each time."""
-    return sum(e["kind"] == "workers_started" and e["group"] == group for e in read_events(run_dir))
-
-
-def over_file(run_dir: Path, group: int) -> Path:
-    """Says how a group ended for good: {"status": "done", "stopped" or "failed", "reason"}. A batch job starts a group
-    again as long as there is none, whatever the exit status of its processes."""
-    return Path(run_dir) / "state" / f"group-{group}.over"
-
-
-def bad_node_file(run_dir: Path, group: int) -> Path:
-    """Names the node that a group's last agent found bad: {"node", "reason", "claim"}."""
-    return Path(run_dir) / "state" / f"group-{group}.bad-node.json"
-
-
-def stop_file(run_dir: Path) -> Path:
-    """Asks every agent of the run for a clean stop, as long as it is there."""
-    return Path(run_dir) / "state" / "stop"
+    """0 for a group's first workers in this run directory, then one more each time. Read from the end of the group's
+    own log."""
+    last = last_event(event_path(run_dir, group, None, "agent"), {"workers_started"})
+    return 0 if last is None else last["incarnation"] + 1
 
 
 def reason_not_to_start(run_dir: Path, group: int, limits: RestartLimits) -> str | None:
     """Why a group should not be started again, going by how its earlier agents ended; None: start it."""
-    since_step, recent = 0, 0
     now = time.time()
-    for event in read_events(run_dir):
-        if event["group"] != group:
-            continue
-        if event["kind"] == "agent_up":
-            since_step += 1
-            recent += event["t"] > now - limits.window_s
-        elif event["kind"] == "commit":
-            since_step = 0
+    step = last_event(event_path(run_dir, group, 0, "worker"), {"commit"})
+    stepped = step["t"] if step is not None else 0.0
+    own = EventTail(run_dir, (f"agent-{group}",))  # one start of the group is a few lines, however long it trained
+    starts = [event["t"] for event in own.new() if event["kind"] == "agent_up"]
+    recent = sum(t > now - limits.window_s for t in starts)
+    since_step = sum(t > stepped for t in starts)
     if recent > limits.max_restarts:
         return f"it was started {recent} times within {limits.window_s:g} s (fault_tolerance.max_restarts)"
     if since_step >= STARTS_WITHOUT_A_STEP:
@@ -123,8 +112,27 @@ def reason_not_to_start(run_dir: Path, group: int, limits: RestartLimits) -> str
 
 def _last_word(run_dir: Path, group: int) -> str:
     """How the group's workers ended: "training_done", or "left" when a stop reached them directly."""
-    endings = [e["kind"] for e in read_events(run_dir) if e["group"] == group and e["kind"] in _LAST_WORDS]
-    return endings[-1] if endings else ""
+    last = last_event(event_path(run_dir, group, 0, "worker"), _LAST_WORDS)
+    return last["kind"] if last is not None else ""
+
+
+NODE_CHECK_TIMEOUT_S = 300.0
+
+
+def _unfit(settings: AgentSettings) -> str:
+    """Why this node should not be trained on; "" if it is fit. In a process of its own: an agent stays clear of CUDA,
+    and a GPU that hangs must not hang it."""
+    command = [sys.executable, "-m", "everstep.cli", "doctor", "--node", "--json", "--run-dir", settings.run_dir]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=NODE_CHECK_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"its check did not end within {NODE_CHECK_TIMEOUT_S:g} s"
+    if done.returncode == 0:
+        return ""
+    try:
+        return json.loads(done.stdout)["checks"][0]["found"]
+    except (ValueError, LookupError):
+        return (done.stderr.strip().splitlines() or [f"its check ended with status {done.returncode}"])[-1]
 
 
 def main(settings: dict) -> int:
@@ -169,6 +177,12 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
             fence.release(run_dir, settings.group, claim)
         return exit_status
 
+    def node_is_bad(why: str) -> int:
+        bad = {"node": settings.node, "host": settings.host, "reason": why}
+        events.emit("node_bad", **bad)
+        write_json(bad_node_file(run_dir, settings.group), bad | {"claim": str(claim)})
+        return end("node_bad", f"node {settings.node} is not used any more: {why}", NODE_BAD_EXIT)
+
     first_incarnation = next_incarnation(run_dir, settings.group)
     if settings.job and settings.node_rank == 0:
         if why_not := reason_not_to_start(run_dir, settings.group, limits):
@@ -183,6 +197,8 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
     if stopping():
         return end("stopped", "asked to stop", 0)
 
+    if settings.node and (unfit := _unfit(settings)):
+        return node_is_bad(unfit)
     import_modules(preload)
     from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
@@ -210,6 +226,7 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
             stall_timeout_s=settings.stall_timeout_s,
             startup_timeout_s=settings.startup_timeout_s,
             stop_grace_s=settings.stop_grace_s,
+            beats=settings.beats,
             limits=limits,
             fork_point_pid=fork_point_pid,
             first_incarnation=first_incarnation,
@@ -241,10 +258,7 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
     if stopping() and agent.killed_in_the_end:
         return end("killed", agent.killed_in_the_end, KILLED_EXIT)
     if agent.node_bad:
-        bad = {"node": settings.node, "host": settings.host, "reason": agent.node_bad}
-        events.emit("node_bad", **bad)
-        write_json(bad_node_file(run_dir, settings.group), bad | {"claim": str(claim)})
-        return end("node_bad", f"node {settings.node} is not used any more: {agent.node_bad}", NODE_BAD_EXIT)
+        return node_is_bad(agent.node_bad)
     if stopping():
         return end("stopped", "asked to stop", 0)
     if failed:

@@ -2,10 +2,11 @@
 
 On one machine the supervisor does this beside everything else; here it is a small job of its own. The lighthouse itself
 keeps no state. It is started again, on the same port, when it dies and when it no longer answers, and its address
-is published in the run directory, where groups look for it after it has moved to another node.
+is published in the run directory, where groups look for it: of two lighthouses the older one ends.
 """
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch.agent import over_file, stop_file
 from everstep.launch.machine import free_port, listens
 from everstep.launch.probe import Probe
 from everstep.report.live import Teller, telling
-from everstep.run.address import publish_address
+from everstep.report.serve import PageServer
+from everstep.run.address import publish_address, superseded
 from everstep.run.beats import beats_of_groups
-from everstep.run.directory import LaunchError, read_toml
+from everstep.run.directory import LaunchError, over_file, read_toml, stop_file
 from everstep.run.events import EventLog
 
 POLL_S = 0.2
@@ -36,6 +37,8 @@ class Beacon:
     host: str
     groups: int
     fault_tolerance: FaultTolerance
+    page: bool = False
+    """Whether to serve the run's page while it goes, on this machine's loopback."""
 
 
 def keep_up(beacon: Beacon) -> int:
@@ -56,15 +59,24 @@ def keep_up(beacon: Beacon) -> int:
     toml = read_toml(beacon.run_dir / "config.toml") if (beacon.run_dir / "config.toml").exists() else {}
     ft = beacon.fault_tolerance
     teller = Teller(telling(beacon.run_dir, beacon.host, toml, ft.metrics_port, beacon.groups, ft.min_groups))
+    page = PageServer(beacon.run_dir) if beacon.page else None
+    if page is not None:
+        events.emit("page", address=page.address)
+        print(f"the run's page: {page.address} on {socket.gethostname()} (ssh -L from where you are)", flush=True)
     port = free_port(beacon.host)
     address = f"http://{beacon.host}:{port}"
-    while not asked_to_stop and not _all_over(beacon):
+    epoch = 0
+
+    def is_over() -> bool:
+        return asked_to_stop or _all_over(beacon) or (epoch > 0 and superseded(beacon.run_dir, epoch))
+
+    while not is_over():
         process = _start(beacon, port)
         probe = Probe(address)
         try:
-            publish_address(beacon.run_dir, address, process.pid)
-            events.emit("lighthouse_started", address=address, pid=process.pid)
-            while process.poll() is None and not probe.hangs and not asked_to_stop and not _all_over(beacon):
+            epoch = publish_address(beacon.run_dir, address, process.pid)
+            events.emit("lighthouse_started", address=address, pid=process.pid, epoch=epoch)
+            while process.poll() is None and not probe.hangs and not is_over():
                 time.sleep(POLL_S)
             if process.poll() is not None or probe.hangs:
                 reason = "did not answer" if process.poll() is None else "ended"
@@ -73,7 +85,11 @@ def keep_up(beacon: Beacon) -> int:
             probe.close()
             process.kill()
             process.wait()
+    if epoch > 0 and superseded(beacon.run_dir, epoch):
+        events.emit("lighthouse_superseded", address=address, epoch=epoch)
     teller.close()
+    if page is not None:
+        page.close()
     return 0
 
 

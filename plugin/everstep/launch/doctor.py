@@ -7,13 +7,14 @@ but a small probe file in the run directory, one for each node that looked.
 import importlib.metadata
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -23,11 +24,15 @@ from packaging.requirements import Requirement
 
 from everstep.config.checks import timeout_problems
 from everstep.config.sections import FaultTolerance
-from everstep.launch import health
+from everstep.launch import links, node
+from everstep.launch.machine import PORTS, free_port
 from everstep.launch.probe import answers
 from everstep.run.address import published_address
+from everstep.run.beats import shared_lag_s
+from everstep.run.directory import LaunchError
 from everstep.run.fence import LEASE_S
 from everstep.run.files import read_json, write_json
+from everstep.snapshot import stripes
 from everstep.snapshot.section import Snapshot
 
 Verdict = Literal["ok", "warning", "error"]
@@ -36,6 +41,7 @@ SKEW_WARNING_S, SKEW_ERROR_S = 1.0, LEASE_S
 SHORTEST_HEARTBEAT_TIMEOUT_S = 1.0
 ESTIMATE_TIMEOUT_S = 600.0
 PROBES = Path("state") / "doctor"
+FEWEST_FILES, FILES_FOR_A_NODE, FEWEST_PROCESSES = 512, 8, 256
 OURS = ("torch", "torchtitan", "torchft")
 
 
@@ -63,11 +69,18 @@ class Plan:
     run_dir: Path | None
     host: str
     here: bool = True
+    ranks_per_group: int = 1
+    allow_dropped: bool = False
+    measure_s: float = 0.0
+    """How long to wait for the doctors of other hosts, to measure the way to them. 0: nothing is measured."""
 
 
 def examine(plan: Plan) -> Iterator[Line]:
     """All lines, the quick ones first."""
     yield from versions(importlib.metadata.requires("everstep") or [], _installed)
+    if not plan.fault_tolerance.enable:
+        found = "off: a death ends the run until somebody starts it again"
+        yield Line("fault tolerance", "warning", found, "set [fault_tolerance] enable = true")
     yield from timeouts(plan.fault_tolerance)
     yield from group_count(plan.fault_tolerance, plan.groups)
     usable = None
@@ -79,13 +92,22 @@ def examine(plan: Plan) -> Iterator[Line]:
             yield from lighthouse(plan.fault_tolerance.lighthouse or published_address(usable))
     if not plan.here:
         return
-    yield from network(plan.host, plan.groups * plan.nodes_per_group)
-    if complaint := health.complaint(usable):
+    nodes = plan.groups * plan.nodes_per_group
+    yield from network(plan.host, nodes)
+    yield from ports(plan.host)
+    yield from limits(nodes)
+    if complaint := node.complaint(usable, plan.host):
         yield Line("node", "error", complaint, "make room or mend it, or train on another node")
-    state = _estimate(plan.config, ["--fault_tolerance.groups", str(plan.groups), *plan.flags])
+    state = _estimate(plan)
     yield from config_and_model(state)
-    if "error" not in state and plan.snapshot.enable:
-        yield from snapshots(plan, state["state_bytes"], memory_of(Path(plan.snapshot.arena_dir)))
+    if "error" not in state:
+        yield from memory(plan, state["state_bytes"], psutil.virtual_memory().available, state["device_bytes"])
+        if plan.snapshot.enable:
+            yield from snapshots(plan, state["state_bytes"], memory_of(Path(plan.snapshot.segment_dir)))
+    if plan.measure_s and usable is not None:
+        name = f"{os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
+        found = links.measure_others(usable / PROBES, name, plan.host, plan.measure_s, nodes)
+        yield from network_measured(plan, found, links.heartbeat_jitter_s(), state)
 
 
 def _installed(name: str) -> str | None:
@@ -169,6 +191,13 @@ def run_directory(run_dir: Path, nodes: int) -> Iterator[Line]:
     if not same:
         found = f"{run_dir} does not give back what was written"
         yield Line("run directory", "error", found, "the file system caches too much: use another one")
+    if nodes > 1 and "SLURM_JOB_ID" in os.environ and shared_lag_s(run_dir) == 0:
+        yield Line(
+            "run directory",
+            "warning",
+            f"{run_dir} is on a file system of this machine alone",
+            "unless all groups run here, give one that all nodes share",
+        )
     yield from _shared(run_dir, sorted(path.stem for path in probe.parent.glob("*.json")), nodes)
     yield from clock_skew(max(begin - written, written - end, 0.0))
 
@@ -244,13 +273,84 @@ def interface(
         yield Line("network", "ok", f"{host} is {places} on {', '.join(chosen)}{rate}: heals and sums go through it")
 
 
+def ports(host: str) -> Iterator[Line]:
+    """Whether a port for the lighthouse and the groups' servers can be had."""
+    try:
+        port = free_port(host)
+    except LaunchError as error:
+        yield Line("ports", "error", str(error), "end what holds them, or give another host")
+    except OSError as error:
+        yield Line("ports", "error", f"{host}: {error.strerror}", "give a host that is this machine's")
+    else:
+        yield Line("ports", "ok", f"{port} and others between {PORTS.start} and {PORTS.stop} are free on {host}")
+
+
+def limits(nodes: int) -> Iterator[Line]:
+    """What the shell allows a process: open files above all, of which every group is several connections."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    needed = FEWEST_FILES + FILES_FOR_A_NODE * nodes
+    few = [f"{files} open files (ulimit -n), {needed} are needed"] if 0 <= files < needed else []
+    if 0 <= processes < FEWEST_PROCESSES:
+        few.append(f"{processes} processes (ulimit -u), {FEWEST_PROCESSES} are needed")
+    if few:
+        yield Line("limits", "error", "; ".join(few), "raise them, in the shell or in /etc/security/limits.conf")
+    else:
+        yield Line("limits", "ok", f"{'any number of' if files < 0 else files} open files")
+
+
+def memory(plan: Plan, state_bytes: int, available: int, devices: Sequence[int]) -> Iterator[Line]:
+    """Whether parameters and optimizer states of the groups that run here have room where they are kept."""
+    ranks_here = max(1, plan.ranks_per_group // plan.nodes_per_group)
+    share = state_bytes / max(1, plan.ranks_per_group)
+    if devices:
+        room, where, need = min(devices), "on each GPU", share
+    else:
+        groups_here = plan.groups if plan.nodes_per_group == 1 and "SLURM_JOB_ID" not in os.environ else 1
+        room, where, need = available, "in host memory", share * ranks_here * groups_here
+    found = f"{_gb(need)} of parameters and optimizer states {where}, of {_gb(room)}"
+    advice = "more ranks in a group (--ranks-per-group with data_parallel_shard_degree), or a smaller model"
+    yield Line("memory", "error" if need > room else "ok", found, advice if need > room else "")
+
+
+def network_measured(
+    plan: Plan, found: Sequence[links.Link], jitter_s: float, state: Mapping[str, Any]
+) -> Iterator[Line]:
+    """The way to the other hosts, and the timeouts that fit it."""
+    if not found:
+        advice = "run this on all nodes at once: srun everstep doctor … --measure-s 30"
+        yield Line("links", "warning", "no other host measured at the same time", advice)
+        return
+    for link in found:
+        if link.error:
+            yield Line("links", "error", f"{link.name}: {link.error}", "open the ports between the nodes")
+        else:
+            yield Line(
+                "links",
+                "ok",
+                f"{link.name}: {link.rtt_s * 1e3:.2f} ms there and back (worst {link.worst_rtt_s * 1e3:.2f}), "
+                f"{link.bytes_per_s * 8 / 1e9:.2f} Gbit/s",
+            )
+    yield Line("heartbeats", "ok", f"late by {jitter_s * 1e3:.1f} ms at worst on this host")
+    gradients = state.get("parameters", 0) * 4 / max(1, plan.ranks_per_group)
+    proposed = links.propose(found, jitter_s, gradients, state.get("state_bytes", 0) / max(1, plan.ranks_per_group))
+    ft = plan.fault_tolerance
+    for name, least in asdict(proposed).items():
+        has = getattr(ft, name)
+        verdict: Verdict = "warning" if has < least else "ok"
+        advice = f"set [fault_tolerance] {name} = {least:g}" if has < least else ""
+        yield Line("timeouts", verdict, f"{name} = {has:g}, {least:g} fits what was measured", advice)
+
+
 def _is_loopback(address: str) -> bool:
     return address == "::1" or address.startswith("127.")
 
 
-def _estimate(config: Path, flags: Sequence[str]) -> dict:
+def _estimate(plan: Plan) -> dict:
     """What `everstep.launch.estimate` says."""
-    command = [sys.executable, "-m", "everstep.launch.estimate", str(config), *flags]
+    flags = ["--fault_tolerance.groups", str(plan.groups), *plan.flags]
+    order = json.dumps([str(plan.config), flags, plan.ranks_per_group, plan.allow_dropped])
+    command = [sys.executable, "-m", "everstep.launch.estimate", order]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ESTIMATE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -267,38 +367,43 @@ def config_and_model(state: Mapping[str, Any]) -> Iterator[Line]:
     else:
         count, size = state["parameters"], state["state_bytes"]
         yield Line("config", "ok", f"{count / 1e6:,.1f} M parameters, {_gb(size)} of state in each group")
+        for warning in state.get("warnings", ()):
+            yield Line("config", "warning", warning)
 
 
-def memory_of(arena_dir: Path) -> SimpleNamespace:
-    """`available` host memory and `tmpfs` free in the arena's file system, bytes; tmpfs None if it is not there."""
+def memory_of(segment_dir: Path) -> SimpleNamespace:
+    """`available` host memory and `tmpfs` free in the segment's file system, bytes; tmpfs None if it is not there."""
     try:
-        tmpfs: int | None = psutil.disk_usage(str(arena_dir)).free
+        tmpfs: int | None = psutil.disk_usage(str(segment_dir)).free
     except OSError:
         tmpfs = None
     return SimpleNamespace(available=psutil.virtual_memory().available, tmpfs=tmpfs)
 
 
-def snapshot_bytes(state_bytes: int, groups: int, parity: int, scope: str) -> int:
-    """Host memory that one group's part takes: two slots, two parities. docs/snapshots.md has the formula."""
+def snapshot_bytes(state_bytes: int, groups: int, parity: int, scope: str, parity_group: int = 8) -> int:
+    """Host memory that one group's part takes: two buffers, two parities. docs/snapshots.md has the formula."""
     if scope == "full":
         return 2 * state_bytes
-    lost = min(parity, groups - 1)
+    together = len(stripes.parity_group(range(groups), parity_group, 0))
+    lost = stripes.effective_parity(together, parity)
     share = 2 * state_bytes / groups
-    return int(share * (1 + lost / (groups - lost)))
+    return int(share * (1 + lost / (together - lost)))
 
 
 def snapshots(plan: Plan, state_bytes: int, memory: SimpleNamespace) -> Iterator[Line]:
     """Whether the snapshots of the groups that run here have room, also when a group is lost and theirs grow."""
     groups_here = plan.groups if plan.nodes_per_group == 1 and "SLURM_JOB_ID" not in os.environ else 1
     need, grown = (
-        groups_here * snapshot_bytes(state_bytes, groups, plan.snapshot.parity, plan.snapshot.scope)
+        groups_here * snapshot_bytes(
+            state_bytes, groups, plan.snapshot.parity, plan.snapshot.scope, plan.snapshot.parity_group
+        )
         // plan.nodes_per_group
         for groups in (plan.groups, max(plan.groups - 1, 1))
     )  # fmt: skip
     reserve = int(plan.snapshot.memory_reserve_gb * 1e9)
-    directory = plan.snapshot.arena_dir
+    directory = plan.snapshot.segment_dir
     if memory.tmpfs is None:
-        advice = "set [snapshot] arena_dir to a tmpfs"
+        advice = "set [snapshot] segment_dir to a tmpfs"
         yield Line("snapshots", "error", f"{directory} is not there", advice)
         return
     who = f"{groups_here} groups" if groups_here > 1 else "a group"
@@ -312,12 +417,6 @@ def snapshots(plan: Plan, state_bytes: int, memory: SimpleNamespace) -> Iterator
 
 def _gb(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
-
-
-def snapshot_section(toml: Mapping[str, Any]) -> Snapshot:
-    """`[snapshot]` of a file, as far as it is valid; what is not, the config's own check names."""
-    known = {field.name for field in fields(Snapshot)}
-    return Snapshot(**{key: value for key, value in toml.get("snapshot", {}).items() if key in known})
 
 
 def show(lines: Sequence[Line]) -> str:

@@ -10,8 +10,9 @@ import dataclasses
 import os
 import select
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,17 +24,26 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from everstep.launch import health, worker
+from everstep.launch import health, stacks, worker
+from everstep.launch.memory import oom_kills
+from everstep.launch.progress import CommitWatch, StrikeWatch
 from everstep.launch.rendezvous import OneNodeRendezvous, RunDirRendezvous
 from everstep.launch.watchdog import Death, RestartLimits, Stall, describe_exit, find_stall, reason_to_give_up
 from everstep.run import fence
-from everstep.run.beats import BeatFile, agent_beat_path, beat_path, read_beat
+from everstep.run.beats import DONE, Beat, BeatFile, agent_beat_path, beat_path, push, read_beat
 from everstep.run.events import EventLog
 from everstep.run.exits import UNFIT_EXIT
 from everstep.run.fence import Claim, Fenced
 
 MONITOR_INTERVAL_S = 0.05
 BEAT_INTERVAL_S = 0.5
+PUSH_INTERVAL_S = 1.0
+ASK_AGAIN_S = 3.0
+"""A worker that was asked to stop is asked again: a signal that comes while it starts is lost to its handler."""
+FIRST_STEP_SLACK = 2.0
+"""How much longer than the longest one before a first step may take: nothing is in a cache on a new node."""
+LONGEST_ERROR = 300
+NO_ERROR_FILE = "<N/A>"  # TorchElastic's word for a worker that left no error file
 UNLIMITED_RESTARTS = 2**31 - 1  # TorchElastic's own counter never decides: reason_to_give_up does
 
 
@@ -88,6 +98,9 @@ class GroupSettings:
     """This node's name, if there are others to go to."""
     node_failures: int = 0
     """Deaths that begin on this node within the limits' window before it counts as bad; 0: any number."""
+    beats: bool = True
+    """Whether the workers beat and tell of commits, as they do with fault tolerance. Without, no watchdog watches them,
+    and one that ran for longer than startup_timeout_s counts as one that trained."""
 
 
 class GroupAgent(LocalElasticAgent):
@@ -120,13 +133,23 @@ class GroupAgent(LocalElasticAgent):
         """Why a stop was not clean."""
         self._events = events
         self._heart = BeatFile(agent_beat_path(settings.run_dir, settings.group))
+        self._commits = CommitWatch(settings.run_dir, settings.group)
+        self._strikes = StrikeWatch(settings.run_dir, settings.group)
+        self._first_step_s: float | None = None
+        """The longest time from a start to its first commit so far."""
+        self._committed = False
+        self._next_look = 0.0
+        self._oom_kills = 0
         self._next_beat = 0.0
+        if settings.node:
+            threading.Thread(target=self._push_beats, name="beats", daemon=True).start()
         self._incarnation = settings.first_incarnation - 1
         self._starts = 0
         self._pids: dict[int, int] = {}
         self._died_by_themselves: list[int] = []
         self._started_mono = 0.0
         self._stop_deadline: float | None = None
+        self._ask_again = 0.0
         self._stall: Stall | None = None
         self._deaths: list[Death] = []
 
@@ -139,6 +162,9 @@ class GroupAgent(LocalElasticAgent):
             raise RuntimeError(f"this node is not fit to train on: {sick}")
         self._started_mono = time.monotonic()
         self._stall = None
+        self._committed, self._oom_kills = False, oom_kills()
+        self._commits.restart()
+        self._strikes.restart()
         # Workers tell their incarnations apart by TorchElastic's count, which on several nodes is each node's own.
         self._remaining_restarts = UNLIMITED_RESTARTS - self._starts
         self._starts += 1
@@ -184,6 +210,16 @@ class GroupAgent(LocalElasticAgent):
                 self._heart.beat("watching")
             self._next_beat = time.monotonic() + BEAT_INTERVAL_S
 
+    def _push_beats(self) -> None:
+        """What other hosts read of this group. A thread of its own, since a file server may take its time."""
+        run_dir, group = self.settings.run_dir, self.settings.group
+        mine = [beat_path(run_dir, group, 0)]
+        if self.settings.node_rank == 0:
+            mine.append(agent_beat_path(run_dir, group))
+        while True:
+            push(mine)
+            time.sleep(PUSH_INTERVAL_S)
+
     def _look_at_fence(self) -> None:
         """Raises Fenced, with the workers killed, when another start of this group has a higher claim."""
         if not fence.holds(self.settings.run_dir, self.settings.group, self.settings.claim):
@@ -195,10 +231,33 @@ class GroupAgent(LocalElasticAgent):
         self._remaining_restarts = 0
         if self._stop_deadline is None:
             self._stop_deadline = now + self.settings.stop_grace_s
-            self._signal_workers(signal.SIGTERM)
-        elif now > self._stop_deadline:
+        if now > self._stop_deadline:
             self.killed_in_the_end = f"did not end within {self.settings.stop_grace_s:g} s and was killed"
             self._kill_workers()
+        elif now >= self._ask_again:
+            self._ask_again = now + ASK_AGAIN_S
+            self._signal_workers(signal.SIGTERM, [pid for rank, pid in self._pids.items() if not self._is_done(rank)])
+
+    def _is_done(self, rank: int) -> bool:
+        beat = read_beat(beat_path(self.settings.run_dir, self.settings.group, rank))
+        return beat is not None and beat.pid == self._pids[rank] and beat.phase == DONE
+
+    def _has_committed(self) -> bool:
+        """Whether these workers have committed a step. Looks twice a second at most, and no more once they have."""
+        now = time.monotonic()
+        if not self._committed and now >= self._next_look:
+            self._next_look = now + BEAT_INTERVAL_S
+            self._committed = self._commits.seen()
+            if self._committed:
+                self._first_step_s = max(self._first_step_s or 0.0, now - self._started_mono)
+        return self._committed
+
+    def _first_step_patience(self) -> float | None:
+        """How long a phase of the first step may last, in seconds; None once it has been made."""
+        if self._has_committed():
+            return None
+        startup_s = self.settings.startup_timeout_s
+        return startup_s if self._first_step_s is None else min(startup_s, FIRST_STEP_SLACK * self._first_step_s)
 
     def _some_worker_died(self) -> bool:
         """A worker that finished waits for the agent, so one that is gone before all have finished has
@@ -211,6 +270,8 @@ class GroupAgent(LocalElasticAgent):
     def _stalled(self) -> bool:
         if self._stall is not None:
             return True  # said already; the kernel is still taking the workers down
+        if not self.settings.beats:
+            return False
         folder = self.settings.run_dir
         beats = {rank: read_beat(beat_path(folder, self.settings.group, rank)) for rank in self._pids}
         self._stall = find_stall(
@@ -220,6 +281,7 @@ class GroupAgent(LocalElasticAgent):
             time.monotonic(),
             self.settings.stall_timeout_s,
             self.settings.startup_timeout_s,
+            self._first_step_patience(),
         )
         if self._stall is not None:
             self._events.emit(
@@ -229,22 +291,48 @@ class GroupAgent(LocalElasticAgent):
                 idle_s=self._stall.idle_s,
                 stalled_rank=self._stall.rank,
             )
+            self._tell_stacks()
         return self._stall is not None
+
+    def _tell_stacks(self) -> None:
+        """Where each rank hangs, before all are killed."""
+        settings = self.settings
+        places = stacks.collect(settings.run_dir, settings.group, self._pids)
+        self._events.emit(
+            "workers_stacks",
+            incarnation=self._incarnation,
+            summary=stacks.summary(places),
+            ranks={str(place.rank): str(place) for place in places},
+            files=[f"logs/group-{settings.group}/rank-{place.rank}.stacks" for place in places if not place.state],
+        )
 
     def _after_death(self, result: RunResult) -> None:
         rank, failure = self._first_death(result)
-        reason = f"rank {rank} {describe_exit(failure.exitcode)}"
-        if failure.exitcode > 0 and (why := last_line(failure.message)):
-            reason += f": {why}"
-        if self._stall is not None:
-            reason = f"rank {self._stall.rank} stalled in {self._stall.phase} for {self._stall.idle_s:.1f} s"
-        beat = read_beat(beat_path(self.settings.run_dir, self.settings.group, rank))
-        had_trained = beat is not None and beat.pid == failure.pid and beat.step > 0
-        self._deaths.append(Death(time.monotonic(), failure.exitcode, had_trained))
+        self._next_look = 0.0
+        ran_s = time.monotonic() - self._started_mono
+        others_struck, struck = self._strikes.struck()
+        stalled = self._stall is not None
+        death = Death(
+            mono=time.monotonic(),
+            exitcode=failure.exitcode,
+            committed=self._has_committed() if self.settings.beats else ran_s > self.settings.startup_timeout_s,
+            error=first_line(failure.message) if failure.exitcode > 0 and failure.error_file != NO_ERROR_FILE else "",
+            excused=others_struck or (struck and (stalled or failure.exitcode < 0)),
+            stalled=stalled,
+            out_of_memory=failure.exitcode == -signal.SIGKILL and not stalled and oom_kills() > self._oom_kills,
+        )
+        self._deaths.append(death)
+        reason = self._why(rank, death)
+        place = self._slot_of(rank, failure.pid)
         self._events.emit(
             "workers_died",
             incarnation=self._incarnation,
             reason=reason,
+            error=death.error,
+            committed=death.committed,
+            by_itself=death.by_itself,
+            at_step=place.step if place is not None else None,
+            at_slot=place.slot if place is not None else None,
             exitcodes={str(rank): failure.exitcode for rank, failure in result.failures.items()},
         )
         if self.settings.stopping():
@@ -259,6 +347,20 @@ class GroupAgent(LocalElasticAgent):
             if give_up is not None:
                 self.gave_up = f"group {self.settings.group} is given up, {give_up}; last: {reason}"
                 self._remaining_restarts = 0
+
+    def _slot_of(self, rank: int, pid: int) -> Beat | None:
+        """The step and slot that a rank computed when it died; None: it computed none."""
+        beat = read_beat(beat_path(self.settings.run_dir, self.settings.group, rank))
+        return beat if beat is not None and beat.pid == pid and beat.phase == "compute" and beat.slot >= 0 else None
+
+    def _why(self, rank: int, death: Death) -> str:
+        """How the workers ended, in one sentence."""
+        if self._stall is not None:
+            return f"rank {self._stall.rank} stalled in {self._stall.phase} for {self._stall.idle_s:.1f} s"
+        why = f"rank {rank} {describe_exit(death.exitcode)}"
+        if death.out_of_memory:
+            why += ", by the kernel: the memory of its control group was used up"
+        return f"{why}: {death.error}" if death.error else why
 
     def _reason_to_move(self, exitcode: int) -> str | None:
         """Why the group should go on without this node."""
@@ -278,8 +380,10 @@ class GroupAgent(LocalElasticAgent):
         by_pid = {process.pid: process.exitcode for process in self._processes()}
         for other in self._died_by_themselves:
             exitcode = by_pid.get(self._pids[other])
-            if failure.exitcode >= 0 and exitcode is not None and exitcode < 0:
-                return other, dataclasses.replace(failure, pid=self._pids[other], exitcode=exitcode)
+            ours = rank not in self._died_by_themselves  # killed by us, when we saw the other one gone
+            if exitcode is not None and (ours or (failure.exitcode >= 0 and exitcode < 0)):
+                told = result.failures.get(other)
+                return other, told or dataclasses.replace(failure, pid=self._pids[other], exitcode=exitcode)
         return rank, failure
 
     def _processes(self) -> list[BaseProcess]:
@@ -288,8 +392,8 @@ class GroupAgent(LocalElasticAgent):
         started = context._pc if isinstance(context, MultiprocessContext) else None
         return list(started.processes) if started is not None else []
 
-    def _signal_workers(self, signum: signal.Signals) -> None:
-        for pid in self._pids.values():
+    def _signal_workers(self, signum: signal.Signals, pids: Iterable[int] | None = None) -> None:
+        for pid in self._pids.values() if pids is None else pids:
             try:
                 os.kill(pid, signum)
             except ProcessLookupError:
@@ -309,11 +413,11 @@ def _rendezvous(settings: GroupSettings) -> RendezvousHandler:
     )
 
 
-def last_line(message: str | dict) -> str:
-    """What a worker's error file says in the end: `KeyError: 'x'`."""
+def first_line(message: str | dict) -> str:
+    """What a worker's error file begins with: `KeyError: 'x'`."""
     text = message.get("message", "") if isinstance(message, dict) else message
     lines = text.strip().splitlines()
-    return lines[-1] if lines else ""
+    return lines[0][:LONGEST_ERROR] if lines else ""
 
 
 def _is_gone(pid: int) -> bool:

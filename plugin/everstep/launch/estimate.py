@@ -1,9 +1,11 @@
-"""How large a group's training state is, without making it: `python -m everstep.launch.estimate CONFIG [flags]`.
+"""Would `everstep run` take this config, and how large is a group's training state? `python -m everstep.launch.estimate
+ORDER` with a JSON list: config, flags, ranks of a group, whether converters may be dropped.
 
 The model is built on the meta device. A process of its own, because it imports torchtitan; `everstep doctor` starts it.
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +16,9 @@ ADAM_STATES = 2
 """What the optimizers of torchtitan keep for each parameter, of its own type."""
 
 
-def state_of(config: Path, flags: Sequence[str]) -> dict:
-    """{"parameters": how many, "state_bytes": parameters and optimizer state of one group, over all its ranks}, or
-    {"error": sentence} for a config that cannot work."""
+def state_of(config: Path, flags: Sequence[str], ranks: int = 1, allow_dropped: bool = False) -> dict:
+    """{"parameters": how many, "state_bytes": parameters and optimizer state of one group, over all its ranks,
+    "device_bytes": memory of each GPU here, "warnings"}, or {"error": sentence} for a config that cannot work."""
     from everstep.titan import cpu
 
     if not cpu.has_accelerator():
@@ -24,11 +26,10 @@ def state_of(config: Path, flags: Sequence[str]) -> dict:
     import torch
     from torchtitan.config import TORCH_DTYPE_MAP
 
-    from everstep.titan.load import load_config
-    from everstep.titan.trainer import EverstepTrainer
+    from everstep.launch.prepare import judge
 
     try:
-        loaded = load_config(config, EverstepTrainer.Config, flags)
+        loaded, warnings = judge(config, flags, ranks, allow_dropped=allow_dropped)
     except ConfigError as error:
         return {"error": str(error)}
     assert loaded.model_spec is not None
@@ -38,12 +39,19 @@ def state_of(config: Path, flags: Sequence[str]) -> dict:
         model = model_config.build()
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     size = TORCH_DTYPE_MAP[loaded.training.dtype].itemsize
-    return {"parameters": parameters, "state_bytes": parameters * size * (1 + ADAM_STATES)}
+    devices = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+    return {
+        "parameters": parameters,
+        "state_bytes": parameters * size * (1 + ADAM_STATES),
+        "device_bytes": devices,
+        "warnings": warnings,
+    }
 
 
 def main() -> None:
-    config, *flags = sys.argv[1:]
-    print(json.dumps(state_of(Path(config), flags)))
+    config, flags, ranks, allow_dropped = json.loads(sys.argv[1])
+    os.environ["WORLD_SIZE"] = str(ranks)
+    print(json.dumps(state_of(Path(config), flags, ranks, allow_dropped)))
 
 
 if __name__ == "__main__":

@@ -8,19 +8,30 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from everstep.config.errors import ConfigError
 from everstep.run.exits import USAGE_EXIT
 
 
-def main(config: str, run_dir: str, flags: Sequence[str], ranks: int, answer: str) -> int:
+def main(
+    config: str,
+    run_dir: str,
+    flags: Sequence[str],
+    ranks: int,
+    answer: str,
+    allow_dropped: bool = False,
+    here: bool = True,
+) -> int:
     """Check `config` with torchtitan `flags` for groups of `ranks`, and settle it in `run_dir`/config.toml.
 
-    Writes {"steps", "identity", "devices"} or {"error": sentence} to the file `answer`.
+    `here`: whether this machine is one that trains; a login node need not have a GPU.
+
+    Writes {"steps", "identity", "devices", "warnings"} or {"error": sentence} to the file `answer`.
     """
     os.environ["WORLD_SIZE"] = str(ranks)  # what the workers will see
     try:
-        found, status = _settle(Path(config), Path(run_dir), flags, ranks), 0
+        found, status = _settle(Path(config), Path(run_dir), flags, ranks, allow_dropped, here), 0
     except ConfigError as error:
         found, status = {"error": str(error)}, USAGE_EXIT
     draft = Path(f"{answer}.tmp")
@@ -29,28 +40,55 @@ def main(config: str, run_dir: str, flags: Sequence[str], ranks: int, answer: st
     return status
 
 
-def _settle(source: Path, run_dir: Path, flags: Sequence[str], ranks: int) -> dict:
+def judge(
+    source: Path, flags: Sequence[str], ranks: int, *, allow_dropped: bool = False, here: bool = True
+) -> tuple[Any, list[str]]:
+    """The config of `source` with torchtitan's `flags`, for groups of `ranks`, and what the user should know of it.
+
+    Raises:
+        ConfigError: a run of it cannot work.
+    """
     from everstep.config.checks import check_files, slots_per_step
+    from everstep.titan.load import load_config
+    from everstep.titan.trainer import EverstepTrainer
+
+    warnings: list[str] = []
+    config = load_config(source, EverstepTrainer.Config, flags, allow_dropped=allow_dropped, warnings=warnings)
+    ft = config.fault_tolerance
+    if not ft.enable and ft.groups > 1:
+        raise ConfigError(
+            f"{source}: {ft.groups} groups need fault tolerance, or each trains alone: "
+            "set [fault_tolerance] enable = true, or give --groups 1"
+        )
+    if ft.enable:
+        slots = slots_per_step(config, ranks)
+        if slots < ft.groups:
+            raise ConfigError(
+                f"{source}: [training] global_batch_size = {config.training.global_batch_size} has {slots} slots "
+                f"with {ranks} ranks in a group, for {ft.groups} groups: every group needs one at least"
+            )
+    check_files(config)
+    if here and ft.enable and ft.process_group == "nccl" and not _devices():
+        raise ConfigError(
+            f'{source}: [fault_tolerance] process_group = "nccl" needs a GPU, and there is none here: set it to "gloo"'
+        )
+    return config, warnings
+
+
+def _settle(source: Path, run_dir: Path, flags: Sequence[str], ranks: int, allow_dropped: bool, here: bool) -> dict:
     from everstep.config.resolved import config_identity, differing_keys, resolved_toml
     from everstep.titan.load import load_config
     from everstep.titan.trainer import EverstepTrainer
 
-    config = load_config(source, EverstepTrainer.Config, flags)
-    if not config.fault_tolerance.enable and config.fault_tolerance.groups > 1:
-        raise ConfigError(
-            f"{source}: {config.fault_tolerance.groups} groups need fault tolerance, or each trains alone: "
-            "set [fault_tolerance] enable = true, or give --groups 1"
-        )
-    if config.fault_tolerance.enable:
-        slots, groups = slots_per_step(config, ranks), config.fault_tolerance.groups
-        if slots < groups:
-            raise ConfigError(
-                f"{source}: [training] global_batch_size = {config.training.global_batch_size} has {slots} slots "
-                f"with {ranks} ranks in a group, for {groups} groups: every group needs one at least"
-            )
-    check_files(config)
+    config, warnings = judge(source, flags, ranks, allow_dropped=allow_dropped, here=here)
     settled = run_dir / "config.toml"
     if settled.exists():
+        if not config.checkpoint.enable:
+            warnings.append(
+                f"{run_dir} holds an earlier part of this run, and no checkpoint of it ([checkpoint] enable is false): "
+                + ("unless its snapshots are still in memory, " if config.snapshot.enable else "")
+                + "it begins at step 1 again"
+            )
         differing = differing_keys(load_config(settled, EverstepTrainer.Config, check=False), config)
         if differing:
             raise ConfigError(
@@ -60,7 +98,12 @@ def _settle(source: Path, run_dir: Path, flags: Sequence[str], ranks: int) -> di
     draft = settled.with_suffix(f".{os.getpid()}")
     draft.write_text(resolved_toml(config))
     draft.replace(settled)
-    return {"steps": config.training.steps, "identity": config_identity(config), "devices": _devices()}
+    return {
+        "steps": config.training.steps,
+        "identity": config_identity(config),
+        "devices": _devices(),
+        "warnings": warnings,
+    }
 
 
 def _devices() -> list[str]:

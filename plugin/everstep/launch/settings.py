@@ -1,85 +1,75 @@
-"""From a command line and a TOML file to what the supervisor needs, without importing torch."""
+"""From a command line and a TOML file to what the launcher needs, without importing torch.
+
+The launcher reads four sections itself; they are parsed as every other one is, by type and with tyro's grammar. The
+whole config is torchtitan's to judge, in `prepare`, before anything starts.
+"""
 
 import dataclasses
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from everstep.config.assign import assign_table
 from everstep.config.errors import ConfigError
+from everstep.config.grammar import parse
 from everstep.config.legacy import translate
 from everstep.config.sections import FaultTolerance
 from everstep.config.source import read_source
 from everstep.launch.supervisor import RunSettings
 from everstep.run.directory import LaunchError, read_toml
+from everstep.snapshot.section import Snapshot
 
 
-def read_run_toml(path: Path) -> dict:
-    """A run's TOML file with the names of today: one written for torchtitan 0.2 says other words for the same.
+@dataclass(kw_only=True)
+class Debug:
+    """The part of torchtitan's `[debug]` that the launcher reads."""
+
+    seed: int | None = None
+
+
+@dataclass(kw_only=True)
+class Training:
+    """The part of torchtitan's `[training]` that the launcher reads."""
+
+    steps: int | None = None
+
+
+@dataclass(kw_only=True)
+class Sections:
+    """What the launcher reads of a run's config."""
+
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    debug: Debug = field(default_factory=Debug)
+    training: Training = field(default_factory=Training)
+
+
+def read_sections(path: Path, flags: Sequence[str] = (), *, allow_dropped: bool = False) -> Sections:
+    """The launcher's sections of a run's file, with torchtitan's `flags` applied. Files of torchtitan 0.2 say other
+    words for the same.
 
     Raises:
-        LaunchError: it is missing or no TOML.
+        LaunchError: the file is missing, no TOML or for something that is not supported; or a value of these sections
+            has the wrong type.
     """
     read_toml(path)
+    found = Sections()
     try:
         source = read_source(path)
-        translate(source)
+        translate(source, allow_dropped=allow_dropped)
+        for name in ("fault_tolerance", "snapshot", "debug", "training"):
+            section = getattr(found, name)
+            table = source.table.get(name, {})
+            if not isinstance(table, dict):
+                raise source.error((name,), f"{name} must be a table: write [{name}]")
+            partial = isinstance(section, Debug | Training)
+            known = {key: value for key, value in table.items() if not partial or hasattr(section, key)}
+            assign_table(section, known, source, (name,))
+        return parse(Sections, flags, default=found)[0]
     except ConfigError as error:
         raise LaunchError(str(error)) from None
-    return source.table
-
-
-def flag_value(flags: Sequence[str], name: str) -> str | None:
-    """The last value of torchtitan flag `--name` (also `--name=value`, dashes for underscores); None if not
-    given.
-    """
-    value = None
-    wanted = name.replace("-", "_")
-    for position, flag in enumerate(flags):
-        if not flag.startswith("--"):
-            continue
-        key, equals, attached = flag[2:].partition("=")
-        if key.replace("-", "_") != wanted:
-            continue
-        if equals:
-            value = attached
-        elif position + 1 < len(flags):
-            value = flags[position + 1]
-    return value
-
-
-def fault_tolerance(toml: dict, flags: Sequence[str]) -> FaultTolerance:
-    """The `[fault_tolerance]` section with its flags applied. Raises LaunchError for a value of the wrong
-    type.
-    """
-    section = toml.get("fault_tolerance", {})
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(FaultTolerance):
-        raw = flag_value(flags, f"fault_tolerance.{field.name}")
-        if raw is None:
-            if field.name not in section:
-                continue
-            raw = section[field.name]
-        if field.type in (int, float):
-            try:
-                raw = field.type(raw)
-            except (TypeError, ValueError):
-                raise LaunchError(f"fault_tolerance.{field.name}: {raw!r} is not a number.") from None
-        values[field.name] = raw
-    return FaultTolerance(**values)
-
-
-def whole_number(toml: dict, flags: Sequence[str], section: str, key: str) -> int | None:
-    """`section.key` as the flags or else the file give it; None when neither does."""
-    raw = flag_value(flags, f"{section}.{key}")
-    if raw is None:
-        raw = toml.get(section, {}).get(key)
-    if raw is None:
-        return None
-    try:
-        return int(raw)
-    except (TypeError, ValueError):
-        raise LaunchError(f"{section}.{key}: {raw!r} is not a whole number.") from None
 
 
 def run_settings(
@@ -90,20 +80,22 @@ def run_settings(
     steps: int | None,
     chaos_every_s: float | None,
     flags: Sequence[str],
+    **more: Any,
 ) -> RunSettings:
-    """Everything `everstep run` was asked for. Raises LaunchError for a missing or invalid file or value."""
-    toml = read_run_toml(config)
+    """Everything `everstep run` was asked for; `more` are further fields of the settings. Raises LaunchError for a
+    missing or invalid file or value."""
     flags = list(flags)
     if steps is not None:
         if steps < 1:
             raise LaunchError("--steps must be at least 1.")
         flags += ["--training.steps", str(steps)]
-    seed = whole_number(toml, flags, "debug", "seed")
+    sections = read_sections(config, flags, allow_dropped=more.get("allow_dropped", False))
+    seed = sections.debug.seed
     if seed is None:
         seed = 0
         flags += ["--debug.seed", "0"]  # so that two runs of one config can be compared
-    section = fault_tolerance(toml, flags)
-    groups = section.groups if groups is None else groups
+    ft = sections.fault_tolerance
+    groups = ft.groups if groups is None else groups
     if groups < 1 or ranks_per_group < 1:
         raise LaunchError("--groups and --ranks-per-group must be at least 1.")
     if chaos_every_s is not None and chaos_every_s <= 0:
@@ -114,9 +106,10 @@ def run_settings(
         groups=groups,
         ranks_per_group=ranks_per_group,
         seed=seed,
-        fault_tolerance=section,
+        fault_tolerance=dataclasses.replace(ft, groups=groups),
         flags=flags,
         chaos_every_s=chaos_every_s,
+        **more,
     )
 
 

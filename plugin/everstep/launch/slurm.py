@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everstep.launch.agent import over_file, stop_file
+from everstep import files
 from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
-from everstep.run.directory import LaunchError
+from everstep.run.directory import LaunchError, over_file, stop_file
 from everstep.run.events import read_events
 from everstep.run.files import read_json, write_json
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "slurm"
+SCRIPTS = files.folder("slurm")
 ENDED_STATES = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 
 
@@ -38,6 +38,7 @@ class Submission:
     sbatch_flags: Sequence[str] = field(default_factory=tuple)
     lighthouse_flags: Sequence[str] = field(default_factory=tuple)
     flags: Sequence[str] = field(default_factory=tuple)
+    page: bool = False
 
     @property
     def settled(self) -> Path:
@@ -59,7 +60,13 @@ class Submission:
         groups = ["sbatch", "--parsable", f"--job-name={name}", f"--array=0-{self.groups - 1}"]
         groups += [here, f"--nodes={self.nodes_per_group}", "--ntasks-per-node=1", f"--output={logs}/group-%a/job.log"]
         return {
-            "lighthouse": [*lighthouse, *self.lighthouse_flags, str(SCRIPTS / "lighthouse.sbatch"), *common],
+            "lighthouse": [
+                *lighthouse,
+                *self.lighthouse_flags,
+                str(SCRIPTS / "lighthouse.sbatch"),
+                *common,
+                *["--page"] * self.page,
+            ],
             "groups": [*groups, *self.sbatch_flags, str(SCRIPTS / "train.sbatch"), *common, *self.flags],
         }
 
@@ -214,11 +221,15 @@ def split_flags(flags: Sequence[str]) -> tuple[list[str], list[str]]:
     return slurm, titan
 
 
-def settle(config: Path, run_dir: Path, groups: int, ranks: int, flags: Sequence[str]) -> None:
-    """Check the config as groups of `ranks` will and put it, resolved, into the run directory. Raises LaunchError."""
+def settle(
+    config: Path, run_dir: Path, groups: int, ranks: int, flags: Sequence[str], allow_dropped: bool = False
+) -> list[str]:
+    """Check the config as groups of `ranks` will and put it, resolved, into the run directory; what the user should
+    know of it. Raises LaunchError."""
     answer = run_dir / "state" / "prepared.json"
     answer.parent.mkdir(parents=True, exist_ok=True)
     order = [str(config), str(run_dir), ["--fault_tolerance.groups", str(groups), *flags], ranks, str(answer)]
+    order += [allow_dropped, False]
     code = "import sys, json; from everstep.launch.prepare import main; main(*json.loads(sys.argv[1]))"
     command = [sys.executable, "-c", code, json.dumps(order)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -226,6 +237,24 @@ def settle(config: Path, run_dir: Path, groups: int, ranks: int, flags: Sequence
     answer.unlink(missing_ok=True)
     if "error" in found:
         raise LaunchError(found["error"])
+    return found.get("warnings", [])
+
+
+def say_what_is_missing() -> int:
+    """What a submission would need and does not find here, on stderr; the exit status."""
+    missing = [
+        f"{path}: there is no such file"
+        for path in (SCRIPTS / "train.sbatch", SCRIPTS / "lighthouse.sbatch")
+        if not path.is_file()
+    ]
+    everstep = Path(sys.executable).with_name("everstep")
+    if not everstep.exists():
+        missing.append(f"{everstep}: the jobs would call it, and it is not there; pip install everstep")
+    for line in missing:
+        print(f"everstep: {line}", file=sys.stderr)
+    if shutil.which("sbatch") is None:
+        print("everstep: there is no sbatch here: this is what a login node would run.", file=sys.stderr)
+    return int(bool(missing))
 
 
 def describe_commands(submission: Submission) -> str:

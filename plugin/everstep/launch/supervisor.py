@@ -7,6 +7,7 @@ supervisor that was killed can simply be started again.
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -20,13 +21,14 @@ import psutil
 import everstep
 from everstep.chaos.runner import Runner, every_so_often
 from everstep.config.sections import FaultTolerance
-from everstep.launch.agent import AgentSettings, stop_file
+from everstep.launch.agent import AgentSettings
 from everstep.launch.local_lighthouse import LocalLighthouse
 from everstep.launch.machine import HOST, devices_of_groups, private_folder
 from everstep.launch.warm import PRELOAD, WarmProcess
 from everstep.report.live import Teller, telling
+from everstep.report.serve import PageServer
 from everstep.run.beats import agent_beat_path, forget_beats, read_beat
-from everstep.run.directory import LaunchError, RunDir, read_toml
+from everstep.run.directory import LaunchError, RunDir, leaves_nothing, read_toml, stop_file
 from everstep.run.events import EventLog, EventTail
 from everstep.run.exits import GAVE_UP_EXIT, KILLED_EXIT
 from everstep.run.lifeline import adopt_orphans
@@ -36,6 +38,8 @@ TICK_S = 0.02
 KILL_GRACE_S = 10.0
 AGENT_SILENCE_S = 30.0
 AGENT_CRASHES = 3
+POISON_DEATHS = 3
+"""So many deaths at one slot, of as many groups where there are as many, are the slot's doing."""
 STOPPED_AT_ONCE_EXIT = 130
 """What a shell gives for a command that Ctrl-C ended."""
 
@@ -52,6 +56,10 @@ class RunSettings:
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     flags: list[str] = field(default_factory=list)
     chaos_every_s: float | None = None
+    page: bool = False
+    """Whether to serve the run's page while it goes, on loopback."""
+    allow_dropped: bool = False
+    """Whether a converter that a file of torchtitan 0.2 asks for may be left out."""
     stop_grace_s: float = 120.0
     entry: str = "everstep.train:main"
     """`module:function` that a worker calls with its argv."""
@@ -70,6 +78,10 @@ class _Group:
     started_mono: float = 0.0
     crashes: int = 0
     """How often its agents crashed since the group's last step."""
+
+
+class Refused(LaunchError):
+    """A config that cannot work: nothing was started, and what is in the run directory tells nothing more."""
 
 
 class _StopNow(Exception):
@@ -100,10 +112,16 @@ class Supervisor:
         self._lighthouse = LocalLighthouse()
         self._chaos: Runner | None = None
         self._teller: Teller | None = None
+        self._page: PageServer | None = None
         self._stops = self._stops_obeyed = 0
         self._failure = ""
         self._given_up = ""
+        self._failing: dict[int, str] = {}
+        """By group, the error of workers that ended by themselves before they had committed a step."""
+        self._poisoned: dict[tuple[int, int], list[int]] = {}
+        """By step and slot, the groups whose workers ended by themselves while they computed it, each time."""
         self._unusable = ""
+        self._refused = False
         self._private = private_folder(run_dir.path)
 
     def run(self) -> int:
@@ -130,7 +148,7 @@ class Supervisor:
                 time.sleep(TICK_S)
             self._look()
             if self._unusable:
-                raise LaunchError(self._unusable)
+                raise (Refused if self._refused else LaunchError)(self._unusable)
             return self._finish()
         except _StopNow:
             for signum in stops:
@@ -147,6 +165,8 @@ class Supervisor:
             self._events.close()
             if self._teller is not None:
                 self._teller.close()
+            if self._page is not None:
+                self._page.close()
 
     def _over(self) -> bool:
         return bool(self._failure or self._unusable) or all(g.ended for g in self.groups)
@@ -195,7 +215,8 @@ class Supervisor:
         settings = self.settings
         if not self._prepared:
             args = [str(settings.config), str(self.run_dir.path), self._run_flags(), settings.ranks_per_group]
-            self._fork("prepare", settings.prepare, [*args, str(self._private / "prepared")], "prepare.log")
+            args += [str(self._private / "prepared"), settings.allow_dropped]
+            self._fork("prepare", settings.prepare, args, "prepare.log")
         elif not self._lighthouse.up:
             self._start_lighthouse()
         else:
@@ -232,6 +253,7 @@ class Supervisor:
             stall_timeout_s=ft.stall_timeout_s,
             startup_timeout_s=ft.startup_timeout_s,
             stop_grace_s=settings.stop_grace_s,
+            beats=ft.enable,
             max_restarts=ft.max_restarts,
             restart_window_s=ft.restart_window_s,
             entry=settings.entry,
@@ -296,10 +318,11 @@ class Supervisor:
             found = {"error": f"checking the config failed ({exitcode}), see {self.run_dir.path}/logs/prepare.log."}
         if "error" in found:
             self._unusable = found["error"]
+            self._refused = (self._private / "prepared").exists()
             return
         self._prepared = True
         settings = self.settings
-        visible = found.pop("devices", [])
+        visible, warnings = found.pop("devices", []), found.pop("warnings", [])
         self._devices = devices_of_groups(visible, settings.groups, settings.ranks_per_group)
         self._events.emit(
             "run_started",
@@ -309,8 +332,13 @@ class Supervisor:
             version=everstep.__version__,
             **found,
         )
+        for warning in warnings:
+            self._events.emit("warning", text=warning)
         toml, ft = read_toml(self.run_dir.config), settings.fault_tolerance
         self._teller = Teller(telling(self.run_dir.path, HOST, toml, ft.metrics_port, settings.groups, ft.min_groups))
+        if settings.page:
+            self._page = PageServer(self.run_dir.path)
+            self._events.emit("page", address=self._page.address)
         if settings.chaos_every_s is not None:
             self._chaos = every_so_often(self.run_dir.path, settings.chaos_every_s, settings.seed)
 
@@ -372,6 +400,9 @@ class Supervisor:
                 continue
             if event["kind"] == "commit":
                 self.groups[group].crashes = 0
+                self._failing.clear()
+            elif event["kind"] == "workers_died":
+                self._note_failure(group, event)
             elif event["kind"] == "agent_ended" and event["status"] == "stopped":
                 self.groups[group].ended = "stopped"
             elif event["kind"] == "agent_ended" and event["status"] == "failed":
@@ -380,6 +411,38 @@ class Supervisor:
             self._chaos.target.run.apply(events)
             self._chaos.tick(time.monotonic())
         self._on_events(events)
+
+    def _note_failure(self, group: int, event: dict) -> None:
+        """What ends every group in the same way before its first step would do so for ever: the run ends with it. So
+        does a slot that ends one group after the other."""
+        self._note_slot(group, event)
+        if not event["by_itself"] or event["committed"] or not event["error"]:
+            self._failing.pop(group, None)
+            return
+        self._failing[group] = event["error"]
+        alike = {without_numbers(error) for error in self._failing.values()}
+        if len(self.groups) > 1 and len(self._failing) == len(self.groups) and len(alike) == 1 and not self._stops:
+            log = self.run_dir.path / "logs" / f"group-{group}" / "rank-0.log"
+            self._failure = (
+                f"all {len(self.groups)} groups failed in the same way before a step was committed: {event['error']} "
+                f"(more in {log})"
+            )
+
+    def _note_slot(self, group: int, event: dict) -> None:
+        step, slot = event.get("at_step"), event.get("at_slot")
+        if not event["by_itself"] or not event["committed"] or step is None or slot is None:
+            return  # what fails before any step fails at every slot
+        struck = self._poisoned.setdefault((step, slot), [])
+        struck.append(group)
+        enough = len(struck) >= POISON_DEATHS and len(set(struck)) >= min(POISON_DEATHS, len(self.groups))
+        if not enough or self._stops or self._failure:
+            return
+        groups = ", ".join(map(str, sorted(set(struck))))
+        self._events.emit("poison_slot", step, slot=slot, groups=sorted(set(struck)), error=event["error"])
+        self._failure = (
+            f"slot {slot} of step {step} ended the workers of group(s) {groups}, {len(struck)} times: "
+            f"{event['error'] or event['reason']}. Its data, or what the model makes of it, is at fault"
+        )
 
     def _ask_to_stop(self, *_: object) -> None:
         self._stops += 1
@@ -391,6 +454,7 @@ class Supervisor:
             return
         self._stops_obeyed = self._stops
         self._events.emit("stopping")
+        stop_file(self.run_dir.path).touch()  # stays, for an agent or worker that misses the signal
         for index, group in enumerate(self.groups):
             if f"agent-{index}" in self._pids:
                 self._signal(f"agent-{index}", signal.SIGTERM)
@@ -422,6 +486,11 @@ class Supervisor:
                 return
 
 
+def without_numbers(text: str) -> str:
+    """An error without what differs between groups: ranks, ports, process ids, addresses in memory."""
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", text)
+
+
 def _is_keeper(process: psutil.Process) -> bool:
     """Whether it keeps snapshots for the next start. An orphan of its worker, it became our child."""
     try:
@@ -433,9 +502,10 @@ def _is_keeper(process: psutil.Process) -> bool:
 def run(settings: RunSettings, on_events: Callable[[list[dict]], None] | None = None) -> int:
     """Run to the end; returns the exit status. Raises LaunchError for what the user can put right."""
     run_dir = RunDir(settings.run_dir.resolve())
-    run_dir.lock()
-    try:
-        run_token(run_dir.path)
-        return Supervisor(settings, run_dir, on_events).run()
-    finally:
-        run_dir.unlock()
+    with leaves_nothing(run_dir.path, Refused):
+        run_dir.lock()
+        try:
+            run_token(run_dir.path)
+            return Supervisor(settings, run_dir, on_events).run()
+        finally:
+            run_dir.unlock()

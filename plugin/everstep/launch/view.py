@@ -3,24 +3,43 @@
 Both are computed from the run's events and from nothing else.
 """
 
+import contextlib
+import itertools
+import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 RATE_WINDOW = 20
-"""Committed steps over which tokens/s are averaged."""
+"""Committed steps over which tokens/s and the time of a step are taken."""
 KEPT_EVENTS = 8
 REFRESH_S = 0.2
 
+KEPT = ("warning", "page", "run_ended")
+"""Events that stay on the screen above the panel."""
+
 OnEvents = Callable[[list[dict]], None]
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds for a reader: 42 s, 29:05, 3:24:05, 12 d 3 h."""
+    if seconds is None:
+        return "-"
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    if whole < 100:
+        return f"{whole} s"
+    if hours < 48:
+        return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+    return f"{hours // 24} d {hours % 24} h"
 
 
 def describe(event: dict) -> str:
@@ -32,6 +51,12 @@ def describe(event: dict) -> str:
             return f"{event['groups']} groups of {event['ranks_per_group']}, seed {event['seed']}"
         case "run_ended":
             return f"run {event['status']}: {event['reason']}"
+        case "poison_slot":
+            return f"slot {event['slot']} of step {event['step']} ended groups {event['groups']}: {event['error']}"
+        case "page":
+            return f"the run's page: {event['address']}"
+        case "warning":
+            return str(event.get("text", ""))
         case "stopping":
             return "stopping: workers finish their step and save; Ctrl-C again ends the run at once"
         case "lighthouse_started":
@@ -46,6 +71,8 @@ def describe(event: dict) -> str:
             return f"group {group}: {event['reason']}"
         case "workers_stalled":
             return f"group {group}: no progress in {event['phase']} for {event['idle_s']:.0f} s"
+        case "workers_stacks":
+            return f"group {group}: {event['summary']}"
         case "agent_ended":
             return f"group {group}: {event['status']}, {event['reason']}"
         case "training_started" if not event.get("rank"):
@@ -54,6 +81,10 @@ def describe(event: dict) -> str:
             return f"fault: {event['fault']} on group {target}"
         case "fault_undone":
             return f"fault undone: {event.get('fault', '')} on group {target}"
+        case "snapshot_unprotected" if not event.get("rank"):
+            return f"group {group}: snapshots are not coded from step {event['step']} on: {event['reason']}"
+        case "snapshot_protected" if not event.get("rank"):
+            return f"group {group}: snapshots are coded again, after {event['steps']} steps"
         case "audit" if not event.get("agreed", True):
             return f"step {event['step']}: groups {event['differing']} differ and heal"
         case "finding" if not event.get("rank"):
@@ -71,33 +102,52 @@ class RunState:
     """The last step, when it is known."""
     step: int = 0
     loss: float | None = None
+    kills: int = 0
+    deaths: int = 0
+    ended: str = ""
+    """How the run ended; empty while it goes."""
     taking_part: set[int] = field(default_factory=set)
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
+    _began: float | None = None
+    _newest: float | None = None
     _commits: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW + 1))
 
     def apply(self, event: dict) -> str:
         """Take one event in; returns its line for people, or nothing. A step is told by whoever says it
         first.
         """
-        if event["kind"] == "run_started":
-            self.steps = event.get("steps")
-        if event["kind"] in ("workers_died", "agent_ended"):
-            self.taking_part.discard(event["group"])
-        if event["kind"] == "training_started" and event["source"] != "peer" and event["step"] <= self.step:
-            self.step = event["step"] - 1  # everybody had died: the steps after this come again
-            self._commits.clear()
+        self._newest = event["t"]
+        self._count(event)
         if event["kind"] == "commit":
             if event["step"] <= self.step:
                 return ""
             self.step, self.loss = event["step"], event.get("loss")
             self.taking_part = set(event["groups"])
             self._commits.append((event["t"], event.get("tokens") or 0.0))
-            return self._step_line()
+            return self.progress()
         line = describe(event)
         if line:
             line = f"{time.strftime('%H:%M:%S', time.localtime(event['t']))} {line}"
             self.recent.append(line)
         return line
+
+    def _count(self, event: dict) -> None:
+        kind = event["kind"]
+        if kind == "run_started":
+            self.steps, self.groups, self.ended = event.get("steps"), event["groups"], ""
+            self._began = event["t"]
+            self._commits.clear()
+        elif kind == "run_ended":
+            self.ended = f"{event['status']}, {event['reason']}"
+        elif kind == "fault":
+            self.kills += str(event.get("fault", "")).startswith("kill")
+        elif kind == "workers_died":
+            self.deaths += 1
+        elif kind == "training_started" and event["source"] != "peer" and event["step"] <= self.step:
+            self.step = event["step"] - 1  # everybody had died: the steps after this come again
+            self._commits.clear()
+        if kind in ("workers_died", "agent_ended"):
+            self.taking_part.discard(event["group"])
 
     def tokens_per_s(self) -> float | None:
         """Tokens per second over the last steps; None before the second step."""
@@ -106,24 +156,51 @@ class RunState:
         tokens = sum(count for _, count in list(self._commits)[1:])
         return tokens / (self._commits[-1][0] - self._commits[0][0])
 
-    def _step_line(self) -> str:
-        rate = self.tokens_per_s()
-        return (
-            f"step {self.step}{f'/{self.steps}' if self.steps else ''}  loss {_number(self.loss, '.5f')}"
-            f"  tokens/s {_number(rate, ',.0f')}  groups {_names(self.taking_part)}"
-        )
+    def step_s(self) -> float | None:
+        """Median seconds between the last commits; None before the second step."""
+        times = [t for t, _ in self._commits]
+        return statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else None
+
+    def eta_s(self) -> float | None:
+        """Seconds until the last step at the mean rate of the last steps; None when that is not known."""
+        if not self.steps or len(self._commits) < 2:
+            return None
+        rate_s = (self._commits[-1][0] - self._commits[0][0]) / (len(self._commits) - 1)
+        return max(0, self.steps - self.step) * rate_s
+
+    def elapsed_s(self, now: float | None = None) -> float | None:
+        """Seconds since the run was started, up to the newest event or to `now`."""
+        end = self._newest if now is None else now
+        return None if self._began is None or end is None else max(0.0, end - self._began)
+
+    def names(self) -> str:
+        """The groups that take part."""
+        return " ".join(map(str, sorted(self.taking_part))) or "none"
+
+    def progress(self) -> str:
+        """One line for where the run is."""
+        words = [
+            f"step {self.step}{f'/{self.steps}' if self.steps else ''}",
+            f"loss {_number(self.loss, '.5f')}",
+            f"tokens/s {_number(self.tokens_per_s(), ',.0f')}",
+            f"groups {self.names()}",
+            f"{_number(self.step_s(), '.2f')} s/step",
+        ]
+        if self._began is not None:
+            words.append(f"{duration(self.elapsed_s())} elapsed")
+        if (eta_s := self.eta_s()) is not None:
+            words.append(f"{duration(eta_s)} left")
+        if self.kills:
+            words.append(f"{self.kills} kill{'s' if self.kills > 1 else ''}")
+        return "  ".join(words)
 
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _names(groups: set[int]) -> str:
-    return " ".join(map(str, sorted(groups))) or "none"
-
-
-def panel(state: RunState) -> Group:
-    """The live panel."""
+def panel(state: RunState) -> Table:
+    """The live panel, each thing on lines of its own."""
     facts = Table.grid(padding=(0, 3))
     facts.add_row(
         f"step [bold]{state.step}[/]" + (f" / {state.steps}" if state.steps else ""),
@@ -135,20 +212,41 @@ def panel(state: RunState) -> Group:
             for group in sorted(set(range(state.groups)) | state.taking_part)
         ),
     )
-    bar = ProgressBar(total=state.steps or 1, completed=state.step if state.steps else 0, width=60)
-    return Group(facts, bar, *(Text(line, style="dim", no_wrap=True) for line in state.recent))
+    facts.add_row(
+        f"{_number(state.step_s(), '.2f')} s/step",
+        f"elapsed {duration(state.elapsed_s())}",
+        f"left {duration(state.eta_s())}",
+        f"{state.kills} kills, {state.deaths} deaths",
+    )
+    whole = Table.grid()
+    whole.add_row(facts)
+    whole.add_row(ProgressBar(total=state.steps or 1, completed=state.step if state.steps else 0, width=60))
+    for line in state.recent:
+        whole.add_row(Text(line, style="dim", no_wrap=True, overflow="ellipsis"))
+    return whole
 
 
 @contextmanager
 def open_view(groups: int, console: Console | None = None) -> Iterator[OnEvents]:
-    """Shows a run; call what it gives with each batch of new events, and with an empty one now and then."""
+    """Shows a run; call what it gives with each batch of new events, and with an empty one now and then.
+
+    A reader who goes away (a closed pipe) ends the view, not the run.
+    """
     console = console or Console()
     state = RunState(groups)
     if not console.is_terminal:
+        gone = False
 
         def print_lines(events: list[dict]) -> None:
+            nonlocal gone
             for line in filter(None, map(state.apply, events)):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                if not gone:
+                    try:
+                        # Not rich's print, which ends the whole process when nobody reads.
+                        console.file.write(f"{line}\n")
+                        console.file.flush()
+                    except BrokenPipeError:
+                        gone = True
 
         yield print_lines
         return
@@ -160,9 +258,12 @@ def open_view(groups: int, console: Console | None = None) -> Iterator[OnEvents]
         def draw(events: list[dict]) -> None:
             nonlocal last
             for event in events:
-                state.apply(event)
+                line = state.apply(event)
+                if event["kind"] in KEPT and line:
+                    live.console.print(line, markup=False, highlight=False, soft_wrap=True)
             if time.monotonic() - last > REFRESH_S or any(event["kind"] == "run_ended" for event in events):
                 last = time.monotonic()
-                live.update(panel(state), refresh=True)
+                with contextlib.suppress(BrokenPipeError):
+                    live.update(panel(state), refresh=True)
 
         yield draw

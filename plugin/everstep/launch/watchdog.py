@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from everstep.run.beats import DONE, STARTUP, Beat
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
 
+COMPILING = ("compute", "reduce", "vote")
+"""Phases in which the first step of a process compiles, or waits for a rank that does."""
+
+STARTS_WITHOUT_A_COMMIT = 3
+"""Starts of a group, one after the other, that may end by themselves before it has committed a step."""
+
 
 @dataclass(frozen=True)
 class Stall:
@@ -24,12 +30,14 @@ def find_stall(
     now_mono: float,
     stall_timeout_s: float,
     startup_timeout_s: float,
+    first_step_s: float | None = None,
 ) -> Stall | None:
     """The rank that has been silent for too long, the longest silent first; None when all ranks move.
 
     `pids` are this incarnation's workers by rank; a beat of any other pid was left by an earlier one and
     counts as no beat, which is "startup" since `started_mono`. A rank whose phase is "done" waits for its
-    group's other ranks.
+    group's other ranks. `first_step_s`: how long the phases of a step may last that compile when they come first;
+    None: no longer than `stall_timeout_s`.
     """
     stalls = []
     for rank, pid in pids.items():
@@ -39,6 +47,8 @@ def find_stall(
         else:
             phase, since = beat.phase, beat.mono
         limit_s = startup_timeout_s if phase == STARTUP else stall_timeout_s
+        if first_step_s is not None and phase in COMPILING:
+            limit_s = max(stall_timeout_s, first_step_s)
         if phase != DONE and now_mono - since > limit_s:
             stalls.append(Stall(rank, phase, now_mono - since))
     return max(stalls, key=lambda stall: stall.idle_s, default=None)
@@ -46,35 +56,59 @@ def find_stall(
 
 @dataclass(frozen=True)
 class Death:
-    """One end of a group's workers: when (monotonic seconds), how, and whether this incarnation had begun a
-    step.
+    """One end of a group's workers: when (monotonic seconds), how, and what this incarnation had done.
 
     `exitcode` as multiprocessing gives it: negative for a signal.
     """
 
     mono: float
     exitcode: int
-    had_trained: bool
+    committed: bool
+    """Whether it had committed a step."""
+
+    error: str = ""
+    """The exception's type and first line, when there was one."""
+
+    excused: bool = False
+    """Another group or the lighthouse was struck meanwhile, which explains an error of those that wait for it; or this
+    one was, on purpose."""
+
+    stalled: bool = False
+    """The watchdog killed it."""
+
+    out_of_memory: bool = False
+    """The kernel killed a process of this machine's control group for memory meanwhile."""
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether the workers ended of their own doing, so that another start may well end the same way."""
+        if self.exitcode >= 0 or self.stalled or -self.exitcode in CRASHES:
+            return not self.excused
+        return self.out_of_memory
 
 
 @dataclass(frozen=True)
 class RestartLimits:
-    """`max_restarts` within `window_s` seconds; `startup_failures` in a row that never reached a step."""
+    """`max_restarts` within `window_s` seconds; `starts` in a row that end by themselves without a committed step."""
 
     max_restarts: int
     window_s: float
-    startup_failures: int = 3
+    starts: int = STARTS_WITHOUT_A_COMMIT
+
+
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
+"""Signals that a process brings upon itself."""
 
 
 def reason_to_give_up(deaths: Sequence[Death], limits: RestartLimits) -> str | None:
     """Why the workers should not be started again after the last of `deaths`; None: start them.
 
-    Signals (a kill, a machine short of memory) are what restarts are for and count only towards
-    `max_restarts`. Workers that end by themselves before their first step, several times in a row, would do
-    so forever.
+    Signals from outside (a kill, a machine that goes down) are what restarts are for and count only towards
+    `max_restarts`. Workers that end by themselves before they have committed a step would, several times in a row, do
+    so for ever.
     """
     last = deaths[-1]
-    if last.exitcode == USAGE_EXIT and not last.had_trained:
+    if last.exitcode == USAGE_EXIT and not last.committed:
         return "its configuration is not valid"
     if last.exitcode == HOPELESS_EXIT:
         return "its trainer found that going on is no use; its log says why"
@@ -83,10 +117,16 @@ def reason_to_give_up(deaths: Sequence[Death], limits: RestartLimits) -> str | N
     recent = [death for death in deaths if death.mono > last.mono - limits.window_s]
     if len(recent) > limits.max_restarts:
         return f"it died {len(recent)} times within {limits.window_s:g} s (fault_tolerance.max_restarts)"
-    tail = deaths[-limits.startup_failures :]
-    if len(tail) == limits.startup_failures and all(d.exitcode >= 0 and not d.had_trained for d in tail):
-        return f"it failed {len(tail)} times in a row before its first step"
+    failed = sum(death.by_itself for death in since_commit(deaths))
+    if last.by_itself and failed >= limits.starts:
+        return f"it was started {failed} times and failed each time before it had committed a step"
     return None
+
+
+def since_commit(deaths: Sequence[Death]) -> Sequence[Death]:
+    """The deaths after the last incarnation that committed a step."""
+    newest = max((index for index, death in enumerate(deaths) if death.committed), default=-1)
+    return deaths[newest + 1 :]
 
 
 def describe_exit(exitcode: int) -> str:

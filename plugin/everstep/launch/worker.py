@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
 
+from everstep.launch import stacks
 from everstep.launch.warm import redirect_output
 from everstep.run.beats import DONE, STARTUP, Heartbeat
 from everstep.run.events import EventLog
@@ -46,6 +47,7 @@ def start(place: Place, argv: list[str]) -> None:
     heart = Heartbeat(place.run_dir, place.group, rank)
     heart.beat(STARTUP)
     redirect_output(log_path(place.run_dir, place.group, rank))
+    stacks_file = stacks.listen(place.run_dir, place.group, rank)
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     print(
         f"=== group {place.group} rank {rank} incarnation {incarnation} pid {os.getpid()} {now} ===",
@@ -66,6 +68,7 @@ def start(place: Place, argv: list[str]) -> None:
         traceback.print_exc()  # TorchElastic takes it to the agent's log; this rank's own has it as well
         raise
     heart.beat(DONE)
+    stacks_file.close()
     util.Finalize(None, _leave_soon, exitpriority=100)
 
 

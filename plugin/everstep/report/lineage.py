@@ -39,6 +39,9 @@ class Commit:
     """Per slot the group that computed it, as the first group said; -1: the slot is not in the step."""
     loss: float | None
     took_s: float | None
+    tokens: float | None = None
+    grad_norm: float | None = None
+    lr: float | None = None
     emitters: set[int] = field(default_factory=set)
     origin: Origin = Origin.HEALED
     parent: "Commit | None" = None
@@ -161,7 +164,8 @@ class _Tracer:
             or commit.order < process.first_vote
         ):
             order, t, loss, took_s = len(self.commits), event["t"], event.get("loss"), event.get("took_s")
-            commit = Commit(order, step, t, groups, quorum_id, owners, loss, took_s)
+            seen = (event.get("tokens"), event.get("grad_norm"), event.get("lr"))
+            commit = Commit(order, step, t, groups, quorum_id, owners, loss, took_s, *seen)
             self.commits.append(commit)
             self.newest[step] = commit
         if not commit.emitters or origin > commit.origin:

@@ -46,6 +46,7 @@ class Metrics:
         self._refused = counter("slots_refused", "Slots computed again", "group")
         self._findings = counter("findings", "What the attention check saw and did", "action")
         self._skipped = counter("snapshots_skipped", "Snapshots not taken", "group")
+        self._unprotected = gauge("snapshot_unprotected", "1 while a group's snapshots are not coded", "group")
         self._lighthouse = counter("lighthouse_starts", "Starts of the lighthouse")
         self._diverged = counter("replicas_diverged", "Audits that found a replica to differ")
         self._bad_nodes = counter("bad_nodes", "Nodes that a group left")
@@ -113,6 +114,8 @@ class Metrics:
                 self._snapshot_at.set(event["t"])
             case "snapshot_skipped" | "snapshot_failed":
                 self._skipped.labels(group).inc()
+            case "snapshot_unprotected" | "snapshot_protected":
+                self._unprotected.labels(group).set(event["kind"] == "snapshot_unprotected")
             case "checkpoint_saved":
                 self._checkpoint.set(event["step"])
             case "lighthouse_started":

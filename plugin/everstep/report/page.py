@@ -2,6 +2,8 @@
 
 import itertools
 import sys
+import time
+import tomllib
 from collections import defaultdict
 from importlib import metadata
 from pathlib import Path
@@ -10,9 +12,15 @@ from typing import Any
 import jinja2
 
 from everstep.report import plots
-from everstep.report.score import GOODPUT_DEFINITION, Measured, curve, loss_delta, measure, verdict
+from everstep.report.score import Measured, curve, loss_delta, measure, verdict
+from everstep.report.sessions import stated
 from everstep.report.times import STATES
 
+FEW_FAULTS = 20
+"""Up to so many are drawn as dots."""
+MOST_FAILURES = 6
+LIVE_MS = 3000
+"""How often a live page asks again."""
 PACKAGES = ("everstep", "torch", "torchtitan", "torchft", "numpy")
 
 
@@ -22,16 +30,30 @@ def write_page(run_dir: Path, against: Path | None = None) -> Path:
     against: the directory of another run of the same config, drawn beneath the losses. Raises FileNotFoundError when a
     directory holds no event log.
     """
+    text = render(run_dir, against)
+    draft = run_dir / "report.html.tmp"
+    draft.write_text(text)
+    return draft.replace(run_dir / "report.html")
+
+
+def render(run_dir: Path, against: Path | None = None, *, live: bool = False) -> str:
+    """The page's text. `live`: it fetches itself again every few seconds. Raises FileNotFoundError as `write_page`."""
     found = measure(run_dir)
     reference = curve(against) if against is not None else {}
     figures = found.figures | loss_delta(found.losses, reference)
     environment = jinja2.Environment(loader=jinja2.PackageLoader("everstep.report"), autoescape=True)
     environment.filters["duration"] = duration
-    text = environment.get_template("report.html.jinja").render(
+    return environment.get_template("report.html.jinja").render(
         name=run_dir.resolve().name,
+        facts=_facts(run_dir, found),
+        failures=_failures(found),
+        live=live,
+        live_ms=LIVE_MS,
+        causes=plots.STATE_COLOURS | {"start-up": "#9d7bd8", "lost": "#7a1f1f", "idle": "#c9ced6"},
+        percent=percent,
+        clock=clock,
         figures=figures,
         broken=verdict(figures, may_stop=True),
-        goodput=GOODPUT_DEFINITION,
         pictures=_pictures(found, reference),
         states={state: plots.STATE_COLOURS[state] for state in STATES},
         colours={"mine": plots.MINE, "reference": plots.REFERENCE, "fault": plots.FAULT},
@@ -40,9 +62,11 @@ def write_page(run_dir: Path, against: Path | None = None) -> Path:
         versions=_versions(),
         compared=against.resolve().name if against is not None else "",
     )
-    draft = run_dir / "report.html.tmp"
-    draft.write_text(text)
-    return draft.replace(run_dir / "report.html")
+
+
+def percent(share: float | None) -> str:
+    """A share for a reader: 87 %."""
+    return "\N{EN DASH}" if share is None else f"{100 * share:.0f} %" if share < 0.9995 else "100 %"
 
 
 def duration(seconds: float | None) -> str:
@@ -65,11 +89,60 @@ def _pictures(found: Measured, reference: dict[int, float]) -> dict[str, str]:
         pictures[f"loss {size}"] = plots.loss(found.losses, reference, hit, wide)
         pictures[f"lanes {size}"] = plots.lanes(found.stretches, begin, wide)
         pictures[f"steps {size}"] = plots.step_times(gaps, found.figures["step_s_median"], hit, wide)
-    for name, what in (("stall_s", "stall"), ("rejoin_s", "rejoin")):
+        for name, label in (("grad_norm", "gradient norm"), ("lr", "learning rate")):
+            values = {commit.step: getattr(commit, name) for commit in final if getattr(commit, name) is not None}
+            if values:
+                pictures[f"{name} {size}"] = plots.curve(values, label, wide)
+    for name, what in (("delay_s", "delay"), ("rejoin_s", "rejoin")):
         values = [row[name] for row in found.rows if row[name] is not None]
         if values:
-            pictures[what] = plots.distribution(values, what)
+            draw = plots.dots if len(values) <= FEW_FAULTS else plots.distribution
+            pictures[what] = draw(values, what)
     return pictures
+
+
+def _facts(run_dir: Path, found: Measured) -> dict[str, str]:
+    """What was run: model, groups, ranks, tokens, when it began."""
+    figures, facts = found.figures, {}
+    try:
+        job = tomllib.loads(_text_of(run_dir / "config.toml")).get("job", {})
+    except tomllib.TOMLDecodeError:
+        job = {}
+    named = [str(job[key]) for key in ("module", "config", "flavor") if job.get(key)]
+    if named:
+        facts["model"] = " ".join(named)
+    ranks = stated(found.events, "ranks", "training_started") or stated(found.events, "ranks_per_group", "run_started")
+    if figures["groups"] is not None:
+        facts["groups"] = f"{figures['groups']}" + (f" of {_count(ranks, 'rank')}" if ranks else "")
+    if figures["tokens"] is not None:
+        facts["tokens"] = f"{figures['tokens']:,.0f}"
+    if figures["tokens_per_s"] is not None:
+        facts["tokens/s"] = f"{figures['tokens_per_s']:,.0f}"
+    if found.events:
+        facts["started"] = clock(found.events[0]["t"])
+    return facts
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def clock(t: float) -> str:
+    """A wall time in this machine's zone: 2026-01-31 12:00:05."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
+
+
+def _failures(found: Measured) -> list[str]:
+    """What a person should read first about a run that fails, newest last, each kind once."""
+    said: dict[str, None] = {}
+    for event in found.events:
+        if event["kind"] == "agent_ended" and event.get("status") == "failed":
+            said[str(event.get("reason"))] = None
+        elif event["kind"] == "workers_stacks":
+            said[f"group {event['group']} hung: {event.get('summary')}"] = None
+    if found.figures["error"] and not found.figures["give_ups"]:
+        said[found.figures["error"]] = None
+    return list(said)[-MOST_FAILURES:]
 
 
 def _fault_table(run_dir: Path, found: Measured) -> list[dict[str, Any]]:

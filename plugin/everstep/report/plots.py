@@ -25,7 +25,7 @@ STATE_COLOURS = {
     "recomputed": "#f0e442",
     "stalled": "#d55e00",
     "healing": "#cc79a7",
-    "restarting": "#e69f00",
+    "restarting": "#56b4e9",
     "waiting": "#8a94a3",
 }
 """Told apart by every kind of colour blindness: Okabe and Ito, Color Universal Design (2008)."""
@@ -70,6 +70,24 @@ def step_times(by_step: Mapping[int, float], usual: float | None, faults: Sequen
     _mark(axes, faults)
     axes.set(xlabel="committed step", ylabel="seconds a step")
     axes.set_ylim(bottom=0)
+    return _svg(axes)
+
+
+def curve(by_step: Mapping[int, float], label: str, wide: bool) -> str:
+    """Any figure against committed step."""
+    axes = _axes(1.9, wide)
+    axes.plot(*_thinned(by_step), color=MINE, linewidth=1.0)
+    axes.set(xlabel="committed step", ylabel=label)
+    return _svg(axes)
+
+
+def dots(values: Sequence[float], what: str) -> str:
+    """A few values on one line, each a dot: fewer than a histogram needs."""
+    axes = _axes(1.1, wide=False)
+    axes.plot(values, [0.0] * len(values), "o", color=MINE, alpha=0.6, markersize=7, markeredgewidth=0)
+    axes.set(xlabel=f"{what}, seconds", yticks=[], ylim=(-1, 1))
+    axes.set_xlim(left=min(0.0, *values))
+    axes.spines["left"].set_visible(False)
     return _svg(axes)
 
 

@@ -15,20 +15,22 @@ from typing import Any
 from everstep.report.attempts import collect_attempts, slots_recomputed, thrown_away
 from everstep.report.faults import UNPROVOKED, collect_faults, cost_of_faults, fault_rows, normal_step_s
 from everstep.report.lineage import Commit, trace
+from everstep.report.productivity import productivity
 from everstep.report.sessions import collect_sessions, commits_by_session, ending, groups_mean, stated
 from everstep.report.times import Stretch, split, stretches
 from everstep.run.events import read_events
 
 READ_FIELDS: dict[str, tuple[str, ...]] = {
-    "run_started": ("groups", "steps", "global_batch_size"),
+    "run_started": ("groups", "steps", "global_batch_size", "ranks_per_group"),
     "run_ended": ("status", "reason"),
     "fault": ("fault", "target_group"),
     "workers_started": (),
-    "workers_died": ("exitcodes",),
+    "workers_died": ("exitcodes", "reason", "error", "by_itself"),
     "agent_died": ("target_group", "exitcode"),
-    "agent_ended": (),
+    "agent_ended": ("status", "reason"),
+    "workers_stacks": ("summary",),
     "worker_ready": (),
-    "training_started": ("source", "global_batch_size"),
+    "training_started": ("source", "global_batch_size", "ranks"),
     "training_done": (),
     "worker_up": ("incarnation",),
     "heal": ("source_group", "took_s"),
@@ -37,14 +39,25 @@ READ_FIELDS: dict[str, tuple[str, ...]] = {
     "waiting_for_state": (),
     "left": (),
     "attempt": ("quorum_id", "committed", "computed", "recomputed", "took_s"),
-    "commit": ("owners", "groups", "quorum_id", "loss", "took_s", "coverage_ok"),
+    "commit": (
+        "owners",
+        "groups",
+        "quorum_id",
+        "loss",
+        "took_s",
+        "coverage_ok",
+        "tokens",
+        "grad_norm",
+        "lr",
+    ),
+    "validation": ("loss",),
     "audit": ("agreed", "differing"),
     "finding": ("action",),
     "checkpoint_saved": (),
 }
 """The events that are read, with the fields used besides t, group, rank and step."""
 
-GOODPUT_DEFINITION = "steps in the final state times the median healthy step, over the wall time of training"
+GOODPUT_DEFINITION = "time in steps of the final state, of all time that the groups had (Google's)"
 
 ACTIONS = ("corrected", "recomputed", "refused")
 """What the attention check can do about what it finds."""
@@ -149,6 +162,7 @@ def _measure(
     rows = fault_rows(events, faults, runs, by_session, step_s)
 
     final = history.final
+    lanes = stretches(events, runs)
     steps = {commit.step for commit in final}
     away = thrown_away(attempts)
     training_s = sum(run.training_s for run in runs)
@@ -178,13 +192,35 @@ def _measure(
         "faults": dict(Counter(fault.name for fault in faults)),
         "step_s_median": step_s,
         **cost_of_faults(rows, faults),
-        "goodput": len(steps) * step_s / training_s if step_s is not None and training_s else None,
+        **productivity(final, len(history.commits) - len(final), runs, lanes, step_s, groups),
         "goodput_definition": GOODPUT_DEFINITION,
-        **split(stretches(events, runs)),
+        **tokens_of(final, training_s),
+        **failures(events),
+        **split(lanes),
         "replicas_diverged": replicas_diverged(events),
         **findings(events),
     }
     return figures, rows, final
+
+
+def tokens_of(final: Sequence[Commit], training_s: float) -> dict[str, Any]:
+    """`tokens` in the final state and `tokens_per_s` of training; None where the log does not say."""
+    known = [commit.tokens for commit in final if commit.tokens is not None]
+    total = sum(known) if len(known) == len(final) and final else None
+    return {"tokens": total, "tokens_per_s": total / training_s if total is not None and training_s else None}
+
+
+def failures(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What failed: `deaths` of a group's workers, `give_ups` with their reasons, and the newest `error` (an exception's
+    type and first line; None: there was none)."""
+    deaths, error, give_ups = 0, None, {}
+    for event in events:
+        if event["kind"] == "workers_died":
+            deaths += 1
+            error = event.get("error") or error
+        elif event["kind"] == "agent_ended" and event.get("status") == "failed":
+            give_ups[str(event.get("group"))] = event.get("reason")
+    return {"deaths": deaths, "give_ups": give_ups, "error": error}
 
 
 def samples(slots: Iterable[tuple[Commit, Collection[int]]], batch: int | None) -> int:
@@ -241,7 +277,8 @@ def verdict(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
 
     stopped, reason = may_stop and figures["status"] == "stopped", figures["reason"]
     done = figures["status"] == "done"
-    expect(done or stopped, f"The run is not done: {figures['status']}{f', {reason}' if reason else ''}.")
+    ending = f"{figures['status']}{f', {reason}' if reason else ''}".rstrip(".")
+    expect(done or stopped, f"The run is not done: {ending}.")
     expect(figures["steps"] > 0, "No step was committed.")
     asked, reached = figures["steps_asked"], figures["last_step"] or 0
     expect(not done or asked is None or reached >= asked, f"The run ended at step {reached} of {asked}.")
@@ -276,10 +313,16 @@ def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
         ("slots", f"{f['slots_recomputed']} computed again"),
         ("step", f"{_seconds(f['step_s_median'])} when healthy"),
         ("groups", f"{_number(f['groups_mean'])} on average"),
-        ("stall", _spread(f, "stall_s")),
+        ("delay", f"{_spread(f, 'delay_s')} (by which a fault made the run later)"),
         ("rejoin", _spread(f, "rejoin_s")),
+        ("ETTR", f"{_number(f['ettr'])} (time that the steps needed, of the wall-clock time)"),
         ("goodput", f"{_number(f['goodput'])} ({f['goodput_definition']})"),
+        ("kept", f"{_number(f['throughput_kept'])} (step rate while it trained, of the healthy one)"),
     ]
+    if f["give_ups"]:
+        lines.append(("given up", "; ".join(f["give_ups"].values())))
+    elif f["status"] == "failed" and f["error"]:
+        lines.append(("error", f["error"]))
     if f["loss_delta_steps"]:
         largest = "unknown" if f["loss_delta_max"] is None else f"{f['loss_delta_max']:.3g}"
         lines.append(("loss", f"differs by at most {largest} over {_count(f['loss_delta_steps'], 'step')}"))
@@ -287,6 +330,20 @@ def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
         lines.append(("findings", ", ".join(f"{f[f'findings_{action}']} {action}" for action in ACTIONS)))
     text = [f"{name:<9} {value}" for name, value in lines]
     return "\n".join([*text, *(verdict(f, may_stop) or ["Every step happened with its whole batch, exactly once."])])
+
+
+def plain_summary(figures: dict[str, Any], run_dir: Path) -> str:
+    """For a run without fault tolerance, whose steps and losses are torchtitan's to tell."""
+    f = figures
+    reason = f" ({f['reason']})" if f["reason"] else ""
+    lines = [
+        ("run", f"{f['status']}{reason} after {_seconds(f['wall_s'])}"),
+        ("deaths", str(f["deaths"])),
+        ("steps", f"see {run_dir}/logs/group-0/rank-0.log: without fault tolerance torchtitan alone tells of them"),
+    ]
+    if f["error"]:
+        lines.append(("error", f["error"]))
+    return "\n".join(f"{name:<9} {value}" for name, value in lines)
 
 
 def _spread(figures: dict[str, Any], name: str) -> str:

@@ -1,9 +1,11 @@
 """Where the lighthouse is: one small file in the run directory, which all nodes share.
 
 Whoever runs the lighthouse writes it once the lighthouse listens; agents and workers that were not given an address
-read it, and read it again when no quorum comes: the lighthouse may have moved to another node.
+read it, workers before every quorum: the lighthouse may have moved to another node. Each publication has a higher epoch
+than the one before, so of two lighthouses the older one sees that it is not the one any more, and ends.
 """
 
+import fcntl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +19,20 @@ def address_file(run_dir: Path) -> Path:
     return Path(run_dir) / "state" / "lighthouse.json"
 
 
-def publish_address(run_dir: Path, address: str, pid: int) -> None:
-    """Say that the lighthouse is at `address` (http://host:port)."""
-    write_json(address_file(run_dir), {"address": address, "pid": pid, "since": time.time()})
+def publish_address(run_dir: Path, address: str, pid: int) -> int:
+    """Say that the lighthouse is at `address` (http://host:port); the epoch of this publication."""
+    path = address_file(run_dir)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        epoch = int(read_json(path).get("epoch", 0)) + 1
+        write_json(path, {"address": address, "pid": pid, "since": time.time(), "epoch": epoch})
+    return epoch
+
+
+def superseded(run_dir: Path, epoch: int) -> bool:
+    """Whether another lighthouse was published after the one of `epoch`."""
+    return int(read_json(address_file(run_dir)).get("epoch", 0)) > epoch
 
 
 def published_address(run_dir: Path) -> str:

@@ -1,9 +1,12 @@
 """A run directory: everything of one run, and at most one supervisor at a time."""
 
+import contextlib
 import fcntl
 import os
+import shutil
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -28,6 +31,22 @@ def read_toml(path: Path) -> dict:
         raise LaunchError(f"{path}: cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise LaunchError(f"{path}: not valid TOML: {error}.") from None
+
+
+@contextlib.contextmanager
+def leaves_nothing(path: Path, refusal: type[Exception] = LaunchError) -> Iterator[None]:
+    """A folder that was not there before goes again, with the ones above it that were made for it, when what is done
+    in it ends with `refusal`."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        yield
+    except refusal:
+        if made:
+            shutil.rmtree(path, ignore_errors=True)
+            for folder in made[1:]:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+        raise
 
 
 class RunDir:
@@ -78,3 +97,19 @@ def holder_of(path: Path) -> tuple[int, float] | None:
     except (FileNotFoundError, ValueError, psutil.NoSuchProcess, psutil.AccessDenied):
         return None
     return (pid, since) if holds else None
+
+
+def over_file(run_dir: Path, group: int) -> Path:
+    """Says how a group ended for good: {"status": "done", "stopped" or "failed", "reason"}. A batch job starts a group
+    again as long as there is none, whatever the exit status of its processes."""
+    return Path(run_dir) / "state" / f"group-{group}.over"
+
+
+def bad_node_file(run_dir: Path, group: int) -> Path:
+    """Names the node that a group's last agent found bad: {"node", "reason", "claim"}."""
+    return Path(run_dir) / "state" / f"group-{group}.bad-node.json"
+
+
+def stop_file(run_dir: Path) -> Path:
+    """Asks every agent of the run for a clean stop, as long as it is there."""
+    return Path(run_dir) / "state" / "stop"

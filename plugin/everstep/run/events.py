@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -165,24 +165,62 @@ def read_events(
     yield from heapq.merge(*readers, key=lambda event: event["t"])
 
 
-class EventTail:
-    """Follows a growing run directory: each `new()` returns the events appended since the last call."""
+_BLOCK = 1 << 16
 
-    def __init__(self, run_dir: Path):
+
+def last_event(path: Path, kinds: Set[str]) -> dict[str, Any] | None:
+    """The newest event of these kinds in one log, read from its end; None: there is none.
+
+    What it costs does not grow with the log, as long as such events are not rare in it.
+    """
+    names = {kind.encode() for kind in kinds}
+    try:
+        log = open_regular(path, links=False)
+    except OSError:  # none yet, or no log
+        return None
+    with log as file:
+        begin = file.seek(0, os.SEEK_END)
+        rest = b""
+        while begin > 0:
+            size = min(_BLOCK, begin)
+            begin = file.seek(begin - size)
+            first, newline, data = (file.read(size) + rest).partition(b"\n")
+            if begin == 0:
+                first, data = b"", first + newline + data
+            for line in reversed(data.splitlines(keepends=True)):
+                if line.endswith(b"\n") and _may_be(line, names):
+                    event = _parse(line)
+                    if event is not None and event["kind"] in kinds:
+                        return event
+            rest = first + newline
+    return None
+
+
+class EventTail:
+    """Follows a growing run directory: each `new()` returns the events appended since the last call.
+
+    names: patterns of the logs to follow, without their ending; all by default.
+    """
+
+    def __init__(self, run_dir: Path, names: Sequence[str] = ("*",)):
         self._folder = Path(run_dir) / "events"
+        self._names = names
         self._offsets: dict[Path, int] = {}
         self.damaged = 0
         """Lines so far that were no events."""
 
+    def _files(self) -> list[Path]:
+        return sorted(path for name in self._names for path in self._folder.glob(f"{name}.jsonl"))
+
     def skip_to_end(self) -> None:
         """Forget what is there: only events appended from now on are returned."""
-        for path in self._folder.glob("*.jsonl"):
+        for path in self._files():
             self._offsets[path] = path.stat().st_size
 
     def new(self) -> list[dict[str, Any]]:
         """Events since the last call, by wall time. A line still being written is left for the next call."""
         batches = []
-        for path in sorted(self._folder.glob("*.jsonl")):
+        for path in self._files():
             offset = self._offsets.get(path, 0)
             try:
                 with open_regular(path, links=False) as file:

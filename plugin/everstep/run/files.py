@@ -19,3 +19,8 @@ def read_json(path: Path) -> dict:
         return json.loads(path.read_text())
     except FileNotFoundError:
         return {}
+
+
+def order_file(run_dir: Path, group: int, rank: int = 0) -> Path:
+    """Where a rank of a run that allows faults is told to break itself (`everstep.chaos.orders`)."""
+    return Path(run_dir) / "state" / "chaos" / f"group-{group}.rank-{rank}.json"

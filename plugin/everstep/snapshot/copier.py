@@ -1,72 +1,40 @@
-"""The copier: a trainer's part of its committed state into the arena, behind the next step's back.
+"""The copier: a trainer's part of its committed state into the segment, behind the next step's back.
 
-After a commit, `committed` notes what is to be copied and returns; a thread copies, computes checksums and
-publishes. The state's tensors do not change until the next optimizer step, so the trainer has only to call
-`wait` before it votes on that step. Called there, and not after the vote, a commit also proves something to
-every group: all groups that voted have published their parts of the steps before. That is how a copier knows
-which step is complete on all keepers, and so which of its two slots it may overwrite, without asking anyone.
+After a commit, `committed` notes what is to be copied and returns; a thread copies, computes checksums and publishes.
+The state's tensors do not change until the next optimizer step, so the trainer has only to call `wait` before it votes
+on that step. What the next forward may change already, persistent buffers, is set aside before `committed` returns.
 """
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from everstep.snapshot.arena import SLOTS, Arena, Notes, check_room, memory_needed
-from everstep.snapshot.mapped import MappedSlot
-from everstep.snapshot.plan import Plan, State
+from everstep.snapshot.agreement import Agreed, Taken, Word, learn, members_of
+from everstep.snapshot.buffer import BufferWriter, SnapshotError, chunk_digests
+from everstep.snapshot.header import Header
+from everstep.snapshot.mapped import MappedBuffer
+from everstep.snapshot.plan import VOLATILE, Plan, State, Throttle, meta_digest
 from everstep.snapshot.restore import pack_own
+from everstep.snapshot.room import BUFFERS, make_room, memory_needed
 from everstep.snapshot.section import Snapshot
-from everstep.snapshot.slot import Header, SlotError, SlotWriter, chunk_digests, pack_sections
+from everstep.snapshot.segment import Notes, Segment
 
 KEEPER_SILENT_S = 5.0
-GATE_POLL_S = 0.02
 KEEP_S = 10.0
 """How long a snapshot that is to become a checkpoint waits for its reader."""
+RETRY_S = 30.0
+"""How long a group that had no room lets the others go on without it before it tries again."""
 
 
 class Emit(Protocol):
-    """`report.events.EventLog.emit`."""
+    """`run.events.EventLog.emit`."""
 
     def __call__(self, kind: str, step: int | None = None, **fields: Any) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Standing:
-    """What is known of one slot when the next is to be written."""
-
-    sequence: int
-    complete: bool
-    """Every member of its step has published its part."""
-    sound: bool
-    """The keeper has not found it damaged."""
-    coded: bool
-    """The keeper has published parity over it."""
-    coding: bool
-    """The keeper is verifying it or coding parity over it now."""
-    held: bool = False
-    """Somebody reads it, or is about to, to write a checkpoint."""
-
-
-def slot_to_overwrite(slots: Sequence[Standing | None]) -> int | None:
-    """Which slot the next snapshot goes to, so that the newest complete and the newest coded step survive it.
-
-    None: neither may go yet, since the younger slot's parity is under way and the older one's is what there
-    is, or the older one is held.
-    """
-    for index, slot in enumerate(slots):
-        if slot is None or not slot.sound:
-            return index
-    standing = {index: slot for index, slot in enumerate(slots) if slot is not None}
-    older, younger = sorted(standing, key=lambda index: standing[index].sequence)
-    if not standing[younger].complete:
-        return younger
-    if standing[older].held or (standing[younger].coding and standing[older].coded):
-        return None
-    return older
 
 
 class Copier:
@@ -74,82 +42,130 @@ class Copier:
 
     def __init__(
         self,
-        arena: Arena,
+        segment: Segment,
         rank: int,
         ranks: int,
         settings: Snapshot,
         emit: Emit,
         revive: Callable[[], None] = lambda: None,
     ) -> None:
-        """`emit` receives the events snapshot, snapshot_skipped and snapshot_failed. `revive` is called, in a
-        thread of its own, when the keeper has fallen silent."""
+        """`emit` receives the events snapshot, snapshot_skipped, snapshot_failed, snapshot_unprotected and
+        snapshot_protected. `revive` is called, in a thread of its own, when the keeper has fallen silent."""
         self._revive = revive
         self._reviver: threading.Thread | None = None
         self._revive_after = time.monotonic() + KEEPER_SILENT_S
-        self._arena, self._rank, self._ranks = arena, rank, ranks
+        self._segment, self._rank, self._ranks = segment, rank, ranks
         self._settings, self._emit = settings, emit
-        self._slots = [MappedSlot(SlotWriter(arena.file("data", rank, i))) for i in range(SLOTS)]
-        self._complete: tuple[int, str] | None = None
-        self._newest: tuple[int, str, tuple[int, ...]] | None = None
-        self._damaged: set[int] = set()
+        self._buffers = [MappedBuffer(BufferWriter(segment.file("data", rank, i))) for i in range(BUFFERS)]
+        self.agreed = Agreed()
+        """What all groups know alike; a joiner's is replaced by that of the group it heals from."""
+        self._newest: Header | None = None
+        self._published_at = 0.0
+        """When the last snapshot was published whose keeper was not known to be silent."""
+        self._unable_until = 0.0
+        self._protected: int | None = None
+        self._exposed_since: int | None = None
         self._kept: tuple[int, float] = (-1, 0.0)
         self._plan: Plan | None = None
+        self._aside: dict[str, torch.Tensor] = {}
         self._last_failure = ""
         self._condition = threading.Condition()
         self._job: _Job | None = None
-        self._hurry = False
+        self._hurry = threading.Event()
         self._closed = False
+        self._throttle = Throttle(settings.bandwidth_gb_s * 1e9)
         self._thread = threading.Thread(target=self._run, name="snapshot-copier", daemon=True)
         self._thread.start()
 
-    @property
-    def complete(self) -> tuple[int, str] | None:
-        """Step and lineage of the newest snapshot known to be complete on all keepers."""
-        return self._complete
-
     def learn_complete(self, step: int, lineage: str) -> None:
-        """This snapshot is complete: the run was restored from it, or the group that this one healed from
-        knows. Slots found here are then not overwritten before a newer one is complete."""
-        self._complete = (step, lineage)
+        """The run was restored from this snapshot: it is not overwritten before a newer one is complete and coded."""
+        self.agreed = Agreed(anchor=(step, lineage))
+
+    def word(self) -> Word:
+        """What this group says of the snapshot taken last; to be told to all groups before the next commit."""
+        taken, header, notes = self.agreed.taken, self._newest, self._segment.read_notes(self._rank)
+        able = time.monotonic() >= self._unable_until
+        older, newest = self._busy(notes)
+        with self._condition:
+            under_way = self._job is not None and not self._job.done
+        if taken is None or header is None or (header.step, header.lineage) != (taken.step, taken.lineage):
+            return Word(settled=not under_way, able=able, older_busy=older, newest_busy=newest)
+        if header.parity == 0:
+            return Word(published=True, coded=True, able=able, older_busy=older, newest_busy=newest)
+        # A keeper that has only now been started has said nothing yet.
+        alive = time.monotonic() - max(notes.heartbeat, self._published_at) < KEEPER_SILENT_S
+        dealt = notes.sequence == header.sequence
+        self._note_protection(header, dealt and notes.coded, alive, notes, dealt)
+        return Word(
+            published=notes.sound if dealt else True,
+            settled=not alive or (dealt and notes.settled),
+            coded=dealt and notes.coded,
+            able=able,
+            older_busy=older,
+            newest_busy=newest,
+        )
 
     def committed(
         self,
         step: int,
         lineage: str,
-        members: Sequence[int],
-        held: int,
+        groups: Sequence[int],
+        words: Mapping[int, Word],
         state: Callable[[], State],
         keep: bool = False,
+        history: int = 0,
     ) -> bool:
-        """Tell that a step was committed; take a snapshot of it if it is due. Returns whether one was begun.
+        """Tell that a step was committed; take a snapshot of it if it is due. Returns whether one was begun here.
 
         Args:
             step: the committed step.
             lineage: a string that is the same in all groups which committed this step together, and another
                 when the step is committed again after the run went back.
-            members: the groups that committed, all of which hold the state now.
-            held: the step that was `published` on all of them when they voted; -1 if they differed.
+            groups: that committed, all of which hold the state now.
+            words: of the groups that spoke before the vote; the same mapping in all of them.
             state: called if a snapshot is due. Its tensors must not change before `wait` has returned.
             keep: a checkpoint is to be written of this step: take it in any case, and do not overwrite it
                 before it has been read or `KEEP_S` are over. To be told alike in all groups.
+            history: of the state, 64 bits.
         """
         self.wait()
-        self._learn(frozenset(members), held)
+        self.agreed, why_not = learn(self.agreed, words)
         if step % self._settings.interval and not keep:
             return False
+        if why_not and not (keep and self.agreed.taken is not None):
+            self._emit("snapshot_skipped", step, reason=why_not)
+            return False
         began = time.perf_counter()
-        what = state()
+        members = members_of(groups, words)
+        self.agreed = replace(self.agreed, taken=Taken(step, lineage, members))
+        if self._segment.group not in members:
+            self._emit("snapshot_skipped", step, reason="this group had no room for its last snapshot")
+            return False
+        what = self._set_aside(state())
         ready = None
         device = next((t.device for t in what.tensors.values() if t.is_cuda), None)
         if device is not None:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(device))
-        job = _Job(step, lineage, tuple(sorted(members)), what, device, ready, keep)
+        job = _Job(step, lineage, members, history, what, device, ready, keep)
         job.blocked_s = time.perf_counter() - began
         with self._condition:
-            self._job, self._hurry = job, False
+            self._job = job
+            self._hurry.clear()
             self._condition.notify_all()
         return True
+
+    def _set_aside(self, state: State) -> State:
+        """The state with copies of what the next forward may change."""
+        fresh = {name: tensor for name, tensor in state.tensors.items() if name.startswith(VOLATILE)}
+        for name, tensor in fresh.items():
+            old = self._aside.get(name)
+            if old is None or (old.shape, old.dtype, old.device) != (tensor.shape, tensor.dtype, tensor.device):
+                self._aside[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+            else:
+                old.copy_(tensor.detach())
+        aside = {name: self._aside[name] for name in fresh}
+        return replace(state, tensors={**state.tensors, **aside}) if fresh else state
 
     def wait(self) -> None:
         """Block until the snapshot under way is published (or given up). Call it before each vote."""
@@ -158,33 +174,27 @@ class Copier:
             job = self._job
             if job is None:
                 return
-            self._hurry = True
-            self._condition.notify_all()
+            self._hurry.set()
             self._condition.wait_for(lambda: job.done)
             self._job = None
         job.blocked_s += time.perf_counter() - began
         self._report(job)
 
     def close(self) -> None:
-        """Finish the snapshot under way and let go of the arena, which stays."""
+        """Finish the snapshot under way and let go of the segment, which stays."""
         self.wait()
         with self._condition:
             self._closed = True
             self._condition.notify_all()
         self._thread.join()
-        for slot in self._slots:
-            slot.release()
+        for buffer in self._buffers:
+            buffer.release()
 
     @property
     def published(self) -> int:
         """The newest step that this process has published; -1 for none. What it found there does not
         count."""
-        return self._newest[0] if self._newest else -1
-
-    def _learn(self, members: frozenset[int], held: int) -> None:
-        """From a commit: whether every member of the newest snapshot had published it when it voted."""
-        if self._newest is not None and self._newest[0] == held and members.issuperset(self._newest[2]):
-            self._complete = self._newest[:2]
+        return self._newest.step if self._newest else -1
 
     def _report(self, job: "_Job") -> None:
         if job.outcome == "taken":
@@ -197,11 +207,21 @@ class Copier:
                 blocked_s=round(job.blocked_s, 6),
                 members=list(job.members),
             )
-        elif job.outcome == "skipped":
-            self._emit("snapshot_skipped", job.step, reason=job.reason)
         elif job.reason != self._last_failure:
             self._last_failure = job.reason  # said once, not at every step
             self._emit("snapshot_failed", job.step, reason=job.reason)
+
+    def _note_protection(self, header: Header, coded: bool, alive: bool, notes: Notes, dealt: bool) -> None:
+        """Say when this group's newest snapshots stop being coded, why, and for how many steps they were not."""
+        if coded:
+            if self._exposed_since is not None:
+                steps = header.step - self._exposed_since
+                self._emit("snapshot_protected", header.step, steps=steps, since_step=self._exposed_since)
+            self._protected, self._exposed_since = header.step, None
+        elif (not alive or (dealt and notes.settled)) and self._exposed_since is None:
+            self._exposed_since = header.step
+            reason = (notes.reason if dealt else "") or f"the keeper of group {self._segment.group} is silent"
+            self._emit("snapshot_unprotected", header.step, coded_step=self._protected, reason=reason)
 
     def _run(self) -> None:
         while True:
@@ -212,9 +232,10 @@ class Copier:
                     return
             try:
                 self._take(job)
-            except (SlotError, RuntimeError, OSError, ValueError, TypeError) as error:
+            except (SnapshotError, RuntimeError, OSError, ValueError, TypeError) as error:
                 # Training goes on without this snapshot; the event says so.
                 job.outcome, job.reason = "failed", str(error)
+                self._unable_until = time.monotonic() + RETRY_S
             finally:
                 with self._condition:
                     job.done = True
@@ -222,67 +243,66 @@ class Copier:
 
     def _take(self, job: "_Job") -> None:
         self._look_after_keeper()
-        index = self._gate()
-        if index is None:
-            job.outcome = "skipped"
-            if any(slot is not None and slot.held for slot in self._standings()):
-                job.reason = "the older slot is being written to disk, and the younger is the newest step"
-            else:
-                job.reason = "parity of the step before is still under way, and the older slot holds the last coded one"
-            return
         began = time.perf_counter()
+        group = self._segment.group
         plan = self._plan
         if plan is None or not plan.fits(job.state, job.members, self._settings):
-            plan = self._plan = Plan(job.state, job.members, self._arena.group, self._rank, self._ranks, self._settings)
-        own = pack_own(job.state.meta, job.state.blobs)
-        tail, places = pack_sections({"own": own, "layout": plan.layout_json}, plan.part[1] - plan.part[0])
-        size = plan.part[1] - plan.part[0] + len(tail)
+            plan = self._plan = Plan(job.state, job.members, group, self._rank, self._ranks, self._settings)
+        part_bytes = plan.part[1] - plan.part[0]
+        own = pack_own(job.state.meta, job.state.blobs, step=job.step, group=group, rank=self._rank)
+        tail = own + plan.layout_json
+        size = part_bytes + len(tail)
         self._make_room(size, plan)
         sequence = self._next_sequence()
-        slot = self._slots[index]
-        slot.reserve(size, job.device)
-        slot.writer.begin()
-        plan.copy(slot.payload(), job.device, job.ready)
-        payload = slot.writer.payload(size)
-        payload[size - len(tail) :] = tail
+        buffer = self._buffers[self._target()]
+        buffer.reserve(size, job.device)
+        buffer.writer.begin()
+        copied = plan.copy(buffer.payload(), job.ready, self._pause)
+        buffer.writer.payload(size)[part_bytes:] = tail
+        table = np.concatenate([copied.table, chunk_digests(memoryview(tail))])
         header = Header(
-            run=self._arena.run,
+            run=self._segment.run,
             kind="data",
-            group=self._arena.group,
+            group=group,
             rank=self._rank,
             ranks=self._ranks,
             step=job.step,
+            history=job.history,
             lineage=job.lineage,
             members=job.members,
             parity=plan.parity,
+            parity_group=plan.parity_group,
             topology=plan.topology,
             state_bytes=plan.layout.size,
             part=plan.part,
-            sections={"part": (0, plan.part[1] - plan.part[0]), **places},
+            part_digest=copied.part_digest,
+            witness=plan.witness,
+            witness_digest=copied.witness_digest,
+            meta_digest=meta_digest(job.state.meta),
+            sections={
+                "part": (0, part_bytes),
+                "own": (part_bytes, part_bytes + len(own)),
+                "layout": (part_bytes + len(own), size),
+            },
             sequence=sequence,
             taken_at=time.time(),
             payload_bytes=size,
         )
         if job.keep:
             self._kept = (sequence, time.monotonic() + KEEP_S)
-        slot.writer.publish(header, chunk_digests(payload))
-        self._newest = (job.step, job.lineage, job.members)
+        self._newest = buffer.writer.publish(header, table)
+        if self._published_at == 0.0 or self._alive(self._segment.read_notes(self._rank)):
+            self._published_at = time.monotonic()
+        self._unable_until = 0.0
         job.outcome, job.copied_bytes, job.copy_s = "taken", size, time.perf_counter() - began
 
-    def _gate(self) -> int | None:
-        """The slot to write, once one is free; None when the trainer wants to go on before that."""
-        while True:
-            index = slot_to_overwrite(self._standings())
-            if index is not None:
-                return index
-            with self._condition:
-                if self._hurry:
-                    return None
-                self._condition.wait(GATE_POLL_S)
+    def _pause(self, nbytes: int) -> None:
+        if not self._hurry.is_set():
+            self._throttle(nbytes)
 
     def _look_after_keeper(self) -> None:
         now = time.monotonic()
-        if now - self._arena.read_notes(self._rank).heartbeat < KEEPER_SILENT_S or now < self._revive_after:
+        if now - self._segment.read_notes(self._rank).heartbeat < KEEPER_SILENT_S or now < self._revive_after:
             return
         if self._reviver is None or not self._reviver.is_alive():
             self._revive_after = now + KEEPER_SILENT_S
@@ -290,41 +310,57 @@ class Copier:
             self._reviver = threading.Thread(target=self._revive, name="keeper-reviver", daemon=True)
             self._reviver.start()
 
-    def _standings(self) -> list[Standing | None]:
-        headers = self._arena.headers("data", self._rank)
-        coded = {h.identity for h in self._arena.headers("parity", self._rank) if h}
-        notes = self._arena.read_notes(self._rank)
-        return [self._standing(header, coded, notes) if header else None for header in headers]
+    def _headers(self) -> list[Header | None]:
+        return self._segment.headers("data", self._rank)
 
-    def _standing(self, header: Header, coded: set, notes: Notes) -> Standing:
-        alive = time.monotonic() - notes.heartbeat < KEEPER_SILENT_S
-        dealt = notes.sequence == header.sequence
-        if dealt and not notes.sound:
-            self._damaged.add(header.sequence)
-        return Standing(
-            sequence=header.sequence,
-            complete=(header.step, header.lineage) == self._complete,
-            sound=header.sequence not in self._damaged,
-            coded=header.identity in coded,
-            coding=alive and header.parity > 0 and (notes.sequence < header.sequence or (dealt and not notes.settled)),
-            held=(alive and notes.holding == header.sequence) or self._awaits_reader(header, notes),
-        )
+    def _target(self) -> int:
+        """The buffer to write: any but the anchor's; one that holds nothing or is damaged first, else the younger one
+        that is not the anchor, since only an anchor is whole everywhere."""
+        headers = self._headers()
+        for index, header in enumerate(headers):
+            if header is None:
+                return index
+        notes = self._segment.read_notes(self._rank)
+        known = [header for header in headers if header is not None]
+        unsound = [i for i, h in enumerate(known) if notes.sequence == h.sequence and not notes.sound]
+        if unsound:
+            return unsound[0]
+        free = [i for i, h in enumerate(known) if (h.step, h.lineage) != self.agreed.anchor]
+        if len(free) == len(known):
+            # No anchor here: what this process found is older than what it wrote itself.
+            return min(free, key=lambda i: known[i].sequence)
+        return free[0] if free else min(range(BUFFERS), key=lambda i: known[i].sequence)
 
-    def _awaits_reader(self, header: Header, notes: Notes) -> bool:
+    def _busy(self, notes: Notes) -> tuple[bool, bool]:
+        """Whether somebody reads the older buffer, or the newest snapshot's; see `Word`."""
+        headers, taken = self._headers(), self.agreed.taken
+        if taken is None:
+            target = headers[self._target()]
+            return target is not None and self._held(target, notes), False
+        newest = [h for h in headers if h is not None and (h.step, h.lineage) == (taken.step, taken.lineage)]
+        older = [h for h in headers if h is not None and h not in newest]
+        return any(self._held(h, notes) for h in older), any(self._held(h, notes) for h in newest)
+
+    def _alive(self, notes: Notes) -> bool:
+        return time.monotonic() - notes.heartbeat < KEEPER_SILENT_S
+
+    def _held(self, header: Header, notes: Notes) -> bool:
         sequence, until = self._kept
-        return header.sequence == sequence and notes.held != sequence and time.monotonic() < until
+        awaited = header.sequence == sequence and notes.held != sequence and time.monotonic() < until
+        return awaited or (self._alive(notes) and notes.holding == header.sequence)
 
     def _next_sequence(self) -> int:
         # By the clock, so that no number comes again after a publication that was broken off: the keeper goes
         # by it.
-        newest = max((h.sequence for h in self._arena.headers("data", self._rank) if h), default=0)
+        newest = max((header.sequence for header in self._headers() if header), default=0)
         return max(newest + 1, time.time_ns())
 
     def _make_room(self, size: int, plan: Plan) -> None:
-        self._arena.create()  # it is there, unless somebody removed it
-        if any(slot.writer.capacity < size for slot in self._slots):
-            needed = memory_needed(size, len(plan.members), plan.parity) - self._arena.bytes_of(self._rank)
-            check_room(self._arena.path, needed, int(self._settings.memory_reserve_gb * 2**30))
+        self._segment.create()  # it is there, unless somebody removed it
+        if any(buffer.writer.capacity < size for buffer in self._buffers):
+            total = memory_needed(size, len(plan.parity_group), plan.parity)
+            held, reserve = self._segment.bytes_of(self._rank), int(self._settings.memory_reserve_gb * 2**30)
+            make_room(self._segment.root, self._segment.path, self._rank, total, held, reserve)
 
 
 @dataclass
@@ -332,6 +368,7 @@ class _Job:
     step: int
     lineage: str
     members: tuple[int, ...]
+    history: int
     state: State
     device: torch.device | None
     ready: torch.cuda.Event | None

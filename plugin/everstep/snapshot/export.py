@@ -4,31 +4,23 @@ Every rank's state of one step is fetched and verified as a start would do it, a
 to whole tensors. The keepers and the training beside it do not notice.
 """
 
-import math
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from everstep import wire
-from everstep.snapshot import ladder, peers
-from everstep.snapshot.arena import run_id
+from everstep.snapshot import peers, sources
 from everstep.snapshot.layout import Layout
 from everstep.snapshot.recovery import gather
+from everstep.snapshot.reshape import Reshaped, ShapeError, whole_layout
 from everstep.snapshot.restore import Blame, Restored, RestoreError, restore_rank
+from everstep.snapshot.segment import run_id
 
 POLL_S = 0.1
-
-
-class _Box(NamedTuple):
-    """Where a shard lies in its tensor."""
-
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
 
 
 class ExportError(RuntimeError):
@@ -65,12 +57,11 @@ def fetch(run_dir: Path, *, not_before: int = 0, timeout: timedelta, patience: t
     why = "no keeper of this run answers"
     while True:
         held, silent = gather(run_dir, token, timeout, timedelta(0))
-        usable = [slot for slot in held if not any(blame.hits(slot.header) for blame in blamed)]
-        ranks = max((slot.header.ranks for slot in usable), default=1)
-        decision = ladder.decide(usable, run=run_id(token), ranks=ranks)
+        usable = [buffer for buffer in held if not any(blame.hits(buffer.header) for blame in blamed)]
+        decision = sources.decide(usable, run=run_id(token))
         if not_before and decision.step > not_before:
-            wanted = [slot for slot in usable if slot.header.step == not_before]
-            exact = ladder.decide(wanted, run=run_id(token), ranks=ranks)
+            wanted = [buffer for buffer in usable if buffer.header.step == not_before]
+            exact = sources.decide(wanted, run=run_id(token))
             decision = exact if exact.from_memory else decision
         if decision.from_memory and decision.step >= not_before:
             try:
@@ -89,14 +80,10 @@ def fetch(run_dir: Path, *, not_before: int = 0, timeout: timedelta, patience: t
         time.sleep(POLL_S)
 
 
-def _read(decision: ladder.Decision, token: bytes, timeout: timedelta) -> list[Restored]:
-    """All ranks' states, while their slots are held."""
-    slots = [
-        (address, rank, column.identity)
-        for rank, column in decision.columns.items()
-        for address in column.data.values()
-    ]
-    with peers.Hold(slots, token, timeout):
+def _read(decision: sources.Decision, token: bytes, timeout: timedelta) -> list[Restored]:
+    """All ranks' states, while their buffers are held."""
+    buffers = [held for column in decision.columns.values() for held in column.data.values()]
+    with peers.Hold(buffers, token, timeout):
         return [
             restore_rank(column, rank, min(column.data, default=0), token, timeout)
             for rank, column in sorted(decision.columns.items())
@@ -104,40 +91,17 @@ def _read(decision: ladder.Decision, token: bytes, timeout: timedelta) -> list[R
 
 
 def whole(ranks: list[Restored]) -> Whole:
-    """Put the ranks' shards together. Where no tensor is sharded, the result shares the ranks' memory.
+    """Put the ranks' shards together.
 
     Raises:
-        ExportError: the ranks hold tensors of different names, as pipeline stages do: their optimizer states are
-            numbered stage by stage and cannot be told apart. Or the shards do not make up a whole tensor.
+        ExportError: the shards do not make up whole tensors.
     """
-    tensors: dict[str, torch.Tensor] = {}
     layouts = [Layout.from_json(restored.layout) for restored in ranks]
-    names = {entry.name for entry in layouts[0].entries}
-    for rank, layout in enumerate(layouts):
-        if {entry.name for entry in layout.entries} != names:
-            raise ExportError(f"rank {rank} holds other tensors than rank 0, as with pipeline stages")
-    for name, boxes in _boxes(layouts).items():
-        shape, covered = boxes[0].shape, sum(math.prod(size) for _, size in {(b.offset, b.size) for b in boxes})
-        if covered != math.prod(shape):
-            raise ExportError(f"the ranks' shards of {name} make up {covered} elements of its {math.prod(shape)}")
-    for restored, layout in zip(ranks, layouts, strict=True):
-        views = layout.views(torch.from_numpy(restored.flat))
-        for entry in layout.entries:
-            if entry.shard is None:
-                tensors.setdefault(entry.name, views[entry.name])
-                continue
-            if entry.name not in tensors:
-                tensors[entry.name] = torch.empty(entry.shard.shape, dtype=entry.torch_dtype)
-            box = tuple(slice(o, o + n) for o, n in zip(entry.shard.offset, entry.shape, strict=True))
-            tensors[entry.name][box] = views[entry.name]
-    return Whole(ranks[0].step, tensors, ranks[0].meta, [restored.blobs for restored in ranks])
-
-
-def _boxes(layouts: list[Layout]) -> dict[str, list[_Box]]:
-    """Of the sharded tensors: every rank's box."""
-    found: dict[str, list[_Box]] = {}
-    for layout in layouts:
-        for entry in layout.entries:
-            if entry.shard is not None:
-                found.setdefault(entry.name, []).append(_Box(entry.shard.shape, entry.shard.offset, entry.shape))
-    return found
+    made = Reshaped(whole_layout(layouts))
+    try:
+        for restored, layout in zip(ranks, layouts, strict=True):
+            made.take(layout, restored.flat)
+        flat = torch.from_numpy(made.finish())
+    except ShapeError as error:
+        raise ExportError(str(error)) from error
+    return Whole(ranks[0].step, made.layout.views(flat), ranks[0].meta, [restored.blobs for restored in ranks])

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from everstep import wire
-from everstep.snapshot import ladder, peers
-from everstep.snapshot.arena import run_id
+from everstep.snapshot import peers, sources
 from everstep.snapshot.peers import Held, Place
 from everstep.snapshot.recovery import gather
 from everstep.snapshot.restore import RestoreError, restore_rank
-from everstep.snapshot.slot import Header
+from everstep.snapshot.segment import run_id
 
 DEFAULT_TIMEOUT = timedelta(seconds=10)
 
@@ -25,7 +24,7 @@ class InspectError(RuntimeError):
 
 @dataclass(frozen=True)
 class Finding:
-    """One slot, checked."""
+    """One buffer, checked."""
 
     held: Held
     damage: str | None
@@ -40,10 +39,10 @@ class Inspection:
     silent: dict[str, str]
     """Keepers that did not answer, and why."""
     held: list[Held]
-    decision: ladder.Decision
+    decision: sources.Decision
     """What a start would restore, the disk checkpoint left aside."""
     findings: list[Finding] | None = None
-    """With `verify`: every slot's checksums, recomputed by its keeper."""
+    """With `verify`: every buffer's checksums, recomputed by its keeper."""
     restored: dict[int, str] | None = None
     """With `verify`: by rank, what came of fetching (and decoding) its state: "" or what is wrong."""
 
@@ -51,7 +50,7 @@ class Inspection:
 def inspect(run_dir: Path, *, verify: bool = False, timeout: timedelta = DEFAULT_TIMEOUT) -> Inspection:
     """Ask every keeper of the run.
 
-    `verify`: each keeper recomputes the checksums of all its slots, parity included, and the newest
+    `verify`: each keeper recomputes the checksums of all its buffers, parity included, and the newest
     restorable state of every rank is fetched and verified as a start would.
 
     Raises:
@@ -65,8 +64,7 @@ def inspect(run_dir: Path, *, verify: bool = False, timeout: timedelta = DEFAULT
     if not places:
         raise InspectError(f"{run_dir} has no keepers: the run is over, or snapshot.enable is off")
     held, silent = gather(run_dir, token, timeout, timedelta(0))
-    ranks = max((slot.header.ranks for slot in held), default=1)
-    decision = ladder.decide(held, run=run_id(token), ranks=ranks)
+    decision = sources.decide(held, run=run_id(token))
     if not verify:
         return Inspection(places, silent, held, decision)
     restored = {}
@@ -88,22 +86,22 @@ def _check(places: Sequence[Place], token: bytes, timeout: timedelta) -> list[Fi
         except wire.WireError:
             continue  # it is in `silent`
         for found in answer["findings"]:
-            header = Header.from_json(found["header"])
+            header = peers.header_of(found["header"], place.address)
             findings.append(Finding(Held(place.address, header, found["damage"] is None), found["damage"]))
     return findings
 
 
 def describe(found: Inspection, now: float | None = None) -> str:
-    """The inspection as text: a line per slot, then what a start would do."""
+    """The inspection as text: a line per buffer, then what a start would do."""
     now = time.time() if now is None else now
     by_address = {place.address: place for place in found.places}
     damage = {_key(f.held): f.damage for f in found.findings or ()}
     lines = [f"{'group':>5} {'rank':>4} {'kind':6} {'step':>8} {'MB':>9} {'age':>8}  {'shared by':14} checks"]
-    for slot in sorted(found.held, key=_order):
-        header = slot.header
-        key = _key(slot)
-        state = _checks(slot, damage.get(key), key in damage)
-        members = ",".join(map(str, header.members))
+    for buffer in sorted(found.held, key=_order):
+        header = buffer.header
+        key = _key(buffer)
+        state = _checks(buffer, damage.get(key), key in damage)
+        members = _short(header.members)
         lines.append(
             f"{header.group:>5} {header.rank:>4} {header.kind:6} {header.step:>8} "
             f"{header.payload_bytes / 1e6:>9.2f} "
@@ -112,17 +110,21 @@ def describe(found: Inspection, now: float | None = None) -> str:
     if not found.held:
         lines.append("    no snapshot yet")
     for place in found.places:
-        where = f"pid {place.pid} on {place.host}, {place.address}, {place.arena}"
+        where = f"pid {place.pid} on {place.host}, {place.address}, {place.segment}"
         lines.append(f"keeper of group {place.group}: {where}")
     lines += [f"{name} does not answer: {why}" for name, why in found.silent.items() if by_address]
     lines += [f"not restorable: {reason}" for reason in found.decision.reasons]
     if found.decision.from_memory:
-        lines.append(f"a start would restore step {found.decision.step} ({found.decision.rung})")
+        lines.append(f"a start would restore step {found.decision.step} ({found.decision.source})")
     else:
         lines.append("a start would find nothing in memory")
     for rank, trouble in (found.restored or {}).items():
         lines.append(f"rank {rank}: " + (trouble or f"step {found.decision.step} fetched, every byte verified"))
     return "\n".join(lines)
+
+
+def _short(members: tuple[int, ...]) -> str:
+    return ",".join(map(str, members)) if len(members) <= 6 else f"{len(members)} groups"
 
 
 def sound(found: Inspection) -> bool:
@@ -137,31 +139,31 @@ def to_json(found: Inspection) -> dict[str, Any]:
     damage = {_key(f.held): f.damage for f in found.findings or ()}
     return {
         "restorable_step": found.decision.step if found.decision.from_memory else None,
-        "rung": found.decision.rung,
+        "source": found.decision.source,
         "reasons": list(found.decision.reasons),
         "silent": found.silent,
-        "slots": [
+        "buffers": [
             {
-                **slot.header.to_json(),
-                "keeper": slot.address,
-                "damage": damage.get(_key(slot)),
+                **buffer.header.to_json(),
+                "keeper": buffer.address,
+                "damage": damage.get(_key(buffer)),
             }
-            for slot in sorted(found.held, key=_order)
+            for buffer in sorted(found.held, key=_order)
         ],
     }
 
 
-def _key(slot: Held) -> tuple:
-    header = slot.header
-    return slot.address, header.kind, header.rank, header.sequence
+def _key(buffer: Held) -> tuple:
+    header = buffer.header
+    return buffer.address, header.kind, header.rank, header.sequence
 
 
-def _order(slot: Held) -> tuple:
-    header = slot.header
+def _order(buffer: Held) -> tuple:
+    header = buffer.header
     return header.rank, header.kind, -header.step, header.group
 
 
-def _checks(slot: Held, damage: str | None, checked: bool) -> str:
+def _checks(buffer: Held, damage: str | None, checked: bool) -> str:
     if checked:
         return damage or "verified now"
-    return {True: "verified", False: "DAMAGED", None: "not verified yet"}[slot.sound]
+    return {True: "verified", False: "DAMAGED", None: "not verified yet"}[buffer.sound]

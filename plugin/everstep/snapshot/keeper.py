@@ -3,11 +3,11 @@ process).
 
 One per group and host: a session of its own, so that no signal to a process group reaches it; a lock, so that
 there is only one per run, group and host. It verifies what trainers publish, codes parity with the other
-groups' keepers, answers questions over TCP to holders of the run's token, and ends, removing its arena, when
+groups' keepers, answers questions over TCP to holders of the run's token, and ends, removing its segment, when
 it is told that the run is over, when the run directory has gone, or when nobody has spoken for it for
 `keeper_ttl_s`.
 
-A keeper that is killed leaves its arena behind; the next one started for the same run and group adopts it.
+A keeper that is killed leaves its segment behind; the next one started for the same run and group adopts it.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import fcntl
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -28,33 +29,45 @@ from typing import Any
 
 from everstep import wire
 from everstep.snapshot import peers
-from everstep.snapshot.arena import SLOTS, Arena, Kind, run_id
+from everstep.snapshot.board import Board, Channels
+from everstep.snapshot.buffer import BufferReader, SnapshotError, table_bytes
+from everstep.snapshot.header import KINDS, Header
 from everstep.snapshot.keepers import LOCKED_EXIT
 from everstep.snapshot.peers import Place
 from everstep.snapshot.rank_watch import POLL_S, RankWatch
+from everstep.snapshot.room import BUFFERS
 from everstep.snapshot.section import Snapshot
-from everstep.snapshot.slot import Header, SlotError, SlotReader, table_bytes
+from everstep.snapshot.segment import Segment, run_id
+from everstep.snapshot.sweep import sweep_behind, write_owner
 
 HEARTBEAT_S = 0.5
 GONE_S = 20.0
+JOIN_S = 15.0
+"""For a watch to end: longer than any wait of one."""
+NEWS = frozenset({"part", "code", "coded"})
 
 log = logging.getLogger("everstep.keeper")
 
 
 class Keeper:
-    """The process's parts: arena, server, one watch per rank."""
+    """The process's parts: segment, server, one watch per rank."""
 
     def __init__(self, run_dir: Path, group: int, host: str, settings: Snapshot) -> None:
         self.run_dir, self.group, self.settings = run_dir, group, settings
         self.token = peers.read_token(run_dir)
-        self.arena = Arena(Path(settings.arena_dir), run_id(self.token), group)
+        self.segment = Segment(Path(settings.segment_dir), run_id(self.token), group)
         self.over = threading.Event()
         self.changed = threading.Condition()
         self._watches: dict[int, RankWatch] = {}
         self._spoken_at = time.monotonic()
         self._touched_ns = -1
         self._gone_since = 0.0
-        self._server = wire.Server(host, self.token, self._talk, timedelta(seconds=settings.transfer_timeout_s))
+        self.started_at = time.time()
+        timeout = timedelta(seconds=settings.transfer_timeout_s)
+        self.channels = Channels(run_dir, self.token, timeout)
+        self.board = Board(group, self.channels, self.changed, lambda: asdict(self.place()))
+        self.turn = threading.Lock()
+        self._server = wire.Server(host, self.token, self._talk, timeout)
 
     def place(self) -> Place:
         return Place(
@@ -62,23 +75,19 @@ class Keeper:
             socket.gethostname(),
             self._server.address,
             os.getpid(),
-            str(self.arena.path),
-            time.time(),
+            str(self.segment.path),
+            self.started_at,
         )
 
     def spoken(self) -> None:
         """Somebody has a use for this keeper."""
         self._spoken_at = time.monotonic()
 
-    def address_of(self, group: int) -> str | None:
-        """The latest keeper of another group."""
-        return next((p.address for p in peers.read_places(self.run_dir) if p.group == group), None)
-
     def run(self) -> str:
-        """Until the keeper is to end. Returns why it does; the arena has been removed then."""
+        """Until the keeper is to end. Returns why it does; the segment has been removed then."""
         why = ""
         while not self.over.wait(POLL_S if not self._watches else HEARTBEAT_S):
-            for rank in self.arena.ranks():
+            for rank in self.segment.ranks():
                 if rank not in self._watches:
                     self._watches[rank] = RankWatch(self, rank)
             for watch in self._watches.values():
@@ -87,8 +96,14 @@ class Keeper:
             if why:
                 break
         self.over.set()
+        with self.changed:
+            self.changed.notify_all()
         self._server.close()
-        self.arena.remove()
+        self.board.close()
+        # A watch that is still coding would make files anew in a segment that is being removed.
+        for watch in self._watches.values():
+            watch.join(JOIN_S)
+        self.segment.remove()
         with contextlib.suppress(OSError):  # the run directory may be gone, which is why we end
             peers.place_file(self.run_dir, self.group).unlink()
         return why or "the run is over"
@@ -96,7 +111,7 @@ class Keeper:
     def _reason_to_end(self) -> str:
         with contextlib.suppress(OSError):  # no agent has touched it yet
             # A file's time is wall clock and a pause of the host is not silence: only its changes count.
-            touched = (self.arena.path / "touched").stat().st_mtime_ns
+            touched = (self.segment.path / "touched").stat().st_mtime_ns
             if touched != self._touched_ns:
                 self._touched_ns = touched
                 self.spoken()
@@ -124,14 +139,23 @@ class Keeper:
         message: dict[str, Any] | None = channel.receive_frame()
         while message is not None:
             operation = message.get("op")
+            if operation in NEWS:
+                # Not `spoken`: keepers that only tell each other things do not keep each other alive.
+                try:
+                    answer = self.board.take_news(message)
+                except (ValueError, TypeError) as error:
+                    raise wire.RefusedError(f"the news are not understood: {error}") from error
+                channel.send_frame(answer)
+                message = channel.receive_frame()
+                continue
             if operation == "open":
-                message = self._serve_slot(channel, message)
+                message = self._serve_buffer(channel, message)
                 continue
             if operation == "hold":
-                message = self._hold_slot(channel, message)
+                message = self._hold_buffer(channel, message)
                 continue
             if operation == "inventory":
-                channel.send_frame({"slots": self._inventory()})
+                channel.send_frame({"buffers": self._inventory()})
             elif operation == "ping":
                 channel.send_frame(asdict(self.place()))
             elif operation == "check":
@@ -146,91 +170,81 @@ class Keeper:
             message = channel.receive_frame()
 
     def _inventory(self) -> list[dict[str, Any]]:
-        slots = []
-        for rank in self.arena.ranks():
+        """What is held, and whether it is sound as far as it has been looked at."""
+        buffers = []
+        for rank in self.segment.ranks():
             watch = self._watches.get(rank)
-            for header in filter(None, self.arena.headers("data", rank)):
-                slots.append({"header": header.to_json(), "sound": watch and watch.sound.get(header.sequence)})
-            for header in filter(None, self.arena.headers("parity", rank)):
-                slots.append({"header": header.to_json(), "sound": None})
-        return slots
+            for kind in KINDS:
+                for header in filter(None, self.segment.headers(kind, rank)):
+                    sound = watch and watch.sound.get((kind, header.sequence, header.code))
+                    buffers.append({"header": header.to_json(), "sound": sound})
+        return buffers
 
     def _check(self) -> list[dict[str, Any]]:
-        """Every slot's checksums, recomputed now. `damage` is None for a slot that is as it was published."""
+        """Every buffer's checksums, recomputed now. `damage` is None for a buffer that is as it was published."""
         findings = []
-        kinds: tuple[Kind, ...] = ("data", "parity")
-        for rank in self.arena.ranks():
-            for kind in kinds:
-                for index in range(SLOTS):
-                    with contextlib.suppress(OSError, SlotError):  # no such slot, or it went while we looked
-                        reader = SlotReader(self.arena.file(kind, rank, index))
+        for rank in self.segment.ranks():
+            for kind in KINDS:
+                for index in range(BUFFERS):
+                    with contextlib.suppress(OSError, SnapshotError):  # no such buffer, or it went while we looked
+                        reader = BufferReader(self.segment.file(kind, rank, index))
                         with contextlib.closing(reader):
                             header = reader.header()
                             if header is not None:
-                                findings.append({"header": header.to_json(), "damage": reader.damage(header)})
+                                strange = not self.segment.owns(header, kind, rank)
+                                damage = "it is another buffer's file" if strange else reader.damage(header)
+                                findings.append({"header": header.to_json(), "damage": damage})
         return findings
 
-    def _find(self, kind: Kind, rank: int, identity: peers.Identity) -> tuple[SlotReader, Header] | None:
-        for index in range(SLOTS):
+    def _find(self, message: dict[str, Any]) -> tuple[BufferReader, Header]:
+        """The buffer that is asked for. Raises wire.RefusedError if it is not held here, or is damaged."""
+        kind, group, rank, code = (message.get(key) for key in ("kind", "group", "rank", "code"))
+        identity = message.get("identity")
+        if kind not in KINDS or type(rank) is not int or rank < 0 or not isinstance(identity, list):
+            raise wire.RefusedError(f"there is no buffer of kind '{kind}' and rank '{rank}'")
+        for index in range(BUFFERS):
             try:
-                reader = SlotReader(self.arena.file(kind, rank, index))
+                reader = BufferReader(self.segment.file(kind, rank, index))
             except OSError:
                 continue
             header = reader.header()
-            if header is not None and header.identity == identity and header.run == self.arena.run:
-                return reader, header
-            reader.close()
-        return None
-
-    def _await_slot(self, message: dict[str, Any]) -> tuple[SlotReader, Header]:
-        """The slot that is asked for, once it is there (and sound, if that is asked for), within the
-        patience."""
-        kind, rank = message.get("kind"), message.get("rank")
-        try:
-            step, lineage, members, topology = message["identity"]
-            identity = (int(step), str(lineage), tuple(members), str(topology))
-            deadline = time.monotonic() + float(message["patience_s"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise wire.RefusedError(f"the question is not understood: {error}") from error
-        if kind not in ("data", "parity") or not isinstance(rank, int):
-            raise wire.RefusedError(f"there is no slot of kind '{kind}' and rank '{rank}'")
-        while True:
-            found = self._find(kind, rank, identity)
-            if found is not None:
+            if (
+                header is not None
+                and self.segment.owns(header, kind, rank)
+                and group == self.group
+                and list(header.identity) == identity
+                and header.code == code
+            ):
                 watch = self._watches.get(rank)
-                sound = watch.sound.get(found[1].sequence) if watch else None
-                if sound or not message["sound"]:
-                    return found
-                found[0].close()
-                if sound is False:
-                    raise wire.RefusedError(f"step {step} of rank {rank} is damaged here")
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise wire.RefusedError(f"not yet: step {step} of rank {rank} is not held here")
-            with self.changed:
-                self.changed.wait(min(left_s, POLL_S))
+                if watch is None or watch.sound.get((kind, header.sequence, header.code)) is not False:
+                    return reader, header
+                reader.close()
+                raise wire.RefusedError(f"step {header.step} of rank {rank} is damaged here")
+            reader.close()
+        step = identity[0] if identity else "?"
+        raise wire.RefusedError(f"step {step} of rank {rank} is not held here")
 
-    def _serve_slot(self, channel: wire.Channel, message: dict[str, Any]) -> dict[str, Any] | None:
-        """Serve one slot's bytes. Returns the first message that is about something else, None at the end."""
-        reader, header = self._await_slot(message)
+    def _serve_buffer(self, channel: wire.Channel, message: dict[str, Any]) -> dict[str, Any] | None:
+        """Serve one buffer's bytes. Returns the first message that is about something else, None at the end."""
+        reader, header = self._find(message)
         with contextlib.closing(reader):
             channel.send_frame({"header": header.to_json()})
-            source = _Slot(reader, header)
+            source = _Served(reader, header)
             while True:
                 try:
                     following = wire.serve_ranges(channel, source)
-                except SlotError as error:
+                except SnapshotError as error:
                     raise wire.WireError(str(error)) from error
                 if following is None or following.get("op") != "still":
                     return following
                 channel.send_frame({"still": reader.header() == header})
 
-    def _hold_slot(self, channel: wire.Channel, message: dict[str, Any]) -> dict[str, Any]:
-        """Keep a slot from being overwritten for as long as the peer keeps asking. Returns its first other
+    def _hold_buffer(self, channel: wire.Channel, message: dict[str, Any]) -> dict[str, Any]:
+        """Keep a buffer from being overwritten for as long as the peer keeps asking. Returns its first other
         message."""
-        reader, header = self._await_slot(message)
+        reader, header = self._find(message)
         with contextlib.closing(reader):
-            while (watch := self._watches.get(header.rank)) is None:  # a rank's first slot: seen within POLL_S
+            while (watch := self._watches.get(header.rank)) is None:  # a rank's first buffer: seen within POLL_S
                 if self.over.wait(POLL_S):
                     raise wire.RefusedError(f"the keeper of group {self.group} is ending")
             watch.hold(header.sequence)
@@ -244,18 +258,32 @@ class Keeper:
                 watch.release(header.sequence)
 
 
-class _Slot:
-    """A slot's payload and table as `wire.Bytes`."""
+class _Served:
+    """A buffer's payload and table as `wire.Bytes`."""
 
-    def __init__(self, reader: SlotReader, header: Header) -> None:
-        self.size = header.payload_bytes + table_bytes(header.payload_bytes)
+    def __init__(self, reader: BufferReader, header: Header) -> None:
+        self.size = header.payload_bytes + table_bytes(header.payload_bytes, header.split)
         self.views = reader.views
 
 
-def _lower_priority() -> None:
+OOM_SCORE_ADJ = -500
+"""When memory runs out, what took it goes before a keeper, which holds what a start needs. Only root may lower it."""
+KEEPER_FILES = 4096
+
+
+def _settle_in() -> None:
+    """Low priority, few claims: what a process beside a training run should be."""
     with contextlib.suppress(OSError):  # already lower, or not allowed here
         os.nice(10)
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = KEEPER_FILES if hard == resource.RLIM_INFINITY else min(KEEPER_FILES, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < 256:
+        log.warning("only %d files may be open (ulimit -n): keepers of large runs need 256", wanted)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -264,20 +292,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("order", help="JSON: run_dir, group, host, settings")
     order = json.loads(parser.parse_args(argv).order)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    _lower_priority()
+    _settle_in()
     # Ctrl-C and the end of a terminal are meant for the run, which tells its keepers itself.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     run_dir, group, settings = Path(order["run_dir"]), int(order["group"]), Snapshot(**order["settings"])
-    arena = Arena(Path(settings.arena_dir), run_id(peers.read_token(run_dir)), group)
+    segment = Segment(Path(settings.segment_dir), run_id(peers.read_token(run_dir)), group)
     try:
-        arena.create()
-        lock = os.open(arena.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        segment.create()
+        lock = os.open(segment.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         log.info("group %d of this run has a keeper on this host", group)
         return LOCKED_EXIT
-    except (SlotError, OSError) as error:
+    except (SnapshotError, OSError) as error:
         log.error("%s", error)
         return 1
     try:
@@ -285,9 +313,12 @@ def main(argv: list[str] | None = None) -> int:
     except wire.WireError as error:
         log.error("%s", error)
         return 1
+    write_owner(segment.path, run_dir)
+    for litter in sweep_behind(segment.root, settings.keeper_ttl_s):
+        log.info("removed %s", litter.describe())
     signal.signal(signal.SIGTERM, lambda *_: keeper.over.set())
     peers.write_place(run_dir, keeper.place())
-    log.info("keeping %s, adopted ranks %s", arena.path, arena.ranks())
+    log.info("keeping %s, adopted ranks %s", segment.path, segment.ranks())
     log.info("ended: %s", keeper.run())
     return 0
 

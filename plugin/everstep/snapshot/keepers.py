@@ -13,9 +13,9 @@ from pathlib import Path
 
 from everstep import wire
 from everstep.snapshot import peers
-from everstep.snapshot.arena import Arena
 from everstep.snapshot.peers import Place
 from everstep.snapshot.section import Snapshot
+from everstep.snapshot.segment import Segment
 
 START_TIMEOUT_S = 30.0
 LOCKED_EXIT = 3
@@ -80,7 +80,7 @@ def find_keeper(run_dir: Path, group: int, settings: Snapshot) -> Place | None:
 
 
 def end_keepers(run_dir: Path, groups: set[int] | None = None, timeout: timedelta = timedelta(seconds=5)) -> list[str]:
-    """The run is over: tell every keeper (or those of `groups`) to remove its arena and end.
+    """The run is over: tell every keeper (or those of `groups`) to remove its segment and end.
 
     Returns a sentence for each that could not be told; it ends by itself after keeper_ttl_s.
     """
@@ -95,7 +95,7 @@ def end_keepers(run_dir: Path, groups: set[int] | None = None, timeout: timedelt
     return silent
 
 
-def touch(arena: Arena) -> None:
-    """Say that the arena's keeper is still wanted. For agents and trainers, well within keeper_ttl_s."""
-    with contextlib.suppress(OSError):  # no arena: nobody to speak for
-        (arena.path / "touched").touch()
+def touch(segment: Segment) -> None:
+    """Say that the segment's keeper is still wanted. For agents and trainers, well within keeper_ttl_s."""
+    with contextlib.suppress(OSError):  # no segment: nobody to speak for
+        (segment.path / "touched").touch()

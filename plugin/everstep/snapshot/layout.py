@@ -56,12 +56,19 @@ class Layout:
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard] | None = None) -> "Layout":
         """The layout of these local tensors."""
+        kinds = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()}
+        return cls.of_entries(kinds, shards)
+
+    @classmethod
+    def of_entries(
+        cls, kinds: Mapping[str, tuple[str, tuple[int, ...]]], shards: Mapping[str, Shard] | None = None
+    ) -> "Layout":
+        """The layout of tensors of these dtypes and shapes."""
         entries, at = [], 0
-        for name, tensor in sorted(tensors.items(), key=lambda item: (str(item[1].dtype), item[0])):
-            shard = (shards or {}).get(name)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            entries.append(Entry(name, dtype, tuple(tensor.shape), at, shard))
-            at += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: (item[1][0], item[0])):
+            entry = Entry(name, dtype, shape, at, (shards or {}).get(name))
+            entries.append(entry)
+            at += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
         return cls(tuple(entries), at)
 
     def topology(self, rank: int, ranks: int) -> str:

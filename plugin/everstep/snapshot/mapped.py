@@ -1,20 +1,20 @@
-"""A slot's memory as a tensor, page-locked where copies come from a device."""
+"""A buffer's memory as a tensor, page-locked where copies come from a device."""
 
 from typing import Any
 
 import torch
 
-from everstep.snapshot.slot import SlotError, SlotWriter
+from everstep.snapshot.buffer import BufferWriter, SnapshotError
 
 
 def _cuda_runtime() -> Any:
     return torch.cuda.cudart()
 
 
-class MappedSlot:
-    """A slot's memory as a tensor, registered with CUDA where copies come from a device."""
+class MappedBuffer:
+    """A buffer's memory as a tensor, registered with CUDA where copies come from a device."""
 
-    def __init__(self, writer: SlotWriter) -> None:
+    def __init__(self, writer: BufferWriter) -> None:
         self.writer = writer
         self._registered: int | None = None
         self._tensor: torch.Tensor | None = None
@@ -33,7 +33,7 @@ class MappedSlot:
             with torch.cuda.device(device):
                 code = int(_cuda_runtime().cudaHostRegister(address, length, 0))
             if code:
-                raise SlotError(f"{self.writer.path}: cudaHostRegister of {length} bytes failed with error {code}")
+                raise SnapshotError(f"{self.writer.path}: cudaHostRegister of {length} bytes failed with error {code}")
             self._registered = address
 
     def payload(self) -> torch.Tensor:

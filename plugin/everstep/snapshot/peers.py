@@ -1,5 +1,6 @@
 """Finding the keepers of a run, and asking them."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -7,16 +8,17 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from everstep import wire
-from everstep.snapshot.arena import Kind
-from everstep.snapshot.slot import Header
+from everstep.snapshot.header import Header, Identity, Kind
 
-Identity = tuple[int, str, tuple[int, ...], str]
+ASKERS = 256
+"""Keepers that are asked at a time."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,13 @@ class Place:
     host: str
     address: str
     pid: int
-    arena: str
+    segment: str
     started_at: float
 
 
 @dataclass(frozen=True)
 class Held:
-    """A slot that a keeper says it holds."""
+    """A buffer that a keeper says it holds."""
 
     address: str
     header: Header
@@ -75,6 +77,18 @@ def read_places(run_dir: Path) -> list[Place]:
     return sorted(found, key=lambda place: (place.group, -place.started_at))
 
 
+def find_places(run_dir: Path, group: int) -> list[Place]:
+    """The keepers that have been in this run for one group, the latest first. One listing, and no other group's file is
+    opened."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):  # no keeper yet
+        for name in os.listdir(places_dir(run_dir)):
+            if name.startswith(f"group-{group}@") and name.endswith(".json"):
+                with contextlib.suppress(OSError, ValueError, TypeError):  # removed or not ours
+                    found.append(Place(**json.loads((places_dir(run_dir) / name).read_text())))
+    return sorted(found, key=lambda place: -place.started_at)
+
+
 def ask(address: str, token: bytes, message: dict[str, Any], timeout: timedelta) -> dict[str, Any]:
     """One question to a keeper. Raises wire.WireError."""
     channel = wire.connect(address, token, timeout)
@@ -85,61 +99,60 @@ def ask(address: str, token: bytes, message: dict[str, Any], timeout: timedelta)
 
 
 def inventory(address: str, token: bytes, timeout: timedelta) -> list[Held]:
-    """All slots of a keeper. Raises wire.WireError."""
+    """All buffers of a keeper. Raises wire.WireError."""
     answer = ask(address, token, {"op": "inventory"}, timeout)
     try:
-        return [Held(address, Header.from_json(slot["header"]), slot["sound"]) for slot in answer["slots"]]
+        return [Held(address, Header.from_json(buffer["header"]), buffer["sound"]) for buffer in answer["buffers"]]
     except (TypeError, KeyError, ValueError) as error:
-        raise wire.WireError(f"{address} keeps slots of another version: {error}") from error
+        raise wire.WireError(f"{address} keeps buffers of another version: {error}") from error
 
 
-def open_slot(
-    channel: wire.Channel,
-    kind: Kind,
-    rank: int,
-    identity: Identity,
-    *,
-    sound: bool = False,
-    patience_s: float = 0,
-) -> Header:
-    """Make the channel serve a slot's payload and table, end to end.
+def wanted(kind: Kind, group: int, rank: int, identity: Identity, code: str = "") -> dict[str, Any]:
+    """Names a buffer in a question to a keeper."""
+    return {"kind": kind, "group": group, "rank": rank, "identity": list(identity), "code": code}
 
-    Raises wire.RefusedError when the keeper does not hold it, or not yet after `patience_s`. With `sound`,
-    waits for the keeper to have verified it.
+
+def open_buffer(channel: wire.Channel, header: Header) -> None:
+    """Make the channel serve exactly this buffer's payload and table, end to end.
+
+    Raises wire.RefusedError when the keeper does not hold it, wire.WireError when it holds another generation of it.
     """
-    message = {
-        "op": "open",
-        "kind": kind,
-        "rank": rank,
-        "identity": identity,
-        "sound": sound,
-        "patience_s": patience_s,
-    }
-    return Header.from_json(channel.ask(message)["header"])
+    name = wanted(header.kind, header.group, header.rank, header.identity, header.code)
+    answer = channel.ask({"op": "open", **name})
+    if header_of(answer.get("header"), channel.peer) != header:
+        raise wire.WireError(f"{channel.peer} has published step {header.step} anew")
+
+
+def header_of(body: Any, peer: str) -> Header:
+    """A header that a keeper sent. Raises wire.WireError if it is none."""
+    try:
+        return Header.from_json(body)
+    except ValueError as error:
+        raise wire.WireError(f"{peer} sent {error}") from error
 
 
 class Hold:
-    """Slots that their trainers leave alone while this context lasts, so that large ones can be read at
+    """Buffers that their trainers leave alone while this context lasts, so that large ones can be read at
     leisure. Snapshots that would need the place are skipped meanwhile.
 
-    Entering raises wire.WireError if a keeper does not hold a slot any more. A hold ends with the process that
+    Entering raises wire.WireError if a keeper does not hold a buffer any more. A hold ends with the process that
     has it.
     """
 
-    def __init__(self, slots: Sequence[tuple[str, int, Identity]], token: bytes, timeout: timedelta) -> None:
-        """`slots`: keeper's address, rank and identity of each."""
-        self._slots, self._token, self._timeout = slots, token, timeout
+    def __init__(self, buffers: Sequence[Held], token: bytes, timeout: timedelta) -> None:
+        self._buffers, self._token, self._timeout = buffers, token, timeout
         self._channels: list[wire.Channel] = []
         self._over = threading.Event()
 
     def __enter__(self) -> "Hold":
-        self._asker = threading.Thread(target=self._keep_asking, name="slot-holder", daemon=True)
+        self._asker = threading.Thread(target=self._keep_asking, name="buffer-holder", daemon=True)
         try:
-            for address, rank, identity in self._slots:
-                self._channels.append(wire.connect(address, self._token, self._timeout))
-                question = {"op": "hold", "kind": "data", "rank": rank, "identity": identity, "sound": False}
-                if not self._channels[-1].ask({**question, "patience_s": 0})["still"]:
-                    raise wire.WireError(f"{address} has gone on to another step")
+            for held in self._buffers:
+                self._channels.append(wire.connect(held.address, self._token, self._timeout))
+                header = held.header
+                question = wanted(header.kind, header.group, header.rank, header.identity)
+                if not self._channels[-1].ask({"op": "hold", **question}).get("still"):
+                    raise wire.WireError(f"{held.address} has gone on to another step")
         except wire.WireError:
             self._close()
             raise
@@ -152,7 +165,7 @@ class Hold:
         self._close()
 
     def _keep_asking(self) -> None:
-        # A keeper takes a peer that is silent for the transfer timeout for dead, and the slot for free.
+        # A keeper takes a peer that is silent for the transfer timeout for dead, and the buffer for free.
         while not self._over.wait(self._timeout.total_seconds() / 4):
             for channel in self._channels:
                 with contextlib.suppress(wire.WireError):  # the download will notice
@@ -164,14 +177,14 @@ class Hold:
 
 
 class Download:
-    """A slot fetched over several connections, taken up again where it broke off."""
+    """A buffer fetched over several connections, taken up again where it broke off."""
 
     def __init__(self, address: str, token: bytes, timeout: timedelta, connections: int = 2, tries: int = 3) -> None:
         self._address, self._token, self._timeout = address, token, timeout
         self._connections, self._tries = connections, tries
 
-    def run(self, kind: Kind, rank: int, identity: Identity, sink: wire.Bytes) -> None:
-        """Fill `sink` with the slot's payload and table. Raises wire.WireError of the last try."""
+    def run(self, header: Header, sink: wire.Bytes) -> None:
+        """Fill `sink` with the buffer's payload and table. Raises wire.WireError of the last try."""
         done: set[int] = set()
         count = max(1, min(self._connections, -(-sink.size // wire.RANGE_BYTES)))
         for left in reversed(range(self._tries)):
@@ -179,7 +192,7 @@ class Download:
             try:
                 for _ in range(count):
                     channels.append(wire.connect(self._address, self._token, self._timeout))
-                    open_slot(channels[-1], kind, rank, identity)
+                    open_buffer(channels[-1], header)
                 wire.pull(channels, sink, done)
                 return
             except wire.RefusedError:
@@ -193,13 +206,29 @@ class Download:
                     channel.close()
 
 
-def reachable(places: Sequence[Place], token: bytes, timeout: timedelta) -> tuple[list[Held], dict[str, str]]:
-    """The slots of every keeper that answers, and by place why the others did not."""
-    held: list[Held] = []
-    silent: dict[str, str] = {}
-    for place in places:
+def reachable(
+    places: Sequence[Place], token: bytes, timeout: timedelta, deadline_s: float | None = None
+) -> tuple[dict[Place, list[Held]], dict[Place, str]]:
+    """The buffers of every keeper that answers, and why the others did not.
+
+    All are asked at once, `ASKERS` at a time. Who has not answered after `deadline_s`, or the timeout, is silent.
+    """
+    held: dict[Place, list[Held]] = {}
+    silent: dict[Place, str] = {}
+    if not places:
+        return held, silent
+    limit_s = timeout.total_seconds() if deadline_s is None else deadline_s
+    # Those that are off must not keep the threads from those that are on.
+    patience = min(timeout, timedelta(seconds=max(0.5, limit_s / 3)))
+    pool = ThreadPoolExecutor(min(ASKERS, len(places)), thread_name_prefix="inventory")
+    asked = {pool.submit(inventory, place.address, token, patience): place for place in places}
+    done, late = concurrent.futures.wait(asked, limit_s)
+    for answer in done:
         try:
-            held += inventory(place.address, token, timeout)
+            held[asked[answer]] = answer.result()
         except wire.WireError as error:
-            silent[f"group {place.group} on {place.host}"] = str(error)
+            silent[asked[answer]] = str(error)
+    for answer in late:
+        silent[asked[answer]] = f"{asked[answer].address} was silent for {limit_s:g} s"
+    pool.shutdown(wait=False, cancel_futures=True)
     return held, silent

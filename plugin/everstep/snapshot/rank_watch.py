@@ -1,20 +1,29 @@
 """A keeper's eye on one rank: what its trainer publishes is verified, then coded."""
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from everstep.snapshot.arena import SLOTS, Notes
-from everstep.snapshot.coding import Coder, CodingError
-from everstep.snapshot.slot import Header, SlotError, SlotReader
+from everstep.snapshot.buffer import BufferReader, SnapshotError
+from everstep.snapshot.coding import Coder
+from everstep.snapshot.header import KINDS, Header, Kind
+from everstep.snapshot.room import BUFFERS
+from everstep.snapshot.segment import Notes
 
 if TYPE_CHECKING:
     from everstep.snapshot.keeper import Keeper
 
 POLL_S = 0.05
+SCRUB_S = 60.0
+"""After this long without a new snapshot everything that is held is verified again."""
+SCRUB_PAUSE_S = 0.005
+"""After each MiB of that."""
+FAILED_S = 1.0
 
 log = logging.getLogger("everstep.keeper")
 
@@ -25,14 +34,15 @@ class RankWatch:
     def __init__(self, keeper: "Keeper", rank: int) -> None:
         self._keeper, self.rank = keeper, rank
         settings = keeper.settings
+        reserve_bytes = int(settings.memory_reserve_gb * 2**30)
         self._coder = Coder(
-            keeper.arena, rank, keeper.token, keeper.address_of, int(settings.memory_reserve_gb * 2**30)
+            keeper.segment, rank, keeper.board, keeper.channels, reserve_bytes, keeper.turn, keeper.over
         )
         self._lock = threading.Lock()
         self._notes = Notes()
         self._holders: list[int] = []
-        self.sound: dict[int, bool] = {}
-        """By sequence: what verification found, of the slots that are there now."""
+        self.sound: dict[tuple[str, int, str], bool] = {}
+        """By kind, sequence and code: what verification found, of the buffers that are there now."""
         self._thread = threading.Thread(target=self._run, name=f"rank-{rank}", daemon=True)
         self._thread.start()
 
@@ -41,12 +51,12 @@ class RankWatch:
         with self._lock:
             self._notes = replace(self._notes, heartbeat=time.monotonic(), **changes)
             try:
-                self._keeper.arena.write_notes(self.rank, self._notes)
+                self._keeper.segment.write_notes(self.rank, self._notes)
             except OSError as error:
                 log.warning("rank %d: notes cannot be written: %s", self.rank, error)
 
     def hold(self, sequence: int) -> None:
-        """Ask the trainer to leave a slot alone until `release`."""
+        """Ask the trainer to leave a buffer alone until `release`."""
         with self._lock:
             self._holders.append(sequence)
         self.note(holding=sequence, held=sequence)
@@ -57,70 +67,101 @@ class RankWatch:
             left = self._holders[-1] if self._holders else -1
         self.note(holding=left)
 
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the thread, once the keeper is over."""
+        self._thread.join(timeout_s)
+
     def _run(self) -> None:
         dealt = -1
+        checked = time.monotonic()
         while not self._keeper.over.is_set():
-            newest = self._newest()
-            if newest is None or newest.sequence == dealt:
-                self._keeper.over.wait(POLL_S)
-                continue
-            self._keeper.spoken()
-            dealt = newest.sequence
-            self._verify(newest)
-            if self.sound.get(newest.sequence):
-                self._code(newest)
+            try:
+                newest = self._newest()
+                if newest is not None and newest.sequence != dealt:
+                    self._keeper.spoken()
+                    dealt = newest.sequence
+                    self._forget_old()
+                    self._verify(newest)
+                    if self.sound.get(("data", newest.sequence, "")):
+                        self._code(newest)
+                    checked = time.monotonic()
+                elif time.monotonic() - checked > SCRUB_S:
+                    self._scrub()
+                    checked = time.monotonic()
+                else:
+                    self._keeper.over.wait(POLL_S)
+            except Exception as error:
+                log.exception("rank %d", self.rank)
+                self.note(sequence=dealt, settled=True, reason=f"the keeper failed: {type(error).__name__}: {error}")
+                self._keeper.over.wait(FAILED_S)
 
     def _published(self) -> list[Header]:
-        if self._keeper.over.is_set():
-            return []
-        return [header for header in self._keeper.arena.headers("data", self.rank) if header]
+        return [header for header in self._keeper.segment.headers("data", self.rank) if header]
+
+    def _is_newest(self, header: Header) -> bool:
+        return not any(h.sequence > header.sequence for h in self._published())
 
     def _newest(self) -> Header | None:
-        headers = self._published()
+        return max(self._published(), key=lambda header: header.sequence, default=None)
+
+    def _forget_old(self) -> None:
+        segment = self._keeper.segment
+        there = {(h.kind, h.sequence, h.code) for kind in KINDS for h in segment.headers(kind, self.rank) if h}
         with self._keeper.changed:
-            self.sound = {h.sequence: self.sound[h.sequence] for h in headers if h.sequence in self.sound}
-        return max(headers, key=lambda header: header.sequence, default=None)
+            self.sound = {key: sound for key, sound in self.sound.items() if key in there}
 
     def _verify(self, header: Header) -> None:
-        for index in range(SLOTS):
-            damage = self._damage(index, header)
-            if damage is None:
-                continue
-            sound = damage == ""
-            with self._keeper.changed:
-                self.sound[header.sequence] = sound
-                self._keeper.changed.notify_all()
-            coding = sound and header.parity > 0
-            self.note(sequence=header.sequence, sound=sound, coded=False, settled=not coding, reason=damage)
-            if not sound:
-                log.error("rank %d, step %d: %s", self.rank, header.step, damage)
+        damage = self._damage("data", header, lambda: None)
+        if damage is None:
+            return
+        self._found("data", header, damage)
+        coding = not damage and header.parity > 0
+        self.note(sequence=header.sequence, sound=not damage, coded=False, settled=not coding, reason=damage)
 
-    def _damage(self, index: int, header: Header) -> str | None:
-        """None: this file does not hold that slot. "": it does, unharmed. Else what is wrong with it."""
-        try:
-            reader = SlotReader(self._keeper.arena.file("data", self.rank, index))
-        except OSError:
-            return None
-        try:
-            return (reader.damage(header) or "") if reader.header() == header else None
-        except SlotError as error:
-            return str(error)
-        finally:
-            reader.close()
+    def _found(self, kind: Kind, header: Header, damage: str) -> None:
+        with self._keeper.changed:
+            self.sound[kind, header.sequence, header.code] = not damage
+            self._keeper.changed.notify_all()
+        if damage:
+            log.error("rank %d, %s of step %d: %s", self.rank, kind, header.step, damage)
+
+    def _damage(self, kind: Kind, header: Header, give_way: Callable[[], None]) -> str | None:
+        """None: it is not there any more. "": it is there, unharmed. Else what is wrong with it."""
+        for index in range(BUFFERS):
+            try:
+                reader = BufferReader(self._keeper.segment.file(kind, self.rank, index))
+            except OSError:
+                continue
+            with contextlib.closing(reader):
+                try:
+                    if reader.header() == header:
+                        return reader.damage(header, give_way) or ""
+                except SnapshotError as error:
+                    return str(error)
+        return None
+
+    def _give_way(self) -> None:
+        self._keeper.over.wait(SCRUB_PAUSE_S)
+
+    def _scrub(self) -> None:
+        """Look at everything that is held again. Damaged parity is dropped and made again; of damaged data the trainer
+        and whoever restores are told."""
+        newest = self._newest()
+        for kind in KINDS:
+            for header in filter(None, self._keeper.segment.headers(kind, self.rank)):
+                damage = self._damage(kind, header, self._give_way)
+                if damage is None:
+                    continue
+                self._found(kind, header, damage)
+                if damage and newest is not None and header.identity == newest.identity:
+                    self.note(
+                        sequence=newest.sequence, sound=kind == "parity", coded=False, settled=True, reason=damage
+                    )
+                    if kind == "parity":
+                        self._coder.drop(header)
+                        self._code(newest)
 
     def _code(self, header: Header) -> None:
-        if header.parity == 0:
-            return
-        settings = self._keeper.settings
-        try:
-            self._coder.code(
-                header,
-                timedelta(seconds=settings.coding_timeout_s),
-                timedelta(seconds=settings.transfer_timeout_s),
-                held=lambda: header in self._published(),
-                newest=lambda: not any(h.sequence > header.sequence for h in self._published()),
-            )
-            self.note(coded=True, settled=True)
-        except CodingError as error:
-            log.warning("rank %d, step %d: no parity: %s", self.rank, header.step, error)
-            self.note(settled=True, reason=str(error))
+        if header.parity > 0:
+            timeout = timedelta(seconds=self._keeper.settings.coding_timeout_s)
+            self._coder.code(header, timeout, lambda: self._is_newest(header), self.note)

@@ -1,7 +1,7 @@
-"""Coming back: the ladder decided once per group, carried out by all its ranks, and decided again when it
+"""Coming back: the sources decided once per group, carried out by all its ranks, and decided again when it
 fails.
 
-A slot whose bytes turn out wrong, or whose keeper dies while it is read, is set aside and the ladder asked
+A buffer whose bytes turn out wrong, or whose keeper dies while it is read, is set aside and the sources asked
 again without it; so a damaged part is decoded from parity, and what cannot be decoded gives way to an older
 step.
 """
@@ -13,11 +13,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from everstep.snapshot import ladder, peers
-from everstep.snapshot.arena import run_id
-from everstep.snapshot.peers import Held, Place
-from everstep.snapshot.restore import Blame, Restored, RestoreError, restore_rank
+import numpy as np
 
+from everstep.snapshot import peers, sources
+from everstep.snapshot.header import KINDS
+from everstep.snapshot.layout import Layout
+from everstep.snapshot.peers import Held, Place
+from everstep.snapshot.reshape import Reshaped, ShapeError
+from everstep.snapshot.restore import Blame, Restored, RestoreError, restore_rank
+from everstep.snapshot.segment import run_id
+
+_NOTHING = np.zeros(0, dtype=np.uint8)
 Share = Callable[[Any], list[Any]]
 """Gathers one value from every rank of the group, in rank order, on every rank."""
 
@@ -26,17 +32,17 @@ Share = Callable[[Any], list[Any]]
 class Recovery:
     """What a start found."""
 
-    decision: ladder.Decision
+    decision: sources.Decision
     restored: Restored | None
     """None when the decision is not to restore from memory."""
     took_s: float
 
     @property
     def event(self) -> dict[str, Any]:
-        """Fields of the event that tells which rung was used, why, and what it cost."""
+        """Fields of the event that tells which source was used, why, and what it cost."""
         restored = self.restored
         return {
-            "rung": self.decision.rung,
+            "source": self.decision.source,
             "restored_step": self.decision.step,
             "reasons": list(self.decision.reasons),
             "bytes": restored.fetched_bytes if restored else 0,
@@ -51,7 +57,7 @@ def recover(
     group: int,
     rank: int,
     ranks: int,
-    topology: str,
+    layout: Layout,
     disk_step: int | None,
     timeout: timedelta,
     patience: timedelta,
@@ -62,7 +68,7 @@ def recover(
     A collective of the group: every rank calls it, and all return the same decision.
 
     Args:
-        topology: of this rank's own layout; snapshots of another are not used.
+        layout: of this rank's own state; snapshots of another are cut anew.
         disk_step: newest step of the disk checkpoint; rank 0's counts.
         timeout: the longest silence of a keeper.
         patience: how long to wait for keepers that have been in the run and do not answer now: they may be
@@ -71,37 +77,101 @@ def recover(
     """
     began = time.monotonic()
     token = peers.read_token(run_dir)
-    topologies = dict(enumerate(share(topology)))
+    topologies = dict(enumerate(share(layout.topology(rank, ranks))))
     blamed: list[Blame] = []
     notes: list[str] = []
     while True:
         decision = None
         if rank == 0:
-            held, silent = gather(run_dir, token, timeout, patience if not blamed else timedelta(0))
-            decision = _decide(held, silent, blamed, notes, run_id(token), ranks, topologies, disk_step)
+
+            def choose(held: list[Held], blamed: tuple[Blame, ...] = tuple(blamed)) -> sources.Decision:
+                usable = [buffer for buffer in held if not any(blame.hits(buffer.header) for blame in blamed)]
+                run = run_id(token)
+                return sources.decide(usable, run=run, ranks=ranks, topologies=topologies, disk_step=disk_step)
+
+            def enough(held: list[Held]) -> bool:
+                found = choose(held)
+                return found.from_memory and found.step == max(buffer.header.step for buffer in held)
+
+            held, silent = gather(run_dir, token, timeout, patience if not blamed else timedelta(0), enough)
+            decision = _with_reasons(choose(held), silent, notes)
         decision = share(decision)[0]
         if not decision.from_memory:
             return Recovery(decision, None, time.monotonic() - began)
         restored: Restored | None = None
-        failure: RestoreError | None = None
+        failure: tuple[Blame | None, str] | None = None
         try:
-            restored = restore_rank(decision.columns[rank], rank, group, token, timeout)
+            if decision.reshaped:
+                restored = restore_reshaped(decision, rank, group, layout, token, timeout)
+            else:
+                restored = restore_rank(decision.columns[rank], rank, group, token, timeout)
         except RestoreError as error:
-            failure = error
-        failures = [f for f in share(failure and (failure.blame, str(failure))) if f]
+            failure = (error.blame, str(error))
+        except ShapeError as error:
+            failure = (None, f"step {decision.step} does not fit: {error}")
+        failures = [f for f in share(failure) if f]
         if not failures:
             return Recovery(decision, restored, time.monotonic() - began)
-        blamed += [blame for blame, _ in failures]
+        blamed += [blame for blame, _ in failures if blame] or [
+            Blame(kind, of, column.identity, None) for of, column in decision.columns.items() for kind in KINDS
+        ]
         notes += [message for _, message in failures]
 
 
-def gather(run_dir: Path, token: bytes, timeout: timedelta, patience: timedelta) -> tuple[list[Held], dict[str, str]]:
-    """What all keepers hold, once all answer or `patience` is over; and by keeper why it did not answer."""
+def restore_reshaped(
+    decision: sources.Decision, rank: int, group: int, layout: Layout, token: bytes, timeout: timedelta
+) -> Restored:
+    """One rank's state out of a snapshot of groups of another shape, one saved rank after the other, so that one more
+    state is in memory and not all.
+
+    Raises:
+        RestoreError, reshape.ShapeError
+    """
+    made, saved = Reshaped(layout), sorted(decision.columns)
+    fetched, own, decoded = 0, None, set()
+    for number in saved:
+        restored = restore_rank(decision.columns[number], number, group, token, timeout)
+        try:
+            made.take(Layout.from_json(restored.layout), restored.flat)
+        except (KeyError, TypeError) as error:
+            raise ShapeError(f"the layout of rank {number} is none: {error}") from error
+        fetched += restored.fetched_bytes
+        decoded |= set(restored.decoded)
+        if own is None or number == rank % len(saved):
+            own = replace(restored, flat=_NOTHING)
+    assert own is not None
+    return replace(
+        own, flat=made.finish(), layout=layout.to_json(), fetched_bytes=fetched, decoded=tuple(sorted(decoded))
+    )
+
+
+LOOK_S = 3.0
+"""How long keepers have to answer one look; who has not is asked again, while the others are not waited for."""
+
+
+def gather(
+    run_dir: Path,
+    token: bytes,
+    timeout: timedelta,
+    patience: timedelta,
+    enough: Callable[[list[Held]], bool] = lambda held: False,
+) -> tuple[list[Held], dict[str, str]]:
+    """What all keepers hold, once all answer or `patience` is over; and by keeper why it did not answer. All are asked
+    at the same time, with one deadline.
+
+    `enough`: whether what has been found will do, so that nobody else is waited for. A snapshot is taken by all groups
+    or by none: who is silent has no newer one that could be restored.
+    """
     deadline = time.monotonic() + patience.total_seconds()
+    answered: dict[Place, list[Held]] = {}
     while True:
-        held, silent = peers.reachable(_latest(peers.read_places(run_dir)), token, timeout)
-        if not silent or time.monotonic() >= deadline:
-            return held, silent
+        places = _latest(peers.read_places(run_dir))
+        left = [place for place in places if place not in answered]
+        found, silent = peers.reachable(left, token, timeout, min(LOOK_S, timeout.total_seconds()))
+        answered.update(found)
+        held = [buffer for place in places for buffer in answered.get(place, ())]
+        if not silent or time.monotonic() >= deadline or enough(held):
+            return held, {f"group {place.group} on {place.host}": why for place, why in silent.items()}
         time.sleep(0.1)
 
 
@@ -110,19 +180,8 @@ def _latest(places: list[Place]) -> list[Place]:
     return list({(place.group, place.host): place for place in reversed(places)}.values())
 
 
-def _decide(
-    held: list[Held],
-    silent: Mapping[str, str],
-    blamed: list[Blame],
-    notes: list[str],
-    run: str,
-    ranks: int,
-    topologies: Mapping[int, str],
-    disk_step: int | None,
-) -> ladder.Decision:
-    usable = [slot for slot in held if not any(blame.hits(slot.header) for blame in blamed)]
-    decision = ladder.decide(usable, run=run, ranks=ranks, topologies=topologies, disk_step=disk_step)
-    unanswered = tuple(f"the keeper of {name} does not answer: {why}" for name, why in silent.items())
-    if decision.rung == "complete" and not notes:
+def _with_reasons(decision: sources.Decision, silent: Mapping[str, str], notes: list[str]) -> sources.Decision:
+    if decision.source == "memory" and not notes:
         return decision
+    unanswered = tuple(f"the keeper of {name} does not answer: {why}" for name, why in silent.items())
     return replace(decision, reasons=(*notes, *decision.reasons, *unanswered))

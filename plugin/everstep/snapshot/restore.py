@@ -1,11 +1,14 @@
-"""Carrying out the ladder's decision for one rank: fetch the parts, decode the missing, verify every byte.
+"""Carrying out a recovery decision for one rank: fetch the parts, decode the missing, verify every byte.
 
-The state lands in one flat buffer, of which the restored tensors are views. Nothing is returned before every
-payload, fetched or decoded, has matched the chunk table that its publisher wrote (of a decoded payload: the
-root of that table, which the parity's publishers kept).
+The state lands in one flat memory, of which the restored tensors are views. Nothing is returned before the parts
+cover it exactly once and every payload, fetched or decoded, has matched the chunk table that its publisher wrote (of a
+decoded payload: the root of that table, which the parity's publishers kept) and the digest of its trainer's bytes.
 """
 
 import json
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -13,28 +16,35 @@ from typing import Any
 import numpy as np
 
 from everstep import wire
-from everstep.snapshot import parity, peers, stripes
-from everstep.snapshot.arena import Kind
-from everstep.snapshot.ladder import Column
-from everstep.snapshot.slot import CHUNK_BYTES, Header, chunk_digests, root_of, table_bytes
+from everstep.snapshot import parity, peers
+from everstep.snapshot.buffer import as_table, chunks, root_of, table_bytes
+from everstep.snapshot.header import Header, Identity, Kind, coverage_error, difference
+from everstep.snapshot.peers import Held
+from everstep.snapshot.room import BLOCK_BYTES
+from everstep.snapshot.sources import Column, code_of
+from everstep.snapshot.stripes import Code, code_id
 
-BLOCK_BYTES = 2 << 20
+PARALLEL = 8
+"""Keepers that one rank reads from at a time."""
 
 
 @dataclass(frozen=True)
 class Blame:
-    """The slots because of which a snapshot could not be restored."""
+    """The buffers because of which a snapshot could not be restored."""
 
     kind: Kind
     rank: int
-    identity: peers.Identity
+    identity: Identity
     group: int | None
     """None: whichever group's."""
+    code: str | None = None
+    """Of parity: the code whose pieces they are; None: whichever."""
 
     def hits(self, header: Header) -> bool:
         return (
             (header.kind, header.rank, header.identity) == (self.kind, self.rank, self.identity)
             and self.group in (None, header.group)
+            and self.code in (None, header.code)
         )  # fmt: skip
 
 
@@ -58,6 +68,7 @@ class Restored:
     """`layout.Layout.to_json()`."""
     meta: dict[str, Any]
     blobs: dict[str, bytes]
+    history: int = 0
     fetched_bytes: int = 0
     decoded: tuple[int, ...] = ()
     """Groups whose parts came from parity."""
@@ -65,7 +76,7 @@ class Restored:
 
 @dataclass
 class _Payload:
-    """A member's payload: its part of the state in place in the flat buffer, the rest beside it."""
+    """A member's payload: its part of the state in place in the flat memory, the rest beside it."""
 
     header: Header
     flat: np.ndarray
@@ -74,151 +85,211 @@ class _Payload:
 
     def __post_init__(self) -> None:
         begin, end = self.header.part
-        self.rest = np.empty(self.header.payload_bytes - (end - begin), dtype=np.uint8)
+        self.rest = parity.aligned_bytes(self.header.payload_bytes - (end - begin))
         self.pieces = wire.Pieces([self.flat[begin:end].data, self.rest.data])
 
     def section(self, name: str) -> bytes:
         """Any section but the state itself."""
-        part_bytes = self.header.part[1] - self.header.part[0]
+        part_bytes = self.header.split
         begin, end = self.header.sections[name]
         return self.rest[begin - part_bytes : end - part_bytes].tobytes()
 
-    def matches_root(self) -> bool:
-        """Whether the bytes are the published ones: their chunk digests give the header's root."""
-        size = self.pieces.size
-        starts = range(0, size, CHUNK_BYTES)
-        digests = [wire.digest_of(self.pieces.views(s, min(CHUNK_BYTES, size - s))) for s in starts]
-        return root_of(np.array(digests, dtype="<u8")) == self.header.root
+    def wrong(self) -> str:
+        """Why the bytes are not the published ones, which are those that the trainer had; "" if they are."""
+        spans = chunks(self.header.payload_bytes, self.header.split)
+        digests = [wire.digest_of(self.pieces.views(a, b - a)) for a, b in spans]
+        if root_of(as_table(digests)) != self.header.root:
+            return "is not what was saved"
+        begin, end = self.header.part
+        claimed = self.header.part_digest
+        if claimed.startswith("xxh3:"):
+            found = (
+                f"xxh3:{root_of(as_table([d for d, (a, _) in zip(digests, spans, strict=True) if a < end - begin]))}"
+            )
+        else:
+            from everstep.snapshot.plan import part_digest_of  # takes torch, which a keeper does without
+
+            found = part_digest_of(self.flat[begin:end].data, claimed)
+        return "" if found == claimed else "is not what the trainer held when it was saved"
 
 
 def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: timedelta) -> Restored:
     """Fetch, decode and verify one rank's state.
 
     Args:
-        column: the rank's column of a `ladder.Decision`.
+        column: the rank's column of a `sources.Decision`.
         group: this group. Its own part brings its own random states; a group that was not there takes a
         member's. timeout: the longest silence of a keeper.
 
     Raises:
         RestoreError: a keeper died or went on, or the bytes are not the published ones.
     """
-    step, lineage, _, _ = column.identity
+    step = column.identity.step
     source = _Source(column, rank, token, timeout)
-    try:
-        parities = {holder: source.parity(holder) for holder in sorted(column.parity)}
-        covers = {header.group: header for _, headers in parities.values() for header in headers}
-        headers = {holder: source.header("data", holder) for holder in sorted(column.data)}
-        state_bytes = next(iter((headers or covers).values())).state_bytes
-        flat = parity.aligned_bytes(state_bytes)
-        payloads: dict[int, _Payload] = {}
-        # Our own keeper first: it is the nearest, and where each copy is whole the only one needed.
-        for holder in sorted(headers, key=lambda g: (g != group, g)):
-            payloads[holder] = _Payload(headers[holder], flat)
-            source.data(holder, payloads[holder])
-            if headers[holder].part == (0, state_bytes):
-                break
-        for lost in column.missing:
-            payloads[lost] = _Payload(covers[lost], flat)
-        if column.missing:
-            _decode(column, payloads, {holder: shards for holder, (shards, _) in parities.items()})
-    except (wire.WireError, parity.ParityError, ValueError, TypeError, KeyError) as error:
-        blame = Blame(source.kind, rank, column.identity, source.holder)
-        raise RestoreError(f"step {step} of rank {rank}, {source.doing}: {error}", blame) from error
+    codes = source.parities()
+    covers = {h.group: h for pieces in codes for h in pieces.covers if h.group in column.missing}
+    data = {holder: held.header for holder, held in column.data.items()}
+    headers = {**data, **covers}
+    whole = [g for g, header in data.items() if header.part == (0, header.state_bytes)]
+    if whole:  # one copy is enough, the nearest
+        nearest = group if group in whole else min(whole)
+        headers = data = {nearest: data[nearest]}
+    why_not = coverage_error(list(headers.values())) or difference(list(headers.values()))
+    if why_not or covers.keys() != set(column.missing):
+        blame = Blame("parity" if column.missing else "data", rank, column.identity, None)
+        raise RestoreError(f"step {step} of rank {rank}: {why_not or 'its parity is over other parts'}", blame)
+    flat = parity.aligned_bytes(next(iter(headers.values())).state_bytes)
+    payloads = {holder: _Payload(header, flat) for holder, header in headers.items()}
+    source.fetch({holder: payloads[holder] for holder in data}, first=group)
+    for pieces in codes:
+        pieces.decode(payloads, frozenset(column.missing))
     for holder, payload in payloads.items():
-        if payload.matches_root():
+        wrong = _wrong(payload)
+        if not wrong:
             continue
         if holder in column.missing:
             # Either a part that passed its own checks or some parity is of another step: no telling which.
-            blame = Blame("parity", rank, column.identity, None)
-            raise RestoreError(f"step {step} of rank {rank}: what parity gives for group {holder} is wrong", blame)
+            code = next(p.code_name for p in codes if holder in p.code.givers)
+            blame = Blame("parity", rank, column.identity, None, code)
+            raise RestoreError(f"step {step} of rank {rank}: what parity gives for group {holder} {wrong}", blame)
         blame = Blame("data", rank, column.identity, holder)
-        raise RestoreError(f"step {step} of rank {rank}: the part of group {holder} is not what was saved", blame)
-    own = payloads.get(group) or payloads[sorted(payloads)[group % len(payloads)]]
-    meta, blobs = unpack_own(own.section("own"))
-    layout = json.loads(own.section("layout"))
-    return Restored(step, lineage, flat, layout, meta, blobs, source.fetched_bytes, column.missing)
+        raise RestoreError(f"step {step} of rank {rank}: the part of group {holder} {wrong}", blame)
+    chosen = group if group in payloads else sorted(payloads)[group % len(payloads)]
+    header = payloads[chosen].header
+    try:
+        meta, blobs = unpack_own(payloads[chosen].section("own"), step=step, group=chosen, rank=rank)
+        layout = json.loads(payloads[chosen].section("layout"))
+    except ValueError as error:
+        blame = Blame("data" if chosen in data else "parity", rank, column.identity, None)
+        raise RestoreError(f"step {step} of rank {rank}: the part of group {chosen}: {error}", blame) from error
+    return Restored(
+        step, header.lineage, flat, layout, meta, blobs, header.history, source.fetched_bytes, column.missing
+    )
+
+
+def _wrong(payload: _Payload) -> str:
+    try:
+        return payload.wrong()
+    except ValueError as error:
+        return f"cannot be verified: {error}"
 
 
 class _Source:
-    """Downloads of one rank's slots of one identity."""
+    """Downloads of one rank's buffers of one identity, several keepers at a time."""
 
     def __init__(self, column: Column, rank: int, token: bytes, timeout: timedelta) -> None:
         self._column, self._rank, self._token, self._timeout = column, rank, token, timeout
+        self._lock = threading.Lock()
         self.fetched_bytes = 0
-        self.kind: Kind = "parity"
-        self.holder: int | None = None
 
-    @property
-    def doing(self) -> str:
-        """What was being fetched last, or worked on with it."""
-        return f"{'parity' if self.kind == 'parity' else 'the part'} of group {self.holder}"
+    def _each(self, work: Callable[[Held], Any], held: Iterable[Held]) -> list[Any]:
+        """`work` on each buffer. Raises RestoreError, which names the first that failed."""
 
-    def header(self, kind: Kind, holder: int) -> Header:
-        self.kind, self.holder = kind, holder
-        address = (self._column.data if kind == "data" else self._column.parity)[holder]
-        channel = wire.connect(address, self._token, self._timeout)
-        try:
-            return peers.open_slot(channel, kind, self._rank, self._column.identity)
-        finally:
-            channel.close()
+        def attempt(buffer: Held) -> Any:
+            header = buffer.header
+            try:
+                return work(buffer)
+            except (wire.WireError, parity.ParityError, ValueError, TypeError, KeyError) as error:
+                what = f"{'parity' if header.kind == 'parity' else 'the part'} of group {header.group}"
+                blame = Blame(header.kind, self._rank, self._column.identity, header.group)
+                raise RestoreError(f"step {header.step} of rank {self._rank}, {what}: {error}", blame) from error
 
-    def _download(self, kind: Kind, address: str, header: Header, sink: list[memoryview]) -> None:
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            return list(pool.map(attempt, held))
+
+    def _download(self, held: Held, sink: list[memoryview]) -> None:
         """Payload into `sink`, and after it the table, which must be the one that the header vouches for."""
-        table = np.empty(table_bytes(header.payload_bytes) // 8, dtype="<u8")
+        header = held.header
+        table = np.zeros(table_bytes(header.payload_bytes, header.split) // 8, dtype="<u8")
         pieces = wire.Pieces([*sink, table.view(np.uint8).data])
-        peers.Download(address, self._token, self._timeout).run(kind, self._rank, self._column.identity, pieces)
-        self.fetched_bytes += pieces.size
+        peers.Download(held.address, self._token, self._timeout).run(header, pieces)
+        with self._lock:
+            self.fetched_bytes += pieces.size
         if root_of(table) != header.root:
-            raise wire.WireError(f"the {kind} that {address} sent is not the one that it announced")
+            raise wire.WireError(f"the {header.kind} that {held.address} sent is not the one that it announced")
 
-    def data(self, holder: int, payload: _Payload) -> None:
-        self.kind, self.holder = "data", holder
-        views = payload.pieces.views(0, payload.pieces.size) if payload.pieces.size else []
-        self._download("data", self._column.data[holder], payload.header, views)
+    def fetch(self, payloads: Mapping[int, _Payload], first: int) -> None:
+        """Every member's payload to its place, `first`'s keeper first: it is the nearest."""
 
-    def parity(self, holder: int) -> tuple[np.ndarray, list[Header]]:
-        """A holder's shards, [parity, shard bytes], and the headers of the members that they cover."""
-        header = self.header("parity", holder)
-        payload = parity.aligned_bytes(header.payload_bytes)
-        self._download("parity", self._column.parity[holder], header, [payload.data])
-        if root_of(chunk_digests(payload.data)) != header.root:
-            raise wire.WireError(f"the parity of group {holder} does not match its checksums")
-        begin, end = header.sections["covers"]
-        covers = [Header.from_json(body) for body in json.loads(payload[begin:end].tobytes())]
-        begin, end = header.sections["shards"]
-        return payload[begin:end].reshape(header.parity, -1), covers
+        def one(held: Held) -> None:
+            payload = payloads[held.header.group]
+            self._download(held, payload.pieces.views(0, payload.pieces.size) if payload.pieces.size else [])
 
+        self._each(one, [self._column.data[g] for g in sorted(payloads, key=lambda g: (g != first, g))])
 
-def _decode(column: Column, payloads: dict[int, _Payload], shards: dict[int, np.ndarray]) -> None:
-    """Fill the missing payloads, stripe by stripe, from the ones that are there and from parity."""
-    members = column.identity[2]
-    n = len(members)
-    m, length = next(iter(shards.values())).shape
-    k = n - m
-    block = [parity.aligned_bytes(min(BLOCK_BYTES, length)) for _ in range(k + n)]
-    for stripe in range(n):
-        givers = [members[i] for i in stripes.data_members(stripe, n, m)]
-        lost = [c for c, giver in enumerate(givers) if giver in column.missing]
-        if not lost:
-            continue
-        holders = {k + row: members[stripes.parity_member(stripe, row, n)] for row in range(m)}
-        have = [c for c in range(k) if c not in lost] + [index for index, g in holders.items() if g in shards]
-        have = have[:k]
-        rows = parity.decoding_rows(k, m, lost, have)
-        for start in range(0, length, BLOCK_BYTES):
-            span = min(BLOCK_BYTES, length - start)
-            for index, target in zip(have, block, strict=False):
-                if index < k:
-                    _read_padded(payloads[givers[index]].pieces, index * length + start, target[:span])
-                else:
-                    target[:span] = shards[holders[index]][index - k, start : start + span]
-            out = [target[:span] for target in block[k : k + len(lost)]]
-            parity.combine(rows, [target[:span] for target in block[: len(have)]], out)
-            for column_index, decoded in zip(lost, out, strict=True):
-                _write_clipped(payloads[givers[column_index]].pieces, column_index * length + start, decoded)
+    def parities(self) -> list["_Pieces"]:
+        """The pieces of each code that is needed."""
+
+        def one(held: Held) -> tuple[Header, np.ndarray, list[Header]]:
+            header = held.header
+            payload = parity.aligned_bytes(header.payload_bytes)
+            self._download(held, [payload.data])
+            if root_of(as_table([wire.digest_of([payload[a:b].data]) for a, b in chunks(len(payload))])) != header.root:
+                raise wire.WireError(f"the parity of group {header.group} does not match its checksums")
+            begin, end = header.sections["covers"]
+            covers = [Header.from_json(body) for body in json.loads(payload[begin:end].tobytes())]
+            begin, end = header.sections["shards"]
+            return header, payload[begin:end].reshape(header.parity, -1), covers
+
+        found = []
+        for pieces in self._column.parity:
+            fetched = self._each(one, pieces)
+            header, _, covers = fetched[0]
+            code = code_of(header)
+            over = {h.group: h for h in covers}
+            sound = all(h.identity == self._column.identity and h.kind == "data" for h in covers)
+            alike = all(h.code == header.code and c == covers for h, _, c in fetched)
+            named = (
+                over.keys() == set(code.givers) and code_id(code, {g: h.root for g, h in over.items()}) == header.code
+            )
+            if not (sound and alike and named):
+                blame = Blame("parity", self._rank, self._column.identity, None, header.code)
+                raise RestoreError(f"step {header.step} of rank {self._rank}: its parity is over other parts", blame)
+            held = {h.group: shards for h, shards, _ in fetched}
+            found.append(_Pieces(header.code, code, covers, held))
+        return found
 
 
-def _read_padded(pieces: wire.Pieces, offset: int, target: np.ndarray) -> None:
+@dataclass
+class _Pieces:
+    """What is left of a code."""
+
+    code_name: str
+    code: Code
+    covers: list[Header]
+    """The payloads that it is over."""
+    shards: dict[int, np.ndarray]
+    """By holder: [parity, shard bytes]."""
+
+    def decode(self, payloads: Mapping[int, _Payload], missing: frozenset[int]) -> None:
+        """Fill the missing payloads, stripe by stripe, from the ones that are there and from parity."""
+        code = self.code
+        length = next(iter(self.shards.values())).shape[1]
+        block = [parity.aligned_bytes(min(BLOCK_BYTES, length)) for _ in range(2 * len(code.givers))]
+        for stripe in range(len(code.holders)):
+            givers, holders = code.columns(stripe), code.rows(stripe)
+            lost = [c for c, giver in enumerate(givers) if giver in missing]
+            if not lost:
+                continue
+            k = len(givers)
+            rows_there = [k + row for row, holder in enumerate(holders) if holder in self.shards]
+            have = ([c for c in range(k) if c not in lost] + rows_there)[:k]
+            rows = parity.decoding_rows(k, code.parity, lost, have)
+            at = {giver: code.stripes_of(giver).index(stripe) * length for giver in givers}
+            for start in range(0, length, BLOCK_BYTES):
+                span = min(BLOCK_BYTES, length - start)
+                for index, target in zip(have, block, strict=False):
+                    if index < k:
+                        read_padded(payloads[givers[index]].pieces, at[givers[index]] + start, target[:span])
+                    else:
+                        target[:span] = self.shards[holders[index - k]][index - k, start : start + span]
+                out = [target[:span] for target in block[k : k + len(lost)]]
+                parity.combine(rows, [target[:span] for target in block[:k]], out)
+                for column, decoded in zip(lost, out, strict=True):
+                    _write_clipped(payloads[givers[column]].pieces, at[givers[column]] + start, decoded)
+
+
+def read_padded(pieces: wire.Bytes, offset: int, target: np.ndarray) -> None:
     """Bytes from `offset` on; beyond the end they count as 0."""
     count = max(0, min(len(target), pieces.size - offset))
     at = 0
@@ -237,16 +308,19 @@ def _write_clipped(pieces: wire.Pieces, offset: int, source: np.ndarray) -> None
         at += len(view)
 
 
-def pack_own(meta: dict[str, Any], blobs: dict[str, bytes]) -> bytes:
-    """A JSON object and named byte strings as one byte string."""
-    head = json.dumps({"meta": meta, "blobs": [[name, len(blob)] for name, blob in blobs.items()]}).encode()
+def pack_own(meta: dict[str, Any], blobs: dict[str, bytes], *, step: int, group: int, rank: int) -> bytes:
+    """A JSON object and named byte strings as one byte string that says whose it is."""
+    named = [[name, len(blob)] for name, blob in blobs.items()]
+    head = json.dumps({"of": [step, group, rank], "meta": meta, "blobs": named}).encode()
     return len(head).to_bytes(8, "little") + head + b"".join(blobs.values())
 
 
-def unpack_own(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The inverse of `pack_own`."""
+def unpack_own(data: bytes, *, step: int, group: int, rank: int) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The inverse of `pack_own`. Raises ValueError if it is not that step's, group's and rank's."""
     at = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:at])
+    if not isinstance(head, dict) or head.get("of") != [step, group, rank]:
+        raise ValueError(f"it is of step, group and rank {head.get('of') if isinstance(head, dict) else head}")
     blobs = {}
     for name, size in head["blobs"]:
         blobs[name] = data[at : at + size]

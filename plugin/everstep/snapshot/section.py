@@ -16,19 +16,27 @@ class Snapshot:
     """Committed steps between snapshots."""
 
     parity: Literal[0, 1, 2] = 1
-    """How many keepers (hosts) may be lost with their memory at once. 1: XOR; 2: Reed-Solomon. Each costs a
-    (groups - parity)-th part more memory. Limited to groups - 1."""
+    """How many keepers (hosts) of a parity group may be lost with their memory at once. 1: XOR; 2: Reed-Solomon.
+    Limited to the members of a parity group less one."""
+
+    parity_group: int = 8
+    """Groups whose parts are coded together, about: what coding costs depends on this and not on the number of groups.
+    With n in a parity group, parity costs a parity / (n - parity)-th part more memory."""
 
     scope: Literal["sharded", "full"] = "sharded"
     """`sharded`: of G groups each copies its 1/G of the state. `full`: each copies all of it; costs G times
     the memory, and any one keeper is enough to restore."""
 
-    arena_dir: str = "/dev/shm"
+    segment_dir: str = "/dev/shm"
     """A tmpfs directory for the snapshots. Docker's /dev/shm has 64 MB unless --shm-size says otherwise."""
 
     memory_reserve_gb: float = 1.0
     """Host memory to leave free. A snapshot that would need it is not taken; an event says how much was
     needed and found."""
+
+    bandwidth_gb_s: float = 4.0
+    """The most memory traffic of a rank's copying, reads and writes counted; 0 for no limit. Its checksums need a third
+    of that again in time, not in traffic."""
 
     keeper_ttl_s: float = 1800.0
     """A keeper ends, and gives its memory back, when no agent, trainer or peer has spoken to it for this
@@ -49,3 +57,5 @@ class Snapshot:
             raise ValueError("snapshot.interval must be at least 1 step")
         if self.parity not in (0, 1, 2):
             raise ValueError("snapshot.parity must be 0, 1 or 2")
+        if not 2 <= self.parity_group <= 128:
+            raise ValueError("snapshot.parity_group must be 2 to 128 groups")

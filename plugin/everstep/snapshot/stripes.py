@@ -1,18 +1,30 @@
 """Who holds what of a coded snapshot: RAIM5's rotation (REFT, arXiv 2310.12670), for one parity shard or two.
 
-n members, each with a payload, and m parity shards per stripe; k = n - m. There are n stripes. Parity row j
-of stripe s lies with member (s + j) mod n; the k other members each give one shard of their payload to it.
-Every payload is thus cut into k shards, one for each stripe that its member has no parity of, and every
-member holds m parity shards. No member holds both a shard and the parity over it, and all members store and
-code equally much: m / k of a payload.
-
-With c = (i - s) mod n - m, member i's c-th shard goes to stripe s, as its c-th column of k. Members are given
-by their index in the ascending list of group ids.
+A code has *givers*, whose payloads it protects, and *holders*, which have room for parity; every holder is a giver.
+With h holders there are h stripes, and parity row j of stripe s lies with holder (s + j) mod h. The givers that hold
+none of a stripe's m rows give one shard of their payload to it: a holder's payload is cut into h - m shards, that of a
+giver without room into h. So no member holds both a shard and the parity over it, and all holders store and code
+equally much: m / (h - m) of a payload.
 """
 
-from collections.abc import Sequence
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 ALIGNMENT = 64
+
+
+def parity_group(members: Sequence[int], size: int, group: int) -> tuple[int, ...]:
+    """The members whose parts are coded together with those of `group`: about `size` of them (at most 1.5 times as
+    many), so that coding costs the same however many groups a run has.
+
+    Members are dealt out in turn. Neighbours in the list, which schedulers put on one host, switch or rack, are thus
+    in different parity groups, and the loss of a rack takes few members of each.
+    """
+    count = max(1, round(len(members) / size))
+    return tuple(members[members.index(group) % count :: count])
 
 
 def effective_parity(members: int, parity: int) -> int:
@@ -20,31 +32,57 @@ def effective_parity(members: int, parity: int) -> int:
     return max(0, min(parity, members - 1))
 
 
-def stripe_of(member: int, column: int, members: int, parity: int) -> int:
-    """The stripe that holds shard `column` of a member's payload."""
-    return (member - column - parity) % members
+@dataclass(frozen=True)
+class Code:
+    """How the payloads of some groups are coded. Groups in ascending order."""
+
+    givers: tuple[int, ...]
+    holders: tuple[int, ...]
+    parity: int
+    """Rows of a stripe, 1 or 2; less than there are holders."""
+
+    def rows(self, stripe: int) -> tuple[int, ...]:
+        """The holders of a stripe's parity, by row."""
+        return tuple(self.holders[(stripe + row) % len(self.holders)] for row in range(self.parity))
+
+    def columns(self, stripe: int) -> tuple[int, ...]:
+        """The givers of a stripe's shards, by column."""
+        rows = self.rows(stripe)
+        return tuple(giver for giver in self.givers if giver not in rows)
+
+    @functools.cache  # noqa: B019 - a handful of small codes
+    def stripes_of(self, giver: int) -> tuple[int, ...]:
+        """The stripes to which a giver's 0th, 1st, … shard go."""
+        return tuple(stripe for stripe in range(len(self.holders)) if giver not in self.rows(stripe))
+
+    def stripe_coded_by(self, holder: int, row: int) -> int:
+        """The stripe of which a holder has parity row `row`."""
+        return (self.holders.index(holder) - row) % len(self.holders)
+
+    def shard_bytes(self, payload_bytes: Mapping[int, int]) -> int:
+        """Length of the shards: what the longest needs, rounded up. What a payload lacks counts as 0."""
+        return max(
+            -(-payload_bytes[giver] // (len(self.stripes_of(giver)) * ALIGNMENT)) * ALIGNMENT for giver in self.givers
+        )
+
+    def lacks(self, missing: frozenset[int], parity_there: frozenset[int]) -> str:
+        """Why the payloads of `missing` givers cannot be decoded from the others' and the parity of the holders that
+        are there; "" if they can."""
+        strange = missing - set(self.givers)
+        if strange:
+            return f"it does not cover {', '.join(map(str, sorted(strange)))}"
+        for stripe in range(len(self.holders)):
+            lost = sum(giver in missing for giver in self.columns(stripe))
+            rows = sum(holder in parity_there for holder in self.rows(stripe))
+            if lost > rows:
+                return f"{rows} of {self.parity} parity shards are left over {lost} lost parts"
+        return ""
 
 
-def data_members(stripe: int, members: int, parity: int) -> list[int]:
-    """The members whose shards are the columns 0 … k-1 of a stripe."""
-    return [(stripe + parity + column) % members for column in range(members - parity)]
-
-
-def parity_member(stripe: int, row: int, members: int) -> int:
-    """The member that holds a parity row of a stripe."""
-    return (stripe + row) % members
-
-
-def stripe_coded_by(member: int, row: int, members: int) -> int:
-    """The stripe of which a member holds parity row `row`."""
-    return (member - row) % members
-
-
-def shard_bytes(payload_bytes: Sequence[int], parity: int) -> int:
-    """Length of the shards: the longest payload's k-th part, rounded up. Shorter payloads count as followed
-    by 0."""
-    columns = len(payload_bytes) - parity
-    return -(-max(payload_bytes) // (columns * ALIGNMENT)) * ALIGNMENT
+def code_id(code: Code, roots: Mapping[int, str]) -> str:
+    """Names a code over exactly these payloads."""
+    body = json.dumps([code.givers, code.holders, code.parity, [roots[giver] for giver in code.givers]])
+    return hashlib.blake2b(body.encode(), digest_size=12).hexdigest()
 
 
 def part_bounds(state_bytes: int, members: int, index: int) -> tuple[int, int]:

@@ -56,13 +56,11 @@ class Driver:
             GroupBroken, GaveUp: this group has to start again.
             TimeoutError: the others neither finished the last step nor left.
         """
-        took_part = False
         while self._work.goes_on():
             turn = self._protocol.attempt()
             match turn:
                 case Commit():
                     self._protocol.apply(turn)
-                    took_part = True
                     if turn.all_leave:
                         break
                     if self._protocol.leaving:
@@ -83,7 +81,7 @@ class Driver:
                     return End.COMPLETE
                 case Turn.RETRY | Turn.CAUGHT_UP:
                     pass
-        if took_part:
+        if self._decisions.all_true("unsaved", self._protocol.step > max(self._files.finished_step(), NO_STATE)):
             self._finish()
         return End.COMPLETE
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torchtitan.config.override import derive, override
+from torchtitan.distributed import activation_checkpoint
 from torchtitan.models.common import attention as titan
 from torchtitan.models.common.attention import (
     BaseAttention,
@@ -25,14 +26,14 @@ from torchtitan.models.common.attention import (
 )
 from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 
-from everstep.attention import explicit, fused
+from everstep.attention import explicit, fused, operators
 from everstep.attention.guard import Checks, Guard
 from everstep.attention.linear import WeightSums, linear, result_names
 from everstep.attention.masks import Visible, documents_of
 from everstep.attention.section import AttentionCheck
 
-_PROJECTIONS = ["model_spec.model.layers.*.attention.*"]
-_INNER = ["model_spec.model.layers.*.attention.inner_attention"]
+_PROJECTIONS = ["model_spec.model.*.attention.*"]
+_INNER = ["model_spec.model.*.attention.inner_attention"]
 
 
 class _CheckedProjection:
@@ -59,6 +60,8 @@ class CheckedLinear(_CheckedProjection, Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.guard is None:
             return super().forward(input)
+        if torch.compiler.is_compiling():
+            return operators.linear(input, self.weight, self.bias, self.guard)
         return linear(input, self.weight, self.bias, self.guard, self._sums)
 
 
@@ -73,6 +76,8 @@ class CheckedScaledBiasRowwiseLinear(_CheckedProjection, ScaledBiasRowwiseLinear
         if self.guard is None:
             return super().forward(input)
         weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (self.weight, self.bias))
+        if torch.compiler.is_compiling():
+            return operators.linear(input, weight, bias / self.tp_degree, self.guard)
         return linear(input, weight, bias / self.tp_degree, self.guard, self._sums)
 
 
@@ -86,6 +91,8 @@ class _CheckedInner:
     guard: Guard | None = None
     hands_out_lse: ClassVar[bool] = True
     """Whether the stock forward gives lse to an `out_transform`."""
+    wide_groups: ClassVar[bool] = False
+    """Whether the kernel adds up the query heads of a group in its accumulators."""
     reads: ClassVar[torch.dtype | None] = None
     """The dtype that the kernel casts its operands to; None: theirs. The identities hold for what it reads."""
 
@@ -112,6 +119,8 @@ class _CheckedInner:
             out, lse = explicit.attention(q_BLNH, k_BLNH, v_BLNH, visible, scale=scale, guard=guard)
             return out if out_transform is None else out_transform(out, lse)
         stock: Callable[..., Any] = super().forward  # pyrefly: ignore[missing-attribute] of the class next in line
+        if not self.hands_out_lse:
+            out_transform = None  # as the stock forward, which takes it and does nothing with it
         if guard is None:
             transform = {} if out_transform is None else {"out_transform": out_transform}
             return stock(q_BLNH, k_BLNH, v_BLNH, scale=scale, **transform, **kwargs)
@@ -125,13 +134,18 @@ class _CheckedInner:
 
         q, k, v = (x if self.reads is None else x.to(self.reads) for x in (q_BLNH, k_BLNH, v_BLNH))
         plain = kwargs.get("score_mod") is None
-        out, lse = fused.attention(attend, q, k, v, scale=scale, guard=guard, plain_scores=plain)
+        attention = operators.attention if torch.compiler.is_compiling() else fused.attention
+        out, lse = attention(
+            attend, q, k, v, scale=scale, guard=guard, plain_scores=plain, wide_groups=self.wide_groups
+        )
         out = out.to(q_BLNH.dtype)
         return out if out_transform is None else out_transform(out, lse)
 
 
 class CheckedFlexAttention(_CheckedInner, FlexAttention):
     """FlexAttention, watched, or replaced by attention as matrices."""
+
+    wide_groups = True
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
@@ -203,6 +217,8 @@ def checked_projections(config: Linear.Config) -> Linear.Config:
     Raises:
         ValueError: for a projection whose product is not a plain one (quantised, fused with a collective).
     """
+    if isinstance(config, (CheckedLinear.Config, CheckedScaledBiasRowwiseLinear.Config)):
+        return config  # a layer that the model's config has in two places
     if type(config) is Linear.Config:
         return derive(config, CheckedLinear.Config)
     if type(config) is ScaledBiasRowwiseLinear.Config:
@@ -257,8 +273,17 @@ def apply(config: Any, section: AttentionCheck) -> None:
         raise ValueError(f"attention_check.enable: inner attention {', '.join(unknown)} cannot be checked.")
     _refuse(config)
     on_cpu = not torch.accelerator.is_available()
-    path = ("explicit" if on_cpu else "fused") if section.path == "auto" else section.path
-    if on_cpu and path == "fused" and kinds != {ScaledDotProductAttention.Config}:
+    runs = not on_cpu or kinds == {ScaledDotProductAttention.Config}
+    path = ("fused" if runs else "explicit") if section.path == "auto" else section.path
+    compiled = config.compile.enable and "model" in config.compile.components
+    if compiled and path == "explicit":
+        raise ValueError(
+            'attention_check.path = "explicit": cannot be compiled; use attention_check.path = "fused" or remove '
+            "model from compile.components."
+        )
+    if compiled:
+        _keep_results()
+    if not runs and path == "fused":
         raise ValueError(
             'attention_check.path = "fused": the attention kernel of this model does not run on a CPU; use "explicit".'
         )
@@ -274,11 +299,11 @@ def apply(config: Any, section: AttentionCheck) -> None:
 
 def _refuse(config: Any) -> None:
     """Raise for settings under which checks would be wrong or silent."""
-    parallelism, compiled = config.parallelism, config.compile
+    parallelism = config.parallelism
     if parallelism.context_parallel_degree > 1:
         raise ValueError(
-            "attention_check.enable: parallelism.context_parallel_degree > 1 is not supported, because no "
-            "rank sees a whole row of the scores."
+            "attention_check.enable: parallelism.context_parallel_degree > 1 is not supported: the gradient of a key is "
+            "a sum over the queries of all ranks, and the checks compare sums on one rank."
         )
     if parallelism.tensor_parallel_degree > 1 and parallelism.spmd_backend != "spmd_types":
         raise ValueError(
@@ -291,16 +316,59 @@ def _refuse(config: Any) -> None:
         raise ValueError(
             "attention_check.enable: debug.spmd_typechecking = true is not supported: sums have no SPMD type."
         )
-    if compiled.enable and "model" in compiled.components:
-        raise ValueError(
-            "attention_check.enable: compile.enable with the component model is not supported, because "
-            "compiled blocks leave the checks out; remove model from compile.components."
-        )
     if torch.accelerator.is_available() and not config.training.disable_cuda_graphs:
         raise ValueError(
             "attention_check.enable: set training.disable_cuda_graphs = true; a replayed graph would "
             "repeat one slot's choice of checks for ever."
         )
+
+
+def _keep_results() -> None:
+    """Have selective activation checkpointing keep what checked projections compute, as it keeps plain ones'."""
+    default = activation_checkpoint._get_default_save_ops
+    project = torch.ops.everstep.project.default
+    if project not in default():
+        activation_checkpoint._get_default_save_ops = lambda: {*default(), project}
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What of a model's attention is guarded: projections and inner attentions, and the names of those that are not."""
+
+    guarded: int
+    missing: tuple[str, ...]
+
+    @property
+    def there(self) -> int:
+        """Of how many."""
+        return self.guarded + len(self.missing)
+
+    def __str__(self) -> str:
+        return f"{self.guarded} of {self.there}"
+
+
+def coverage(model_parts: Iterable[nn.Module]) -> Coverage:
+    """What of these models' attention is guarded. Every linear layer and every kernel inside a torchtitan attention
+    counts, and every attention of another kind, by its class's name."""
+    guarded, missing = 0, []
+    for part in model_parts:
+        within: list[str] = []
+        for fqn, module in part.named_modules():
+            if isinstance(module, BaseAttention):
+                within.append(f"{fqn}.")
+            checked = isinstance(module, (_CheckedProjection, _CheckedInner))
+            kernel = isinstance(module, (FlexAttention, VarlenAttention, ScaledDotProductAttention))
+            inside = any(fqn.startswith(prefix) for prefix in within)
+            if checked:
+                guarded += 1
+            elif kernel or (inside and isinstance(module, (Linear, nn.Linear))):
+                missing.append(fqn)
+            elif not inside and _OTHER_ATTENTION.search(type(module).__name__) and not isinstance(module, BaseAttention):
+                missing.append(fqn)
+    return Coverage(guarded, tuple(missing))
+
+
+_OTHER_ATTENTION = re.compile(r"Attention$|DeltaNet$")
 
 
 def attach(model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: int = 0, seed: int = 0) -> Checks:
@@ -315,21 +383,31 @@ def attach(model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: i
         What the training step calls: `begin`, `refused`, `committed`, `drain`.
 
     Raises:
-        ValueError: no module is checked: `apply` was not called before the model was built.
+        ValueError: something of the attention is not checked, `apply` having been called after the model was built, or
+            the model having an attention that it does not know.
     """
     checks = Checks(section, rank=rank, seed=seed)
+    model_parts = list(model_parts)
     inner = 0
     for part in model_parts:
         for fqn, module in part.named_modules():
             if isinstance(module, (_CheckedProjection, _CheckedInner)):
-                layer = re.search(r"\blayers\.(\d+)\.", fqn)
+                layer = re.search(r"\b(mtp_)?layers\.(\d+)\.", fqn)
                 name = fqn.rsplit(".", 1)[-1]
-                number = int(layer.group(1)) if layer else -1
+                number = int(layer.group(2)) if layer else -1
+                if layer and layer.group(1):  # layers that predict further tokens are counted on behind the others
+                    number += len(part.layers)
                 module.guard = checks.guard(number, name, module.results(name))
                 inner += isinstance(module, _CheckedInner)
     if not inner:
         raise ValueError(
             "attention_check.enable: the model was built without checked attention; `apply` has to see the "
             "attention Configs that are built."
+        )
+    checks.coverage = coverage(model_parts)
+    if checks.coverage.missing:
+        raise ValueError(
+            f"attention_check.enable: it would check {checks.coverage} parts of this model's attention and leave out "
+            f"{', '.join(checks.coverage.missing[:3])}; switch attention_check off."
         )
     return checks

@@ -55,9 +55,22 @@ def base_config(job: Job, source: Source) -> Trainer.Config:
     return config
 
 
+GONE_MODELS = {
+    "llama4": "torchtitan 0.3 has no llama4 any more; its mixture-of-experts models are deepseek_v3, gpt_oss and qwen3",
+    "vlm": "torchtitan 0.3 has no vlm any more; its multimodal model is qwen3_5",
+    "flux": "flux makes images, with a trainer of its own that knows no slots; Everstep trains language models",
+    "transformers_modeling_backend": (
+        'it is an experiment of torchtitan: write module = "torchtitan.experiments.transformers_modeling_backend"'
+    ),
+}
+"""Models of older files that cannot be named as they were, and what to say."""
+
+
 def _registry(module: str, source: Source) -> ModuleType:
     """The registry of a torchtitan model by its short name, or of any package by its import path."""
     place = ("job", "module")
+    if module in GONE_MODELS:
+        raise source.error(place, f'{source.name(place)} = "{module}": {GONE_MODELS[module]}')
     if module in _supported_models:
         names = [f"torchtitan.models.{module}.config_registry"]
     else:

@@ -146,13 +146,13 @@ def export_checkpoint(
     optimizers = config.optimizer.build(model_parts=[model])
     schedulers = config.lr_scheduler.build(optimizers=optimizers, training_steps=config.training.steps)
     schedulers.load_state_dict(meta["lr_schedulers"])
-    for index, optimizer in enumerate(optimizers):
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        prefix = f"optimizer/{index}/"
-        for name in [name for name in tensors if name.startswith(prefix)]:
-            number, key = name.removeprefix(prefix).split("/")
-            optimizer.state[params[int(number)]][key] = tensors[name]
-        for group, rate in zip(optimizer.param_groups, meta["lr"][index], strict=True):
+    params = dict(model.named_parameters())
+    for optimizer in optimizers:
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer/"):
+                _, of, key = name.split("/")
+                optimizer.state[params[of]][key] = tensor
+        for group, rate in zip(optimizer.param_groups, meta["lr"][0], strict=True):
             group["lr"] = rate
     states = {
         **ModelWrapper([model]).state_dict(),
@@ -174,9 +174,8 @@ def _model_with(config: Trainer.Config, tensors: Mapping[str, torch.Tensor]) -> 
         apply_overrides(config.override, config)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         model = model_config.build()
-    given = {_canonical(name): tensor for name, tensor in tensors.items() if not name.startswith("optimizer/")}
-    fresh = {id(param): nn.Parameter(given[f"param/0.{name}"]) for name, param in model.named_parameters()
-             if f"param/0.{name}" in given}  # fmt: skip
+    fresh = {id(param): nn.Parameter(tensors[f"param/{name}"]) for name, param in model.named_parameters()
+             if f"param/{name}" in tensors}  # fmt: skip
     missing = [name for name, param in model.named_parameters() if id(param) not in fresh]
     if missing:
         raise ValueError(f"the snapshot has no {missing[0]}: it is of another model than the config's")
@@ -184,12 +183,7 @@ def _model_with(config: Trainer.Config, tensors: Mapping[str, torch.Tensor]) -> 
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             setattr(module, name, fresh[id(param)])  # a shared parameter stays shared
         for name, _ in list(module.named_buffers(recurse=False)):
-            full = f"buffer/0.{path}.{name}" if path else f"buffer/0.{name}"
-            if full in given:
-                setattr(module, name, given[full])
+            full = f"buffer/{path}.{name}" if path else f"buffer/{name}"
+            if full in tensors:
+                setattr(module, name, tensors[full])
     return model
-
-
-def _canonical(name: str) -> str:
-    """A parameter's name without what activation checkpointing and torch.compile wrap around modules."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

@@ -4,17 +4,17 @@ import contextlib
 import dataclasses
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path as FilePath
 from typing import Any, TypeVar
 
-import tyro
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.manager import ConfigManager, custom_registry
 
 from everstep.config.assign import assign_table, convert, field_types, run_own_checks, shown
 from everstep.config.checks import deferred_checks, problems
 from everstep.config.errors import ConfigError
+from everstep.config.grammar import FlagError, parse
 from everstep.config.legacy import dropped_warning, translate
 from everstep.config.sections import Job
 from everstep.config.source import Source, describe, read_source
@@ -28,7 +28,15 @@ _GROUP_KEYS = {"name": str, "lr": float, "beta1": float, "beta2": float, "eps": 
 """Keys of [optimizer] that mean every parameter group at once, as in torchtitan 0.2."""
 
 
-def load_config(path: FilePath, config_class: type[C], overrides: Sequence[str] = (), *, check: bool = True) -> C:
+def load_config(
+    path: FilePath,
+    config_class: type[C],
+    overrides: Sequence[str] = (),
+    *,
+    check: bool = True,
+    allow_dropped: bool = False,
+    warnings: list[str] | None = None,
+) -> C:
     """The config that a TOML file describes.
 
     Args:
@@ -40,12 +48,14 @@ def load_config(path: FilePath, config_class: type[C], overrides: Sequence[str] 
             file.
         check: whether to refuse combinations that cannot work. A caller that applies more settings to the
             result checks afterwards, with `check_config`.
+        allow_dropped: whether a converter that a file of 0.2 asks for may be left out.
+        warnings: takes what the user should read; None: it goes to the log.
 
     Raises:
         ConfigError: file, line, key, and what to do.
     """
     source = read_source(FilePath(path))
-    config = config_from_source(source, config_class)
+    config = config_from_source(source, config_class, allow_dropped=allow_dropped, warnings=warnings)
     if overrides:
         config = _override(config, overrides)
     if check:
@@ -55,10 +65,16 @@ def load_config(path: FilePath, config_class: type[C], overrides: Sequence[str] 
     return config
 
 
-def config_from_source(source: Source, config_class: type[C]) -> C:
+def config_from_source(
+    source: Source, config_class: type[C], *, allow_dropped: bool = False, warnings: list[str] | None = None
+) -> C:
     """As `load_config`, for a document already parsed and without checks across sections."""
-    if dropped := translate(source):
-        logger.warning(dropped_warning(source, dropped))
+    if dropped := translate(source, allow_dropped=allow_dropped):
+        warning = dropped_warning(source, dropped)
+        if warnings is None:
+            logger.warning(warning)
+        else:
+            warnings.append(warning)
     job = Job()
     assign_table(job, _section(source, "job"), source, ("job",))
     base = base_config(job, source)
@@ -144,27 +160,18 @@ def _override(config: Any, arguments: Sequence[str]) -> Any:
     screen = io.StringIO()
     try:
         with deferred_checks(), contextlib.redirect_stderr(screen), contextlib.redirect_stdout(screen):
-            return tyro.cli(type(config), args=list(arguments), default=config, registry=custom_registry)
+            return parse(type(config), arguments, default=config, registry=custom_registry, known=_flags(config))[0]
+    except FlagError as error:
+        raise ConfigError(f"command line: {error}") from None
     except SystemExit:
-        raise ConfigError(f"command line: {_message(screen.getvalue())}") from None
+        raise ConfigError("command line: --help is `everstep COMMAND --help` or `torchtitan.train --help`") from None
 
 
-def _message(screen: str) -> str:
-    """What a tyro error panel says, without its title, its frame and the help it refers to."""
-    panel = screen.splitlines()
-    # Warnings may have been printed before it. The title is in the frame, or has a rule below it.
-    framed = [n for n, line in enumerate(panel) if line.lstrip().startswith("╭")]
-    ruled = [n - 1 for n, line in enumerate(panel) if n and set(line.strip()) == {"-"}]
-    title = (framed or ruled or [0])[0]
-    lines = [line.strip(" │╭╮╰╯").strip() for line in panel[title + 1 :]]
-    while lines and not lines[0].strip("─-"):
-        lines.pop(0)
-    blocks: list[list[str]] = [[]]
-    for line in lines:
-        if line.strip("─-"):
-            blocks[-1].append(line)
-        elif blocks[-1]:
-            blocks.append([])
-    message = " ".join(blocks[0]).removeprefix("Error parsing Config: ") or "cannot be parsed"
-    meant = next((block[1] for block in blocks if block[:1] == ["Perhaps you meant:"]), None)
-    return f"{message}; perhaps you meant {meant}" if meant else message
+def _flags(config: Any, above: str = "") -> Iterator[str]:
+    """The names of all flags of a config: `training.steps`."""
+    for key in field_types(type(config)):
+        value = getattr(config, key)
+        if dataclasses.is_dataclass(value):
+            yield from _flags(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}"

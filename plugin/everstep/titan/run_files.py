@@ -8,6 +8,7 @@ from typing import Any
 
 from everstep.run import fence
 from everstep.run.beats import DONE, STARTUP, Heartbeat, beats_of_groups
+from everstep.run.directory import stop_file
 from everstep.run.files import read_json, write_json
 
 FINISHED = Path("state") / "finished.json"
@@ -39,6 +40,7 @@ class RankFiles:
 
     def __init__(self, run_dir: Path, group: int, rank: int, *, steps: int, stall_timeout_s: float) -> None:
         self._run_dir, self._group, self._steps, self._stall_timeout_s = run_dir, group, steps, stall_timeout_s
+        self._rank = rank
         self._heartbeat = Heartbeat(run_dir, group, rank)
         claim = os.environ.get(fence.ENVIRONMENT)
         self._claim = fence.Claim.parse(claim) if claim else None
@@ -52,13 +54,17 @@ class RankFiles:
         """See `RunFiles.beat`."""
         self._heartbeat.beat(phase, step)
 
+    def computes(self, step: int, slot: int) -> None:
+        """This slot is computed now: what ends the process here may lie in its data."""
+        self._heartbeat.beat("compute", step, slot)
+
     def fenced(self) -> bool:
         """See `RunFiles.fenced`."""
         return self._claim is not None and not fence.holds(self._run_dir, self._group, self._claim)
 
     def asked_to_leave(self) -> bool:
-        """See `RunFiles.asked_to_leave`."""
-        return self._terminated
+        """See `RunFiles.asked_to_leave`. A stop is a level: the file is there for a rank that missed the signal."""
+        return self._terminated or (self._rank == 0 and stop_file(self._run_dir).exists())
 
     def groups_with_state(self) -> list[int]:
         """See `RunFiles.groups_with_state`."""

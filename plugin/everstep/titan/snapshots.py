@@ -14,49 +14,59 @@ import torch.distributed as dist
 
 from everstep.quorum.heal import HealState
 from everstep.run.events import EventLog
-from everstep.snapshot.arena import Arena, run_id
+from everstep.snapshot.agreement import Agreed, Word
+from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.keepers import KeeperError, end_keepers, start_keeper, touch
 from everstep.snapshot.layout import Layout, Shard
 from everstep.snapshot.plan import State
 from everstep.snapshot.recovery import recover
 from everstep.snapshot.section import Snapshot
-from everstep.snapshot.slot import SlotError
+from everstep.snapshot.segment import Segment, run_id
 from everstep.step.interfaces import Commit
+
+
+def _group_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if dist.get_backend() == "gloo" or accelerator is None else accelerator
+
+
+AGREED_SNAPSHOTS = "agreed_snapshots"
+"""Where in a served state's meta a joiner finds what all groups know of their snapshots."""
 
 
 class Snapshots:
     """Snapshots of one rank's training state.
 
     Args:
-        run_dir, group, host: of the run; `host` is what the keeper listens on.
+        run_dir, group, groups, host: of the run; `host` is what the keeper listens on.
         settings: `[snapshot]`.
         token: of the run.
         events: the rank's event log.
     """
 
     def __init__(
-        self, run_dir: Path, group: int, host: str, settings: Snapshot, token: bytes, events: EventLog
+        self, run_dir: Path, group: int, groups: int, host: str, settings: Snapshot, token: bytes, events: EventLog
     ) -> None:
-        self._run_dir, self._group, self._host = run_dir, group, host
+        self._run_dir, self.group, self.groups, self._host = run_dir, group, groups, host
         self._settings, self._events = settings, events
         self.shards: Mapping[str, Shard] = {}
         """`TrainingState.shards()`, once there is a state."""
         self._rank, self._ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._arena = Arena(Path(settings.arena_dir), run_id(token), group)
+        self._segment = Segment(Path(settings.segment_dir), run_id(token), group)
         # Beside the building of the trainer: it takes a process.
         self._keeper_start = threading.Thread(target=self._start_keeper, name="keeper-start", daemon=True)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             self._keeper_start.start()
-        self._copier = Copier(self._arena, self._rank, self._ranks, settings, events.emit, self._start_keeper)
+        self._copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit, self._start_keeper)
 
     def _start_keeper(self) -> None:
         """Start this host's keeper of the group, or find it. Training goes on without one; an event says
         so."""
         try:
-            place = start_keeper(self._run_dir, self._group, self._host, self._settings)
+            place = start_keeper(self._run_dir, self.group, self._host, self._settings)
             self._events.emit("keeper_found", pid=place.pid, address=place.address)
-        except (KeeperError, SlotError, OSError) as error:
+        except (KeeperError, SnapshotError, OSError) as error:
             self._events.emit("snapshot_failed", reason=str(error))
 
     def _await_keeper(self) -> None:
@@ -68,25 +78,44 @@ class Snapshots:
         self._copier.wait()
         return self._copier.published
 
+    def word(self) -> int:
+        """What this group says of its newest snapshot to the others, as a number; a collective of the group."""
+        word = self._copier.word()
+        if self._ranks == 1:
+            return word.encode()
+        flags = [word.published, word.settled, word.coded, word.able, not word.older_busy, not word.newest_busy]
+        everyone = torch.tensor(flags, dtype=torch.uint8, device=_group_device())
+        dist.all_reduce(everyone, op=dist.ReduceOp.MIN)
+        published, settled, coded, able, older_free, newest_free = map(bool, everyone.tolist())
+        return Word(published, settled, coded, able, not older_free, not newest_free).encode()
+
     @property
-    def complete(self) -> tuple[int, str] | None:
-        """Step and lineage of the newest snapshot that is complete on all keepers; what a joiner should know."""
-        return self._copier.complete
+    def agreed(self) -> list[Any]:
+        """What all groups know of the snapshots alike; what a joiner should know."""
+        return self._copier.agreed.to_json()
 
-    def learn_complete(self, step: int, lineage: str) -> None:
-        """What `complete` was at the group that this one heals from."""
-        self._copier.learn_complete(step, lineage)
+    def agree(self, agreed: list[Any]) -> None:
+        """Take over what `agreed` was at the group that this one heals from."""
+        self._copier.agreed = Agreed.from_json(agreed)
 
-    def committed(self, commit: Commit, state: Callable[[], HealState], keep: bool) -> None:
-        """Take a snapshot of a step that was just committed, if one is due. `keep`: a checkpoint will be written of
-        it."""
+    def committed(self, commit: Commit, words: Mapping[int, int], state: Callable[[], HealState], keep: bool) -> None:
+        """Take a snapshot of a step that was just committed, if one is due.
+
+        Args:
+            words: of all groups that spoke in this commit.
+            keep: a checkpoint will be written of it.
+        """
 
         def now() -> State:
             fresh = state()
-            return State(fresh.tensors, fresh.meta, fresh.blobs, self.shards)
+            # What is agreed on snapshots is for joiners.
+            meta = {name: value for name, value in fresh.meta.items() if name != AGREED_SNAPSHOTS}
+            return State(fresh.tensors, meta, fresh.blobs, self.shards)
 
-        touch(self._arena)
-        self._copier.committed(commit.step, f"{commit.history:x}", commit.groups, commit.held, now, keep)
+        touch(self._segment)
+        said = {group: word for group, number in words.items() if (word := Word.decode(number)) is not None}
+        lineage = f"{commit.history:x}"
+        self._copier.committed(commit.step, lineage, commit.groups, said, now, keep, commit.history)
 
     def recover(self, state: HealState, disk_step: int | None) -> HealState | None:
         """The newest state there is, if it is in memory; else None. A collective of the group.
@@ -100,10 +129,10 @@ class Snapshots:
         timeout = timedelta(seconds=self._settings.transfer_timeout_s)
         found = recover(
             self._run_dir,
-            group=self._group,
+            group=self.group,
             rank=self._rank,
             ranks=self._ranks,
-            topology=layout.topology(self._rank, self._ranks),
+            layout=layout,
             disk_step=disk_step,
             timeout=timeout,
             patience=timedelta(seconds=self._settings.restore_wait_s),
@@ -120,19 +149,19 @@ class Snapshots:
         """Start the process that writes a checkpoint of the newest state in memory at or after `step` below `folder`.
         It ends with this one."""
         command = [sys.executable, "-m", "everstep.titan.export", str(self._run_dir), folder, "--below"]
-        command += ["--not-before", str(step), "--group", str(self._group)]
+        command += ["--not-before", str(step), "--group", str(self.group)]
         with (self._run_dir / "logs" / "export.log").open("ab") as log:
             # Of the devices it needs none.
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
     def close(self, over: bool) -> None:
-        """Let go of the arena. `over`: nothing will ever be restored from it, so the keeper is told to
+        """Let go of the segment. `over`: nothing will ever be restored from it, so the keeper is told to
         end."""
         self._await_keeper()  # one that comes up later would not hear that the run is over
         self._copier.close()
         if over and int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            end_keepers(self._run_dir, {self._group})
+            end_keepers(self._run_dir, {self.group})
 
 
 def _share(value: Any) -> list[Any]:

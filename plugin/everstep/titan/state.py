@@ -31,6 +31,13 @@ def slot_seed(seed: int, step: int, slot: int, dp_rank: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
+def canonical(name: str) -> str:
+    """A parameter's or buffer's name in the whole model, without the number of its model part and what activation
+    checkpointing and torch.compile wrap around modules."""
+    name = name.partition(".")[2]
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
 class TrainingState:
     """The parameters, persistent buffers, optimizer state, learning rates and counters of one rank.
 
@@ -84,13 +91,14 @@ class TrainingState:
         return found
 
     def _named(self) -> dict[str, torch.Tensor]:
-        named = {f"param/{name}": param.detach() for name, param in self.parameters.items()}
-        named |= {f"buffer/{name}": buffer for name, buffer in self.buffers.items()}
-        for i, optimizer in enumerate(self._optimizers):
-            index = {param: n for n, param in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+        # By the names that the whole model gives them, so that they are found in groups of any shape.
+        names = {param: canonical(name) for name, param in self.parameters.items()}
+        named = {f"param/{name}": param.detach() for param, name in names.items()}
+        named |= {f"buffer/{canonical(name)}": buffer for name, buffer in self.buffers.items()}
+        for optimizer in self._optimizers:
             for param, state in optimizer.state.items():
                 named |= {
-                    f"optimizer/{i}/{index[param]}/{key}": value
+                    f"optimizer/{names[param]}/{key}": value
                     for key, value in state.items()
                     if isinstance(value, torch.Tensor)
                 }
@@ -123,7 +131,10 @@ class TrainingState:
             tensor.copy_(state.tensors[name])
         self._lr_schedulers.load_state_dict(state.meta["lr_schedulers"])
         # torchtitan's schedulers restore their own counters, not the rate the optimizer uses next.
-        for optimizer, rates in zip(self._optimizers, state.meta["lr"], strict=True):
+        # One optimizer for each model part: other meshes have other numbers of them, all with the same groups.
+        saved = state.meta["lr"]
+        for index, optimizer in enumerate(self._optimizers):
+            rates = saved[min(index, len(saved) - 1)]
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
         self._counters.load_state_dict(state.meta["counters"])

@@ -35,8 +35,8 @@ from everstep.run.beats import DONE, STARTUP
 from everstep.run.events import EventLog
 from everstep.run.exits import FENCED_EXIT, HOPELESS_EXIT
 from everstep.run.token import run_token
-from everstep.snapshot.arena import run_id
 from everstep.snapshot.section import Snapshot
+from everstep.snapshot.segment import run_id
 from everstep.step import ledger
 from everstep.step.driver import Driver, End
 from everstep.step.interfaces import Commit, Timeouts
@@ -101,7 +101,8 @@ class EverstepTrainer(SlotTrainer):
         on_cpu = not cpu.has_accelerator()
         if on_cpu:
             assert config.model_spec is not None
-            if not config.attention_check.enable:  # it brings an attention of its own
+            check = config.attention_check
+            if not check.enable or check.path != "explicit":  # which brings an attention of its own
                 cpu.use_plain_attention(config.model_spec.model)
         attention.apply(config, config.attention_check)
         if config.fault_tolerance.enable:
@@ -146,7 +147,7 @@ class EverstepTrainer(SlotTrainer):
         self.snapshots = None
         if config.snapshot.enable:
             self.snapshots = Snapshots(
-                self._run_dir, ft.group_id, self._host, config.snapshot, self._token, self.events
+                self._run_dir, ft.group_id, ft.groups, self._host, config.snapshot, self._token, self.events
             )
 
     def _prepare(self, config: Config) -> None:
@@ -365,7 +366,8 @@ class EverstepTrainer(SlotTrainer):
         self.ntokens_seen += self.tokens_per_step
         self.source.committed(self.step)
         if self.snapshots is not None:
-            self.snapshots.committed(commit, self.serve, self._checkpoint_from_memory(commit))
+            words, keep = self.words(commit.extra), self._checkpoint_from_memory(commit)
+            self.snapshots.committed(commit, words, self.serve, keep)
         if self.checks is not None:
             self.checks.committed(self.step)
         self.events.emit(

@@ -10,6 +10,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
+from everstep.attention.evidence import Verdict, encode
 from everstep.attention.guard import Checks
 from everstep.data.slots import Batch, SlotSource
 from everstep.data.streams import SlotStreams
@@ -19,11 +20,11 @@ from everstep.run.exits import UNFIT_EXIT
 from everstep.step.interfaces import OutOfData, SlotRefused, SlotSums
 from everstep.step.reduction import local
 from everstep.titan.export import DATALOADER_BLOB, pack_dataloader
-from everstep.titan.snapshots import Snapshots
+from everstep.titan.run_files import RankFiles
+from everstep.titan.snapshots import AGREED_SNAPSHOTS, Snapshots
 from everstep.titan.state import TrainingState, slot_seed
 
 DATA_BLOB = "data"
-COMPLETE_SNAPSHOT = "complete_snapshot"
 NOTES_INTERVAL = 10
 """Committed steps between two exchanges of dataloader positions; what an adopter has to skip at most."""
 
@@ -34,6 +35,7 @@ class SlotTrainer(titan.Trainer):
     """
 
     events: EventLog
+    files: RankFiles
     source: SlotSource
     snapshots: Snapshots | None
     checks: Checks | None
@@ -68,6 +70,7 @@ class SlotTrainer(titan.Trainer):
 
     def compute(self, step: int, slot: int) -> None:
         torch.manual_seed(slot_seed(self.seed, step, slot, self.dp_rank))
+        self.files.computes(step, slot)
         begin = time.perf_counter()
         batch = self._fetch(step, slot)
         if batch is None:
@@ -96,9 +99,16 @@ class SlotTrainer(titan.Trainer):
             # Step and rank are every event's own, and so is the word kind.
             fields = {name: value for name, value in finding.items() if name not in ("step", "rank", "kind")}
             self.events.emit("finding", step, anomaly=finding["kind"], **fields)
-        if reason := checks.reason_to_leave():
-            logger.error(reason)
-            self.events.emit("unfit", step, reason=reason)
+        # No witness is asked yet: the slot's refusals on this rank are all there is to judge by.
+        judged = checks.judge(alone=True)
+        if judged.verdict is Verdict.BOUND:
+            logger.warning(judged.reason)
+            self.events.emit(
+                "bound_suspect", step, slot=slot, reason=judged.reason, witnesses=0, evidence=encode(judged.widened)
+            )
+        elif judged.verdict in (Verdict.UNFIT, Verdict.NOT_FINITE):
+            logger.error(judged.reason)
+            self.events.emit("unfit", step, reason=judged.reason)
             raise SystemExit(UNFIT_EXIT)
         if all_in_group(not refused):
             return
@@ -128,7 +138,21 @@ class SlotTrainer(titan.Trainer):
         if dims.dp_cp_enabled:
             loss = dist_utils.dist_sum_tensor(loss, dims.get_mesh("loss"))
         extra = torch.cat([local(load).flatten().double().cpu() for load in self.expert_loads] or [torch.zeros(0)])
-        return SlotSums(tokens.cpu(), loss.cpu(), extra.double(), frozenset(self._slot_tokens))
+        extra = torch.cat([extra.double(), self._word()])
+        return SlotSums(tokens.cpu(), loss.cpu(), extra, frozenset(self._slot_tokens))
+
+    def _word(self) -> torch.Tensor:
+        """What this group says of its snapshots, in a vector with a place for each group; a collective of the group."""
+        if self.snapshots is None:
+            return torch.zeros(0, dtype=torch.float64)
+        words = torch.zeros(self.snapshots.groups, dtype=torch.float64)
+        words[self.snapshots.group] = self.snapshots.word()
+        return words
+
+    def words(self, extra: torch.Tensor) -> dict[int, int]:
+        """By group what it said of its snapshots, out of a commit's sums."""
+        said = extra[sum(local(load).numel() for load in self.expert_loads) :]
+        return {group: round(word) for group, word in enumerate(said.tolist())}
 
     def discard(self) -> None:
         self._slot_tokens.clear()
@@ -140,7 +164,7 @@ class SlotTrainer(titan.Trainer):
     def assign_expert_loads(self, loads: torch.Tensor) -> None:
         """Put the loads of the whole global batch where torchtitan's balancing reads them."""
         sizes = [local(load).numel() for load in self.expert_loads]
-        for load, part in zip(self.expert_loads, loads.split(sizes), strict=True):
+        for load, part in zip(self.expert_loads, loads[: sum(sizes)].split(sizes), strict=True):
             local(load).copy_(part.view_as(local(load)))
 
     def notes(self, step: int) -> bytes | None:
@@ -160,14 +184,14 @@ class SlotTrainer(titan.Trainer):
         state = self.state.snapshot({DATA_BLOB: self.source.known_states()})
         if self.snapshots is not None:
             state.blobs[DATALOADER_BLOB] = pack_dataloader(self.source.state_dict())
-            state.meta[COMPLETE_SNAPSHOT] = self.snapshots.complete
+            state.meta[AGREED_SNAPSHOTS] = self.snapshots.agreed
         return state
 
     def heal(self, state: HealState) -> None:
         self.take(state, "peer")
-        known = state.meta.get(COMPLETE_SNAPSHOT)
+        known = state.meta.get(AGREED_SNAPSHOTS)
         if self.snapshots is not None and known is not None:
-            self.snapshots.learn_complete(*known)
+            self.snapshots.agree(known)
 
     def take(self, state: HealState, source: str) -> None:
         """Take over a state of this rank column; `source` says in the events where it came from."""

@@ -21,9 +21,8 @@ from torchtitan.components.checkpointer import CheckpointManager
 
 from everstep import wire
 from everstep.attention.injection import Fault as AttentionFault
-from everstep.chaos.orders import order_file
-from everstep.run.files import read_json
-from everstep.snapshot.slot import SlotWriter
+from everstep.run.files import order_file, read_json
+from everstep.snapshot.buffer import BufferWriter
 from everstep.step.reduction import local
 
 POLL_S = 0.05
@@ -182,7 +181,7 @@ class WorkerFaults:
         def killed(*_: object) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(SlotWriter, "publish", killed)  # noqa: B010
+        setattr(BufferWriter, "publish", killed)  # noqa: B010
 
 
 def _filter_sockets(loss: float) -> None:

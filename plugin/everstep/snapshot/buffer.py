@@ -1,4 +1,4 @@
-"""A slot: one file on tmpfs that holds one step's payload, or provably nothing.
+"""A buffer: one file on tmpfs that holds one step's payload, or provably nothing.
 
     [0, 64 KiB)  header: magic, length and XXH3 of a JSON body, the body
     [64 KiB, …)  payload
@@ -15,103 +15,58 @@ read, where a mapping would be SIGBUS.
 
 import ctypes
 import errno
+import functools
 import json
 import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 
-MAGIC = b"evsslot1"
-SCHEMA_VERSION = 1
+from everstep.snapshot.header import Header
+
+MAGIC = b"evsbuf01"
 HEADER_BYTES = 64 << 10
 CHUNK_BYTES = 1 << 20
+FIRST_READ_BYTES = 4096
+"""What nearly every header fits in."""
 _PREFIX = struct.Struct("<8sIQ")
 _MADV_POPULATE_WRITE = 23  # Linux >= 5.14; absent from Python's mmap
 
 
-class SlotError(RuntimeError):
-    """A slot that cannot be made, written or believed; the message says which file and why."""
+class SnapshotError(RuntimeError):
+    """A buffer that cannot be made, written or believed; the message says which file and why."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Header:
-    """What a slot says about itself."""
-
-    run: str
-    """The run's id; a slot of another run is never used."""
-    kind: str
-    """`data`: a part of a rank's state. `parity`: shards coded over the data slots of all members."""
-    group: int
-    rank: int
-    ranks: int
-    """Ranks per group when the snapshot was taken."""
-    step: int
-    """Committed step."""
-    lineage: str
-    """Which of possibly several commits of this step number: equal in the groups that committed together."""
-    members: tuple[int, ...]
-    """The groups that share this snapshot, in ascending order."""
-    parity: int
-    """Parity shards per stripe: members that may be lost. 0 for a snapshot that is not coded."""
-    topology: str
-    """Digest of the layout of the rank's state and of ranks per group."""
-    state_bytes: int
-    """Size of the rank's whole state, of which each member holds a part."""
-    part: tuple[int, int]
-    """Where this member's part of the state begins and ends. (0, 0) in parity."""
-    sections: dict[str, tuple[int, int]]
-    """Where in the payload each section begins and ends."""
-    sequence: int
-    """Counts a rank's publications; the higher of two slots is the younger."""
-    taken_at: float
-    """Wall clock, seconds."""
-    payload_bytes: int = 0
-    root: str = ""
-    """XXH3-64 of the chunk table, hexadecimal."""
-    schema: int = SCHEMA_VERSION
-
-    @property
-    def identity(self) -> tuple[int, str, tuple[int, ...], str]:
-        """Slots with equal identity are parts of one state of one rank column."""
-        return self.step, self.lineage, self.members, self.topology
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, body: dict[str, Any]) -> "Header":
-        """Raises TypeError, KeyError or ValueError for anything `to_json` did not make."""
-        if body.get("schema") != SCHEMA_VERSION:
-            raise ValueError(f"schema version {body.get('schema')}, not {SCHEMA_VERSION}")
-        body = dict(body)
-        body["members"] = tuple(body["members"])
-        body["part"] = tuple(body["part"])
-        body["sections"] = {name: (a, b) for name, (a, b) in body["sections"].items()}
-        return cls(**body)
+def chunks(payload_bytes: int, split: int = 0) -> list[tuple[int, int]]:
+    """Where the chunks of a payload begin and end: every MiB, and anew at `split`."""
+    starts = [*range(0, split, CHUNK_BYTES), *range(split, payload_bytes, CHUNK_BYTES)]
+    return list(zip(starts, [*starts[1:], payload_bytes], strict=True)) if starts else []
 
 
-def table_bytes(payload_bytes: int) -> int:
+def table_bytes(payload_bytes: int, split: int = 0) -> int:
     """Size of the chunk table of a payload."""
-    return -(-payload_bytes // CHUNK_BYTES) * 8
+    return (-(-split // CHUNK_BYTES) + -(-(payload_bytes - split) // CHUNK_BYTES)) * 8
 
 
-def file_bytes(payload_bytes: int) -> int:
+def file_bytes(payload_bytes: int, split: int = 0) -> int:
     """Size of the file that a payload needs."""
-    return HEADER_BYTES + payload_bytes + table_bytes(payload_bytes)
+    return HEADER_BYTES + payload_bytes + table_bytes(payload_bytes, split)
 
 
-def chunk_digests(payload: memoryview) -> np.ndarray:
-    """The chunk table of a payload in memory: uint64, one per MiB."""
-    starts = range(0, len(payload), CHUNK_BYTES)
+def chunk_digests(payload: memoryview, split: int = 0) -> np.ndarray:
+    """The chunk table of a payload in memory: uint64, one per chunk."""
     digest = xxhash.xxh3_64_intdigest
-    return np.array([digest(payload[s : s + CHUNK_BYTES]) for s in starts], dtype="<u8")
+    return as_table([digest(payload[a:b]) for a, b in chunks(len(payload), split)])
+
+
+def as_table(digests: Sequence[int]) -> np.ndarray:
+    return np.array(digests, dtype="<u8")
 
 
 def root_of(table: np.ndarray) -> str:
@@ -122,7 +77,9 @@ def root_of(table: np.ndarray) -> str:
 def _pack_header(header: Header) -> bytes:
     body = json.dumps(header.to_json(), separators=(",", ":")).encode()
     if len(body) + _PREFIX.size > HEADER_BYTES:
-        raise SlotError(f"the header of step {header.step} has {len(body)} bytes and does not fit in {HEADER_BYTES}")
+        raise SnapshotError(
+            f"the header of step {header.step} has {len(body)} bytes and does not fit in {HEADER_BYTES}"
+        )
     return _PREFIX.pack(MAGIC, len(body), xxhash.xxh3_64_intdigest(body)) + body
 
 
@@ -133,14 +90,20 @@ def _unpack_header(area: bytes) -> Header | None:
     body = area[_PREFIX.size : _PREFIX.size + length]
     if magic != MAGIC or len(body) != length or xxhash.xxh3_64_intdigest(body) != digest:
         return None
+    return _parsed(body)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(body: bytes) -> Header | None:
+    """Headers are read over and over, by those who wait for the next."""
     try:
         return Header.from_json(json.loads(body))
-    except (TypeError, KeyError, ValueError):
-        return None  # whole, but of another schema: nothing that this version may use
+    except (ValueError, RecursionError):
+        return None  # of another schema, or a lie: nothing that this version may use
 
 
-class SlotReader:
-    """Reads a slot that another process may be overwriting or deleting. Usable from several threads."""
+class BufferReader:
+    """Reads a buffer that another process may be overwriting or deleting. Usable from several threads."""
 
     def __init__(self, path: Path) -> None:
         """Raises FileNotFoundError or PermissionError."""
@@ -153,19 +116,22 @@ class SlotReader:
 
     def header(self) -> Header | None:
         """The header, or None when nothing is published: empty, being written, damaged or cut short."""
-        header = _unpack_header(os.pread(self._fd, HEADER_BYTES, 0))
-        if header is None or os.fstat(self._fd).st_size < file_bytes(header.payload_bytes):
+        area = os.pread(self._fd, FIRST_READ_BYTES, 0)
+        if len(area) == FIRST_READ_BYTES and _PREFIX.unpack_from(area)[1] > FIRST_READ_BYTES - _PREFIX.size:
+            area = os.pread(self._fd, HEADER_BYTES, 0)
+        header = _unpack_header(area)
+        if header is None or os.fstat(self._fd).st_size < file_bytes(header.payload_bytes, header.split):
             return None
         return header
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        """Payload and table, end to end, from `offset` on. Raises SlotError when the file has become too
+        """Payload and table, end to end, from `offset` on. Raises SnapshotError when the file has become too
         short."""
         got = 0
         while got < len(view):
             n = os.preadv(self._fd, [view[got:]], HEADER_BYTES + offset + got)
             if n == 0:
-                raise SlotError(f"{self.path} was cut short while it was read")
+                raise SnapshotError(f"{self.path} was cut short while it was read")
             got += n
 
     def views(self, offset: int, length: int) -> list[memoryview]:
@@ -178,16 +144,9 @@ class SlotReader:
 
     def table(self, header: Header) -> np.ndarray | None:
         """The chunk table, or None when it is not the one that the header vouches for."""
-        table = np.empty(table_bytes(header.payload_bytes) // 8, dtype="<u8")
+        table = np.empty(table_bytes(header.payload_bytes, header.split) // 8, dtype="<u8")
         self.read_into(table.view(np.uint8).data, header.payload_bytes)
         return table if root_of(table) == header.root else None
-
-    def section(self, header: Header, name: str) -> bytes:
-        """One section of the payload, unverified."""
-        begin, end = header.sections[name]
-        data = bytearray(end - begin)
-        self.read_into(memoryview(data), begin)
-        return bytes(data)
 
     def damage(self, header: Header, give_way: Callable[[], None] = lambda: None) -> str | None:
         """Recompute every checksum. None: every byte is the published one. Else what is wrong, as a sentence.
@@ -199,9 +158,10 @@ class SlotReader:
             return "the checksum table does not match its header"
         bad = []
         buffer = memoryview(bytearray(min(CHUNK_BYTES, header.payload_bytes)))
-        for index, digest in enumerate(table):
-            start = index * CHUNK_BYTES
-            view = buffer[: min(CHUNK_BYTES, header.payload_bytes - start)]
+        for index, (digest, (start, stop)) in enumerate(
+            zip(table, chunks(header.payload_bytes, header.split), strict=True)
+        ):
+            view = buffer[: stop - start]
             self.read_into(view, start)
             if xxhash.xxh3_64_intdigest(view) != digest:
                 bad.append(index)
@@ -211,8 +171,8 @@ class SlotReader:
         return f"chunks {bad} do not match their checksums" if bad else None
 
 
-class SlotWriter:
-    """Writes a slot. One per file and process."""
+class BufferWriter:
+    """Writes a buffer. One per file and process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -225,16 +185,17 @@ class SlotWriter:
         """Make room for a payload, allocated and prefaulted. True if the file was mapped anew and emptied for
         it.
 
-        Raises SlotError when there is no room or no permission; the file is then as small as it was.
+        Raises SnapshotError when there is no room or no permission; the file is then as small as it was.
         """
         try:
             if self._map is not None and self._still_there() and payload_bytes <= self.capacity:
                 return False
             self.release()
+            # A split adds one chunk to the table at most: `file_bytes(…, 1)` is room for any.
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             os.pwrite(self._fd, bytes(_PREFIX.size), 0)
             size = os.fstat(self._fd).st_size
-            want = -(-file_bytes(payload_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+            want = -(-file_bytes(payload_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
             if size < want:
                 try:
                     # Without it a full tmpfs would be SIGBUS in the middle of a copy.
@@ -248,11 +209,11 @@ class SlotWriter:
             self.release()
             if error.errno == errno.ENOSPC:
                 free = os.statvfs(self.path.parent)
-                raise SlotError(
+                raise SnapshotError(
                     f"{self.path} needs {file_bytes(payload_bytes)} bytes, and {self.path.parent} has "
-                    f"{free.f_bavail * free.f_frsize} free: enlarge it or set snapshot.arena_dir"
+                    f"{free.f_bavail * free.f_frsize} free: enlarge it or set snapshot.segment_dir"
                 ) from error
-            raise SlotError(f"{self.path} cannot be made: {error.strerror} (snapshot.arena_dir)") from error
+            raise SnapshotError(f"{self.path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
         self.capacity = payload_bytes
         return True
 
@@ -275,7 +236,7 @@ class SlotWriter:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map)), len(self._map)
 
     def begin(self) -> None:
-        """Wipe the header. From here to `publish` the slot holds nothing."""
+        """Wipe the header. From here to `publish` the buffer holds nothing."""
         assert self._map is not None
         self._map[: _PREFIX.size] = bytes(_PREFIX.size)
 

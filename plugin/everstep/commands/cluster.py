@@ -10,10 +10,10 @@ from pathlib import Path
 
 import tyro
 
-from everstep.config.sections import FaultTolerance
 from everstep.launch import beacon, doctor, slurm
-from everstep.launch.settings import fault_tolerance, read_run_toml
-from everstep.run.directory import LaunchError, default_run_dir
+from everstep.launch.settings import Sections, read_sections
+from everstep.launch.status import local_status
+from everstep.run.directory import LaunchError, default_run_dir, leaves_nothing
 
 
 @dataclass(kw_only=True)
@@ -32,6 +32,9 @@ class Lighthouse:
 
     host: str = ""
     """Address to listen on and to tell the groups. Default: the host name."""
+
+    page: bool = False
+    """Serve report.html while the run goes, on this machine's loopback."""
 
 
 @dataclass(kw_only=True)
@@ -61,13 +64,19 @@ class Submit:
     """sbatch flags of the lighthouse's job, as one word with an equals sign, for instance
     --lighthouse-flags="--partition=cpu"."""
 
+    page: bool = False
+    """Serve report.html while the run goes, on the loopback of the lighthouse's node; its job's log says where."""
+
+    allow_dropped: bool = False
+    """Train without what a file of torchtitan 0.2 asks for and nothing here applies: a converter such as float8."""
+
     dry_run: bool = False
-    """Print the sbatch commands and do nothing."""
+    """Print the sbatch commands and do nothing. Looks whether the files that they need are there."""
 
 
 @dataclass(kw_only=True)
 class Status:
-    """Show the groups of a run as Slurm sees them, beside what the run itself says."""
+    """Show where a run is: its step, its groups, its last faults; on Slurm also as Slurm sees them."""
 
     run_dir: tyro.conf.Positional[Path]
     """The run directory."""
@@ -83,16 +92,17 @@ class Stop:
 
 def run_lighthouse(command: Lighthouse, flags: Sequence[str]) -> int:
     """Until every group has ended; returns the exit status."""
-    section = fault_tolerance(read_run_toml(command.config), flags)
+    section = read_sections(command.config, flags).fault_tolerance
     groups = section.groups if command.groups is None else command.groups
     host = command.host or socket.gethostname()
-    return beacon.keep_up(beacon.Beacon(command.run_dir.resolve(), host, groups, section))
+    return beacon.keep_up(beacon.Beacon(command.run_dir.resolve(), host, groups, section, command.page))
 
 
 def submit(command: Submit, flags: Sequence[str]) -> int:
     """Exit status 0 when both jobs are queued."""
     sbatch_flags, titan_flags = slurm.split_flags(flags)
-    section = fault_tolerance(read_run_toml(command.config), titan_flags)
+    sections = read_sections(command.config, titan_flags, allow_dropped=command.allow_dropped)
+    section = sections.fault_tolerance
     groups = section.groups if command.groups is None else command.groups
     if groups < 1 or command.nodes_per_group < 1 or command.ranks_per_node < 1:
         raise LaunchError("--groups, --nodes-per-group and --ranks-per-node must be at least 1.")
@@ -104,29 +114,33 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
         nodes_per_group=command.nodes_per_group,
         sbatch_flags=sbatch_flags,
         lighthouse_flags=shlex.split(command.lighthouse_flags),
+        page=command.page,
         flags=["--ranks", str(command.ranks_per_node), *titan_flags],
     )
     if command.dry_run:
         print(slurm.describe_commands(submission))
-        return 0
+        return slurm.say_what_is_missing()
     slurm.require_slurm()
-    _look_first(command, section, groups, run_dir, titan_flags)
-    slurm.settle(command.config, run_dir, groups, command.ranks_per_node * command.nodes_per_group, titan_flags)
+    with leaves_nothing(run_dir):
+        _look_first(command, sections, groups, run_dir, titan_flags)
+        ranks = command.ranks_per_node * command.nodes_per_group
+        warnings = slurm.settle(command.config, run_dir, groups, ranks, titan_flags, command.allow_dropped)
+    print(*warnings, sep="\n", end="\n" if warnings else "", file=sys.stderr)
     print(slurm.describe_submission(submission, slurm.submit(submission)))
     return 0
 
 
-def _look_first(command: Submit, section: FaultTolerance, groups: int, run_dir: Path, flags: Sequence[str]) -> None:
+def _look_first(command: Submit, sections: Sections, groups: int, run_dir: Path, flags: Sequence[str]) -> None:
     """Say what `everstep doctor` has to say on a login node. Raises LaunchError for what cannot work."""
     plan = doctor.Plan(
         config=command.config,
         flags=flags,
-        fault_tolerance=section,
-        snapshot=doctor.snapshot_section(read_run_toml(command.config)),
+        fault_tolerance=sections.fault_tolerance,
+        snapshot=sections.snapshot,
         groups=groups,
         nodes_per_group=command.nodes_per_group,
         run_dir=run_dir,
-        host=section.bind_host,
+        host=sections.fault_tolerance.bind_host,
         here=False,
     )
     found = [line for line in doctor.examine(plan) if line.verdict != "ok"]
@@ -138,8 +152,12 @@ def _look_first(command: Submit, section: FaultTolerance, groups: int, run_dir: 
 
 def status(command: Status, flags: Sequence[str]) -> int:
     """Prints the table; returns 0."""
-    slurm.require_slurm()
-    print(slurm.status(command.run_dir.resolve()))
+    run_dir = command.run_dir.resolve()
+    if slurm.job_file(run_dir).exists():
+        slurm.require_slurm()
+        print(slurm.status(run_dir))
+    else:
+        print(local_status(run_dir))
     return 0
 
 

@@ -1,0 +1,186 @@
+"""What the identities see of faults inside a fused kernel: every intermediate of every tile of a FlashAttention,
+forward and backward, and what the forward left for the backward.
+
+    python bench/attention_inside.py --faults 3000 --json RESULT.json
+
+A fault harms when it moves the output, or dQ, dK or dV of some head, by more than 1 % of its norm (`norm`); the
+second column counts the stricter 2^-7 of the largest element of the tensor (`element`), which is two units of bf16's last place.
+Printed: found of harmful, by intermediate.
+"""
+
+import argparse
+import json
+import math
+import random
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+from attention_flash import BACKWARD, FORWARD, Strike, exponent_or_sign, flash, untouched
+from everstep.attention import fused
+from everstep.attention.guard import Checks
+from everstep.attention.injection import Fault
+from everstep.attention.section import AttentionCheck
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KINDS = ("flip", "extreme", "two bits", "tile")
+STYLES = ("normal", "trained", "sharp", "flat")
+NARROW = ("out", "saved out", "dq", "dk", "dv")
+"""Intermediates that are in the operands' dtype; all others are in fp32."""
+
+
+def operands(style: str, length: int, heads: int, groups: int, dim: int, dtype: torch.dtype, seed: int):
+    """q, k, v and dO of one sequence.
+
+    trained: gradients of tokens that differ by e, a shared direction in them, a first key that all queries see and
+    whose value is small. sharp and flat: scores times 4, times 1/30.
+    """
+    g = torch.Generator().manual_seed(seed)
+    q, do = (torch.randn(1, length, heads, dim, generator=g) for _ in range(2))
+    k, v = (torch.randn(1, length, heads // groups, dim, generator=g) for _ in range(2))
+    if style == "trained":
+        do = do * torch.exp(torch.randn(1, length, 1, 1, generator=g)) * 1e-3
+        do = do + 0.3 * do.mean(1, keepdim=True)
+        toward = q.unflatten(2, (-1, groups)).mean((1, 3))
+        k[:, 0] = 0.2 * k[:, 0] + 6 * toward / toward.norm(dim=-1, keepdim=True) * math.sqrt(dim) / 4
+        v[:, 0] *= 0.02
+    q = q * {"sharp": 4.0, "flat": 1 / 30}.get(style, 1.0)
+    return tuple(x.to(dtype) for x in (q, k, v, do))
+
+
+def computed(inputs, hook, guard=None) -> list[torch.Tensor]:
+    """Output, dQ, dK and dV."""
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    kernel = flash(hook)
+    if guard is None:
+        out, _ = kernel(q, k, v)
+    else:
+        out, _ = fused.attention(kernel, q, k, v, scale=None, guard=guard, wide_groups=True)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3])]
+
+
+def harm(got: list[torch.Tensor], clean: list[torch.Tensor]) -> tuple[float, float]:
+    """The largest change of a head's norm, and of an element by the largest one; inf where it is not finite."""
+    norm = element = 0.0
+    for a, b in zip(got, clean, strict=True):
+        apart, b = a.double() - b.double(), b.double()
+        by_head = (apart.square().sum((1, 3)) / b.square().sum((1, 3))).sqrt().max()
+        norm = max(norm, by_head.nan_to_num(math.inf, math.inf).item())
+        element = max(element, (apart.abs().max() / b.abs().max()).nan_to_num(math.inf, math.inf).item())
+    return norm, element
+
+
+def draw_fault(kind: str, name: str, dtype: torch.dtype, draw: random.Random) -> Fault:
+    """A fault of this kind for an intermediate."""
+    of = dtype if name in NARROW else torch.float32
+    if kind == "extreme":
+        return Fault(draw.choice(("nan", "inf", "near-inf")), draw.random(), sign=draw.choice((-1, 1)))
+    if kind == "tile":
+        return Fault("tile", draw.random(), magnitude=draw.choice((-1.0, 0.0, 0.5, 2.0, 4.0)))
+    fault = exponent_or_sign(of, draw)
+    if kind == "flip":
+        return fault
+    bits = torch.finfo(of).bits
+    return Fault("bits", fault.place, bit=(1 << fault.bit) | (1 << draw.randrange(bits - 12, bits)))
+
+
+class Campaign:
+    """Faults of one dtype, and what became of them.
+
+    Args:
+        rerun: whether a checked forward runs twice.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, rerun: str = "always", seed: int = 0) -> None:
+        self.dtype, self.draw = dtype, random.Random(seed)
+        self.checks = Checks(AttentionCheck(enable=True, frequency=1.0, mode="detect", rerun=rerun))
+        self.guard = self.checks.guard(0, "inner", fused.RESULTS)
+        self.rows: list[dict] = []
+        self.alarms = self.clean = 0
+
+    def _run(self, inputs, hook) -> tuple[list[torch.Tensor], bool]:
+        self.checks.begin(1, 0)
+        got = computed(inputs, hook, self.guard)
+        refused = self.checks.refused()
+        self.checks.drain()
+        return got, refused
+
+    def case(self, length: int, style: str, faults: int, names=(*FORWARD, *BACKWARD), kinds=KINDS) -> None:
+        """Put `faults` faults, one at a time, into one attention."""
+        draw = self.draw
+        groups = draw.choice((1, 2, 4))
+        inputs = operands(
+            style, length, max(2, groups), groups, draw.choice((32, 64)), self.dtype, draw.randrange(2**31)
+        )
+        count = Strike()
+        clean = computed(inputs, count)
+        alarm = self._run(inputs, untouched)[1]
+        self.clean, self.alarms = self.clean + 1, self.alarms + alarm
+        for _ in range(faults):
+            name, kind = draw.choice(names), draw.choice(kinds)
+            strike = Strike(name, draw.randrange(count.counts[name]), draw_fault(kind, name, self.dtype, draw))
+            got, found = self._run(inputs, strike)
+            norm, element = harm(got, clean)
+            self.rows.append(
+                {"name": name, "kind": kind, "length": length, "style": style}
+                | {"norm": norm > 0.01, "element": element > 2**-7, "found": found}
+            )
+
+    def found(self, by: str, **only) -> tuple[int, int]:
+        """Found of harmful, by this measure of harm."""
+        rows = [row for row in self.rows if row[by] and all(row[key] == value for key, value in only.items())]
+        return sum(row["found"] for row in rows), len(rows)
+
+
+def show(campaign: Campaign, title: str) -> dict:
+    """Print found of harmful by intermediate."""
+    print(f"\n{title}: {campaign.clean} clean runs, {campaign.alarms} alarms")
+    print(
+        f"{'':12s}" + "".join(f"{kind:>26s}" for kind in KINDS) + "\n" + " " * 12 + f"{'norm':>13s}{'element':>13s}" * 4
+    )
+    table: dict = defaultdict(dict)
+    for name in (*FORWARD, *BACKWARD):
+        line = f"{name:12s}"
+        for kind in KINDS:
+            for by in ("norm", "element"):
+                found, harmful = campaign.found(by, name=name, kind=kind)
+                table[name][f"{kind}, {by}"] = [found, harmful]
+                line += f"{found:6d}/{harmful:<6d}"
+        print(line)
+    for part, names in (("forward", FORWARD), ("backward", BACKWARD)):
+        line = f"{part:12s}"
+        for kind in KINDS:
+            for by in ("norm", "element"):
+                pairs = [table[name][f"{kind}, {by}"] for name in names]
+                found, harmful = (sum(column) for column in zip(*pairs, strict=True))
+                table[part][f"{kind}, {by}"] = [found, harmful]
+                line += f"{found:6d}/{harmful:<6d}"
+        print(line, flush=True)
+    return dict(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=3000, help="of each dtype")
+    parser.add_argument("--lengths", default="128,256,512")
+    parser.add_argument("--dtypes", default="bf16,fp16,fp32")
+    parser.add_argument("--rerun", default="always", choices=("always", "never"))
+    parser.add_argument("--each", type=int, default=50, help="faults in one attention")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results = {}
+    for name in args.dtypes.split(","):
+        campaign = Campaign(DTYPES[name], rerun=args.rerun, seed=args.seed)
+        for turn in range(args.faults // args.each):
+            length = int(campaign.draw.choice(args.lengths.split(",")))
+            campaign.case(length, STYLES[turn % len(STYLES)], args.each)
+        results[name] = {"clean": campaign.clean, "alarms": campaign.alarms} | show(campaign, name)
+        results[name]["rows"] = campaign.rows
+    if args.json:
+        args.json.write_text(json.dumps({"args": {k: str(v) for k, v in vars(args).items()}, **results}))
+
+
+if __name__ == "__main__":
+    main()

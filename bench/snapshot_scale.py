@@ -1,0 +1,321 @@
+"""Snapshots of a thousand groups of eight ranks, on one machine: what a host opens, moves and waits for.
+
+    python bench/snapshot_scale.py [--groups 1000] [--ranks 8] [--steps 3] [--off 100] [--json]
+
+Coding depends on a parity group only, so one parity group is real: eight keeper processes with all their ranks, with
+the headers of a snapshot that all groups share. Counted per keeper: descriptors open at most, read calls and seconds of
+processor time per step; and what the arithmetic alone takes in this process.
+
+Restoring asks every host. The other groups' keepers are light: servers in this machine's processes that answer for the
+headers, parts and parity of all their ranks, over the real protocol. `--off` hosts accept connections and never answer.
+One rank is restored by the real code; the transfer alone is the same bytes over one connection.
+"""
+
+import argparse
+import functools
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from everstep import wire
+from everstep.run.token import run_token
+from everstep.snapshot import keepers, parity, peers, recovery
+from everstep.snapshot.agreement import Word
+from everstep.snapshot.buffer import chunk_digests, root_of
+from everstep.snapshot.copier import Copier
+from everstep.snapshot.header import Header
+from everstep.snapshot.layout import Layout
+from everstep.snapshot.plan import State, meta_digest
+from everstep.snapshot.restore import pack_own, read_padded
+from everstep.snapshot.section import Snapshot
+from everstep.snapshot.segment import Segment, run_id
+from everstep.snapshot.stripes import Code, code_id, parity_group, part_bounds
+
+STEP = 7
+SERVERS = 8
+"""Processes that the light keepers share."""
+PATIENCE = timedelta(seconds=10)
+TIMEOUT = timedelta(seconds=10)
+
+
+def state_of(rank: int, nbytes: int, step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return {f"param/{i}": torch.randn(nbytes // 16, generator=generator) for i in range(4)}
+
+
+def coding(groups: int, ranks: int, steps: int, state_bytes: int, home: Path) -> dict[str, Any]:
+    """One real parity group of a run of that many groups."""
+    run_dir = home / "run"
+    run_dir.mkdir(parents=True)
+    token = run_token(run_dir)
+    settings = Snapshot(enable=True, segment_dir=str(home), memory_reserve_gb=0.0)
+    mine = parity_group(range(groups), settings.parity_group, 0)
+    for group in range(groups):
+        if group not in mine:
+            place = peers.Place(group, f"host-{group}", "127.0.0.1:9", 0, "", 1.0)
+            path = peers.places_dir(run_dir) / f"group-{group}@host-{group}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(place.__dict__))
+    places = [keepers.start_keeper(run_dir, group, "127.0.0.1", settings) for group in mine]
+    copiers: dict[tuple[int, int], Copier] = {}
+    failures: list[Any] = []
+    try:
+        for group in mine:
+            segment = Segment(home, run_id(token), group)
+            for rank in range(ranks):
+                emit = lambda kind, step=None, **f: failures.append((kind, f)) if "fail" in kind else None  # noqa: E731
+                copiers[group, rank] = Copier(segment, rank, ranks, settings, emit)
+        pids = [place.pid for place in places]
+        rows = []
+        everyone = {group: Word(published=True, coded=True) for group in range(groups)}
+        for step in range(1, steps + 1):
+            states = [state_of(rank, state_bytes, step) for rank in range(ranks)]
+            before = {pid: _use(pid) for pid in pids}
+            for (_, rank), copier in copiers.items():
+                copier.wait()
+                what = functools.partial(State, states[rank], {"step": step})
+                copier.committed(step, "a", range(groups), everyone, what)
+            began = time.monotonic()
+            descriptors = 0
+            while not all(copier.word().coded for copier in copiers.values()):
+                descriptors = max(descriptors, *(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids))
+                if time.monotonic() - began > 120:
+                    raise TimeoutError(f"step {step} was not coded: {failures[:3]}")
+                time.sleep(0.005)
+            used = [tuple(a - b for a, b in zip(_use(pid), before[pid], strict=True)) for pid in pids]
+            rows.append(
+                {
+                    "step": step,
+                    "wall_s": time.monotonic() - began,
+                    "keeper_cpu_s": max(cpu for cpu, _ in used),
+                    "read_calls": max(calls for _, calls in used),
+                    "descriptors": descriptors,
+                }
+            )
+    finally:
+        for copier in copiers.values():
+            copier.close()
+        keepers.end_keepers(run_dir)
+    part = part_bounds(state_bytes, groups, 0)
+    size = part[1] - part[0] + 1500
+    shards = [parity.aligned_bytes(-(-size // (len(mine) - 1))) for _ in range(len(mine) - 1)]
+    began = time.perf_counter()
+    for _ in range(ranks):
+        parity.combine(parity.encoding_rows(len(shards), 1), shards, [parity.aligned_bytes(len(shards[0]))])
+    return {"parity_group": len(mine), "arithmetic_s": time.perf_counter() - began, "steps": rows}
+
+
+def _use(pid: int) -> tuple[float, int]:
+    process = psutil.Process(pid)
+    times = process.cpu_times()
+    return times.user + times.system, process.io_counters().read_count
+
+
+class Light:
+    """A keeper of one group without memory of its own: what it would hold is computed when it is asked for."""
+
+    def __init__(self, run: str, token: bytes, groups: int, ranks: int, state_bytes: int, group: int) -> None:
+        self._run, self._groups, self._ranks = run, groups, ranks
+        self._bytes, self._group = state_bytes, group
+        self.server = wire.Server("127.0.0.1", token, self._talk, TIMEOUT)
+
+    def _talk(self, channel: wire.Channel) -> None:
+        message: dict[str, Any] | None = channel.receive_frame()
+        while message is not None:
+            if message["op"] == "inventory":
+                listed = []
+                for rank in range(self._ranks):
+                    for kind in ("data", "parity"):
+                        header, _ = self._held(kind, rank)
+                        listed.append({"header": header.to_json(), "sound": True})
+                channel.send_frame({"buffers": listed})
+                message = channel.receive_frame()
+            else:
+                header, payload = self._held(message["kind"], message["rank"])
+                channel.send_frame({"header": header.to_json()})
+                table = chunk_digests(payload.data, header.split)
+                message = wire.serve_ranges(channel, wire.Pieces([payload.data, table.view(np.uint8).data]))
+
+    def _held(self, kind: str, rank: int) -> tuple[Header, np.ndarray]:
+        part = part_of(self._run, self._groups, self._ranks, self._bytes, self._group, rank)
+        return (
+            part if kind == "data" else parity_of(self._run, self._groups, self._ranks, self._bytes, self._group, rank)
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def _flat(rank: int, nbytes: int) -> tuple[Layout, np.ndarray]:
+    tensors = state_of(rank, nbytes, STEP)
+    layout = Layout.of(tensors)
+    flat = torch.zeros(layout.size, dtype=torch.uint8)
+    for name, view in layout.views(flat).items():
+        view.copy_(tensors[name])
+    return layout, flat.numpy()
+
+
+@functools.lru_cache(maxsize=20_000)
+def part_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: int) -> tuple[Header, np.ndarray]:
+    """A group's part as its copier would publish it."""
+    layout, flat = _flat(rank, nbytes)
+    members, mine = tuple(range(groups)), parity_group(range(groups), 8, group)
+    after = mine[(mine.index(group) + 1) % len(mine)]
+    part, witness = (part_bounds(layout.size, groups, g) for g in (group, after))
+    own = pack_own({"step": STEP}, {}, step=STEP, group=group, rank=rank)
+    described = json.dumps(layout.to_json(), separators=(",", ":")).encode()
+    size = part[1] - part[0]
+    payload = np.concatenate([flat[part[0] : part[1]], np.frombuffer(own + described, dtype=np.uint8)])
+    digest = lambda span: f"xxh3:{root_of(chunk_digests(flat[span[0] : span[1]].data))}"  # noqa: E731
+    header = Header(
+        run=run, kind="data", group=group, rank=rank, ranks=ranks, step=STEP, lineage="a", members=members, parity=1,
+        parity_group=mine, topology=layout.topology(rank, ranks), state_bytes=layout.size, part=part,
+        part_digest=digest(part), witness=witness, witness_digest=digest(witness),
+        meta_digest=meta_digest({"step": STEP}), sequence=1, taken_at=1.0, payload_bytes=len(payload),
+        sections={"part": (0, size), "own": (size, size + len(own)), "layout": (size + len(own), len(payload))},
+        root=root_of(chunk_digests(payload.data, size)),
+    )  # fmt: skip
+    return header, payload
+
+
+@functools.lru_cache(maxsize=20_000)
+def parity_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: int) -> tuple[Header, np.ndarray]:
+    """A group's piece of its parity group's code, as its keeper would publish it."""
+    mine = parity_group(range(groups), 8, group)
+    parts = {g: part_of(run, groups, ranks, nbytes, g, rank) for g in mine}
+    code = Code(mine, mine, 1)
+    length = code.shard_bytes({g: header.payload_bytes for g, (header, _) in parts.items()})
+    stripe = code.stripe_coded_by(group, 0)
+    shards = []
+    for giver in code.columns(stripe):
+        shard = parity.aligned_bytes(length)
+        at = code.stripes_of(giver).index(stripe) * length
+        read_padded(wire.Pieces([parts[giver][1].data]), at, shard)
+        shards.append(shard)
+    out = parity.aligned_bytes(length)
+    parity.combine(parity.encoding_rows(len(shards), 1), shards, [out])
+    covers = json.dumps([parts[g][0].to_json() for g in mine]).encode()
+    payload = np.concatenate([out, np.frombuffer(covers, dtype=np.uint8)])
+    own = parts[group][0]
+    values: dict[str, Any] = {
+        **own.__dict__, "kind": "parity", "part": (0, 0), "part_digest": "", "witness": (0, 0), "witness_digest": "",
+        "code": code_id(code, {g: header.root for g, (header, _) in parts.items()}), "givers": mine, "holders": mine,
+        "sections": {"shards": (0, length), "covers": (length, len(payload))}, "payload_bytes": len(payload),
+        "root": root_of(chunk_digests(payload.data)),
+    }  # fmt: skip
+    values.pop("identity", None)
+    return Header(**values), payload
+
+
+def serve(run: str, token: bytes, mine: list[int], groups: int, ranks: int, nbytes: int, told: Any) -> None:
+    """A process of light keepers."""
+    lights = {group: Light(run, token, groups, ranks, nbytes, group) for group in mine}
+    told.send({group: light.server.address for group, light in lights.items()})
+    told.recv()
+
+
+def restoring(groups: int, ranks: int, off: int, state_bytes: int, home: Path) -> dict[str, Any]:
+    """One rank of a start, while some hosts are off."""
+    run_dir = home / "start"
+    run_dir.mkdir(parents=True)
+    token = run_token(run_dir)
+    run = run_id(token)
+    dead = set(range(off))
+    alive = [group for group in range(groups) if group not in dead]
+    for group in alive:  # before the processes part, so that it is computed once
+        for rank in range(ranks):
+            parity_of(run, groups, ranks, state_bytes, group, rank)
+    context = multiprocessing.get_context("fork")
+    pipes, workers = [], []
+    for number in range(SERVERS):
+        ours, theirs = context.Pipe()
+        order = (run, token, alive[number::SERVERS], groups, ranks, state_bytes, theirs)
+        workers.append(context.Process(target=serve, args=order, daemon=True))
+        workers[-1].start()
+        pipes.append(ours)
+    addresses: dict[int, str] = {}
+    for pipe in pipes:
+        addresses |= pipe.recv()
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen(4096)
+        for group in range(groups):
+            address = addresses.get(group, f"127.0.0.1:{mute.getsockname()[1]}")
+            path = peers.places_dir(run_dir) / f"group-{group}@host-{group}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(peers.Place(group, f"host-{group}", address, 0, "", 1.0).__dict__))
+        topologies = [_flat(r, state_bytes)[0].topology(r, ranks) for r in range(ranks)]
+        share = lambda value: topologies if isinstance(value, str) else [value]  # noqa: E731
+        began = time.monotonic()
+        # As rank 0 decides for its group and fetches its own state; the other ranks fetch at the same time elsewhere.
+        found = recovery.recover(
+            run_dir, group=groups - 1, rank=0, ranks=ranks, layout=_flat(0, state_bytes)[0], disk_step=None,
+            timeout=TIMEOUT, patience=PATIENCE, share=share,
+        )  # fmt: skip
+        took = time.monotonic() - began
+        assert found.restored is not None, found.decision.reasons
+        assert np.array_equal(found.restored.flat, _flat(0, state_bytes)[1]), "another state"
+    for pipe in pipes:
+        pipe.send(None)
+    for worker in workers:
+        worker.join(10)
+    transfer_s = found.restored.fetched_bytes / 1e9
+    return {
+        "hosts": groups,
+        "off": off,
+        "source": found.decision.source,
+        "decoded_groups": len(found.restored.decoded),
+        "took_s": took,
+        "fetched_bytes": found.restored.fetched_bytes,
+        "transfer_at_1_gb_s": transfer_s,
+        "open_files": resource_files(),
+    }
+
+
+def resource_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=1000)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--off", type=int, default=100)
+    parser.add_argument("--mb", type=float, default=8.0, help="state of a rank")
+    parser.add_argument("--only", choices=("coding", "restoring"))
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    home = Path(tempfile.mkdtemp(prefix="everstep-scale-", dir="/dev/shm"))
+    record: dict[str, Any] = {"groups": args.groups, "ranks": args.ranks, "state_mb": args.mb}
+    try:
+        size = int(args.mb * 1e6)
+        if args.only != "restoring":
+            record["coding"] = coding(args.groups, args.ranks, args.steps, size, home)
+        if args.only != "coding":
+            record["restoring"] = restoring(args.groups, args.ranks, args.off, size, home)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+    if args.json:
+        print(json.dumps(record))
+        return
+    for row in record.get("coding", {}).get("steps", []):
+        print("  ".join(f"{name} {value:.3g}" for name, value in row.items()))
+    if "coding" in record:
+        print(f"arithmetic of a step: {record['coding']['arithmetic_s']:.4f} s")
+    if "restoring" in record:
+        print("  ".join(f"{name} {value}" for name, value in record["restoring"].items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""The checks as operators of PyTorch, so that torch.compile takes a checked block as one graph.
+
+Python cannot run inside a graph, and what a check decides changes from slot to slot. So the graph holds one opaque
+operator for each checked result, with a fake kernel for its shapes; what runs in it is the code that eager mode runs.
+Its guard is found by the guard's `ticket`, a small tensor on the host, which is an input of the graph like any other: a
+number would be compiled in, once for every layer. Every operator changes its ticket, and so is neither dropped, nor
+merged with another one, nor put into another order.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.library import custom_op
+
+from .findings import outcome
+from .fused import BACKWARD, FORWARD, look, watch_inputs, watch_output
+from .guard import Guard, guard_of
+from .identities import packed_size
+from .linear import WeightSums, input_gradient, project, weight_gradient
+from .product import unseen_by_checkpointing
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def _used(ticket: torch.Tensor) -> Guard:
+    """The guard that a ticket stands for, and one use more on it."""
+    ticket[1] += 1
+    return guard_of(ticket)
+
+
+def _sums(guard: Guard) -> WeightSums:
+    if guard.kept is None:
+        guard.kept = WeightSums()
+    return guard.kept
+
+
+@custom_op("everstep::project", mutates_args=("ticket",))
+def _project(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ticket: torch.Tensor
+) -> torch.Tensor:
+    guard = _used(ticket)
+    return project(guard, _sums(guard), x, weight, bias)
+
+
+@_project.register_fake
+def _(x, weight, bias, ticket):
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@custom_op("everstep::input_gradient", mutates_args=("ticket",))
+def _input_gradient(dy: torch.Tensor, weight: torch.Tensor, ticket: torch.Tensor) -> torch.Tensor:
+    guard = _used(ticket)
+    return input_gradient(guard, _sums(guard), dy, weight)
+
+
+@_input_gradient.register_fake
+def _(dy, weight, ticket):
+    return dy.new_empty(dy.shape[0], weight.shape[1])
+
+
+@custom_op("everstep::weight_gradient", mutates_args=("ticket",))
+def _weight_gradient(dy: torch.Tensor, x: torch.Tensor, ticket: torch.Tensor) -> torch.Tensor:
+    return weight_gradient(_used(ticket), dy, x)
+
+
+@_weight_gradient.register_fake
+def _(dy, x, ticket):
+    return dy.new_empty(dy.shape[1], x.shape[1])
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, ticket):
+        ctx.save_for_backward(x, weight)
+        ctx.ticket, ctx.has_bias = ticket, bias is not None
+        y = _project(x.reshape(-1, x.shape[-1]), weight, bias, ticket)
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        flat, dflat = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        dx = _input_gradient(dflat, weight, ctx.ticket).view_as(x) if ctx.needs_input_grad[0] else None
+        dw = _weight_gradient(dflat, flat, ctx.ticket) if ctx.needs_input_grad[1] else None
+        db = dflat.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return dx, dw, db, None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, guard: Guard) -> torch.Tensor:
+    """`linear.linear` for a graph; the guard keeps the sums of this weight."""
+    return _Linear.apply(x, weight, bias, guard.ticket)
+
+
+@custom_op("everstep::touch", mutates_args=("ticket",))
+def _touch(x: torch.Tensor, ticket: torch.Tensor, section: str, backward: bool) -> torch.Tensor:
+    touched = _used(ticket).touch(section, x, backward=backward)
+    return touched.clone() if touched is x else touched
+
+
+@_touch.register_fake
+def _(x, ticket, section, backward):
+    return torch.empty_like(x)
+
+
+@custom_op("everstep::watch_forward", mutates_args=("ticket",))
+def _watch_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    ticket: torch.Tensor,
+    scale: float,
+    plain_scores: bool,
+) -> None:
+    guard = _used(ticket)
+    pairs = q.shape[0] * q.shape[2] * float(q.shape[1]) ** 2 / 2
+    flops = 2 * pairs * (q.shape[-1] + v.shape[-1])
+    if guard.checking(FORWARD, flops=flops, cost=float(q.numel() + v.numel())):
+        with torch.no_grad(), unseen_by_checkpointing():
+            found = look(q, k, v, out, lse, None, guard, scale, plain_scores).all()
+            guard.report(FORWARD, outcome(found, refused=found.bad().sum()))
+
+
+@custom_op("everstep::watch_output", mutates_args=("ticket",))
+def _watch_output(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    d_out: torch.Tensor,
+    lse: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
+    ticket: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    guard = _used(ticket)
+    if guard.will_check(BACKWARD):
+        return watch_output(q, k, v, out, d_out, lse, d_lse, scale)
+    return _packed(q, k, v).zero_()
+
+
+def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape[0], k.shape[2], packed_size(q.shape[-1], v.shape[-1]), dtype=dtype)
+
+
+@_watch_output.register_fake
+def _(q, k, v, out, d_out, lse, d_lse, ticket, scale):
+    return _packed(q, k, v)
+
+
+@custom_op("everstep::watch_inputs", mutates_args=("ticket",))
+def _watch_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    packed: torch.Tensor,
+    ticket: torch.Tensor,
+    scale: float,
+    plain_scores: bool,
+    wide_groups: bool,
+) -> None:
+    guard = _used(ticket)
+    checking = guard.will_check(BACKWARD)
+    pairs = q.shape[0] * q.shape[2] * float(q.shape[1]) ** 2 / 2
+    flops = 2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1])
+    guard.checking(BACKWARD, flops=flops, cost=10.0 * q.numel(), backward=True)
+    if checking:
+        watch_inputs(guard, q, k, v, dq, dk, dv, packed, scale, plain_scores, wide_groups)
+
+
+class _Inputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, ticket, scale, plain_scores, wide_groups, injecting):
+        ctx.save_for_backward(q, k, v)
+        ctx.ticket, ctx.injecting = ticket, injecting
+        ctx.known = scale, plain_scores, wide_groups
+        return q.view_as(q), k.view_as(k), v.view_as(v), _packed(q, k, v).zero_()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dq, dk, dv, packed):
+        q, k, v = ctx.saved_tensors
+        if ctx.injecting:
+            dq = _touch(dq, ctx.ticket, "dq", True)
+            dk = _touch(dk, ctx.ticket, "dk", True)
+            dv = _touch(dv, ctx.ticket, "dv", True)
+        _watch_inputs(q, k, v, dq, dk, dv, packed, ctx.ticket, *ctx.known)
+        return dq, dk, dv, None, None, None, None, None
+
+
+class _Output(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out, lse, q, k, v, link, ticket, scale):
+        ctx.save_for_backward(out, lse, q, k, v)
+        ctx.ticket, ctx.scale = ticket, scale
+        return out.view_as(out), None if lse is None else lse.view_as(lse)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out, d_lse):
+        out, lse, q, k, v = ctx.saved_tensors
+        given = None if lse is None else d_lse
+        packed = _watch_output(q, k, v, out, d_out, lse, given, ctx.ticket, ctx.scale)
+        return d_out, d_lse, None, None, None, packed, None, None
+
+
+def attention(
+    attend: Attend,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None,
+    guard: Guard,
+    plain_scores: bool = True,
+    wide_groups: bool = False,
+) -> tuple[torch.Tensor, Any]:
+    """`fused.attention` for a graph. A finding of the forward refuses the slot there: nothing in a graph can run the
+    kernel again, and no second run is made."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    ticket, injecting = guard.ticket, guard.injecting
+    watched = torch.is_grad_enabled()
+    link = None
+    if watched:
+        q, k, v, link = _Inputs.apply(q, k, v, ticket, scale, plain_scores, wide_groups, injecting)
+    out, lse = attend(q, k, v)
+    if injecting:
+        out = _touch(out, ticket, "context", False)
+    still = tuple(None if x is None else x.detach() for x in (q, k, v, out, lse))
+    _watch_forward(*still, ticket, scale, plain_scores)
+    if watched:
+        out, lse = _Output.apply(out, lse, *still[:3], link, ticket, scale)
+    return out, lse

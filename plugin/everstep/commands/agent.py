@@ -1,0 +1,95 @@
+"""`everstep agent`: one replica group's workers on one machine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from everstep.run.directory import LaunchError
+
+
+@dataclass(kw_only=True)
+class Agent:
+    """Run one replica group's workers on this machine and restart them when they die: what a batch job
+    starts.
+
+    Flags that are not listed here are torchtitan's and go to every worker.
+    """
+
+    config: tyro.conf.Positional[Path]
+    """The run's TOML file."""
+
+    group: int | None = None
+    """This group's id, from 0, the same after every restart. In a Slurm array job: the task's index."""
+
+    run_dir: Path
+    """The run directory, shared by all groups."""
+
+    lighthouse: str = ""
+    """Address of the lighthouse, http://host:port. Default: as published in the run directory, waited for."""
+
+    groups: int | None = None
+    """Number of replica groups; the file's fault_tolerance.groups if not given."""
+
+    ranks: int = 1
+    """Ranks (processes, GPUs) of the group on this machine."""
+
+    nodes: int = 1
+    """Machines of the group; each runs an agent. Slurm says it in its jobs."""
+
+    node_rank: int = 0
+    """Which of them this is, from 0. Slurm says it in its jobs."""
+
+    restart: int = 0
+    """How often this group was started before: the highest one counts. Slurm says it in its jobs."""
+
+    host: str = ""
+    """Address that this group's servers listen on and advertise. Default: the host name."""
+
+    stop_grace_s: float = 120.0
+    """How long workers may take to end cleanly after SIGTERM."""
+
+
+def agent(command: Agent, flags: Sequence[str]) -> int:
+    """`everstep agent`; returns the exit status."""
+    from everstep.launch.agent import AgentSettings, run_agent
+    from everstep.launch.settings import local_host, read_sections
+    from everstep.launch.slurm import Allocation
+
+    section = read_sections(command.config, flags).fault_tolerance
+    slurm = Allocation.from_environment() if command.group is None else None
+    if command.group is None and slurm is None:
+        raise LaunchError("--group is missing: only in a Slurm array job the task's index says it.")
+    place = slurm or Allocation(
+        group=command.group or 0,
+        job=0,
+        restart=command.restart,
+        nodes=command.nodes,
+        node_rank=command.node_rank,
+        node="",
+    )
+    return run_agent(
+        AgentSettings(
+            config=str(command.config.resolve()),
+            run_dir=str(command.run_dir.resolve()),
+            group=place.group,
+            job=place.job,
+            restart=place.restart,
+            nodes=place.nodes,
+            node_rank=place.node_rank,
+            node=place.node,
+            node_failures=section.node_failures,
+            groups=section.groups if command.groups is None else command.groups,
+            ranks=command.ranks,
+            lighthouse=command.lighthouse,
+            flags=list(flags),
+            host=command.host or local_host(),
+            stall_timeout_s=section.stall_timeout_s,
+            startup_timeout_s=section.startup_timeout_s,
+            stop_grace_s=command.stop_grace_s,
+            beats=section.enable,
+            max_restarts=section.max_restarts,
+            restart_window_s=section.restart_window_s,
+        )
+    )

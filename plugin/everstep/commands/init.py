@@ -1,0 +1,50 @@
+"""`everstep init`: a commented file to start from, written where you are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from everstep import files
+from everstep.run.directory import LaunchError
+
+SOURCES = {
+    "demo": ("configs", "demo.toml"),
+    "llama3_1b": ("configs", "llama3_1b.toml"),
+    "llama3_8b": ("configs", "llama3_8b.toml"),
+    "qwen3_0.6b": ("configs", "qwen3_0.6b.toml"),
+    "slurm": ("slurm", "submit.sh"),
+}
+"""By name: where its file is among those that come with Everstep."""
+
+
+@dataclass(kw_only=True)
+class Init:
+    """Write a commented file to start from: a run's config, or for a cluster a script that submits one."""
+
+    what: tyro.conf.Positional[Literal["demo", "llama3_1b", "llama3_8b", "qwen3_0.6b", "slurm"]]
+    """demo: a small model on any machine, three minutes. llama3_1b, llama3_8b, qwen3_0.6b: for GPUs. slurm: submit.sh,
+    which submits one."""
+
+    out: Path | None = None
+    """Where to write it. Default: its own name, in this folder."""
+
+
+def init(command: Init, flags: Sequence[str]) -> int:
+    """Returns the exit status."""
+    kind, name = SOURCES[command.what]
+    source, target = files.folder(kind) / name, command.out or Path(name)
+    if target.exists():
+        raise LaunchError(f"{target} is there already; remove it, or give --out another name.")
+    if not target.parent.is_dir():
+        raise LaunchError(f"{target.parent}: there is no such folder.")
+    target.write_text(source.read_text().replace(f"configs/{name}", str(target)))
+    if kind == "slurm":
+        target.chmod(0o755)
+        print(f"{target} is written: change what it says at the top, then run it on a login node.")
+    else:
+        print(f"{target} is written. Look whether it can run here: everstep doctor {target}")
+        print(f"Start it: everstep run {target}")
+    return 0

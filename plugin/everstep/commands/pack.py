@@ -1,0 +1,13 @@
+"""`everstep pack`: a token file from text."""
+
+from collections.abc import Sequence
+
+from everstep.data.pack import Pack
+from everstep.data.pack import run as write
+
+__all__ = ["Pack", "pack"]
+
+
+def pack(command: Pack, flags: Sequence[str]) -> int:
+    """Returns the exit status."""
+    return write(command)

@@ -1,0 +1,77 @@
+"""`everstep run`: one run on this machine."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from everstep.run.directory import default_run_dir
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Start a run on this machine: lighthouse, one agent per replica group, and a live view.
+
+    Flags that are not listed here are torchtitan's and go to every worker, for instance
+    `--training.local_batch_size 2`. Ctrl-C once ends the run cleanly with a final checkpoint, twice at once.
+    """
+
+    config: tyro.conf.Positional[Path]
+    """The run's TOML file."""
+
+    groups: int | None = None
+    """Number of replica groups; the file's fault_tolerance.groups if not given."""
+
+    ranks_per_group: int = 1
+    """Ranks (processes, GPUs) in each group."""
+
+    steps: int | None = None
+    """Last step; the file's training.steps if not given."""
+
+    chaos_every: float | None = None
+    """Kill the workers of a random group every so many seconds."""
+
+    page: bool = False
+    """Serve report.html while the run goes, on loopback; its address is shown."""
+
+    allow_dropped: bool = False
+    """Train without what a file of torchtitan 0.2 asks for and nothing here applies: a converter such as float8."""
+
+    run_dir: Path | None = None
+    """Where everything of the run is kept; an existing one of the same config is continued. Default:
+    runs/<config>-<timestamp>."""
+
+
+def run(command: Run, flags: Sequence[str]) -> int:
+    """`everstep run`; returns the exit status."""
+    from everstep.commands.report import write_score
+    from everstep.launch import supervisor, view
+    from everstep.launch.settings import run_settings
+    from everstep.report import score
+
+    settings = run_settings(
+        command.config,
+        command.run_dir or default_run_dir(command.config, time.localtime()),
+        command.groups,
+        command.ranks_per_group,
+        command.steps,
+        command.chaos_every,
+        flags,
+        allow_dropped=command.allow_dropped,
+        page=command.page,
+    )
+    with view.open_view(settings.groups) as on_events:
+        status = supervisor.run(settings, on_events)
+    print(f"Everything of this run is in {settings.run_dir}")
+    figures = write_score(settings.run_dir, None)
+    if not settings.fault_tolerance.enable:
+        print(score.plain_summary(figures, settings.run_dir))
+        return status
+    print(score.summary(figures))
+    if settings.chaos_every_s is not None or settings.page:
+        from everstep.report.page import write_page
+
+        print(f"page      {write_page(settings.run_dir)}")
+    return status

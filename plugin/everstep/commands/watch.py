@@ -1,0 +1,41 @@
+"""`everstep watch`: a live view of any run, from its events."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from everstep.run.directory import LaunchError
+
+POLL_S = 0.25
+
+
+@dataclass(kw_only=True)
+class Watch:
+    """Watch a run, here or on a cluster: step, loss, ETA, groups, last faults. Ends with the run, or with Ctrl-C, which
+    does nothing to it."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """The run directory."""
+
+
+def watch(command: Watch, flags: Sequence[str]) -> int:
+    """Exit status 1 when the run failed."""
+    from everstep.launch.view import open_view
+    from everstep.run.events import EventTail
+
+    if not (command.run_dir / "events").is_dir():
+        raise LaunchError(f"{command.run_dir} is no run directory: there are no events in it.")
+    tail = EventTail(command.run_dir)
+    events = tail.new()
+    groups = next((event["groups"] for event in reversed(events) if event["kind"] == "run_started"), 0)
+    with open_view(groups) as on_events:
+        while True:
+            on_events(events)
+            endings = [event for event in events if event["kind"] in ("run_started", "run_ended")]
+            if endings and endings[-1]["kind"] == "run_ended":
+                return int(endings[-1].get("status") == "failed")
+            time.sleep(POLL_S)
+            events = tail.new()

@@ -1,0 +1,109 @@
+"""One grammar for everything on a command line, tyro's; what it refuses is told in one sentence.
+
+tyro prints a panel and exits. Its `_errors` says what was wrong as values; it is private to tyro and used here alone
+(`tests/config/test_config_grammar.py` fails when a release changes it).
+"""
+
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeVar
+
+import tyro
+from tyro import _errors
+
+from .errors import ConfigError, nearest
+
+T = TypeVar("T")
+
+WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "True or False"}
+
+
+class FlagError(ConfigError):
+    """A command line that cannot be used, in one sentence."""
+
+
+def parse(
+    kind: Any,
+    args: Sequence[str],
+    *,
+    prog: str = "",
+    default: Any = None,
+    registry: Any = None,
+    known: Iterable[str] | None = None,
+) -> tuple[Any, list[str]]:
+    """`kind` (a dataclass) as `args` say, and the arguments that it does not know.
+
+    Args:
+        default: the values of what is not given; None: the dataclass's own.
+        registry: tyro's rules for types.
+        known: names of all flags (`section.key`), to refuse what is unknown with the nearest one; None: unknown
+            arguments are returned.
+
+    Raises:
+        FlagError: an argument is missing, unknown, or has a value of the wrong kind.
+    """
+    args = list(args)
+
+    def refuse(event: _errors.ParseErrorEvent) -> None:
+        raise FlagError(_sentence(event, args, list(known or ())))
+
+    more: dict[str, Any] = {} if default is None else {"default": default}
+    if registry is not None:
+        more["registry"] = registry
+    with _errors.on_parse_error(refuse):
+        if known is not None:
+            return tyro.cli(kind, args=args, prog=prog or None, **more), []
+        return tyro.cli(kind, args=args, prog=prog or None, return_unknown_args=True, **more)
+
+
+def _sentence(event: _errors.ParseErrorEvent, args: Sequence[str], known: Sequence[str]) -> str:
+    if isinstance(event, _errors.MissingArgs):
+        names = ", ".join(_name(found.arg) for found in event.missing_arguments)
+        return f"{names} is missing; see --help"
+    if isinstance(event, _errors.UnrecognizedArgs):
+        flag = next((token for token in event.tokens if token.startswith("-")), event.tokens[0])
+        near = nearest(flag.lstrip("-").partition("=")[0].replace("-", "_"), known)
+        return f"there is no flag {flag}" + (f", the nearest is --{near}" if near else "")
+    if isinstance(event, _errors.InvalidChoice):
+        return f"{_name(event.argument)} must be one of {', '.join(event.choices)}, got {event.value}"
+    if isinstance(event, _errors.BadValue) and event.reason == "too_few_values":
+        return f"{_name(event.argument)} needs a value: {_expected(event.argument.field.type)}"
+    if isinstance(event, _errors.InstantiationFailure) and event.argument is not None:
+        name = _name(event.argument)
+        given = _given(event.argument.lowered.name_or_flags, args)
+        return f"{name} must be {_expected(event.argument.field.type)}" + (
+            f", got {given}" if given is not None else ""
+        )
+    message = getattr(event, "message", "") or type(event).__name__
+    return str(message).splitlines()[0]
+
+
+def _name(argument: Any) -> str:
+    name = argument.display_name()
+    return name if name.startswith("-") else name.upper()
+
+
+def _expected(kind: Any) -> str:
+    """A type in a user's words."""
+    if kind in WORDS:
+        return WORDS[kind]
+    origin, members = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return _expected(members[0])
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, members))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_expected(member) for member in members if member is not types.NoneType)
+    return f"a {getattr(kind, '__name__', kind)}"
+
+
+def _given(flags: Sequence[str], args: Sequence[str]) -> str | None:
+    """The last value that one of these flags was given."""
+    names = {flag.replace("-", "_") for flag in flags}
+    value = None
+    for position, arg in enumerate(args):
+        key, equals, attached = arg.partition("=")
+        if key.replace("-", "_") in names:
+            value = attached if equals else args[position + 1] if position + 1 < len(args) else None
+    return value

@@ -1,0 +1,36 @@
+"""Where a run on one machine is, for `everstep status`."""
+
+import time
+from pathlib import Path
+
+from everstep.launch.view import RunState, duration
+from everstep.run.beats import beats_of_groups
+from everstep.run.directory import LaunchError, holder_of, stop_file
+from everstep.run.events import read_events
+
+
+def local_status(run_dir: Path) -> str:
+    """A few lines: running or how it ended, step, groups, what happened last.
+
+    Raises:
+        LaunchError: the folder holds no run.
+    """
+    if not (run_dir / "events").is_dir():
+        raise LaunchError(f"{run_dir} is no run directory: there are no events in it.")
+    state = RunState(0)
+    for event in read_events(run_dir):
+        state.apply(event)
+    holder = holder_of(run_dir)
+    if holder is not None:
+        going = f"running (pid {holder[0]}), {duration(state.elapsed_s(time.time()))} so far"
+        if stop_file(run_dir).exists():
+            going += "; asked to stop"
+    else:
+        going = state.ended or "not running on this machine, and nothing says how it ended"
+    lines = [f"run     {going}", f"step    {state.progress()}"]
+    lines.append(f"groups  {state.names()} in the last step; {state.kills} kills, {state.deaths} deaths so far")
+    for group, beat, age_s in beats_of_groups(run_dir) if holder is not None else ():
+        lines.append(f"        group {group}: {beat.phase} of step {beat.step}, {age_s:.0f} s ago")
+    if state.recent:
+        lines += ["", *state.recent]
+    return "\n".join(lines)

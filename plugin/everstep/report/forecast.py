@@ -1,0 +1,192 @@
+"""How much of a run's throughput is kept, from how often what dies and how long it takes to be back.
+
+docs/plan.md has the model and its assumptions. Groups fail independently, each at a constant rate; a group that failed
+is away for a time, then heals. What is lost: steps that are slower while groups are away, the moment of each fault,
+and the rare time when all groups are gone at once.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, median
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Where it runs. Times in seconds."""
+
+    nodes: int
+    node_mtbf_s: float
+    """Mean time between failures of one node."""
+    hang_share: float = 0.0
+    """Of the failures, those in which processes hang or a host vanishes instead of dying: noticed by a timeout."""
+    all_gone_s: float = math.inf
+    """Mean time between moments at which every group loses its processes: power, file system, a preempted job."""
+    memory_lost_share: float = 0.0
+    """Of those, the share in which host memory is lost as well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What things take, in seconds: measured (`calibrate`) or assumed."""
+
+    step_s: float
+    """A healthy step with all groups."""
+    notice_s: float = 0.5
+    """From the death of a process until the others work on without it: notice, quorum, new connections."""
+    rejoin_s: float = 60.0
+    """From a group's death until it takes part again, on the same node or on a spare group's."""
+    replace_s: float = 0.0
+    """Longer that it is away when nobody stands by and its node has to be replaced first."""
+    start_s: float = 300.0
+    """From nothing to the first step, all groups together."""
+    shared_cores: float = 0.0
+    """How far groups share their processors: 0, each has its own; 1, a step takes as long with one group away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What one may choose."""
+
+    nodes_per_group: int = 1
+    spares: int = 0
+    """Groups that stand by, out of `nodes`."""
+    slots: int = 0
+    """Of a step; 0: as many as one likes."""
+    snapshot_interval: int = 0
+    """Committed steps between snapshots; 0: none."""
+    snapshot_cost: float = 0.0
+    """Share of a step that a snapshot takes."""
+    parity: int = 1
+    checkpoint_steps: int = 500
+    reduce_timeout_s: float = 10.0
+    stall_timeout_s: float = 120.0
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Shares of the healthy throughput of all nodes."""
+
+    groups: int
+    kept: float
+    """What is left: tokens per second over those of all nodes without a failure."""
+    away: float
+    """Lost to steps that are slower while groups are away."""
+    faults: float
+    """Lost at the moment of faults: noticing, connecting, computing a lost share again."""
+    all_gone: float
+    """Lost when everything is gone: starting, and steps computed again."""
+    snapshots: float
+    spares: float
+    """Nodes that stand by."""
+
+
+def forecast(cluster: Cluster, costs: Costs, choice: Choice) -> Forecast:
+    """What to expect. Raises ValueError when no group fits."""
+    total = cluster.nodes // choice.nodes_per_group
+    groups = total - choice.spares
+    if groups < 1:
+        raise ValueError(
+            f"{cluster.nodes} nodes hold no group of {choice.nodes_per_group} beside {choice.spares} spares"
+        )
+    rate = choice.nodes_per_group / cluster.node_mtbf_s
+    hang = cluster.hang_share
+    away_s = costs.rejoin_s + hang * choice.stall_timeout_s
+    waiting = _beyond(groups * rate * costs.replace_s, choice.spares) / groups  # for a node, with no spare left
+    absent_s = away_s + waiting / rate
+    share = rate * absent_s / (1 + rate * absent_s)
+    speed = sum(p * _speed(groups, gone, choice.slots, costs.shared_cores) for gone, p in _binomial(groups, share))
+    notice_s = (1 - hang) * costs.notice_s + hang * choice.reduce_timeout_s
+    again_s = costs.step_s / max(1, groups - 1) * (1 - costs.shared_cores)
+    moment = 1 / (1 + groups * (1 - share) * rate * (notice_s + again_s))
+    gone_s = costs.start_s + costs.step_s * _steps_lost(cluster, choice)
+    intact = 1 / (1 + gone_s / cluster.all_gone_s)
+    copied = 1 / (1 + (choice.snapshot_cost / choice.snapshot_interval if choice.snapshot_interval else 0.0))
+    working = groups * choice.nodes_per_group / cluster.nodes
+    kept = speed * moment * intact * copied * working
+    return Forecast(
+        groups=groups,
+        kept=kept,
+        away=1 - speed,
+        faults=speed * (1 - moment),
+        all_gone=speed * moment * (1 - intact),
+        snapshots=speed * moment * intact * (1 - copied),
+        spares=speed * moment * intact * copied * (1 - working),
+    )
+
+
+def _speed(groups: int, gone: int, slots: int, shared: float) -> float:
+    """Steps per second with `gone` groups away, over those with all. Slots are whole: the largest share decides."""
+    left = groups - gone
+    if left < 1:
+        return 0.0
+    own = math.ceil(slots / groups) / math.ceil(slots / left) if slots else left / groups
+    return own + (1 - own) * shared
+
+
+def _binomial(n: int, p: float) -> Iterator[tuple[int, float]]:
+    for k in range(n + 1):
+        yield k, math.comb(n, k) * p**k * (1 - p) ** (n - k)
+
+
+def _beyond(mean_count: float, spares: int) -> float:
+    """How many of a Poisson number of nodes in replacement are more than the spares, on average."""
+    beyond, p = mean_count - spares, math.exp(-mean_count)
+    for count in range(spares):
+        beyond += (spares - count) * p
+        p *= mean_count / (count + 1)
+    return beyond
+
+
+def _steps_lost(cluster: Cluster, choice: Choice) -> float:
+    """Steps computed again when everything is gone, on average."""
+    from_disk = choice.checkpoint_steps / 2
+    if not choice.snapshot_interval:
+        return from_disk
+    in_memory = choice.snapshot_interval / 2
+    return in_memory + cluster.memory_lost_share * (from_disk - in_memory)
+
+
+def choices(
+    cluster: Cluster,
+    costs: Costs,
+    like: Choice,
+    sizes: Sequence[int],
+    spares: Sequence[int],
+    slots_of: Callable[[int], int] = lambda size: 0,
+) -> list[tuple[Choice, Forecast]]:
+    """Every size of a group and number of spares that fits, the best first. `slots_of`: a step's slots with groups of
+    that many nodes, 0 for any number; each group needs one."""
+    found = []
+    for size in sizes:
+        for count in spares:
+            groups, slots = cluster.nodes // size - count, slots_of(size)
+            if groups >= 1 and (not slots or slots >= groups):
+                choice = replace(like, nodes_per_group=size, spares=count, slots=slots)
+                found.append((choice, forecast(cluster, costs, choice)))
+    return sorted(found, key=lambda pair: -pair[1].kept)
+
+
+def calibrate(figures: dict[str, Any], rows: Sequence[dict[str, Any]], by_groups: dict[int, float]) -> Costs:
+    """Costs as a run had them: its report's figures, its fault table, and its median step by number of groups.
+
+    Raises:
+        ValueError: it has no healthy step, or no fault.
+    """
+    step_s, groups = figures["step_s_median"], figures["groups"] or 1
+    stalls = [row["stall_s"] for row in rows if row["stall_s"] is not None]
+    rejoins = [row["rejoin_s"] for row in rows if row["rejoin_s"] is not None]
+    if step_s is None or not stalls or not rejoins:
+        raise ValueError("the run has no healthy step, or no fault after which its group came back")
+    shared = 0.0
+    if groups > 1 and (fewer := by_groups.get(groups - 1)):
+        own = (groups - 1) / groups
+        shared = min(1.0, max(0.0, (step_s / fewer - own) / (1 - own)))
+    return Costs(
+        step_s=step_s,
+        notice_s=mean(stalls),
+        rejoin_s=median(rejoins),
+        start_s=max(0.0, figures["wall_s"] - figures["training_s"]),
+        shared_cores=shared,
+    )

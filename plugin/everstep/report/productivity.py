@@ -1,0 +1,87 @@
+"""The three numbers by which runs that fail are compared, and where the rest of the time went.
+
+ETTR: A. Kokolis and others, Revisiting Reliability in Large-Scale Machine Learning Research Clusters (2024).
+Goodput and badput by cause: Google, ML Productivity Goodput (the ml-goodput-measurement library). Throughput kept: what
+the step rate is over that of the run without failures. All are between 0 and 1.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from everstep.report.lineage import Commit
+from everstep.report.sessions import Session
+from everstep.report.times import STATES, Stretch
+
+CAUSES = ("start-up", *(state for state in STATES if state != "productive"), "lost", "idle")
+"""Of badput. `start-up`: from a session's begin to a group's first readiness. The states of `times.STATES`. `lost`:
+steps that a restore took back. `idle`: allocated and not there."""
+
+
+def productive_s(final: Sequence[Commit], runs: Sequence[Session], step_s: float | None) -> float | None:
+    """Seconds that the steps of the final state needed: each its own time, and no more than a healthy step's.
+
+    None without a healthy step to compare with.
+    """
+    if step_s is None:
+        return None
+    spent = 0.0
+    for run in runs:
+        before: float | None = None
+        for commit in sorted((c for c in final if c.t in run), key=lambda c: c.t):
+            own = commit.took_s if commit.took_s is not None else step_s
+            spent += min(step_s, own if before is None else commit.t - before)
+            before = commit.t
+    return spent
+
+
+def productivity(
+    final: Sequence[Commit],
+    dropped: int,
+    runs: Sequence[Session],
+    by_group: Mapping[int, Sequence[Stretch]],
+    step_s: float | None,
+    groups: int | None,
+) -> dict[str, Any]:
+    """`ettr`, `goodput`, `throughput_kept`, and `badput`, the share of the allocated time by cause; None where the
+    events cannot tell.
+
+    dropped: commits that are not in the final state. groups: as asked for; None: those that were seen.
+    """
+    useful_s = productive_s(final, runs, step_s)
+    wall_s, training_s = sum(run.end - run.begin for run in runs), sum(run.training_s for run in runs)
+    spent = badput_s(final, dropped, runs, by_group, groups or len(by_group))
+    allocated_s = sum(spent.values())
+    return {
+        "ettr": _share(useful_s, wall_s),
+        "goodput": _share(spent["productive"], allocated_s),
+        "throughput_kept": _share(useful_s, training_s),
+        "badput": {cause: _share(spent[cause], allocated_s) for cause in CAUSES} if allocated_s else {},
+    }
+
+
+def badput_s(
+    final: Sequence[Commit],
+    dropped: int,
+    runs: Sequence[Session],
+    by_group: Mapping[int, Sequence[Stretch]],
+    groups: int,
+) -> dict[str, float]:
+    """Allocated group-seconds, productive ones and those of each cause: together groups times the sessions' lengths."""
+    spent = dict.fromkeys(("productive", *CAUSES), 0.0)
+    begins = {run.begin for run in runs}
+    for parts in by_group.values():
+        starting = False
+        for part in parts:
+            starting = part.state == "restarting" and (starting or part.begin in begins)
+            spent["start-up" if starting else part.state] += part.end - part.begin
+    steps = len(final) + dropped
+    if steps:
+        spent["lost"] = spent["productive"] * dropped / steps
+        spent["productive"] -= spent["lost"]
+    allocated = max(groups, len(by_group)) * sum(run.end - run.begin for run in runs)
+    spent["idle"] = max(0.0, allocated - sum(spent.values()))
+    return spent
+
+
+def _share(part: float | None, whole: float) -> float | None:
+    return None if part is None or whole <= 0 else min(1.0, max(0.0, part / whole))

@@ -1,0 +1,117 @@
+"""When all groups take a snapshot, and which one none of them gives up. Pure functions.
+
+A snapshot is of use only when every group has its part. So whether one is taken is decided at a commit, by all groups
+alike, from what each of them said before the vote (`Word`): the one before must have been settled by all, which is to
+say verified, and coded or given up. Of the two buffers one holds the *anchor*, the newest snapshot that all groups hold
+and that is coded in every parity group; the other is written. A group that cannot be coded, because its keeper is
+frozen or its memory full, keeps the anchor where it is once, and not again: then it is what is unprotected, and the
+others go on.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a group says of the snapshot that was taken last."""
+
+    published: bool = False
+    """It holds its part, and has not found it damaged."""
+    settled: bool = True
+    """It is verified, and coded or given up: nothing more will come of it soon."""
+    coded: bool = False
+    """Parity over it is published, so that it survives the loss of this host."""
+    able: bool = True
+    """It had room for its last snapshot, or has not tried for a while."""
+    older_busy: bool = False
+    """Somebody reads, or is about to, the buffer that would be written next if the newest snapshot becomes the
+    anchor."""
+    newest_busy: bool = False
+    """The same of the newest snapshot's buffer, which is written next otherwise."""
+
+    def encode(self) -> int:
+        """As a number above 0."""
+        bits = (True, self.published, self.settled, self.coded, self.able, self.older_busy, self.newest_busy)
+        return sum(1 << place for place, bit in enumerate(bits) if bit)
+
+    @classmethod
+    def decode(cls, number: int) -> "Word | None":
+        """The inverse; None where nobody spoke."""
+        return cls(*(bool(number >> place & 1) for place in range(1, 7))) if number & 1 else None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A snapshot that all members were to take."""
+
+    step: int
+    lineage: str
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all groups of a run know alike of its snapshots. A joiner takes it over from the group it heals from."""
+
+    taken: Taken | None = None
+    """The newest."""
+    anchor: tuple[int, str] | None = None
+    """Step and lineage of the one that is not overwritten."""
+    unprotected: frozenset[int] = field(default_factory=frozenset)
+    """Groups whose part of the newest settled one was not coded."""
+
+    def to_json(self) -> list[Any]:
+        taken = self.taken and [self.taken.step, self.taken.lineage, list(self.taken.members)]
+        return [taken, self.anchor and list(self.anchor), sorted(self.unprotected)]
+
+    @classmethod
+    def from_json(cls, body: Sequence[Any]) -> "Agreed":
+        taken, anchor, unprotected = body
+        return cls(
+            taken and Taken(int(taken[0]), str(taken[1]), tuple(map(int, taken[2]))),
+            anchor and (int(anchor[0]), str(anchor[1])),
+            frozenset(map(int, unprotected)),
+        )
+
+
+def learn(agreed: Agreed, words: Mapping[int, Word]) -> tuple[Agreed, str]:
+    """What is known once the groups have spoken, and why no snapshot may be taken yet; "" if one may.
+
+    Args:
+        words: by group, of those that took part in the commit and spoke.
+    """
+    taken = agreed.taken
+    if taken is None:
+        return agreed, _busy([group for group, word in words.items() if word.older_busy])
+    spoke = {group: words[group] for group in taken.members if group in words}
+    waiting = [group for group, word in spoke.items() if not word.settled]
+    if waiting:
+        return agreed, f"{_named(waiting)} still verify or code step {taken.step}"
+    anchor, unprotected = agreed.anchor, agreed.unprotected
+    if len(spoke) == len(taken.members) and all(word.published for word in spoke.values()):
+        uncoded = frozenset(group for group, word in spoke.items() if not word.coded)
+        if uncoded <= unprotected:
+            anchor = (taken.step, taken.lineage)
+        unprotected = uncoded
+    # Else some part of it is missing: it is what the next one overwrites.
+    moved = anchor != agreed.anchor
+    busy = [group for group, word in words.items() if (word.older_busy if moved else word.newest_busy)]
+    return Agreed(None, anchor, unprotected), _busy(busy)
+
+
+def members_of(groups: Sequence[int], words: Mapping[int, Word]) -> tuple[int, ...]:
+    """The groups that a snapshot is shared among: those that have room, and those that have not spoken yet. All, if
+    none has room."""
+    able = tuple(sorted(group for group in groups if group not in words or words[group].able))
+    return able or tuple(sorted(groups))
+
+
+def _busy(groups: Sequence[int]) -> str:
+    return f"the buffer to be written is being read in {_named(groups)}" if groups else ""
+
+
+def _named(groups: Sequence[int]) -> str:
+    shown = ", ".join(map(str, groups[:8])) + (f" and {len(groups) - 8} more" if len(groups) > 8 else "")
+    return f"group{'s' if len(groups) > 1 else ''} {shown}"

@@ -1,0 +1,250 @@
+"""A buffer's header: what its file is for, and what vouches for its bytes.
+
+A reader believes nothing of a file's name. It demands the run, kind, group, rank, step, history and layout that it
+looks for, and a header that is consistent in itself; `checked` refuses every other before it is used.
+"""
+
+import functools
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, NamedTuple
+
+import xxhash
+
+SCHEMA_VERSION = 2
+Kind = Literal["data", "parity"]
+KINDS: tuple[Kind, ...] = ("data", "parity")
+
+
+class Identity(NamedTuple):
+    """What parts of one state of one rank column share, and no other two states."""
+
+    step: int
+    key: str
+    """Digest over run, step, history, lineage, members, rank, ranks, layout and size of the state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a buffer says about itself."""
+
+    run: str
+    """The run's id; a buffer of another run is never used."""
+    kind: Kind
+    """`data`: a part of a rank's state. `parity`: shards coded over the parts of a parity group."""
+    group: int
+    rank: int
+    ranks: int
+    """Ranks per group when the snapshot was taken."""
+    step: int
+    """Committed step."""
+    history: int = 0
+    """Hash chain over the run's commits up to this step, 64 bits: equal where states went the same way."""
+    lineage: str
+    """Which of possibly several commits of this step number: equal in the groups that committed together."""
+    members: tuple[int, ...]
+    """The groups that share this snapshot, in ascending order."""
+    parity: int
+    """Parity shards per stripe: members of a parity group that may be lost. 0 for a snapshot that is not coded."""
+    parity_group: tuple[int, ...] = ()
+    """The members whose parts are coded together with this one's, in ascending order."""
+    topology: str
+    """Digest of the layout of the rank's state and of ranks per group."""
+    state_bytes: int
+    """Size of the rank's whole state, of which each member holds a part."""
+    part: tuple[int, int]
+    """Where this member's part of the state begins and ends. (0, 0) in parity."""
+    part_digest: str = ""
+    """Of the part's bytes in the trainer's memory, taken there and not from the copy."""
+    witness: tuple[int, int] = (0, 0)
+    """A part of another member, of which this group holds the same bytes."""
+    witness_digest: str = ""
+    """Of the witnessed part's bytes in this trainer's memory."""
+    meta_digest: str = ""
+    """Of what the snapshot carries beside tensors; equal in all members."""
+    sections: dict[str, tuple[int, int]]
+    """Where in the payload each section begins and ends."""
+    sequence: int
+    """The file's generation: counts a rank's publications; the higher of two buffers is the younger."""
+    taken_at: float
+    """Wall clock, seconds."""
+    payload_bytes: int = 0
+    root: str = ""
+    """XXH3-64 of the chunk table, hexadecimal."""
+    code: str = ""
+    """Of parity: names the code and the payloads that it is over."""
+    givers: tuple[int, ...] = ()
+    """Of parity: the groups whose payloads it is over."""
+    holders: tuple[int, ...] = ()
+    """Of parity: the groups that hold a piece of it."""
+    schema: int = SCHEMA_VERSION
+
+    @functools.cached_property
+    def identity(self) -> Identity:
+        named = [self.run, self.step, self.history, self.lineage, _ranges(self.members), self.rank, self.ranks]
+        body = json.dumps([*named, self.topology, self.state_bytes])
+        return Identity(self.step, xxhash.xxh3_128_hexdigest(body.encode()))
+
+    def is_for(self, *, run: str, kind: str, group: int, rank: int) -> bool:
+        """Whether this is what the reader of that group's file looks for."""
+        return (self.run, self.kind, self.group, self.rank) == (run, kind, group, rank)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "members": _ranges(self.members)}
+
+    @classmethod
+    def from_json(cls, body: Any) -> "Header":
+        """Raises ValueError for anything that is not, type by type and number by number, a header of this version."""
+        if not isinstance(body, dict) or body.get("schema") != SCHEMA_VERSION:
+            version = body.get("schema") if isinstance(body, dict) else None
+            raise ValueError(f"a header of schema version {version}, not {SCHEMA_VERSION}")
+        if body.keys() != _FIELDS:
+            raise ValueError(f"a header with other fields: {sorted(map(str, body.keys() ^ _FIELDS))[:3]}")
+        try:
+            values: dict[str, Any] = {
+                **body,
+                "members": _members(json.dumps(body["members"])),
+                "parity_group": tuple(body["parity_group"]),
+                "givers": tuple(body["givers"]),
+                "holders": tuple(body["holders"]),
+                "part": _span(body["part"]),
+                "witness": _span(body["witness"]),
+                "sections": {str(name): _span(span) for name, span in body["sections"].items()},
+            }
+            made = cls(**values)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"a header that is none: {error}") from error
+        return made.checked()
+
+    def checked(self) -> "Header":
+        """This header, if it can be true. Raises ValueError otherwise."""
+        integers = ("group", "rank", "ranks", "step", "history", "parity", "state_bytes", "sequence", "payload_bytes")
+        for name in integers:
+            if type(getattr(self, name)) is not int or not 0 <= getattr(self, name) < 1 << 64:
+                raise ValueError(f"{name} is {getattr(self, name)!r}")
+        texts = ("run", "lineage", "topology", "part_digest", "witness_digest", "meta_digest", "root", "code")
+        for name in texts:
+            if type(getattr(self, name)) is not str:
+                raise ValueError(f"{name} is {getattr(self, name)!r}")
+        if type(self.taken_at) not in (int, float):
+            raise ValueError(f"taken_at is {self.taken_at!r}")
+        if self.kind not in KINDS or not self.rank < self.ranks:
+            raise ValueError(f"kind {self.kind}, rank {self.rank} of {self.ranks}")
+        if not _ascending(self.members) or self.group not in self.members:
+            raise ValueError(f"group {self.group} is none of the members")
+        if self.parity and not (
+            _ascending(self.parity_group)
+            and self.group in self.parity_group
+            and set(self.parity_group) <= set(self.members)
+            and self.parity < len(self.parity_group)
+        ):
+            raise ValueError(f"parity {self.parity} over the groups {self.parity_group}")
+        if self.kind == "parity" and not (
+            _ascending(self.holders)
+            and _ascending(self.givers)
+            and self.group in self.holders
+            and set(self.holders) <= set(self.givers) <= set(self.parity_group)
+            and 1 <= self.parity < len(self.holders)
+        ):
+            raise ValueError(f"parity over the groups {self.givers}, held by {self.holders}")
+        spans = [(self.part, self.state_bytes), (self.witness, self.state_bytes)]
+        spans += [(span, self.payload_bytes) for span in self.sections.values()]
+        if not all(0 <= begin <= end <= limit for (begin, end), limit in spans):
+            raise ValueError("a part or section that lies outside")
+        wanted = {"part", "own", "layout"} if self.kind == "data" else {"shards", "covers"}
+        if self.sections.keys() != wanted or not _end_to_end(self.sections.values(), self.payload_bytes):
+            raise ValueError(f"sections {self.sections} of {self.payload_bytes} bytes")
+        if self.kind == "data" and self.sections["part"] != (0, self.part[1] - self.part[0]):
+            raise ValueError("a part that is not where it should be")
+        return self
+
+    @property
+    def split(self) -> int:
+        """Where in the payload the chunks of the table begin anew: after the part, so that they are the part's own."""
+        return self.part[1] - self.part[0] if self.kind == "data" else 0
+
+
+_FIELDS = frozenset(field.name for field in fields(Header))
+
+
+def _end_to_end(spans: Any, size: int) -> bool:
+    at = 0
+    for begin, end in sorted(spans):
+        if begin != at:
+            return False
+        at = end
+    return at == size
+
+
+def _ascending(groups: tuple[int, ...]) -> bool:
+    return (
+        bool(groups)
+        and all(type(group) is int for group in groups)
+        and groups[0] >= 0
+        and all(a < b for a, b in itertools.pairwise(groups))
+    )
+
+
+def _span(value: Any) -> tuple[int, int]:
+    begin, end = value
+    if type(begin) is not int or type(end) is not int:
+        raise TypeError(f"{value!r} is no span of bytes")
+    return begin, end
+
+
+@functools.lru_cache(maxsize=4096)
+def _ranges(members: tuple[int, ...]) -> list[list[int]]:
+    """Ascending numbers as [first, last] pairs: a thousand groups are one pair."""
+    found: list[list[int]] = []
+    for member in members:
+        if found and found[-1][1] == member - 1:
+            found[-1][1] = member
+        else:
+            found.append([member, member])
+    return found
+
+
+MEMBERS_LIMIT = 100_000
+
+
+@functools.lru_cache(maxsize=4096)
+def _members(text: str) -> tuple[int, ...]:
+    """The inverse of `_ranges`, from JSON. The same tuple for the same text: a restart reads thousands of headers."""
+    members: list[int] = []
+    for pair in json.loads(text):
+        first, last = _span(pair)
+        if not 0 <= first <= last < MEMBERS_LIMIT or (members and first <= members[-1]):
+            raise ValueError(f"members {pair}")
+        members += range(first, last + 1)
+    return tuple(members)
+
+
+def coverage_error(headers: Sequence[Header]) -> str:
+    """Why these members' parts are not [0, state_bytes) exactly once; "" if they are. A whole copy covers it alone."""
+    sizes = {header.state_bytes for header in headers}
+    if len(sizes) != 1:
+        return f"its parts are of states of {sorted(sizes)} bytes"
+    (size,), at = sizes, 0
+    for begin, end in sorted(header.part for header in headers):
+        if begin != at:
+            what = "are in no part" if begin > at else "are in two parts"
+            return f"bytes {min(at, begin)} to {max(at, begin)} of {size} {what}"
+        at = end
+    return "" if at == size else f"bytes {at} to {size} are in no part"
+
+
+def difference(headers: Sequence[Header]) -> str:
+    """Why these members' copies are not of one state; "" if nothing says so. Each part's digest is compared with that
+    of every other group that looked at the same bytes."""
+    seen: dict[tuple[int, int], tuple[str, int]] = {}
+    metas: dict[str, int] = {}
+    for header in headers:
+        metas.setdefault(header.meta_digest, header.group)
+        for span, digest in ((header.part, header.part_digest), (header.witness, header.witness_digest)):
+            if digest and seen.setdefault(span, (digest, header.group))[0] != digest:
+                return f"groups {seen[span][1]} and {header.group} hold different bytes {span[0]} to {span[1]}"
+    if len(metas) > 1:
+        return f"groups {', '.join(map(str, metas.values()))} differ in what they hold beside tensors"
+    return ""

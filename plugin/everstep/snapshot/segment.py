@@ -1,0 +1,129 @@
+"""The segment: one keeper's directory of buffers on tmpfs.
+
+everstep-RUN-group-K/
+    lock                     held by the keeper (flock)
+    rank-R.buffer-0, .buffer-1   the two newest snapshots of a rank, written by its trainer
+    rank-R.parity-0, -1      the two newest parities coded by the keeper
+    rank-R.notes             what the keeper knows about the rank's buffers, for the trainer
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from everstep.snapshot.buffer import BufferReader, SnapshotError
+from everstep.snapshot.header import Header, Kind
+from everstep.snapshot.room import BUFFERS
+
+_FILE_WORD: dict[Kind, str] = {"data": "buffer", "parity": "parity"}
+
+
+def run_id(token: bytes) -> str:
+    """A run's public name, from its secret token: 16 hexadecimal digits."""
+    return hashlib.sha256(b"everstep run " + token).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Notes:
+    """A keeper's word on one rank's newest snapshots, written for the trainer beside it."""
+
+    heartbeat: float = 0.0
+    """time.monotonic() of the keeper's last word."""
+    sequence: int = -1
+    """The youngest buffer that the keeper has dealt with."""
+    sound: bool = False
+    """Its bytes match its checksums."""
+    coded: bool = False
+    """Its parity shards are published here."""
+    settled: bool = False
+    """No parity work on it is under way or to come."""
+    reason: str = ""
+    """Why it is settled without being coded."""
+    holding: int = -1
+    """A buffer that somebody reads and that must not be overwritten meanwhile."""
+    held: int = -1
+    """The buffer that was held last."""
+
+
+class Segment:
+    """Paths and bookkeeping of one group's buffers on this host."""
+
+    def __init__(self, directory: Path, run: str, group: int) -> None:
+        self.root = directory
+        self.run = run
+        self.group = group
+        self.path = directory / f"everstep-{run}-group-{group}"
+
+    def create(self) -> None:
+        """Raises SnapshotError, naming the directory, when it cannot be made or is another user's."""
+        try:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise SnapshotError(f"{self.path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
+        # A directory that a stranger made first under our name could swap the files under a mapping.
+        if self.path.stat().st_uid != os.geteuid():
+            raise SnapshotError(f"{self.path} belongs to another user: remove it or set snapshot.segment_dir")
+
+    def remove(self) -> None:
+        """Give all memory back. Mappings that processes still have live on until they drop them."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def file(self, kind: Kind, rank: int, index: int) -> Path:
+        return self.path / f"rank-{rank}.{_FILE_WORD[kind]}-{index}"
+
+    def ranks(self) -> list[int]:
+        """The ranks that have buffers here."""
+        found = set()
+        with contextlib.suppress(FileNotFoundError):  # removed under us: no ranks
+            for name in os.listdir(self.path):
+                if match := re.fullmatch(r"rank-(\d+)\.buffer-\d", name):
+                    found.add(int(match.group(1)))
+        return sorted(found)
+
+    def headers(self, kind: Kind, rank: int) -> list[Header | None]:
+        """What each of the rank's buffers holds; None for one that holds nothing or is not of this run."""
+        return [self._header(kind, rank, index) for index in range(BUFFERS)]
+
+    def _header(self, kind: Kind, rank: int, index: int) -> Header | None:
+        try:
+            reader = BufferReader(self.file(kind, rank, index))
+        except (FileNotFoundError, PermissionError):
+            return None
+        try:
+            header = reader.header()
+        finally:
+            reader.close()
+        if header is None or not self.owns(header, kind, rank):
+            return None
+        return header
+
+    def owns(self, header: Header, kind: Kind, rank: int) -> bool:
+        """Whether a header found in the rank's file of that kind belongs there. A file may have been put anywhere."""
+        return header.is_for(run=self.run, kind=kind, group=self.group, rank=rank)
+
+    def bytes_of(self, rank: int) -> int:
+        """Memory that the rank's buffers and parity take now."""
+        total = 0
+        for kind in _FILE_WORD:
+            for index in range(BUFFERS):
+                with contextlib.suppress(FileNotFoundError):  # not made yet
+                    total += self.file(kind, rank, index).stat().st_size
+        return total
+
+    def write_notes(self, rank: int, notes: Notes) -> None:
+        path = self.path / f"rank-{rank}.notes"
+        temporary = path.with_suffix(".notes-new")
+        temporary.write_text(json.dumps(asdict(notes)))
+        temporary.replace(path)
+
+    def read_notes(self, rank: int) -> Notes:
+        """The keeper's last word, or an empty one when there is none."""
+        try:
+            return Notes(**json.loads((self.path / f"rank-{rank}.notes").read_text()))
+        except (OSError, ValueError, TypeError):
+            return Notes()

@@ -1,0 +1,75 @@
+"""Faults inside a fused kernel, in intermediates of its tiles, that no hook of ours reaches on a device."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attention_flash import BACKWARD, FORWARD, Strike, flash, untouched
+from attention_inside import Campaign, computed, operands
+from everstep.attention.injection import Fault
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_emulated_kernel_computes_attention(groups, causal):
+    q, k, v, do = operands("normal", 100, 4, groups, 16, torch.float32, 0)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = flash(causal=causal, block=32)(q, k, v)
+    heads_first = (q.transpose(1, 2), *(x.repeat_interleave(groups, 2).transpose(1, 2) for x in (k, v)))
+    expected = F.scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    for a, b in zip(torch.autograd.grad(out, (q, k, v), do), torch.autograd.grad(expected, (q, k, v), do), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert lse.shape == q.shape[:3]
+
+
+def test_every_intermediate_can_be_hit():
+    inputs = operands("normal", 128, 2, 1, 16, torch.bfloat16, 0)
+    clean = computed(inputs, untouched)
+    for name in (*FORWARD, *BACKWARD):
+        strike = Strike(name, 0, Fault("nan", 0.0))
+        got = computed(inputs, strike)
+        assert strike.hit, name
+        assert any(not torch.equal(a, b) for a, b in zip(got, clean, strict=True)), name
+
+
+@pytest.fixture(scope="module")
+def campaigns():
+    """400 faults in bf16, 200 in each of fp16 and fp32; one to four tiles of 64 a side; all styles of data."""
+    made = {}
+    for dtype, turns in ((torch.bfloat16, 16), (torch.float16, 8), (torch.float32, 8)):
+        made[dtype] = Campaign(dtype, seed=5)
+        for turn in range(turns):
+            style = ("normal", "trained", "sharp", "flat")[turn % 4]
+            made[dtype].case((64, 128, 256)[turn % 3], style, 25)
+    return made
+
+
+def test_no_clean_run_raises_an_alarm(campaigns):
+    assert [campaign.alarms for campaign in campaigns.values()] == [0, 0, 0]
+    assert sum(campaign.clean for campaign in campaigns.values()) == 32
+
+
+def test_no_extreme_error_passes_wherever_it_is(campaigns):
+    for campaign in campaigns.values():
+        found, harmful = campaign.found("norm", kind="extreme")
+        assert found == harmful
+        assert harmful >= 40
+
+
+def test_of_the_others_that_harm_95_percent_are_found(campaigns):
+    for dtype, campaign in campaigns.items():
+        found, harmful = campaign.found("norm")
+        assert harmful >= 100
+        assert found >= (1.0 if dtype == torch.float32 else 0.95) * harmful, (dtype, found, harmful)
+
+
+@pytest.mark.parametrize("length", [1024, 2048])
+def test_a_saved_lse_of_infinity_is_seen_at_every_length(length):
+    """Its row of P is 0 and of dQ, too: one row's share is missing from sums over all rows."""
+    campaign = Campaign(torch.bfloat16, rerun="never", seed=length)
+    inputs = operands("normal", length, 2, 2, 64, torch.bfloat16, 1)
+    for place in (0.01, 0.3, 0.6, 0.99):
+        _, found = campaign._run(inputs, Strike("saved lse", 0, Fault("inf", place)))
+        assert found, place
+    assert not campaign._run(inputs, untouched)[1]

@@ -1,0 +1,419 @@
+"""Where snapshots broke once: every reproduction of the faults that were shown, and what happens now."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from corruption import NEW, OLD, fuzz
+from everstep.snapshot import keepers, parity, peers, restore, sweep
+from everstep.snapshot.board import Channels
+from everstep.snapshot.buffer import SnapshotError
+from everstep.snapshot.header import Header
+from everstep.snapshot.layout import Layout
+from everstep.snapshot.plan import State
+from everstep.snapshot.room import cgroup_free_bytes, make_room
+from everstep.snapshot.segment import Segment
+from everstep.snapshot.stripes import parity_group
+from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, is_zombie, wait_until
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Memory that is handed out full of what somebody else left in it."""
+    plain = parity.aligned_bytes
+
+    def poisoned(length: int) -> np.ndarray:
+        array = plain(length)
+        array[:] = 0xA5
+        return array
+
+    monkeypatch.setattr(parity, "aligned_bytes", poisoned)
+
+
+@pytest.mark.parametrize("which", ["another group's", "parity", "swapped"])
+def test_a_file_that_lies_where_another_belongs_is_never_restored(which):
+    with Cluster(3) as run:
+        for step in (1, 2):
+            run.commit(step, scale=2)
+            run.wait()
+            run.settled(step)
+        segments = [run.segment(group) for group in run.groups]
+        at = [next(i for i, h in enumerate(s.headers("data", 0)) if h and h.step == 2) for s in segments]
+        mine, theirs = (segments[g].file("data", 0, at[g]) for g in (0, 1))
+        if which == "another group's":
+            shutil.copy(theirs, mine)
+        elif which == "parity":
+            index = next(i for i, h in enumerate(segments[0].headers("parity", 0)) if h and h.step == 2)
+            shutil.copy(segments[0].file("parity", 0, index), mine)
+        else:
+            kept = mine.read_bytes()
+            shutil.copy(theirs, mine)
+            theirs.write_bytes(kept)
+        for group in run.groups:
+            found = run.recover(group=group)
+            step = 1 if which == "swapped" else 2
+            assert (found.decision.source, found.decision.step) == ("older" if which == "swapped" else "parity", step)
+            assert_is_step(found.restored, step, scale=2)
+
+
+def test_a_gap_between_parts_is_an_error_and_no_memory(monkeypatch):
+    with Cluster(2, parity=0) as run:
+        run.commit(1)
+        run.wait()
+        decision = run.decide()
+        column = decision.columns[0]
+        lone = {0: column.data[0]}
+        broken = restore.Column(column.identity, lone, (), ())
+        with pytest.raises(restore.RestoreError, match="are in no part"):
+            restore.restore_rank(broken, 0, 0, run.token, TIMEOUT)
+
+
+def test_groups_whose_states_differ_are_not_mixed():
+    with Cluster(3) as run:
+        run.commit(1)
+        run.wait()
+        run.settled(1)
+        run.commit(2)
+        run.wait()
+        run.settled(2)
+        run.tensors[1]["param/w"][7, 7] += 1  # an undetected fault in one group's memory, before the next snapshot
+        words = {g: c.word() for g, c in run.copiers.items()}
+        for group in run.groups:
+            run.copiers[group].committed(3, "a", run.groups, words, lambda g=group: State(run.tensors[g], {"step": 3}))
+        run.wait()
+        decision = run.decide()
+        assert decision.step < 3
+        assert "hold different bytes" in decision.reasons[0]
+        wait_until(lambda: all(c.word().settled for c in run.copiers.values()))
+        assert not any(c.word().published for c in run.copiers.values()), "so that step 2 stays"
+        assert_is_step(run.recover().restored, 2)
+
+
+def test_a_buffer_that_the_next_forward_changes_is_restored_as_it_was():
+    with Cluster(3) as run:
+        tensors = {
+            g: {"param/w": torch.zeros(1 << 20), "buffer/0.bn.running_mean": torch.full((1 << 18,), 1.0)}
+            for g in run.groups
+        }
+        for step in (1, 2):
+            for group in run.groups:
+                run.copiers[group].wait()
+            wait_until(lambda: all(c.word().settled for c in run.copiers.values()))
+            words = {g: c.word() for g, c in run.copiers.items()}
+            for group, mine in tensors.items():
+                for tensor in mine.values():
+                    tensor.fill_(step)
+                run.copiers[group].committed(step, "a", run.groups, words, lambda mine=mine: State(mine, {"step": 0}))
+            for _ in range(20):
+                for mine in tensors.values():
+                    mine["buffer/0.bn.running_mean"].add_(1e-3)
+        run.wait()
+        run.tensors = tensors
+        restored = run.recover().restored
+        views = Layout.from_json(restored.layout).views(torch.from_numpy(restored.flat))
+        assert [view.unique().tolist() for view in views.values()] == [[2.0], [2.0]]
+
+
+def test_a_tensor_that_is_changed_during_the_copy_is_found_and_never_restored(monkeypatch):
+    with Cluster(1, parity=0) as run:
+        run.commit(1)
+        run.wait()
+        plain, done = np.copyto, []
+
+        def late(target, source):
+            if not done:
+                done.append(run.tensors[0]["param/w"].add_(1.0))
+            plain(target, source)
+
+        monkeypatch.setattr(np, "copyto", late)
+        run.commit(2)
+        run.wait()
+        assert done
+        assert_is_step(run.recover().restored, 1)
+
+
+def frozen(run: Cluster, group: int) -> int:
+    pid = next(place.pid for place in peers.read_places(run.run_dir) if place.group == group)
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+def coded(run: Cluster, group: int) -> set[int]:
+    """Steps of which a group holds finished parity over its own part."""
+    return {h.step for h in run.segment(group).headers("parity", 0) if h and group in h.givers}
+
+
+def test_a_frozen_keeper_costs_only_its_own_protection():
+    with Cluster(6, parity=2, coding_timeout_s=3.0) as run:
+        for step in (1, 2):
+            run.commit(step)
+            run.wait()
+            run.settled(step)
+        pid = frozen(run, 5)
+        for step in (3, 4, 5, 6):
+            run.commit(step)
+            run.wait()
+        wait_until(lambda: all(run.copiers[g].word().settled for g in run.groups))
+        others = [g for g in run.groups if g != 5]
+        assert {step for g, kind, step, _ in run.events if kind == "snapshot" and g == 0} == {1, 2, 3, 4, 5, 6}
+        assert all(run.copiers[g].word().coded for g in others)
+        told = [(g, fields["reason"]) for g, kind, _, fields in run.events if kind == "snapshot_unprotected"]
+        assert [g for g, _ in told] == [5]
+        os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: run.copiers[5].word().coded)
+        run.commit(7)
+        run.wait()
+        wait_until(lambda: all(c.word().settled for c in run.copiers.values()))
+        back = [fields["steps"] for g, kind, _, fields in run.events if kind == "snapshot_protected" and g == 5]
+        assert back == [back[0]]
+        assert back[0] >= 3
+        for group in (5, 0):
+            run.lose_host(group)
+        found = run.recover(group=1)
+        assert (found.decision.source, found.decision.step) == ("parity", 7)
+        assert_is_step(found.restored, 7)
+
+
+def test_hosts_lost_while_a_keeper_is_frozen_are_decoded_without_it():
+    with Cluster(6, parity=1, coding_timeout_s=3.0) as run:
+        for step in (1, 2):
+            run.commit(step)
+            run.wait()
+            run.settled(step)
+        pid = frozen(run, 5)
+        for step in (3, 4):
+            run.commit(step)
+            run.wait()
+        wait_until(lambda: all(run.copiers[g].word().settled for g in run.groups))
+        os.kill(pid, signal.SIGCONT)
+        run.lose_host(0)
+        found = run.recover(group=1)
+        assert found.decision.step == 4
+        assert_is_step(found.restored, 4)
+
+
+def test_a_group_whose_memory_is_full_holds_no_parity_and_is_protected_by_the_others(monkeypatch, tmp_path):
+    """Its keeper is told that it has no room, as by a full tmpfs."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'group-2' in os.environ.get('FULL', '') and '\"group\": 2' in ' '.join(sys.orig_argv):\n"
+        "    import everstep.snapshot.room as room\n"
+        "    from everstep.snapshot.buffer import SnapshotError\n"
+        "    def full(*a, **k): raise SnapshotError('snapshots need 1 bytes more, and there are 0 free')\n"
+        "    room.make_room = full\n"
+    )
+    monkeypatch.setenv("FULL", "group-2")
+    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with Cluster(4, coding_timeout_s=4.0) as run:
+        for step in (1, 2):
+            run.commit(step)
+            run.wait()
+        wait_until(lambda: all(run.copiers[g].word().settled for g in run.groups))
+        assert coded(run, 2) == set()
+        assert all(run.copiers[g].word().coded for g in run.groups), "its part is in the others' code"
+        run.lose_host(2)
+        found = run.recover(group=1)
+        assert (found.decision.source, found.decision.step) == ("parity", 2)
+        assert_is_step(found.restored, 2)
+
+
+def test_what_a_watch_cannot_do_does_not_end_it(monkeypatch, tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'everstep.snapshot.keeper' in ' '.join(sys.orig_argv):\n"
+        "    import everstep.snapshot.parity as p\n"
+        "    p.MAX_DATA = 1\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with Cluster(3, coding_timeout_s=2.0) as run:
+        for step in (1, 2):
+            run.commit(step)
+            run.wait()
+        wait_until(lambda: run.segment(0).read_notes(0).reason != "")
+        assert "ParityError" in run.segment(0).read_notes(0).reason
+        reasons = [f["reason"] for g, kind, _, f in run.events if kind == "snapshot_unprotected" and g == 0]
+        assert len(reasons) == 1
+        # The watch lives: what comes next is verified as well.
+        wait_until(lambda: {h.header.step for h in run.held() if h.header.group == 0 and h.sound} == {1, 2})
+
+
+@pytest.mark.parametrize("parities", [1, 2])
+@pytest.mark.parametrize("groups", [255, 257, 258, 1000])
+def test_any_number_of_groups_has_a_code(groups, parities):
+    for group in (0, groups // 2, groups - 1):
+        mine = parity_group(range(groups), 8, group)
+        assert group in mine
+        parity.encoding_rows(len(mine) - parities, parities)
+
+
+def test_a_header_of_thousands_of_groups_is_small_and_comes_back():
+    members = tuple(group for group in range(13_000) if group % 1000)
+    mine = parity_group(members, 8, 1)
+    header = Header(
+        run="0" * 16, kind="data", group=1, rank=0, ranks=8, step=1, lineage="a", members=members, parity=2,
+        parity_group=mine, topology="t", state_bytes=64, part=(0, 0), sequence=1, taken_at=1.0,
+        sections={"part": (0, 0), "own": (0, 0), "layout": (0, 0)},
+    )  # fmt: skip
+    text = json.dumps(header.to_json())
+    assert len(text) < 2000
+    assert Header.from_json(json.loads(text)) == header
+
+
+def test_mute_keepers_are_waited_for_together_and_not_one_after_the_other(tmp_path):
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        places = [peers.Place(g, f"h{g}", address, 1, "", 1.0) for g in range(6)]
+        began = time.monotonic()
+        held, silent = peers.reachable(places, b"x" * 32, TIMEOUT, 1.0)
+        assert (held, len(silent)) == ({}, 6)
+        assert time.monotonic() - began < 3
+
+
+def test_an_address_is_looked_up_once_and_in_its_own_file_only(tmp_path, monkeypatch):
+    for group in range(50):
+        place = peers.Place(group, f"h{group}", f"127.0.0.1:{1000 + group}", 1, "", 1.0)
+        path = peers.places_dir(tmp_path) / f"group-{group}@h{group}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(place.__dict__))
+    opened = []
+    plain = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self, *a, **k: (opened.append(self.name), plain(self, *a, **k))[1])
+    channels = Channels(tmp_path, b"x" * 32, TIMEOUT)
+    assert [channels.address_of(7) for _ in range(5)] == ["127.0.0.1:1007"] * 5
+    assert opened == ["group-7@h7.json"]
+    channels.learn(7, "127.0.0.1:9", 2.0)
+    assert channels.address_of(7) == "127.0.0.1:9"
+
+
+def test_connections_and_files_of_a_keeper_stay_few_step_after_step():
+    with Cluster(8) as run:
+        pids = [place.pid for place in peers.read_places(run.run_dir)]
+        counts = []
+        for step in range(1, 6):
+            run.commit(step)
+            run.wait()
+            run.settled(step)
+            counts.append(max(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids))
+        # Standard streams, lock, listener, two parity files, and at most two connections a peer in each direction.
+        assert max(counts) <= 10 + 4 * 7
+        assert counts[-1] <= counts[1] + 4
+
+
+def test_an_orderly_end_in_the_middle_of_coding_leaves_nothing():
+    for trial in range(3):
+        with Cluster(3) as run:
+            run.commit(1, scale=60)
+            run.wait()
+            time.sleep(0.05 * trial)
+            pids = [place.pid for place in peers.read_places(run.run_dir)]
+            for copier in run.copiers.values():
+                copier.close()
+            run.copiers.clear()
+            assert keepers.end_keepers(run.run_dir) == []
+            wait_until(lambda: all(not psutil.pid_exists(p) or is_zombie(p) for p in pids))  # noqa: B023
+            assert not any(run.segment(g).path.exists() for g in run.groups)
+
+
+def test_what_no_run_owns_is_swept_and_what_one_owns_is_not(tmp_path, capsys, monkeypatch):
+    with Cluster(2) as run, Cluster(1) as gone:
+        run.commit(1)
+        gone.commit(1)
+        for site in (run, gone):
+            site.wait()
+            for copier in site.copiers.values():
+                copier.close()
+            site.copiers.clear()
+        run.kill_keeper(1)
+        gone.kill_keeper(0)
+        moved = run.home / gone.segment(0).path.name
+        shutil.move(gone.segment(0).path, moved)
+        shutil.rmtree(gone.run_dir)
+        found = {litter.path: litter for litter in sweep.find(run.home)}
+        assert found.keys() == {moved, run.segment(1).path}, "one has a keeper"
+        assert (found[moved].run_is_there, found[run.segment(1).path].run_is_there) == (False, True)
+        assert found[moved].run_dir == gone.run_dir.resolve()
+        sweep.sweep(run.home)
+        said = capsys.readouterr().out
+        assert f"{gone.run_dir.resolve()}, which is gone" in said
+        assert "kept: its run is going on" in said
+        assert not moved.exists()
+        monkeypatch.setattr(sweep, "ALIVE_S", 0.0)
+        sweep.sweep(run.home)
+        assert not run.segment(1).path.exists()
+        assert run.segment(0).path.exists()
+        assert run.decide().reasons, "and the living keeper still answers"
+
+
+def test_the_next_keeper_on_the_host_removes_what_runs_that_are_gone_left():
+    with Cluster(1) as run, Cluster(1) as gone:
+        gone.commit(1)
+        gone.wait()
+        gone.copiers.pop(0).close()
+        gone.kill_keeper(0)
+        moved = run.home / gone.segment(0).path.name
+        shutil.move(gone.segment(0).path, moved)
+        shutil.rmtree(gone.run_dir)
+        run.kill_keeper(0)
+        run.start_keeper(0)
+        wait_until(lambda: not moved.exists())
+        assert run.segment(0).path.exists()
+
+
+def cgroup_v1(folder: Path, limit: int, used: int, cache: int, shmem: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(str(limit))
+    (folder / "memory.usage_in_bytes").write_text(str(used))
+    (folder / "memory.stat").write_text(f"cache 1\ntotal_cache {cache}\ntotal_shmem {shmem}\n")
+
+
+def test_the_limit_of_a_control_group_of_version_1_counts(tmp_path):
+    proc = tmp_path / "cgroup"
+    proc.write_text("12:cpu,cpuacct:/x\n5:memory:/slurm/job\n0::/unrelated\n")
+    cgroup_v1(tmp_path / "memory", (1 << 63) - 4096, 5, 0, 0)
+    cgroup_v1(tmp_path / "memory/slurm", 9 << 30, 1 << 30, 0, 0)
+    cgroup_v1(tmp_path / "memory/slurm/job", 700 << 20, 300 << 20, 150 << 20, 50 << 20)
+    assert cgroup_free_bytes(proc, tmp_path) == (700 - 300 + 100) << 20
+
+
+def test_ranks_that_ask_for_room_at_the_same_moment_are_not_promised_the_same_bytes(tmp_path, monkeypatch):
+    from everstep.snapshot import room
+
+    monkeypatch.setattr(room, "cgroup_free_bytes", lambda: 1000)
+    segment = Segment(tmp_path, "r" * 16, 0)
+    segment.create()
+    make_room(tmp_path, segment.path, 0, 600, 0, 0)
+    with pytest.raises(SnapshotError, match=r"need 600 bytes more, and there are 400 .* 600 promised to other ranks"):
+        make_room(tmp_path, segment.path, 1, 600, 0, 0)
+    make_room(tmp_path, segment.path, 0, 700, 0, 0)
+    segment.file("data", 0, 0).write_bytes(bytes(700))
+    make_room(tmp_path, segment.path, 1, 600, 0, 0)
+
+
+def test_two_thousand_corruptions_never_restore_a_wrong_state():
+    found = fuzz(2000, seed=0)
+    assert sum(found.values()) == 2000
+    assert found[NEW] > 1000
+    assert found[OLD] > 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("seed", "groups", "parities"), [(1, 4, 1), (2, 5, 2), (3, 3, 1), (4, 6, 2), (5, 2, 1)])
+def test_fifty_thousand_corruptions_never_restore_a_wrong_state(seed, groups, parities):
+    assert sum(fuzz(10_000, seed, groups, parities).values()) == 10_000

@@ -1,0 +1,179 @@
+"""A snapshot restores into groups of any shape, tensor by tensor what was saved; and never into another model."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+from everstep.snapshot import recovery
+from everstep.snapshot.copier import Copier
+from everstep.snapshot.export import fetch, whole
+from everstep.snapshot.layout import Layout, Shard
+from everstep.snapshot.plan import State
+from everstep.snapshot.reshape import ShapeError
+from snapshot_cluster import TIMEOUT, Cluster, wait_until
+
+AT_ONCE = timedelta(0)
+Rank = tuple[dict[str, torch.Tensor], dict[str, Shard]]
+
+
+def model(seed: int = 0) -> dict[str, torch.Tensor]:
+    """A whole state: two layers, an optimizer's moments and step counters, an output layer."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, shape in (("layers.0.w", (7, 6)), ("layers.1.w", (7, 6)), ("output.w", (9, 4)), ("norm.w", (5,))):
+        found[f"param/{name}"] = torch.randn(shape, generator=generator)
+        found[f"optimizer/{name}/exp_avg"] = torch.randn(shape, generator=generator).to(torch.bfloat16)
+        found[f"optimizer/{name}/step"] = torch.tensor(3.0)
+    return found
+
+
+def cut(state: dict[str, torch.Tensor], ranks: int, dimension: int) -> list[Rank]:
+    """The state sharded along a dimension, as FSDP (0) and TP (1) do; vectors along 0, scalars whole."""
+    made: list[Rank] = []
+    for rank in range(ranks):
+        tensors, shards = {}, {}
+        for name, tensor in state.items():
+            if tensor.dim() == 0:
+                tensors[name] = tensor.clone()
+                continue
+            along = min(dimension, tensor.dim() - 1)
+            size = -(-tensor.shape[along] // ranks)
+            start = min(rank * size, tensor.shape[along])
+            piece = tensor.narrow(along, start, min(size, tensor.shape[along] - start))
+            tensors[name] = piece.contiguous().clone()
+            shards[name] = Shard(tuple(tensor.shape), tuple(start if d == along else 0 for d in range(tensor.dim())))
+        made.append((tensors, shards))
+    return made
+
+
+def whole_ranks(state: dict[str, torch.Tensor], ranks: int) -> list[Rank]:
+    return [({name: tensor.clone() for name, tensor in state.items()}, {}) for _ in range(ranks)]
+
+
+def stages(state: dict[str, torch.Tensor]) -> list[Rank]:
+    """Two pipeline stages, each with the tensors of its own layers."""
+    first = {name: tensor.clone() for name, tensor in state.items() if "layers.0" in name}
+    return [(first, {}), ({name: tensor.clone() for name, tensor in state.items() if name not in first}, {})]
+
+
+def grid(state: dict[str, torch.Tensor]) -> list[Rank]:
+    """FSDP 2 x TP 2: matrices cut in both dimensions, vectors along the first by FSDP and whole in TP."""
+    made = []
+    for rows, columns in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        tensors, shards = cut(state, 2, 0)[rows]
+        inner, inner_shards = {}, {}
+        for name, tensor in tensors.items():
+            inner[name] = tensor
+            if name in shards:
+                inner_shards[name] = shards[name]
+            if tensor.dim() == 2:
+                half = -(-tensor.shape[1] // 2)
+                inner[name] = tensor[:, columns * half : (columns + 1) * half].contiguous()
+                offset = (shards[name].offset[0], columns * half)
+                inner_shards[name] = Shard(shards[name].shape, offset)
+        made.append((inner, inner_shards))
+    return made
+
+
+SHAPES = {
+    "one rank": lambda s: whole_ranks(s, 1),
+    "FSDP 2": lambda s: cut(s, 2, 0),
+    "FSDP 3": lambda s: cut(s, 3, 0),
+    "TP 2": lambda s: cut(s, 2, 1),
+    "PP 2": stages,
+    "FSDP 2 x TP 2": grid,
+    "replicas of 2": lambda s: whole_ranks(s, 2),
+}
+
+
+def save(run: Cluster, ranks: list[Rank]) -> None:
+    """One committed step of groups with these ranks."""
+    for copier in run.copiers.values():
+        copier.close()
+    copiers = [
+        (Copier(run.segment(group), rank, len(ranks), run.settings, lambda *a, **k: None), rank)
+        for group in run.groups
+        for rank in range(len(ranks))
+    ]
+    run.copiers = dict(enumerate(copier for copier, _ in copiers))
+    for copier, rank in copiers:
+        tensors, shards = ranks[rank]
+        state = State(tensors, {"step": 1}, {"data": bytes([rank])}, shards)
+        copier.committed(1, "a", run.groups, {}, lambda state=state: state)
+    for copier, _ in copiers:
+        copier.wait()
+
+
+def restored(run: Cluster, ranks: list[Rank], rank: int) -> recovery.Recovery:
+    layouts = [Layout.of(*each) for each in ranks]
+    topologies = [layout.topology(number, len(ranks)) for number, layout in enumerate(layouts)]
+    decided = []
+
+    def share(value):
+        if isinstance(value, str):
+            return topologies
+        decided.append(value)
+        return [value]
+
+    return recovery.recover(
+        run.run_dir, group=0, rank=0, ranks=len(ranks), layout=layouts[rank], disk_step=None, timeout=TIMEOUT,
+        patience=AT_ONCE, share=share,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("FSDP 2", "one rank"), ("one rank", "FSDP 2"), ("TP 2", "FSDP 2"), ("PP 2", "one rank"), ("one rank", "PP 2"),
+        ("FSDP 2 x TP 2", "FSDP 3"), ("FSDP 3", "FSDP 2 x TP 2"), ("replicas of 2", "FSDP 2"), ("PP 2", "TP 2"),
+    ],
+)  # fmt: skip
+def test_what_is_restored_into_another_shape_is_what_was_saved(before, after):
+    state = model()
+    with Cluster(2, parity=0) as run:
+        save(run, SHAPES[before](state))
+        wanted = SHAPES[after](state)
+        for rank, (tensors, shards) in enumerate(wanted):
+            if rank and before != "one rank":
+                # `recover` decides on rank 0 of a group; the others cut with the same decision.
+                layout = Layout.of(tensors, shards)
+                found = recovery.restore_reshaped(run.decide(), rank, 0, layout, run.token, TIMEOUT)
+            else:
+                found = restored(run, [wanted[rank], *wanted[1:]], rank).restored
+            views = Layout.of(tensors, shards).views(torch.from_numpy(found.flat))
+            assert views.keys() == tensors.keys()
+            for name, tensor in tensors.items():
+                assert torch.equal(views[name], tensor), name
+
+
+@pytest.mark.parametrize("before", sorted(SHAPES))
+def test_an_export_of_any_shape_is_the_whole_state(before):
+    state = model(1)
+    with Cluster(2, parity=0) as run:
+        save(run, SHAPES[before](state))
+        found = whole(fetch(run.run_dir, timeout=TIMEOUT, patience=TIMEOUT))
+        assert found.tensors.keys() == state.keys()
+        assert all(torch.equal(found.tensors[name], tensor) for name, tensor in state.items())
+
+
+def test_a_lost_host_is_decoded_before_its_shards_are_cut():
+    state = model(2)
+    with Cluster(3) as run:
+        save(run, SHAPES["FSDP 2"](state))
+        wait_until(lambda: all(copier.word().coded for copier in run.copiers.values()))
+        run.lose_host(1)
+        found = restored(run, SHAPES["one rank"](state), 0)
+        assert found.decision.source == "parity"
+        assert found.restored.decoded == (1,)
+        views = Layout.of(state).views(torch.from_numpy(found.restored.flat))
+        assert all(torch.equal(views[name], tensor) for name, tensor in state.items())
+
+
+def test_what_no_rank_saved_is_refused_by_name():
+    state = model(3)
+    with Cluster(2, parity=0) as run:
+        save(run, SHAPES["FSDP 2"](state))
+        layout = Layout.of({**state, "param/new.w": torch.zeros(3)})
+        with pytest.raises(ShapeError, match=r"saved shards of param/new.w make up 0 elements of 3"):
+            recovery.restore_reshaped(run.decide(), 0, 0, layout, run.token, TIMEOUT)
