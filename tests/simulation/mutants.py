@@ -39,7 +39,10 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
-        "a rank that has its gradients goes on alone", "protocol.py", "        if not summed:\n", "        if error:\n"
+        "a rank that has its gradients goes on alone",
+        "protocol.py",
+        "        if summed and sound:\n",
+        "        if error:\n",
     ),
     Mutant(
         "each rank decides by itself whether the rows came",
@@ -124,14 +127,8 @@ MUTANTS = (
     Mutant(
         "a gradient that is not finite is summed",
         "protocol.py",
-        '        if finite:\n            return ""',
-        '        if True:\n            return ""',
-    ),
-    Mutant(
-        "what a rank holds is not taken from it when it heals",
-        "protocol.py",
-        "        else:\n            self._drop()\n        if self._group in quorum.sources:",
-        "        if self._group in quorum.sources:",
+        "        if summed and sound:\n",
+        "        if summed:\n",
     ),
     Mutant("a slot that is there twice passes", "ledger.py", "    if twice:\n", "    if False:\n"),
     Mutant("a slot that is missing passes", "ledger.py", "if missing and (", "if False and ("),
@@ -197,6 +194,30 @@ MUTANTS = (
         "driver.py",
         "quorum.able and quorum.able[0] == self._group",
         "quorum.groups[0] == self._group",
+    ),
+    Mutant(
+        "a step is made though others have ended the run",
+        "protocol.py",
+        "        if quorum.is_finishing():",
+        "        if False:",
+    ),
+    Mutant(
+        "who comes after the end goes on",
+        "protocol.py",
+        "        if ended:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "each column's snapshots decide about the step",
+        "ledger.py",
+        "        whole = (self.coverage, self.owners, self.leaving, self.exhausted)",
+        "        whole = (self.coverage, self.owners, self.leaving, self.exhausted, self.snapshots)",
+    ),
+    Mutant(
+        "a group that cannot compute gives its slots all the same",
+        "protocol.py",
+        "        else:\n            self._drop()\n        if self._group in quorum.sources:",
+        "        if self._group in quorum.sources:",
     ),
     Mutant(
         "nobody says that the last state is saved", "driver.py", "                self._files.mark_finished(step)\n", ""
