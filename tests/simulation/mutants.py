@@ -12,12 +12,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CHUNK = 25
+CHUNK = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +267,9 @@ def main() -> int:
     print("| # | change | file | first seed | seen as |\n|---|---|---|---|---|", flush=True)
     missed = 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        found = [(number, pool.submit(try_mutant, MUTANTS[number - 1], options.most)) for number in chosen]
-        for number, result in found:
+        found = {pool.submit(try_mutant, MUTANTS[number - 1], options.most): number for number in chosen}
+        for result in as_completed(found):
+            number = found[result]
             seed, kind = result.result() or ("none", "")
             missed += seed == "none"
             mutant = MUTANTS[number - 1]
