@@ -174,7 +174,12 @@ def block_seconds() -> float:
     weights = DIM * (HEADS + 2 * KV_HEADS) * HEAD + HEADS * HEAD * DIM + 3 * DIM * HIDDEN
     attention = 2 * 2 * LENGTH * LENGTH / 2 * HEADS * HEAD
     elementwise = 40 * LENGTH * DIM * 2 / BYTES_A_SECOND
-    return 6 * LENGTH * weights / FLOPS_A_SECOND + attention / FLASH_FORWARD + 2.5 * attention / FLASH_BACKWARD + elementwise
+    return (
+        6 * LENGTH * weights / FLOPS_A_SECOND
+        + attention / FLASH_FORWARD
+        + 2.5 * attention / FLASH_BACKWARD
+        + elementwise
+    )
 
 
 def main() -> None:
@@ -184,7 +189,9 @@ def main() -> None:
     block = block_seconds()
     found = checks()
     forward = 2 * 2 * LENGTH * LENGTH / 2 * HEADS * HEAD / FLASH_FORWARD
-    print(f"H100 by roofline, Llama 3 8B shapes, length {LENGTH}, bf16, counted on meta tensors; block {1e3 * block:.2f} ms")
+    print(
+        f"H100 by roofline, Llama 3 8B shapes, length {LENGTH}, bf16, counted on meta tensors; block {1e3 * block:.2f} ms"
+    )
     print(f"{'':36s}{'eager: kernels':>16s}{'GB':>8s}{'ms':>8s}{'fused: kernels':>16s}{'GB':>8s}{'ms':>8s}")
     for name, count in found.items():
         eager = f"{count.kernels:16d}{count.bytes / 1e9:8.2f}{1e3 * count.seconds:8.3f}"

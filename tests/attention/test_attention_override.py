@@ -14,7 +14,7 @@ from everstep.titan import cpu
 if not cpu.has_accelerator():
     cpu.stand_in()
 
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3

@@ -22,7 +22,7 @@ from everstep.chaos.guard import Guard, Held
 from everstep.chaos.undo import Undo
 run_dir, pid, lasts_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 guard = Guard(run_dir)
-undo = Undo("everstep.chaos.signals:send", {"procs": [[pid, time.time()]], "signum": int(signal.SIGCONT)})
+undo = Undo("continue", {"procs": [[pid, time.time()]]})
 guard.hold(Held("stop-worker", 1, lasts_s, undo))
 signals = __import__("everstep.chaos.signals", fromlist=["send"])
 assert signals.send([(pid, time.time())], signal.SIGSTOP) == [pid]
@@ -96,14 +96,14 @@ def test_a_fault_whose_guard_was_killed_too_ends_with_the_next_guard(tmp_path, v
     (journal,) = journals(tmp_path)
     assert journal.stat().st_mode & 0o077 == 0, "it may hold somebody's environment"
     guard = Guard(tmp_path)
-    guard.hold(Held("nothing", None, 0.0, Undo("builtins:print")))
+    guard.hold(Held("nothing", None, 0.0, Undo("continue", {"procs": []})))
     until(lambda: not is_stopped(victim), "the victim to go on")
     guard.close()
     assert not journals(tmp_path)
 
 
 def test_the_next_guard_does_not_undo_again_what_was_undone(tmp_path):
-    nothing = Undo("builtins:print")
+    nothing = Undo("continue", {"procs": []})
     first = Guard(tmp_path)
     first.hold(Held("short", None, 0.1, nothing))
     first.hold(Held("long", None, 600.0, nothing))
@@ -130,14 +130,15 @@ def test_the_guard_outlives_what_is_meant_for_the_injector(tmp_path, injector, v
 
 def test_an_undo_that_fails_is_said_and_keeps_no_other_from_being_done(tmp_path, victim):
     guard = Guard(tmp_path)
-    guard.hold(Held("broken", None, 600.0, Undo("everstep.chaos.signals:nothing")))
-    stop_again = {"procs": [[victim.pid, time.time()]], "signum": int(signal.SIGSTOP)}
-    guard.hold(Held("sound", None, 600.0, Undo("everstep.chaos.signals:send", stop_again)))
+    guard.hold(Held("broken", None, 600.0, Undo("remove-filler", {"path": "/no/filler"})))
+    guard.hold(Held("sound", None, 600.0, Undo("continue", {"procs": [[victim.pid, time.time()]]})))
+    victim.send_signal(signal.SIGSTOP)
+    until(lambda: is_stopped(victim), "the victim to stop")
     assert guard.holding
     guard.close()
-    until(lambda: is_stopped(victim), "the second undo")
+    until(lambda: not is_stopped(victim), "the second undo")
     (failed,) = read_events(tmp_path, {"fault_undo_failed"})
-    assert (failed["fault"], "nothing" in failed["reason"]) == ("broken", True)
+    assert (failed["fault"], "no filler" in failed["reason"]) == ("broken", True)
 
 
 def test_a_signal_reaches_no_process_that_began_after_it_was_announced(victim):

@@ -115,9 +115,7 @@ def watch_inputs(
 ) -> None:
     """Compare and report; see `backward_deviation`."""
     side = OutputSide.unpack(packed, q.shape[-1], v.shape[-1])
-    found = backward_deviation(
-        *(q, k, v, dq, dk, dv, side, scale), plain_scores=plain_scores, wide_groups=wide_groups
-    )
+    found = backward_deviation(*(q, k, v, dq, dk, dv, side, scale), plain_scores=plain_scores, wide_groups=wide_groups)
     found = guard.widened(BACKWARD, found)
     bad = found.bad()
     if bad.device.type != "cpu" or bad.any():

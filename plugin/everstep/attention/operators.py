@@ -36,9 +36,7 @@ def _sums(guard: Guard) -> WeightSums:
 
 
 @custom_op("everstep::project", mutates_args=("ticket",))
-def _project(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ticket: torch.Tensor
-) -> torch.Tensor:
+def _project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ticket: torch.Tensor) -> torch.Tensor:
     guard = _used(ticket)
     return project(guard, _sums(guard), x, weight, bias)
 

@@ -1,24 +1,54 @@
 """A run on Slurm: its steps are signalled with scancel, single processes on their own node, by an overlapping step."""
 
-import json
+import re
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from signal import Signals
+from signal import SIGCONT, Signals
+from typing import Annotated, Any
 
 from everstep.chaos.target import Target
-from everstep.chaos.undo import Undo
+from everstep.chaos.undo import Known, Undo
 from everstep.chaos.view import Proc, View
 from everstep.launch.slurm import job_file, require_slurm, states_of
+from everstep.run import typed
 from everstep.run.directory import LaunchError, over_file, stop_file
 from everstep.run.files import read_json
 
 TIMEOUT_S = 60.0
 LOOK_EVERY_S = 3.0
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A signal to processes of one job on one node, "" for a job of one node."""
+
+    job: Annotated[int, typed.Within(1, 1 << 40)]
+    node: str
+    procs: list[Known]
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9._-]{0,255}", self.node) or self.node.startswith("-"):
+            raise ValueError(f"{self.node!r} is no node")
+
+
+@dataclass(frozen=True)
+class _Orders:
+    orders: list[_Order]
+
+
+def _command(order: _Order, signum: int) -> list[str]:
+    """The command that carries an order out."""
+    what = typed.dumps({"procs": order.procs, "signum": int(signum)}).decode()
+    where = [f"--nodelist={order.node}"] if order.node else []
+    # As one task of one node beside what runs there; it takes no resources of its own.
+    srun = ["srun", f"--jobid={order.job}", "--overlap", "--nodes=1", "--ntasks=1", "--mem=0", *where]
+    return [*srun, sys.executable, "-m", "everstep.chaos.signals", what]
 
 
 class SlurmTarget(Target):
@@ -53,27 +83,24 @@ class SlurmTarget(Target):
 
     def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
         reached: list[int] = []
-        for command in self._commands(procs, signum):
-            reached += json.loads(run(command).strip().splitlines()[-1])
+        for order in self._orders(procs):
+            said = run(_command(order, signum)).strip().splitlines()
+            reached += typed.parse(list[int], typed.loads(said[-1] if said else "[]"))
         return reached
 
-    def later(self, procs: Iterable[Proc], signum: Signals) -> Undo:
-        return Undo("everstep.chaos.cluster:run_all", {"commands": self._commands(procs, signum)})
+    def go_on_later(self, procs: Iterable[Proc]) -> Undo:
+        return Undo("continue-on-nodes", {"orders": [asdict(order) for order in self._orders(procs)]})
 
     def kill_agent(self, group: int) -> None:
         run(["scancel", "--signal=KILL", f"{self._jobs['groups']}_{group}.0"])
 
-    def _commands(self, procs: Iterable[Proc], signum: Signals) -> list[list[str]]:
-        """One command for each job that has some of these processes."""
-        commands = []
+    def _orders(self, procs: Iterable[Proc]) -> list["_Order"]:
+        """One order for each job that has some of these processes."""
+        orders = []
         for job, some in groupby(sorted(procs, key=self._job_of), key=self._job_of):
             members = list(some)
-            order = {"procs": [[proc.pid, proc.since] for proc in members], "signum": int(signum)}
-            where = [f"--nodelist={members[0].node}"] if members[0].node else []
-            # As one task of one node beside what runs there; it takes no resources of its own.
-            srun = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", "--mem=0", *where]
-            commands.append([*srun, sys.executable, "-m", "everstep.chaos.signals", json.dumps(order)])
-        return commands
+            orders.append(_Order(job, members[0].node, [(proc.pid, proc.since) for proc in members]))
+        return orders
 
     def _job_of(self, proc: Proc) -> int:
         """The job that a process belongs to. Raises LaunchError when it is not running."""
@@ -97,7 +124,7 @@ def run(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def run_all(commands: Sequence[Sequence[str]]) -> None:
-    """The undo of a fault on Slurm."""
-    for command in commands:
-        run(command)
+def undo(args: dict[str, Any]) -> None:
+    """SIGCONT to the processes that were stopped, on their nodes."""
+    for order in typed.parse(_Orders, args).orders:
+        run(_command(order, SIGCONT))

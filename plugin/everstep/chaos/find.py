@@ -9,6 +9,7 @@ from everstep.chaos.view import View
 from everstep.launch.slurm import job_file
 from everstep.run.directory import LaunchError
 from everstep.run.files import read_json
+from everstep.run.token import require_own
 
 
 def find_target(run_dir: Path, spared: Iterable[int] = ()) -> Target:
@@ -19,6 +20,10 @@ def find_target(run_dir: Path, spared: Iterable[int] = ()) -> Target:
         raise LaunchError(f"{run_dir} is no run directory: there are no events in it.")
     if not (run_dir / "config.toml").is_file():
         raise LaunchError(f"the run in {run_dir} has not begun yet: wait for its first step.")
+    try:
+        require_own(run_dir)
+    except ValueError as error:
+        raise LaunchError(f"{error}.") from None
     submitted = "groups" in read_json(job_file(run_dir))
     view = View(run_dir, spared, one_host=not submitted)
     target: Target = SlurmTarget(view) if submitted else LocalTarget(view)

@@ -6,23 +6,29 @@ was killed. What it has to undo is also in a journal, RUN_DIR/state/chaos/guard-
 as well, the next guard of this run undoes what was left.
 """
 
+import contextlib
+import errno
 import fcntl
-import json
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from everstep.chaos.undo import Undo
+from everstep.run import typed
 from everstep.run.events import EventLog
+from everstep.run.token import require_own
+from everstep.run.typed import UnfitError
 
 ACK_TIMEOUT_S = 60.0
+JOURNAL_LIMIT = 16 << 20
 
 
 class GuardError(RuntimeError):
@@ -35,20 +41,8 @@ class Held:
 
     fault: str
     target_group: int | list[int] | None
-    lasts_s: float
+    lasts_s: Annotated[float, typed.Within(0, 1e9)]
     undo: Undo
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "fault": self.fault,
-            "target_group": self.target_group,
-            "lasts_s": self.lasts_s,
-            "undo": self.undo.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> "Held":
-        return cls(found["fault"], found["target_group"], found["lasts_s"], Undo(**found["undo"]))
 
 
 class Guard:
@@ -65,7 +59,7 @@ class Guard:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write((json.dumps(held.to_json()) + "\n").encode())
+            process.stdin.write(typed.dumps(asdict(held)) + b"\n")
             process.stdin.flush()
         except BrokenPipeError:
             raise GuardError(f"the guard of {self._run_dir} ended; see logs/chaos.log there") from None
@@ -103,13 +97,26 @@ class Guard:
         return self._process
 
 
+@dataclass(frozen=True)
+class _Line:
+    """Of a journal: a fault was taken on, or without `held` has ended."""
+
+    number: typed.Count
+    held: Held | None
+
+
 class Journal:
     """What a guard has taken on and not yet undone, on disk. Locked as long as its guard lives."""
 
     def __init__(self, path: Path):
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        self._fd = os.open(path, flags, 0o600)
+        found = os.fstat(self._fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            os.close(self._fd)
+            raise OSError(errno.EPERM, "is no journal that only this user can have written", str(path))
 
     def take(self) -> bool:
         """Lock it; False while its own guard lives."""
@@ -121,17 +128,18 @@ class Journal:
 
     def write(self, number: int, held: Held | None) -> None:
         """Number `number` is taken on, or with None it has ended."""
-        line = {"number": number, "held": held and held.to_json()}
-        os.write(self._fd, (json.dumps(line) + "\n").encode())
+        kept = replace(held, undo=held.undo.for_a_journal) if held else None
+        os.write(self._fd, typed.dumps(asdict(_Line(number, kept))) + b"\n")
 
     def left(self) -> list[Held]:
-        """What has not ended."""
+        """What has not ended. Lines that are none, torn by a kill for instance, are passed over."""
         found: dict[int, Held] = {}
-        for line in self.path.read_text().splitlines():
-            entry = json.loads(line) if line.endswith("}") else {"number": -1, "held": None}  # torn by a kill
-            found.pop(entry["number"], None)
-            if entry["held"]:
-                found[entry["number"]] = Held.from_json(entry["held"])
+        for line in os.pread(self._fd, JOURNAL_LIMIT, 0).splitlines():
+            with contextlib.suppress(UnfitError):
+                entry = typed.parse(_Line, typed.loads(line))
+                found.pop(entry.number, None)
+                if entry.held is not None:
+                    found[entry.number] = entry.held
         return list(found.values())
 
     def remove(self) -> None:
@@ -153,8 +161,13 @@ def end(held: Held, events: EventLog) -> None:
 
 def end_leftovers(run_dir: Path, events: EventLog) -> None:
     """Undo what guards of this run left that were killed."""
+    require_own(run_dir)
     for path in sorted((run_dir / "state" / "chaos").glob("guard-*.jsonl")):
-        journal = Journal(path)
+        try:
+            journal = Journal(path)
+        except OSError as error:
+            print(f"{path} is passed over: {error.strerror}", flush=True)
+            continue
         if journal.take():
             for held in journal.left():
                 end(held, events)
@@ -186,7 +199,7 @@ def watch(run_dir: Path, answers: int) -> None:
         closed = not data
         *lines, unread = (unread + data).split(b"\n")
         for line in lines:
-            held = Held.from_json(json.loads(line))
+            held = typed.parse(Held, typed.loads(line))
             journal.write(count, held)
             holding[count] = (time.monotonic() + held.lasts_s, held)
             count += 1

@@ -1,14 +1,13 @@
 """Faults of what keeps a run up: agents, keepers, whole hosts, the lighthouse, the launcher."""
 
 import random
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
-from signal import SIGCONT, SIGKILL, SIGSTOP
+from signal import SIGKILL, SIGSTOP
 
 from everstep.chaos import launcher
 from everstep.chaos.fault import Fault, Injection
 from everstep.chaos.processes import HEALS
+from everstep.chaos.storage import own_segments
 from everstep.chaos.target import Target
 from everstep.chaos.view import View
 
@@ -74,13 +73,13 @@ class KillHost(Fault):
     def plan(self, target: Target, choose: random.Random) -> Injection:
         group = self.victim(target.run, choose)
         agent, keepers = target.run.agent(group), target.keepers(group)
-        segments = [Path(place.segment) for place in target.run.keepers(group)]
+        segments = own_segments(target.run_dir, target.run.keepers(group))
 
         def strike() -> None:
             target.kill_agent(group)
             target.signal(keepers, SIGKILL)
             for segment in segments:
-                shutil.rmtree(segment, ignore_errors=True)
+                segment.remove()
 
         pids = [agent.pid] if agent else []
         return Injection(strike=strike, target_group=group, pids=pids + [keeper.pid for keeper in keepers])
@@ -116,7 +115,7 @@ class StopLighthouse(KillLighthouse):
         return Injection(
             strike=lambda: target.signal(procs, SIGSTOP),
             pids=[proc.pid for proc in procs],
-            undo=target.later(procs, SIGCONT),
+            undo=target.go_on_later(procs),
         )
 
 

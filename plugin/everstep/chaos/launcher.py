@@ -2,15 +2,21 @@
 
 import subprocess
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from everstep.chaos.undo import Undo
+from everstep.chaos.undo import Pid, Undo
+from everstep.run import typed
 from everstep.run.directory import holder_of
 
 FREE_TIMEOUT_S = 10.0
+
+
+class GoneError(RuntimeError):
+    """Nobody knows any more how the run was started."""
 
 
 def to_start_again(pid: int, run_dir: Path) -> Undo:
@@ -26,12 +32,31 @@ def to_start_again(pid: int, run_dir: Path) -> Undo:
         "run_dir": str(run_dir),
         "killed": pid,
     }
-    return Undo("everstep.chaos.launcher:start_again", args)
+    return Undo("start-again", args)
 
 
-def start_again(argv: Sequence[str], cwd: str, environment: dict[str, str], run_dir: str, killed: int) -> None:
-    """Start a run's command, detached from this process, once `killed` is gone; its output goes to
-    RUN_DIR/logs/launcher.log. Does nothing when that process lives on, or somebody else has started the run."""
+@dataclass(frozen=True)
+class _Command:
+    """What was running, to be started once `killed` is gone."""
+
+    argv: list[str]
+    cwd: str
+    environment: dict[str, str]
+    run_dir: str
+    killed: Pid
+
+
+def undo(args: dict[str, Any]) -> None:
+    """Start a run's command, detached from this process; its output goes to RUN_DIR/logs/launcher.log. Does nothing
+    when the process that was killed lives on, or somebody else has started the run.
+
+    Raises:
+        GoneError: the guard that knew the command was killed as well.
+    """
+    if not args:
+        raise GoneError("the guard that knew the run's command was killed: start the run again yourself")
+    command = typed.parse(_Command, args)
+    run_dir, killed = command.run_dir, command.killed
     time_is_up = time.monotonic() + FREE_TIMEOUT_S
     while (holder := holder_of(Path(run_dir))) is not None:
         if holder[0] != killed or time.monotonic() > time_is_up:
@@ -40,9 +65,9 @@ def start_again(argv: Sequence[str], cwd: str, environment: dict[str, str], run_
     log = Path(run_dir) / "logs" / "launcher.log"
     with log.open("ab") as output:
         subprocess.Popen(
-            argv,
-            cwd=cwd,
-            env=environment,
+            command.argv,
+            cwd=command.cwd,
+            env=command.environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import dataclass
-from signal import SIGCONT, SIGKILL, SIGSEGV, SIGSTOP, Signals
+from signal import SIGKILL, SIGSEGV, SIGSTOP, Signals
 from typing import ClassVar
 
 from everstep.chaos.fault import Fault, Injection
@@ -34,7 +34,7 @@ class _OneWorker(Fault):
             target_group=group,
             pids=[worker.pid],
             fields={"target_rank": worker.rank},
-            undo=target.later([worker], SIGCONT) if self.duration_s else None,
+            undo=target.go_on_later([worker]) if self.duration_s else None,
         )
 
 

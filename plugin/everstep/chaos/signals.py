@@ -5,19 +5,33 @@
 does on a node of a cluster what `send` does here.
 """
 
-import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import psutil
+
+from everstep.chaos.undo import Known
+from everstep.run import typed
 
 SLACK_S = 1.0
 """By how much a process may seem to be younger than its announcement: the kernel counts starts in jiffies."""
 
-Known = tuple[int, float]
-"""A pid, and the wall time at which the run had that process."""
+
+@dataclass(frozen=True)
+class _Stopped:
+    """What goes on again when a fault ends."""
+
+    procs: list[Known]
+
+
+@dataclass(frozen=True)
+class _Order:
+    procs: list[Known]
+    signum: Annotated[int, typed.Within(1, 64)]
 
 
 def is_same(pid: int, since: float) -> bool:
@@ -48,9 +62,14 @@ def send(procs: Sequence[Known], signum: int) -> list[int]:
     return reached
 
 
+def undo(args: dict[str, Any]) -> None:
+    """SIGCONT to the processes that were stopped, if they are still those."""
+    send(typed.parse(_Stopped, args).procs, signal.SIGCONT)
+
+
 def main() -> None:
-    order = json.loads(sys.argv[1])
-    print(json.dumps(send(order["procs"], order["signum"])))
+    order = typed.parse(_Order, typed.loads(sys.argv[1]))
+    print(typed.dumps(send(order.procs, order.signum)).decode())
 
 
 if __name__ == "__main__":

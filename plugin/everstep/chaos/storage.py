@@ -1,18 +1,23 @@
 """Faults of memory and disk."""
 
+import contextlib
 import errno
 import os
 import random
 import shutil
+import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from everstep.chaos.fault import Fault, Injection
 from everstep.chaos.target import Target
 from everstep.chaos.undo import Undo
 from everstep.chaos.view import View
+from everstep.run import typed
 from everstep.snapshot.buffer import HEADER_BYTES
-from everstep.snapshot.peers import read_places, read_token
+from everstep.snapshot.peers import Place, read_places, read_token
 from everstep.snapshot.segment import BUFFERS, Segment, run_id
 
 LEFT_BYTES = 64 << 10
@@ -44,7 +49,7 @@ part is decoded from parity, or the step passed over."
         at, bit = HEADER_BYTES + choose.randrange(size), 1 << choose.randrange(8)
 
         def strike() -> None:
-            with file.open("r+b") as slot:
+            with open(file, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as slot:
                 slot.seek(at)
                 byte = slot.read(1)
                 slot.seek(at)
@@ -56,12 +61,11 @@ part is decoded from parity, or the step passed over."
 def _slots(run_dir: Path) -> list[tuple[int, Path, int]]:
     """Published data slots on this machine: group, file, payload bytes."""
     found = []
-    for place in read_places(run_dir):
-        segment = Segment(Path(place.segment).parent, run_id(read_token(run_dir)), place.group)
+    for segment in own_segments(run_dir, read_places(run_dir)):
         for rank in segment.ranks():
             for index, header in zip(range(BUFFERS), segment.headers("data", rank), strict=True):
                 if header is not None:
-                    found.append((place.group, segment.file("data", rank, index), header.payload_bytes))
+                    found.append((segment.group, segment.file("data", rank, index), header.payload_bytes))
     return found
 
 
@@ -95,10 +99,13 @@ class _Filled(Fault):
         filler = place / FILLER
 
         def strike() -> None:
-            with filler.open("wb") as file:
-                _fill(file.fileno(), shutil.disk_usage(place).free)
+            fd = os.open(filler, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                _fill(fd, shutil.disk_usage(place).free)
+            finally:
+                os.close(fd)
 
-        undo = Undo("everstep.chaos.storage:remove", {"path": str(filler)})
+        undo = Undo("remove-filler", {"path": str(filler)})
         return Injection(strike=strike, fields={"folder": str(place)}, undo=undo)
 
 
@@ -165,9 +172,34 @@ def why_shared(place: Path, prefix: str = "") -> str | None:
     return None
 
 
-def remove(path: str) -> None:
-    """Undo: the file goes, if it is there."""
-    Path(path).unlink(missing_ok=True)
+def own_segments(run_dir: Path, places: Iterable[Place]) -> list[Segment]:
+    """The segments of this run's keepers. A path that a keeper's file names is believed only if it is the one that
+    follows from the run's token, a folder, and this user's."""
+    found = []
+    for place in places:
+        segment = Segment(Path(place.segment).parent, run_id(read_token(run_dir)), place.group)
+        with contextlib.suppress(OSError):
+            there = os.lstat(segment.path)
+            if segment.path == Path(place.segment) and stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid():
+                found.append(segment)
+    return found
+
+
+@dataclass(frozen=True)
+class _Filling:
+    path: str
+
+
+def undo(args: dict[str, Any]) -> None:
+    """The filler goes, if it is there. Raises UnfitError for any other file."""
+    path = Path(typed.parse(_Filling, args).path)
+    if path.name != FILLER or not path.is_absolute():
+        raise typed.UnfitError(f"{ascii(str(path))[:200]} is no filler of a fault")
+    with contextlib.suppress(FileNotFoundError):
+        found = os.lstat(path)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise typed.UnfitError(f"{path} is no filler of a fault of this user")
+        path.unlink()
 
 
 KINDS: tuple[type[Fault], ...] = (CorruptSnapshot, FullSharedMemory, FullDisk)

@@ -1,5 +1,6 @@
 """Where a run runs, and how its processes are reached there."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,7 @@ import psutil
 from everstep.chaos import signals
 from everstep.chaos.undo import Undo
 from everstep.chaos.view import Proc, View
+from everstep.run import typed
 from everstep.run.directory import holder_of
 
 
@@ -45,8 +47,8 @@ class Target(ABC):
         the others."""
 
     @abstractmethod
-    def later(self, procs: Iterable[Proc], signum: Signals) -> Undo:
-        """The same as something to be done later, by whoever it may be."""
+    def go_on_later(self, procs: Iterable[Proc]) -> Undo:
+        """SIGCONT to processes of the run as something to be done later, by whoever it may be."""
 
     @abstractmethod
     def kill_agent(self, group: int) -> None:
@@ -76,9 +78,8 @@ class LocalTarget(Target):
     def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
         return signals.send([(p.pid, p.since) for p in procs if self._ours(p)], signum)
 
-    def later(self, procs: Iterable[Proc], signum: Signals) -> Undo:
-        known = [[p.pid, p.since] for p in procs if self._ours(p)]
-        return Undo("everstep.chaos.signals:send", {"procs": known, "signum": int(signum)})
+    def go_on_later(self, procs: Iterable[Proc]) -> Undo:
+        return Undo("continue", {"procs": [[p.pid, p.since] for p in procs if self._ours(p)]})
 
     def kill_agent(self, group: int) -> None:
         agent = self.run.agent(group)
@@ -90,10 +91,23 @@ class LocalTarget(Target):
         launcher = self.launcher()
         try:
             process = psutil.Process(proc.pid)
+            if process.uids().real != os.geteuid():
+                return False
             if proc.role == "keeper":
                 # In a session of its own, it may have outlived the supervisor that it descends from.
-                words = " ".join(process.cmdline())
-                return "everstep.snapshot.keeper" in words and str(self.run_dir) in words
+                return _keeps(process.cmdline(), self.run_dir)
             return launcher is not None and launcher.pid in [proc.pid, *(p.pid for p in process.parents())]
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
             return False
+
+
+def _keeps(words: list[str], run_dir: Path) -> bool:
+    """Whether a command line is that of a keeper of this very run."""
+    if words[1:3] != ["-m", "everstep.snapshot.keeper"] or len(words) != 4:
+        return False
+    try:
+        order = typed.loads(words[3])
+    except typed.UnfitError:
+        return False
+    kept = order.get("run_dir") if isinstance(order, dict) else None
+    return isinstance(kept, str) and Path(kept).resolve() == run_dir.resolve()

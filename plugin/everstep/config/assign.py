@@ -102,7 +102,7 @@ def convert(declared: Any, value: Any, current: Any, source: Source, path: Path)
             except ConfigError:
                 continue
     elif _fits(declared, value):
-        return float(value) if declared is float else value
+        return float(value) if declared is float else value  # finite, and no more than 64 bits: see source
     elif (origin is tuple or declared is tuple) and isinstance(value, list):
         members = arguments or (Any, ...)
         if members[-1] is Ellipsis:
@@ -151,7 +151,8 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f'"{value}"'
+        text = value if value.isprintable() else "".join(c if c.isprintable() else "?" for c in value)
+        return f'"{text[:200]}"'
     if isinstance(value, dict):
         return "a table"
     return repr(value)
@@ -283,16 +284,18 @@ def _set_variant(variants: dict[str, type | None], value: Any, current: Any, sou
 def _component_config(name: Any, declared: type, source: Source, path: Path) -> type:
     """The Config class of the component with this import path, which must fit where it stands."""
     module_name, _, attribute = str(name).rpartition(".")
+    if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")) or not module_name:
+        raise source.error(path, f"{source.name(path)} must be the import path of a class, got {shown(name)}")
     try:
         component = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:
         raise source.error(path, f"{source.name(path)} = {shown(name)} cannot be imported: {error}") from error
     config_class = getattr(component, "Config", None)
     from torchtitan.config import Configurable  # not above: the launcher reads its sections without torchtitan
 
     # the section must be able to stand for any other of its kind, so what counts is the root of the kind
     root = [c for c in declared.__mro__ if dataclasses.is_dataclass(c) and c is not Configurable.Config][-1]
-    if config_class is None or not issubclass(config_class, root):
+    if not isinstance(config_class, type) or not issubclass(config_class, root):
         kind = getattr(root, "_owner", None) or root
         raise source.error(path, f"{source.name(path)} must name a {kind.__name__}, got {shown(name)}")
     return config_class

@@ -27,6 +27,11 @@ _TIMEOUTS = (
 )
 """(shorter, longer, why) of [fault_tolerance]'s timeouts."""
 
+_LONGEST_S = 3e8
+"""Ten years; the libraries that wait count milliseconds in 64 bits or fewer."""
+_MOST = {"groups": 1_000_000, "group_id": 999_999, "metrics_port": 65535}
+"""The largest values of keys of [fault_tolerance]: ids have six digits."""
+
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
 """torchtitan reads a tokenizer from the first of these that is there."""
 
@@ -113,18 +118,29 @@ def _groups(config: Any) -> Iterator[Problem]:
                 ("fault_tolerance", key),
                 f"[fault_tolerance] {key} must be at least {least}, got {getattr(ft, key)}",
             )
+    for key, most in _MOST.items():
+        if not getattr(ft, key) <= most:
+            yield Problem(
+                ("fault_tolerance", key), f"[fault_tolerance] {key} must be at most {most}, got {getattr(ft, key)}"
+            )
     for key in ("bucket_mb", "restart_window_s", *dict.fromkeys(key for row in _TIMEOUTS for key in row[:2])):
-        if getattr(ft, key) <= 0:
+        if not getattr(ft, key) > 0:
             yield Problem(
                 ("fault_tolerance", key),
                 f"[fault_tolerance] {key} must be more than 0, got {getattr(ft, key)}",
+            )
+        elif getattr(ft, key) > _LONGEST_S:
+            yield Problem(
+                ("fault_tolerance", key),
+                f"[fault_tolerance] {key} must be at most {_LONGEST_S:g}, got {getattr(ft, key)}",
             )
     if ft.groups < ft.min_groups:
         yield Problem(
             ("fault_tolerance", "min_groups"),
             f"[fault_tolerance] min_groups = {ft.min_groups} can never be met by groups = {ft.groups}",
         )
-    if ft.lighthouse and not re.fullmatch(r"https?://[^/\s]+:\d+/?", ft.lighthouse):
+    place = re.fullmatch(r"https?://[^/\s]+:([0-9]{1,5})/?", ft.lighthouse)
+    if ft.lighthouse and (place is None or int(place[1]) > 65535):
         yield Problem(
             ("fault_tolerance", "lighthouse"),
             f'[fault_tolerance] lighthouse must be http://host:port, got "{ft.lighthouse}"',

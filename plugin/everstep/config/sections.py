@@ -57,6 +57,10 @@ class FaultTolerance:
     """Host name or address that this group's servers (quorum manager, heal source, gradient sums) listen
     on and advertise. Empty: the host name's address. `everstep run` sets 127.0.0.1."""
 
+    encrypt: bool = False
+    """Encrypt states on their way to joiners (AES-128-GCM; needs OpenSSL). Without it they are authenticated, but
+    whoever reads the network reads them. Must be the same for all groups. Gradient sums are never encrypted."""
+
     heartbeat_timeout_s: float = 2.0
     """A group whose heartbeats stop for this long is left out of the next quorum. Lower: shorter stalls
     when a group dies; too low: a busy host is taken for a dead one."""

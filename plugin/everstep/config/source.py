@@ -1,5 +1,6 @@
 """A TOML file read: its values, and a way to say where in it something is wrong."""
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -7,8 +8,13 @@ from typing import Any
 
 import tomli
 
+from everstep.run.regular import open_regular
+
 from .errors import ConfigError, nearest
 from .positions import Path, key_lines, line_of
+
+LARGEST_BYTES = 16 << 20
+DEEPEST = 50
 
 
 @dataclass(kw_only=True)
@@ -56,7 +62,8 @@ def read_source(path: FilePath) -> Source:
         ConfigError: there is no such file, it cannot be read, or it is not TOML.
     """
     try:
-        text = path.read_bytes().decode()
+        with open_regular(path, limit=LARGEST_BYTES) as file:
+            text = file.read().decode()
     except FileNotFoundError:
         near = _nearest_file(path)
         hint = f"; the nearest is {near}" if near else ""
@@ -78,7 +85,40 @@ def parse_source(text: str, file: str) -> Source:
         table = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         raise ConfigError(f"{file}:{error.lineno}: not valid TOML: {error.msg} (column {error.colno})") from None
-    return Source(file=file, table=table, lines=key_lines(text))
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise ConfigError(f"{file}: not a TOML file that can be read: {error}"[:300]) from None
+    if _depth(table) > DEEPEST:
+        raise ConfigError(f"{file}: tables and arrays are nested more than {DEEPEST} deep")
+    lines = key_lines(text)
+    if wrong := _unusable(table):
+        path, value = wrong
+        line = line_of(lines, path)
+        raise ConfigError(
+            f"{file}{f':{line}' if line else ''}: {describe(path)} = {value} is no number that can be used"
+        )
+    return Source(file=file, table=table, lines=lines)
+
+
+def _depth(value: Any) -> int:
+    """How deep tables and arrays are nested; counts no further than one more than DEEPEST."""
+    level, depth = [value], 0
+    while level and depth <= DEEPEST:
+        inner = [list(item.values()) if isinstance(item, dict) else item for item in level]
+        level = [each for items in inner if isinstance(items, list) for each in items if isinstance(each, dict | list)]
+        depth += 1
+    return depth
+
+
+def _unusable(value: Any, path: Path = ()) -> tuple[Path, str] | None:
+    """The first number that is infinite, not a number, or takes more than 64 bits."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return next((found for key, item in items if (found := _unusable(item, (*path, key)))), None)
+    if isinstance(value, float) and not math.isfinite(value):
+        return path, str(value)
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        return path, f"{hex(value)[:40]} (hexadecimal)"
+    return None
 
 
 def describe(path: Path) -> str:

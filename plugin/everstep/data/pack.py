@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, cast
 
 import numpy as np
 import tyro
@@ -359,7 +359,7 @@ class _Partial:
             digest.update(block)
             self._tokens.write(block)
         footer = Footer(
-            dtype=self._dtype.name,
+            dtype=cast(Literal["uint16", "uint32"], self._dtype.name),
             tokens=packed.tokens,
             documents=packed.documents,
             left_out=packed.left_out,

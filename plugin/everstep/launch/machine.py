@@ -1,13 +1,17 @@
 """What a run takes from the machine it runs on: ports, devices, a private folder."""
 
+import contextlib
+import os
 import random
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from everstep.run.directory import LaunchError
+from everstep.run.regular import read_regular
 
 HOST = "127.0.0.1"
 PORTS = range(20_000, 32_000)
@@ -47,9 +51,12 @@ def private_folder(run_dir: Path) -> Path:
     """
     note = run_dir / "state" / "private"
     note.parent.mkdir(parents=True, exist_ok=True)
-    if note.exists():
-        left = Path(note.read_text())
-        if left.name.startswith(PRIVATE_PREFIX):
+    with contextlib.suppress(OSError, ValueError):
+        left = Path(read_regular(note, 4096).decode())
+        there = os.lstat(left)
+        private = stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid() and there.st_mode & 0o777 == 0o700
+        # Only what this function makes: a private folder of ours, at the place where such folders are.
+        if private and left.parent == Path(tempfile.gettempdir()) and left.name.startswith(PRIVATE_PREFIX):
             shutil.rmtree(left, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=PRIVATE_PREFIX))
     note.write_text(str(folder))

@@ -12,6 +12,7 @@ where after the gate's own connections nobody else can connect (`shut`), and the
 import asyncio
 import contextlib
 import ctypes
+import math
 import os
 import socket
 import stat
@@ -118,12 +119,14 @@ class Gate(grpc.GenericRpcHandler):
     Args:
         token: of the run.
         inner: `host:port` of the lighthouse.
+        every_s: one replica's heartbeats are passed on this often at most; the others are answered here.
         tell: called now and then with how many requests of strangers were refused, and what the last one was.
     """
 
-    def __init__(self, token: bytes, inner: str, tell: Callable[[int, str], None]) -> None:
-        self._token, self._tell = token, tell
-        self._known: set[str] = set()
+    def __init__(self, token: bytes, inner: str, every_s: float, tell: Callable[[int, str], None]) -> None:
+        self._token, self._every_s, self._tell = token, every_s, tell
+        self._known: dict[str, float] = {}
+        """Replicas of the run, and when their heartbeats were last passed on."""
         self._refused, self._told = 0, -TELL_EVERY_S
         self._channels = [grpc.aio.insecure_channel(inner, options=_CHANNEL_OPTIONS) for _ in range(CHANNELS + 1)]
         calls = [channel.unary_unary(SERVICE + "Quorum") for channel in self._channels[1:]]
@@ -142,21 +145,25 @@ class Gate(grpc.GenericRpcHandler):
         except TimeoutError:
             raise GateError("torchft's lighthouse does not answer behind its gate") from None
 
-    def service(self, details: Any) -> Any:
+    def service(self, handler_call_details: Any) -> Any:
         """See `grpc.GenericRpcHandler`."""
         handlers = {
             SERVICE + "Heartbeat": self._on_heartbeat,
             SERVICE + "Quorum": self._on_quorum,
             STATUS: self._on_status,
         }
-        found = handlers.get(details.method)
+        found = handlers.get(handler_call_details.method)
         return grpc.unary_unary_rpc_method_handler(found) if found else None
 
     async def _on_status(self, message: bytes, context: Any) -> bytes:
         return ALIVE
 
     async def _on_heartbeat(self, message: bytes, context: Any) -> bytes:
-        await self._admit("Heartbeat", message, context)
+        replica = await self._admit("Heartbeat", message, context)
+        now = time.monotonic()
+        if now - self._known[replica] < self._every_s:
+            return b""  # as the lighthouse answers
+        self._known[replica] = now
         return await self._pass(self._heartbeat, message, context)
 
     async def _on_quorum(self, message: bytes, context: Any) -> bytes:
@@ -168,20 +175,22 @@ class Gate(grpc.GenericRpcHandler):
         finally:
             self._waiting[number] -= 1
 
-    async def _admit(self, method: str, message: bytes, context: Any) -> None:
+    async def _admit(self, method: str, message: bytes, context: Any) -> str:
         try:
             replica = replica_of(method, message)
             if replica not in self._known:
                 read_id(self._token, replica)
                 if len(self._known) >= KNOWN_IDS:
                     self._known.clear()
-                self._known.add(replica)
+                self._known[replica] = -math.inf
+            return replica
         except (StrangerError, ValueError) as error:
             self._refused += 1
             if time.monotonic() - self._told > TELL_EVERY_S:
                 self._told = time.monotonic()
                 self._tell(self._refused, f"{context.peer()}: {error}")
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this lighthouse is of another run")
+            raise AssertionError("abort raises") from error
 
     async def _pass(self, call: Callable[..., Awaitable[bytes]], message: bytes, context: Any) -> bytes:
         try:

@@ -24,6 +24,8 @@ from everstep.run.token import run_token
 
 QUORUM_TICK_MS = 50
 LOOPBACK = "127.0.0.1"
+PASSED_ON_EVERY_S = 0.25
+"""How often a group's heartbeats reach torchft's lighthouse: by so much later may a silent group be noticed."""
 
 
 def run(bind: str, run_dir: Path, min_groups: int, join_timeout_s: float, heartbeat_timeout_s: float) -> None:
@@ -40,12 +42,13 @@ def run(bind: str, run_dir: Path, min_groups: int, join_timeout_s: float, heartb
     events = EventLog(run_dir, None, None, "lighthouse")
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # a descriptor for each group, and for strangers
+    every_s = min(PASSED_ON_EVERY_S, heartbeat_timeout_s / 8)
     inner = LighthouseServer(
         bind=f"{LOOPBACK}:0",
         min_replicas=min_groups,
         join_timeout_ms=round(join_timeout_s * 1000),
         quorum_tick_ms=QUORUM_TICK_MS,
-        heartbeat_timeout_ms=round(heartbeat_timeout_s * 1000),
+        heartbeat_timeout_ms=round((heartbeat_timeout_s + every_s) * 1000),
     )
     port = loopback_port(inner.address())
 
@@ -56,7 +59,7 @@ def run(bind: str, run_dir: Path, min_groups: int, join_timeout_s: float, heartb
         print(f"lighthouse on {bind}, at least {min_groups} groups, pid {os.getpid()}", flush=True)
 
     async def stand() -> None:
-        gate = Gate(token, f"{LOOPBACK}:{port}", tell)
+        gate = Gate(token, f"{LOOPBACK}:{port}", every_s, tell)
         await gate.connect()
         if not shut(port):
             print(f"lighthouse: this kernel does not let port {port} of {LOOPBACK} be closed to others", flush=True)

@@ -62,8 +62,8 @@ class Metrics:
         self._stalled: set[int] = set()
         self._seen: set[tuple[Any, ...]] = set()
 
-    def _gauge(self, name: str, what: str) -> Gauge:
-        return Gauge(f"everstep_{name}", what, registry=self.registry)
+    def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
+        return Gauge(f"everstep_{name}", what, labels, registry=self.registry)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"everstep_{name}", what, labels, registry=self.registry)
@@ -161,7 +161,8 @@ class Metrics:
         self._step.set(event["step"])
         self._progress.set(event["t"])
         self._loss.set(event["loss"])
-        self._grad_norm.set(event["grad_norm"])
+        if event.get("grad_norm") is not None:
+            self._grad_norm.set(event["grad_norm"])
         self._tokens.inc(event["tokens"])
         self._taking_part.set(len(event["groups"]))
 

@@ -6,6 +6,7 @@ than the one before, so of two lighthouses the older one sees that it is not the
 """
 
 import fcntl
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from everstep.run.files import read_json, write_json
 
 POLL_S = 0.2
+ADDRESS = re.compile(r"https?://[A-Za-z0-9._:\[\]-]{1,255}:([0-9]{1,5})/?")
 
 
 def address_file(run_dir: Path) -> Path:
@@ -36,9 +38,11 @@ def superseded(run_dir: Path, epoch: int) -> bool:
 
 
 def published_address(run_dir: Path) -> str:
-    """The lighthouse's address as it was last published; "" if it never was."""
-    found = read_json(address_file(run_dir))
-    return str(found.get("address", ""))
+    """The lighthouse's address as it was last published; "" if it never was, or something
+    else stands there."""
+    address = read_json(address_file(run_dir)).get("address")
+    found = ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    return found[0] if found and int(found[1]) <= 65535 else ""
 
 
 def await_address(run_dir: Path, stopping: Callable[[], bool], timeout_s: float) -> str:

@@ -12,11 +12,14 @@ file before they ask for its time, and `shared_lag_s` is what remains.
 
 import contextlib
 import functools
+import math
 import os
 import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from everstep.run.regular import read_regular
 
 STARTUP = "startup"
 DONE = "done"
@@ -59,7 +62,7 @@ class BeatFile:
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
 
     def beat(self, phase: str, step: int = 0, slot: int = -1) -> None:
         """I am alive, in `phase` (at most 28 bytes are kept) of step `step`, at slot `slot` if any."""
@@ -80,22 +83,25 @@ class Heartbeat(BeatFile):
 
 
 def read_beat(path: Path) -> Beat | None:
-    """The last beat in a file; None when there is none yet."""
+    """The last beat in a file; None when there is none yet, or something else."""
     try:
-        record = path.read_bytes()
-    except FileNotFoundError:
+        record = read_regular(path, _RECORD.size)
+    except OSError:
         return None
     if len(record) != _RECORD.size:
         return None
     mark, pid, mono, step, phase, slot = _RECORD.unpack(record)
-    return Beat(pid, mono, step, phase.rstrip(b"\0").decode(errors="replace"), slot) if mark == _MARK else None
+    if mark != _MARK or pid < 2 or not math.isfinite(mono):
+        return None
+    name = phase.rstrip(b"\0").decode(errors="replace")
+    return Beat(pid, mono, step, "".join(c if c.isprintable() else "?" for c in name), slot)
 
 
 def push(paths: list[Path]) -> None:
     """Hand the newest beats of this host to the file server, where other hosts see them."""
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 os.fdatasync(fd)
             finally:
@@ -105,7 +111,7 @@ def push(paths: list[Path]) -> None:
 def written(path: Path) -> float | None:
     """When a beat file was last written, by its server's clock; None: never. Opening it is what makes NFS ask."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     try:
@@ -132,8 +138,9 @@ def beats_of_groups(run_dir: Path) -> list[tuple[int, Beat, float]]:
     for path in sorted((Path(run_dir) / "state").glob("group-*.rank-0.beat")):
         since, beat = written(path), read_beat(path)
         if beat is not None and since is not None:
-            group = int(path.name.removeprefix("group-").partition(".")[0])
-            found.append((group, beat, max(0.0, time.time() - since - shared_lag_s(Path(run_dir)))))
+            with contextlib.suppress(ValueError):  # none of ours
+                group = int(path.name.removeprefix("group-").partition(".")[0])
+                found.append((group, beat, max(0.0, time.time() - since - shared_lag_s(Path(run_dir)))))
     return found
 
 

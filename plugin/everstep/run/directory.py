@@ -11,6 +11,10 @@ from pathlib import Path
 
 import psutil
 
+from everstep.run.regular import open_regular
+
+LARGEST_TOML = 16 << 20
+
 
 class LaunchError(Exception):
     """Something the user can put right; its text is all they need to see."""
@@ -24,12 +28,13 @@ def default_run_dir(config: Path, now: time.struct_time) -> Path:
 def read_toml(path: Path) -> dict:
     """The TOML file as a dict. Raises LaunchError when it is missing or no TOML."""
     try:
-        return tomllib.loads(path.read_text())
+        with open_regular(path, limit=LARGEST_TOML) as file:
+            return tomllib.loads(file.read().decode())
     except FileNotFoundError:
         raise LaunchError(f"{path}: no such file. Give the TOML file of the run.") from None
-    except (IsADirectoryError, PermissionError) as error:
+    except OSError as error:
         raise LaunchError(f"{path}: cannot be read: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number of thousands of digits
         raise LaunchError(f"{path}: not valid TOML: {error}.") from None
 
 
@@ -60,7 +65,7 @@ class RunDir:
         """Take the directory for this process. Raises LaunchError while another live run has it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         except OSError as error:
             raise LaunchError(f"{self.path}: cannot be used as run directory: {error.strerror}.") from None
         try:
@@ -92,11 +97,24 @@ def holder_of(path: Path) -> tuple[int, float] | None:
     None: nobody on this machine."""
     lock = path.resolve() / ".lock"
     try:
-        pid, since = int(lock.read_text()), lock.stat().st_mtime
-        holds = any(file.path == str(lock) for file in psutil.Process(pid).open_files())
-    except (FileNotFoundError, ValueError, psutil.NoSuchProcess, psutil.AccessDenied):
+        with open_regular(lock, links=False, limit=4096) as file:
+            found, text = os.fstat(file.fileno()), file.read()
+        pid = int(text)
+        holds = pid in _lockers(found.st_ino)
+        holds = holds and any(file.path == str(lock) for file in psutil.Process(pid).open_files())
+    except (OSError, ValueError, psutil.NoSuchProcess, psutil.AccessDenied):
         return None
-    return (pid, since) if holds else None
+    return (pid, found.st_mtime) if holds else None
+
+
+def _lockers(inode: int) -> set[int]:
+    """The processes that hold an exclusive flock on a file of this number, as the kernel tells (proc(5), locks)."""
+    rows = (line.split() for line in Path("/proc/locks").read_text().splitlines())
+    return {
+        int(row[4])
+        for row in rows
+        if len(row) > 5 and row[1] == "FLOCK" and row[3] == "WRITE" and row[5].rpartition(":")[2] == str(inode)
+    }
 
 
 def over_file(run_dir: Path, group: int) -> Path:

@@ -130,7 +130,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "worker_up": (*_GROUP, "incarnation"),
     "training_started": (*_STEP, "source"),
     "attempt": (*_STEP, "attempt", "committed", "recomputed"),
-    "commit": (*_STEP, "groups", "loss", "tokens", "grad_norm"),
+    "commit": (*_STEP, "groups", "loss", "tokens"),
     "heal": (*_GROUP, "bytes", "took_s"),
     "checkpoint_saved": _STEP,
     "snapshot": _STEP,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from everstep.run import typed
 from everstep.run.beats import agent_beat_path, shared_lag_s, written
 from everstep.run.files import read_json, write_json
 
@@ -47,14 +48,37 @@ class Claim:
         return cls(int(job), int(restart))
 
 
+@dataclass(frozen=True)
+class _Fence:
+    """What the file holds: the claim that counts, and whose it is."""
+
+    job: int
+    restart: int
+    host: str
+    pid: int
+    ended: bool
+
+    @property
+    def claim(self) -> Claim:
+        return Claim(self.job, self.restart)
+
+
+def _read(path: Path) -> _Fence | None:
+    """None while there is no claim, or something else in its place."""
+    try:
+        return typed.parse(_Fence, read_json(path))
+    except typed.UnfitError:
+        return None
+
+
 def fence_file(run_dir: Path, group: int) -> Path:
     return Path(run_dir) / "state" / f"group-{group}.fence.json"
 
 
 def holder(run_dir: Path, group: int) -> Claim | None:
     """The claim that counts; None while there is none."""
-    found = read_json(fence_file(run_dir, group))
-    return Claim(found["job"], found["restart"]) if found else None
+    found = _read(fence_file(run_dir, group))
+    return found.claim if found else None
 
 
 def holds(run_dir: Path, group: int, claim: Claim) -> bool:
@@ -71,12 +95,12 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
     """
     path = fence_file(run_dir, group)
     with _locked(path):
-        before = read_json(path)
-        if before and Claim(before["job"], before["restart"]) > claim:
-            raise Fenced(f"group {group} was started again as {before['job']}.{before['restart']} on {before['host']}")
+        before = _read(path)
+        if before and before.claim > claim:
+            raise Fenced(f"group {group} was started again as {before.claim} on {before.host}")
         mine = asdict(claim) | {"host": socket.gethostname(), "pid": os.getpid(), "ended": False}
         write_json(path, mine)
-    if not before or before["ended"] or Claim(before["job"], before["restart"]) == claim:
+    if not before or before.ended or before.claim == claim:
         return
     while not stopping() and not _silent(run_dir, group):
         time.sleep(POLL_S)
@@ -86,9 +110,9 @@ def release(run_dir: Path, group: int, claim: Claim) -> None:
     """This start has ended, its workers with it."""
     path = fence_file(run_dir, group)
     with _locked(path):  # between reading and writing, a later start could claim the group
-        found = read_json(path)
-        if found and Claim(found["job"], found["restart"]) == claim:
-            write_json(path, found | {"ended": True})
+        found = _read(path)
+        if found and found.claim == claim:
+            write_json(path, asdict(found) | {"ended": True})
 
 
 @contextlib.contextmanager

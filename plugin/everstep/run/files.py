@@ -1,24 +1,39 @@
 """Small files of a run's state: written whole or not at all."""
 
-import json
+import contextlib
 import os
+import secrets
 from pathlib import Path
+
+from everstep.run import typed
+from everstep.run.regular import read_regular
+
+LARGEST = 16 << 20
 
 
 def write_json(path: Path, value: dict) -> None:
     """Replace a small file of the run's state, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    draft.write_text(json.dumps(value))
-    draft.replace(path)
+    # A name that nobody can have guessed, and that is nobody's link.
+    draft = path.with_name(f".{path.name}-{secrets.token_hex(8)}.tmp")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(typed.dumps(value))
+        draft.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
 
 
 def read_json(path: Path) -> dict:
-    """What `write_json` wrote; {} if there is nothing."""
+    """What `write_json` wrote; {} if there is nothing, or something that it cannot have written."""
     try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
+        found = typed.loads(read_regular(path, LARGEST))
+    except (OSError, typed.UnfitError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def order_file(run_dir: Path, group: int, rank: int = 0) -> Path:

@@ -361,9 +361,15 @@ def coverage(model_parts: Iterable[nn.Module]) -> Coverage:
             inside = any(fqn.startswith(prefix) for prefix in within)
             if checked:
                 guarded += 1
-            elif kernel or (inside and isinstance(module, (Linear, nn.Linear))):
-                missing.append(fqn)
-            elif not inside and _OTHER_ATTENTION.search(type(module).__name__) and not isinstance(module, BaseAttention):
+            elif (
+                kernel
+                or (inside and isinstance(module, (Linear, nn.Linear)))
+                or (
+                    not inside
+                    and _OTHER_ATTENTION.search(type(module).__name__)
+                    and not isinstance(module, BaseAttention)
+                )
+            ):
                 missing.append(fqn)
     return Coverage(guarded, tuple(missing))
 

@@ -74,6 +74,10 @@ def _registry(module: str, source: Source) -> ModuleType:
     if module in _supported_models:
         names = [f"torchtitan.models.{module}.config_registry"]
     else:
+        if not all(part.isidentifier() for part in module.split(".")):
+            raise source.error(
+                place, f"[job] module must be a model of torchtitan or an import path, got {shown(module)}"
+            )
         names = [f"{module}.config_registry", module]
     for name in names:
         try:
@@ -82,6 +86,8 @@ def _registry(module: str, source: Source) -> ModuleType:
             # one of the names itself may be missing; anything else is a library that the registry needs
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise source.error(place, f'[job] module = "{module}" cannot be imported: {error}') from error
+        except Exception as error:
+            raise source.error(place, f'[job] module = "{module}" cannot be imported: {error}') from error
     near = nearest(module, _supported_models)
     raise source.error(
         place,

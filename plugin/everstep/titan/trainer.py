@@ -183,7 +183,8 @@ class EverstepTrainer(SlotTrainer):
         self.open_step(float(self.tokens_per_step))
         if ft.allow_faults:
             WorkerFaults(self, self._run_dir, ft.group_id, dist.get_rank())
-        self._door = Door(self._host, self._token, timedelta(seconds=ft.heal_timeout_s), self._whose(config))
+        patience = timedelta(seconds=ft.heal_timeout_s)
+        self._door = Door(self._host, self._token, patience, self._whose(config), ft.encrypt)
 
     def train(self) -> None:
         if not self.config.fault_tolerance.enable:
