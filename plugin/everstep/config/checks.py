@@ -264,7 +264,6 @@ def check_files(config: Any) -> None:
 
     from everstep.data.token_format import TokenFileError, in_bytes
 
-    _check_dataset(config)
     folder = FilePath(config.hf_assets_path)
     source, path = config.data.source, FilePath(config.data.path)
     try:
@@ -278,6 +277,7 @@ def check_files(config: Any) -> None:
             f'hf_assets_path = "{folder}": there is no tokenizer ({", ".join(_TOKENIZER_FILES)}), which [data] '
             f'source = "{config.data.source}" needs{old}; download the model\'s, or set [data] source = "stdlib"'
         )
+    _check_dataset(config)
 
 
 def _check_dataset(config: Any) -> None:
