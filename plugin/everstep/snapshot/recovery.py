@@ -89,12 +89,16 @@ def recover(
                 run = run_id(token)
                 return sources.decide(usable, run=run, ranks=ranks, topologies=topologies, disk_step=disk_step)
 
-            def enough(held: list[Held]) -> bool:
+            last: list[tuple[int, sources.Decision]] = []
+
+            def enough(held: list[Held], last: list[tuple[int, sources.Decision]] = last) -> bool:
                 found = choose(held)
+                last[:] = [(len(held), found)]  # of thousands of headers: not to be decided again for nothing
                 return found.from_memory and found.step == max(buffer.header.step for buffer in held)
 
             held, silent = gather(run_dir, token, timeout, patience if not blamed else timedelta(0), enough)
-            decision = _with_reasons(choose(held), silent, notes)
+            known = last[0][1] if last and last[0][0] == len(held) else choose(held)
+            decision = _with_reasons(known, silent, notes)
         decision = share(decision)[0]
         if not decision.from_memory:
             return Recovery(decision, None, time.monotonic() - began)
