@@ -17,11 +17,9 @@ from .errors import ConfigError, nearest
 _TIMEOUTS = (
     ("connect_timeout_s", "reduce_timeout_s", "peers wait in the gradient sum while one still connects"),
     ("reduce_timeout_s", "quorum_timeout_s", "peers wait for a quorum while one is held up in the sum"),
-    ("reduce_timeout_s", "heal_timeout_s", "with a joiner, the gradient sum waits until it has healed"),
     ("heartbeat_timeout_s", "quorum_timeout_s", "a quorum waits for a dead group to be noticed"),
     ("join_timeout_s", "quorum_timeout_s", "a quorum waits until a group that hangs is left out"),
     ("quorum_timeout_s", "stall_timeout_s", "a group that waits for a quorum is not a stalled one"),
-    ("heal_timeout_s", "stall_timeout_s", "a group that heals is not a stalled one"),
     ("stall_timeout_s", "startup_timeout_s", "starting takes imports and the model besides"),
     ("startup_timeout_s", "give_up_after_s", "a group waits for its peers to start"),
 )
