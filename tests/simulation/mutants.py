@@ -12,12 +12,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CHUNK = 25
+CHUNK = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,10 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
-        "a rank that has its gradients goes on alone", "protocol.py", "        if not summed:\n", "        if error:\n"
+        "a rank that has its gradients goes on alone",
+        "protocol.py",
+        "        if summed and sound:\n",
+        "        if error:\n",
     ),
     Mutant(
         "each rank decides by itself whether the rows came",
@@ -124,14 +127,8 @@ MUTANTS = (
     Mutant(
         "a gradient that is not finite is summed",
         "protocol.py",
-        '        if finite:\n            return ""',
-        '        if True:\n            return ""',
-    ),
-    Mutant(
-        "what a rank holds is not taken from it when it heals",
-        "protocol.py",
-        "        else:\n            self._drop()\n        if self._group in quorum.sources:",
-        "        if self._group in quorum.sources:",
+        "        if summed and sound:\n",
+        "        if summed:\n",
     ),
     Mutant("a slot that is there twice passes", "ledger.py", "    if twice:\n", "    if False:\n"),
     Mutant("a slot that is missing passes", "ledger.py", "if missing and (", "if False and ("),
@@ -189,14 +186,38 @@ MUTANTS = (
     Mutant(
         "a group that is asked to leave stays",
         "driver.py",
-        "                    if self._protocol.leaving:\n                        return End.LEFT\n                case Turn.FOLLOWED:",
-        "                case Turn.FOLLOWED:",
+        "                        break\n                    if self._protocol.leaving:",
+        "                        break\n                    if False:",
     ),
     Mutant(
         "the last state is written by whoever comes first",
         "driver.py",
         "quorum.able and quorum.able[0] == self._group",
         "quorum.groups[0] == self._group",
+    ),
+    Mutant(
+        "a step is made though others have ended the run",
+        "protocol.py",
+        "        if quorum.is_finishing():",
+        "        if False:",
+    ),
+    Mutant(
+        "who comes after the end goes on",
+        "protocol.py",
+        "        if ended:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "each column's snapshots decide about the step",
+        "ledger.py",
+        "        whole = (self.coverage, self.owners, self.leaving, self.exhausted)",
+        "        whole = (self.coverage, self.owners, self.leaving, self.exhausted, self.snapshots)",
+    ),
+    Mutant(
+        "a group that cannot compute gives its slots all the same",
+        "protocol.py",
+        "        else:\n            self._drop()\n        if self._group in quorum.sources:",
+        "        if self._group in quorum.sources:",
     ),
     Mutant(
         "nobody says that the last state is saved", "driver.py", "                self._files.mark_finished(step)\n", ""
@@ -246,8 +267,9 @@ def main() -> int:
     print("| # | change | file | first seed | seen as |\n|---|---|---|---|---|", flush=True)
     missed = 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        found = [(number, pool.submit(try_mutant, MUTANTS[number - 1], options.most)) for number in chosen]
-        for number, result in found:
+        found = {pool.submit(try_mutant, MUTANTS[number - 1], options.most): number for number in chosen}
+        for result in as_completed(found):
+            number = found[result]
             seed, kind = result.result() or ("none", "")
             missed += seed == "none"
             mutant = MUTANTS[number - 1]

@@ -87,7 +87,6 @@ def ported(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
 
             def answer(quorum: Announced, number: int = number) -> None:
                 heard[number] = (number, quorum.id, quorum.members)
-                waiting.pop(number, None)
 
             listener = rules.ask(now, act.member, number, answer)
             if heard[number] is None:

@@ -1,5 +1,5 @@
-"""The ranks of one group, exhaustively: the real StepProtocol on each of them, and every combination of what can come of
-its calls between groups.
+"""The ranks of one group, exhaustively: the real StepProtocol on each of them, and every combination of what can come
+of its calls between groups.
 
 Between two decisions of the group a rank sees nothing of the others, so the order in which the ranks run does not
 matter; what matters is what each of them sees. Each run follows a script of choices, and all scripts within a bound
