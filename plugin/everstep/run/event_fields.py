@@ -156,6 +156,8 @@ def fits(event: dict[str, Any]) -> bool:
             return False
     if any(event.get(name) is None for name in NEEDED.get(kind, ())):
         return False
+    if kind in ("agent_started", "agent_died") and not _group(event["target_group"]):
+        return False
     # The number of groups of a run, and the groups of a step.
     groups = event.get("groups")
     if kind == "run_started":
