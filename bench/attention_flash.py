@@ -1,7 +1,7 @@
 """FlashAttention-2, forward and backward, tile by tile in PyTorch: a fused kernel to put faults inside.
 
-It computes as the kernels on accelerators do: scores, P, dP and dS of one tile at a time in fp32, P and dS rounded to the
-operands' dtype before they are multiplied again, online softmax, fp32 accumulators for O, dQ, dK and dV, lse and
+It computes as the kernels on accelerators do: scores, P, dP and dS of one tile at a time in fp32, P and dS rounded to
+the operands' dtype before they are multiplied again, online softmax, fp32 accumulators for O, dQ, dK and dV, lse and
 delta = rowsum(dO ∘ O) between forward and backward. Every intermediate of every tile passes through a hook.
 """
 

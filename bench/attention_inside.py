@@ -4,7 +4,7 @@ forward and backward, and what the forward left for the backward.
     python bench/attention_inside.py --faults 3000 --json RESULT.json
 
 A fault harms when it moves the output, or dQ, dK or dV of some head, by more than 1 % of its norm (`norm`); the
-second column counts the stricter 2^-7 of the largest element of the tensor (`element`), which is two units of bf16's last place.
+second column counts the stricter 2^-7 of the largest element of the tensor (`element`), two units of bf16's last place.
 Printed: found of harmful, by intermediate.
 """
 

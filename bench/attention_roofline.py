@@ -1,14 +1,15 @@
-"""What the checks would take on an H100, counted and not measured: kernels, bytes and FLOPs of every check, by running the
-package's own code on meta tensors, and the time of a roofline.
+"""What the checks would take on an H100, counted and not measured: kernels, bytes and FLOPs of every check, by running
+the package's own code on meta tensors, and the time of a roofline.
 
     python bench/attention_roofline.py --json
 
 Shapes of Llama 3 8B: dim 4096, 32 query and 8 key heads of 128, hidden 14336, length 8192, bf16, one sequence. A kernel
 takes the longest of its bytes at 80 % of 3.35 TB/s, its FLOPs at 65 % of 989 TFLOP/s (bf16; fp32 at 60), and 3 µs.
-`eager` runs every operation as a kernel of its own. `fused` is what a compiler makes of the same operations: each run of
-elementwise operations and reductions between two matrix products reads its inputs and writes its results once, one kernel
-for every pass over one set of inputs; matrix products stay as they are. The last line with --json holds rate1_of_block,
-default_of_block (at max_overhead's default) and kernels_per_layer, all of the fused form.
+`eager` runs every operation as a kernel of its own, as the checks do today. `fused` is what a compiler could make of
+them, on paper: each run of elementwise operations and reductions between two matrix products reads its inputs and
+writes its results once, one kernel for every shape of input; matrix products stay as they are. The last line with
+--json holds rate1_of_block and kernels_per_layer of the fused form, the same of the eager one, and default_of_block,
+which is the ceiling that adaptive rates keep to.
 """
 
 import argparse
@@ -138,8 +139,9 @@ def sums_in_halves(a: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
 
 
 def checks() -> dict[str, Count]:
-    """Every check of one layer at rate 1, forward and backward, without the weights' sums, which are made once a step."""
+    """Every check of one layer at rate 1, forward and backward; the weights' sums, made once a step, by themselves."""
     product.apply_sums = sums_in_halves
+    torch.bmm = lambda a, b, out_dtype: torch.ops.aten.bmm.dtype(a, b, out_dtype)
     for module in (product, fused):
         module.unseen_by_checkpointing = contextlib.nullcontext
     found = {}
@@ -189,9 +191,7 @@ def main() -> None:
     block = block_seconds()
     found = checks()
     forward = 2 * 2 * LENGTH * LENGTH / 2 * HEADS * HEAD / FLASH_FORWARD
-    print(
-        f"H100 by roofline, Llama 3 8B shapes, length {LENGTH}, bf16, counted on meta tensors; block {1e3 * block:.2f} ms"
-    )
+    print(f"H100 by roofline, Llama 3 8B, length {LENGTH}, bf16, counted on meta tensors; block {1e3 * block:.2f} ms")
     print(f"{'':36s}{'eager: kernels':>16s}{'GB':>8s}{'ms':>8s}{'fused: kernels':>16s}{'GB':>8s}{'ms':>8s}")
     for name, count in found.items():
         eager = f"{count.kernels:16d}{count.bytes / 1e9:8.2f}{1e3 * count.seconds:8.3f}"
@@ -200,7 +200,7 @@ def main() -> None:
     each_slot = [count for name, count in found.items() if "once a step" not in name]
     eager, compiled = (sum(getattr(count, name) for count in each_slot) for name in ("seconds", "fused_seconds"))
     kernels = sum(count.fused_kernels for count in each_slot)
-    most = getattr(AttentionCheck(), "max_overhead", 0.02)
+    most = AttentionCheck().max_overhead
     print(f"rate 1 without the second run: eager {eager / block:.1%} of a block, fused {compiled / block:.1%}")
     print(f"a second run of the forward in every call: {forward / block:.1%} more")
     result = {

@@ -165,7 +165,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     cases = [
         (name, Case(hosts, parity, mtbf * DAY_S, interval, args.coding_s, args.days * DAY_S))
-        for hosts in (4, 16, 64, 256)
+        for hosts in (4, 16, 64)
         for interval in (10.0, 300.0)
         for mtbf in (1.0, 30.0)
         for name, parity in SCHEMES.items()

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from everstep.attention import linear
 from everstep.attention.evidence import Sighting, Verdict, decode, encode, judge
 from everstep.attention.findings import Deviation, FindingLog, outcome
+from everstep.attention.guard import Checks
 from everstep.attention.injection import Fault, Injector, inject
 from everstep.attention.schedule import (
     HALF_LIFE_STEPS,
@@ -33,6 +34,7 @@ from everstep.attention.section import AttentionCheck, Inject
         ({"path": "flash"}, "attention_check.path"),
         ({"rerun": "often"}, "attention_check.rerun"),
         ({"frequency": 1.5}, "attention_check.frequency"),
+        ({"max_overhead": 0.0}, "attention_check.max_overhead"),
         ({"frequency": -0.1}, "attention_check.frequency"),
         ({"frequency": "often"}, "attention_check.frequency"),
         ({"residual_risk": 0.0}, "attention_check.residual_risk"),
@@ -267,6 +269,65 @@ def test_allotted_rates_meet_the_risk_and_no_rate_could_be_lower(loads, share):
     taken = [v for v, f in zip(value, rates, strict=True) if f > 1e-9]
     left = [v for v, f in zip(value, rates, strict=True) if f <= 1e-9]
     assert not taken or not left or min(taken) >= max(left) * (1 - 1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LOADS, st.floats(0.001, 1.5), st.floats(0.001, 1.5))
+def test_rates_never_cost_more_than_the_budget_and_buy_the_most_with_it(loads, share, bought):
+    whole = sum(2e-25 * load.flops * load.vulnerability for load in loads)
+    cost = sum(load.cost for load in loads)
+    rates = allot(loads, 2e-25, share * whole, 1 / 64, bought * cost)
+    assert sum(f * load.cost for f, load in zip(rates, loads, strict=True)) <= bought * cost * (1 + 1e-9)
+    free = allot(loads, 2e-25, share * whole, 1 / 64)
+    if sum(f * load.cost for f, load in zip(free, loads, strict=True)) <= bought * cost * (1 - 1e-9):
+        assert rates == pytest.approx(free)
+    else:
+        spent = sum(f * load.cost for f, load in zip(rates, loads, strict=True))
+        assert spent == pytest.approx(bought * cost, rel=1e-6)
+
+
+def scheduled(flops, check_s, slot_s=1.0, sections=10):
+    """The plan after some steps of four slots, in which a check of each of ten sections takes `check_s`."""
+    schedule = Schedule(None, residual_risk=1e-5, max_overhead=0.02)
+    for step in range(1, 8):
+        for slot in range(4):
+            schedule.begin(step, slot)
+            for section in range(sections):
+                if schedule.checking(section, "wo.y", flops=flops, cost=1e6):
+                    schedule.took(section, "wo.y", check_s)
+            schedule.slot_took(slot_s)
+        schedule.committed(step)
+    return schedule
+
+
+def test_what_real_models_would_cost_stays_below_the_ceiling_and_the_risk_that_leaves_is_told():
+    """10 checks of 40 ms in slots of a second would be 40 %, and FLOPs enough to want all of them."""
+    schedule = scheduled(flops=1e16, check_s=0.04)
+    assert schedule.plan.overhead == pytest.approx(0.02)
+    assert schedule.plan.residual_risk > 1e-5
+    assert 0.04 < sum(schedule.rate(i, "wo.y") for i in range(10)) / 10 < 0.06
+
+
+def test_cheap_checks_meet_the_risk_below_the_ceiling():
+    schedule = scheduled(flops=1e16, check_s=1e-6)
+    assert schedule.plan.overhead < 0.02
+    assert schedule.plan.residual_risk <= 1.01e-5
+
+
+def test_even_the_least_rates_keep_below_the_ceiling():
+    schedule = scheduled(flops=1.0, check_s=1.0)
+    assert schedule.plan.overhead == pytest.approx(0.02)
+    assert schedule.rate(0, "wo.y") == pytest.approx(0.002)
+
+
+def test_a_plan_is_news_once():
+    checks = Checks(AttentionCheck(enable=True))
+    assert checks.news() is None
+    checks.schedule = scheduled(1e16, 0.04)
+    assert checks.news()["overhead"] == pytest.approx(0.02)
+    assert checks.news() is None
+    checks.schedule = scheduled(1e13, 1e-6)
+    assert checks.news() is not None
 
 
 def test_the_first_own_error_outweighs_the_prior():

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 
 from attention_coverage import sdpa as sdpa_under
 from everstep.attention import explicit, fused
-from everstep.attention.findings import Deviation, outcome
 from everstep.attention.linear import WeightSums, linear
 from everstep.attention.masks import Visible
 from everstep.attention.product import row_deviation, tile_sums
@@ -180,10 +179,3 @@ def test_a_heavy_block_of_weights_hides_no_error_beside_it():
     y = a @ b
     y[3, 200] += 0.01 * y[:, 64:].square().mean().sqrt()
     assert row_deviation(y, a, tile_sums(b)).bad().nonzero().tolist() == [[3, 3]]
-
-
-def test_an_outcome_asks_the_host_for_nothing():
-    """Meta tensors have no values: whatever would bring one to the host raises."""
-    residual = torch.empty(4, 4, device="meta")
-    vector = outcome(Deviation(residual, residual, residual), corrected=1, refused=residual.sum() > 0)
-    assert vector.device.type == "meta"

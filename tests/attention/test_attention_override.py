@@ -371,7 +371,7 @@ def compiled_or_not(backend, checkpointing=None, **section):
 @pytest.mark.parametrize("checkpointing", [None, SelectiveAC.Config()], ids=["none", "selective"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_model_is_checked_as_an_eager_one(backend, checkpointing):
-    """The same faults are found in the same places, one graph for all blocks, and the results are those without checks."""
+    """The same faults are found in the same places, and without faults the results are those of the eager model."""
     torch._dynamo.reset()
     found, results = [], []
     for compiler in (None, backend):
@@ -390,7 +390,7 @@ def test_a_compiled_model_is_checked_as_an_eager_one(backend, checkpointing):
     for (section, refused, where), (_, refused_too, where_too) in zip(eager, compiled, strict=True):
         if section == "context":  # repaired in eager mode, where the kernel can run again
             assert refused_too
-            assert where_too[0] == (1, "attention.forward", "nan")
+            assert (1, "attention.forward", "nan") in where_too
         else:
             assert (refused, where) == (refused_too, where_too), section
             assert bool(where) == bool(section)

@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 
 from torchtitan.trainer import Trainer
 
+from everstep.attention.section import AttentionCheck
 from everstep.config.sections import Data, FaultTolerance, Job
+from everstep.snapshot.section import Snapshot
 
 
 class SectionedTrainer(Trainer):
@@ -13,3 +15,5 @@ class SectionedTrainer(Trainer):
         job: Job = field(default_factory=Job)
         fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
         data: Data = field(default_factory=Data)
+        snapshot: Snapshot = field(default_factory=Snapshot)
+        attention_check: AttentionCheck = field(default_factory=AttentionCheck)

@@ -140,11 +140,9 @@ def test_a_combination_that_cannot_work_is_refused(load, tmp_path, text, message
 TIMEOUTS = [
     ("connect_timeout_s", "reduce_timeout_s"),
     ("reduce_timeout_s", "quorum_timeout_s"),
-    ("reduce_timeout_s", "heal_timeout_s"),
     ("heartbeat_timeout_s", "quorum_timeout_s"),
     ("join_timeout_s", "quorum_timeout_s"),
     ("quorum_timeout_s", "stall_timeout_s"),
-    ("heal_timeout_s", "stall_timeout_s"),
     ("stall_timeout_s", "startup_timeout_s"),
     ("startup_timeout_s", "give_up_after_s"),
 ]

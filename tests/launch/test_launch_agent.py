@@ -58,12 +58,12 @@ def test_an_agents_start_costs_the_same_after_ten_and_after_ten_thousand_commits
         run_dir = tmp_path / str(commits)
         agent = EventLog(run_dir, 0, None, "agent")
         for number in range(3):
-            agent.emit("agent_up")
+            agent.emit("agent_up", pid=1)
             agent.emit("workers_started", incarnation=number, pids=[1])
         for group in range(3):
             worker = EventLog(run_dir, group, 0, "worker")
             for step in range(1, commits + 1):
-                worker.emit("commit", step, groups=[0, 1, 2], owners=[0, 1, 2] * 4, loss=1.0)
+                worker.emit("commit", step, groups=[0, 1, 2], owners=[0, 1, 2] * 4, loss=1.0, tokens=1.0, grad_norm=1.0)
         worker.emit("left", commits)
         times = []
         for _ in range(5):
@@ -80,7 +80,7 @@ def test_an_agents_start_costs_the_same_after_ten_and_after_ten_thousand_commits
 def test_the_newest_event_is_found_across_blocks_and_torn_lines(tmp_path):
     log = EventLog(tmp_path, 0, 0, "worker")
     assert last_event(log.path, {"commit"}) is None
-    log.emit("commit", 7, pad="x" * 70_000)
+    log.emit("commit", 7, groups=[0], loss=1.0, tokens=1.0, grad_norm=1.0, pad="x" * 70_000)
     for _ in range(50):
         log.emit("quorum", pad="y" * 5_000)
     with log.path.open("ab") as torn:

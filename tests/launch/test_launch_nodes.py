@@ -132,7 +132,10 @@ def starts(tmp_path, *kinds):
     """Each event where it belongs: a commit is rank 0's."""
     agent, worker = EventLog(tmp_path, 0, None, "agent"), EventLog(tmp_path, 0, 0, "worker")
     for kind in kinds:
-        (worker if kind == "commit" else agent).emit(kind)
+        if kind == "commit":
+            worker.emit(kind, 1, groups=[0], loss=1.0, tokens=1.0, grad_norm=1.0)
+        else:
+            agent.emit(kind, pid=1)
         agent, worker = EventLog(tmp_path, 0, None, "agent"), EventLog(tmp_path, 0, 0, "worker")
 
 

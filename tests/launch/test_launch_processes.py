@@ -59,7 +59,7 @@ def test_everything_listens_on_loopback_only(run):
         if connection.status == psutil.CONN_LISTEN
     ]
     assert len(listening) >= 3, "the lighthouse and the agents' stores at least"
-    assert {ip for _, ip in listening} == {"127.0.0.1"}
+    assert {ip.removeprefix("::ffff:") for _, ip in listening} == {"127.0.0.1"}
 
 
 def test_a_killed_worker_takes_its_group_down_and_is_replaced_warm(run):

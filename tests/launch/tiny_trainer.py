@@ -47,7 +47,8 @@ def main(argv):
         time.sleep(float(flag(argv, "--tiny.first_s", step_s)) if step == 1 else step_s)
         if deaf_s and time.monotonic() > begun + deaf_s:
             signal.signal(signal.SIGTERM, lambda *_: asked_to_leave.append(True))
-        events.emit("commit", step=step, groups=list(range(groups)), loss=1 / step, tokens=100, took_s=step_s)
+        done = {"loss": 1 / step, "tokens": 100, "grad_norm": 1.0, "took_s": step_s}
+        events.emit("commit", step=step, groups=list(range(groups)), **done)
         if asked_to_leave:
             events.emit("left", step)
             return

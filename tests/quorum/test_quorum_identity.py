@@ -108,7 +108,7 @@ def a_member(lighthouse, group=0, token=TOKEN):
 
 
 def a_request(group=0, number=1):
-    return Request(group, LIFE, number, 0, 0, False, NO_STATE, 0, "", "127.0.0.1:1", ("127.0.0.1:2",))
+    return Request(group, LIFE, number, 0, 0, False, NO_STATE, 0, False, "", "127.0.0.1:1", ("127.0.0.1:2",))
 
 
 def asked(client, replica, data, stop):

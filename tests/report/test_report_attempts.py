@@ -13,7 +13,7 @@ def test_the_groups_events_of_one_pass_are_one_attempt():
     assert thrown_away(attempts) == slots_recomputed(attempts) == 0
 
 
-def salvage(recomputed=()):
+def retry(recomputed=()):
     """Group 2 dies in step 1; groups 0 and 1 notice at slightly different times and compute its slots."""
     run = Timeline().start(0, 0, 1, 2)
     run.attempt(1.0, 1, 0, [0, 1], committed=False).attempt(1.4, 1, 1, [2], took_s=1.4, committed=False)
@@ -21,18 +21,18 @@ def salvage(recomputed=()):
     return run.attempt(2.0, 1, 1, [3, *recomputed], held=[2], recomputed=recomputed, took_s=0.6)
 
 
-def test_a_salvage_is_a_second_attempt_that_throws_nothing_away():
-    attempts = collect_attempts(salvage().events)
+def test_a_retry_is_a_second_attempt_that_throws_nothing_away():
+    attempts = collect_attempts(retry().events)
     assert [a.members for a in attempts] == [{0, 1}, {0, 1}]
     assert thrown_away(attempts) == 0
 
 
 def test_the_dead_groups_slots_are_computed_again_by_others():
-    assert slots_recomputed(collect_attempts(salvage().events)) == 2
+    assert slots_recomputed(collect_attempts(retry().events)) == 2
 
 
 def test_a_survivor_that_computes_again_what_it_held_throws_the_attempt_away():
-    attempts = collect_attempts(salvage(recomputed=[2]).events)
+    attempts = collect_attempts(retry(recomputed=[2]).events)
     assert thrown_away(attempts) == 1
     assert slots_recomputed(attempts) == 3
 
@@ -77,7 +77,7 @@ def test_a_slot_that_two_groups_compute_at_once_is_computed_once_too_often():
     assert slots_recomputed(collect_attempts(run.events)) == 1
 
 
-def test_a_joiner_in_a_salvage_does_not_make_a_third_attempt():
+def test_a_joiner_in_a_retry_does_not_make_a_third_attempt():
     run = Timeline().start(0, 0).attempt(1, 1, 0, [0, 1], committed=False).start(1.2, 1)
     run.attempt(1.9, 1, 1, [], took_s=0.6).attempt(2.0, 1, 0, [2, 3], held=[0, 1], took_s=1.0)
     assert [a.members for a in collect_attempts(run.events)] == [{0}, {0, 1}]

@@ -129,7 +129,9 @@ def failing(folder):
     for group in range(2):
         for t in (1, 2, 3):
             line.add(t, "workers_started", group, role="agent", incarnation=t - 1, pids=[1])
-            line.add(t + 0.5, "workers_died", group, role="agent", exitcodes={"0": 1}, error="KeyError: 'c4'")
+            line.add(
+                t + 0.5, "workers_died", group, role="agent", exitcodes={"0": 1}, reason="", error="KeyError: 'c4'"
+            )
         reason = f"group {group} is given up, it was started 3 times; last: rank 0 exited with status 1: KeyError: 'c4'"
         line.add(4, "agent_ended", group, role="agent", status="failed", reason=reason)
     line.add(2, "workers_stacks", 1, role="agent", summary="rank 0 waits for all_reduce in step/protocol.py:9 next")

@@ -34,6 +34,14 @@ MISTAKES = {
         {"parallelism": {"pipeline_parallel_degree": 2}, "training": {"global_batch_size": 6}},
         ("--ranks-per-group", "2"), ("pipeline_parallel_degree = 2 must be 1",),
     ),
+    "unknown dataset": (
+        {"data": {"source": "dataloader"}, "dataloader": {"dataset": "c5"}, "": {"hf_assets_path": "."}}, (),
+        ('dataset = "c5"', 'the nearest is "c4"'),
+    ),
+    "nccl without a GPU": (
+        {"fault_tolerance": {"process_group": "nccl"}}, (), ('process_group = "nccl" needs a GPU', '"gloo"'),
+    ),
+    "a learning rate that climbs": ({"optimizer": {"lr": -1.0}}, (), ("[optimizer] lr must be 0 or more",)),
     "wrong flag": ({}, ("--training.stepz", "4"), ("stepz",)),
 }  # fmt: skip
 """What is wrong: sections over the base config, arguments of `everstep run`, words of the answer."""
@@ -87,6 +95,7 @@ def test_every_mistake_is_found_before_anything_starts(tmp_path):
     for index, (sections, args, _) in enumerate(MISTAKES.values()):
         config = write_config(tmp_path / f"{index}.toml", **sections)
         (tmp_path / f"run-{index}").mkdir()
+        (tmp_path / "tokenizer.json").write_text("{}")  # of hf_assets_path = "."
         flags, ranks = list(args), 1
         if "--ranks-per-group" in flags:
             flags, ranks = [], 2
@@ -133,14 +142,14 @@ def test_a_missing_file_needs_no_second(tmp_path):
 
 
 @pytest.mark.parametrize(("host", "why"), [("127.0.0.1", "in use"), ("192.0.2.1", "assign")])
-def test_a_lighthouse_says_when_it_cannot_have_its_address(host, why):
+def test_a_lighthouse_says_when_it_cannot_have_its_address(tmp_path, host, why):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"{host}:{taken.getsockname()[1]}"
         done = subprocess.run(
-            [sys.executable, "-m", "everstep.quorum.lighthouse", "--bind", address],
+            [sys.executable, "-m", "everstep.quorum.lighthouse", "--bind", address, "--run-dir", str(tmp_path)],
             capture_output=True, text=True, env=environment(), timeout=COMPLETE_S, check=False,
         )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr.startswith(f"lighthouse: cannot listen on {address}: ")
+    assert done.stderr.splitlines()[-1].startswith(f"lighthouse: cannot listen on {address}: ")
     assert why in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert "Traceback" not in done.stderr

@@ -249,6 +249,34 @@ def test_what_a_watch_cannot_do_does_not_end_it(monkeypatch, tmp_path):
         wait_until(lambda: {h.header.step for h in run.held() if h.header.group == 0 and h.sound} == {1, 2})
 
 
+def test_parity_that_rots_after_publication_is_found_and_made_again(monkeypatch, tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'everstep.snapshot.keeper' in ' '.join(sys.orig_argv):\n"
+        "    import everstep.snapshot.rank_watch as watch\n"
+        "    watch.SCRUB_S = 0.3\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with Cluster(3) as run:
+        run.commit(1)
+        run.wait()
+        run.settled(1)
+        segment = run.segment(0)
+        index = next(i for i, h in enumerate(segment.headers("parity", 0)) if h)
+        path = segment.file("parity", 0, index)
+        taken_at = segment.headers("parity", 0)[index].taken_at
+        whole = path.read_bytes()
+        path.write_bytes(whole[:70_000] + bytes([whole[70_000] ^ 1]) + whole[70_001:])
+        wait_until(lambda: any(h and h.taken_at > taken_at for h in segment.headers("parity", 0)))
+        wait_until(lambda: run.copiers[0].word().coded)
+        run.lose_host(1)
+        found = run.recover(group=2)
+        assert found.decision.source == "parity"
+        assert_is_step(found.restored, 1)
+
+
 @pytest.mark.parametrize("parities", [1, 2])
 @pytest.mark.parametrize("groups", [255, 257, 258, 1000])
 def test_any_number_of_groups_has_a_code(groups, parities):

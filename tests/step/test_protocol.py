@@ -25,10 +25,10 @@ def test_survivors_keep_what_they_hold_when_a_group_dies(run):
     check(first, 20)
     check(second, 20)
     assert victim.death() == -signal.SIGKILL
-    salvages = [event for event in run.events("attempt") if event["held_before"]]
-    assert {event["step"] for event in salvages} == {12}
-    assert all(set(event["computed"]).isdisjoint(event["held_before"]) for event in salvages)
-    assert sorted(slot for event in salvages for slot in event["computed"]) == [2, 5], "only what the dead group owed"
+    retries = [event for event in run.events("attempt") if event["held_before"]]
+    assert {event["step"] for event in retries} == {12}
+    assert all(set(event["computed"]).isdisjoint(event["held_before"]) for event in retries)
+    assert sorted(slot for event in retries for slot in event["computed"]) == [2, 5], "only what the dead group owed"
     assert not any(event["recomputed"] for event in run.events("attempt"))
 
 

@@ -156,7 +156,7 @@ def test_a_gradient_that_grows_after_its_sum_began_is_noticed():
         assert own == [3.0 * n for n in SIZES]
 
 
-def test_a_groups_own_gradients_stay_for_a_salvage():
+def test_a_groups_own_gradients_stay_for_a_retry():
     for rank, (own, total) in run_all("kept").items():
         assert own == [(rank + 1.0) * n for n in SIZES]
         assert total == [6.0 * n for n in SIZES]

@@ -114,12 +114,15 @@ def watch_inputs(
     guard: Guard, q, k, v, dq, dk, dv, packed: torch.Tensor, scale: float, plain_scores: bool, wide_groups: bool
 ) -> None:
     """Compare and report; see `backward_deviation`."""
-    side = OutputSide.unpack(packed, q.shape[-1], v.shape[-1])
-    found = backward_deviation(*(q, k, v, dq, dk, dv, side, scale), plain_scores=plain_scores, wide_groups=wide_groups)
-    found = guard.widened(BACKWARD, found)
-    bad = found.bad()
-    if bad.device.type != "cpu" or bad.any():
-        guard.report(BACKWARD, outcome(found, refused=bad.sum()), backward=True)
+    with guard.timing(BACKWARD, q.device):
+        side = OutputSide.unpack(packed, q.shape[-1], v.shape[-1])
+        found = backward_deviation(
+            *(q, k, v, dq, dk, dv, side, scale), plain_scores=plain_scores, wide_groups=wide_groups
+        )
+        found = guard.widened(BACKWARD, found)
+        bad = found.bad()
+        if bad.device.type != "cpu" or bad.any():
+            guard.report(BACKWARD, outcome(found, refused=bad.sum()), backward=True)
 
 
 def attention(
@@ -159,7 +162,8 @@ def attention(
     out, lse = attend(q, k, v)
     _strike(guard, out, q, k, v, scale)
     if forward or rerun:
-        out, lse = _forward_check(attend, q, k, v, out, lse, watch, rerun)
+        with guard.timing(RERUN if rerun else FORWARD, out.device):
+            out, lse = _forward_check(attend, q, k, v, out, lse, watch, rerun)
     if watched:
         out, lse = _Output.apply(out, lse, q.detach(), k.detach(), v.detach(), link, watch)
     return out, lse

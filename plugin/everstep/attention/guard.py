@@ -1,7 +1,9 @@
 """What a checked module asks before a check and tells after it."""
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -10,7 +12,7 @@ import torch
 from .evidence import Evidence, Verdict, judge
 from .findings import Deviation, FindingLog, recomputing
 from .injection import Fault, Injector, inject
-from .schedule import Schedule
+from .schedule import Plan, Schedule
 from .section import AttentionCheck
 
 
@@ -37,7 +39,10 @@ class Checks:
     def __init__(self, section: AttentionCheck, *, rank: int = 0, seed: int = 0) -> None:
         self.mode, self.rerun = section.mode, section.rerun
         self.findings = FindingLog(rank)
-        self.schedule = Schedule(section.rate(), section.residual_risk, seed=seed + rank)
+        self.schedule = Schedule(section.rate(), section.residual_risk, section.max_overhead, seed=seed + rank)
+        self._begun = 0.0
+        self._timed: list[tuple[int, str, Any, Any]] = []
+        self._told: Plan | None = None
         self.injector = Injector(section.inject, rank)
         self.allowance: dict[tuple[int, str], float] = {}
         """By how much the bounds of sections were widened in this run."""
@@ -53,6 +58,8 @@ class Checks:
 
     def begin(self, step: int, slot: int) -> None:
         """A slot's forward is about to run. step counts from 1."""
+        self._begun = time.perf_counter()
+        self._timed.clear()
         self.findings.begin(step, slot)
         self.schedule.begin(step, slot)
         self.injector.begin(step)
@@ -60,6 +67,12 @@ class Checks:
     def refused(self) -> bool:
         """Whether the slot must be computed again. One host synchronisation; call once after the backward."""
         refused = self.findings.refused()
+        if self.schedule.fixed is None:
+            for layer, name, begin, end in self._timed:
+                end.synchronize()  # long over: the findings behind it were read
+                self.schedule.took(layer, name, begin.elapsed_time(end) / 1e3)
+            self._timed.clear()
+            self.schedule.slot_took(time.perf_counter() - self._begun)
         for finding in self.findings.last:
             self.schedule.found(finding["layer"])
         if self.findings.last:
@@ -67,7 +80,7 @@ class Checks:
         return refused
 
     def evidence(self) -> Evidence:
-        """What the present slot's last refusal here showed, empty where it was not refused: what a witness hands over."""
+        """What the present slot's last refusal here showed, empty where there was none: what a witness hands over."""
         refusals = self.findings.refusals()
         return refusals[-1] if refusals else ()
 
@@ -104,6 +117,17 @@ class Checks:
     def drain(self) -> list[dict[str, Any]]:
         """Findings since the last call, as the fields of `finding` events."""
         return self.findings.drain()
+
+    def news(self) -> dict[str, float] | None:
+        """What the checks take and leave, as the fields of an event, where that changed by a quarter since it was last
+        told; else None."""
+        plan, told = self.schedule.plan, self._told
+        if plan is None or (
+            told is not None and all(0.8 < (x + 1e-30) / (y + 1e-30) < 1.25 for x, y in zip(plan, told, strict=True))
+        ):
+            return None
+        self._told = plan
+        return plan._asdict()
 
     def committed(self, step: int) -> None:
         """The step's optimizer has run: weights changed, and rates are derived anew."""
@@ -143,6 +167,23 @@ class Guard:
         """
         again = not backward and recomputing()
         return self.checks.schedule.checking(self.layer, section, flops=0.0 if again else flops, cost=cost)
+
+    @contextlib.contextmanager
+    def timing(self, section: str, device: torch.device) -> Iterator[None]:
+        """Around a check: measures what it takes, the first few times, for adaptive rates."""
+        checks = self.checks
+        if not checks.schedule.measuring(self.layer, section):
+            yield
+        elif device.type == "cpu":
+            begin = time.perf_counter()
+            yield
+            checks.schedule.took(self.layer, section, time.perf_counter() - begin)
+        else:
+            begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            checks._timed.append((self.layer, section, begin, end))
 
     def will_check(self, section: str) -> bool:
         """What `checking` answers for this slot, without a call counted."""

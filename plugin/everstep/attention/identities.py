@@ -195,6 +195,21 @@ def _by_group(x: torch.Tensor, n_kv: int) -> torch.Tensor:
     return wide.transpose(1, 2).flatten(2, 3)
 
 
+def _outer(a: torch.Tensor, b: torch.Tensor, n_kv: int) -> torch.Tensor:
+    """aᵀ b of every head, added up over the query heads of a group: a, b (B, L, N, ·) to (B, N_kv, ·, ·), in the
+    accumulator dtype. Where a device multiplies narrow operands into wide sums, no wide copy is made."""
+    acc = accumulator(a.dtype)
+
+    def product(a_LNH: torch.Tensor, b_LNH: torch.Tensor) -> torch.Tensor:
+        left, right = a_LNH.permute(1, 2, 0), b_LNH.permute(1, 0, 2)
+        if a.dtype != acc and a.device.type != "cpu":
+            return torch.bmm(left, right, out_dtype=acc)
+        return left.to(acc) @ right.to(acc)
+
+    by_head = torch.stack([product(x, y) for x, y in zip(a, b, strict=True)])
+    return by_head.unflatten(1, (n_kv, -1)).sum(2)
+
+
 def _stored(dtype: torch.dtype, device: torch.device) -> float:
     """Relative error of what a kernel stores in `dtype`; partial sums included where they are rounded as well."""
     if dtype == accumulator(dtype):
@@ -228,8 +243,10 @@ def output_side(
     q_, o_, do_ = _by_group(q, n_kv), _by_group(out, n_kv), _by_group(d_out, n_kv)
     k_, v_ = _by_group(k, n_kv), _by_group(v, n_kv)
     count = do_.shape[2]
+    seen = d_out
     if lse is not None:
-        do_ = do_ * (_by_group(lse, n_kv) > -torch.inf).unsqueeze(-1)
+        seen = torch.where((lse > -torch.inf).unsqueeze(-1), d_out, 0)
+        do_ = _by_group(seen, n_kv)
     unit = _stored(dtype, out.device) + 4 * unit_roundoff(do_.dtype)
     do_squares, o_squares = do_.square(), o_.square()
     do_norm2, o_norm2 = do_squares.sum(-1), o_squares.sum(-1)
@@ -268,7 +285,7 @@ def output_side(
         together=together,
         from_lse=scale * from_lse,
         square=do_norm2.sum(-1, keepdim=True),
-        product=o_.transpose(-1, -2) @ do_,
+        product=_outer(out, seen, n_kv),
         of_rows=(o_squares * do_norm2.unsqueeze(-1)).sum(2) + shared_norm2 * v_.square().mean(2),
         of_columns=(do_squares * o_norm2.unsqueeze(-1)).sum(2) + terms * v_norm2,
         pairs=(do_norm2 * q_.square().sum(-1)).sum(-1, keepdim=True),
@@ -332,7 +349,7 @@ def backward_deviation(
             most_v,
         ),
         _matrix(
-            *(v_, dv_, side.product, side.of_rows, side.of_columns, unit),
+            *(_outer(v, dv, n_kv), v_, dv_, side.product, side.of_rows, side.of_columns, unit),
             summed + 2 * unit * torch.maximum(_alike(dv_), _alike(v_)),
             most_v * math.sqrt(length) * v_most,
         ),
@@ -350,13 +367,13 @@ def backward_deviation(
         sigma = unit * noise + scale * side.rows.sqrt()
         # Terms of dQ = dS K that cancel, where rows of K are much alike, leave what fp32 lost of them.
         cancelled = (4 + math.sqrt(length)) * unit32 * scale * side.pairs.sqrt() * v_most * k_most
-        product = dq_.transpose(-1, -2) @ q_
+        product = _outer(dq, q, n_kv)
         of_rows = (dq_.square() * q_norm2.unsqueeze(-1)).sum(2)
         of_columns = (dq_norm2.unsqueeze(-1) * q_.square()).sum(2)
         limit = most_q * math.sqrt(count) * q_norm2.sum(-1, keepdim=True).sqrt()
         parts += [
             _sums(dk_.sum(2) - side.from_lse, DK * sigma, scale * side.together + summed * side.from_lse.abs(), most_k),
-            _matrix(k_, dk_, product, of_rows, of_columns, unit, summed, limit, cancelled),
+            _matrix(*(_outer(k, dk, n_kv), k_, dk_, product, of_rows, of_columns, unit, summed, limit, cancelled)),
             _largest(dk_, most_k),
             _largest(dq_, most_q),
         ]
@@ -389,15 +406,14 @@ def _sums(residual: torch.Tensor, sigma: torch.Tensor, shared: torch.Tensor, sca
     )
 
 
-def _matrix(x, dx, product, of_rows, of_columns, unit, summed, limit, lost=0.0) -> Deviation:
-    """Norms of the rows and of the columns of product - xᵀ dx (B, N_kv, 2 H).
+def _matrix(other, x, dx, product, of_rows, of_columns, unit, summed, limit, lost=0.0) -> Deviation:
+    """Norms of the rows and of the columns of product - other (B, N_kv, 2 H), with other = xᵀ dx.
 
     Args:
         of_rows, of_columns: sums of squares of the terms of product, by row and by column.
         lost: what may be lost besides, of a whole row or column.
     """
     norm = torch.linalg.vector_norm
-    other = x.transpose(-1, -2) @ dx
     apart = product - other
     of_rows = of_rows + (x.square() * dx.square().sum(-1, keepdim=True)).sum(2)
     of_columns = of_columns + (x.square().sum(-1, keepdim=True) * dx.square()).sum(2)

@@ -173,6 +173,19 @@ def _watch_inputs(
         watch_inputs(guard, q, k, v, dq, dk, dv, packed, scale, plain_scores, wide_groups)
 
 
+class _Touched(torch.autograd.Function):
+    """The kernel's output, with the fault that is due in it."""
+
+    @staticmethod
+    def forward(ctx, out, ticket):
+        return _touch(out, ticket, "context", False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out):
+        return d_out, None
+
+
 class _Inputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, ticket, scale, plain_scores, wide_groups, injecting):
@@ -230,7 +243,7 @@ def attention(
         q, k, v, link = _Inputs.apply(q, k, v, ticket, scale, plain_scores, wide_groups, injecting)
     out, lse = attend(q, k, v)
     if injecting:
-        out = _touch(out, ticket, "context", False)
+        out = _Touched.apply(out, ticket)
     still = tuple(None if x is None else x.detach() for x in (q, k, v, out, lse))
     _watch_forward(*still, ticket, scale, plain_scores)
     if watched:

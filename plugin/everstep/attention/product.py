@@ -175,7 +175,7 @@ def settle_rows(
     Returns:
         y where nothing was wrong. On an accelerator always y, repaired in its own storage.
     """
-    with unseen_by_checkpointing():
+    with unseen_by_checkpointing(), guard.timing(section, y.device):
         return _settle_rows(guard, section, y, check, compute, renew, backward=backward)
 
 

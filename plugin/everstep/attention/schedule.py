@@ -7,6 +7,8 @@ exactly by taking sections in the order of λ F_S φ_S / t_S until what is left 
 derives it, with units.
 """
 
+import math
+import statistics
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +17,9 @@ PRIOR_ERRORS_PER_FLOP = 2e-25
 
 PRIOR_WEIGHT = 0.5
 """How many errors the prior counts for: little, so that the first own finding outweighs it."""
+
+SLOTS_MEASURED = 3
+"""Computations of slots after which what a section's check took is believed; the first ones are slow."""
 
 LEAST_RATE = 1 / 64
 """No section is checked less under `adaptive`: where nothing is looked at, no error rate is measured."""
@@ -32,6 +37,18 @@ RISK_STEPS = 1_000_000
 """Steps over which `residual_risk` counts."""
 
 
+class Plan(NamedTuple):
+    """What rates cost and leave.
+
+    overhead: time of the checks by that of the slots. residual_risk: harmful errors expected to pass unseen in
+    RISK_STEPS steps. least_rate: of any section.
+    """
+
+    overhead: float
+    residual_risk: float
+    least_rate: float
+
+
 class Load(NamedTuple):
     """One section: FLOPs a step that it protects, what checking all of them costs (any one unit), and the
     probability that an error in it ruins training."""
@@ -46,22 +63,29 @@ def error_rate(errors: float, flops: float) -> float:
     return (PRIOR_WEIGHT + errors) / (PRIOR_WEIGHT / PRIOR_ERRORS_PER_FLOP + flops)
 
 
-def allot(loads: list[Load], errors_per_flop: float, risk_per_step: float, least: float = 0.0) -> list[float]:
+def allot(
+    loads: list[Load], errors_per_flop: float, risk_per_step: float, least: float = 0.0, budget: float = math.inf
+) -> list[float]:
     """The cheapest rates, in the order of `loads`, that leave at most `risk_per_step` harmful errors unseen.
 
-    All rates are 1 when the risk cannot be met with less, and `least` where nothing more is needed.
+    All rates are 1 when the risk cannot be met with less, and `least` where nothing more is needed. Together they
+    never cost more than `budget`, in the unit of the loads' costs: then they leave as little unseen as it buys.
     """
+    whole = sum(load.cost for load in loads)
+    if least * whole > budget:
+        return [budget / whole] * len(loads)
     harm = [errors_per_flop * load.flops * load.vulnerability for load in loads]
     rates = [least] * len(loads)
-    unseen = sum((1 - least) * h for h in harm)
+    unseen, left = sum((1 - least) * h for h in harm), budget - least * whole
     order = sorted(range(len(loads)), key=lambda i: harm[i] / max(loads[i].cost, 1e-30), reverse=True)
     for i in order:
         # The last digits of a difference of large sums are not worth a check.
         if unseen <= risk_per_step * (1 + 1e-9) or not harm[i]:
             break
-        raised = min(1 - least, (unseen - risk_per_step) / harm[i])
+        raised = min(1 - least, (unseen - risk_per_step) / harm[i], left / max(loads[i].cost, 1e-30))
         rates[i] = least + raised
         unseen -= raised * harm[i]
+        left -= raised * loads[i].cost
     return rates
 
 
@@ -90,6 +114,12 @@ class _Section:
     flops: float = 0.0
     step_flops: float = 0.0
     rate: float = 1.0
+    calls: int = 0
+    """In this step so far, then in the last one."""
+    step_calls: int = 0
+    seconds: float = math.inf
+    """The least that one check of it took; inf: not measured."""
+    measured: int = 0
 
 
 class Schedule:
@@ -98,11 +128,19 @@ class Schedule:
     Args:
         rate: the fixed share of calls, or None for adaptive rates. 1.0 checks every call and 0.0 none.
         residual_risk: harmful errors expected to pass unseen in RISK_STEPS steps, for adaptive rates.
+        max_overhead: the most that adaptive checks take, as a share of the time that the slots take without them.
         seed: draws the calls.
     """
 
-    def __init__(self, rate: float | None, residual_risk: float = 1e-5, *, seed: int = 0) -> None:
+    def __init__(
+        self, rate: float | None, residual_risk: float = 1e-5, max_overhead: float = math.inf, *, seed: int = 0
+    ) -> None:
         self.fixed = rate
+        self.max_overhead = max_overhead
+        self._slot_seconds: list[float] = []
+        self._slots_done = 0
+        self.plan: Plan | None = None
+        """What the present rates cost and leave, once that is measured."""
         self.risk_per_step = residual_risk / RISK_STEPS
         self.seed = seed
         self.weights_version = 0
@@ -127,6 +165,7 @@ class Schedule:
             entry = self._sections[layer, section] = _Section(len(self._sections), layer, cost, vulnerability(section))
         checked = self.will_check(layer, section)
         entry.step_flops += flops
+        entry.step_calls += bool(flops)
         entry.cost = cost
         if checked:
             self.checked_flops += flops
@@ -161,11 +200,59 @@ class Schedule:
         sections = list(self._sections.values())
         for section in sections:
             section.flops, section.step_flops = section.step_flops or section.flops, 0.0
+        for section in sections:
+            section.calls, section.step_calls = section.step_calls or section.calls, 0
+        slots, self._slots_done = self._slots_done, 0
         if self.fixed is None and sections:
-            loads = [Load(section.flops, section.cost, section.vulnerability) for section in sections]
-            rates = allot(loads, error_rate(self.errors, self.checked_flops), self.risk_per_step, LEAST_RATE)
+            per_flop = error_rate(self.errors, self.checked_flops)
+            budget = self._budget(sections, slots)
+            loads = [
+                Load(
+                    section.flops,
+                    section.cost if math.isinf(budget) else section.calls * section.seconds,
+                    section.vulnerability,
+                )
+                for section in sections
+            ]
+            rates = allot(loads, per_flop, self.risk_per_step, LEAST_RATE, budget)
             for section, rate in zip(sections, rates, strict=True):
                 section.rate = rate
+            if not math.isinf(budget):
+                took = sum(load.cost * rate for load, rate in zip(loads, rates, strict=True))
+                unseen = sum(
+                    (1 - rate) * per_flop * load.flops * load.vulnerability
+                    for load, rate in zip(loads, rates, strict=True)
+                )
+                self.plan = Plan(took / budget * self.max_overhead if budget else 0.0, unseen * RISK_STEPS, min(rates))
+
+    def took(self, layer: int, section: str, seconds: float) -> None:
+        """One check of a section took so long on the device."""
+        entry = self._sections.get((layer, section))
+        if entry is not None:
+            entry.seconds, entry.measured = min(entry.seconds, seconds), entry.measured + 1
+
+    def slot_took(self, seconds: float) -> None:
+        """A slot, its checks included, took so long."""
+        self._slots_done += 1
+        self._slot_seconds = [*self._slot_seconds[-8:], seconds]
+
+    def measuring(self, layer: int, section: str) -> bool:
+        """Whether it is still to be measured what a check of this section takes."""
+        entry = self._sections.get((layer, section))
+        return self.fixed is None and entry is not None and entry.measured < SLOTS_MEASURED
+
+    def _budget(self, sections: list["_Section"], slots: int) -> float:
+        """Seconds of a step that checks may take; inf as long as what they take is not measured."""
+        measured = [section for section in sections if section.measured >= SLOTS_MEASURED]
+        if math.isinf(self.max_overhead) or not slots or not self._slot_seconds or not measured:
+            return math.inf
+        # A section that is checked so seldom that it was not measured yet takes what a usual one does.
+        usual = statistics.median(section.seconds for section in measured)
+        for section in sections:
+            if math.isinf(section.seconds):
+                section.seconds = usual
+        # The fastest of the last slots has the least of checks and of other work in it.
+        return self.max_overhead * slots * min(self._slot_seconds)
 
     def weights_changed(self) -> None:
         """Weights changed other than by a commit."""

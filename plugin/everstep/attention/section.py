@@ -83,10 +83,13 @@ class AttentionCheck:
     """For frequency = "adaptive": harmful errors expected to pass unseen on this rank in one million
     committed steps."""
 
+    max_overhead: float = 0.02
+    """For frequency = "adaptive": the most that checks take of a slot's time, measured on the device in the first
+    steps. Where residual_risk would take more, more risk is left, and an event says how much."""
+
     path: Literal["auto", "explicit", "fused"] = "auto"
     """How attention is computed. `explicit`: scores, softmax and context as matrices, each checked and
-    corrected. `fused`: the stock kernel, watched through identities. `auto`: fused on an accelerator,
-    explicit on CPU."""
+    corrected. `fused`: the stock kernel, watched through identities. `auto`: fused wherever that kernel runs."""
 
     rerun: Literal["always", "never"] = "always"
     """On the fused path, whether a checked forward runs its kernel twice and compares: round-off hides a wrong score
@@ -115,6 +118,10 @@ class AttentionCheck:
         _require(
             0 < self.residual_risk <= 1e6,
             f"attention_check.residual_risk = {self.residual_risk}: must be above 0 and at most 1e6.",
+        )
+        _require(
+            0 < self.max_overhead <= 10,
+            f"attention_check.max_overhead = {self.max_overhead}: must be above 0 and at most 10.",
         )
         _require(
             self.allow_injection or not self.inject.kind,

@@ -17,11 +17,9 @@ from .errors import ConfigError, nearest
 _TIMEOUTS = (
     ("connect_timeout_s", "reduce_timeout_s", "peers wait in the gradient sum while one still connects"),
     ("reduce_timeout_s", "quorum_timeout_s", "peers wait for a quorum while one is held up in the sum"),
-    ("reduce_timeout_s", "heal_timeout_s", "with a joiner, the gradient sum waits until it has healed"),
     ("heartbeat_timeout_s", "quorum_timeout_s", "a quorum waits for a dead group to be noticed"),
     ("join_timeout_s", "quorum_timeout_s", "a quorum waits until a group that hangs is left out"),
     ("quorum_timeout_s", "stall_timeout_s", "a group that waits for a quorum is not a stalled one"),
-    ("heal_timeout_s", "stall_timeout_s", "a group that heals is not a stalled one"),
     ("stall_timeout_s", "startup_timeout_s", "starting takes imports and the model besides"),
     ("startup_timeout_s", "give_up_after_s", "a group waits for its peers to start"),
 )
@@ -264,7 +262,6 @@ def check_files(config: Any) -> None:
 
     from everstep.data.token_format import TokenFileError, in_bytes
 
-    _check_dataset(config)
     folder = FilePath(config.hf_assets_path)
     source, path = config.data.source, FilePath(config.data.path)
     try:
@@ -278,6 +275,7 @@ def check_files(config: Any) -> None:
             f'hf_assets_path = "{folder}": there is no tokenizer ({", ".join(_TOKENIZER_FILES)}), which [data] '
             f'source = "{config.data.source}" needs{old}; download the model\'s, or set [data] source = "stdlib"'
         )
+    _check_dataset(config)
 
 
 def _check_dataset(config: Any) -> None:

@@ -76,15 +76,15 @@ class FaultTolerance:
     """Longest wait for one gradient sum across groups. A hung peer is noticed after this."""
 
     heal_timeout_s: float = 60.0
-    """Longest wait for a joiner to receive the state of a group that lives. The other groups finish their
-    step with it."""
+    """Longest silence of the group that a joiner receives its state from, before it asks another one. Nobody waits
+    for a joiner, however long its state takes."""
 
     quorum_timeout_s: float = 60.0
     """Longest wait for one quorum before it is asked for again, with the reason in an event."""
 
     stall_timeout_s: float = 120.0
     """A group whose ranks make no progress for this long is killed and restarted by its agent. Must be longer
-    than quorum_timeout_s, heal_timeout_s, reduce_timeout_s and the longest slot."""
+    than quorum_timeout_s, reduce_timeout_s and the longest slot."""
 
     startup_timeout_s: float = 900.0
     """The same before a group's first step: imports, model, compilation, checkpoint."""

@@ -26,6 +26,7 @@ import grpc
 import grpc.aio
 
 from everstep.quorum.identity import StrangerError, read_id
+from everstep.wire import WireError, parse_address
 
 SERVICE = "/torchft.LighthouseService/"
 STATUS = "/everstep.Lighthouse/Status"
@@ -218,7 +219,7 @@ async def serve(gate: Gate, bind: str, on_listening: Callable[[], None]) -> None
         if server.add_insecure_port(bind) == 0:
             raise RuntimeError("no port")
     except RuntimeError as error:
-        raise GateError(f"cannot listen on {bind}: is the port taken?") from error
+        raise GateError(f"cannot listen on {bind}: {error}".partition("\n")[0]) from error
     await server.start()
     on_listening()
     try:
@@ -226,6 +227,16 @@ async def serve(gate: Gate, bind: str, on_listening: Callable[[], None]) -> None
         raise GateError("torchft's lighthouse has gone from behind its gate")
     finally:
         await server.stop(grace=None)
+
+
+def check_free(bind: str) -> None:
+    """Raises GateError, with the kernel's reason, when `bind` ("host:port") cannot be listened on."""
+    try:
+        host, port = parse_address(bind)
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(place[:2], family=family).close()
+    except (OSError, ValueError, WireError) as error:
+        raise GateError(f"cannot listen on {bind}: {error}") from error
 
 
 def shut(port: int) -> bool:

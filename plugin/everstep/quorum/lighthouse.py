@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torchft.coordination import LighthouseServer
 
-from everstep.quorum.gate import Gate, GateError, loopback_port, serve, shut
+from everstep.quorum.gate import Gate, GateError, check_free, loopback_port, serve, shut
 from everstep.run.events import EventLog
 from everstep.run.lifeline import die_with_parent
 from everstep.run.token import run_token
@@ -39,6 +39,7 @@ def run(bind: str, run_dir: Path, min_groups: int, join_timeout_s: float, heartb
         ValueError: there is no token that can be trusted in `run_dir`.
     """
     token = run_token(run_dir)
+    check_free(bind)
     events = EventLog(run_dir, None, None, "lighthouse")
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # a descriptor for each group, and for strangers

@@ -8,7 +8,7 @@ import functools
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 import xxhash
@@ -92,7 +92,8 @@ class Header:
         return (self.run, self.kind, self.group, self.rank) == (run, kind, group, rank)
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "members": _ranges(self.members)}
+        # Not `asdict`, which would copy every number of a thousand members.
+        return {**{name: getattr(self, name) for name in _FIELDS}, "members": _ranges(self.members)}
 
     @classmethod
     def from_json(cls, body: Any) -> "Header":

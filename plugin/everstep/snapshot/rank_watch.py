@@ -159,6 +159,8 @@ class RankWatch:
                     )
                     if kind == "parity":
                         self._coder.drop(header)
+                        with self._keeper.changed:
+                            self.sound.pop((kind, header.sequence, header.code), None)  # the new piece has its name
                         self._code(newest)
 
     def _code(self, header: Header) -> None:

@@ -23,7 +23,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.step import ledger
 from everstep.step.decisions import Decisions
@@ -65,6 +65,21 @@ class Turn(enum.Enum):
 
 class GaveUp(RuntimeError):
     """No step could be committed for `Timeouts.give_up`."""
+
+
+class _Beginning(NamedTuple):
+    """What one rank brings to an attempt. What the run directory says to all ranks alike, rank 0 looks for.
+    All but step and history are flags, 0 or 1."""
+
+    step: int
+    history: int
+    fenced: int
+    too_late: int
+    asked_to_leave: int
+    gives_up: int
+    lost_peers: int
+    state_is_here: int
+    heal_failed: int
 
 
 @dataclass(slots=True)
@@ -291,39 +306,35 @@ class StepProtocol:
             GaveUp: no commit for too long.
         """
         self._files.beat("quorum", self.step + 1)
-        healing = self._healing
+        healing, speaks = self._healing, self.decisions.rank == 0
         waited_s = self._clock.now() - self._progress
-        said = self.decisions.gather(
-            "begin",
-            [
-                self.step,
-                self.history,
-                int(self._files.fenced()),
-                int(self._is_too_late()),
-                int(self._files.asked_to_leave()),
-                int(waited_s > self._timeouts.give_up.total_seconds()),
-                int(self._connected != "" and not self._sums.connected),
-                int(healing is not None and healing.fetch.state() is not None),
-                int(healing is not None and healing.fetch.error != ""),
-            ],
+        mine = _Beginning(
+            step=self.step,
+            history=self.history,
+            fenced=speaks and self._files.fenced(),
+            too_late=speaks and self._is_too_late(),
+            asked_to_leave=self._files.asked_to_leave(),
+            gives_up=waited_s > self._timeouts.give_up.total_seconds(),
+            lost_peers=self._connected != "" and not self._sums.connected,
+            state_is_here=healing is not None and healing.fetch.state() is not None,
+            heal_failed=healing is not None and healing.fetch.error != "",
         )
-        if len({(step, history) for step, history, *_ in said}) > 1:
-            raise GroupBroken(f"the ranks of this group are at different steps or histories: {said}")
-        _, _, fenced, ended, asked, late, lost, _, failed = (any(flags) for flags in zip(*said, strict=True))
-        here = all(flags[7] for flags in said)
-        if fenced:
+        ranks = [_Beginning(*said) for said in self.decisions.gather("begin", [int(word) for word in mine])]
+        if len({(rank.step, rank.history) for rank in ranks}) > 1:
+            raise GroupBroken(f"the ranks of this group are at different steps or histories: {ranks}")
+        if any(rank.fenced for rank in ranks):
             return Turn.FENCED
-        if ended:
+        if any(rank.too_late for rank in ranks):
             return Turn.TOO_LATE
-        if late:
+        if any(rank.gives_up for rank in ranks):
             raise GaveUp(f"no step could be committed for {waited_s:.0f} s; see this group's events for the reasons")
-        self.leaving = asked
-        if lost:
+        self.leaving = any(rank.asked_to_leave for rank in ranks)
+        if any(rank.lost_peers for rank in ranks):
             self._disconnect()
-        if healing is not None and here:
+        if healing is not None and all(rank.state_is_here for rank in ranks):
             self._take_over(healing)
             return Turn.CAUGHT_UP
-        if healing is not None and failed:
+        if healing is not None and any(rank.heal_failed for rank in ranks):
             self._events.emit("heal_failed", healing.step + 1, source_group=healing.source, reason=healing.fetch.error)
             self._stop_healing()
         return None

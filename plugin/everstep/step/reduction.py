@@ -1,6 +1,6 @@
 """Gradient sums over groups, begun while the last backward still runs.
 
-The sums are taken over copies, so that `param.grad` keeps this group's own part for a salvage. Parameters are laid
+The sums are taken over copies, so that `param.grad` keeps this group's own part for a retry. Parameters are laid
 into flat buckets in the order in which backward reaches them, last layer first; the sum of a bucket starts when the
 last of its gradients is there and every bucket before it has started, so all groups start them in the same order,
 those that compute nothing in this attempt as well.

@@ -302,8 +302,8 @@ def _refuse(config: Any) -> None:
     parallelism = config.parallelism
     if parallelism.context_parallel_degree > 1:
         raise ValueError(
-            "attention_check.enable: parallelism.context_parallel_degree > 1 is not supported: the gradient of a key is "
-            "a sum over the queries of all ranks, and the checks compare sums on one rank."
+            "attention_check.enable: parallelism.context_parallel_degree > 1 is not supported: the gradient of a key "
+            "is a sum over the queries of all ranks, and the checks compare sums on one rank."
         )
     if parallelism.tensor_parallel_degree > 1 and parallelism.spmd_backend != "spmd_types":
         raise ValueError(

@@ -371,6 +371,8 @@ class EverstepTrainer(SlotTrainer):
             self.snapshots.committed(commit, words, self.serve, keep)
         if self.checks is not None:
             self.checks.committed(self.step)
+            if plan := self.checks.news():
+                self.events.emit("attention_schedule", self.step, coverage=str(self.checks.coverage), **plan)
         self.events.emit(
             "commit",
             self.step,
