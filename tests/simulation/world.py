@@ -175,10 +175,12 @@ class World:
 
     def audited(self, who: str, differing: list[int]) -> None:
         """An audit's finding, as one of the groups tells it."""
-        for number in differing:
-            life = self.groups[number].life
+        for group in self.groups.values():
+            life = group.life
             if life is not None and who.startswith(f"{life.name}/"):
-                life.named = True
+                # Of those that no audit has found sound since they took over a state, it may name the wrong ones.
+                life.named = life.proven and group.id in differing
+                life.proven = group.id not in differing
 
     def heal_s(self) -> float:
         low, high = self.plan.heal_s
@@ -219,7 +221,6 @@ class World:
             if again and begun > self.finished_at + 0.5:  # an attempt that is under way may come to its end
                 text = f"{rank.name} commits step {commit.step} again, the run ended after {self.finished}"
                 self.judge.violate("after the end", text)
-            self._judge_leaving(rank)
             self._judge_audit(rank, commit)
             self.applied_count += 1
             self.last_event = max(self.last_event, self.scheduler.now)
@@ -228,9 +229,9 @@ class World:
                     rank.name, "applied", commit.step, {"history": f"{commit.history:x}", "groups": commit.groups}
                 )
 
-    def _judge_leaving(self, rank: Rank) -> None:
-        """A group that is asked to leave does so after the step in progress."""
-        if self.scheduler.now >= max(other.leave_at for other in rank.life.ranks):
+    def judge_leaving(self, rank: Rank, took_s: float) -> None:
+        """A group that is asked to leave does so after the step in progress: a commit that took so long."""
+        if self.scheduler.now - took_s > max(other.leave_at for other in rank.life.ranks):
             rank.life.stayed += 1
             if rank.life.stayed > STAYS:
                 self.judge.violate("does not leave", f"{rank.life.name} was asked to {STAYS} commits ago")
@@ -266,7 +267,7 @@ class World:
         ill = [life for life in able if life.flipped()]
         if rank.life.named and state.flipped and rank.life not in ill and len(able) >= 3 and len(ill) == 1:
             self.judge.violate("the ill one is believed", f"{rank.name} takes over what {ill[0].name} has")
-        rank.life.named = False
+        rank.life.named = rank.life.proven = False
 
     def thrown_away(self, work: SimWork) -> None:
         """A group's gradients are forgotten. Remember slots for which nothing says so."""
@@ -423,7 +424,9 @@ class World:
             )
             return
         last = min(self.plan.steps, self.plan.data_ends[0] - 1)
-        if self.finished != last and any(group.wanted for group in complete):
+        # Under `shrink` a step may be made without the slot at which the data ends, if that was lost.
+        wrong = self.finished < last if self.plan.on_loss == "shrink" else self.finished != last
+        if wrong and any(group.wanted for group in complete):
             self.judge.violate("ended too early", f"after step {self.finished}, the last one is {last}")
         steps = self.judge.lineage(saved[0])
         if sorted(steps) != list(range(1, self.finished + 1)):
