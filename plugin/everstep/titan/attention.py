@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torchtitan.config.override import derive, override
 from torchtitan.distributed import activation_checkpoint
-from torchtitan.models.common import attention as titan
 from torchtitan.models.common.attention import (
     BaseAttention,
     FlexAttention,
@@ -31,6 +30,7 @@ from everstep.attention.guard import Checks, Guard
 from everstep.attention.linear import WeightSums, linear, result_names
 from everstep.attention.masks import Visible, documents_of
 from everstep.attention.section import AttentionCheck
+from everstep.titan import private
 
 _PROJECTIONS = ["model_spec.model.*.attention.*"]
 _INNER = ["model_spec.model.*.attention.inner_attention"]
@@ -289,7 +289,7 @@ def apply(config: Any, section: AttentionCheck) -> None:
         )
     if on_cpu:
         # Compiling the mask takes longer than a CPU run's masks take without.
-        titan._compiled_create_block_mask = create_block_mask
+        private.make_masks_with(create_block_mask)
     here = __name__
     config.override.imports += [
         f"{here}.checked_projections",

@@ -9,7 +9,6 @@ from typing import Any
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-from torchtitan.models import _supported_models
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.trainer import Trainer
 
@@ -17,6 +16,7 @@ from everstep.config.assign import shown
 from everstep.config.errors import nearest
 from everstep.config.sections import Job
 from everstep.config.source import Source
+from everstep.titan import private
 
 
 def base_config(job: Job, source: Source) -> Trainer.Config:
@@ -71,7 +71,7 @@ def _registry(module: str, source: Source) -> ModuleType:
     place = ("job", "module")
     if module in GONE_MODELS:
         raise source.error(place, f'{source.name(place)} = "{module}": {GONE_MODELS[module]}')
-    if module in _supported_models:
+    if module in private.models():
         names = [f"torchtitan.models.{module}.config_registry"]
     else:
         if not all(part.isidentifier() for part in module.split(".")):
@@ -88,7 +88,7 @@ def _registry(module: str, source: Source) -> ModuleType:
                 raise source.error(place, f'[job] module = "{module}" cannot be imported: {error}') from error
         except Exception as error:
             raise source.error(place, f'[job] module = "{module}" cannot be imported: {error}') from error
-    near = nearest(module, _supported_models)
+    near = nearest(module, private.models())
     raise source.error(
         place,
         f'[job] module = "{module}" is neither a model of torchtitan nor a module that can be imported; '

@@ -30,6 +30,8 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
 from torchtitan.trainer import Trainer
 
+from everstep.titan import private
+
 StartExport = Callable[[int, str], subprocess.Popen]
 """Starts the process that writes the newest state at or after a step below a folder, as `step-N`."""
 
@@ -63,7 +65,7 @@ class SnapshotCheckpointManager(CheckpointManager):
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to be written of this step, by whichever group; not of the last one."""
-        return self.enable and CheckpointManager._should_save(self, step)
+        return self.enable and private.is_due(self, step)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Begin a checkpoint if one is due. Returns whether it is on disk already."""

@@ -6,6 +6,7 @@ module. It has to run before anything of torchtitan is imported; `everstep.train
 """
 
 import types
+from typing import Any
 
 import psutil
 import torch
@@ -17,11 +18,18 @@ def has_accelerator() -> bool:
     return torch.accelerator.is_available()
 
 
+def replace(owner: Any, name: str, value: Any) -> None:
+    """Patch a private name of another package. Raises AttributeError where it is gone: nothing would be replaced."""
+    if not hasattr(owner, name):
+        raise AttributeError(f"{owner.__name__} has no {name} any more: this version of it is not supported")
+    setattr(owner, name, value)
+
+
 def stand_in() -> None:
     """Make `torch.cpu` answer as a torchtitan device module. Idempotent."""
     import torch._utils
 
-    torch._utils._get_available_device_type = lambda: "cpu"
+    replace(torch._utils, "_get_available_device_type", lambda: "cpu")
     total = psutil.virtual_memory().total
     answers = {
         "get_device_name": lambda device=None: "CPU",

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.components.checkpoint_utils import init_optim_state
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 
 from everstep.quorum.heal import HealState
 from everstep.snapshot.layout import Shard
 from everstep.step.reduction import local
+from everstep.titan import private
 
 
 def slot_seed(seed: int, step: int, slot: int, dp_rank: int) -> int:
@@ -86,7 +86,7 @@ class TrainingState:
         for name, tensor in self._named().items():
             if isinstance(tensor, DTensor):
                 mesh, placements = tensor.device_mesh, tensor.placements
-                _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+                _, offset = private.local_box(tensor.shape, mesh, placements)
                 found[name] = Shard(tuple(tensor.shape), tuple(offset))
         return found
 

@@ -42,7 +42,7 @@ from everstep.step.driver import Driver, End
 from everstep.step.interfaces import Commit, Timeouts
 from everstep.step.protocol import StepProtocol
 from everstep.step.reduction import GradientReducer
-from everstep.titan import attention, cpu
+from everstep.titan import attention, cpu, private
 from everstep.titan.checkpoints import SnapshotCheckpointManager, from_snapshots
 from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import Snapshots
@@ -301,7 +301,7 @@ class EverstepTrainer(SlotTrainer):
         """The newest checkpoint that torchtitan would load."""
         if not self.config.checkpoint.enable or not isinstance(self.checkpointer, CheckpointManager):
             return None
-        step = self.checkpointer._find_load_step()
+        step = private.newest_checkpoint(self.checkpointer)
         return step if step >= 0 else None
 
     def _disk_has_history(self) -> bool:

@@ -19,6 +19,7 @@ from everstep.run.events import EventLog
 from everstep.run.exits import UNFIT_EXIT
 from everstep.step.interfaces import OutOfData, SlotRefused, SlotSums
 from everstep.step.reduction import local
+from everstep.titan import private
 from everstep.titan.export import DATALOADER_BLOB, pack_dataloader
 from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import AGREED_SNAPSHOTS, Snapshots
@@ -60,7 +61,7 @@ class SlotTrainer(titan.Trainer):
             buffer
             for part in self.model_parts
             for name, buffer in part.named_buffers()
-            if name.endswith("tokens_per_expert_E")
+            if name.endswith(private.EXPERT_LOADS)
         ]
         """Tokens each expert got, summed over slots like a gradient; torchtitan's balancing reads them."""
 

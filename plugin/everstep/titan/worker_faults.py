@@ -24,6 +24,7 @@ from everstep.attention.injection import Fault as AttentionFault
 from everstep.run.files import order_file, read_json
 from everstep.snapshot.buffer import BufferWriter
 from everstep.step.reduction import local
+from everstep.titan import private
 
 POLL_S = 0.05
 HOG_BYTES = 2 << 30
@@ -85,7 +86,7 @@ class WorkerFaults:
         if phase == "compute":
             return
         manager = self._trainer.checkpointer
-        if phase == "checkpoint" and not (isinstance(manager, CheckpointManager) and manager._should_save(step)):
+        if phase == "checkpoint" and not (isinstance(manager, CheckpointManager) and private.is_due(manager, step)):
             return
         fault = self._take(phase)
         if fault.startswith("kill"):

@@ -1,0 +1,41 @@
+"""Private and undocumented names of torch and torchtitan that this room relies on, each with what it is for.
+
+A name that is gone raises where it is used, instead of a patch that silently does nothing; tests/titan/test_private.py
+says which, before a run does.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.models import _supported_models
+from torchtitan.models.common import attention
+
+from everstep.titan.cpu import replace
+
+EXPERT_LOADS = "tokens_per_expert_E"
+"""Buffer in which torchtitan's experts count their tokens (`models/common/moe`); what its balancing reads."""
+
+local_box = compute_local_shape_and_global_offset
+"""(shape, mesh, placements) → shape and offset of this rank's part of a DTensor."""
+
+
+def make_masks_with(create_block_mask: Callable[..., Any]) -> None:
+    """What torchtitan makes FlexAttention's masks with; its own is compiled."""
+    replace(attention, "_compiled_create_block_mask", create_block_mask)
+
+
+def models() -> Mapping[str, Any] | frozenset[str]:
+    """The names of torchtitan's models."""
+    return _supported_models
+
+
+def newest_checkpoint(manager: CheckpointManager) -> int:
+    """The step of the newest checkpoint that the manager would load; -1 for none."""
+    return manager._find_load_step()
+
+
+def is_due(manager: CheckpointManager, step: int) -> bool:
+    """Whether torchtitan's own manager would write a checkpoint of this step."""
+    return CheckpointManager._should_save(manager, step)
