@@ -148,7 +148,6 @@ class World:
         self._writing: dict[tuple[str, int], dict[int, State]] = {}
         self.finished = -1
         self.finished_at = 0.0
-        self.finished_lineage: set[int] = set()
         self.refusing: dict[int, int] = {}
         self.spoiling: dict[int, int] = {}
         self.slow: dict[int, float] = {}
@@ -216,11 +215,6 @@ class World:
 
     def applied(self, rank: Rank, commit: Commit) -> None:
         if rank.number == 0:
-            begun = self.scheduler.now - commit.took_s
-            again = commit.step <= self.finished and commit.history not in self.finished_lineage
-            if again and begun > self.finished_at + 0.5:  # an attempt that is under way may come to its end
-                text = f"{rank.name} commits step {commit.step} again, the run ended after {self.finished}"
-                self.judge.violate("after the end", text)
             self._judge_audit(rank, commit)
             self.applied_count += 1
             self.last_event = max(self.last_event, self.scheduler.now)
@@ -229,8 +223,12 @@ class World:
                     rank.name, "applied", commit.step, {"history": f"{commit.history:x}", "groups": commit.groups}
                 )
 
-    def judge_leaving(self, rank: Rank, took_s: float) -> None:
-        """A group that is asked to leave does so after the step in progress: a commit that took so long."""
+    def judge_commit(self, rank: Rank, step: int, took_s: float) -> None:
+        """A group that commits a step, in an attempt that took so long, was not asked to leave before it began, and the
+        run had not ended."""
+        if step <= self.finished and self.scheduler.now - took_s > self.finished_at + 0.5:
+            text = f"{rank.name} commits step {step} again, the run ended after {self.finished}"
+            self.judge.violate("after the end", text)
         if self.scheduler.now - took_s > max(other.leave_at for other in rank.life.ranks):
             rank.life.stayed += 1
             if rank.life.stayed > STAYS:
@@ -435,11 +433,6 @@ class World:
     def finish(self, step: int) -> None:
         """A group says that the state of a step is saved, and is the last."""
         self.finished, self.finished_at = max(self.finished, step), self.scheduler.now
-        for state in self.disk.get(step, [])[:1]:
-            history = state.history
-            while history in self.judge.chain:
-                self.finished_lineage.add(history)
-                history = self.judge.chain[history].parent
 
     def finishing(self) -> bool:
         """Whether a group has come to the end of the run."""
