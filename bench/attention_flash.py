@@ -72,7 +72,7 @@ class Flash(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out, _):
+    def backward(ctx, d_out, _):  # pyrefly: ignore[bad-override] torch declares backward(ctx, *grads)
         q, k, v, out, lse = ctx.saved_tensors
         hook = ctx.hook
         groups = q.shape[2] // k.shape[2]

@@ -256,13 +256,13 @@ def restoring(groups: int, ranks: int, off: int, state_bytes: int, home: Path) -
             path.write_text(json.dumps(peers.Place(group, f"host-{group}", address, 0, "", 1.0).__dict__))
         topologies = [_flat(r, state_bytes)[0].topology(r, ranks) for r in range(ranks)]
         share = lambda value: topologies if isinstance(value, str) else [value]  # noqa: E731
-        began = time.monotonic()
+        began, used = time.monotonic(), time.process_time()
         # As rank 0 decides for its group and fetches its own state; the other ranks fetch at the same time elsewhere.
         found = recovery.recover(
             run_dir, group=groups - 1, rank=0, ranks=ranks, layout=_flat(0, state_bytes)[0], disk_step=None,
             timeout=TIMEOUT, patience=PATIENCE, share=share,
         )  # fmt: skip
-        took = time.monotonic() - began
+        took, used = time.monotonic() - began, time.process_time() - used
         assert found.restored is not None, found.decision.reasons
         assert np.array_equal(found.restored.flat, _flat(0, state_bytes)[1]), "another state"
     for pipe in pipes:
@@ -276,6 +276,7 @@ def restoring(groups: int, ranks: int, off: int, state_bytes: int, home: Path) -
         "source": found.decision.source,
         "decoded_groups": len(found.restored.decoded),
         "took_s": took,
+        "cpu_s": used,
         "fetched_bytes": found.restored.fetched_bytes,
         "transfer_at_1_gb_s": transfer_s,
         "open_files": resource_files(),

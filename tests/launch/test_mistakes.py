@@ -182,3 +182,17 @@ def test_versions_and_help_are_found_under_all_their_names(capsys):
             cli.main(typed)
         assert ended.value.code == 0
         assert "usage: everstep" in capsys.readouterr().out
+
+
+def test_a_plan_shows_its_choices_and_says_when_the_batch_is_too_small_for_more_groups(here, capsys):
+    (here / "small.toml").write_text(GOOD.replace("steps = 4", "steps = 4\nlocal_batch_size = 2"))
+    arguments = ["--mtbf-hours", "100", "--step-s", "2", "--ranks-per-node", "1"]
+    for nodes, small in (("4", False), ("8", True)):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["plan", "small.toml", "--nodes", nodes, *arguments])
+        assert ended.value.code == 0
+        said = capsys.readouterr().out
+        assert "best: " in said
+        if not small:
+            assert "best: 4 groups of 1 node(s), 0 spare(s)" in said
+        assert ("note: global_batch_size has 6 slots" in said) is small

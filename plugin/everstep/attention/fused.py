@@ -78,9 +78,8 @@ class _Inputs(torch.autograd.Function):
         dk = guard.touch("dk", dk, backward=True)
         dv = guard.touch("dv", dv, backward=True)
         if watch.checking:
-            watch_inputs(
-                guard, *ctx.saved_tensors, dq, dk, dv, packed, watch.scale, watch.plain_scores, watch.wide_groups
-            )
+            q, k, v = ctx.saved_tensors
+            watch_inputs(*(guard, q, k, v, dq, dk, dv, packed), watch.scale, watch.plain_scores, watch.wide_groups)
         return dq, dk, dv, None
 
 

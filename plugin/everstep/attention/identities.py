@@ -195,6 +195,11 @@ def _by_group(x: torch.Tensor, n_kv: int) -> torch.Tensor:
     return wide.transpose(1, 2).flatten(2, 3)
 
 
+def narrow_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Batches of a @ b, of narrow operands, in the wide dtype that they are summed in."""
+    return torch.bmm(a, b, out_dtype=dtype)
+
+
 def _outer(a: torch.Tensor, b: torch.Tensor, n_kv: int) -> torch.Tensor:
     """aᵀ b of every head, added up over the query heads of a group: a, b (B, L, N, ·) to (B, N_kv, ·, ·), in the
     accumulator dtype. Where a device multiplies narrow operands into wide sums, no wide copy is made."""
@@ -203,7 +208,7 @@ def _outer(a: torch.Tensor, b: torch.Tensor, n_kv: int) -> torch.Tensor:
     def product(a_LNH: torch.Tensor, b_LNH: torch.Tensor) -> torch.Tensor:
         left, right = a_LNH.permute(1, 2, 0), b_LNH.permute(1, 0, 2)
         if a.dtype != acc and a.device.type != "cpu":
-            return torch.bmm(left, right, out_dtype=acc)
+            return narrow_product(left, right, acc)
         return left.to(acc) @ right.to(acc)
 
     by_head = torch.stack([product(x, y) for x, y in zip(a, b, strict=True)])

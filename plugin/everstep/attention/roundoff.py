@@ -46,8 +46,8 @@ def operand_roundoff(dtype: torch.dtype, device: torch.device) -> float:
     PyTorch was told to, and fp16 summed in fp16 on CPUs that can."""
     if dtype == torch.float32:
         # Not `allow_tf32`: PyTorch raises where that is read after `fp32_precision` was set.
-        matmul = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul
-        return {"tf32": 2.0**-10, "bf16": 2.0**-7}.get(matmul.fp32_precision, 0.0)
+        matmul = getattr(torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn, "matmul", None)
+        return {"tf32": 2.0**-10, "bf16": 2.0**-7}.get(str(getattr(matmul, "fp32_precision", "")), 0.0)
     if device.type == "cpu" and dtype == torch.float16:
         return 2.0**-7
     return 0.0

@@ -111,6 +111,11 @@ def plan(command: Plan, flags: Sequence[str]) -> int:
     found = choices(cluster, costs, like, sizes, (0, 1, 2, 4), slots_of)
     if not found:
         raise LaunchError(f"{command.config}: no size of a group gives every group a slot of the global batch.")
+    if 0 < slots_of(1) < command.nodes:
+        print(
+            f"note: global_batch_size has {slots_of(1)} slots for groups of one node, fewer than {command.nodes} "
+            "nodes: a larger batch allows more groups"
+        )
     print(table(found[:ROWS]))
     best, expected = found[0]
     print(

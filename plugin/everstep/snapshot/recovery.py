@@ -89,12 +89,16 @@ def recover(
                 run = run_id(token)
                 return sources.decide(usable, run=run, ranks=ranks, topologies=topologies, disk_step=disk_step)
 
-            def enough(held: list[Held]) -> bool:
+            last: list[tuple[int, sources.Decision]] = []
+
+            def enough(held: list[Held], last: list[tuple[int, sources.Decision]] = last) -> bool:
                 found = choose(held)
+                last[:] = [(len(held), found)]  # of thousands of headers: not to be decided again for nothing
                 return found.from_memory and found.step == max(buffer.header.step for buffer in held)
 
             held, silent = gather(run_dir, token, timeout, patience if not blamed else timedelta(0), enough)
-            decision = _with_reasons(choose(held), silent, notes)
+            known = last[0][1] if last and last[0][0] == len(held) else choose(held)
+            decision = _with_reasons(known, silent, notes)
         decision = share(decision)[0]
         if not decision.from_memory:
             return Recovery(decision, None, time.monotonic() - began)
@@ -145,8 +149,10 @@ def restore_reshaped(
     )
 
 
+REASONS = 8
+"""Keepers that do not answer which are named."""
 LOOK_S = 3.0
-"""How long keepers have to answer one look; who has not is asked again, while the others are not waited for."""
+"""How long keepers have to answer a first look; who has not is asked again, while the others are not waited for."""
 
 
 def gather(
@@ -164,10 +170,12 @@ def gather(
     """
     deadline = time.monotonic() + patience.total_seconds()
     answered: dict[Place, list[Held]] = {}
+    look_s = LOOK_S
     while True:
         places = _latest(peers.read_places(run_dir))
         left = [place for place in places if place not in answered]
-        found, silent = peers.reachable(left, token, timeout, min(LOOK_S, timeout.total_seconds()))
+        found, silent = peers.reachable(left, token, timeout, min(look_s, timeout.total_seconds()))
+        look_s *= 2  # a host that is busy starting a run answers late
         answered.update(found)
         held = [buffer for place in places for buffer in answered.get(place, ())]
         if not silent or time.monotonic() >= deadline or enough(held):
@@ -183,5 +191,7 @@ def _latest(places: list[Place]) -> list[Place]:
 def _with_reasons(decision: sources.Decision, silent: Mapping[str, str], notes: list[str]) -> sources.Decision:
     if decision.source == "memory" and not notes:
         return decision
-    unanswered = tuple(f"the keeper of {name} does not answer: {why}" for name, why in silent.items())
+    unanswered = [f"the keeper of {name} does not answer: {why}" for name, why in sorted(silent.items())]
+    if len(unanswered) > REASONS:
+        unanswered[REASONS:] = [f"{len(unanswered) - REASONS} more keepers do not answer"]
     return replace(decision, reasons=(*notes, *decision.reasons, *unanswered))

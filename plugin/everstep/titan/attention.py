@@ -402,7 +402,7 @@ def attach(model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: i
                 name = fqn.rsplit(".", 1)[-1]
                 number = int(layer.group(2)) if layer else -1
                 if layer and layer.group(1):  # layers that predict further tokens are counted on behind the others
-                    number += len(part.layers)
+                    number += len(list(part.get_submodule("layers").children()))
                 module.guard = checks.guard(number, name, module.results(name))
                 inner += isinstance(module, _CheckedInner)
     if not inner:
