@@ -65,6 +65,8 @@ class SimEvents:
 
     def emit(self, kind: str, step: int | None = None, **fields: Any) -> None:
         self._world.scheduler.check()
+        if kind == "attempt" and fields["committed"] and self._rank.number == 0:
+            self._world.judge_commit(self._rank, step or 0, fields["took_s"])
         self._world.note(self._rank.name, kind, step, fields)
 
 

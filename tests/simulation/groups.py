@@ -59,8 +59,8 @@ class Life:
         self.name = f"{group.id}.{number}"
         self.size = world.plan.ranks
         self.broken = self.ended = False
-        self.named = False
-        """Whether an audit found its parameters different from the others'."""
+        self.named = self.proven = False
+        """Whether an audit found its parameters different from the others', and whether one found them equal before."""
         self.stayed = self.audits_passed = 0
         """Commits since it was asked to leave; audits since its parameters changed behind its back."""
         self.endings: list[End] = []

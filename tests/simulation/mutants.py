@@ -42,7 +42,7 @@ MUTANTS = (
         "a rank that has its gradients goes on alone",
         "protocol.py",
         "        if summed and sound:\n",
-        "        if error:\n",
+        "        if not error and sound:\n",
     ),
     Mutant(
         "each rank decides by itself whether the rows came",

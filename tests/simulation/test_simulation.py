@@ -135,7 +135,8 @@ def part(group: int, slot: int, history: int = 0) -> Contribution:
 def test_the_judge_sees_a_wrong_sum(parts: list[Contribution], kind: str | None) -> None:
     judge = Judge(2, lambda: 0.0)
     judge.applied("0/0", 0, State(0, 0, 0), _Commit(), parts)
-    assert {violation.kind for violation in judge.violations} == ({kind} if kind else set())
+    kinds = [violation.kind for violation in judge.violations]
+    assert kind in kinds if kind else not kinds
 
 
 def test_the_judge_sees_states_that_part_and_lineages_that_break() -> None:

@@ -148,7 +148,6 @@ class World:
         self._writing: dict[tuple[str, int], dict[int, State]] = {}
         self.finished = -1
         self.finished_at = 0.0
-        self.finished_lineage: set[int] = set()
         self.refusing: dict[int, int] = {}
         self.spoiling: dict[int, int] = {}
         self.slow: dict[int, float] = {}
@@ -175,10 +174,12 @@ class World:
 
     def audited(self, who: str, differing: list[int]) -> None:
         """An audit's finding, as one of the groups tells it."""
-        for number in differing:
-            life = self.groups[number].life
+        for group in self.groups.values():
+            life = group.life
             if life is not None and who.startswith(f"{life.name}/"):
-                life.named = True
+                # Of those that no audit has found sound since they took over a state, it may name the wrong ones.
+                life.named = life.proven and group.id in differing
+                life.proven = group.id not in differing
 
     def heal_s(self) -> float:
         low, high = self.plan.heal_s
@@ -214,12 +215,6 @@ class World:
 
     def applied(self, rank: Rank, commit: Commit) -> None:
         if rank.number == 0:
-            begun = self.scheduler.now - commit.took_s
-            again = commit.step <= self.finished and commit.history not in self.finished_lineage
-            if again and begun > self.finished_at + 0.5:  # an attempt that is under way may come to its end
-                text = f"{rank.name} commits step {commit.step} again, the run ended after {self.finished}"
-                self.judge.violate("after the end", text)
-            self._judge_leaving(rank)
             self._judge_audit(rank, commit)
             self.applied_count += 1
             self.last_event = max(self.last_event, self.scheduler.now)
@@ -228,9 +223,13 @@ class World:
                     rank.name, "applied", commit.step, {"history": f"{commit.history:x}", "groups": commit.groups}
                 )
 
-    def _judge_leaving(self, rank: Rank) -> None:
-        """A group that is asked to leave does so after the step in progress."""
-        if self.scheduler.now >= max(other.leave_at for other in rank.life.ranks):
+    def judge_commit(self, rank: Rank, step: int, took_s: float) -> None:
+        """A group that commits a step, in an attempt that took so long, was not asked to leave before it began, and the
+        run had not ended."""
+        if step <= self.finished and self.scheduler.now - took_s > self.finished_at + 0.5:
+            text = f"{rank.name} commits step {step} again, the run ended after {self.finished}"
+            self.judge.violate("after the end", text)
+        if self.scheduler.now - took_s > max(other.leave_at for other in rank.life.ranks):
             rank.life.stayed += 1
             if rank.life.stayed > STAYS:
                 self.judge.violate("does not leave", f"{rank.life.name} was asked to {STAYS} commits ago")
@@ -266,7 +265,7 @@ class World:
         ill = [life for life in able if life.flipped()]
         if rank.life.named and state.flipped and rank.life not in ill and len(able) >= 3 and len(ill) == 1:
             self.judge.violate("the ill one is believed", f"{rank.name} takes over what {ill[0].name} has")
-        rank.life.named = False
+        rank.life.named = rank.life.proven = False
 
     def thrown_away(self, work: SimWork) -> None:
         """A group's gradients are forgotten. Remember slots for which nothing says so."""
@@ -423,7 +422,9 @@ class World:
             )
             return
         last = min(self.plan.steps, self.plan.data_ends[0] - 1)
-        if self.finished != last and any(group.wanted for group in complete):
+        # Under `shrink` a step may be made without the slot at which the data ends, if that was lost.
+        wrong = self.finished < last if self.plan.on_loss == "shrink" else self.finished != last
+        if wrong and any(group.wanted for group in complete):
             self.judge.violate("ended too early", f"after step {self.finished}, the last one is {last}")
         steps = self.judge.lineage(saved[0])
         if sorted(steps) != list(range(1, self.finished + 1)):
@@ -432,11 +433,6 @@ class World:
     def finish(self, step: int) -> None:
         """A group says that the state of a step is saved, and is the last."""
         self.finished, self.finished_at = max(self.finished, step), self.scheduler.now
-        for state in self.disk.get(step, [])[:1]:
-            history = state.history
-            while history in self.judge.chain:
-                self.finished_lineage.add(history)
-                history = self.judge.chain[history].parent
 
     def finishing(self) -> bool:
         """Whether a group has come to the end of the run."""
