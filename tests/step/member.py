@@ -292,6 +292,7 @@ def main(options: Options, connection: Connection) -> None:
         membership = OldNews(
             group=options.group,
             life=life,
+            token=TOKEN,
             find_lighthouse=lambda: options.lighthouse,
             connect_timeout=timedelta(seconds=10),
         )
@@ -300,6 +301,7 @@ def main(options: Options, connection: Connection) -> None:
     column = Column(
         "gloo",
         column=options.rank,
+        token=TOKEN,
         host="127.0.0.1",
         connect_timeout=timedelta(seconds=2),
         reduce_timeout=timedelta(seconds=options.reduce_s),

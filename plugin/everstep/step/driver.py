@@ -117,6 +117,8 @@ class Driver:
             # One rank may see the marker that another group writes just now, and another rank not yet.
             if self._decisions.all_true("finished", self._files.finished_step() >= step):
                 return
+            if quorum is not None and quorum.able and self._group not in quorum.able:
+                return  # others went on, and have a newer state to save
             if quorum is not None and quorum.able and quorum.able[0] == self._group:
                 self._files.beat("checkpoint", step)
                 self._work.save_last()

@@ -295,7 +295,8 @@ class StepProtocol:
         if reason:
             return Turn.RETRY, reason
         if tally.exhausted:
-            return Turn.OUT_OF_DATA, "the data ended"
+            has_state = self._group in attempt.plan.shares
+            return Turn.OUT_OF_DATA if has_state else Turn.TOO_LATE, "the data ended"
         return self._commit(attempt, tally), ""
 
     def _begin(self) -> Turn | None:
