@@ -54,7 +54,7 @@ class FaultTolerance:
     global batch; `shrink` commits the step with the slots that are there (torchft's behaviour)."""
 
     bind_host: str = ""
-    """Host name or address that this group's servers (quorum manager, heal source, gradient sums) listen
+    """Host name or address that this group's servers (heal source, gradient sums) listen
     on and advertise. Empty: the host name's address. `everstep run` sets 127.0.0.1."""
 
     encrypt: bool = False
