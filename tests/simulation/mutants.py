@@ -123,7 +123,12 @@ MUTANTS = (
         "a commit's parent is the group's own state", "protocol.py", "parent=quorum.history,", "parent=self.history,"
     ),
     Mutant("every sum counts as whole", "protocol.py", "once=all(count == 1 for count in tally.coverage)", "once=True"),
-    Mutant("an older start of a group goes on", "protocol.py", "        if fenced:\n", "        if False:\n"),
+    Mutant(
+        "an older start of a group goes on",
+        "protocol.py",
+        "        if any(rank.fenced for rank in ranks):\n",
+        "        if False:\n",
+    ),
     Mutant(
         "a gradient that is not finite is summed",
         "protocol.py",
@@ -204,7 +209,7 @@ MUTANTS = (
     Mutant(
         "who comes after the end goes on",
         "protocol.py",
-        "        if ended:\n",
+        "        if any(rank.too_late for rank in ranks):\n",
         "        if False:\n",
     ),
     Mutant(

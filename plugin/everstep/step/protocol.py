@@ -18,20 +18,18 @@ state that is given up for another's stays a fallback until that is here.
 Nothing here knows torchtitan or torchft; see `everstep.step.interfaces`.
 """
 
-import enum
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from everstep.step import ledger
+from everstep.step.attempt import Attempt, Beginning, Healing, Held, Turn
 from everstep.step.decisions import Decisions
 from everstep.step.interfaces import (
     Clock,
     Commit,
     Events,
-    Fetch,
     GroupBroken,
     HealDoor,
     Membership,
@@ -49,85 +47,8 @@ from everstep.step.interfaces import (
 from everstep.step.quorum import NO_STATE, Quorum, Request, decode, encode, read_quorum
 
 
-class Turn(enum.Enum):
-    """What an attempt came to, besides a commit; the same on all ranks of the group."""
-
-    RETRY = "the step is tried again"
-    CAUGHT_UP = "this group has taken over a state"
-    FOLLOWED = "the others committed a step, which this group will apply when it has the state before it"
-    BLANK = "no member of the quorum has any state: it has to come from somewhere else"
-    LEFT = "asked to leave, and there is no step to wait for"
-    FENCED = "another start of this group counts now"
-    OUT_OF_DATA = "the data ended before this step"
-    OVER = "the others, with the same state, make no more steps"
-    TOO_LATE = "the run ended, with a later state than this group's"
-
-
 class GaveUp(RuntimeError):
     """No step could be committed for `Timeouts.give_up`."""
-
-
-class _Beginning(NamedTuple):
-    """What one rank brings to an attempt. What the run directory says to all ranks alike, rank 0 looks for.
-    All but step and history are flags, 0 or 1."""
-
-    step: int
-    history: int
-    fenced: int
-    too_late: int
-    asked_to_leave: int
-    gives_up: int
-    lost_peers: int
-    state_is_here: int
-    heal_failed: int
-
-
-@dataclass(slots=True)
-class _Held:
-    """What this group's gradients contain, of the step after one state."""
-
-    step: int
-    history: int
-    slots: set[int] = field(default_factory=set)
-    lost: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class _Healing:
-    """A state on its way here: after `step` of `history`, from group `source`, and the commits made since."""
-
-    source: int
-    step: int
-    history: int
-    fetch: Fetch
-    commits: list[tuple[Commit, Any]] = field(default_factory=list)
-
-    @property
-    def follows(self) -> tuple[int, int]:
-        """Step and history that this group will be at once it has caught up."""
-        last = self.commits[-1][0] if self.commits else self
-        return last.step, last.history
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """One attempt: what was found out in it so far."""
-
-    number: int
-    begun: float
-    quorum: Quorum
-    waited_s: float
-    rows: list[ledger.Row] = field(default_factory=list)
-    plan: ledger.Plan = field(default_factory=lambda: ledger.Plan({}, frozenset(), frozenset()))
-    held_before: list[int] = field(default_factory=list)
-    computed: list[int] = field(default_factory=list)
-    exhausted: bool = False
-    compute_s: float = 0.0
-    reduce_s: float = 0.0
-
-    @property
-    def step(self) -> int:
-        return self.quorum.step + 1
 
 
 class StepProtocol:
@@ -184,8 +105,8 @@ class StepProtocol:
         self._suspect = self._proven = False
         self._finished_before = files.finished_step()
         self._checksum: int | None = None
-        self._held = _Held(NO_STATE, 0)
-        self._healing: _Healing | None = None
+        self._held = Held(NO_STATE, 0)
+        self._healing: Healing | None = None
         self._connected = ""
         self._column: tuple[int, ...] = ()
         self._asked = 0
@@ -218,10 +139,10 @@ class StepProtocol:
         self._progress = self._clock.now()
 
     def _let_go(self, step: int, history: int) -> None:
-        self._held = _Held(step, history)
+        self._held = Held(step, history)
         self._work.discard()
 
-    def _take_over(self, healing: _Healing) -> None:
+    def _take_over(self, healing: Healing) -> None:
         """Take the healed state and apply what was committed since."""
         self._door.close()
         self._healing = None
@@ -266,7 +187,7 @@ class StepProtocol:
             return Turn.BLANK
         if quorum.is_finishing():
             return Turn.OVER if self._group in quorum.able else Turn.RETRY
-        attempt = _Attempt(self._tries, begun, quorum, self._clock.now() - begun)
+        attempt = Attempt(self._tries, begun, quorum, self._clock.now() - begun)
         self._take_sides(quorum)
         attempt.held_before = sorted(self._held.slots)
         outcome, reason = self._carry_out(attempt)
@@ -284,7 +205,7 @@ class StepProtocol:
         )
         return outcome
 
-    def _carry_out(self, attempt: _Attempt) -> tuple[Commit | Turn, str]:
+    def _carry_out(self, attempt: Attempt) -> tuple[Commit | Turn, str]:
         """What the attempt came to, and why if it failed."""
         if reason := self._connect(attempt.quorum):
             return Turn.RETRY, reason
@@ -309,7 +230,7 @@ class StepProtocol:
         self._files.beat("quorum", self.step + 1)
         healing, speaks = self._healing, self.decisions.rank == 0
         waited_s = self._clock.now() - self._progress
-        mine = _Beginning(
+        mine = Beginning(
             step=self.step,
             history=self.history,
             fenced=speaks and self._files.fenced(),
@@ -320,7 +241,7 @@ class StepProtocol:
             state_is_here=healing is not None and healing.fetch.state() is not None,
             heal_failed=healing is not None and healing.fetch.error != "",
         )
-        ranks = [_Beginning(*said) for said in self.decisions.gather("begin", [int(word) for word in mine])]
+        ranks = [Beginning(*said) for said in self.decisions.gather("begin", [int(word) for word in mine])]
         if len({(rank.step, rank.history) for rank in ranks}) > 1:
             raise GroupBroken(f"the ranks of this group are at different steps or histories: {ranks}")
         if any(rank.fenced for rank in ranks):
@@ -410,7 +331,7 @@ class StepProtocol:
                 )
             door = quorum.member(source).doors[self.decisions.rank]
             fetch = self._door.fetch(door, quorum.step, quorum.history)
-            self._healing = _Healing(source, quorum.step, quorum.history, fetch)
+            self._healing = Healing(source, quorum.step, quorum.history, fetch)
         if self._group in quorum.sources.values():
             self._door.serve(quorum.step, quorum.history, self._work.serve())
 
@@ -433,7 +354,7 @@ class StepProtocol:
         self._connected, self._column = quorum.key, quorum.groups
         return ""
 
-    def _exchange_rows(self, attempt: _Attempt) -> str:
+    def _exchange_rows(self, attempt: Attempt) -> str:
         """Learn what the groups hold and plan; why that failed, or nothing."""
         quorum, error = attempt.quorum, ""
         computes = self._group in quorum.able
@@ -472,7 +393,7 @@ class StepProtocol:
             self._drop()
         return ""
 
-    def _heed_audit(self, attempt: _Attempt) -> None:
+    def _heed_audit(self, attempt: Attempt) -> None:
         """Draw this group's conclusions from the checksums in the rows."""
         differing = attempt.plan.differing
         if self._checksum is not None and self._group in attempt.quorum.able:
@@ -491,7 +412,7 @@ class StepProtocol:
         if self._healing is not None and self._healing.source in differing:
             self._stop_healing()
 
-    def _compute(self, attempt: _Attempt) -> None:
+    def _compute(self, attempt: Attempt) -> None:
         """Compute the share; what comes of it is held."""
         step, share = attempt.step, attempt.plan.shares.get(self._group, ())
         self._reducer.begin(self._sums, self._patience(share, attempt.plan))
@@ -525,7 +446,7 @@ class StepProtocol:
             return max(self._timeouts.compute, self._timeouts.reduce)
         return self._timeouts.reduce + 2 * ahead * timedelta(seconds=self._slot_s)
 
-    def _sum(self, attempt: _Attempt) -> tuple[ledger.Tally, str]:
+    def _sum(self, attempt: Attempt) -> tuple[ledger.Tally, str]:
         """Sum gradients and tally over the groups; the tally, and why it is not the step, or nothing."""
         begun, step = self._clock.now(), attempt.step
         results = self._work.results()
@@ -594,7 +515,7 @@ class StepProtocol:
         self._drop()
         return "a gradient of this group is not finite"
 
-    def _commit(self, attempt: _Attempt, tally: ledger.Tally) -> Commit | Turn:
+    def _commit(self, attempt: Attempt, tally: ledger.Tally) -> Commit | Turn:
         """The commit; who has no state to apply it to keeps it for later."""
         quorum = attempt.quorum
         commit = Commit(
