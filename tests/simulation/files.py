@@ -49,9 +49,12 @@ class SimFiles:
         self._world.scheduler.check()
         return self._world.finished
 
-    def mark_finished(self, step: int) -> None:
+    def ended_for_all(self) -> bool:
+        return self._world.finished_for_all
+
+    def mark_finished(self, step: int, *, for_all: bool) -> None:
         self._world.scheduler.check()
-        self._world.finish(step)
+        self._world.finish(step, for_all)
 
     def is_over(self) -> bool:
         return self.finished_step() >= self._world.plan.steps

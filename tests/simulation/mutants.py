@@ -225,7 +225,10 @@ MUTANTS = (
         "        if self._group in quorum.sources:",
     ),
     Mutant(
-        "nobody says that the last state is saved", "driver.py", "                self._files.mark_finished(step)\n", ""
+        "nobody says that the last state is saved",
+        "driver.py",
+        "                self._files.mark_finished(step, for_all=not some_leave)\n",
+        "",
     ),
 )
 

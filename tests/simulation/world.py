@@ -147,6 +147,7 @@ class World:
         """Step → a state for each rank column, once all of them are written."""
         self._writing: dict[tuple[str, int], dict[int, State]] = {}
         self.finished = -1
+        self.finished_for_all = False
         self.finished_at = 0.0
         self.refusing: dict[int, int] = {}
         self.spoiling: dict[int, int] = {}
@@ -430,9 +431,10 @@ class World:
         if sorted(steps) != list(range(1, self.finished + 1)):
             self.judge.violate("broken lineage", f"{sorted(steps)} behind the last state, of step {self.finished}")
 
-    def finish(self, step: int) -> None:
+    def finish(self, step: int, for_all: bool) -> None:
         """A group says that the state of a step is saved, and is the last."""
         self.finished, self.finished_at = max(self.finished, step), self.scheduler.now
+        self.finished_for_all = for_all
 
     def finishing(self) -> bool:
         """Whether a group has come to the end of the run."""

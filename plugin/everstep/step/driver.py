@@ -122,5 +122,6 @@ class Driver:
             if quorum is not None and quorum.able and quorum.able[0] == self._group:
                 self._files.beat("checkpoint", step)
                 self._work.save_last()
-                self._files.mark_finished(step)
+                some_leave = self._protocol.leaving and self._work.goes_on()
+                self._files.mark_finished(step, for_all=not some_leave)
         raise TimeoutError(f"the other groups neither finished step {step} nor left within {self._give_up}")

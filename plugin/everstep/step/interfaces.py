@@ -298,7 +298,10 @@ class RunFiles(Protocol):
     def finished_step(self) -> int:
         """The step at which this run last ended with its state saved; -1 if it never did."""
 
-    def mark_finished(self, step: int) -> None: ...
+    def ended_for_all(self) -> bool:
+        """Whether the run ended there for every group, and not because some were asked to leave."""
+
+    def mark_finished(self, step: int, *, for_all: bool) -> None: ...
 
     def is_over(self) -> bool:
         """Whether the run has done all its steps already."""

@@ -262,9 +262,12 @@ class StepProtocol:
         return None
 
     def _is_too_late(self) -> bool:
-        """Whether the others ended the run, while this group was busy, with a later state than it has."""
+        """Whether the others ended the run, while this group was busy, with a later state than it has. A group that
+        left alone has ended nothing for those that were not asked to."""
         finished = self._files.finished_step()
-        return finished != self._finished_before and NO_STATE < self.step < finished
+        if finished == self._finished_before or not NO_STATE < self.step < finished:
+            return False
+        return self._files.asked_to_leave() or self._files.ended_for_all()
 
     def meet(self) -> Quorum | None:
         """The next quorum, the same on all ranks of the group; None when there is none now."""

@@ -78,9 +78,13 @@ class RankFiles:
         """See `RunFiles.finished_step`."""
         return finished_step(self._run_dir)
 
-    def mark_finished(self, step: int) -> None:
+    def ended_for_all(self) -> bool:
+        """See `RunFiles.ended_for_all`."""
+        return read_json(self._run_dir / FINISHED).get("for_all") is True
+
+    def mark_finished(self, step: int, *, for_all: bool) -> None:
         """See `RunFiles.mark_finished`."""
-        write_json(self._run_dir / FINISHED, {"step": step})
+        write_json(self._run_dir / FINISHED, {"step": step, "for_all": for_all})
 
     def is_over(self) -> bool:
         """See `RunFiles.is_over`."""

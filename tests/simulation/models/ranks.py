@@ -171,6 +171,9 @@ class _Rank:
     def asked_to_leave(self) -> bool:
         return False
 
+    def ended_for_all(self) -> bool:
+        return False
+
     def finished_step(self) -> int:
         return -1
 
