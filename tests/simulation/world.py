@@ -227,7 +227,8 @@ class World:
     def judge_commit(self, rank: Rank, step: int, took_s: float) -> None:
         """A group that commits a step, in an attempt that took so long, was not asked to leave before it began, and the
         run had not ended."""
-        if step <= self.finished and self.scheduler.now - took_s > self.finished_at + 0.5:
+        ended = self.finished_for_all and self.scheduler.now - took_s > self.finished_at + 0.5
+        if ended and step <= self.finished:
             text = f"{rank.name} commits step {step} again, the run ended after {self.finished}"
             self.judge.violate("after the end", text)
         if self.scheduler.now - took_s > max(other.leave_at for other in rank.life.ranks):
