@@ -59,6 +59,7 @@ class Options:
     reduce_s: float = 5
     quorum_s: float = 5
     heal_s: float = 10
+    stall_s: float = 40
     heal_delay_s: float = 0.0
     pause_after: int = -1
     pause_at: tuple[str, float] = field(default=("", 0.0))
@@ -173,7 +174,7 @@ class Files(RankFiles):
 
     def __init__(self, options: Options) -> None:
         super().__init__(
-            options.run_dir, options.group, options.rank, steps=options.steps, stall_timeout_s=options.quorum_s
+            options.run_dir, options.group, options.rank, steps=options.steps, stall_timeout_s=options.stall_s
         )
         self.options, self.paused, self.step = options, False, 0
         self.order = options.run_dir / f"order-{options.group}-{options.rank}"

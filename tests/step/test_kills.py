@@ -49,7 +49,7 @@ class Kept:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("groups", "ranks", "kills", "stops"), [(3, 2, 200, 40), (2, 4, 100, 20)])
+@pytest.mark.parametrize(("groups", "ranks", "kills", "stops"), [(3, 2, 60, 12), (3, 2, 200, 40), (2, 4, 100, 20)])
 def test_no_kill_and_no_stop_of_a_rank_costs_a_step(begin, groups, ranks, kills, stops):
     run = begin(join_timeout_s=3.0, heartbeat_timeout_s=1.0)
     draw = random.Random(groups * 100 + ranks)
