@@ -97,3 +97,16 @@ def test_a_connection_that_never_ends_is_left_behind_and_broken_if_it_ends(board
     go_on.set()
     assert connected.wait(10), "what was connected too late is broken"
     peer.close()
+
+
+def test_a_column_that_lost_a_peer_before_it_spoke_says_so(board, crosses):
+    """The watch may notice a death between connecting and the first exchange; that ends an attempt and not a group."""
+    one, two = crosses(), crosses()
+    assert_they_add(board, "gone", one, two)
+    one.abort()
+    two.abort()
+    for column in (one, two):
+        with pytest.raises(SumsBroken, match="not connected"):
+            column.gather([1, 2])
+        with pytest.raises(SumsBroken, match="not connected"):
+            column.gather_bytes(b"note")

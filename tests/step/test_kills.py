@@ -39,6 +39,8 @@ class Kept:
             rank.catch_up()
         dead = [rank for rank in self.ranks if not rank.process.is_alive()]
         if dead:
+            # With -s: who ended how, for a run that fails.
+            print(f"group {self.number}", [(rank.process.exitcode, rank.end) for rank in self.ranks], flush=True)
             time.sleep(draw.uniform(0.005, 0.05))
             for rank in self.ranks:
                 os.kill(rank.process.pid, signal.SIGCONT) if rank.process.is_alive() else None

@@ -149,7 +149,10 @@ class RankColumn:
 
     def gather(self, words: Sequence[int]) -> list[list[int]]:
         """See `Sums.gather`."""
-        matrix = torch.zeros(max(self.size, 1), len(words), dtype=torch.int64)
+        size = self.size  # the watch sets it to 0 at any moment
+        if not size:
+            raise SumsBroken("not connected")
+        matrix = torch.zeros(size, len(words), dtype=torch.int64)
         matrix[self._rank] = torch.tensor(words, dtype=torch.int64)
         return self.total(matrix, self._reduce_timeout).tolist()
 
