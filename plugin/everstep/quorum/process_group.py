@@ -149,28 +149,31 @@ class RankColumn:
 
     def gather(self, words: Sequence[int]) -> list[list[int]]:
         """See `Sums.gather`."""
-        size = self.size  # the watch sets it to 0 at any moment
-        if not size:
-            raise SumsBroken("not connected")
-        matrix = torch.zeros(size, len(words), dtype=torch.int64)
+        matrix = torch.zeros(self._members(), len(words), dtype=torch.int64)
         matrix[self._rank] = torch.tensor(words, dtype=torch.int64)
         return self.total(matrix, self._reduce_timeout).tolist()
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
         """See `Sums.gather_bytes`; empty for a group in whose place somebody else gave something."""
         self._gathered += 1
-        places = [
-            self._place + self._gathered.to_bytes(8, "little") + rank.to_bytes(8, "little") for rank in range(self.size)
-        ]
+        members, place = self._members(), self._place + self._gathered.to_bytes(8, "little")
+        places = [place + rank.to_bytes(8, "little") for rank in range(members)]
         mine = seal_note(self._token, places[self._rank], mine)
         sizes = [size for [size] in self.gather([len(mine)])]
         begin, everything = sum(sizes[: self._rank]), torch.zeros(sum(sizes), dtype=torch.uint8)
         if not sum(sizes):
-            return [b""] * self.size
+            return [b""] * members
         if mine:
             everything[begin : begin + len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         parts = self.total(everything, self._reduce_timeout).split(sizes)
         return [self._open(place, part.numpy().tobytes()) for place, part in zip(places, parts, strict=True)]
+
+    def _members(self) -> int:
+        """How many there are; the watch may notice a loss at any moment. Raises SumsBroken after one."""
+        size = self.size
+        if not size:
+            raise SumsBroken("not connected")
+        return size
 
     def _open(self, place: bytes, sealed: bytes) -> bytes:
         try:
