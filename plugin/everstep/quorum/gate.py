@@ -4,7 +4,8 @@ torchft's lighthouse takes every replica in, forms no quorum while a stranger's 
 and ends any group for whoever asks (`POST /replica/ID/kill`, and a page that shows the ids). So it listens on loopback,
 where after the gate's own connections nobody else can connect (`shut`), and the gate listens where groups reach it:
 
-    Heartbeat, Quorum    passed on as they are if the replica's id was made with the run's token
+    Heartbeat, Quorum    passed on as they are if the replica's id was made with the run's token, who was not in the
+                         last quorum when it is their turn (`everstep.quorum.turns`)
     Status               answered here, for whoever wants to know whether the lighthouse lives
     everything else      refused
 """
@@ -26,6 +27,7 @@ import grpc
 import grpc.aio
 
 from everstep.quorum.identity import StrangerError, read_id
+from everstep.quorum.turns import HEAD_START_S, LOOK_S, Turns
 from everstep.wire import WireError, parse_address
 
 SERVICE = "/torchft.LighthouseService/"
@@ -63,26 +65,24 @@ def replica_of(method: str, message: bytes) -> str:
     return _first_field(message).decode()
 
 
+def members_of(answer: bytes) -> list[str]:
+    """The ids in the answer to a Quorum: field 1 of each field 2 of its field 1. Raises ValueError."""
+    return [_first_field(member).decode() for tag, member in _fields(_first_field(answer)) if tag == 0x12]
+
+
 def _first_field(message: bytes) -> bytes:
-    """Field 1 of a protocol buffer (encoding of version 3), which must be bytes or text and come first, and once."""
-    if message[:1] != b"\x0a":
+    """Field 1 of a protocol buffer, which must be bytes or text and come first, and once."""
+    fields = list(_fields(message))
+    if not fields or fields[0][0] != 0x0A:
         raise ValueError("it does not begin with its first field")
-    length = shift = 0
-    for at in range(1, min(6, len(message))):
-        length |= (message[at] & 0x7F) << shift
-        shift += 7
-        if message[at] < 0x80:
-            rest = message[at + 1 :]
-            if length > len(rest):
-                break
-            if any(tag == 0x0A for tag in _tags(rest[length:])):  # the later one would count
-                raise ValueError("its first field comes twice")
-            return rest[:length]
-    raise ValueError("it is cut off")
+    if sum(tag == 0x0A for tag, _ in fields) > 1:  # the later one would count
+        raise ValueError("its first field comes twice")
+    return fields[0][1]
 
 
-def _tags(message: bytes) -> Iterator[int]:
-    """The tags of a message's fields. Raises ValueError for what is no message."""
+def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """The tags and contents of a message's fields (protocol buffers, encoding of version 3); contents are empty for
+    numbers. Raises ValueError for what is no message."""
     at = 0
 
     def number() -> int:
@@ -97,7 +97,7 @@ def _tags(message: bytes) -> Iterator[int]:
 
     while at < len(message):
         tag = number()
-        yield tag
+        content = b""
         match tag & 7:
             case 0:
                 number()
@@ -105,13 +105,15 @@ def _tags(message: bytes) -> Iterator[int]:
                 at += 8
             case 2:
                 length = number()
+                content = message[at : at + length]
                 at += length
             case 5:
                 at += 4
             case _:
                 raise ValueError("a field is of no known kind")
-    if at != len(message):
-        raise ValueError("it is cut off")
+        if at > len(message):
+            raise ValueError("it is cut off")
+        yield tag, content
 
 
 class Gate(grpc.GenericRpcHandler):
@@ -121,11 +123,22 @@ class Gate(grpc.GenericRpcHandler):
         token: of the run.
         inner: `host:port` of the lighthouse.
         every_s: one replica's heartbeats are passed on this often at most; the others are answered here.
+        heartbeat_timeout_s: a replica that is silent for so long is gone.
         tell: called now and then with how many requests of strangers were refused, and what the last one was.
     """
 
-    def __init__(self, token: bytes, inner: str, every_s: float, tell: Callable[[int, str], None]) -> None:
+    def __init__(
+        self, token: bytes, inner: str, every_s: float, heartbeat_timeout_s: float, tell: Callable[[int, str], None]
+    ) -> None:
         self._token, self._every_s, self._tell = token, every_s, tell
+        self._heard: dict[str, float] = {}
+        self._turns = Turns(
+            lambda replica: time.monotonic() - self._heard.get(replica, -math.inf) < heartbeat_timeout_s
+        )
+        self._turn = asyncio.Condition()
+        self._held = 0
+        """Requests that wait for their turn."""
+        self._last_answer = b""
         self._known: dict[str, float] = {}
         """Replicas of the run, and when their heartbeats were last passed on."""
         self._refused, self._told = 0, -TELL_EVERY_S
@@ -161,20 +174,42 @@ class Gate(grpc.GenericRpcHandler):
 
     async def _on_heartbeat(self, message: bytes, context: Any) -> bytes:
         replica = await self._admit("Heartbeat", message, context)
-        now = time.monotonic()
+        now = self._heard[replica] = time.monotonic()
         if now - self._known[replica] < self._every_s:
             return b""  # as the lighthouse answers
         self._known[replica] = now
         return await self._pass(self._heartbeat, message, context)
 
     async def _on_quorum(self, message: bytes, context: Any) -> bytes:
-        await self._admit("Quorum", message, context)
+        replica = await self._admit("Quorum", message, context)
+        self._heard[replica] = time.monotonic()
+        await self._wait_for_turn(replica)
         number = min(self._waiting, key=self._waiting.__getitem__)
         self._waiting[number] += 1
         try:
-            return await self._pass(self._quorum[number], message, context)
+            answer = await self._pass(self._quorum[number], message, context)
         finally:
             self._waiting[number] -= 1
+        if answer != self._last_answer:  # all members get the same, with the time at which it was made
+            self._last_answer = answer
+            self._turns.formed(members_of(answer))
+        return answer
+
+    async def _wait_for_turn(self, replica: str) -> None:
+        self._turns.asked(replica)
+        if self._held and self._turns.may_pass():
+            async with self._turn:
+                self._turn.notify_all()
+            await asyncio.sleep(HEAD_START_S)
+        while not self._turns.may_pass():
+            self._held += 1
+            try:
+                async with asyncio.timeout(LOOK_S), self._turn:
+                    await self._turn.wait()
+            except TimeoutError:
+                pass  # those it waits for may have died
+            finally:
+                self._held -= 1
 
     async def _admit(self, method: str, message: bytes, context: Any) -> str:
         try:
@@ -183,6 +218,7 @@ class Gate(grpc.GenericRpcHandler):
                 read_id(self._token, replica)
                 if len(self._known) >= KNOWN_IDS:
                     self._known.clear()
+                    self._heard.clear()
                 self._known[replica] = -math.inf
             return replica
         except (StrangerError, ValueError) as error:

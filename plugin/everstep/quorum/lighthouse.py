@@ -60,7 +60,7 @@ def run(bind: str, run_dir: Path, min_groups: int, join_timeout_s: float, heartb
         print(f"lighthouse on {bind}, at least {min_groups} groups, pid {os.getpid()}", flush=True)
 
     async def stand() -> None:
-        gate = Gate(token, f"{LOOPBACK}:{port}", every_s, tell)
+        gate = Gate(token, f"{LOOPBACK}:{port}", every_s, heartbeat_timeout_s, tell)
         await gate.connect()
         if not shut(port):
             print(f"lighthouse: this kernel does not let port {port} of {LOOPBACK} be closed to others", flush=True)
