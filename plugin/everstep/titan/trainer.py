@@ -43,7 +43,7 @@ from everstep.step.interfaces import Commit, Timeouts
 from everstep.step.protocol import StepProtocol
 from everstep.step.reduction import GradientReducer
 from everstep.titan import attention, cpu, private
-from everstep.titan.checkpoints import SnapshotCheckpointManager, from_snapshots
+from everstep.titan.checkpoints import RunCheckpointManager, SnapshotCheckpointManager, of_run
 from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import Snapshots
 from everstep.titan.state import TrainingState, slot_seed
@@ -108,8 +108,7 @@ class EverstepTrainer(SlotTrainer):
         if config.fault_tolerance.enable:
             # Curves are drawn from the run's events, by one process for all groups: report/scalars.py.
             config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
-            if config.snapshot.enable:
-                config.checkpoint = from_snapshots(config.checkpoint)
+            config.checkpoint = of_run(config.checkpoint, from_snapshots=config.snapshot.enable)
             os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise
             self._open_run(config)
         super().__init__(config)
@@ -219,6 +218,8 @@ class EverstepTrainer(SlotTrainer):
         waits = timedelta(seconds=ft.quorum_timeout_s + ft.stall_timeout_s)
         ranks = GroupRanks(waits)
         life = ranks.broadcast(uuid.uuid4().hex.encode()).decode()
+        if isinstance(self.checkpointer, RunCheckpointManager) and self.checkpointer.enable:
+            self.checkpointer.write_aside_as(ft.group_id, life)
         membership = None
         if ranks.rank == 0:
             given = ft.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
