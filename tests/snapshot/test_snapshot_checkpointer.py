@@ -138,7 +138,7 @@ def test_a_checkpoint_that_cannot_get_its_name_fails_on_all_ranks_alike(tmp_path
     it = manager(tmp_path, None)
     (tmp_path / "checkpoint").mkdir(exist_ok=True)
     (tmp_path / "checkpoint" / "step-4").write_text("in the way")
-    with pytest.raises(CheckpointException, match="Not a directory|in the way|NotADirectory"):
+    with pytest.raises(CheckpointException, match="step-4"):
         it.save(4)
     it.close()
 
