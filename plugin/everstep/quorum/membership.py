@@ -48,6 +48,8 @@ class Membership:
         self._token, self._replica_id = token, replica_id(token, group, life)
         self._find_lighthouse, self._connect_timeout = find_lighthouse, connect_timeout
         self._address = ""
+        self._client: tuple[str, LighthouseClient] | None = None
+        """The connection that requests go over, and to where."""
         self._left = threading.Event()
         threading.Thread(target=self._keep_beating, name="lighthouse-heartbeat", daemon=True).start()
 
@@ -72,8 +74,7 @@ class Membership:
     def _ask_once(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
         saying = encode(request)
         try:
-            client = LighthouseClient(self._address, min(timeout, self._connect_timeout))
-            quorum = client.quorum(
+            quorum = self._connected(min(timeout, self._connect_timeout)).quorum(
                 replica_id=self._replica_id,
                 timeout=timeout,
                 store_address=request.store,
@@ -82,12 +83,18 @@ class Membership:
                 data={DATA: saying, CODE: saying_code(self._token, self._replica_id, saying)},
             )
         except Exception as error:  # the Rust client raises several unrelated types
+            self._client = None
             raise QuorumUnavailable(str(error).partition("\n")[0][:300] or type(error).__name__) from error
         try:
             members = [self._read(member.replica_id, member.data or {}) for member in quorum.participants]
         except ValueError as error:
             raise QuorumUnavailable(str(error)) from error
         return int(quorum.quorum_id), members
+
+    def _connected(self, timeout: timedelta) -> LighthouseClient:
+        if self._client is None or self._client[0] != self._address:
+            self._client = self._address, LighthouseClient(self._address, timeout)
+        return self._client[1]
 
     def _read(self, replica: str, data: Mapping[Any, object]) -> Member:
         """A member, by what it says of itself. Raises ValueError if it is none of this run's, or says nonsense."""
