@@ -147,7 +147,14 @@ class EverstepTrainer(SlotTrainer):
         self.snapshots = None
         if config.snapshot.enable:
             self.snapshots = Snapshots(
-                self._run_dir, ft.group_id, ft.groups, self._host, config.snapshot, self._token, self.events
+                self._run_dir,
+                ft.group_id,
+                ft.groups,
+                self._host,
+                config.snapshot,
+                self._token,
+                self.events,
+                ft.encrypt,
             )
 
     def _prepare(self, config: Config) -> None:

@@ -67,14 +67,15 @@ def connect(
     *,
     purpose: str = "",
     subject: bytes = bytes(SUBJECT_BYTES),
-    encrypt: bool = False,
+    encrypt: bool | None = False,
 ) -> Channel:
     """An authenticated channel to a `Server` or a `Door` of this `purpose`.
 
     Args:
         timeout: the longest silence of the peer, then and later.
         subject: SUBJECT_BYTES bytes that the other side is told.
-        encrypt: refuse a server that would have us send in the clear.
+        encrypt: True refuses a server that would have us send in the clear; None does as the server wants, which
+            proves with the token that it does.
 
     Raises:
         WireError: nobody listens there, the listener is none of ours, or it does not hold the same token.
@@ -132,7 +133,7 @@ def _shake_hands(
     channel.begin_session(outgoing=to_server, incoming=to_client)
 
 
-def _suites(encrypt: bool) -> Suite:
+def _suites(encrypt: bool | None) -> Suite:
     try:
         return sealing.suites(encrypt)
     except sealing.SealError as error:
