@@ -235,6 +235,7 @@ class EverstepTrainer(SlotTrainer):
                 token=self._token,
                 find_lighthouse=lambda: published_address(self._run_dir) or given,
                 connect_timeout=timedelta(seconds=ft.quorum_timeout_s),
+                heartbeat_timeout_s=ft.heartbeat_timeout_s,
             )
         protocol = StepProtocol(
             group=ft.group_id,
