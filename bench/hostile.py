@@ -83,6 +83,7 @@ def main() -> None:
     command += ["--groups", str(args.groups), "--run-dir", str(run_dir)]
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     context = multiprocessing.get_context("spawn")
+    held = 0
     rows: dict[str, list[list[float]]] = {"alone": [], "hostile": []}
     try:
         while len(commits(run_dir)) < 20:

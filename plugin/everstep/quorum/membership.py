@@ -34,6 +34,7 @@ class Membership:
         find_lighthouse: gives `http://host:port`, and another one when the lighthouse has moved.
         connect_timeout: for connections to the lighthouse.
         heartbeat_timeout_s: of the lighthouse.
+        gated: whether the address is of the run's own lighthouse; else it may be one of torchft's without a gate.
     """
 
     def __init__(
@@ -45,10 +46,11 @@ class Membership:
         find_lighthouse: Callable[[], str],
         connect_timeout: timedelta,
         heartbeat_timeout_s: float = HEARTBEAT_S * HEARTBEATS,
+        gated: Callable[[], bool] = lambda: False,
     ) -> None:
         self._token, self._replica_id = token, replica_id(token, group, life)
         self._find_lighthouse, self._connect_timeout = find_lighthouse, connect_timeout
-        self._asking = Voice(token, self._replica_id, connect_timeout)
+        self._asking, self._beating = (Voice(token, self._replica_id, connect_timeout, gated) for _ in range(2))
         self._every_s = min(HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS)
         self._address = ""
         self._left = threading.Event()
@@ -62,13 +64,17 @@ class Membership:
     def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
         """See `everstep.step.interfaces.Membership`."""
         deadline = time.monotonic() + timeout.total_seconds()
+        reason: QuorumUnavailable | None = None
         while True:
             left_s = deadline - time.monotonic()
+            if reason is not None and left_s < ASK_AGAIN_S:  # too little for another reason than that
+                raise reason
             try:
                 return self._ask_once(request, timedelta(seconds=max(left_s, 0.001)))
-            except QuorumUnavailable:
+            except QuorumUnavailable as error:
                 # A lighthouse that starts again is asked again until the time is up.
-                if left_s < ASK_AGAIN_S or self._left.wait(ASK_AGAIN_S):
+                reason = error
+                if self._left.wait(ASK_AGAIN_S):
                     raise
                 self.follow()
 
@@ -93,11 +99,10 @@ class Membership:
 
     def _keep_beating(self) -> None:
         """Heartbeats, in a thread of their own: they stop with the process, and while it is stopped."""
-        voice = Voice(self._token, self._replica_id, self._connect_timeout)
         while not self._left.wait(self._every_s):
             if self._address:
                 with contextlib.suppress(LighthouseError):  # what is not heard now is said again
-                    voice.beat(self._address)
+                    self._beating.beat(self._address)
 
     def leave(self) -> None:
         """Stop the heartbeats; the other groups go on without this one."""

@@ -1,7 +1,7 @@
 """How a group speaks to the lighthouse: through its gate, or to a torchft lighthouse that somebody else started."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, Protocol
@@ -86,8 +86,10 @@ class TorchftLine:
 class Voice:
     """One thread's line to the lighthouse, wherever that is now; made anew after every failure."""
 
-    def __init__(self, token: bytes, replica: str, connect_timeout: timedelta) -> None:
+    def __init__(self, token: bytes, replica: str, connect_timeout: timedelta, gated: Callable[[], bool]) -> None:
+        """`gated`: whether the lighthouse is the run's own, so that one without a gate is somebody else's."""
         self._token, self._replica, self._connect_timeout = token, replica, connect_timeout
+        self._gated = gated
         self._address = ""
         self._line: Line | None = None
 
@@ -120,4 +122,7 @@ class Voice:
         at = wire.format_address(place.hostname or "", place.port or 0)
         if wire.answers(at, min(timeout, HELLO_TIMEOUT)):
             return GateLine(at, self._token, timeout)
+        if self._gated():
+            # Whoever took the port of one that died could tell each group another quorum, made of what all of them say.
+            raise LighthouseError(f"{at} does not answer as this run's lighthouse does")
         return TorchftLine(address, timeout)

@@ -236,6 +236,7 @@ class EverstepTrainer(SlotTrainer):
                 find_lighthouse=lambda: published_address(self._run_dir) or given,
                 connect_timeout=timedelta(seconds=ft.quorum_timeout_s),
                 heartbeat_timeout_s=ft.heartbeat_timeout_s,
+                gated=lambda: bool(published_address(self._run_dir)),
             )
         protocol = StepProtocol(
             group=ft.group_id,
