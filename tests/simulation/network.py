@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from simulation.groups import Rank
     from simulation.world import World
 
-HEARTBEAT_S = 0.1
+HEARTBEAT_S = 0.25
 ASK_AGAIN_S = 0.1
 CONNECT_S = 10.0
 NOTICE_S = 0.1
@@ -29,7 +29,7 @@ NOTICE_S = 0.1
 
 
 class Beacon:
-    """The heartbeats of one voice, worked out when somebody looks instead of every 100 ms."""
+    """The heartbeats of one voice, worked out when somebody looks instead of every 250 ms."""
 
     def __init__(self, process: Process, replica_id: str) -> None:
         self.process, self.replica_id = process, replica_id

@@ -146,7 +146,14 @@ class EverstepTrainer(SlotTrainer):
         self.snapshots = None
         if config.snapshot.enable:
             self.snapshots = Snapshots(
-                self._run_dir, ft.group_id, ft.groups, self._host, config.snapshot, self._token, self.events
+                self._run_dir,
+                ft.group_id,
+                ft.groups,
+                self._host,
+                config.snapshot,
+                self._token,
+                self.events,
+                ft.encrypt,
             )
 
     def _prepare(self, config: Config) -> None:
@@ -229,6 +236,8 @@ class EverstepTrainer(SlotTrainer):
                 token=self._token,
                 find_lighthouse=lambda: published_address(self._run_dir) or given,
                 connect_timeout=timedelta(seconds=ft.quorum_timeout_s),
+                heartbeat_timeout_s=ft.heartbeat_timeout_s,
+                gated=lambda: bool(published_address(self._run_dir)),
             )
         protocol = StepProtocol(
             group=ft.group_id,
