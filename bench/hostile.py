@@ -4,8 +4,9 @@
 
 Windows of both kinds take turns in one run. In a hostile one, a process without the run's token opens so many
 connections to each port that a process of the run listens on, holds them, sends on a third of them HTTP, on a third
-noise, on a third nothing, and poses as a replica at the lighthouse ten times a second. It runs at the lowest priority:
-what is measured is what the run spends on strangers and not what they spend themselves on this machine's cores.
+noise, on a third nothing; opens a hundred more every second instead of old ones; and poses as a replica at the
+lighthouse ten times a second. It runs at a lower priority (nice): what is measured is what the run spends on strangers
+and not what they spend themselves on this machine's cores.
 """
 
 import argparse
@@ -14,15 +15,17 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 import resource
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -42,23 +45,34 @@ def attack(places: Iterable[Listener], lighthouse: str, connections: int, ready,
     """Connect to everything, say when, and hold it."""
     from torchft.coordination import LighthouseClient
 
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    os.nice(10)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    held = []
+    held: deque[socket.socket] = deque()
+
+    def intrude(place: Listener, number: int) -> bool:
+        host = place.address.removeprefix("::ffff:").replace("0.0.0.0", "127.0.0.1")
+        try:
+            held.append(socket.create_connection((host, place.port), 0.3))
+            held[-1].send([b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(64)][number % 3])
+        except OSError:
+            return False
+        return True
+
+    opened = []
     for place in places:
         failed = 0
         for number in range(connections):
-            host = place.address.removeprefix("::ffff:").replace("0.0.0.0", "127.0.0.1")
-            try:
-                held.append(socket.create_connection((host, place.port), 0.3))
-                held[-1].send([b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(64)][number % 3])
-            except OSError:
-                failed += 1
-                if failed > 3:  # a port that lets nobody in
-                    break
+            failed += not intrude(place, number)
+            if failed > 3:  # a port that lets nobody in
+                break
+        else:
+            opened.append(place)
     ready.put(len(held))
     while not over.wait(0.1):
+        for number in range(10):
+            intrude(random.choice(opened), number)
+            held.popleft().close()
         with contextlib.suppress(Exception):  # whatever it answers
             LighthouseClient(lighthouse, timedelta(seconds=1)).heartbeat("stray-job_0", timeout=timedelta(seconds=1))
 
@@ -81,6 +95,7 @@ def main() -> None:
     run_dir = Path(tempfile.mkdtemp()) / "run"
     command = [sys.executable, "-m", "everstep.cli", "run", str(ROOT / "configs/demo.toml"), "--steps", "1000000"]
     command += ["--groups", str(args.groups), "--run-dir", str(run_dir)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the run as well
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     context = multiprocessing.get_context("spawn")
     held = 0

@@ -45,7 +45,7 @@ class Membership:
         token: bytes,
         find_lighthouse: Callable[[], str],
         connect_timeout: timedelta,
-        heartbeat_timeout_s: float = HEARTBEAT_S * HEARTBEATS,
+        heartbeat_timeout_s: float = 0.8,
         gated: Callable[[], bool] = lambda: False,
     ) -> None:
         self._token, self._replica_id = token, replica_id(token, group, life)

@@ -90,6 +90,8 @@ class Voice:
         """`gated`: whether the lighthouse is the run's own, so that one without a gate is somebody else's."""
         self._token, self._replica, self._connect_timeout = token, replica, connect_timeout
         self._gated = gated
+        self._ungated = ""
+        """Address of a lighthouse that has answered as torchft's, so that it is not waited for again."""
         self._address = ""
         self._line: Line | None = None
 
@@ -111,6 +113,8 @@ class Voice:
                 line = self._line = self._open(address, timeout)
                 self._address = address
             yield line
+            if isinstance(line, TorchftLine):
+                self._ungated = address
         except Exception as error:  # the Rust client raises several unrelated types
             if line is not None:
                 line.close()
@@ -120,9 +124,10 @@ class Voice:
     def _open(self, address: str, timeout: timedelta) -> Line:
         place = urlsplit(address)
         at = wire.format_address(place.hostname or "", place.port or 0)
-        if wire.answers(at, min(timeout, HELLO_TIMEOUT)):
+        gated = self._gated()
+        if (gated or address != self._ungated) and wire.answers(at, min(timeout, HELLO_TIMEOUT)):
             return GateLine(at, self._token, timeout)
-        if self._gated():
+        if gated:
             # Whoever took the port of one that died could tell each group another quorum, made of what all of them say.
             raise LighthouseError(f"{at} does not answer as this run's lighthouse does")
         return TorchftLine(address, timeout)
