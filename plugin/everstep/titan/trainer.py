@@ -42,6 +42,7 @@ from everstep.step.driver import Driver, End
 from everstep.step.interfaces import Commit, Timeouts
 from everstep.step.protocol import StepProtocol
 from everstep.step.reduction import GradientReducer
+from everstep.step.streams import streams_of
 from everstep.titan import attention, cpu, private
 from everstep.titan.checkpoints import SnapshotCheckpointManager, from_snapshots
 from everstep.titan.run_files import RankFiles
@@ -173,9 +174,11 @@ class EverstepTrainer(SlotTrainer):
             self.snapshots.shards = self.state.shards()
             if isinstance(self.checkpointer, SnapshotCheckpointManager):
                 self.checkpointer.export_with(self.snapshots.start_export, all_in_group)
+        self._streams = streams_of(self.device)
         self._reducer = GradientReducer(
             (p for part in self.model_parts for p in part.parameters() if p.requires_grad),
             int(ft.bucket_mb * 2**20),
+            self._streams,
         )
         self.history = 0
         self._loads_history = True
@@ -245,6 +248,7 @@ class EverstepTrainer(SlotTrainer):
                 connect_timeout=timedelta(seconds=ft.connect_timeout_s),
                 reduce_timeout=timedelta(seconds=ft.reduce_timeout_s),
                 token=self._token,
+                streams=self._streams,
             ),
             door=self._door,
             store=f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
