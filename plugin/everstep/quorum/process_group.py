@@ -26,6 +26,7 @@ from everstep.step.interfaces import SumsBroken
 from everstep.step.streams import HostStreams, Streams
 
 CONNECT_POLL_S = 0.01
+STORES_KEPT = 4
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,9 @@ class RankColumn:
         self._lines: list[_Line] = []
         """For what the protocol exchanges, and last for gradients; the same one where both go over Gloo."""
         self._broken: list[_Line] = []
+        self._stores: dict[str, dist.TCPStore] = {}
+        """Connections to members' stores. A new one asks the name server for the name of an address, at both ends,
+        and the store answers nobody meanwhile: with a slow name server that alone is longer than a quorum."""
         self._lock = threading.Lock()
         self._watch = PeerWatch(host, self._on_loss, token)
         self._key = b""
@@ -109,7 +113,9 @@ class RankColumn:
         """
         self.abort()
         place = f"everstep/{key}/{self._column}"
-        building = _Building(self._new_lines, self._watch, self._connect_timeout, store, place, rank, size)
+        # Taken, so that one that a thread was left behind with is not used again.
+        reached = self._stores.pop(store, None)
+        building = _Building(self._new_lines, self._watch, self._connect_timeout, store, reached, place, rank, size)
         self._key = building.key
         building.start()
         # Members may use up the timeout once while they wait for each other, and once for each line they connect.
@@ -118,6 +124,7 @@ class RankColumn:
             building.join(CONNECT_POLL_S)
         lines, error = building.take()
         if lines:
+            self._keep_store(store, building.reached)
             with self._lock:
                 self._lines, self._rank, self.size = lines, rank, size
             self._place, self._gathered = building.key, 0
@@ -126,6 +133,12 @@ class RankColumn:
             self.abort()
             reason = "a member left while the groups connected"
             raise SumsBroken(reason if lost else f"could not connect to the other groups: {error}")
+
+    def _keep_store(self, address: str, reached: dist.TCPStore | None) -> None:
+        if reached is not None:
+            self._stores[address] = reached
+            if len(self._stores) > STORES_KEPT:
+                del self._stores[next(iter(self._stores))]  # the one not used for longest
 
     def start(self, tensor: torch.Tensor, timeout: timedelta) -> Sum:
         """Start to sum `tensor` in place over the groups, over the gradients' backend, after what the current stream
@@ -240,6 +253,12 @@ class RankColumn:
             self._broken = [line for line in [*self._broken, *broken] if not line.in_flight.idle]
 
 
+def reach(store: str, timeout: timedelta) -> dist.TCPStore:
+    """A connection to the store at `host:port`; raises RuntimeError."""
+    host, _, port = store.rpartition(":")
+    return dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+
+
 class _Building(threading.Thread):
     """Connects lines. Whoever started it may go on without it: what it has connected by then is broken again."""
 
@@ -249,6 +268,7 @@ class _Building(threading.Thread):
         watch: PeerWatch,
         timeout: timedelta,
         store: str,
+        reached: dist.TCPStore | None,
         place: str,
         rank: int,
         size: int,
@@ -257,6 +277,7 @@ class _Building(threading.Thread):
         self.key = hashlib.blake2b(place.encode(), digest_size=32).digest()
         self._make, self._watch, self._timeout = make, watch, timeout
         self._store, self._place, self._rank, self._size = store, place, rank, size
+        self.reached = reached
         self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         self._lock = threading.Lock()
         self._lines: list[_Line] = []
@@ -268,11 +289,9 @@ class _Building(threading.Thread):
         try:
             if self._device is not None:
                 torch.accelerator.set_device_index(self._device)  # each thread has its own
-            host, _, port = self._store.rpartition(":")
-            members = dist.TCPStore(
-                host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=self._timeout
-            )
-            board = dist.PrefixStore(self._place, members)
+            if self.reached is None:
+                self.reached = reach(self._store, self._timeout)
+            board = dist.PrefixStore(self._place, self.reached)
             board.set(f"watch/{self._rank}", self._watch.address)
             others = [board.get(f"watch/{peer}").decode() for peer in range(self._size) if peer != self._rank]
             self._watch.begin(self.key, others, self._timeout)
