@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from everstep.quorum.communicator import Communicator
+from everstep.quorum.communicator import Communicator, why_not
 from everstep.quorum.process_group import RankColumn
 from everstep.quorum.watch import PeerWatch
 from everstep.step.interfaces import SumsBroken
@@ -134,3 +134,14 @@ def test_a_column_that_lost_a_peer_before_it_spoke_says_so(board, crosses):
             column.gather([1, 2])
         with pytest.raises(SumsBroken, match="not connected"):
             column.gather_bytes(b"note")
+
+
+def test_nccl_is_refused_where_it_cannot_work(monkeypatch):
+    assert why_not("gloo") == ""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "needs a GPU" in why_not("nccl")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    assert why_not("nccl") == "needs NCCL 2.28 or later, and this is 2.27.3"
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    assert why_not("nccl") == ""

@@ -28,6 +28,25 @@ Address = tuple[str, int]
 _MAKING = threading.Lock()
 
 
+NCCL_NEEDED = (2, 28)
+"""The first that can revoke a communicator, which is how sums of a lost member end."""
+
+
+def why_not(backend: str) -> str:
+    """Why gradients cannot be summed over `backend` in this process, or nothing. Made without a GPU, a communicator
+    over NCCL ends the process."""
+    if backend != "nccl":
+        return ""
+    if not torch.cuda.is_available():
+        return "needs a GPU, and there is none here"
+    if not hasattr(c10d, "ProcessGroupNCCL2"):
+        return "needs a torch with NCCL"
+    if torch.cuda.nccl.version() < NCCL_NEEDED:
+        found, needed = (".".join(map(str, version)) for version in (torch.cuda.nccl.version(), NCCL_NEEDED))
+        return f"needs NCCL {needed} or later, and this is {found}"
+    return ""
+
+
 class Communicator:
     """Sums tensors between members. Made for one set of members; what comes after a failure is another one.
 

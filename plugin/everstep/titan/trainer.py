@@ -25,6 +25,7 @@ from everstep.config.binding import bind_data
 from everstep.config.checks import check_config
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.data.slots import SlotSource
+from everstep.quorum.communicator import why_not
 from everstep.quorum.door import Door
 from everstep.quorum.heal import Whose
 from everstep.quorum.membership import Membership
@@ -33,7 +34,7 @@ from everstep.quorum.ranks import GroupRanks
 from everstep.run.address import published_address
 from everstep.run.beats import DONE, STARTUP
 from everstep.run.events import EventLog
-from everstep.run.exits import FENCED_EXIT, HOPELESS_EXIT
+from everstep.run.exits import FENCED_EXIT, HOPELESS_EXIT, USAGE_EXIT
 from everstep.run.token import run_token
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import run_id
@@ -134,6 +135,10 @@ class EverstepTrainer(SlotTrainer):
         """This rank's place in the run directory; before torchtitan builds anything, so that a start that takes too
         long is seen."""
         ft, rank = config.fault_tolerance, int(os.environ["RANK"])
+        if reason := why_not(ft.process_group):
+            # Once more: a file may be checked on a login node, or by nobody.
+            logger.error(f'[fault_tolerance] process_group = "{ft.process_group}" {reason}: set it to "gloo"')
+            raise SystemExit(USAGE_EXIT)
         self._ft = ft
         self._run_dir = Path(config.dump_folder)
         self._host = ft.bind_host or socket.gethostname()
