@@ -101,7 +101,7 @@ WAYS: dict[str, Any] = {"made-anew": Communicator, "kept": Kept, "torchft": Torc
 
 
 def address(store: Any) -> str:
-    while isinstance(store, dist.PrefixStore):
+    while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return f"{store.host}:{store.port}"
 
@@ -185,7 +185,7 @@ class Members:
 
 
 def rebuilds(members: Members, times: int) -> dict[str, Any]:
-    took = []
+    took, before = [], (0, 0)
     for number in range(times + 5):
         if number == 5:
             before = members.do([0], "count")[0][1]

@@ -49,8 +49,11 @@ class LateBackend:
         pass
 
     def allreduce(self, tensor, timeout):
-        self.device.give(lambda: tensor.mul_(2))
-        ended = self.device.record().reached
+        begin = self.device.record()
+        with self.device.on(self.device.current() if self.on_device else "the backend's own"):
+            self.device.wait(begin)
+            self.device.give(lambda: tensor.mul_(2))
+            ended = self.device.record().reached
         wait = self.waits.pop(0) if self.waits else "prompt"
         return LateWork({"prompt": lambda: True, "blocks": ended.wait}.get(wait, wait))
 
@@ -220,6 +223,16 @@ def test_works_that_complete_late_and_only_through_wait_are_waited_for(device, c
     assert sums(reducer, device) == [{2.0}] * len(SIZES)
 
 
+def test_works_of_a_backend_beside_the_streams_end_when_wait_says_so(device, column, reducer, monkeypatch):
+    """Gloo sums what is on a device in threads of its own: no event on a stream tells of it."""
+    monkeypatch.setattr(LateBackend, "on_device", False)
+    column.again(*("blocks",) * 9)
+    device.hold("the backend's own")
+    threading.Timer(0.2, device.go_on).start()
+    assert within_a_minute(lambda: run_attempt(reducer, column, device)) is None
+    assert sums(reducer, device) == [{2.0}] * len(SIZES)
+
+
 @pytest.mark.parametrize("wait", ["prompt", "blocks", threading.Event().wait])
 def test_a_sum_that_never_completes_is_given_up_with_its_memory(device, column, reducer, wait):
     """Its memory stays as it is until the sum ends, however late, and is then given back."""
@@ -318,3 +331,17 @@ def test_a_sum_has_its_whole_timeout_from_the_end_of_the_one_before():
     threading.Timer(0.1, done.set).start()
     in_flight.finish(second)
     in_flight.end()
+
+
+def test_what_a_backend_loads_first_is_loaded_before_others_wait(device, column):
+    """By a sum of its own, of one member, which is over when the column connects."""
+    sizes, make = [], column._make
+    column._make = lambda backend, store, rank, size, timeout: (
+        sizes.append((backend, size)) or make(backend, store, rank, size, timeout)
+    )
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    column.warm(f"127.0.0.1:{store.port}", LONG)
+    assert sizes == [("nccl", 1)]
+    assert not column.connected
+    column.again()
+    assert column.connected

@@ -9,6 +9,7 @@ the two connected.
 
 import hashlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -133,6 +134,29 @@ class RankColumn:
             self.abort()
             reason = "a member left while the groups connected"
             raise SumsBroken(reason if lost else f"could not connect to the other groups: {error}")
+
+    def warm(self, store: str, timeout: timedelta) -> None:
+        """Load what the gradients' backend loads with its first sum, by a sum of one member: NCCL's kernels can take a
+        minute. To be called before the other groups wait for this one.
+
+        Args:
+            store: `host:port` of any TCPStore.
+            timeout: for all of it.
+
+        Raises:
+            RuntimeError: the backend does not work here.
+        """
+        if self._backend == "gloo":
+            return
+        key = os.urandom(32)
+        self._keep_store(store, reach(store, timeout))
+        board = dist.PrefixStore(f"everstep/warm/{key.hex()}", self._stores[store])
+        line = _Line(self._make(self._backend, board, 0, 1, timeout), self._streams)
+        line.communicator.connect(key)
+        line.in_flight.finish(
+            line.start(torch.ones(1, device=torch.accelerator.current_accelerator(check_available=True)), timeout)
+        )
+        line.end()
 
     def _keep_store(self, address: str, reached: dist.TCPStore | None) -> None:
         if reached is not None:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Hashable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -64,7 +64,7 @@ class DeviceStreams:
         event.record(torch.accelerator.current_stream(self._device))
         return event
 
-    def wait(self, event: Event | None) -> None:
+    def wait(self, event: Any) -> None:
         if event is not None:
             torch.accelerator.current_stream(self._device).wait_event(event)
 

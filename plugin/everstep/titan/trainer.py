@@ -226,6 +226,17 @@ class EverstepTrainer(SlotTrainer):
         ft = self._ft
         waits = timedelta(seconds=ft.quorum_timeout_s + ft.stall_timeout_s)
         ranks = GroupRanks(waits)
+        store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        sums = RankColumn(
+            ft.process_group,
+            column=ranks.rank,
+            host=self._host,
+            connect_timeout=timedelta(seconds=ft.connect_timeout_s),
+            reduce_timeout=timedelta(seconds=ft.reduce_timeout_s),
+            token=self._token,
+            streams=self._streams,
+        )
+        sums.warm(store, timedelta(seconds=ft.startup_timeout_s))
         life = ranks.broadcast(uuid.uuid4().hex.encode()).decode()
         membership = None
         if ranks.rank == 0:
@@ -246,17 +257,9 @@ class EverstepTrainer(SlotTrainer):
             reducer=self._reducer,
             ranks=ranks,
             membership=membership,
-            sums=RankColumn(
-                ft.process_group,
-                column=ranks.rank,
-                host=self._host,
-                connect_timeout=timedelta(seconds=ft.connect_timeout_s),
-                reduce_timeout=timedelta(seconds=ft.reduce_timeout_s),
-                token=self._token,
-                streams=self._streams,
-            ),
+            sums=sums,
             door=self._door,
-            store=f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+            store=store,
             timeouts=Timeouts(
                 quorum=timedelta(seconds=ft.quorum_timeout_s),
                 reduce=timedelta(seconds=ft.reduce_timeout_s),
