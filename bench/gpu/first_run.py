@@ -130,6 +130,7 @@ def _member(rank: int, store: str, pipe: Any) -> None:
 
     mine, device = column(rank)
     mine.warm(store, WAIT)
+    pipe.send("ready")
     while True:
         what, *given = pipe.recv()
         begin, answer = time.monotonic(), ""
@@ -162,6 +163,7 @@ def two_gpus() -> str:
         ours, theirs = context.Pipe()
         process = context.Process(target=_member, args=(rank, f"127.0.0.1:{store.port}", theirs), daemon=True)
         process.start()
+        ours.recv()
         return ours, process
 
     def tell(pipes: list[Any], *what: Any) -> list[tuple[float, Any]]:
@@ -375,6 +377,8 @@ def check(name: str, minutes: float, answer: Any) -> None:
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is what the check found
         traceback.print_exc()
         answer.send(("fail", f"{type(error).__name__}: {error}"[:600]))
+    sys.stdout.flush()
+    os._exit(0)  # libraries would list what they leak at their end
 
 
 def carry_out(name: str, minutes: float) -> Result:
