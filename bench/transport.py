@@ -185,22 +185,34 @@ class Members:
 
 
 def rebuilds(members: Members, times: int) -> dict[str, Any]:
-    took, before = [], (0, 0)
+    took, before, failed = [], (0, 0), 0
     for number in range(times + 5):
         if number == 5:
             before = members.do([0], "count")[0][1]
         answers = members.connect([0, 1, 2])
-        assert not any(error for _, error in answers), answers
+        if any(error for _, error in answers):
+            failed += 1
+            continue
         took.append(max(seconds for seconds, _ in answers))
         assert all(total == 3.0 for _, total in members.do([0, 1, 2], "sum", 1.0))
     after = members.do([0], "count")[0][1]
-    return {"rebuild_ms": spread(took), "fds": [before[0], after[0]], "threads": [before[1], after[1]]}
+    return {
+        "rebuild_ms": spread(took),
+        "failed": failed,
+        "fds": [before[0], after[0]],
+        "threads": [before[1], after[1]],
+    }
+
+
+def connected(members: Members) -> None:
+    while any(error for _, error in members.connect([0, 1, 2])):
+        pass
 
 
 def give_ups(members: Members, times: int) -> dict[str, Any]:
     ended, first = [], []
     for _ in range(times):
-        members.connect([0, 1, 2])
+        connected(members)
         members.do([0, 1], "begin")
         for rank in (0, 1):
             members.pipes[rank].send(("end",))
@@ -208,10 +220,10 @@ def give_ups(members: Members, times: int) -> dict[str, Any]:
         ended.append(max(members.pipes[rank].recv()[0] for rank in (0, 1)))
         members.do([0, 1], "abort")
     for _ in range(times):
-        members.connect([0, 1, 2])
+        connected(members)
         members.do([0, 1], "begin")
         members.do([2, 0, 1], "abort")
-        members.connect([0, 1, 2])
+        connected(members)
         answers = members.do([0, 1, 2], "sum", 1.0)
         first.append(max(seconds for seconds, _ in answers))
         members.do([0, 1], "end")
@@ -235,8 +247,10 @@ def kills(members: Members, times: int) -> dict[str, Any]:
         members.processes[2].join()
         members.begin(2)
         answers = members.connect([0, 1, 2])
-        assert not any(error for _, error in answers), answers
-        grown.append(max(seconds for seconds, _ in answers))
+        if any(error for _, error in answers):
+            held += 1
+        else:
+            grown.append(max(seconds for seconds, _ in answers))
     time.sleep(1)
     after = members.do([0], "count")[0][1]
     return {
