@@ -47,7 +47,7 @@ class FaultTolerance:
 
     process_group: Literal["gloo", "nccl"] = "gloo"
     """What carries the gradient sums between groups. gloo aborts cleanly and runs everywhere; nccl is faster
-    between GPUs and needs NCCL >= 2.26 to abort."""
+    between GPUs and needs NCCL >= 2.28, which can end a sum whose peer is gone."""
 
     on_loss: Literal["redistribute", "shrink"] = "redistribute"
     """When a group is lost: `redistribute` computes its slots on the others, so that every step has its whole

@@ -49,6 +49,7 @@ def judge(
         ConfigError: a run of it cannot work.
     """
     from everstep.config.checks import check_files, slots_per_step
+    from everstep.quorum.communicator import why_not
     from everstep.titan.load import load_config
     from everstep.titan.trainer import EverstepTrainer
 
@@ -68,9 +69,9 @@ def judge(
                 f"with {ranks} ranks in a group, for {ft.groups} groups: every group needs one at least"
             )
     check_files(config)
-    if here and ft.enable and ft.process_group == "nccl" and not _devices():
+    if here and ft.enable and (reason := why_not(ft.process_group)):
         raise ConfigError(
-            f'{source}: [fault_tolerance] process_group = "nccl" needs a GPU, and there is none here: set it to "gloo"'
+            f'{source}: [fault_tolerance] process_group = "{ft.process_group}" {reason}: set it to "gloo"'
         )
     return config, warnings
 

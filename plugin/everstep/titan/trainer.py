@@ -25,6 +25,7 @@ from everstep.config.binding import bind_data
 from everstep.config.checks import check_config
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.data.slots import SlotSource
+from everstep.quorum.communicator import why_not
 from everstep.quorum.door import Door
 from everstep.quorum.heal import Whose
 from everstep.quorum.membership import Membership
@@ -33,7 +34,7 @@ from everstep.quorum.ranks import GroupRanks
 from everstep.run.address import published_address
 from everstep.run.beats import DONE, STARTUP
 from everstep.run.events import EventLog
-from everstep.run.exits import FENCED_EXIT, HOPELESS_EXIT
+from everstep.run.exits import FENCED_EXIT, HOPELESS_EXIT, USAGE_EXIT
 from everstep.run.token import run_token
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import run_id
@@ -42,6 +43,7 @@ from everstep.step.driver import Driver, End
 from everstep.step.interfaces import Commit, Timeouts
 from everstep.step.protocol import StepProtocol
 from everstep.step.reduction import GradientReducer
+from everstep.step.streams import streams_of
 from everstep.titan import attention, cpu, private
 from everstep.titan.checkpoints import RunCheckpointManager, SnapshotCheckpointManager, of_run
 from everstep.titan.run_files import RankFiles
@@ -132,6 +134,10 @@ class EverstepTrainer(SlotTrainer):
         """This rank's place in the run directory; before torchtitan builds anything, so that a start that takes too
         long is seen."""
         ft, rank = config.fault_tolerance, int(os.environ["RANK"])
+        if reason := why_not(ft.process_group):
+            # Once more: a file may be checked on a login node, or by nobody.
+            logger.error(f'[fault_tolerance] process_group = "{ft.process_group}" {reason}: set it to "gloo"')
+            raise SystemExit(USAGE_EXIT)
         self._ft = ft
         self._run_dir = Path(config.dump_folder)
         self._host = ft.bind_host or socket.gethostname()
@@ -179,9 +185,11 @@ class EverstepTrainer(SlotTrainer):
             self.snapshots.shards = self.state.shards()
             if isinstance(self.checkpointer, SnapshotCheckpointManager):
                 self.checkpointer.export_with(self.snapshots.start_export, all_in_group)
+        self._streams = streams_of(self.device)
         self._reducer = GradientReducer(
             (p for part in self.model_parts for p in part.parameters() if p.requires_grad),
             int(ft.bucket_mb * 2**20),
+            self._streams,
         )
         self.history = 0
         self._loads_history = True
@@ -224,6 +232,17 @@ class EverstepTrainer(SlotTrainer):
         ft = self._ft
         waits = timedelta(seconds=ft.quorum_timeout_s + ft.stall_timeout_s)
         ranks = GroupRanks(waits)
+        store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        sums = RankColumn(
+            ft.process_group,
+            column=ranks.rank,
+            host=self._host,
+            connect_timeout=timedelta(seconds=ft.connect_timeout_s),
+            reduce_timeout=timedelta(seconds=ft.reduce_timeout_s),
+            token=self._token,
+            streams=self._streams,
+        )
+        sums.warm(store, timedelta(seconds=ft.startup_timeout_s))
         life = ranks.broadcast(uuid.uuid4().hex.encode()).decode()
         if isinstance(self.checkpointer, RunCheckpointManager) and self.checkpointer.enable:
             self.checkpointer.write_aside_as(ft.group_id, life)
@@ -248,16 +267,9 @@ class EverstepTrainer(SlotTrainer):
             reducer=self._reducer,
             ranks=ranks,
             membership=membership,
-            sums=RankColumn(
-                ft.process_group,
-                column=ranks.rank,
-                host=self._host,
-                connect_timeout=timedelta(seconds=ft.connect_timeout_s),
-                reduce_timeout=timedelta(seconds=ft.reduce_timeout_s),
-                token=self._token,
-            ),
+            sums=sums,
             door=self._door,
-            store=f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+            store=store,
             timeouts=Timeouts(
                 quorum=timedelta(seconds=ft.quorum_timeout_s),
                 reduce=timedelta(seconds=ft.reduce_timeout_s),
