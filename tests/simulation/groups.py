@@ -59,6 +59,8 @@ class Life:
         self.name = f"{group.id}.{number}"
         self.size = world.plan.ranks
         self.broken = self.ended = False
+        self.accused = False
+        """Whether the last audit named it: its state counts only where there is no other."""
         self.named = self.proven = False
         """Whether an audit found its parameters different from the others', and whether one found them equal before."""
         self.stayed = self.audits_passed = 0

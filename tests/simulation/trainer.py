@@ -163,7 +163,8 @@ class SimWork:
 
     def _take(self, state: State) -> None:
         world = self._world
-        if self.has_state and state.step < self.state.step and not self.rank.life.group.suspicious:
+        life = self.rank.life
+        if self.has_state and state.step < self.state.step and not (life.group.suspicious or life.accused):
             world.judge.violate("step went back", f"{self.rank.name} had {self.state} and takes {state}")
         world.judge_heal(self.rank, state)
         world.judge.at(self.rank.name, self.rank.number, state)

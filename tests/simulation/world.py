@@ -181,6 +181,7 @@ class World:
                 # Of those that no audit has found sound since they took over a state, it may name the wrong ones.
                 life.named = life.proven and group.id in differing
                 life.proven = group.id not in differing
+                life.accused = group.id in differing
 
     def heal_s(self) -> float:
         low, high = self.plan.heal_s
