@@ -57,6 +57,24 @@ def sum_only_collectives(model_parts: list[torch.nn.Module]) -> None:
                 module.set_force_sum_reduction_for_comms(True)
 
 
+def prepare(config: Any) -> None:
+    """Give a trainer config's model an attention that a CPU trains, in place.
+
+    Where a mask says no more than "causal" that is scaled dot product attention, which CPUs have a kernel of. Models
+    with windows or sinks, and rows that are split among ranks, keep their masks: they are computed as matrices.
+    """
+    from torchtitan.models.common.decoder import Decoder
+
+    model = config.model_spec.model
+    masks = getattr(type(model)._owner, "get_attention_masks", None)
+    if masks is Decoder.get_attention_masks and config.parallelism.context_parallel_degree == 1:
+        use_plain_attention(model)
+    else:
+        from everstep.titan.cpu_attention import keep_masks
+
+        keep_masks(model)
+
+
 def use_plain_attention(model_config) -> None:
     """Swap FlexAttention, which has no CPU backward, for scaled dot product attention in a torchtitan model config.
 

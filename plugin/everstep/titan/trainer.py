@@ -103,7 +103,7 @@ class EverstepTrainer(SlotTrainer):
             assert config.model_spec is not None
             check = config.attention_check
             if not check.enable or check.path != "explicit":  # which brings an attention of its own
-                cpu.use_plain_attention(config.model_spec.model)
+                cpu.prepare(config)
         attention.apply(config, config.attention_check)
         if config.fault_tolerance.enable:
             # Curves are drawn from the run's events, by one process for all groups: report/scalars.py.
@@ -166,7 +166,7 @@ class EverstepTrainer(SlotTrainer):
         self.source = self.dataloader
         assert config.model_spec is not None
         self.source.require_vocab(decoder_vocab_size(config.model_spec))
-        self.source.open_slots(self.slots, self.dp_rank, dp_size)
+        self.source.open_slots(self.slots * self.num_pipeline_parallel_microbatches, self.dp_rank, dp_size)
         self.tokens_per_step = config.training.local_batch_size * config.training.seq_len * dp_size * self.slots
         self.state = TrainingState(self.model_parts, self.optimizers, self.lr_schedulers, self)
         if self.snapshots is not None:
@@ -176,6 +176,8 @@ class EverstepTrainer(SlotTrainer):
         self._reducer = GradientReducer(
             (p for part in self.model_parts for p in part.parameters() if p.requires_grad),
             int(ft.bucket_mb * 2**20),
+            # A replayed CUDA graph runs no hooks, and one that is recorded must not start sums.
+            hooks=self.fwd_bwd_fn == self._forward_backward_body,
         )
         self.history = 0
         self._loads_history = True
