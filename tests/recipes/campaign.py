@@ -9,21 +9,25 @@ file; docs/recipes.md is made from it (--table).
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import catalog  # noqa: E402
-
+from assets import write_assets  # noqa: E402
 from everstep.run.events import read_events  # noqa: E402
 
 RESULTS = HERE / "results.json"
+TABLE = HERE.parents[1] / "docs" / "recipes.md"
+BEGIN, END = "<!-- made by tests/recipes/campaign.py --table -->", "<!-- end -->"
 LOSS_TOLERANCE = 1e-4
 
 
@@ -42,7 +46,14 @@ class Server:
                 stdout=subprocess.PIPE,
                 stderr=self._log.open("ab"),
                 text=True,
-                env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+                env=os.environ
+                | {
+                    "PYTHONPATH": paths,
+                    "OMP_NUM_THREADS": "1",
+                    "HF_HUB_OFFLINE": "1",
+                    "RUNNER_TEMP": str(self._log.parent),  # where torchtitan's recipe looks for catalog.HF_CHECKPOINT
+                    "HF_HOME": str(self._log.parent / "hf"),
+                },
                 cwd=self._log.parent,
             )
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -68,10 +79,18 @@ def survive(server, recipe, folder):
     """The recipe in groups, with a kill: its losses by step; how it was refused; what went wrong."""
     kill = f"{recipe.groups - 1}/{recipe.ranks - 1}"
     if first := catalog.FIRST_RUN.get(recipe.name):
-        before = _in_groups(server, catalog.Recipe(**server.ask(kind="recipe", suite=recipe.suite, name=first)), folder, catalog.HALF_WAY, "")
+        before = _in_groups(
+            server,
+            catalog.Recipe(**server.ask(kind="recipe", suite=recipe.suite, name=first)),
+            folder,
+            catalog.HALF_WAY,
+            "",
+        )
         if before.get("status") != 0:
             return {}, before.get("refused", ""), f"the run that it loads failed: {_why(before, folder)}"
         shutil.rmtree(folder / "run" / "events")
+        if (written := folder / "run" / "hf_checkpoint" / f"step-{catalog.HALF_WAY}").exists():
+            shutil.copytree(written, folder.parent / catalog.HF_CHECKPOINT, dirs_exist_ok=True)
         (folder / "run" / "config.toml").unlink()
         (folder / "run" / "state" / "finished.json").unlink()
     answer = _in_groups(server, recipe, folder, catalog.STEPS, kill)
@@ -102,7 +121,8 @@ def _why(answer, folder):
 
 def alone(server, recipe, folder):
     """What torchtitan's own trainer makes of it: {losses} or {error}."""
-    if first := catalog.FIRST_RUN.get(recipe.name):
+    first = catalog.FIRST_RUN.get(recipe.name)
+    if first and "hf_" not in first:  # whose checkpoint is where the groups' run left it
         before = catalog.Recipe(**server.ask(kind="recipe", suite=recipe.suite, name=first))
         found = _alone(server, before, folder, catalog.HALF_WAY)
         if "error" in found:
@@ -141,6 +161,34 @@ def results():
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
+def table():
+    """docs/recipes.md's table, out of the results."""
+    found = results()
+    counts = Counter(verdict(known).partition(":")[0] for known in found.values())
+    rows = [f"| `{key}` | {known['what']} | {verdict(known)} |" for key, known in found.items()]
+    said = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+    return (
+        "\n".join([f"{len(found)} recipes: {said}.", "", "| recipe | what | result |", "|---|---|---|", *rows]) + "\n"
+    )
+
+
+def verdict(known):
+    """passes / refused: why / needs a GPU: why / fails: why."""
+    if known["result"] == "passes":
+        return f"passes ({known['delta']:.0e})"
+    why = re.sub(r"^\S+\.toml(:\d+)?: ", "", known["why"]).replace("|", "\\|")
+    if "needs a GPU, and there is none here" in why:
+        return f"needs a GPU: {why.replace(' needs a GPU, and there is none here', '')}"
+    return f"{known['result']}: {why}"
+
+
+def write_table():
+    """Put the table between docs/recipes.md's two marks."""
+    text = TABLE.read_text()
+    head, _, rest = text.partition(BEGIN)
+    TABLE.write_text(f"{head}{BEGIN}\n\n{table()}\n{END}{rest.partition(END)[2]}")
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("only", nargs="*", default=[])
@@ -148,12 +196,21 @@ def main():
     parser.add_argument("--missing", action="store_true", help="only recipes without a result")
     parser.add_argument("--budget", type=float, default=float("inf"), help="begin no recipe after so many seconds")
     parser.add_argument("--keep", type=Path, help="keep what runs wrote in this folder")
+    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
     options = parser.parse_args()
+    if options.table:
+        write_table()
+        return
     begun = time.monotonic()
     scratch = options.keep or Path(tempfile.mkdtemp(prefix="recipes-"))
     scratch.mkdir(exist_ok=True, parents=True)
+    write_assets(scratch)
     server = Server(scratch / "server.log")
+    recipes = {}
     for key in server.ask(kind="names"):
+        suite, _, name = key.partition(".")
+        recipes[key] = catalog.Recipe(**server.ask(kind="recipe", suite=suite, name=name))
+    for key, recipe in sorted(recipes.items(), key=lambda item: ("compile" in item[0], item[1].ranks)):
         known = results().get(key)
         if options.only and not any(text in key for text in options.only):
             continue
@@ -161,9 +218,7 @@ def main():
             continue
         if time.monotonic() - begun > options.budget:
             break
-        suite, _, name = key.partition(".")
-        recipe = catalog.Recipe(**server.ask(kind="recipe", suite=suite, name=name))
-        folder = scratch / name
+        folder = scratch / recipe.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         found = compare(server, recipe, folder)

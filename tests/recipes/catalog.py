@@ -1,6 +1,6 @@
 """torchtitan's own recipes (`torchtitan_recipes.tests`), and the smallest run of each that keeps what it is about.
 
-Only sizes are changed: steps, rows, tokens a row, and float32 instead of bfloat16, whose roundings show the order of a
+Only sizes are changed: layers, steps, rows, tokens a row, and float32 instead of bfloat16, whose roundings show the order of a
 sum. Degrees of parallelism, schedules, optimizers, overrides and compilation are the recipe's.
 """
 
@@ -22,6 +22,9 @@ FIRST_RUN = {
     "llama3_debugmodel_hf_checkpoint_load": "llama3_debugmodel_hf_checkpoint_save",
 }
 """Recipes that load what another one has written."""
+
+HF_CHECKPOINT = "artifacts-to-be-uploaded/model_only_hf_checkpoint/hf_checkpoint/step-10"
+"""Where the recipe that loads Hugging Face's format looks, below RUNNER_TEMP."""
 
 FAULT_TOLERANCE = {
     "enable": True,
@@ -60,13 +63,12 @@ class Recipe:
 
     def toml(self, *, fault_tolerant: bool, steps: int = STEPS) -> str:
         """The config file of a run of it."""
-        table = {"job": {"module": f"{PACKAGE}.{self.suite}", "config": self.name}, **self.sections}
+        table = {"job": {"module": "shallow", "config": f"{self.suite}__{self.name}"}, **self.sections}
         table["training"] = {**table.get("training", {}), "steps": steps}
         if fault_tolerant:
             # All groups take part in every step: who was killed has to heal before the others go on.
             table["fault_tolerance"] = {**FAULT_TOLERANCE, "min_groups": self.groups}
-            if self.replicas == 1:
-                table["fault_tolerance"]["groups"] = self.groups
+            table["fault_tolerance"]["groups"] = self.groups
         lines = []
         for name, keys in table.items():
             lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in keys.items())]
@@ -90,11 +92,16 @@ def names() -> list[tuple[str, str]]:
     return found
 
 
+def original(suite: str, name: str) -> Any:
+    """The config as torchtitan has it."""
+    return getattr(importlib.import_module(f"{PACKAGE}.{suite}"), name)()
+
+
 def load(suite: str, name: str) -> Recipe:
     """The recipe with what it takes to run it. One whose libraries are missing has its name alone: nobody gets so far
     as to run it."""
     try:
-        config = getattr(importlib.import_module(f"{PACKAGE}.{suite}"), name)()
+        config = original(suite, name)
     except (ImportError, ValueError):
         return Recipe(suite, name)
     return _sized(suite, name, config)
@@ -112,10 +119,12 @@ def _sized(suite: str, name: str, config: Any) -> Recipe:
         shard = 2 if shard * tensor * context * pipeline * replicas == 1 else shard
     groups = replicas if replicas > 1 else 2
     local = pipeline if pipeline > 1 else 1
+    if parallel.pipeline_parallel_schedule_csv:
+        local = 4  # as many microbatches as the file has
     slots = 2 * replicas if replicas > 1 else 3  # uneven among two groups; torchtitan's replicas take equal shares
     sections: dict[str, dict[str, Any]] = {
         "training": {
-            "seq_len": 32,
+            "seq_len": 128 * context if context > 1 else 32,  # each rank has whole blocks of FlexAttention's mask
             "local_batch_size": local,
             "global_batch_size": local * shard * slots,
             "mixed_precision_param": "float32",
@@ -128,6 +137,14 @@ def _sized(suite: str, name: str, config: Any) -> Recipe:
     }
     if config.checkpoint.enable:
         sections["checkpoint"] = {"interval": 2}
+    if type(config.dataloader).__qualname__ == "ChatDataLoader.Config":
+        sections["data"] = {"source": "dataloader"}
+        sections["training"]["seq_len"] = 64  # for a whole conversation
+    if config.validator.enable:
+        sections["validator"] = {"freq": 2, "steps": 1}
+        sections["validator.dataloader"] = {"dataset": "c4_test"}
+    if config.profiler.enable_profiling:
+        sections["profiler"] = {"profile_freq": 4, "profiler_active": 1, "profiler_warmup": 1}
     return Recipe(
         suite,
         name,

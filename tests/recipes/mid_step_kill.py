@@ -14,7 +14,10 @@ def main(argv):
     from everstep.titan.trainer import EverstepTrainer
 
     group = argv[argv.index("--fault_tolerance.group_id") + 1]
-    if os.environ["EVERSTEP_TEST_KILL"] == f"{group}/{os.environ['RANK']}" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if (
+        os.environ["EVERSTEP_TEST_KILL"] == f"{group}/{os.environ['RANK']}"
+        and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    ):
         compute = EverstepTrainer.compute
 
         def dies(trainer, step, slot):

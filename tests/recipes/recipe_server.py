@@ -31,6 +31,7 @@ warm.preload()
 from torchtitan import trainer as titan  # noqa: E402
 
 from everstep.config.binding import bind_data  # noqa: E402
+from everstep.data.streams import SlotStreams  # noqa: E402
 from everstep.launch.settings import run_settings  # noqa: E402
 from everstep.run.directory import LaunchError  # noqa: E402
 from everstep.run.lifeline import die_with_parent  # noqa: E402
@@ -59,6 +60,11 @@ class Alone(titan.Trainer):
 def train_alone(config, folder):
     everything = load_config(Path(config), EverstepTrainer.Config, ["--dump_folder", folder], check=False)
     bind_data(everything)
+    if everything.data.source == "dataloader":
+        # A stream for each slot, as groups read it; torchtitan's own split is one for each rank.
+        training = everything.training
+        streams = training.global_batch_size // training.local_batch_size
+        everything.dataloader = SlotStreams.Config(base=everything.dataloader, streams=streams)
     fields = {f.name: getattr(everything, f.name) for f in dataclasses.fields(titan.Trainer.Config)}
     trainer = Alone(titan.Trainer.Config(**fields))
     trainer.train()
@@ -135,9 +141,7 @@ def supervise(config, ranks, groups, folder, kill, answer):
     os.environ["EVERSTEP_TEST_KILL"] = kill
     supervisor.WarmProcess = ForkedWarm
     try:
-        settings = run_settings(
-            Path(config), Path(folder), groups, ranks, None, None, [], entry="mid_step_kill:main"
-        )
+        settings = run_settings(Path(config), Path(folder), groups, ranks, None, None, [], entry="mid_step_kill:main")
         found = {"status": supervisor.run(settings)}
     except LaunchError as error:
         found = {"refused": str(error)}

@@ -49,7 +49,9 @@ def judge(
         ConfigError: a run of it cannot work.
     """
     from everstep.config.checks import check_files, slots_per_step
+    from everstep.titan.cpu import has_accelerator
     from everstep.titan.load import load_config
+    from everstep.titan.machine import needs_gpu
     from everstep.titan.trainer import EverstepTrainer
 
     warnings: list[str] = []
@@ -68,6 +70,9 @@ def judge(
                 f"with {ranks} ranks in a group, for {ft.groups} groups: every group needs one at least"
             )
     check_files(config)
+    if here and not has_accelerator():
+        for problem in needs_gpu(config):
+            raise ConfigError(f"{source}: {problem.message}")
     if here and ft.enable and ft.process_group == "nccl" and not _devices():
         raise ConfigError(
             f'{source}: [fault_tolerance] process_group = "nccl" needs a GPU, and there is none here: set it to "gloo"'

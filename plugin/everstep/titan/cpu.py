@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -26,7 +27,7 @@ def replace(owner: Any, name: str, value: Any) -> None:
 
 
 def stand_in() -> None:
-    """Make `torch.cpu` answer as a torchtitan device module. Idempotent."""
+    """Make `torch.cpu` answer as a torchtitan device module, and Gloo take what torchtitan sends. Idempotent."""
     import torch._utils
 
     replace(torch._utils, "_get_available_device_type", lambda: "cpu")
@@ -43,6 +44,25 @@ def stand_in() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cpu, name, answer)
+    torch.distributed.all_to_all = all_to_all
+
+
+def all_to_all(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any = None, async_op: bool = False
+) -> Any:
+    """`torch.distributed.all_to_all` over Gloo, whose own wants all parts to be of one size. Experts get as many tokens
+    as their router gives them.
+
+    Args:
+        outputs, inputs: by rank, alike but for their first dimension.
+        group, async_op: as there; it has to be done when this returns.
+    """
+    assert not async_op
+    received = torch.empty_like(torch.cat(outputs))
+    sizes = [len(part) for part in outputs], [len(part) for part in inputs]
+    torch.distributed.all_to_all_single(received, torch.cat(inputs), *sizes, group=group)
+    for part, piece in zip(outputs, received.split(sizes[0]), strict=True):
+        part.copy_(piece)
 
 
 def sum_only_collectives(model_parts: list[torch.nn.Module]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
 from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.metrics import _get_metrics_rank
 from torchtitan.models import _supported_models
 from torchtitan.models.common import attention
 
@@ -20,6 +21,10 @@ EXPERT_LOADS = "tokens_per_expert_E"
 
 local_box = compute_local_shape_and_global_offset
 """(shape, mesh, placements) → shape and offset of this rank's part of a DTensor."""
+
+
+metrics_rank = _get_metrics_rank
+"""(parallel_dims, pp_schedule) → the rank that torchtitan logs on: with a pipeline one of the last stage's."""
 
 
 def make_masks_with(create_block_mask: Callable[..., Any]) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan import trainer as titan
 from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.metrics import BaseLogger
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.tools.logging import logger
@@ -52,6 +53,22 @@ from everstep.titan.worker_faults import WorkerFaults
 
 OPTIMIZER_SLOT = -1
 HISTORY = "history"
+VALIDATION_LOSS = "validation_metrics/loss"
+"""torchtitan's name of it."""
+
+
+class KeptMetrics(BaseLogger):
+    """Where torchtitan's metrics go: the trainer takes them from here into its events, of which the curves are drawn.
+
+    Attributes:
+        metrics: what was logged last, by torchtitan's names.
+    """
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.metrics = metrics
 
 
 class HostClock:
@@ -179,6 +196,8 @@ class EverstepTrainer(SlotTrainer):
             # A replayed CUDA graph runs no hooks, and one that is recorded must not start sums.
             hooks=self.fwd_bwd_fn == self._forward_backward_body,
         )
+        self._kept_metrics = KeptMetrics()
+        self.metrics_processor.logger = self._kept_metrics
         self.history = 0
         self._loads_history = True
         self._commits = 0
@@ -193,7 +212,9 @@ class EverstepTrainer(SlotTrainer):
             super().train()
             return
         driver, membership = self._join_run()
-        with self.config.profiler.build(global_step=self.step, base_folder=self.config.dump_folder) as profiler:
+        with self.config.profiler.build(
+            global_step=self.step, base_folder=self.config.dump_folder, leaf_folder=f"group-{self._ft.group_id}"
+        ) as profiler:
             self._profiler = profiler
             end = driver.run()
         if end is End.FENCED:
@@ -392,24 +413,42 @@ class EverstepTrainer(SlotTrainer):
             history=f"{commit.history:x}",
             parent=f"{commit.parent:x}",
             coverage_ok=commit.once,
+            metrics=self._measure(commit, mean_loss, float(grad_norm), lr_metrics),
         )
-        if self.metrics_processor.should_log(self.step):
-            counted = commit.tokens > 0
-            worst = float((commit.loss[counted] / commit.tokens[counted]).max())
-            extra = {"n_tokens_seen": self.ntokens_seen, **lr_metrics}
-            self.metrics_processor.data_loading_times.append(0.0)
-            self.metrics_processor.log(self.step, mean_loss, worst, float(grad_norm), extra_metrics=extra)
         if commit.saver == self._ft.group_id and self.should_continue_training() and not commit.all_leave:
             self._save()
         if config.validator.enable and self.validator.should_validate(self.step):
-            self.files.beat("validate", self.step)
-            self.validator.validate(self.model_parts, self.step)
+            self._validate(tell=commit.saver == self._ft.group_id)
         self._commits += 1
         self._profiler.step()
         if self._commits == 1:
             dist_utils.set_pg_timeouts(
                 timeout=timedelta(seconds=config.comm.train_timeout_seconds), parallel_dims=self.parallel_dims
             )
+
+    def _measure(
+        self, commit: Commit, mean_loss: float, grad_norm: float, lr_metrics: dict[str, float]
+    ) -> dict[str, float]:
+        """What torchtitan measures of this rank, by torchtitan's names, at the steps at which it would log it; its line
+        goes to the rank's log."""
+        if not self.metrics_processor.should_log(self.step):
+            return {}
+        counted = commit.tokens > 0
+        worst = float((commit.loss[counted] / commit.tokens[counted]).max())
+        extra = {"n_tokens_seen": self.ntokens_seen, **lr_metrics}
+        self.metrics_processor.data_loading_times.append(0.0)
+        self.metrics_processor.log(self.step, mean_loss, worst, grad_norm, extra_metrics=extra)
+        return {name: float(value) for name, value in self._kept_metrics.metrics.items()}
+
+    def _validate(self, *, tell: bool) -> None:
+        """Every group validates, for the others would wait for one; one group `tell`s what came out."""
+        self.files.beat("validate", self.step)
+        self.validator.validate(self.model_parts, self.step)
+        knows = dist.get_rank() == private.metrics_rank(
+            parallel_dims=self.parallel_dims, pp_schedule=self.config.parallelism.pipeline_parallel_schedule
+        )
+        if tell and knows:
+            self.events.emit("validation", self.step, loss=self._kept_metrics.metrics[VALIDATION_LOSS])
 
     def _checkpoint_from_memory(self, commit: Commit) -> bool:
         """Whether a checkpoint is due that is written from the snapshots; the same in all groups."""
