@@ -1,7 +1,7 @@
 """torchtitan's own recipes (`torchtitan_recipes.tests`), and the smallest run of each that keeps what it is about.
 
-Only sizes are changed: layers, steps, rows, tokens a row, and float32 instead of bfloat16, whose roundings show the order of a
-sum. Degrees of parallelism, schedules, optimizers, overrides and compilation are the recipe's.
+Only sizes are changed: layers, steps, rows, tokens a row, and float32 instead of bfloat16, whose roundings show the
+order of a sum. Degrees of parallelism, schedules, optimizers, overrides and compilation are the recipe's.
 """
 
 import importlib

@@ -48,20 +48,24 @@ def stand_in() -> None:
 
 
 def all_to_all(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any = None, async_op: bool = False
-) -> Any:
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    group: Any = None,
+    async_op: bool = False,
+) -> None:
     """`torch.distributed.all_to_all` over Gloo, whose own wants all parts to be of one size. Experts get as many tokens
     as their router gives them.
 
     Args:
-        outputs, inputs: by rank, alike but for their first dimension.
+        output_tensor_list, input_tensor_list: by rank, alike but for their first dimension.
         group, async_op: as there; it has to be done when this returns.
     """
     assert not async_op
-    received = torch.empty_like(torch.cat(outputs))
-    sizes = [len(part) for part in outputs], [len(part) for part in inputs]
-    torch.distributed.all_to_all_single(received, torch.cat(inputs), *sizes, group=group)
-    for part, piece in zip(outputs, received.split(sizes[0]), strict=True):
+    received = torch.empty_like(torch.cat(output_tensor_list))
+    sizes = [len(part) for part in output_tensor_list]
+    sent = [len(part) for part in input_tensor_list]
+    torch.distributed.all_to_all_single(received, torch.cat(input_tensor_list), sizes, sent, group=group)
+    for part, piece in zip(output_tensor_list, received.split(sizes), strict=True):
         part.copy_(piece)
 
 

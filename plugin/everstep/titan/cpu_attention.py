@@ -94,7 +94,8 @@ class DenseVarlenAttention(VarlenAttention):
         """As VarlenAttention's."""
         with spmd.no_typecheck():
             mask = _document_mask(attention_masks.cu_seq_q, q_BLNH.shape[:2], self.window_size)
-            out_BNLH, lse_BNL = attend(*(part.transpose(1, 2) for part in (q_BLNH, k_BLNH, v_BLNH)), mask, scale)
+            q_BNLH, k_BNLH, v_BNLH = (part.transpose(1, 2) for part in (q_BLNH, k_BLNH, v_BLNH))
+            out_BNLH, lse_BNL = attend(q_BNLH, k_BNLH, v_BNLH, mask, scale)
         out_BLNH = out_BNLH.transpose(1, 2)
         return out_BLNH if out_transform is None else out_transform(out_BLNH, lse_BNL.transpose(1, 2))
 

@@ -53,6 +53,8 @@ from everstep.titan.worker_faults import WorkerFaults
 
 OPTIMIZER_SLOT = -1
 HISTORY = "history"
+WHOLE_BACKWARDS = ("1F1B", "GPipe", "Interleaved1F1B")
+"""Pipeline schedules whose backwards are autograd's own."""
 VALIDATION_LOSS = "validation_metrics/loss"
 """torchtitan's name of it."""
 
@@ -193,8 +195,7 @@ class EverstepTrainer(SlotTrainer):
         self._reducer = GradientReducer(
             (p for part in self.model_parts for p in part.parameters() if p.requires_grad),
             int(ft.bucket_mb * 2**20),
-            # A replayed CUDA graph runs no hooks, and one that is recorded must not start sums.
-            hooks=self.fwd_bwd_fn == self._forward_backward_body,
+            hooks=self._backward_runs_hooks(),
         )
         self._kept_metrics = KeptMetrics()
         self.metrics_processor.logger = self._kept_metrics
@@ -206,6 +207,17 @@ class EverstepTrainer(SlotTrainer):
             WorkerFaults(self, self._run_dir, ft.group_id, dist.get_rank())
         patience = timedelta(seconds=ft.heal_timeout_s)
         self._door = Door(self._host, self._token, patience, self._whose(config), ft.encrypt)
+
+    def _backward_runs_hooks(self) -> bool:
+        """Whether a gradient's hook runs each time something is added to it. A replayed CUDA graph runs none, and one
+        that is recorded must not start sums; a schedule that computes weights' gradients apart from the others' adds
+        them without."""
+        if not self.parallel_dims.pp_enabled:
+            return self.fwd_bwd_fn == self._forward_backward_body
+        parallelism = self.config.parallelism
+        return (
+            parallelism.pipeline_parallel_schedule in WHOLE_BACKWARDS and not parallelism.pipeline_parallel_schedule_csv
+        )
 
     def train(self) -> None:
         if not self.config.fault_tolerance.enable:
