@@ -130,6 +130,15 @@ def test_a_registry_may_hand_on_anothers_configs(load, tmp_path, monkeypatch):
         load("", base=base + '"field"\n')
 
 
+def test_a_registry_of_an_image_model_is_refused(load, tmp_path, monkeypatch):
+    images = "import dataclasses\ndef images():\n    config = llama3_debugmodel()\n"
+    images += "    config.model_spec = dataclasses.replace(config.model_spec, name='flux')\n    return config\n"
+    (tmp_path / "image_maker.py").write_text(REGISTRY + images)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match='config = "images": flux makes images, with a trainer of its own'):
+        load("", base='[job]\nmodule = "image_maker"\nconfig = "images"\n')
+
+
 def test_a_registry_without_a_config_is_said_to_have_none(load, tmp_path, monkeypatch):
     (tmp_path / "empty_handed.py").write_text("import json\n")
     monkeypatch.syspath_prepend(tmp_path)

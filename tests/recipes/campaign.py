@@ -28,7 +28,8 @@ from everstep.run.events import read_events  # noqa: E402
 RESULTS = HERE / "results.json"
 TABLE = HERE.parents[1] / "docs" / "recipes.md"
 BEGIN, END = "<!-- made by tests/recipes/campaign.py --table -->", "<!-- end -->"
-LOSS_TOLERANCE = 1e-4
+LOSS_TOLERANCE = 1e-5
+"""Promised is 1e-4. What differs by more than roundings do is found at a tenth of it."""
 
 
 class Server:

@@ -27,6 +27,7 @@ def outcome(server, suite, name, folder):
     "name",
     [
         "llama3_debugmodel_pp2_1f1b",
+        pytest.param("llama3_debugmodel_pp2_zbv", marks=pytest.mark.slow),
         pytest.param("llama3_debugmodel_hsdp2x2", marks=pytest.mark.slow),
         pytest.param("llama3_debugmodel_tp2", marks=pytest.mark.slow),
         pytest.param("llama3_debugmodel_ddp2_cp2", marks=pytest.mark.slow),

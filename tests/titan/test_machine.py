@@ -24,11 +24,18 @@ def overlapped():
     return config
 
 
+def small_states():
+    config = llama3_debugmodel()
+    config.optimizer.implementation = "fused_opt_states_bf16"
+    return config
+
+
 @pytest.mark.parametrize(
     ("make", "key"),
     [
         (overridden, ("override", "imports")),
         (symmetric, ("parallelism", "enable_fsdp_symm_mem")),
+        (small_states, ("optimizer", "implementation")),
         (overlapped, ("compile", "enable_async_tensor_parallel")),
         (llama3_debugmodel_dist_gemm, ("job", "config")),
     ],

@@ -132,6 +132,9 @@ def _call_config(registry: ModuleType, job: Job, source: Source) -> Trainer.Conf
         raise source.error(
             ("job", "config"), f'[job] config = "{job.config}" is not the config of a torchtitan Trainer'
         )
+    if config.model_spec is not None and config.model_spec.name in GONE_MODELS:
+        gone = GONE_MODELS[config.model_spec.name]
+        raise source.error(("job", "config"), f'[job] config = "{job.config}": {gone}')
     return config
 
 

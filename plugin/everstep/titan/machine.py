@@ -29,6 +29,9 @@ def needs_gpu(config: Any) -> Iterator[Problem]:
         name = item if isinstance(item, str) else item[0]
         if kernel := _KERNELS.get(name.rpartition(".")[0]):
             yield _problem("override", "imports", name, f"it is a {kernel} kernel")
+    if config.optimizer.implementation == "fused_opt_states_bf16":
+        why = "its kernel for states in bfloat16 beside parameters in float32 is CUDA's"
+        yield _problem("optimizer", "implementation", config.optimizer.implementation, why)
     if config.compile.enable and config.compile.enable_async_tensor_parallel:
         yield _problem("compile", "enable_async_tensor_parallel", True, "it writes to other GPUs' symmetric memory")
     if config.parallelism.enable_fsdp_symm_mem:

@@ -386,7 +386,7 @@ class EverstepTrainer(SlotTrainer):
             # Every group sees the same, and would again after a restart.
             raise SystemExit(HOPELESS_EXIT)
         self._reducer.assign(self.nominal_tokens / tokens)
-        self.assign_expert_loads(commit.extra)
+        self.assign_extra(commit.extra)
         torch.manual_seed(slot_seed(self.seed, commit.step, OPTIMIZER_SLOT, self.dp_rank))
         grad_norm = dist_utils.clip_grad_norm_(
             [p for part in self.model_parts for p in part.parameters()],

@@ -64,6 +64,7 @@ class SlotTrainer(titan.Trainer):
             if name.endswith(private.EXPERT_LOADS)
         ]
         """Tokens each expert got, summed over slots like a gradient; torchtitan's balancing reads them."""
+        self.trainable = [p for part in self.model_parts for p in part.parameters() if p.requires_grad]
 
     @property
     def may_refuse(self) -> bool:
@@ -155,9 +156,12 @@ class SlotTrainer(titan.Trainer):
             loss = dist_utils.dist_sum_tensor(loss, dims.get_mesh("loss"))
         if dims.pp_enabled:
             loss = dist_utils.dist_sum_tensor(loss, dims.get_mesh("pp"))
-        extra = torch.cat([local(load).flatten().double().cpu() for load in self.expert_loads] or [torch.zeros(0)])
-        extra = torch.cat([extra.double(), self._word()])
-        return SlotSums(tokens.cpu(), loss.cpu(), extra, frozenset(self._slot_tokens))
+        computed = bool(self._slot_tokens)
+        reached = torch.tensor([computed and p.grad is not None for p in self.trainable], dtype=torch.float64)
+        loads = [local(load).flatten().double().cpu() for load in self.expert_loads]
+        return SlotSums(
+            tokens.cpu(), loss.cpu(), torch.cat([*loads, reached, self._word()]), frozenset(self._slot_tokens)
+        )
 
     def _word(self) -> torch.Tensor:
         """What this group says of its snapshots, in a vector with a place for each group; a collective of the group."""
@@ -169,7 +173,7 @@ class SlotTrainer(titan.Trainer):
 
     def words(self, extra: torch.Tensor) -> dict[int, int]:
         """By group what it said of its snapshots, out of a commit's sums."""
-        said = extra[sum(local(load).numel() for load in self.expert_loads) :]
+        said = extra[sum(local(load).numel() for load in self.expert_loads) + len(self.trainable) :]
         return {group: round(word) for group, word in enumerate(said.tolist())}
 
     def discard(self) -> None:
@@ -180,11 +184,17 @@ class SlotTrainer(titan.Trainer):
         # A CUDA graph adds to the memory that it was recorded with.
         self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
 
-    def assign_expert_loads(self, loads: torch.Tensor) -> None:
-        """Put the loads of the whole global batch where torchtitan's balancing reads them."""
+    def assign_extra(self, extra: torch.Tensor) -> None:
+        """Put the loads of the whole global batch where torchtitan's balancing reads them, and take the gradients away
+        of parameters that no slot of any group reached: torchtitan's optimizers leave those as they are, without weight
+        decay."""
         sizes = [local(load).numel() for load in self.expert_loads]
-        for load, part in zip(self.expert_loads, loads[: sum(sizes)].split(sizes), strict=True):
+        for load, part in zip(self.expert_loads, extra[: sum(sizes)].split(sizes), strict=True):
             local(load).copy_(part.view_as(local(load)))
+        reached = extra[sum(sizes) : sum(sizes) + len(self.trainable)].tolist()
+        for param, groups in zip(self.trainable, reached, strict=True):
+            if groups == 0:
+                param.grad = None
 
     def notes(self, step: int) -> bytes | None:
         """Where this group's dataloader streams stand, so that any group can adopt them."""
