@@ -16,8 +16,10 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import socket
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -38,6 +40,10 @@ from everstep.run.lifeline import die_with_parent  # noqa: E402
 from everstep.titan import cpu  # noqa: E402
 from everstep.titan.load import load_config  # noqa: E402
 from everstep.titan.trainer import EverstepTrainer  # noqa: E402
+
+
+LONGEST_S = 1200.0
+"""For a run in groups, on however slow a machine: then it loops."""
 
 
 class Alone(titan.Trainer):
@@ -137,6 +143,18 @@ class ForkedWarm(warm.WarmProcess):
         warm.serve(channel, parent, modules)
 
 
+def ends(pid):
+    """Whether a supervisor ends by itself; what it started dies with it."""
+    deadline = time.monotonic() + LONGEST_S
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return False
+        time.sleep(0.1)
+    return True
+
+
 def supervise(config, ranks, groups, folder, kill, answer):
     os.environ["EVERSTEP_TEST_KILL"] = kill
     supervisor.WarmProcess = ForkedWarm
@@ -152,7 +170,8 @@ def in_groups(config, ranks, groups, folder, kill):
     answer = Path(f"{folder}.answer")
     answer.unlink(missing_ok=True)
     pid = forked(supervise, config, ranks, groups, folder, kill, answer, log=f"{folder}.out")
-    os.waitpid(pid, 0)
+    if not ends(pid):
+        return {"error": f"it had not ended after {LONGEST_S:g} s"}
     if not answer.exists():
         return {"error": last_error(Path(f"{folder}.out"))}
     return json.loads(answer.read_text())

@@ -307,8 +307,8 @@ def _refuse(config: Any) -> None:
         )
     if parallelism.pipeline_parallel_degree > 1:
         raise ValueError(
-            "attention_check.enable: parallelism.pipeline_parallel_degree > 1 is not supported: a schedule runs several "
-            "microbatches at once, and a layer's checks belong to one."
+            "attention_check.enable: parallelism.pipeline_parallel_degree > 1 is not supported: a schedule runs "
+            "several microbatches at once, and a layer's checks belong to one."
         )
     if parallelism.tensor_parallel_degree > 1 and parallelism.spmd_backend != "spmd_types":
         raise ValueError(
