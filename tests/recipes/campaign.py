@@ -162,15 +162,14 @@ def results():
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
-def table():
-    """docs/recipes.md's table, out of the results."""
+def table(recipes):
+    """docs/recipes.md's table of recipes by name, out of the results."""
     found = results()
-    counts = Counter(verdict(known).partition(":")[0] for known in found.values())
-    rows = [f"| `{key}` | {known['what']} | {verdict(known)} |" for key, known in found.items()]
-    said = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
-    return (
-        "\n".join([f"{len(found)} recipes: {said}.", "", "| recipe | what | result |", "|---|---|---|", *rows]) + "\n"
-    )
+    said = {key: verdict(found[key]) if key in found else "not run" for key in recipes}
+    counts = Counter(word.partition(":")[0].partition(" (")[0] for word in said.values())
+    total = ", ".join(f"{count} {word}" for word, count in counts.most_common())
+    head = [f"{len(recipes)} recipes: {total}.", "", "| recipe | what | result |", "|---|---|---|"]
+    return "\n".join([*head, *(f"| `{key}` | {recipe.what} | {said[key]} |" for key, recipe in recipes.items())])
 
 
 def verdict(known):
@@ -183,11 +182,10 @@ def verdict(known):
     return f"{known['result']}: {why}"
 
 
-def write_table():
+def write_table(recipes):
     """Put the table between docs/recipes.md's two marks."""
-    text = TABLE.read_text()
-    head, _, rest = text.partition(BEGIN)
-    TABLE.write_text(f"{head}{BEGIN}\n\n{table()}\n{END}{rest.partition(END)[2]}")
+    head, _, rest = TABLE.read_text().partition(BEGIN)
+    TABLE.write_text(f"{head}{BEGIN}\n\n{table(recipes)}\n\n{END}{rest.partition(END)[2]}")
 
 
 def main():
@@ -199,9 +197,6 @@ def main():
     parser.add_argument("--keep", type=Path, help="keep what runs wrote in this folder")
     parser.add_argument("--table", action="store_true", help="only write the table of what is known")
     options = parser.parse_args()
-    if options.table:
-        write_table()
-        return
     begun = time.monotonic()
     scratch = options.keep or Path(tempfile.mkdtemp(prefix="recipes-"))
     scratch.mkdir(exist_ok=True, parents=True)
@@ -211,6 +206,9 @@ def main():
     for key in server.ask(kind="names"):
         suite, _, name = key.partition(".")
         recipes[key] = catalog.Recipe(**server.ask(kind="recipe", suite=suite, name=name))
+    if options.table:
+        write_table(recipes)
+        recipes = {}
     # In the order that was asked for; else the quick ones first: compilation takes minutes, many ranks share the cores.
     asked = [key for text in options.only for key in recipes if text in key]
     for key in dict.fromkeys(asked or sorted(recipes, key=lambda key: ("compile" in key, recipes[key].ranks))):

@@ -41,7 +41,6 @@ from everstep.titan import cpu  # noqa: E402
 from everstep.titan.load import load_config  # noqa: E402
 from everstep.titan.trainer import EverstepTrainer  # noqa: E402
 
-
 LONGEST_S = 1200.0
 """For a run in groups, on however slow a machine: then it loops."""
 

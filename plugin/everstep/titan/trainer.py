@@ -129,6 +129,7 @@ class EverstepTrainer(SlotTrainer):
             config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
             if config.snapshot.enable:
                 config.checkpoint = from_snapshots(config.checkpoint)
+            config.comm.save_traces_folder += f"/group-{config.fault_tolerance.group_id}"
             os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise
             self._open_run(config)
         super().__init__(config)
