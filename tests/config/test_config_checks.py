@@ -34,11 +34,6 @@ def test_what_nothing_reads_is_not_checked(load):
 
 
 REFUSED = {
-    "CUDA graphs": (
-        without("disable_cuda_graphs"),
-        "run.toml:4: [training] disable_cuda_graphs must be true with fault tolerance: a replayed graph "
-        "runs no hooks, and the gradient sum across groups starts in one",
-    ),
     "fewer groups than the least": (
         GOOD.replace("min_groups = 2", "min_groups = 4"),
         "run.toml:11: [fault_tolerance] min_groups = 4 can never be met by groups = 3",
@@ -100,10 +95,16 @@ REFUSED = {
         GOOD.replace("[fault", "steps = 0\n[fault"),
         "run.toml:8: [training] steps must be at least 1, got 0",
     ),
-    "replicas inside a group": (
-        GOOD + "[parallelism]\ndata_parallel_replicate_degree = 2\n",
-        "run.toml:13: [parallelism] data_parallel_replicate_degree = 2 must be 1 with fault tolerance: "
-        "the groups are the replicas; start 2 times as many groups instead",
+    "replicas, and one group": (
+        GOOD.replace("groups = 3", "groups = 1").replace("min_groups = 2", "min_groups = 1")
+        + "[parallelism]\ndata_parallel_replicate_degree = 2\n",
+        "run.toml:13: [parallelism] data_parallel_replicate_degree = 2 means replica groups with fault tolerance: "
+        "set [fault_tolerance] groups = 2 (or --groups 2)",
+    ),
+    "a seed checkpoint": (
+        GOOD + "[checkpoint]\ncreate_seed_checkpoint = true\n",
+        "run.toml:13: [checkpoint] create_seed_checkpoint = true must be false with fault tolerance: one process "
+        "writes it, without training; write it with [fault_tolerance] enable = false",
     ),
     "communication that is not real": (
         GOOD + '[comm]\nmode = "fake_backend"\n',
@@ -135,6 +136,27 @@ def test_a_combination_that_cannot_work_is_refused(load, tmp_path, text, message
     with pytest.raises(ConfigError) as caught:
         load(text)
     assert str(caught.value).removeprefix(f"{tmp_path}/") == message
+
+
+def test_replicas_become_groups_and_it_is_said_in_a_line(load):
+    warnings = []
+    config = load(
+        GOOD.replace("global_batch_size", "# ")
+        + "[parallelism]\ndata_parallel_replicate_degree = 3\ndata_parallel_shard_degree = 2\n",
+        warnings=warnings,
+    )
+    assert config.parallelism.data_parallel_replicate_degree == 1
+    assert config.training.global_batch_size == config.training.local_batch_size * 2 * 3, (
+        "torchtitan's, of all replicas"
+    )
+    [told] = warnings
+    assert told.endswith("data_parallel_replicate_degree = 3: the replicas are 3 replica groups, one each")
+
+
+def test_replicas_of_a_run_without_fault_tolerance_are_torchtitans(load):
+    off = GOOD.replace("enable = true", "enable = false")
+    config = load(off + "[parallelism]\ndata_parallel_replicate_degree = 3\n")
+    assert config.parallelism.data_parallel_replicate_degree == 3
 
 
 TIMEOUTS = [
@@ -175,8 +197,8 @@ def test_flags_are_checked_together_with_the_file(load):
 
 
 def test_a_caller_may_check_later(load):
-    config = load(without("disable_cuda_graphs"), check=False)
-    with pytest.raises(ConfigError, match="disable_cuda_graphs"):
+    config = load(GOOD.replace("min_groups = 2", "min_groups = 4"), check=False)
+    with pytest.raises(ConfigError, match="min_groups"):
         check_config(config)
 
 

@@ -114,6 +114,38 @@ def test_a_wrong_file_is_refused_in_one_sentence(load, tmp_path, text, message):
     assert str(caught.value).removeprefix(f"{tmp_path}/") == message
 
 
+REGISTRY = """
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.models.llama3 import model_registry
+from dataclasses import dataclass, field
+"""
+
+
+def test_a_registry_may_hand_on_anothers_configs(load, tmp_path, monkeypatch):
+    (tmp_path / "handed_on.py").write_text(REGISTRY)
+    monkeypatch.syspath_prepend(tmp_path)
+    base = '[job]\nmodule = "handed_on"\nconfig = '
+    assert load("", base=base + '"llama3_debugmodel"\n').model_spec.flavor == "debugmodel"
+    with pytest.raises(ConfigError, match='"field" is not in the registry of handed_on; the nearest is "llama3_debug'):
+        load("", base=base + '"field"\n')
+
+
+def test_a_registry_of_an_image_model_is_refused(load, tmp_path, monkeypatch):
+    images = "import dataclasses\ndef images():\n    config = llama3_debugmodel()\n"
+    images += "    config.model_spec = dataclasses.replace(config.model_spec, name='flux')\n    return config\n"
+    (tmp_path / "image_maker.py").write_text(REGISTRY + images)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match='config = "images": flux makes images, with a trainer of its own'):
+        load("", base='[job]\nmodule = "image_maker"\nconfig = "images"\n')
+
+
+def test_a_registry_without_a_config_is_said_to_have_none(load, tmp_path, monkeypatch):
+    (tmp_path / "empty_handed.py").write_text("import json\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match='config = "x" is not in the registry of empty_handed; it has none'):
+        load("", base='[job]\nmodule = "empty_handed"\nconfig = "x"\n')
+
+
 BASES = {
     "nothing": (
         "",

@@ -162,6 +162,15 @@ def test_flags_win_over_the_files_fault_tolerance_section(tmp_path):
         sections(tmp_path, "[fault_tolerance]\ngroups = 'x'\n")
 
 
+def test_torchtitans_replicas_are_the_groups_of_a_file_that_says_nothing_else(tmp_path):
+    hsdp = "[parallelism]\ndata_parallel_replicate_degree = 4\ntensor_parallel_degree = 2\n[fault_tolerance]\n"
+    assert sections(tmp_path, hsdp + "enable = true").fault_tolerance.groups == 4
+    assert sections(tmp_path, hsdp + "enable = true\ngroups = 3").fault_tolerance.groups == 3
+    assert sections(tmp_path, hsdp + "enable = false").fault_tolerance.groups == 1
+    flag = ["--parallelism.data_parallel_replicate_degree", "2"]
+    assert sections(tmp_path, hsdp + "enable = true", flag).fault_tolerance.groups == 2
+
+
 def test_the_launcher_reads_its_sections_without_torch(tmp_path):
     (tmp_path / "s.toml").write_text("[model]\nname = 'llama3'\n[fault_tolerance]\ngroup_size = 5\n")
     code = (

@@ -67,6 +67,23 @@ def test_a_teller_that_is_killed_leaves_neither_a_gap_nor_a_point_twice(tmp_path
     assert losses(tmp_path / "tb") == [(step, float(step)) for step in range(1, 7)]
 
 
+def test_what_torchtitan_measures_is_drawn_and_validation_is_a_curve_of_its_own(tmp_path):
+    story = Timeline()
+    for step in (1, 2):
+        story.commit(float(step), step, groups=(0, 1), loss=float(step))
+        for event in story.logged[-2:]:
+            event["metrics"] = {"throughput(tps)": 10.0 * step, "mfu(%)": 1.5, "loss_metrics/global_avg_loss": -1.0}
+    story.add(2.5, "validation", 1, 2, rank=3, loss=7.5)
+    told(tmp_path, story)
+    told(tmp_path, story)
+    found = EventAccumulator(str(tmp_path)).Reload()
+    curves = {name: [(point.step, point.value) for point in found.Scalars(name)] for name in found.Tags()["scalars"]}
+    assert curves["throughput(tps)"] == [(1, 10.0), (2, 20.0)]
+    assert curves["mfu(%)"] == [(1, 1.5), (2, 1.5)]
+    assert curves["loss_metrics/global_avg_loss"] == [(1, 1.0), (2, 2.0)], "the whole run's, not the rank's"
+    assert curves["validation_metrics/loss"] == [(2, 7.5)]
+
+
 def test_a_line_that_is_seen_late_is_no_step_of_its_own():
     story = Timeline()
     for step in (1, 2, 3):

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,41 @@ from everstep.step.reduction import GradientReducer
 
 WAIT = timedelta(seconds=10)
 SIZES = [3, 500, 7, 1000, 20]
+
+
+@pytest.mark.parametrize(("hooks", "begun"), [(True, 2), (False, 0)])
+def test_without_hooks_no_sum_begins_before_the_last_backward_is_over(hooks, begun):
+    """A replayed CUDA graph adds gradients and runs no hook; while it is recorded they run, and nothing may start."""
+    started = []
+
+    class Sums:
+        def start(self, tensor, timeout):
+            started.append(tensor.clone())
+            return SimpleNamespace(ended=True)
+
+        def finish(self, work):
+            pass
+
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)]
+    reducer = GradientReducer(params, bucket_bytes=12, hooks=hooks)
+
+    def replay():
+        for param in params:
+            param.grad += 1.0
+
+    reducer.begin(Sums(), WAIT)
+    for slot in range(3):
+        reducer.begin_slot(last=slot == 2)
+        backward(params, 1.0)  # recorded: hooks run
+        if slot == 2:
+            assert len(started) == begun
+        reducer.end_slot()
+    if not hooks:
+        reducer.begin_slot(last=True)
+        replay()
+        reducer.end_slot()
+    reducer.finish()
+    assert [float(flat.mean()) for flat in started] == [3.0, 3.0] if hooks else [4.0, 4.0]
 
 
 def run_rank(rank: int, size: int, port: int, scenario: str):

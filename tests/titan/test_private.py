@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch._utils
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.models.common import attention
 
@@ -21,6 +22,9 @@ def test_torch_and_torchtitan_have_what_is_relied_on():
     assert parameters(CheckpointManager._find_load_step) == ["self", "folder"]
     assert parameters(CheckpointManager._should_save) == ["self", "curr_step", "last_step"]
     assert callable(attention._compiled_create_block_mask)
+    assert hasattr(context_parallel, "_compiled_create_block_mask")
+    assert parameters(private.metrics_rank) == ["parallel_dims", "pp_schedule"]
+    assert callable(attention.FlexAttention._compiled_flex_attn)
     assert {"llama3", "qwen3", "deepseek_v3"} <= set(private.models())
 
 

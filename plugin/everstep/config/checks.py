@@ -164,26 +164,18 @@ def timeout_problems(ft: Any) -> Iterator[Problem]:
 def _fault_tolerant_training(config: Any) -> Iterator[Problem]:
     if not config.fault_tolerance.enable:
         return
-    if not config.training.disable_cuda_graphs:
-        yield Problem(
-            ("training", "disable_cuda_graphs"),
-            "[training] disable_cuda_graphs must be true with fault tolerance: a replayed graph runs no "
-            "hooks, and the gradient sum across groups starts in one",
-        )
     replicas = config.parallelism.data_parallel_replicate_degree
     if replicas != 1:
         yield Problem(
             ("parallelism", "data_parallel_replicate_degree"),
-            f"[parallelism] data_parallel_replicate_degree = {replicas} must be 1 with fault tolerance: "
-            f"the groups are the replicas; start {replicas} times as many groups instead",
+            f"[parallelism] data_parallel_replicate_degree = {replicas} means replica groups with fault tolerance: "
+            f"set [fault_tolerance] groups = {replicas} (or --groups {replicas})",
         )
-    stages = config.parallelism.pipeline_parallel_degree
-    if stages != 1:
+    if getattr(config.checkpoint, "create_seed_checkpoint", False):
         yield Problem(
-            ("parallelism", "pipeline_parallel_degree"),
-            f"[parallelism] pipeline_parallel_degree = {stages} must be 1 with fault tolerance: a pipeline's "
-            "schedule runs several microbatches at once, and slots are kept and computed again one by one; "
-            "shard the group (data_parallel_shard_degree) or use tensor parallelism instead",
+            ("checkpoint", "create_seed_checkpoint"),
+            "[checkpoint] create_seed_checkpoint = true must be false with fault tolerance: one process writes it, "
+            "without training; write it with [fault_tolerance] enable = false",
         )
     if config.comm.mode != "default":
         yield Problem(

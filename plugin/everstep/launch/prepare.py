@@ -50,7 +50,9 @@ def judge(
     """
     from everstep.config.checks import check_files, slots_per_step
     from everstep.quorum.communicator import why_not
+    from everstep.titan.cpu import has_accelerator
     from everstep.titan.load import load_config
+    from everstep.titan.machine import needs_gpu
     from everstep.titan.trainer import EverstepTrainer
 
     warnings: list[str] = []
@@ -69,6 +71,9 @@ def judge(
                 f"with {ranks} ranks in a group, for {ft.groups} groups: every group needs one at least"
             )
     check_files(config)
+    if here and not has_accelerator():
+        for problem in needs_gpu(config):
+            raise ConfigError(f"{source}: {problem.message}")
     if here and ft.enable and (reason := why_not(ft.process_group)):
         raise ConfigError(
             f'{source}: [fault_tolerance] process_group = "{ft.process_group}" {reason}: set it to "gloo"'

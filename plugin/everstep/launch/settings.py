@@ -37,6 +37,13 @@ class Training:
 
 
 @dataclass(kw_only=True)
+class Parallelism:
+    """The part of torchtitan's `[parallelism]` that the launcher reads."""
+
+    data_parallel_replicate_degree: int = 1
+
+
+@dataclass(kw_only=True)
 class Sections:
     """What the launcher reads of a run's config."""
 
@@ -44,6 +51,7 @@ class Sections:
     snapshot: Snapshot = field(default_factory=Snapshot)
     debug: Debug = field(default_factory=Debug)
     training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
 
 
 def read_sections(path: Path, flags: Sequence[str] = (), *, allow_dropped: bool = False) -> Sections:
@@ -59,17 +67,21 @@ def read_sections(path: Path, flags: Sequence[str] = (), *, allow_dropped: bool 
     try:
         source = read_source(path)
         translate(source, allow_dropped=allow_dropped)
-        for name in ("fault_tolerance", "snapshot", "debug", "training"):
+        for name in ("fault_tolerance", "snapshot", "debug", "training", "parallelism"):
             section = getattr(found, name)
             table = source.table.get(name, {})
             if not isinstance(table, dict):
                 raise source.error((name,), f"{name} must be a table: write [{name}]")
-            partial = isinstance(section, Debug | Training)
+            partial = isinstance(section, Debug | Training | Parallelism)
             known = {key: value for key, value in table.items() if not partial or hasattr(section, key)}
             assign_table(section, known, source, (name,))
-        return parse(Sections, flags, default=found)[0]
+        found = parse(Sections, flags, default=found)[0]
     except ConfigError as error:
         raise LaunchError(str(error)) from None
+    ft = found.fault_tolerance
+    if ft.enable and ft.groups == 1:  # torchtitan's replicas are the groups
+        ft.groups = max(1, found.parallelism.data_parallel_replicate_degree)
+    return found
 
 
 def run_settings(

@@ -85,6 +85,8 @@ def describe(event: dict) -> str:
             return f"group {group}: snapshots are not coded from step {event['step']} on: {event['reason']}"
         case "snapshot_protected" if not event.get("rank"):
             return f"group {group}: snapshots are coded again, after {event['steps']} steps"
+        case "validation":
+            return f"step {event['step']}: validation loss {event['loss']:.5f}"
         case "audit" if not event.get("agreed", True):
             return f"step {event['step']}: groups {event['differing']} differ and heal"
         case "finding" if not event.get("rank"):

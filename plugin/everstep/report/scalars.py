@@ -23,7 +23,9 @@ SCALARS = {
     "tokens": "tokens",
     "took_s": "time_metrics/end_to_end(s)",
 }
-"""Fields of `commit` events, with torchtitan's names for them."""
+"""Fields of `commit` events, with torchtitan's names for them. What else torchtitan measures, of the rank that told of
+the commit, is in its field `metrics` by those names."""
+VALIDATION_LOSS = "validation_metrics/loss"
 
 
 class Sink(Protocol):
@@ -117,11 +119,12 @@ class WandB:
             reinit="finish_previous",
         )
         self._step = stored if self._run.offline else self._run.starting_step - 1
+        self._open = -1  # the step that takes further figures: W&B keeps it open until the next one
 
     def write(self, step: int, t: float, scalars: dict[str, float]) -> None:
-        if step > self._step:
+        if step > self._step or step == self._open:
             self._run.log(scalars, step=step)
-            self._step = step
+            self._step = self._open = step
 
     def rewind(self, step: int, t: float) -> None: ...
 
@@ -148,10 +151,14 @@ class Scalars:
         """Take note of new events, in order; the first time, of all that are there."""
         written = False
         for event in events:
+            if event["kind"] == "validation":
+                written |= self._write_validation(event)
+                continue
             if event["kind"] != "commit" or event.get("rank") or not self._commits.new(event):
                 continue
             step, t = event["step"], event["t"]
-            scalars = {tag: float(event[field]) for field, tag in SCALARS.items() if event.get(field) is not None}
+            scalars = {tag: float(value) for tag, value in event.get("metrics", {}).items()}
+            scalars |= {tag: float(event[field]) for field, tag in SCALARS.items() if event.get(field) is not None}
             for sink in self._sinks:
                 if self._past and t <= sink.until:
                     continue
@@ -164,6 +171,13 @@ class Scalars:
         if written:
             for sink in self._sinks:
                 sink.flush()
+
+    def _write_validation(self, event: dict[str, Any]) -> bool:
+        """A validation's loss, beside its commit's figures; whether some sink wanted it."""
+        wanting = [sink for sink in self._sinks if not (self._past and event["t"] <= sink.until)]
+        for sink in wanting:
+            sink.write(event["step"], event["t"], {VALIDATION_LOSS: float(event["loss"])})
+        return bool(wanting)
 
     def close(self) -> None:
         for sink in self._sinks:

@@ -67,6 +67,10 @@ def _exitcodes(value: Any) -> bool:
     return type(value) is dict and all(_int(code) for code in value.values())
 
 
+def _numbers(value: Any) -> bool:
+    return type(value) is dict and all(map(_number, value.values()))
+
+
 def _name(value: Any) -> bool:
     return _text(value) or _int(value)
 
@@ -90,6 +94,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
         _or_none(lambda value: _seconds(value) and value >= 0),
     ),
     **dict.fromkeys(("loss", "grad_norm", "lr"), _or_none(_number)),
+    "metrics": _numbers,
     "tokens": _or_none(lambda value: _finite(value) and value >= 0),
     **dict.fromkeys(("computed", "recomputed", "held_before"), _or_none(_list_of(_count))),
     **dict.fromkeys(("joiners", "differing"), _or_none(_list_of(_group))),
@@ -141,6 +146,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "commit": (*_STEP, "groups", "loss", "tokens", "history", "parent"),
     "heal": (*_GROUP, "bytes", "took_s"),
     "checkpoint_saved": _STEP,
+    "validation": (*_STEP, "loss"),
     "snapshot": _STEP,
     "finding": ("action",),
     "audit": (*_STEP, "agreed", "differing"),

@@ -86,9 +86,17 @@ class GradientReducer:
         params: trainable parameters, DTensor or plain, in the model's order.
         bucket_bytes: size a bucket grows to.
         streams: of the parameters' device.
+        hooks: whether backward runs hooks of parameters. Without, all sums start after an attempt's last slot.
     """
 
-    def __init__(self, params: Iterable[torch.nn.Parameter], bucket_bytes: int, streams: Streams | None = None) -> None:
+    def __init__(
+        self,
+        params: Iterable[torch.nn.Parameter],
+        bucket_bytes: int,
+        streams: Streams | None = None,
+        *,
+        hooks: bool = True,
+    ) -> None:
         self._streams = streams or HostStreams()
         self._buckets = [_Bucket(part) for part in _split(list(params), bucket_bytes)]
         self._given_up: list[tuple[Sum, torch.Tensor]] = []
@@ -99,7 +107,7 @@ class GradientReducer:
         self._started = 0
         self._armed = self._counted = False
         self._error: SumsBroken | None = None
-        for bucket in self._buckets:
+        for bucket in self._buckets if hooks else ():
             for index, param in enumerate(bucket.params):
                 # FSDP2 runs these hooks itself once the sharded gradient is accumulated.
                 param.register_post_accumulate_grad_hook(partial(self._on_grad, bucket, index))

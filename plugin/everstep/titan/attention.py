@@ -305,6 +305,11 @@ def _refuse(config: Any) -> None:
             "attention_check.enable: parallelism.context_parallel_degree > 1 is not supported: the gradient of a key "
             "is a sum over the queries of all ranks, and the checks compare sums on one rank."
         )
+    if parallelism.pipeline_parallel_degree > 1:
+        raise ValueError(
+            "attention_check.enable: parallelism.pipeline_parallel_degree > 1 is not supported: a schedule runs "
+            "several microbatches at once, and a layer's checks belong to one."
+        )
     if parallelism.tensor_parallel_degree > 1 and parallelism.spmd_backend != "spmd_types":
         raise ValueError(
             "attention_check.enable: with parallelism.tensor_parallel_degree > 1 it needs "

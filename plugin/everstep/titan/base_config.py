@@ -3,6 +3,7 @@ model."""
 
 import importlib
 import inspect
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -97,24 +98,31 @@ def _registry(module: str, source: Source) -> ModuleType:
 
 
 def _config_functions(registry: ModuleType) -> list[str]:
-    """Names of the registry's own functions that make a config: public, and without required arguments."""
+    """Names of the registry's functions that make a config: public, without required arguments, and the registry's own
+    or said to return a config, wherever they are defined."""
     return [
         name
         for name, function in vars(registry).items()
         if inspect.isfunction(function)
-        and function.__module__ == registry.__name__
+        and (function.__module__ == registry.__name__ or _makes_config(function))
         and name[0].islower()
         and all(p.default is not p.empty for p in inspect.signature(function).parameters.values())
     ]
+
+
+def _makes_config(function: Callable[..., Any]) -> bool:
+    returned = function.__annotations__.get("return")
+    # an annotation may be text
+    return returned == "Trainer.Config" or (isinstance(returned, type) and issubclass(returned, Trainer.Config))
 
 
 def _call_config(registry: ModuleType, job: Job, source: Source) -> Trainer.Config:
     functions = _config_functions(registry)
     if job.config not in functions:
         near = nearest(job.config, functions)
+        hint = f'the nearest is "{near}"' if near else "it has none"
         raise source.error(
-            ("job", "config"),
-            f'[job] config = "{job.config}" is not in the registry of {job.module}; the nearest is "{near}"',
+            ("job", "config"), f'[job] config = "{job.config}" is not in the registry of {job.module}; {hint}'
         )
     try:
         config = getattr(registry, job.config)()
@@ -124,6 +132,9 @@ def _call_config(registry: ModuleType, job: Job, source: Source) -> Trainer.Conf
         raise source.error(
             ("job", "config"), f'[job] config = "{job.config}" is not the config of a torchtitan Trainer'
         )
+    if config.model_spec is not None and config.model_spec.name in GONE_MODELS:
+        gone = GONE_MODELS[config.model_spec.name]
+        raise source.error(("job", "config"), f'[job] config = "{job.config}": {gone}')
     return config
 
 

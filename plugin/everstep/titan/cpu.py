@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -26,7 +27,7 @@ def replace(owner: Any, name: str, value: Any) -> None:
 
 
 def stand_in() -> None:
-    """Make `torch.cpu` answer as a torchtitan device module. Idempotent."""
+    """Make `torch.cpu` answer as a torchtitan device module, and Gloo take what torchtitan sends. Idempotent."""
     import torch._utils
 
     replace(torch._utils, "_get_available_device_type", lambda: "cpu")
@@ -43,6 +44,29 @@ def stand_in() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cpu, name, answer)
+    torch.distributed.all_to_all = all_to_all
+
+
+def all_to_all(
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    group: Any = None,
+    async_op: bool = False,
+) -> None:
+    """`torch.distributed.all_to_all` over Gloo, whose own wants all parts to be of one size. Experts get as many tokens
+    as their router gives them.
+
+    Args:
+        output_tensor_list, input_tensor_list: by rank, alike but for their first dimension.
+        group, async_op: as there; it has to be done when this returns.
+    """
+    assert not async_op
+    received = torch.empty_like(torch.cat(output_tensor_list))
+    sizes = [len(part) for part in output_tensor_list]
+    sent = [len(part) for part in input_tensor_list]
+    torch.distributed.all_to_all_single(received, torch.cat(input_tensor_list), sizes, sent, group=group)
+    for part, piece in zip(output_tensor_list, received.split(sizes), strict=True):
+        part.copy_(piece)
 
 
 def sum_only_collectives(model_parts: list[torch.nn.Module]) -> None:
@@ -55,6 +79,24 @@ def sum_only_collectives(model_parts: list[torch.nn.Module]) -> None:
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
+
+
+def prepare(config: Any) -> None:
+    """Give a trainer config's model an attention that a CPU trains, in place.
+
+    Where a mask says no more than "causal" that is scaled dot product attention, which CPUs have a kernel of. Models
+    with windows or sinks, and rows that are split among ranks, keep their masks: they are computed as matrices.
+    """
+    from torchtitan.models.common.decoder import Decoder
+
+    model = config.model_spec.model
+    masks = getattr(type(model)._owner, "get_attention_masks", None)
+    if masks is Decoder.get_attention_masks and config.parallelism.context_parallel_degree == 1:
+        use_plain_attention(model)
+    else:
+        from everstep.titan.cpu_attention import keep_masks
+
+        keep_masks(model)
 
 
 def use_plain_attention(model_config) -> None:

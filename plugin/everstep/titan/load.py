@@ -58,6 +58,8 @@ def load_config(
     config = config_from_source(source, config_class, allow_dropped=allow_dropped, warnings=warnings)
     if overrides:
         config = _override(config, overrides)
+    if told := _replicas_as_groups(config):
+        _tell(f"{source.file}: {told}", warnings)
     if check:
         for problem in problems(config):
             raise source.error(problem.key, problem.message)
@@ -70,11 +72,7 @@ def config_from_source(
 ) -> C:
     """As `load_config`, for a document already parsed and without checks across sections."""
     if dropped := translate(source, allow_dropped=allow_dropped):
-        warning = dropped_warning(source, dropped)
-        if warnings is None:
-            logger.warning(warning)
-        else:
-            warnings.append(warning)
+        _tell(dropped_warning(source, dropped), warnings)
     job = Job()
     assign_table(job, _section(source, "job"), source, ("job",))
     base = base_config(job, source)
@@ -87,6 +85,28 @@ def config_from_source(
     if config.debug.seed is None:
         config.debug.seed = 0
     return config
+
+
+def _tell(warning: str, warnings: list[str] | None) -> None:
+    if warnings is None:
+        logger.warning(warning)
+    else:
+        warnings.append(warning)
+
+
+def _replicas_as_groups(config: Any) -> str:
+    """Make torchtitan's replicas replica groups, in place, where the number of groups is said; what to tell about it.
+
+    Each group is one replica then, and the global batch what torchtitan would have given all of them.
+    """
+    parallelism, training, ft = config.parallelism, config.training, config.fault_tolerance
+    replicas = parallelism.data_parallel_replicate_degree
+    if not ft.enable or replicas < 2 or ft.groups < 2:
+        return ""
+    parallelism.data_parallel_replicate_degree = 1
+    if training.global_batch_size < 0 and parallelism.data_parallel_shard_degree > 0:
+        training.global_batch_size = training.local_batch_size * parallelism.data_parallel_shard_degree * replicas
+    return f"data_parallel_replicate_degree = {replicas}: the replicas are {ft.groups} replica groups, one each"
 
 
 def _sections_by_key(config: Any) -> dict[str, str]:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan import trainer as titan
 from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.metrics import BaseLogger
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.tools.logging import logger
@@ -54,6 +55,24 @@ from everstep.titan.worker_faults import WorkerFaults
 
 OPTIMIZER_SLOT = -1
 HISTORY = "history"
+WHOLE_BACKWARDS = ("1F1B", "GPipe", "Interleaved1F1B")
+"""Pipeline schedules whose backwards are autograd's own."""
+VALIDATION_LOSS = "validation_metrics/loss"
+"""torchtitan's name of it."""
+
+
+class KeptMetrics(BaseLogger):
+    """Where torchtitan's metrics go: the trainer takes them from here into its events, of which the curves are drawn.
+
+    Attributes:
+        metrics: what was logged last, by torchtitan's names.
+    """
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.metrics = metrics
 
 
 class HostClock:
@@ -105,12 +124,13 @@ class EverstepTrainer(SlotTrainer):
             assert config.model_spec is not None
             check = config.attention_check
             if not check.enable or check.path != "explicit":  # which brings an attention of its own
-                cpu.use_plain_attention(config.model_spec.model)
+                cpu.prepare(config)
         attention.apply(config, config.attention_check)
         if config.fault_tolerance.enable:
             # Curves are drawn from the run's events, by one process for all groups: report/scalars.py.
             config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
             config.checkpoint = of_run(config.checkpoint, from_snapshots=config.snapshot.enable)
+            config.comm.save_traces_folder += f"/group-{config.fault_tolerance.group_id}"
             os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise
             self._open_run(config)
         super().__init__(config)
@@ -178,7 +198,7 @@ class EverstepTrainer(SlotTrainer):
         self.source = self.dataloader
         assert config.model_spec is not None
         self.source.require_vocab(decoder_vocab_size(config.model_spec))
-        self.source.open_slots(self.slots, self.dp_rank, dp_size)
+        self.source.open_slots(self.slots * self.num_pipeline_parallel_microbatches, self.dp_rank, dp_size)
         self.tokens_per_step = config.training.local_batch_size * config.training.seq_len * dp_size * self.slots
         self.state = TrainingState(self.model_parts, self.optimizers, self.lr_schedulers, self)
         if self.snapshots is not None:
@@ -190,7 +210,10 @@ class EverstepTrainer(SlotTrainer):
             (p for part in self.model_parts for p in part.parameters() if p.requires_grad),
             int(ft.bucket_mb * 2**20),
             self._streams,
+            hooks=self._backward_runs_hooks(),
         )
+        self._kept_metrics = KeptMetrics()
+        self.metrics_processor.logger = self._kept_metrics
         self.history = 0
         self._loads_history = True
         self._commits = 0
@@ -200,12 +223,25 @@ class EverstepTrainer(SlotTrainer):
         patience = timedelta(seconds=ft.heal_timeout_s)
         self._door = Door(self._host, self._token, patience, self._whose(config), ft.encrypt)
 
+    def _backward_runs_hooks(self) -> bool:
+        """Whether a gradient's hook runs each time something is added to it. A replayed CUDA graph runs none, and one
+        that is recorded must not start sums; a schedule that computes weights' gradients apart from the others' adds
+        them without."""
+        if not self.parallel_dims.pp_enabled:
+            return self.fwd_bwd_fn == self._forward_backward_body
+        parallelism = self.config.parallelism
+        return (
+            parallelism.pipeline_parallel_schedule in WHOLE_BACKWARDS and not parallelism.pipeline_parallel_schedule_csv
+        )
+
     def train(self) -> None:
         if not self.config.fault_tolerance.enable:
             super().train()
             return
         driver, membership = self._join_run()
-        with self.config.profiler.build(global_step=self.step, base_folder=self.config.dump_folder) as profiler:
+        with self.config.profiler.build(
+            global_step=self.step, base_folder=self.config.dump_folder, leaf_folder=f"group-{self._ft.group_id}"
+        ) as profiler:
             self._profiler = profiler
             end = driver.run()
         if end is End.FENCED:
@@ -373,7 +409,7 @@ class EverstepTrainer(SlotTrainer):
             # Every group sees the same, and would again after a restart.
             raise SystemExit(HOPELESS_EXIT)
         self._reducer.assign(self.nominal_tokens / tokens)
-        self.assign_expert_loads(commit.extra)
+        self.assign_extra(commit.extra)
         torch.manual_seed(slot_seed(self.seed, commit.step, OPTIMIZER_SLOT, self.dp_rank))
         grad_norm = dist_utils.clip_grad_norm_(
             [p for part in self.model_parts for p in part.parameters()],
@@ -412,24 +448,42 @@ class EverstepTrainer(SlotTrainer):
             history=f"{commit.history:x}",
             parent=f"{commit.parent:x}",
             coverage_ok=commit.once,
+            metrics=self._measure(commit, mean_loss, float(grad_norm), lr_metrics),
         )
-        if self.metrics_processor.should_log(self.step):
-            counted = commit.tokens > 0
-            worst = float((commit.loss[counted] / commit.tokens[counted]).max())
-            extra = {"n_tokens_seen": self.ntokens_seen, **lr_metrics}
-            self.metrics_processor.data_loading_times.append(0.0)
-            self.metrics_processor.log(self.step, mean_loss, worst, float(grad_norm), extra_metrics=extra)
         if commit.saver == self._ft.group_id and self.should_continue_training() and not commit.all_leave:
             self._save()
         if config.validator.enable and self.validator.should_validate(self.step):
-            self.files.beat("validate", self.step)
-            self.validator.validate(self.model_parts, self.step)
+            self._validate(tell=commit.saver == self._ft.group_id)
         self._commits += 1
         self._profiler.step()
         if self._commits == 1:
             dist_utils.set_pg_timeouts(
                 timeout=timedelta(seconds=config.comm.train_timeout_seconds), parallel_dims=self.parallel_dims
             )
+
+    def _measure(
+        self, commit: Commit, mean_loss: float, grad_norm: float, lr_metrics: dict[str, float]
+    ) -> dict[str, float]:
+        """What torchtitan measures of this rank, by torchtitan's names, at the steps at which it would log it; its line
+        goes to the rank's log."""
+        if not self.metrics_processor.should_log(self.step):
+            return {}
+        counted = commit.tokens > 0
+        worst = float((commit.loss[counted] / commit.tokens[counted]).max())
+        extra = {"n_tokens_seen": self.ntokens_seen, **lr_metrics}
+        self.metrics_processor.data_loading_times.append(0.0)
+        self.metrics_processor.log(self.step, mean_loss, worst, grad_norm, extra_metrics=extra)
+        return {name: float(value) for name, value in self._kept_metrics.metrics.items()}
+
+    def _validate(self, *, tell: bool) -> None:
+        """Every group validates, for the others would wait for one; one group `tell`s what came out."""
+        self.files.beat("validate", self.step)
+        self.validator.validate(self.model_parts, self.step)
+        knows = dist.get_rank() == private.metrics_rank(
+            parallel_dims=self.parallel_dims, pp_schedule=self.config.parallelism.pipeline_parallel_schedule
+        )
+        if tell and knows:
+            self.events.emit("validation", self.step, loss=self._kept_metrics.metrics[VALIDATION_LOSS])
 
     def _checkpoint_from_memory(self, commit: Commit) -> bool:
         """Whether a checkpoint is due that is written from the snapshots; the same in all groups."""

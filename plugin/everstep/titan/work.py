@@ -64,6 +64,7 @@ class SlotTrainer(titan.Trainer):
             if name.endswith(private.EXPERT_LOADS)
         ]
         """Tokens each expert got, summed over slots like a gradient; torchtitan's balancing reads them."""
+        self.trainable = [p for part in self.model_parts for p in part.parameters() if p.requires_grad]
 
     @property
     def may_refuse(self) -> bool:
@@ -73,24 +74,37 @@ class SlotTrainer(titan.Trainer):
         torch.manual_seed(slot_seed(self.seed, step, slot, self.dp_rank))
         self.files.computes(step, slot)
         begin = time.perf_counter()
-        batch = self._fetch(step, slot)
-        if batch is None:
+        batches = self._fetch(step, slot)
+        if not batches:
             raise OutOfData
-        inputs, labels = batch
         self.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
-        valid = int((labels != IGNORE_INDEX).sum())
-        device = self.device
-        inputs = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+        tokens = sum(labels.numel() for _, labels in batches)
+        valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in batches)
+        inputs, labels = zip(*(self._on_device(batch) for batch in batches), strict=True)
         seen, loads = self.ntokens_seen, [load.clone() for load in self.expert_loads] if self.may_refuse else []
         if self.checks is not None:
             self.checks.begin(step, slot)
-        loss = self.forward_backward_step(input_dict=inputs, labels=labels.to(device), global_valid_tokens=self._scale)
-        self.metrics_processor.ntokens_since_last_log += labels.numel()
+        pipelined = self.parallel_dims.pp_enabled
+        loss = self.forward_backward_step(
+            input_dict=list(inputs) if pipelined else inputs[0],
+            labels=list(labels) if pipelined else labels[0],
+            global_valid_tokens=self._scale,
+        )
+        self.metrics_processor.ntokens_since_last_log += tokens
         self.ntokens_seen = seen  # counts committed slots only
         if self.checks is not None:
             self._judge(self.checks, step, slot, loads)
         self._slot_tokens[slot] = valid
-        self._slot_losses[slot] = loss.detach().to(torch.float64) * self.nominal_tokens
+        # Of a pipeline's stages only the last one knows the loss; the others give -1.
+        known = not pipelined or self.pp_has_last_stage
+        self._slot_losses[slot] = loss.detach().to(torch.float64) * (self.nominal_tokens if known else 0.0)
+
+    def _on_device(self, batch: Batch) -> Batch:
+        inputs, labels = batch
+        moved = {
+            key: value.to(self.device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()
+        }
+        return moved, labels.to(self.device)
 
     def _judge(self, checks: Checks, step: int, slot: int, loads: list[torch.Tensor]) -> None:
         """Report what the attention checks saw. Raises SlotRefused if some rank of the group has what is not repaired,
@@ -117,14 +131,16 @@ class SlotTrainer(titan.Trainer):
             load.copy_(before)
         raise SlotRefused("attention findings that were not repaired, on this rank or another of the group")
 
-    def _fetch(self, step: int, slot: int) -> Batch | None:
-        """The slot's batch, or None on all ranks of the group if one of them has none."""
+    def _fetch(self, step: int, slot: int) -> list[Batch]:
+        """The slot's batches, one for each microbatch of a pipeline; none on all ranks of the group if one of them has
+        too few."""
+        size = self.num_pipeline_parallel_microbatches
         try:
-            batch = self.source.microbatch(step, slot)
+            batches = [self.source.microbatch(step, slot * size + part) for part in range(size)]
         except DataloaderExhaustedError:
-            batch = None
+            batches = []
         endless = not isinstance(self.source, SlotStreams)
-        return batch if endless or all_in_group(batch is not None) else None
+        return batches if endless or all_in_group(bool(batches)) else []
 
     def results(self) -> SlotSums:
         device, dims = self.device, self.parallel_dims
@@ -138,9 +154,14 @@ class SlotTrainer(titan.Trainer):
             tokens = dist_utils.dist_sum_tensor(tokens.to(device), dims.get_mesh("batch"))
         if dims.dp_cp_enabled:
             loss = dist_utils.dist_sum_tensor(loss, dims.get_mesh("loss"))
-        extra = torch.cat([local(load).flatten().double().cpu() for load in self.expert_loads] or [torch.zeros(0)])
-        extra = torch.cat([extra.double(), self._word()])
-        return SlotSums(tokens.cpu(), loss.cpu(), extra, frozenset(self._slot_tokens))
+        if dims.pp_enabled:
+            loss = dist_utils.dist_sum_tensor(loss, dims.get_mesh("pp"))
+        computed = bool(self._slot_tokens)
+        reached = torch.tensor([computed and p.grad is not None for p in self.trainable], dtype=torch.float64)
+        loads = [local(load).flatten().double().cpu() for load in self.expert_loads]
+        return SlotSums(
+            tokens.cpu(), loss.cpu(), torch.cat([*loads, reached, self._word()]), frozenset(self._slot_tokens)
+        )
 
     def _word(self) -> torch.Tensor:
         """What this group says of its snapshots, in a vector with a place for each group; a collective of the group."""
@@ -152,7 +173,7 @@ class SlotTrainer(titan.Trainer):
 
     def words(self, extra: torch.Tensor) -> dict[int, int]:
         """By group what it said of its snapshots, out of a commit's sums."""
-        said = extra[sum(local(load).numel() for load in self.expert_loads) :]
+        said = extra[sum(local(load).numel() for load in self.expert_loads) + len(self.trainable) :]
         return {group: round(word) for group, word in enumerate(said.tolist())}
 
     def discard(self) -> None:
@@ -160,13 +181,20 @@ class SlotTrainer(titan.Trainer):
         self._slot_losses.clear()
         for load in self.expert_loads:
             local(load).zero_()
-        self.optimizers.zero_grad()
+        # A CUDA graph adds to the memory that it was recorded with.
+        self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
 
-    def assign_expert_loads(self, loads: torch.Tensor) -> None:
-        """Put the loads of the whole global batch where torchtitan's balancing reads them."""
+    def assign_extra(self, extra: torch.Tensor) -> None:
+        """Put the loads of the whole global batch where torchtitan's balancing reads them, and take the gradients away
+        of parameters that no slot of any group reached: torchtitan's optimizers leave those as they are, without weight
+        decay."""
         sizes = [local(load).numel() for load in self.expert_loads]
-        for load, part in zip(self.expert_loads, loads[: sum(sizes)].split(sizes), strict=True):
+        for load, part in zip(self.expert_loads, extra[: sum(sizes)].split(sizes), strict=True):
             local(load).copy_(part.view_as(local(load)))
+        reached = extra[sum(sizes) : sum(sizes) + len(self.trainable)].tolist()
+        for param, groups in zip(self.trainable, reached, strict=True):
+            if groups == 0:
+                param.grad = None
 
     def notes(self, step: int) -> bytes | None:
         """Where this group's dataloader streams stand, so that any group can adopt them."""

@@ -1,0 +1,49 @@
+"""What a config asks of a GPU, said before the start on a machine that has none."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torchtitan.models.common import dist_gemm, token_dispatcher
+
+from everstep.config.checks import Problem
+
+_KERNELS = {
+    "torchtitan.overrides.fused_swiglu": "Triton",
+    "torchtitan.overrides.fused_mla": "Triton",
+    "torchtitan.overrides.helion_rope": "Helion",
+}
+"""torchtitan's overrides that are kernels for GPUs, and what they are written in."""
+
+_MODULES = {
+    token_dispatcher.DeepEPTokenDispatcher.Config: "which writes to other GPUs' memory",
+    token_dispatcher.HybridEPTokenDispatcher.Config: "which writes to other GPUs' memory",
+    token_dispatcher.MinimalAsyncEPTokenDispatcher.Config: "which writes to other GPUs' memory",
+    dist_gemm.AllGatherFusedQKVLinear.Config: "a product that is fused with its communication",
+}
+"""Modules of torchtitan's models that only GPUs can carry out, and what they do."""
+
+
+def needs_gpu(config: Any) -> Iterator[Problem]:
+    """Every setting of a trainer config that only a GPU can carry out."""
+    for item in config.override.imports:
+        name = item if isinstance(item, str) else item[0]
+        if kernel := _KERNELS.get(name.rpartition(".")[0]):
+            yield _problem("override", "imports", name, f"it is a {kernel} kernel")
+    if config.optimizer.implementation == "fused_opt_states_bf16":
+        why = "its kernel for states in bfloat16 beside parameters in float32 is CUDA's"
+        yield _problem("optimizer", "implementation", config.optimizer.implementation, why)
+    if config.compile.enable and config.compile.enable_async_tensor_parallel:
+        yield _problem("compile", "enable_async_tensor_parallel", True, "it writes to other GPUs' symmetric memory")
+    if config.parallelism.enable_fsdp_symm_mem:
+        yield _problem("parallelism", "enable_fsdp_symm_mem", True, "symmetric memory is memory of GPUs")
+    model = config.model_spec.model
+    for kind, what in _MODULES.items():
+        if next(iter(model.traverse(kind)), None):
+            name = kind.__qualname__.partition(".")[0]
+            message = f"the model of [job] config has {name}, {what}: it needs a GPU, and there is none here"
+            yield Problem(("job", "config"), message)
+
+
+def _problem(section: str, key: str, value: Any, why: str) -> Problem:
+    shown = str(value).lower() if isinstance(value, bool) else f'"{value}"'
+    return Problem((section, key), f"[{section}] {key} = {shown} needs a GPU, and there is none here: {why}")

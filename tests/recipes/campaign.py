@@ -1,0 +1,233 @@
+"""Runs torchtitan's recipes with replica groups on a CPU, kills one rank in mid-step, and compares the losses.
+
+    python tests/recipes/campaign.py [TEXT ...] [--again | --missing] [--budget SECONDS] [--keep FOLDER] [--table]
+
+TEXT: only recipes whose name has one of these in it. What comes out is kept by recipe in results.json beside this
+file; docs/recipes.md is made from it (--table).
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import catalog  # noqa: E402
+from assets import write_assets  # noqa: E402
+from everstep.run.events import read_events  # noqa: E402
+
+RESULTS = HERE / "results.json"
+TABLE = HERE.parents[1] / "docs" / "recipes.md"
+BEGIN, END = "<!-- made by tests/recipes/campaign.py --table -->", "<!-- end -->"
+LOSS_TOLERANCE = 1e-5
+"""Promised is 1e-4. What differs by more than roundings do is found at a tenth of it."""
+
+
+class Server:
+    """`recipe_server.py`, started with the first question."""
+
+    def __init__(self, log):
+        self._log, self._process = log, None
+
+    def ask(self, **request):
+        if self._process is None:
+            paths = os.pathsep.join([str(HERE), *sys.path])
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE / "recipe_server.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log.open("ab"),
+                text=True,
+                env=os.environ
+                | {
+                    "PYTHONPATH": paths,
+                    "OMP_NUM_THREADS": "1",
+                    "HF_HUB_OFFLINE": "1",
+                    "RUNNER_TEMP": str(self._log.parent),  # where torchtitan's recipe looks for catalog.HF_CHECKPOINT
+                    "HF_HOME": str(self._log.parent / "hf"),
+                },
+                cwd=self._log.parent,
+            )
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def end(self):
+        if self._process is not None:
+            self._process.stdin.close()
+            self._process.wait()
+
+
+def _in_groups(server, recipe, folder, steps, kill):
+    config = folder / f"{recipe.name}.toml"
+    config.write_text(recipe.toml(fault_tolerant=True, steps=steps))
+    run = str(folder / "run")
+    return server.ask(
+        kind="groups", config=str(config), ranks=recipe.ranks, groups=recipe.groups, folder=run, kill=kill
+    )
+
+
+def survive(server, recipe, folder):
+    """The recipe in groups, with a kill: its losses by step; how it was refused; what went wrong."""
+    kill = f"{recipe.groups - 1}/{recipe.ranks - 1}"
+    if first := catalog.FIRST_RUN.get(recipe.name):
+        before = _in_groups(
+            server,
+            catalog.Recipe(**server.ask(kind="recipe", suite=recipe.suite, name=first)),
+            folder,
+            catalog.HALF_WAY,
+            "",
+        )
+        if before.get("status") != 0:
+            return {}, before.get("refused", ""), f"the run that it loads failed: {_why(before, folder)}"
+        shutil.rmtree(folder / "run" / "events")
+        if (written := folder / "run" / "hf_checkpoint" / f"step-{catalog.HALF_WAY}").exists():
+            shutil.copytree(written, folder.parent / catalog.HF_CHECKPOINT, dirs_exist_ok=True)
+        (folder / "run" / "config.toml").unlink()
+        (folder / "run" / "state" / "finished.json").unlink()
+    answer = _in_groups(server, recipe, folder, catalog.STEPS, kill)
+    if "refused" in answer:
+        return {}, answer["refused"].replace(f"{folder}/", ""), ""
+    if answer.get("status") != 0:
+        return {}, "", _why(answer, folder)
+    events = list(read_events(folder / "run"))
+    commits = [e for e in events if e["kind"] == "commit" and not e.get("rank")]
+    if not all(e["coverage_ok"] for e in commits):
+        return {}, "", "a slot was missing or twice in a step"
+    killed = [e for e in events if e["kind"] == "workers_died" and "SIGKILL" in e.get("reason", "")]
+    healed = [e for e in events if e["kind"] == "heal" and e["group"] == recipe.groups - 1]
+    if not killed or not healed:
+        return {}, "", "nobody was killed" if not killed else "who was killed did not heal"
+    return {str(e["step"]): e["loss"] for e in commits}, "", ""
+
+
+def _why(answer, folder):
+    """The error that a run in groups ended with."""
+    from_log = sorted((folder / "run" / "logs").glob("group-*/rank-*.log"), key=lambda path: path.stat().st_mtime)
+    for log in from_log:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line and "rror: " in line]
+        if lines:
+            return lines[-1].strip()[:400]
+    return answer.get("error") or f"ended with status {answer.get('status')}"
+
+
+def alone(server, recipe, folder):
+    """What torchtitan's own trainer makes of it: {losses} or {error}."""
+    first = catalog.FIRST_RUN.get(recipe.name)
+    if first and "hf_" not in first:  # whose checkpoint is where the groups' run left it
+        before = catalog.Recipe(**server.ask(kind="recipe", suite=recipe.suite, name=first))
+        found = _alone(server, before, folder, catalog.HALF_WAY)
+        if "error" in found:
+            return found
+    return _alone(server, recipe, folder, catalog.STEPS)
+
+
+def _alone(server, recipe, folder, steps):
+    config, place = folder / f"alone-{recipe.name}.toml", folder / "alone"
+    config.write_text(recipe.toml(fault_tolerant=False, steps=steps))
+    place.mkdir(exist_ok=True)
+    return server.ask(kind="alone", config=str(config), ranks=recipe.ranks * recipe.replicas, folder=str(place))
+
+
+def compare(server, recipe, folder):
+    """What comes of a recipe: result, why, losses of both runs, the largest difference."""
+    begun = time.monotonic()
+    losses, refused, failed = survive(server, recipe, folder)
+    found = {"what": recipe.what, "groups": recipe.groups, "ranks": recipe.ranks, "losses": losses}
+    if refused or failed:
+        found |= {"result": "refused" if refused else "fails", "why": refused or failed}
+        return found | {"took_s": round(time.monotonic() - begun, 1)}
+    theirs = alone(server, recipe, folder)
+    found["took_s"] = round(time.monotonic() - begun, 1)
+    if "error" in theirs:
+        return found | {"result": "fails", "why": f"torchtitan alone: {theirs['error']}"}
+    steps = {int(step) for step in losses}
+    delta = max(abs(theirs["losses"].get(step, float("inf")) - loss) for step, loss in losses.items())
+    why = "" if delta <= LOSS_TOLERANCE else f"losses differ by {delta:.1g}"
+    if max(steps) != catalog.STEPS:
+        why = f"it ended at step {max(steps)}"
+    return found | {"delta": delta, "alone": theirs["losses"], "result": "fails" if why else "passes", "why": why}
+
+
+def results():
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def table(recipes):
+    """docs/recipes.md's table of recipes by name, out of the results."""
+    found = results()
+    said = {key: verdict(found[key]) if key in found else "not run" for key in recipes}
+    counts = Counter(word.partition(":")[0].partition(" (")[0] for word in said.values())
+    total = ", ".join(f"{count} {word}" for word, count in counts.most_common())
+    head = [f"{len(recipes)} recipes: {total}.", "", "| recipe | what | result |", "|---|---|---|"]
+    return "\n".join([*head, *(f"| `{key}` | {recipe.what} | {said[key]} |" for key, recipe in recipes.items())])
+
+
+def verdict(known):
+    """passes / refused: why / needs a GPU: why / fails: why."""
+    if known["result"] == "passes":
+        return f"passes ({known['delta']:.0e})"
+    why = re.sub(r"^\S+\.toml(:\d+)?: ", "", known["why"]).replace("|", "\\|")
+    if "needs a GPU, and there is none here" in why:
+        return f"needs a GPU: {why.replace(' needs a GPU, and there is none here', '')}"
+    return f"{known['result']}: {why}"
+
+
+def write_table(recipes):
+    """Put the table between docs/recipes.md's two marks."""
+    head, _, rest = TABLE.read_text().partition(BEGIN)
+    TABLE.write_text(f"{head}{BEGIN}\n\n{table(recipes)}\n\n{END}{rest.partition(END)[2]}")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("only", nargs="*", default=[])
+    parser.add_argument("--again", action="store_true", help="also recipes that passed")
+    parser.add_argument("--missing", action="store_true", help="only recipes without a result")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="begin no recipe after so many seconds")
+    parser.add_argument("--keep", type=Path, help="keep what runs wrote in this folder")
+    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
+    options = parser.parse_args()
+    begun = time.monotonic()
+    scratch = options.keep or Path(tempfile.mkdtemp(prefix="recipes-"))
+    scratch.mkdir(exist_ok=True, parents=True)
+    write_assets(scratch)
+    server = Server(scratch / "server.log")
+    recipes = {}
+    for key in server.ask(kind="names"):
+        suite, _, name = key.partition(".")
+        recipes[key] = catalog.Recipe(**server.ask(kind="recipe", suite=suite, name=name))
+    if options.table:
+        write_table(recipes)
+        recipes = {}
+    # In the order that was asked for; else the quick ones first: compilation takes minutes, many ranks share the cores.
+    asked = [key for text in options.only for key in recipes if text in key]
+    for key in dict.fromkeys(asked or sorted(recipes, key=lambda key: ("compile" in key, recipes[key].ranks))):
+        recipe = recipes[key]
+        known = results().get(key)
+        if known and (options.missing or (known["result"] == "passes" and not options.again)):
+            continue
+        if time.monotonic() - begun > options.budget:
+            break
+        folder = scratch / recipe.name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        found = compare(server, recipe, folder)
+        print(f"{key}: {found['result']} {found['why'][:400]} {found.get('delta', '')} {found['took_s']} s", flush=True)
+        RESULTS.write_text(json.dumps(results() | {key: found}, indent=1) + "\n")
+    server.end()
+    if options.keep is None:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""torchtitan's own recipes (`torchtitan_recipes.tests`), and the smallest run of each that keeps what it is about.
+
+Only sizes are changed: layers, steps, rows, tokens a row, and float32 instead of bfloat16, whose roundings show the
+order of a sum. Degrees of parallelism, schedules, optimizers, overrides and compilation are the recipe's.
+"""
+
+import importlib
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+PACKAGE = "torchtitan_recipes.tests"
+SUITES = ("features", "models", "h100", "flux")
+STEPS = 5
+HALF_WAY = 3
+"""The step at which the first of two runs ends, of recipes that load a checkpoint."""
+
+FIRST_RUN = {
+    "llama3_debugmodel_full_checkpoint_load": "llama3_debugmodel_full_checkpoint_save",
+    "llama3_debugmodel_fsdp2_tp2_pp2_load": "llama3_debugmodel_fsdp2_tp2_pp2_save",
+    "llama3_debugmodel_optional_checkpoint_load_tp2": "llama3_debugmodel_optional_checkpoint_save",
+    "llama3_debugmodel_hf_checkpoint_load": "llama3_debugmodel_hf_checkpoint_save",
+}
+"""Recipes that load what another one has written."""
+
+HF_CHECKPOINT = "artifacts-to-be-uploaded/model_only_hf_checkpoint/hf_checkpoint/step-10"
+"""Where the recipe that loads Hugging Face's format looks, below RUNNER_TEMP."""
+
+FAULT_TOLERANCE = {
+    "enable": True,
+    "heartbeat_timeout_s": 4.0,
+    "connect_timeout_s": 10.0,
+    "reduce_timeout_s": 60.0,
+    "join_timeout_s": 20.0,
+    "heal_timeout_s": 60.0,
+    "quorum_timeout_s": 70.0,
+    "stall_timeout_s": 90.0,
+    "startup_timeout_s": 500.0,
+    "audit_interval": 2,
+}
+"""Long waits: several runs of eight ranks share two cores."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One recipe, as it can be run here.
+
+    Attributes:
+        suite, name: where torchtitan has it.
+        what: its parallelism and what else is particular, for a table.
+        groups, ranks: replica groups of the fault-tolerant run, and the ranks of each.
+        replicas: how many replicas torchtitan's own run has.
+        sections: what is laid over the recipe.
+    """
+
+    suite: str
+    name: str
+    what: str = ""
+    groups: int = 2
+    ranks: int = 1
+    replicas: int = 1
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def toml(self, *, fault_tolerant: bool, steps: int = STEPS) -> str:
+        """The config file of a run of it."""
+        table = {"job": {"module": "shallow", "config": f"{self.suite}__{self.name}"}, **self.sections}
+        table["training"] = {**table.get("training", {}), "steps": steps}
+        if fault_tolerant:
+            # All groups take part in every step: who was killed has to heal before the others go on.
+            table["fault_tolerance"] = {**FAULT_TOLERANCE, "min_groups": self.groups}
+            table["fault_tolerance"]["groups"] = self.groups
+        lines = []
+        for name, keys in table.items():
+            lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in keys.items())]
+        return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+
+
+def names() -> list[tuple[str, str]]:
+    """(suite, name) of all recipes, in torchtitan's order."""
+    found = []
+    for suite in SUITES:
+        module = importlib.import_module(f"{PACKAGE}.{suite}")
+        found += [
+            (suite, name)
+            for name, function in vars(module).items()
+            if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+        ]
+    return found
+
+
+def original(suite: str, name: str) -> Any:
+    """The config as torchtitan has it."""
+    return getattr(importlib.import_module(f"{PACKAGE}.{suite}"), name)()
+
+
+def load(suite: str, name: str) -> Recipe:
+    """The recipe with what it takes to run it. One whose libraries are missing has its name alone: nobody gets so far
+    as to run it."""
+    try:
+        config = original(suite, name)
+    except (ImportError, ValueError):
+        return Recipe(suite, name)
+    return _sized(suite, name, config)
+
+
+def _sized(suite: str, name: str, config: Any) -> Recipe:
+    parallel = config.parallelism
+    tensor, context, pipeline = (
+        getattr(parallel, f"{kind}_parallel_degree") for kind in ("tensor", "context", "pipeline")
+    )
+    replicas = parallel.data_parallel_replicate_degree
+    shard = parallel.data_parallel_shard_degree
+    if shard == -1:
+        shard = max(1, parallel.expert_parallel_degree // (tensor * context))
+        shard = 2 if shard * tensor * context * pipeline * replicas == 1 else shard
+    groups = replicas if replicas > 1 else 2
+    local = pipeline if pipeline > 1 else 1
+    if parallel.pipeline_parallel_schedule_csv:
+        local = 4  # as many microbatches as the file has
+    slots = 2 * replicas if replicas > 1 else 3  # uneven among two groups; torchtitan's replicas take equal shares
+    sections: dict[str, dict[str, Any]] = {
+        "training": {
+            "seq_len": 128 * context if context > 1 else 32,  # each rank has whole blocks of FlexAttention's mask
+            "local_batch_size": local,
+            "global_batch_size": local * shard * slots,
+            "mixed_precision_param": "float32",
+        },
+        "parallelism": {"data_parallel_shard_degree": shard},
+        "lr_scheduler": {"total_steps": 100},  # a run that ends earlier has the same rates
+        "data": {"source": "stdlib"},
+        "metrics": {"log_freq": 1},
+        "debug": {"seed": 0},
+    }
+    if config.checkpoint.enable:
+        sections["checkpoint"] = {"interval": 2}
+    if type(config.dataloader).__qualname__ == "ChatDataLoader.Config":
+        sections["data"] = {"source": "dataloader"}
+        sections["training"]["seq_len"] = 64  # for a whole conversation
+    if config.validator.enable:
+        sections["validator"] = {"freq": 2, "steps": 1}
+        sections["validator.dataloader"] = {"dataset": "c4_test"}
+    if config.profiler.enable_profiling:
+        sections["profiler"] = {"profile_freq": 4, "profiler_active": 1, "profiler_warmup": 1}
+    return Recipe(
+        suite,
+        name,
+        what=_describe(config, shard),
+        groups=groups,
+        ranks=shard * tensor * context * pipeline,
+        replicas=replicas,
+        sections=sections,
+    )
+
+
+def _describe(config: Any, shard: int) -> str:
+    parallel, words = config.parallelism, [f"{config.model_spec.name}"]
+    degrees = {
+        "replicas": parallel.data_parallel_replicate_degree,
+        "FSDP": shard,
+        "TP": parallel.tensor_parallel_degree,
+        "CP": parallel.context_parallel_degree,
+        "PP": parallel.pipeline_parallel_degree,
+        "EP": parallel.expert_parallel_degree,
+    }
+    words += [f"{kind} {degree}" for kind, degree in degrees.items() if degree > 1]
+    if parallel.pipeline_parallel_degree > 1:
+        words.append("CSV" if parallel.pipeline_parallel_schedule_csv else parallel.pipeline_parallel_schedule)
+    words += ["compiled"] * config.compile.enable + ["checkpoints"] * config.checkpoint.enable
+    words += ["validation"] * config.validator.enable
+    words += [item.rpartition(".")[2] if isinstance(item, str) else str(item) for item in config.override.imports]
+    return ", ".join(words)

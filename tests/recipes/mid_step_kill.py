@@ -1,0 +1,42 @@
+"""A worker's entry that kills one rank, once, in the middle of a backward."""
+
+import os
+import signal
+
+STEP = 2
+GRADIENTS = 3
+"""How many gradients of the slot are there when it dies."""
+
+
+def main(argv):
+    """`everstep.train.main`; the first incarnation of rank EVERSTEP_TEST_KILL = "group/rank" dies in step STEP."""
+    from everstep import train
+    from everstep.titan.trainer import EverstepTrainer
+
+    group = argv[argv.index("--fault_tolerance.group_id") + 1]
+    if (
+        os.environ["EVERSTEP_TEST_KILL"] == f"{group}/{os.environ['RANK']}"
+        and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    ):
+        compute = EverstepTrainer.compute
+
+        def dies(trainer, step, slot):
+            if step < STEP:
+                compute(trainer, step, slot)
+                return
+            seen = []
+
+            def on_gradient(param):
+                seen.append(param)
+                if len(seen) == GRADIENTS:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            for part in trainer.model_parts:
+                for param in part.parameters():
+                    if param.requires_grad:
+                        param.register_post_accumulate_grad_hook(on_gradient)
+            compute(trainer, step, slot)
+            os.kill(os.getpid(), signal.SIGKILL)  # a schedule that runs no hooks
+
+        EverstepTrainer.compute = dies
+    train.main(argv)

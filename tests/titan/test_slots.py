@@ -1,0 +1,53 @@
+"""What a group says of its slots beside the gradients, and what the commit makes of all groups' words."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from everstep.titan.work import SlotTrainer
+
+HERE = SimpleNamespace(dp_enabled=False, dp_cp_enabled=False, pp_enabled=False)
+
+
+@pytest.fixture
+def group():
+    """Makes a trainer of one expert layer and three parameters, with gradients for some of them."""
+
+    def make(loads, gradients, slots=(0,)):
+        trainer = SlotTrainer.__new__(SlotTrainer)
+        trainer.device, trainer.parallel_dims, trainer.snapshots = torch.device("cpu"), HERE, None
+        trainer.slots = 2
+        trainer._slot_tokens = dict.fromkeys(slots, 10)
+        trainer._slot_losses = {slot: torch.tensor(2.5) for slot in slots}
+        trainer.expert_loads = [torch.tensor(loads)]
+        trainer.trainable = [torch.nn.Parameter(torch.ones(2)) for _ in gradients]
+        for param, has in zip(trainer.trainable, gradients, strict=True):
+            param.grad = torch.ones(2) if has else None
+        return trainer
+
+    return make
+
+
+def test_a_parameter_that_no_slot_of_any_group_reached_has_no_gradient(group):
+    computed, idle = group([3.0, 4.0], [True, True, False]), group([0.0, 0.0], [False, False, False], slots=())
+    sums = [trainer.results() for trainer in (computed, idle)]
+    extra = sums[0].extra + sums[1].extra
+    for trainer in (computed, idle):
+        for param in trainer.trainable:
+            param.grad = torch.zeros(2)  # as the reducer leaves it on every group
+        trainer.assign_extra(extra)
+        assert [param.grad is None for param in trainer.trainable] == [False, False, True]
+        assert trainer.expert_loads[0].tolist() == [3.0, 4.0]
+
+
+def test_old_gradients_of_a_group_without_slots_say_nothing(group):
+    idle = group([0.0], [True, True, True], slots=())
+    assert idle.results().extra.tolist() == [0.0, 0.0, 0.0, 0.0]
+
+
+def test_only_the_slots_that_were_computed_are_told(group):
+    sums = group([0.0], [True], slots=(1,)).results()
+    assert sums.tokens.tolist() == [0.0, 10.0]
+    assert sums.loss.tolist() == [0.0, 2.5]
+    assert sums.slots == {1}
