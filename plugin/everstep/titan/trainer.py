@@ -45,7 +45,7 @@ from everstep.step.protocol import StepProtocol
 from everstep.step.reduction import GradientReducer
 from everstep.step.streams import streams_of
 from everstep.titan import attention, cpu, private
-from everstep.titan.checkpoints import SnapshotCheckpointManager, from_snapshots
+from everstep.titan.checkpoints import RunCheckpointManager, SnapshotCheckpointManager, of_run
 from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import Snapshots
 from everstep.titan.state import TrainingState, slot_seed
@@ -110,8 +110,7 @@ class EverstepTrainer(SlotTrainer):
         if config.fault_tolerance.enable:
             # Curves are drawn from the run's events, by one process for all groups: report/scalars.py.
             config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
-            if config.snapshot.enable:
-                config.checkpoint = from_snapshots(config.checkpoint)
+            config.checkpoint = of_run(config.checkpoint, from_snapshots=config.snapshot.enable)
             os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise
             self._open_run(config)
         super().__init__(config)
@@ -153,7 +152,14 @@ class EverstepTrainer(SlotTrainer):
         self.snapshots = None
         if config.snapshot.enable:
             self.snapshots = Snapshots(
-                self._run_dir, ft.group_id, ft.groups, self._host, config.snapshot, self._token, self.events
+                self._run_dir,
+                ft.group_id,
+                ft.groups,
+                self._host,
+                config.snapshot,
+                self._token,
+                self.events,
+                ft.encrypt,
             )
 
     def _prepare(self, config: Config) -> None:
@@ -238,6 +244,8 @@ class EverstepTrainer(SlotTrainer):
         )
         sums.warm(store, timedelta(seconds=ft.startup_timeout_s))
         life = ranks.broadcast(uuid.uuid4().hex.encode()).decode()
+        if isinstance(self.checkpointer, RunCheckpointManager) and self.checkpointer.enable:
+            self.checkpointer.write_aside_as(ft.group_id, life)
         membership = None
         if ranks.rank == 0:
             given = ft.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
@@ -247,6 +255,8 @@ class EverstepTrainer(SlotTrainer):
                 token=self._token,
                 find_lighthouse=lambda: published_address(self._run_dir) or given,
                 connect_timeout=timedelta(seconds=ft.quorum_timeout_s),
+                heartbeat_timeout_s=ft.heartbeat_timeout_s,
+                gated=lambda: bool(published_address(self._run_dir)),
             )
         protocol = StepProtocol(
             group=ft.group_id,
