@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from everstep.quorum.communicator import Communicator, why_not
-from everstep.quorum.process_group import RankColumn
+from everstep.quorum.process_group import RankColumn, reach
 from everstep.quorum.watch import PeerWatch
 from everstep.step.interfaces import SumsBroken
 
 HOST, TOKEN = "127.0.0.1", bytes(range(32))
-LONG = timedelta(seconds=20)
+LONG = timedelta(seconds=60)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,9 @@ def test_a_member_that_leaves_while_the_groups_connect_holds_nobody(board, cross
 
 
 def test_a_connection_that_never_ends_is_left_behind_and_broken_if_it_ends(board, crosses, monkeypatch):
-    cross, go_on, broken = crosses(timedelta(seconds=0.5)), threading.Event(), []
+    cross, go_on, broken = crosses(timedelta(seconds=2)), threading.Event(), []
+    # Reached before: that may take longer than the column may wait.
+    cross._keep_store(f"{HOST}:{board.port}", reach(f"{HOST}:{board.port}", LONG))
 
     class Stuck(Communicator):
         def connect(self, key):
@@ -94,6 +96,7 @@ def test_a_connection_that_never_ends_is_left_behind_and_broken_if_it_ends(board
     with pytest.raises(SumsBroken, match="no answer in time"):
         cross.connect(**place(board, "stuck"), rank=0, size=2)
     monkeypatch.setattr(cross, "_make", Communicator)
+    monkeypatch.setattr(cross, "_connect_timeout", LONG)
     assert_they_add(board, "after-stuck", cross, crosses())
     assert broken == [False], "what it waits for is broken when it is left behind"
     go_on.set()

@@ -12,7 +12,7 @@ from everstep.quorum.process_group import RankColumn
 from everstep.step.interfaces import SumsBroken
 from everstep.step.reduction import GradientReducer
 
-WAIT = timedelta(seconds=10)
+WAIT = timedelta(seconds=60)
 SIZES = [3, 500, 7, 1000, 20]
 
 
