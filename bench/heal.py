@@ -1,10 +1,17 @@
-"""Heal transport against raw loopback sockets: same bytes, same number of connections, two processes.
+"""What authentication and encryption of states cost: heals, and what keepers send, with and without; and raw sockets.
 
-    python bench/heal.py [--gb 1.0] [--connections 1 2 4] [--rounds 3] [--json]
+    python bench/heal.py [--gb 1.0] [--connections 1 2 4] [--rounds 3] [--gbit 0 10 25] [--json]
 
-Raw: the source calls `sendall` on the tensors' memory, the joiner `recv_into` into its buffers; nothing is
-checked. Both sides use memory that has been touched before. Prints GB/s (10^9 bytes) as median over rounds,
-alternating.
+Two processes on this machine, the same bytes, the same number of connections, all kinds in turn in every round:
+
+    raw        `sendall` on the tensors' memory, `recv_into` the buffers; nothing is checked
+    unsealed   the heal transport, with records that carry no code: what it would be without authentication
+    heal       the heal transport
+    encrypted  the heal transport with encrypt = true
+    keeper     ranges of a map served in place, as keepers serve buffers; and `keeper unsealed`
+
+`--gbit`: hold the connections together to that rate, as a network would (SO_MAX_PACING_RATE); 0 for as fast as memory
+is copied through loopback. Both sides use memory that has been touched before. Prints GB/s (10^9 bytes), medians.
 """
 
 import argparse
@@ -13,30 +20,75 @@ import multiprocessing
 import signal
 import socket
 import statistics
+import struct
 import threading
 import time
 from datetime import timedelta
 
 import torch
 
+from everstep import wire
 from everstep.quorum.heal import HealServer, HealState, fetch
+from everstep.wire import sealing
 
 TOKEN = bytes(range(32))
 TIMEOUT = timedelta(seconds=60)
 TENSORS = 64
+KINDS = ("raw", "unsealed", "heal", "encrypted", "keeper unsealed", "keeper")
+SO_MAX_PACING_RATE = 47
+SEALER = sealing.sealer
+
+
+class Unsealed:
+    """Records as they are, with an empty code."""
+
+    encrypts = False
+
+    def seal(self, head, body):
+        return body, bytes(sealing.TAG_BYTES)
+
+    def open(self, head, body, tag):
+        pass
+
+
+def seal_like(kind: str) -> None:
+    """From now on this process's new connections seal as this kind does."""
+    sealing.sealer = (lambda suite, key: Unsealed()) if "unsealed" in kind else SEALER
 
 
 def make_state(nbytes: int) -> dict[str, torch.Tensor]:
     return {f"layer.{i}": torch.full((nbytes // TENSORS // 4,), float(i)) for i in range(TENSORS)}
 
 
+def views_of(tensors: dict[str, torch.Tensor]) -> list[memoryview]:
+    return [tensor.view(torch.uint8).numpy().data for tensor in tensors.values()]
+
+
+def pace(listener: socket.socket, bytes_per_s: float) -> None:
+    """What it accepts from now on sends no faster."""
+    rate = int(bytes_per_s) if bytes_per_s else 2**64 - 1
+    listener.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("Q", rate))
+
+
 def source(pipe, nbytes: int) -> None:
+    """Serves each kind when told, at the rate that it is told."""
     tensors = make_state(nbytes)
-    views = [t.view(torch.uint8).numpy().data for t in tensors.values()]
-    server = HealServer("127.0.0.1", TOKEN, TIMEOUT)
-    server.serve(1, HealState(tensors=tensors))
+    views = views_of(tensors)
+    held = wire.Pieces(views)
+    state = HealState(tensors=tensors)
+    servers = {encrypt: HealServer("127.0.0.1", TOKEN, TIMEOUT, encrypt=encrypt) for encrypt in (False, True)}
+    for server in servers.values():
+        server.serve(1, state)
+
+    def keep(channel: wire.Channel) -> None:
+        wire.serve_ranges(channel, held)
+
+    keeper = wire.Server("127.0.0.1", TOKEN, keep, TIMEOUT)
     listener = socket.create_server(("127.0.0.1", 0))
-    pipe.send((server.address, listener.getsockname()[1]))
+    listeners = [listener, *(s._door._listener for s in (keeper, servers[False]._server, servers[True]._server))]
+    addresses = {kind: servers[kind == "encrypted"].address for kind in ("unsealed", "heal", "encrypted")}
+    addresses |= {"keeper": keeper.address, "keeper unsealed": keeper.address}
+    pipe.send(addresses | {"raw": f"127.0.0.1:{listener.getsockname()[1]}"})
 
     def raw(connection: socket.socket) -> None:
         part, parts = connection.recv(2)
@@ -44,16 +96,22 @@ def source(pipe, nbytes: int) -> None:
             connection.sendall(view)
         connection.close()
 
+    def accept() -> None:
+        while True:
+            threading.Thread(target=raw, args=(listener.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
     while True:
-        connection, _ = listener.accept()
-        threading.Thread(target=raw, args=(connection,), daemon=True).start()
+        kind, bytes_per_s = pipe.recv()
+        seal_like(kind)
+        for one in listeners:
+            pace(one, bytes_per_s)
+        pipe.send(True)
 
 
-def raw_fetch(port: int, into: dict[str, torch.Tensor], connections: int) -> None:
-    views = [t.view(torch.uint8).numpy().data for t in into.values()]
-
+def raw_fetch(address: str, views: list[memoryview], connections: int) -> None:
     def receive(part: int) -> None:
-        with socket.create_connection(("127.0.0.1", port)) as s:
+        with socket.create_connection(wire.parse_address(address)) as s:
             s.send(bytes([part, connections]))
             for view in views[part::connections]:
                 got = 0
@@ -67,11 +125,28 @@ def raw_fetch(port: int, into: dict[str, torch.Tensor], connections: int) -> Non
         t.join()
 
 
+def keeper_fetch(address: str, sink: wire.Pieces, connections: int) -> None:
+    channels = [wire.connect(address, TOKEN, TIMEOUT) for _ in range(connections)]
+    wire.pull(channels, sink)
+    for channel in channels:
+        channel.close()
+
+
+def take(kind: str, address: str, into: dict[str, torch.Tensor], connections: int) -> None:
+    if kind == "raw":
+        raw_fetch(address, views_of(into), connections)
+    elif "keeper" in kind:
+        keeper_fetch(address, wire.Pieces(views_of(into)), connections)
+    else:
+        fetch(address, TOKEN, 1, into, TIMEOUT, connections, encrypt=kind == "encrypted")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gbit", type=float, nargs="+", default=[0.0], help="Gbit/s of all connections together")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     nbytes = int(args.gb * 1e9) // (TENSORS * 4) * TENSORS * 4
@@ -79,23 +154,29 @@ def main() -> None:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=source, args=(theirs, nbytes), daemon=True)
     process.start()
-    address, port = ours.recv()
+    addresses = ours.recv()
     into = make_state(nbytes)
     rows = []
-    for connections in args.connections:
-        rates: dict[str, list[float]] = {"raw": [], "heal": []}
-        for _ in range(args.rounds):
-            for name in rates:
-                began = time.perf_counter()
-                if name == "raw":
-                    raw_fetch(port, into, connections)
-                else:
-                    fetch(address, TOKEN, 1, into, TIMEOUT, connections)
-                rates[name].append(nbytes / 1e9 / (time.perf_counter() - began))
-        raw, heal = (statistics.median(rates[n]) for n in ("raw", "heal"))
-        rows.append({"gb": nbytes / 1e9, "connections": connections, "raw": raw, "heal": heal, "ratio": heal / raw})
-        if not args.json:
-            print(f"{connections} connections: raw {raw:.2f} GB/s, heal {heal:.2f} GB/s, ratio {heal / raw:.2f}")
+    for gbit in args.gbit:
+        for connections in args.connections:
+            rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
+            for _ in range(args.rounds):
+                for kind in KINDS:
+                    ours.send((kind, gbit * 1e9 / 8 / connections))
+                    ours.recv()
+                    seal_like(kind)
+                    began = time.perf_counter()
+                    take(kind, addresses[kind], into, connections)
+                    rates[kind].append(nbytes / 1e9 / (time.perf_counter() - began))
+            found = {kind: statistics.median(rates[kind]) for kind in KINDS}
+            rows.append({"gb": nbytes / 1e9, "gbit": gbit, "connections": connections} | found)
+            if not args.json:
+                where = f"{gbit:g} Gbit/s" if gbit else "loopback"
+                print(f"{where}, {connections} connections:", end=" ")
+                print(", ".join(f"{kind} {rate:.2f}" for kind, rate in found.items()), "GB/s;", end=" ")
+                print(f"heal/unsealed {found['heal'] / found['unsealed']:.2f},", end=" ")
+                print(f"heal/raw {found['heal'] / found['raw']:.2f},", end=" ")
+                print(f"keeper/unsealed {found['keeper'] / found['keeper unsealed']:.2f}", flush=True)
     if args.json:
         print(json.dumps(rows))
     process.terminate()

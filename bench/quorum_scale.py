@@ -115,6 +115,7 @@ class Group(threading.Thread):
             token=TOKEN,
             find_lighthouse=lambda: self._lighthouse,
             connect_timeout=timedelta(seconds=20),
+            heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
         )
         membership.follow()
         return membership

@@ -94,7 +94,8 @@ class Told:
             self.commit(group, groups, step)
 
     def commit(self, group, groups, step=1):
-        self.tell("commit", group=group, rank=0, step=step, groups=list(groups))
+        names = {"history": f"{step:x}", "parent": f"{step - 1:x}"}
+        self.tell("commit", group=group, rank=0, step=step, groups=list(groups), **names)
 
 
 @pytest.fixture

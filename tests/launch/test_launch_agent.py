@@ -11,6 +11,8 @@ from everstep.launch.watchdog import RestartLimits
 from everstep.run.events import EventLog, last_event
 from launched import DEADLINE_S, alive, until
 
+COMMITTED = {"loss": 1.0, "tokens": 1.0, "grad_norm": 1.0, "history": "b", "parent": "a"}
+
 
 def both_train(agent):
     return {event["rank"] for event in agent.events("commit")} == {0, 1}
@@ -63,7 +65,7 @@ def test_an_agents_start_costs_the_same_after_ten_and_after_ten_thousand_commits
         for group in range(3):
             worker = EventLog(run_dir, group, 0, "worker")
             for step in range(1, commits + 1):
-                worker.emit("commit", step, groups=[0, 1, 2], owners=[0, 1, 2] * 4, loss=1.0, tokens=1.0, grad_norm=1.0)
+                worker.emit("commit", step, groups=[0, 1, 2], owners=[0, 1, 2] * 4, **COMMITTED)
         worker.emit("left", commits)
         times = []
         for _ in range(5):
@@ -80,7 +82,7 @@ def test_an_agents_start_costs_the_same_after_ten_and_after_ten_thousand_commits
 def test_the_newest_event_is_found_across_blocks_and_torn_lines(tmp_path):
     log = EventLog(tmp_path, 0, 0, "worker")
     assert last_event(log.path, {"commit"}) is None
-    log.emit("commit", 7, groups=[0], loss=1.0, tokens=1.0, grad_norm=1.0, pad="x" * 70_000)
+    log.emit("commit", 7, groups=[0], pad="x" * 70_000, **COMMITTED)
     for _ in range(50):
         log.emit("quorum", pad="y" * 5_000)
     with log.path.open("ab") as torn:

@@ -48,7 +48,8 @@ def main(argv):
         if deaf_s and time.monotonic() > begun + deaf_s:
             signal.signal(signal.SIGTERM, lambda *_: asked_to_leave.append(True))
         done = {"loss": 1 / step, "tokens": 100, "grad_norm": 1.0, "took_s": step_s}
-        events.emit("commit", step=step, groups=list(range(groups)), **done)
+        names = {"history": f"{step:x}", "parent": f"{step - 1:x}"}
+        events.emit("commit", step=step, groups=list(range(groups)), **names, **done)
         if asked_to_leave:
             events.emit("left", step)
             return

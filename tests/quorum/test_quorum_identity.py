@@ -158,3 +158,18 @@ def test_a_stray_replica_makes_quorums_unavailable_and_ends_nobody(lighthouse, s
     assert reasons[0].isprintable()
     assert ("stray-job_0" if stray == "stray-job_0" else "000003") in reasons[0]
     member.leave()
+
+
+def test_who_poses_as_the_runs_own_lighthouse_is_not_asked(lighthouse):
+    """Another user who took the port of one that died: torchft's would be believed, each group could be told another
+    quorum of genuine members."""
+    member = Membership(
+        group=0, life=LIFE, token=TOKEN, find_lighthouse=lambda: lighthouse, connect_timeout=SOON, gated=lambda: True
+    )
+    member.follow()
+    with pytest.raises(QuorumUnavailable, match="does not answer as this run's lighthouse does"):
+        member.ask(a_request(), timedelta(seconds=2))
+    assert [one.group for one in a_member(lighthouse).ask(a_request(), SOON)[1]] == [0], (
+        "where it was chosen by the user"
+    )
+    member.leave()

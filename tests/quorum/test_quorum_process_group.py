@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torchft
 
+from everstep.quorum.communicator import Communicator, why_not
 from everstep.quorum.process_group import RankColumn
 from everstep.quorum.watch import PeerWatch
 from everstep.step.interfaces import SumsBroken
@@ -78,25 +78,49 @@ def test_a_member_that_leaves_while_the_groups_connect_holds_nobody(board, cross
 
 
 def test_a_connection_that_never_ends_is_left_behind_and_broken_if_it_ends(board, crosses, monkeypatch):
-    cross, go_on, connected = crosses(timedelta(seconds=0.5)), threading.Event(), threading.Event()
-    configure, abort = torchft.ProcessGroupGloo.configure, torchft.ProcessGroupGloo.abort
+    cross, go_on, broken = crosses(timedelta(seconds=0.5)), threading.Event(), []
 
-    def _stuck(self, *args):
-        go_on.wait()
-        # Alone, as nobody else is there.
-        configure(self, f"{HOST}:{board.port}/late", "group-0", 0, 1)
-        monkeypatch.setattr(self, "abort", lambda errored: (abort(self, errored), connected.set()), raising=False)
+    class Stuck(Communicator):
+        def connect(self, key):
+            go_on.wait()
 
-    monkeypatch.setattr(torchft.ProcessGroupGloo, "configure", _stuck)
+        def abort(self):
+            super().abort()
+            broken.append(go_on.is_set())
+
+    monkeypatch.setattr(cross, "_make", Stuck)
     peer = PeerWatch(HOST, lambda _: None, TOKEN)
     announce(board, "stuck", 1, peer)
     with pytest.raises(SumsBroken, match="no answer in time"):
         cross.connect(**place(board, "stuck"), rank=0, size=2)
-    monkeypatch.setattr(torchft.ProcessGroupGloo, "configure", configure)
+    monkeypatch.setattr(cross, "_make", Communicator)
     assert_they_add(board, "after-stuck", cross, crosses())
+    assert broken == [False], "what it waits for is broken when it is left behind"
     go_on.set()
-    assert connected.wait(10), "what was connected too late is broken"
+    wait_for(lambda: broken == [False, True], "what was connected too late is broken")
     peer.close()
+
+
+def wait_for(condition, what):
+    deadline = time.monotonic() + LONG.total_seconds()
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def test_a_column_that_gives_up_ends_the_sums_of_all_and_frees_what_they_ran_on(board, crosses):
+    """Also of those that are no neighbours, and without anybody waiting for a timeout."""
+    columns = [crosses() for _ in range(4)]
+    assert_they_add(board, "all-four", *columns)
+    pending = [column.start(torch.ones(1 << 16), 30 * LONG) for column in columns[:3]]
+    begin = time.monotonic()
+    columns[3].abort()
+    for column, one in zip(columns, pending, strict=False):
+        with pytest.raises(SumsBroken):
+            column.finish(one)
+    wait_for(lambda: all(one.ended for one in pending), "a sum that nobody will complete is ended")
+    assert time.monotonic() - begin < LONG.total_seconds()
+    assert_they_add(board, "again", *columns)
 
 
 def test_a_column_that_lost_a_peer_before_it_spoke_says_so(board, crosses):
@@ -110,3 +134,14 @@ def test_a_column_that_lost_a_peer_before_it_spoke_says_so(board, crosses):
             column.gather([1, 2])
         with pytest.raises(SumsBroken, match="not connected"):
             column.gather_bytes(b"note")
+
+
+def test_nccl_is_refused_where_it_cannot_work(monkeypatch):
+    assert why_not("gloo") == ""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "needs a GPU" in why_not("nccl")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    assert why_not("nccl") == "needs NCCL 2.28 or later, and this is 2.27.3"
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    assert why_not("nccl") == ""

@@ -18,6 +18,8 @@ SAMPLES_PER_SLOT = 4
 class Committed:
     step: int
     loss: float
+    parent: str = ""
+    history: str = ""
     lost: int = 0
     repeated: int = 0
 
@@ -48,6 +50,11 @@ class Group:
     forgotten: set[int] = field(default_factory=set)
 
 
+def named(history):
+    """The state after these commits, as events name it."""
+    return history[-1].history if history else "start"
+
+
 class Simulator:
     def __init__(self, groups, slots, seed):
         batch = slots * SAMPLES_PER_SLOT
@@ -58,6 +65,7 @@ class Simulator:
         self.killed_at: dict[int, list[float]] = {group: [] for group in range(groups)}
         self.saved = {"disk": (), "memory": ()}
         self.steps_computed: set[int] = set()
+        self.commits = 0
         self.truth = Truth()
         for group in range(groups):
             self.start(group)
@@ -86,7 +94,7 @@ class Simulator:
         self.t += 0.1
         self.up[number] = Group(history)
         self.log.add(self.t - 0.08, "workers_started", number, role="agent", incarnation=0, pids=[1])
-        self.log.start(self.t, number, step=len(history) + 1, source=source)
+        self.log.start(self.t, number, step=len(history) + 1, source=source, history=named(history))
 
     def kill(self, t, *numbers):
         self.log.fault(t, "kill-group", list(numbers))
@@ -126,7 +134,7 @@ class Simulator:
                 wait_s=self.random.random() / 9,
             )
             if number not in able:
-                self.log.heal(self.t + 0.02, number, able[0], step)
+                self.log.heal(self.t + 0.02, number, able[0], step, named(self.up[able[0]].history))
                 self.up[number] = Group(self.up[able[0]].history)
             elif group.forgotten:
                 group.held -= group.forgotten
@@ -181,7 +189,9 @@ class Simulator:
             self.truth.thrown_away += 1
 
     def commit(self, move, step, able, commits, which):
-        commit = Committed(step, self.random.random())
+        self.commits += 1
+        before = named(self.up[able[0]].history)
+        commit = Committed(step, self.random.random(), parent=before, history=f"commit {self.commits}")
         owners = [next(number for number in able if slot in self.up[number].held) for slot in range(self.slots)]
         if move == "lose":
             owners[which % self.slots], commit.lost = -1, 1
@@ -194,6 +204,7 @@ class Simulator:
             self.log.add(
                 t, "commit", number, step, owners=said, groups=able, quorum_id=self.quorum_id,
                 loss=commit.loss, tokens=1.0, grad_norm=1.0, took_s=1.0, coverage_ok=move != "lose",
+                history=commit.history, parent=commit.parent,
             )  # fmt: skip
             self.up[number] = Group((*self.up[number].history, commit))
             if number in able and (number in said or len(able) > self.slots):

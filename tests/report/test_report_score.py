@@ -202,7 +202,8 @@ def test_a_run_that_is_still_going_or_has_not_begun_can_be_scored(tmp_path):
     assert (figures["status"], figures["steps"], figures["training_s"]) == ("running", 2, 2)
 
 
-COMMIT = {"t": 3, "kind": "commit", "group": 0, "step": 2, "groups": [0], "loss": 1, "tokens": 1, "grad_norm": 1}
+COMMIT = {"t": 3, "kind": "commit", "group": 0, "step": 2, "groups": [0], "loss": 1, "tokens": 1, "grad_norm": 1,
+          "history": "b", "parent": "a"}  # fmt: skip
 
 
 def test_events_are_read_by_kind_however_their_json_is_spaced(tmp_path):

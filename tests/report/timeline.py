@@ -1,6 +1,7 @@
 """Event sequences written by hand: what a run with a known story would have logged."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 
@@ -9,6 +10,11 @@ class Timeline:
 
     def __init__(self):
         self.logged = []
+        self.lives = Counter()
+        self.held = {}
+        """By group: the history of its state."""
+        self.newest = {}
+        """By step: the history of its last new commit."""
 
     @property
     def events(self):
@@ -20,20 +26,28 @@ class Timeline:
         self.logged.append(head | {"kind": kind} | fields)
         return self
 
-    def start(self, t, *groups, step=1, source="fresh"):
+    def start(self, t, *groups, step=1, source="fresh", history=None):
         for group in groups:
+            self.lives[group] += 1
+            self.held[group] = history or self.newest.get(step - 1, f"before-{step}")
             self.add(t, "worker_ready", group, incarnation=0, pid=1, startup_s=1.0)
-            self.add(t, "training_started", group, step, source=source, slots=4)
+            self.add(t, "training_started", group, step, source=source, slots=4, history=self.held[group])
         return self
 
-    def commit(self, t, step, groups, by=None, owners=None, loss=None, took_s=1.0, coverage_ok=True):
-        """One vote: every group of `by` (default: all) logs the same commit."""
+    def commit(self, t, step, groups, by=None, owners=None, loss=None, took_s=1.0, coverage_ok=True, parent=None):
+        """One vote: every group of `by` (default: all) logs the same commit, of the state that `parent` or the first of
+        them has."""
+        by = by if by is not None else groups
+        parent = parent or self.held.get(by[0], f"before-{step}")
+        history = f"{step} {groups} {[self.lives[group] for group in groups]} on {hash(parent):x}"
+        self.newest[step] = history
         owners = owners if owners is not None else [groups[slot % len(groups)] for slot in range(4)]
-        for group in by if by is not None else groups:
+        for group in by:
+            self.held[group] = history
             self.add(
                 t, "commit", group, step, owners=owners, groups=list(groups),
                 loss=float(step) if loss is None else loss, took_s=took_s, coverage_ok=coverage_ok,
-                tokens=100.0, grad_norm=1.0,
+                tokens=100.0, grad_norm=1.0, history=history, parent=parent,
             )  # fmt: skip
         return self
 
@@ -43,8 +57,9 @@ class Timeline:
             held_before=list(held), recomputed=list(recomputed), took_s=took_s,
         )  # fmt: skip
 
-    def heal(self, t, group, source, step=None):
-        return self.add(t, "heal", group, step, source_group=source, bytes=1, took_s=0.1)
+    def heal(self, t, group, source, step=None, history=None):
+        self.held[group] = history or self.held.get(source, "before")
+        return self.add(t, "heal", group, step, source_group=source, history=self.held[group], bytes=1, took_s=0.1)
 
     def fault(self, t, fault, target):
         return self.add(t, "fault", role="chaos", fault=fault, target_group=target, pids=[1])

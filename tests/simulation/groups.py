@@ -59,10 +59,14 @@ class Life:
         self.name = f"{group.id}.{number}"
         self.size = world.plan.ranks
         self.broken = self.ended = False
+        self.accused = False
+        """Whether the last audit named it: its state counts only where there is no other."""
         self.named = self.proven = False
         """Whether an audit found its parameters different from the others', and whether one found them equal before."""
         self.stayed = self.audits_passed = 0
         """Commits since it was asked to leave; audits since its parameters changed behind its back."""
+        self.heals_in_vain = (0, 0)
+        """How often it healed without computing anything then, and the faults that there had been."""
         self.endings: list[End] = []
         self.decisions = Collectives(world, self, "decision")
         self.work = Collectives(world, self, "call of the trainer")

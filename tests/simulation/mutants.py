@@ -28,6 +28,8 @@ class Mutant:
     file: str
     old: str
     new: str
+    kinds: str = ""
+    """Kinds of faults that bring it out, with commas between; all where it is empty."""
 
     def apply(self, package: Path) -> None:
         path = package / "step" / self.file
@@ -234,20 +236,21 @@ MUTANTS = (
 
 SEARCH = """
 import sys
-from simulation.world import simulate
+from simulation.world import Settings, simulate
+settings = Settings(kinds=tuple(sys.argv[3].split(","))) if sys.argv[3] else Settings()
 for seed in range(int(sys.argv[1]), int(sys.argv[2])):
-    outcome = simulate(seed)
+    outcome = simulate(seed, settings)
     if outcome.violations:
         print(seed, "|", outcome.violations[0].kind, flush=True)
         break
 """
 
 
-def search(package_root: Path, most: int) -> tuple[int, str] | None:
+def search(package_root: Path, most: int, kinds: str) -> tuple[int, str] | None:
     """The first seed that breaks the promise with this package, and how."""
     environment = {**os.environ, "PYTHONPATH": f"{package_root}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     for first in range(0, most, CHUNK):
-        command = [sys.executable, "-c", SEARCH, str(first), str(min(most, first + CHUNK))]
+        command = [sys.executable, "-c", SEARCH, str(first), str(min(most, first + CHUNK)), kinds]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             return first, "crash: " + done.stderr.strip().splitlines()[-1]
@@ -262,7 +265,7 @@ def try_mutant(mutant: Mutant, most: int) -> tuple[int, str] | None:
         package = Path(folder) / "everstep"
         shutil.copytree(ROOT / "plugin" / "everstep", package, ignore=shutil.ignore_patterns("__pycache__"))
         mutant.apply(package)
-        return search(Path(folder), most)
+        return search(Path(folder), most, mutant.kinds)
 
 
 def main() -> int:
@@ -272,7 +275,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     chosen = options.numbers or range(1, len(MUTANTS) + 1)
-    print("| # | change | file | first seed | seen as |\n|---|---|---|---|---|", flush=True)
+    print("| # | change | file | faults | first seed | seen as |\n|---|---|---|---|---|---|", flush=True)
     missed = 0
     with ThreadPoolExecutor(options.jobs) as pool:
         found = {pool.submit(try_mutant, MUTANTS[number - 1], options.most): number for number in chosen}
@@ -281,7 +284,9 @@ def main() -> int:
             seed, kind = result.result() or ("none", "")
             missed += seed == "none"
             mutant = MUTANTS[number - 1]
-            print(f"| {number} | {mutant.what} | {mutant.file} | {seed} | {kind} |", flush=True)
+            print(
+                f"| {number} | {mutant.what} | {mutant.file} | {mutant.kinds or 'all'} | {seed} | {kind} |", flush=True
+            )
     return 1 if missed else 0
 
 

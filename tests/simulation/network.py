@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from everstep.quorum.turns import HEAD_START_S, LOOK_S, Turns
 from everstep.step.interfaces import QuorumUnavailable, SumsBroken
 from everstep.step.quorum import Member, Request, decode, encode
 from simulation.judge import Contribution
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from simulation.groups import Rank
     from simulation.world import World
 
-HEARTBEAT_S = 0.1
+HEARTBEAT_S = 0.25
 ASK_AGAIN_S = 0.1
 CONNECT_S = 10.0
 NOTICE_S = 0.1
@@ -27,7 +29,7 @@ NOTICE_S = 0.1
 
 
 class Beacon:
-    """The heartbeats of one voice, worked out when somebody looks instead of every 100 ms."""
+    """The heartbeats of one voice, worked out when somebody looks instead of every 250 ms."""
 
     def __init__(self, process: Process, replica_id: str) -> None:
         self.process, self.replica_id = process, replica_id
@@ -49,8 +51,16 @@ class Beacon:
             self.node.look()
 
 
+@dataclass(slots=True)
+class Asked:
+    """A request on its way through the gate: its listener once it is through."""
+
+    listener: Listener | None = None
+    gone: bool = False
+
+
 class LighthouseNode:
-    """A lighthouse at an address: up, frozen or gone."""
+    """A lighthouse behind its gate, at an address: up, frozen or gone."""
 
     def __init__(self, world: World, address: str, options: Options) -> None:
         self.world, self.address, self.options = world, address, options
@@ -59,11 +69,15 @@ class LighthouseNode:
         self.epoch = 0
         self.waiting: list[Signal] = []
         self._pending: list[Callable[[], None]] = []
+        self._held: list[Callable[[], None]] = []
+        """Requests that wait for their turn."""
         self._alarm = 0
         self.start()
 
     def start(self) -> None:
         self.rules = Lighthouse(self.options)
+        self.turns = Turns(lambda replica: replica in self.rules.healthy(self.world.scheduler.now))
+        self._held = []
         self.up, self.frozen = True, False
         self.epoch += 1
 
@@ -86,6 +100,7 @@ class LighthouseNode:
         pending, self._pending = self._pending, []
         for act in pending:
             act()
+        self._see_turns()
         self.look()
 
     def settle(self) -> None:
@@ -99,29 +114,65 @@ class LighthouseNode:
                 if last > self.rules.heartbeats.get(beacon.replica_id, -1.0):
                     self.rules.heartbeats[beacon.replica_id] = last
 
-    def ask(self, replica_id: str, payload: str, answer: Callable[[Announced], None]) -> list[Listener]:
-        """A request reaches it; at once or when it thaws. The list holds the listener once there is one."""
-        place: list[Listener] = []
+    def ask(self, replica_id: str, payload: str, answer: Callable[[Announced], None]) -> Asked:
+        """A request reaches it; at once or when it thaws."""
+        asked, epoch = Asked(), self.epoch
+
+        def hear(quorum: Announced) -> None:
+            self.turns.formed(name for name, _ in quorum.members)
+            answer(quorum)
+
+        def enter() -> None:
+            if not asked.gone and self.up and self.epoch == epoch:
+                self.settle()
+                asked.listener = self.rules.ask(self.world.scheduler.now, replica_id, payload, hear)
+                self.look()
 
         def arrive() -> None:
             self.settle()
-            place.append(self.rules.ask(self.world.scheduler.now, replica_id, payload, answer))
-            self.look()
+            self.turns.asked(replica_id)
+            if not self.turns.may_pass():
+                self._held.append(enter)
+                if len(self._held) == 1:
+                    self.world.scheduler.call_in(LOOK_S, self._see_turns)
+            elif self._held:
+                self._let_in()
+                self.world.scheduler.call_in(HEAD_START_S, enter)
+            else:
+                enter()
 
         if self.frozen:
             self._pending.append(arrive)
         else:
             arrive()
-        return place
+        return asked
 
-    def cancel(self, place: list[Listener]) -> None:
+    def _let_in(self) -> None:
+        held, self._held = self._held, []
+        for enter in held:
+            enter()
+
+    def _see_turns(self) -> None:
+        """The gate looks now and then whether those that the held ones wait for have died."""
+        if self._held and self.up and not self.frozen:
+            self.settle()
+            if self.turns.may_pass():
+                self._let_in()
+            else:
+                self.world.scheduler.call_in(LOOK_S, self._see_turns)
+
+    def cancel(self, asked: Asked) -> None:
         """The client gave up. A frozen lighthouse learns of it when it thaws; the request may count until then."""
-        if not self.up:
-            return
-        if self.frozen or not place:
-            self._pending.append(lambda: self.rules.cancel(place[0]) if place else None)
-        else:
-            self.rules.cancel(place[0])
+
+        def forget() -> None:
+            asked.gone = True
+            if asked.listener is not None:
+                self.rules.cancel(asked.listener)
+
+        if self.up and self.frozen:
+            self._pending.append(forget)
+        elif self.up:
+            forget()
 
     def look(self) -> None:
         """Tick when something may have changed by itself."""

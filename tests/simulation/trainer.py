@@ -102,6 +102,7 @@ class SimWork:
         if (step, slot) in self.gradient:
             world.judge.violate("slot added twice", f"{self.rank.name} computes {step, slot} that it holds")
         if self.rank.number == 0:
+            life.heals_in_vain = (0, 0)
             self._recomputed(step, slot)
         world.scheduler.pause(0.9 * plan.slot_s, 1.1 * plan.slot_s * world.slowness(life.group.id))
         self._together("sharded", step, slot)
@@ -156,11 +157,14 @@ class SimWork:
 
     def heal(self, state: State) -> None:
         self._same("heal", state.step, state.history)
+        if self.rank.number == 0:
+            self._world.judge_healing(self.rank)
         self._take(state)
 
     def _take(self, state: State) -> None:
         world = self._world
-        if self.has_state and state.step < self.state.step and not self.rank.life.group.suspicious:
+        life = self.rank.life
+        if self.has_state and state.step < self.state.step and not (life.group.suspicious or life.accused):
             world.judge.violate("step went back", f"{self.rank.name} had {self.state} and takes {state}")
         world.judge_heal(self.rank, state)
         world.judge.at(self.rank.name, self.rank.number, state)

@@ -24,7 +24,7 @@ from simulation.trainer import SimWork
 NO_PROGRESS_S = 300.0
 """Virtual seconds after the last commit and the last fault at which a run counts as stuck."""
 LOOK_S = 5.0
-STAYS, AUDITS = 3, 3
+STAYS, AUDITS, HEALS = 3, 3, 4
 MOST_EVENTS = 2_000_000
 """A run of the largest size takes a tenth of it."""
 
@@ -181,6 +181,7 @@ class World:
                 # Of those that no audit has found sound since they took over a state, it may name the wrong ones.
                 life.named = life.proven and group.id in differing
                 life.proven = group.id not in differing
+                life.accused = group.id in differing
 
     def heal_s(self) -> float:
         low, high = self.plan.heal_s
@@ -268,6 +269,14 @@ class World:
         if rank.life.named and state.flipped and rank.life not in ill and len(able) >= 3 and len(ill) == 1:
             self.judge.violate("the ill one is believed", f"{rank.name} takes over what {ill[0].name} has")
         rank.life.named = rank.life.proven = False
+
+    def judge_healing(self, rank: Rank) -> None:
+        """Whoever heals while nothing breaks can compute then."""
+        count, faults = rank.life.heals_in_vain
+        so_far = self.fell.total()
+        rank.life.heals_in_vain = (count + 1 if faults == so_far else 1), so_far
+        if rank.life.heals_in_vain[0] > HEALS:
+            self.judge.violate("does not catch up", f"{rank.life.name} healed {HEALS} times and computed nothing")
 
     def thrown_away(self, work: SimWork) -> None:
         """A group's gradients are forgotten. Remember slots for which nothing says so."""

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpointer import CheckpointManager
 
-from everstep.titan.checkpoints import SnapshotCheckpointManager, from_snapshots
-from everstep.titan.export import _put_in_place
+from everstep.titan.checkpoints import RunCheckpointManager, SnapshotCheckpointManager, of_run, put_in_place
+from snapshot_cluster import wait_until
 
 
 class Bare:
@@ -35,8 +37,22 @@ def alone(tmp_path):
 
 def manager(folder: Path, writer: str | None, **settings) -> SnapshotCheckpointManager:
     """A manager whose writer is a process that runs `writer`, a Python statement with `step` and `folder`."""
-    config = from_snapshots(CheckpointManager.Config(enable=True, interval=4, **settings))
-    built = config.build(
+    config = of_run(CheckpointManager.Config(enable=True, interval=4, **settings), from_snapshots=True)
+    it = built(config, folder)
+    assert isinstance(it, SnapshotCheckpointManager)
+    if writer is not None:
+        it.started = []
+
+        def start(step: int, folder: str) -> subprocess.Popen:
+            it.started.append(step)
+            return subprocess.Popen([sys.executable, "-c", f"step, folder = {step}, {folder!r}\n{writer}"])
+
+        it.export_with(start, lambda flag: flag)
+    return it
+
+
+def built(config, folder: Path):
+    return config.build(
         dataloader=Bare(rows=1),
         model_parts=[torch.nn.Linear(3, 2)],
         optimizers=Bare(),
@@ -45,16 +61,6 @@ def manager(folder: Path, writer: str | None, **settings) -> SnapshotCheckpointM
         sd_adapter=None,
         base_folder=str(folder),
     )
-    assert isinstance(built, SnapshotCheckpointManager)
-    if writer is not None:
-        built.started = []
-
-        def start(step: int, folder: str) -> subprocess.Popen:
-            built.started.append(step)
-            return subprocess.Popen([sys.executable, "-c", f"step, folder = {step}, {folder!r}\n{writer}"])
-
-        built.export_with(start, lambda flag: flag)
-    return built
 
 
 def saved(folder: Path) -> set[str]:
@@ -101,13 +107,39 @@ def test_the_last_checkpoint_is_whole_when_save_returns(tmp_path, alone):
     it.close()
 
 
-def test_a_step_that_is_written_again_is_not_believed_before_it_is_whole(tmp_path, alone, monkeypatch):
-    it = manager(tmp_path, None)
-    assert it.save(4)
-    monkeypatch.setattr(CheckpointManager, "dcp_save", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path, alone, monkeypatch, mode):
+    config = CheckpointManager.Config(enable=True, interval=4, async_mode=mode)
+    it = built(of_run(config, from_snapshots=False), tmp_path)
+    assert type(it) is RunCheckpointManager
+    it.write_aside_as(0, "a")
+    monkeypatch.setattr(FileSystemWriter, "finish", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
+
+    def saved_at_last():
         it.save(4)
+        it.maybe_wait_for_saving()
+
+    with pytest.raises(CheckpointException, match="disk full"):
+        saved_at_last()
+    it.save_future = None
+    names = [path.name for path in (tmp_path / "checkpoint").iterdir()]
+    assert names == ["writing-trainer-0-a"]
     assert it._find_load_step() == -1
+    monkeypatch.undo()
+    it.write_aside_as(0, "b")
+    assert it.save(4)
+    it.maybe_wait_for_saving()
+    wait_until(lambda: [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-4"])
+    assert it._find_load_step() == 4
+    it.close()
+
+
+def test_a_checkpoint_that_cannot_get_its_name_fails_on_all_ranks_alike(tmp_path, alone):
+    it = manager(tmp_path, None)
+    (tmp_path / "checkpoint").mkdir(exist_ok=True)
+    (tmp_path / "checkpoint" / "step-4").write_text("in the way")
+    with pytest.raises(CheckpointException, match="step-4"):
+        it.save(4)
     it.close()
 
 
@@ -117,7 +149,7 @@ def test_only_a_whole_checkpoint_gets_its_name(tmp_path):
         (folder / name).mkdir(parents=True)
         (folder / name / ".metadata").write_text(name)
     (folder / "step-4" / "__7_0.distcp").write_text("of before")
-    _put_in_place(folder / "writing-0", folder / "step-4")
+    put_in_place(folder / "writing-0", folder / "step-4")
     assert [path.name for path in folder.iterdir()] == ["step-4"]
     assert [path.read_text() for path in (folder / "step-4").iterdir()] == ["writing-0"]
 
@@ -133,8 +165,8 @@ def test_an_unfinished_checkpoint_has_no_name_that_torchtitan_would_load(tmp_pat
 
 def test_settings_are_torchtitans_and_a_remote_folder_is_left_to_it():
     config = CheckpointManager.Config(enable=True, interval=7, keep_latest_k=3, folder="elsewhere")
-    ours = from_snapshots(config)
+    ours = of_run(config, from_snapshots=True)
     assert type(ours) is SnapshotCheckpointManager.Config
     assert (ours.interval, ours.keep_latest_k, ours.folder) == (7, 3, "elsewhere")
     remote = CheckpointManager.Config(enable=True, folder="gs://bucket/run")
-    assert from_snapshots(remote) is remote
+    assert of_run(remote, from_snapshots=False) is remote

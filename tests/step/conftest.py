@@ -1,5 +1,6 @@
 import multiprocessing
 import os
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,9 @@ from harness import Run
 def context():
     """Processes that start with everything imported."""
     os.environ.update(OMP_NUM_THREADS="1", RUST_LOG="warn")
+    # Python 3.11's fork server ignores the path it is given, and preloads nothing that it does not find.
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["member"])
     return context

@@ -1,6 +1,6 @@
 """Gradient sums over groups, in buckets, over a real Gloo process group."""
 
-import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -49,16 +49,15 @@ def test_without_hooks_no_sum_begins_before_the_last_backward_is_over(hooks, beg
     assert [float(flat.mean()) for flat in started] == [3.0, 3.0] if hooks else [4.0, 4.0]
 
 
-def run_rank(rank: int, size: int, port: int, scenario: str, results) -> None:
-    torch.set_num_threads(1)
+def run_rank(rank: int, size: int, port: int, scenario: str):
     sums = RankColumn("gloo", column=0, host="127.0.0.1", connect_timeout=WAIT, reduce_timeout=WAIT, token=b"t" * 32)
     sums.connect(key=scenario, store=f"127.0.0.1:{port}", rank=rank, size=size)
     params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
     reducer = GradientReducer(params, bucket_bytes=2048)
     try:
-        results.put((rank, SCENARIOS[scenario](rank, sums, params, reducer)))
+        return SCENARIOS[scenario](rank, sums, params, reducer)
     except SumsBroken as error:
-        results.put((rank, str(error)))
+        return str(error)
 
 
 def grads(params: list[torch.nn.Parameter]) -> list[float]:
@@ -155,25 +154,14 @@ SCENARIOS = {f.__name__: f for f in (overlapped, in_chunks, more_often, kept, wi
 
 def run_all(scenario: str, size: int = 3) -> dict:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    ranks = [
-        context.Process(target=run_rank, args=(rank, size, store.port, scenario, results), daemon=True)
-        for rank in range(size)
-    ]
-    for rank in ranks:
-        rank.start()
-    found = dict(results.get(timeout=60) for _ in ranks)
-    for rank in ranks:
-        rank.join(10)
-        rank.kill()
-    return found
+    with ThreadPoolExecutor(size) as pool:
+        found = pool.map(lambda rank: run_rank(rank, size, store.port, scenario), range(size))
+        return dict(enumerate(found))
 
 
 @pytest.fixture(autouse=True)
 def loopback(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def test_sums_begun_in_the_last_backward_are_whole_for_any_number_of_slots():

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import select
 import socket
 import subprocess
 import sys
@@ -56,6 +57,18 @@ def test_a_thousand_strangers_keep_no_member_out_and_few_descriptors(server):
     assert ours <= door.STRANGERS + 5
     assert threading.active_count() <= threads + 1
     for one in crowd:
+        one.close()
+
+
+def test_a_crowd_from_one_place_closes_nobody_of_another(server, monkeypatch):
+    monkeypatch.setattr(door, "HANDSHAKE_TIMEOUT", timedelta(seconds=120))
+    lone = socket.create_connection(wire.parse_address(server.address), 60, source_address=("127.0.0.2", 0))
+    hello = lone.recv(door._HELLO.size, socket.MSG_WAITALL)
+    assert hello[: len(wire.MAGIC)] == wire.MAGIC
+    crowd = strangers(server.address, 2 * door.STRANGERS)
+    assert answers(server.address), "and by then all of the crowd have been accepted"
+    assert not select.select([lone], [], [], 0)[0], "closed would be readable"
+    for one in [lone, *crowd]:
         one.close()
 
 

@@ -16,8 +16,9 @@ from everstep.chaos.target import Target
 from everstep.chaos.undo import Undo
 from everstep.chaos.view import View
 from everstep.run import typed
+from everstep.run.token import read_token
 from everstep.snapshot.buffer import HEADER_BYTES
-from everstep.snapshot.peers import Place, read_places, read_token
+from everstep.snapshot.peers import Place, read_places
 from everstep.snapshot.segment import BUFFERS, Segment, run_id
 
 LEFT_BYTES = 64 << 10

@@ -1,7 +1,8 @@
 """`everstep doctor`: will this config run here?"""
 
 import json
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import tyro
 from everstep.launch import doctor as room
 from everstep.launch import node
 from everstep.launch.settings import local_host, read_sections
+from everstep.run import listeners
 from everstep.run.directory import LaunchError
+from everstep.snapshot.peers import read_places
+from everstep.wire import format_address
 
 
 @dataclass(kw_only=True)
@@ -50,6 +54,10 @@ class Doctor:
     run_dir: Path | None = None
     """The run directory that the nodes will share: whether it can be written, its clock, its lighthouse."""
 
+    listeners: bool = False
+    """Show what the processes of the run in --run-dir listen on, on this machine, and what guards each port. Needs no
+    file."""
+
     json: bool = False
     """Print one JSON object, and nothing else, to stdout."""
 
@@ -62,6 +70,12 @@ def doctor(command: Doctor, flags: Sequence[str]) -> int:
         lines = [room.Line("node", "error" if complaint else "ok", complaint or "fit to train on")]
         print(json.dumps(room.to_json(lines)) if command.json else room.show(lines))
         return int(bool(complaint))
+    if command.listeners:
+        if run_dir is None:
+            raise LaunchError("--listeners needs --run-dir, the run that is going on.")
+        lines = list(listening(run_dir)) or [room.Line("listening", "ok", "no process of this run, on this machine")]
+        print(json.dumps(room.to_json(lines)) if command.json else room.show(lines))
+        return 0
     if command.config is None:
         raise LaunchError("CONFIG is missing: give the TOML file of the run, or --node.")
     if command.measure_s and run_dir is None:
@@ -82,5 +96,17 @@ def doctor(command: Doctor, flags: Sequence[str]) -> int:
         host=section.bind_host or local_host(),
     )
     lines = list(room.examine(plan))
+    if run_dir is not None:
+        lines += listening(run_dir)
     print(json.dumps(room.to_json(lines)) if command.json else room.show(lines))
     return int(room.broken(lines))
+
+
+def listening(run_dir: Path) -> Iterator[room.Line]:
+    """Every port that a process of the run listens on, on this machine, and what guards it."""
+    keepers = [("keeper", place.pid) for place in read_places(run_dir) if place.host == socket.gethostname()]
+    for one in listeners.listeners([*listeners.processes(run_dir), *keepers]):
+        found = f"{format_address(one.address, one.port)}, {one.role} (pid {one.pid}); guarded by {one.guard}"
+        exposed = one.role in listeners.UNGUARDED and not one.local
+        advice = "let only the nodes of this job reach it: a firewall, or a private network" if exposed else ""
+        yield room.Line("listening", "warning" if exposed else "ok", found, advice)

@@ -10,6 +10,7 @@ from typing import Any
 import tyro
 
 from everstep.run.directory import LaunchError
+from everstep.run.files import write_whole
 
 
 @dataclass(kw_only=True)
@@ -59,7 +60,5 @@ def write_score(run_dir: Path, against: Path | None) -> dict[str, Any]:
         figures = score.score(run_dir, against)
     except FileNotFoundError as error:
         raise LaunchError(str(error)) from None
-    draft = run_dir / "report.json.tmp"
-    draft.write_text(json.dumps(figures, indent=2) + "\n")
-    draft.replace(run_dir / "report.json")
+    write_whole(run_dir / "report.json", json.dumps(figures, indent=2).encode() + b"\n")
     return figures

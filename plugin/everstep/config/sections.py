@@ -47,7 +47,7 @@ class FaultTolerance:
 
     process_group: Literal["gloo", "nccl"] = "gloo"
     """What carries the gradient sums between groups. gloo aborts cleanly and runs everywhere; nccl is faster
-    between GPUs and needs NCCL >= 2.26 to abort."""
+    between GPUs and needs NCCL >= 2.28, which can end a sum whose peer is gone."""
 
     on_loss: Literal["redistribute", "shrink"] = "redistribute"
     """When a group is lost: `redistribute` computes its slots on the others, so that every step has its whole
@@ -58,8 +58,9 @@ class FaultTolerance:
     on and advertise. Empty: the host name's address. `everstep run` sets 127.0.0.1."""
 
     encrypt: bool = False
-    """Encrypt states on their way to joiners (AES-128-GCM; needs OpenSSL). Without it they are authenticated, but
-    whoever reads the network reads them. Must be the same for all groups. Gradient sums are never encrypted."""
+    """Encrypt states on their way to joiners, what keepers of snapshots send, and what groups say to the lighthouse
+    (AES-128-GCM; needs OpenSSL). Without it they are authenticated, but whoever reads the network reads them. Must be
+    the same for all groups. Gradient sums are never encrypted."""
 
     heartbeat_timeout_s: float = 2.0
     """A group whose heartbeats stop for this long is left out of the next quorum. Lower: shorter stalls

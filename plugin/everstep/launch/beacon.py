@@ -99,6 +99,7 @@ def _start(beacon: Beacon, port: int) -> subprocess.Popen:
     command += ["--run-dir", str(beacon.run_dir)]
     command += ["--min-groups", str(ft.min_groups), "--heartbeat-timeout-s", str(ft.heartbeat_timeout_s)]
     command += ["--join-timeout-s", str(ft.join_timeout_s), "--die-with-parent"]
+    command += ["--encrypt"] if ft.encrypt else []
     log = beacon.run_dir / "logs" / "lighthouse.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:

@@ -32,6 +32,7 @@ from everstep.run.beats import shared_lag_s
 from everstep.run.directory import LaunchError
 from everstep.run.fence import LEASE_S
 from everstep.run.files import read_json, write_json
+from everstep.run.token import require_own
 from everstep.snapshot import stripes
 from everstep.snapshot.section import Snapshot
 
@@ -181,12 +182,17 @@ def run_directory(run_dir: Path, nodes: int) -> Iterator[Line]:
     name, nonce = os.environ.get("SLURMD_NODENAME") or socket.gethostname(), uuid.uuid4().hex
     probe = run_dir / PROBES / f"{name}.json"
     try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        require_own(run_dir)
         begin = time.time()
         write_json(probe, {"node": name, "nonce": nonce, "t": begin})
         end = time.time()
         written, same = probe.stat().st_mtime, read_json(probe).get("nonce") == nonce
     except OSError as error:
         yield Line("run directory", "error", f"{run_dir}: {error.strerror}", "give another --run-dir, or mend it")
+        return
+    except ValueError as error:
+        yield Line("run directory", "error", str(error), "what others can write to is not acted on")
         return
     if not same:
         found = f"{run_dir} does not give back what was written"

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import tempfile
 from pathlib import Path
 
@@ -20,14 +19,13 @@ def complaint(run_dir: Path | None) -> str:
     if run_dir is not None:
         folders.insert(0, run_dir / "state")
     for folder in folders:
-        probe = folder / f".fit-{socket.gethostname()}-{os.getpid()}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with probe.open("wb") as file:
+            # Others may write to a temporary folder: a name that nobody can have put a link under.
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".fit-") as file:
                 file.write(b"x" * 4096)
                 file.flush()
                 os.fsync(file.fileno())
-            probe.unlink()
         except OSError as error:
             return f"{folder} cannot be written: {error.strerror}"
     if SHARED_MEMORY.exists():

@@ -52,7 +52,8 @@ class LocalLighthouse:
             "--heartbeat-timeout-s": ft.heartbeat_timeout_s,
             "--join-timeout-s": ft.join_timeout_s,
         }
-        return [str(word) for option in options.items() for word in option]
+        words = [str(word) for option in options.items() for word in option]
+        return [*words, "--encrypt"] if ft.encrypt else words
 
     def started(self, run_dir: Path, pid: int) -> None:
         publish_address(run_dir, self.address, pid)

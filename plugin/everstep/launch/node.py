@@ -4,6 +4,8 @@ Beside what `health` looks at before each start of workers: the GPUs are there a
 up, the clock agrees with the file server's. torch is imported only where there is a GPU to look at.
 """
 
+import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -32,11 +34,9 @@ def complaint(run_dir: Path | None, host: str = "", gpus: int | None = None) -> 
 
 def clock_complaint(run_dir: Path) -> str:
     """How far this clock is from the file server's, if that is too far."""
-    probe = run_dir / "state" / f".clock-{time.monotonic_ns()}"
     begin = time.time()
-    probe.touch()
-    end, written = time.time(), probe.stat().st_mtime
-    probe.unlink()
+    with tempfile.NamedTemporaryFile(dir=run_dir / "state", prefix=".clock-") as probe:
+        end, written = time.time(), os.fstat(probe.fileno()).st_mtime
     skew_s = max(begin - written, written - end, 0.0)
     return f"its clock is {skew_s:.1f} s from the file server's" if skew_s > LEASE_S else ""
 

@@ -49,6 +49,7 @@ def judge(
         ConfigError: a run of it cannot work.
     """
     from everstep.config.checks import check_files, slots_per_step
+    from everstep.quorum.communicator import why_not
     from everstep.titan.cpu import has_accelerator
     from everstep.titan.load import load_config
     from everstep.titan.machine import needs_gpu
@@ -73,9 +74,9 @@ def judge(
     if here and not has_accelerator():
         for problem in needs_gpu(config):
             raise ConfigError(f"{source}: {problem.message}")
-    if here and ft.enable and ft.process_group == "nccl" and not _devices():
+    if here and ft.enable and (reason := why_not(ft.process_group)):
         raise ConfigError(
-            f'{source}: [fault_tolerance] process_group = "nccl" needs a GPU, and there is none here: set it to "gloo"'
+            f'{source}: [fault_tolerance] process_group = "{ft.process_group}" {reason}: set it to "gloo"'
         )
     return config, warnings
 

@@ -2,14 +2,17 @@
 
 torchft's lighthouse takes every replica in, forms no quorum while a stranger's heartbeats say that more are to come,
 and ends any group for whoever asks (`POST /replica/ID/kill`, and a page that shows the ids). So it listens on loopback,
-where after the gate's own connections nobody else can connect (`shut`), and the gate listens where groups reach it:
+where after the gate's own connections nobody else can connect (`shut`), and the gate listens where groups reach it. It
+speaks `everstep.wire`: who does not prove to hold the run's token is heard by nothing but the wire's door. Each request
+is one message and is answered by one:
 
-    Heartbeat, Quorum    passed on as they are if the replica's id was made with the run's token
-    Status               answered here, for whoever wants to know whether the lighthouse lives
-    everything else      refused
+    {"op": "beat", "replica": ID}                                                      {}
+    {"op": "quorum", "replica": ID, "store": …, "step": …, "timeout_s": …, "data": …}  {"quorum_id": …, "members": […]}
+
+A quorum that there was not is answered by {"failed": why}; the connection stays. Who was not in the last quorum waits
+for its turn (`everstep.quorum.turns`).
 """
 
-import asyncio
 import contextlib
 import ctypes
 import math
@@ -17,226 +20,213 @@ import os
 import socket
 import stat
 import struct
+import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Annotated, Any
 
-import grpc
-import grpc.aio
+from torchft.coordination import LighthouseClient
 
+from everstep import wire
 from everstep.quorum.identity import StrangerError, read_id
-from everstep.wire import WireError, parse_address
+from everstep.quorum.turns import HEAD_START_S, LOOK_S, Turns
+from everstep.run import typed
 
-SERVICE = "/torchft.LighthouseService/"
-STATUS = "/everstep.Lighthouse/Status"
-ALIVE = b"everstep lighthouse"
-CHANNELS = 32
+PURPOSE = "lighthouse"
+CLIENTS = 8
 """Connections for quorum requests, which last; the lighthouse takes 200 at once on each."""
-LARGEST_MESSAGE = 4 << 20
-KNOWN_IDS = 100_000
 TELL_EVERY_S = 60.0
-CONNECT_TIMEOUT_S = 10.0
-_HOUR_MS = 3_600_000
-_SERVER_OPTIONS = [
-    ("grpc.so_reuseport", 0),  # a port that is taken is an error
-    ("grpc.max_receive_message_length", LARGEST_MESSAGE),
-    ("grpc.server_handshake_timeout_ms", 5_000),
-    ("grpc.max_connection_idle_ms", 60_000),
-]
-_CHANNEL_OPTIONS = [
-    ("grpc.use_local_subchannel_pool", 1),  # one connection each
-    ("grpc.client_idle_timeout_ms", 2**31 - 1),  # never: there would be no second one
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.enable_retries", 0),
-]
+CONNECT_TIMEOUT = timedelta(seconds=10)
+SILENCE = timedelta(minutes=10)
+"""After so long a member that says nothing is taken for gone; it connects again if it is not."""
 
 
 class GateError(RuntimeError):
     """The gate cannot stand, or its lighthouse is gone; in one sentence."""
 
 
-def replica_of(method: str, message: bytes) -> str:
-    """The id in a Heartbeat (its field 1) or Quorum (field 1 of its field 1). Raises ValueError."""
-    if method == "Quorum":
-        message = _first_field(message)
-    return _first_field(message).decode()
+@dataclass(frozen=True)
+class Asked:
+    """A member's request for a quorum: what torchft's lighthouse is told. `data`: what the replica says of itself."""
+
+    op: str
+    replica: str
+    store: str
+    step: Annotated[int, typed.Within(-(1 << 62), 1 << 62)]
+    timeout_s: Annotated[float, typed.Within(0.001, 86400.0)]
+    data: dict[str, str]
 
 
-def _first_field(message: bytes) -> bytes:
-    """Field 1 of a protocol buffer (encoding of version 3), which must be bytes or text and come first, and once."""
-    if message[:1] != b"\x0a":
-        raise ValueError("it does not begin with its first field")
-    length = shift = 0
-    for at in range(1, min(6, len(message))):
-        length |= (message[at] & 0x7F) << shift
-        shift += 7
-        if message[at] < 0x80:
-            rest = message[at + 1 :]
-            if length > len(rest):
-                break
-            if any(tag == 0x0A for tag in _tags(rest[length:])):  # the later one would count
-                raise ValueError("its first field comes twice")
-            return rest[:length]
-    raise ValueError("it is cut off")
-
-
-def _tags(message: bytes) -> Iterator[int]:
-    """The tags of a message's fields. Raises ValueError for what is no message."""
-    at = 0
-
-    def number() -> int:
-        nonlocal at
-        value = shift = 0
-        while at < len(message) and shift < 70:
-            byte = message[at]
-            value, at, shift = value | (byte & 0x7F) << shift, at + 1, shift + 7
-            if byte < 0x80:
-                return value
-        raise ValueError("it is cut off")
-
-    while at < len(message):
-        tag = number()
-        yield tag
-        match tag & 7:
-            case 0:
-                number()
-            case 1:
-                at += 8
-            case 2:
-                length = number()
-                at += length
-            case 5:
-                at += 4
-            case _:
-                raise ValueError("a field is of no known kind")
-    if at != len(message):
-        raise ValueError("it is cut off")
-
-
-class Gate(grpc.GenericRpcHandler):
-    """Admits requests by id and passes them to a lighthouse.
+class Gate:
+    """Admits members and passes their requests to a lighthouse.
 
     Args:
         token: of the run.
-        inner: `host:port` of the lighthouse.
+        bind: (host, port) to listen on.
+        inner: `http://host:port` of the lighthouse.
         every_s: one replica's heartbeats are passed on this often at most; the others are answered here.
-        tell: called now and then with how many requests of strangers were refused, and what the last one was.
-    """
-
-    def __init__(self, token: bytes, inner: str, every_s: float, tell: Callable[[int, str], None]) -> None:
-        self._token, self._every_s, self._tell = token, every_s, tell
-        self._known: dict[str, float] = {}
-        """Replicas of the run, and when their heartbeats were last passed on."""
-        self._refused, self._told = 0, -TELL_EVERY_S
-        self._channels = [grpc.aio.insecure_channel(inner, options=_CHANNEL_OPTIONS) for _ in range(CHANNELS + 1)]
-        calls = [channel.unary_unary(SERVICE + "Quorum") for channel in self._channels[1:]]
-        self._quorum = dict(enumerate(calls))
-        self._heartbeat = self._channels[0].unary_unary(SERVICE + "Heartbeat")
-        self._waiting = Counter(dict.fromkeys(self._quorum, 0))
-        self.lost = asyncio.Event()
-        """Set when the lighthouse does not answer on its connection any more."""
-
-    async def connect(self) -> None:
-        """Raises GateError when the lighthouse is not there."""
-        try:
-            await asyncio.wait_for(
-                asyncio.gather(*(channel.channel_ready() for channel in self._channels)), CONNECT_TIMEOUT_S
-            )
-        except TimeoutError:
-            raise GateError("torchft's lighthouse does not answer behind its gate") from None
-
-    def service(self, handler_call_details: Any) -> Any:
-        """See `grpc.GenericRpcHandler`."""
-        handlers = {
-            SERVICE + "Heartbeat": self._on_heartbeat,
-            SERVICE + "Quorum": self._on_quorum,
-            STATUS: self._on_status,
-        }
-        found = handlers.get(handler_call_details.method)
-        return grpc.unary_unary_rpc_method_handler(found) if found else None
-
-    async def _on_status(self, message: bytes, context: Any) -> bytes:
-        return ALIVE
-
-    async def _on_heartbeat(self, message: bytes, context: Any) -> bytes:
-        replica = await self._admit("Heartbeat", message, context)
-        now = time.monotonic()
-        if now - self._known[replica] < self._every_s:
-            return b""  # as the lighthouse answers
-        self._known[replica] = now
-        return await self._pass(self._heartbeat, message, context)
-
-    async def _on_quorum(self, message: bytes, context: Any) -> bytes:
-        await self._admit("Quorum", message, context)
-        number = min(self._waiting, key=self._waiting.__getitem__)
-        self._waiting[number] += 1
-        try:
-            return await self._pass(self._quorum[number], message, context)
-        finally:
-            self._waiting[number] -= 1
-
-    async def _admit(self, method: str, message: bytes, context: Any) -> str:
-        try:
-            replica = replica_of(method, message)
-            if replica not in self._known:
-                read_id(self._token, replica)
-                if len(self._known) >= KNOWN_IDS:
-                    self._known.clear()
-                self._known[replica] = -math.inf
-            return replica
-        except (StrangerError, ValueError) as error:
-            self._refused += 1
-            if time.monotonic() - self._told > TELL_EVERY_S:
-                self._told = time.monotonic()
-                self._tell(self._refused, f"{context.peer()}: {error}")
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this lighthouse is of another run")
-            raise AssertionError("abort raises") from error
-
-    async def _pass(self, call: Callable[..., Awaitable[bytes]], message: bytes, context: Any) -> bytes:
-        try:
-            left_s = context.time_remaining()
-            return await call(message, timeout=min(left_s, _HOUR_MS / 1000) if left_s is not None else None)
-        except grpc.aio.AioRpcError as error:
-            if error.code() == grpc.StatusCode.UNAVAILABLE:
-                self.lost.set()
-            await context.abort(error.code(), error.details() or "")
-            raise AssertionError("abort raises") from error
-
-    async def close(self) -> None:
-        for channel in self._channels:
-            await channel.close()
-
-
-async def serve(gate: Gate, bind: str, on_listening: Callable[[], None]) -> None:
-    """Listen on `bind` ("host:port") until cancelled.
+        heartbeat_timeout_s: a replica that is silent for so long is gone.
+        tell: called now and then with how many strangers were refused, and where the last one came from.
+        encrypt: whether members must encrypt what they say.
 
     Raises:
-        GateError: the address cannot be listened on, or the lighthouse is gone.
+        GateError: the lighthouse is not there, or `bind` cannot be listened on.
     """
-    server = grpc.aio.server(handlers=[gate], options=_SERVER_OPTIONS)
-    try:
-        if server.add_insecure_port(bind) == 0:
-            raise RuntimeError("no port")
-    except RuntimeError as error:
-        raise GateError(f"cannot listen on {bind}: {error}".partition("\n")[0]) from error
-    await server.start()
-    on_listening()
-    try:
-        await gate.lost.wait()
-        raise GateError("torchft's lighthouse has gone from behind its gate")
-    finally:
-        await server.stop(grace=None)
 
+    def __init__(
+        self,
+        token: bytes,
+        bind: tuple[str, int],
+        inner: str,
+        every_s: float,
+        heartbeat_timeout_s: float,
+        tell: Callable[[int, str], None],
+        encrypt: bool = False,
+    ) -> None:
+        self._token, self._every_s, self._tell = token, every_s, tell
+        self._refused, self._told = 0, -TELL_EVERY_S
+        os.environ["TOKIO_WORKER_THREADS"] = "1"  # each client has a runtime of its own
+        try:
+            self._heartbeat, *clients = [LighthouseClient(inner, CONNECT_TIMEOUT) for _ in range(CLIENTS + 1)]
+        except Exception as error:  # the Rust client raises several unrelated types
+            raise GateError(f"torchft's lighthouse does not answer behind its gate: {error}") from error
+        self._clients = dict(enumerate(clients))
+        self._waiting = Counter(dict.fromkeys(self._clients, 0))
+        self._lock = threading.Lock()
+        self._heard: dict[str, float] = {}
+        """By replica: when it last beat or asked."""
+        self._turns = Turns(
+            lambda replica: time.monotonic() - self._heard.get(replica, -math.inf) < heartbeat_timeout_s
+        )
+        self._turn = threading.Condition()
+        self._held = 0
+        """Requests that wait for their turn."""
+        self._newest: tuple[tuple[int, int], dict[str, Any]] | None = None
+        self.lost = threading.Event()
+        """Set when the lighthouse does not answer any more."""
+        self._bind, self._encrypt = bind, encrypt
+        self._server: wire.Server | None = None
 
-def check_free(bind: str) -> None:
-    """Raises GateError, with the kernel's reason, when `bind` ("host:port") cannot be listened on."""
-    try:
-        host, port = parse_address(bind)
-        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        socket.create_server(place[:2], family=family).close()
-    except (OSError, ValueError, WireError) as error:
-        raise GateError(f"cannot listen on {bind}: {error}") from error
+    def open(self) -> None:
+        """Begin to listen. Raises GateError."""
+        host, port = self._bind
+        try:
+            self._server = wire.Server(
+                host,
+                self._token,
+                self._talk,
+                SILENCE,
+                purpose=PURPOSE,
+                encrypt=self._encrypt,
+                port=port,
+                on_stranger=self._refuse,
+            )
+        except wire.WireError as error:
+            raise GateError(f"cannot listen on {wire.format_address(host, port)}: {error}") from error
+
+    def _refuse(self, what: str) -> None:
+        self._refused += 1
+        if time.monotonic() - self._told > TELL_EVERY_S:
+            self._told = time.monotonic()
+            self._tell(self._refused, what)
+
+    def _talk(self, channel: wire.Channel) -> None:
+        replica, passed_on = "", -self._every_s
+        while True:
+            message = channel.receive_frame()
+            said = message.get("replica")
+            if said != replica or not replica:
+                try:
+                    read_id(self._token, str(said))
+                except StrangerError as error:
+                    self._refuse(f"{channel.peer}: {error}")
+                    raise wire.RefusedError("this lighthouse is of another run") from error
+                replica = str(said)
+            self._heard[replica] = time.monotonic()
+            if message.get("op") == "beat":
+                if time.monotonic() - passed_on >= self._every_s:
+                    passed_on = time.monotonic()
+                    self._beat(replica)
+                channel.send_frame({})
+                continue
+            try:
+                asked = typed.parse(Asked, message)
+            except typed.UnfitError as error:
+                raise wire.RefusedError(f"the request is not understood: {error}") from error
+            channel.send_frame(self._quorum(asked))
+
+    def _beat(self, replica: str) -> None:
+        try:
+            self._heartbeat.heartbeat(replica, timeout=CONNECT_TIMEOUT)
+        except Exception as error:  # noqa: BLE001  the Rust client raises several unrelated types
+            self._look_at(error)
+
+    def _quorum(self, asked: Asked) -> dict[str, Any]:
+        data: dict[Any, object] = dict(asked.data)
+        left_s = asked.timeout_s - self._wait_for_turn(asked)
+        if left_s <= 0:
+            return {"failed": "none of the groups that make a step has asked for the next quorum"}
+        with self._lock:
+            number = min(self._waiting, key=self._waiting.__getitem__)
+            self._waiting[number] += 1
+        try:
+            quorum = self._clients[number].quorum(
+                replica_id=asked.replica,
+                timeout=timedelta(seconds=left_s),
+                store_address=asked.store,
+                step=asked.step,
+                world_size=1,
+                data=data,
+            )
+        except Exception as error:  # noqa: BLE001  the Rust client raises several unrelated types
+            self._look_at(error)
+            return {"failed": str(error).partition("\n")[0][:300] or type(error).__name__}
+        finally:
+            with self._lock:
+                self._waiting[number] -= 1
+        return self._told_as(quorum)
+
+    def _wait_for_turn(self, asked: Asked) -> float:
+        """Returns how long that took, in seconds: as long as the request's time at most."""
+        begun = time.monotonic()
+        with self._turn:
+            self._turns.asked(asked.replica)
+            gives_turn = self._held > 0 and self._turns.may_pass()
+            if gives_turn:
+                self._turn.notify_all()
+            while not self._turns.may_pass() and time.monotonic() < begun + asked.timeout_s:
+                self._held += 1
+                self._turn.wait(LOOK_S)  # those it waits for may have died meanwhile
+                self._held -= 1
+        if gives_turn:
+            time.sleep(HEAD_START_S)
+        return time.monotonic() - begun
+
+    def _told_as(self, quorum: Any) -> dict[str, Any]:
+        """What members are told of a quorum: made once for all that are in it."""
+        when = quorum.created.seconds, quorum.created.nanos
+        with self._lock:
+            if self._newest is None or self._newest[0] != when:
+                members = [[member.replica_id, member.data or {}] for member in quorum.participants]
+                told = {"quorum_id": int(quorum.quorum_id), "members": members}
+                if self._newest is not None and self._newest[0] > when:
+                    return told  # to one whose answer was on its way for long
+                self._newest = when, told
+                with self._turn:
+                    self._turns.formed([member.replica_id for member in quorum.participants])
+            return self._newest[1]
+
+    def _look_at(self, error: Exception) -> None:
+        if "Unavailable" in str(error):  # gRPC's status; the client has no other sign of a lighthouse that is gone
+            self.lost.set()
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._server is not None:
+            self._server.shut()
 
 
 def shut(port: int) -> bool:

@@ -7,43 +7,51 @@ restart on the same port the groups report again and the next quorum forms.
 """
 
 import argparse
-import asyncio
 import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from torchft.coordination import LighthouseServer
 
-from everstep.quorum.gate import Gate, GateError, check_free, loopback_port, serve, shut
+from everstep.quorum.gate import Gate, GateError, loopback_port, shut
+from everstep.quorum.membership import HEARTBEAT_S, HEARTBEATS
 from everstep.run.events import EventLog
 from everstep.run.lifeline import die_with_parent
 from everstep.run.token import run_token
+from everstep.wire import parse_address
 
 QUORUM_TICK_MS = 50
 LOOPBACK = "127.0.0.1"
-PASSED_ON_EVERY_S = 0.25
-"""How often a group's heartbeats reach torchft's lighthouse: by so much later may a silent group be noticed."""
+LOOK_EVERY_S = 0.2
 
 
-def run(bind: str, run_dir: Path, min_groups: int, join_timeout_s: float, heartbeat_timeout_s: float) -> None:
+def run(
+    bind: str,
+    run_dir: Path,
+    min_groups: int,
+    join_timeout_s: float,
+    heartbeat_timeout_s: float,
+    encrypt: bool = False,
+) -> None:
     """Run a lighthouse on `bind` ("host:port") until SIGTERM or SIGINT. Prints its address.
 
     `join_timeout_s`: how long a quorum waits for a group that heartbeats but has not asked to join.
-    `heartbeat_timeout_s`: a group silent for this long is left out.
+    `heartbeat_timeout_s`: a group silent for this long is left out. `encrypt`: fault_tolerance.encrypt.
 
     Raises:
         GateError: the port is taken, or torchft's lighthouse ended.
-        ValueError: there is no token that can be trusted in `run_dir`.
+        ValueError: there is no token that can be trusted in `run_dir`, or `bind` is no address.
+        WireError: the same of `bind`.
     """
-    token = run_token(run_dir)
-    check_free(bind)
+    token, place = run_token(run_dir), parse_address(bind)
     events = EventLog(run_dir, None, None, "lighthouse")
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # a descriptor for each group, and for strangers
-    every_s = min(PASSED_ON_EVERY_S, heartbeat_timeout_s / 8)
+    every_s = min(HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS)  # by so much later may a silent group be noticed
     inner = LighthouseServer(
         bind=f"{LOOPBACK}:0",
         min_replicas=min_groups,
@@ -56,26 +64,19 @@ def run(bind: str, run_dir: Path, min_groups: int, join_timeout_s: float, heartb
     def tell(count: int, last: str) -> None:
         events.emit("stranger_refused", count=count, reason=last)
 
-    def listening() -> None:
-        print(f"lighthouse on {bind}, at least {min_groups} groups, pid {os.getpid()}", flush=True)
-
-    async def stand() -> None:
-        gate = Gate(token, f"{LOOPBACK}:{port}", every_s, tell)
-        await gate.connect()
+    over = threading.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: over.set())
+    try:
+        gate = Gate(token, place, f"http://{LOOPBACK}:{port}", every_s, heartbeat_timeout_s, tell, encrypt)
         if not shut(port):
             print(f"lighthouse: this kernel does not let port {port} of {LOOPBACK} be closed to others", flush=True)
-        serving = asyncio.ensure_future(serve(gate, bind, listening))
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(signum, serving.cancel)
-        try:
-            await serving
-        except asyncio.CancelledError:
-            pass  # asked to stop
-        finally:
-            await gate.close()
-
-    try:
-        asyncio.run(stand())
+        gate.open()
+        print(f"lighthouse on {bind}, at least {min_groups} groups, pid {os.getpid()}", flush=True)
+        while not over.wait(LOOK_EVERY_S):
+            if gate.lost.is_set():
+                raise GateError("torchft's lighthouse has gone from behind its gate")
+        gate.close()
     finally:
         inner.shutdown()
 
@@ -87,14 +88,19 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--min-groups", type=int, default=1)
     parser.add_argument("--join-timeout-s", type=float, default=2.0)
     parser.add_argument("--heartbeat-timeout-s", type=float, default=2.0)
+    parser.add_argument("--encrypt", action="store_true", help="members must encrypt what they say")
     parser.add_argument("--die-with-parent", action="store_true", help="end when the process that started it ends")
     options = parser.parse_args(args)
     if options.die_with_parent:
         die_with_parent(os.getppid())
     try:
-        run(options.bind, options.run_dir, options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s)
+        waits = options.join_timeout_s, options.heartbeat_timeout_s
+        run(options.bind, options.run_dir, options.min_groups, *waits, options.encrypt)
     except (GateError, ValueError, OSError) as error:
         sys.exit(f"lighthouse: {error}")
+    # Threads may still be at a request in torchft's client, which an interpreter that ends would break off.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

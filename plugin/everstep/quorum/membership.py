@@ -10,17 +10,16 @@ a stranger in it is no quorum.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
-
-from torchft.coordination import LighthouseClient
 
 from everstep.quorum.identity import StrangerError, check_saying, read_id, replica_id, saying_code
+from everstep.quorum.voice import LighthouseError, Voice
 from everstep.step.interfaces import QuorumUnavailable
 from everstep.step.quorum import Member, Request, decode, encode
 
-HEARTBEAT_S = 0.1
+HEARTBEAT_S, HEARTBEATS = 0.25, 8
+"""The longest time between two heartbeats, and how many of them must be lost in a row before a group is."""
 ASK_AGAIN_S = 0.1
 DATA, CODE = "everstep", "code"
 
@@ -34,6 +33,8 @@ class Membership:
         token: of the run.
         find_lighthouse: gives `http://host:port`, and another one when the lighthouse has moved.
         connect_timeout: for connections to the lighthouse.
+        heartbeat_timeout_s: of the lighthouse.
+        gated: whether the address is of the run's own lighthouse; else it may be one of torchft's without a gate.
     """
 
     def __init__(
@@ -44,9 +45,13 @@ class Membership:
         token: bytes,
         find_lighthouse: Callable[[], str],
         connect_timeout: timedelta,
+        heartbeat_timeout_s: float = 0.8,
+        gated: Callable[[], bool] = lambda: False,
     ) -> None:
         self._token, self._replica_id = token, replica_id(token, group, life)
         self._find_lighthouse, self._connect_timeout = find_lighthouse, connect_timeout
+        self._asking, self._beating = (Voice(token, self._replica_id, connect_timeout, gated) for _ in range(2))
+        self._every_s = min(HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS)
         self._address = ""
         self._left = threading.Event()
         threading.Thread(target=self._keep_beating, name="lighthouse-heartbeat", daemon=True).start()
@@ -59,38 +64,33 @@ class Membership:
     def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
         """See `everstep.step.interfaces.Membership`."""
         deadline = time.monotonic() + timeout.total_seconds()
+        reason: QuorumUnavailable | None = None
         while True:
             left_s = deadline - time.monotonic()
+            if reason is not None and left_s < ASK_AGAIN_S:  # too little for another reason than that
+                raise reason
             try:
                 return self._ask_once(request, timedelta(seconds=max(left_s, 0.001)))
-            except QuorumUnavailable:
+            except QuorumUnavailable as error:
                 # A lighthouse that starts again is asked again until the time is up.
-                if left_s < ASK_AGAIN_S or self._left.wait(ASK_AGAIN_S):
+                reason = error
+                if self._left.wait(ASK_AGAIN_S):
                     raise
                 self.follow()
 
     def _ask_once(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
         saying = encode(request)
         try:
-            client = LighthouseClient(self._address, min(timeout, self._connect_timeout))
-            quorum = client.quorum(
-                replica_id=self._replica_id,
-                timeout=timeout,
-                store_address=request.store,
-                step=request.step,
-                world_size=1,
-                data={DATA: saying, CODE: saying_code(self._token, self._replica_id, saying)},
-            )
-        except Exception as error:  # the Rust client raises several unrelated types
-            raise QuorumUnavailable(str(error).partition("\n")[0][:300] or type(error).__name__) from error
-        try:
-            members = [self._read(member.replica_id, member.data or {}) for member in quorum.participants]
-        except ValueError as error:
+            data = {DATA: saying, CODE: saying_code(self._token, self._replica_id, saying)}
+            quorum_id, told = self._asking.quorum(self._address, request.store, request.step, data, timeout)
+            return quorum_id, [self._read(replica, said) for replica, said in told]
+        except (LighthouseError, ValueError) as error:
             raise QuorumUnavailable(str(error)) from error
-        return int(quorum.quorum_id), members
 
-    def _read(self, replica: str, data: Mapping[Any, object]) -> Member:
+    def _read(self, replica: object, data: object) -> Member:
         """A member, by what it says of itself. Raises ValueError if it is none of this run's, or says nonsense."""
+        if not isinstance(replica, str) or not isinstance(data, dict):
+            raise StrangerError("the lighthouse names a member that is none")
         group, life = read_id(self._token, replica)
         member = decode(check_saying(self._token, replica, data.get(DATA), data.get(CODE)))
         if (member.group, member.life) != (group, life):
@@ -99,15 +99,10 @@ class Membership:
 
     def _keep_beating(self) -> None:
         """Heartbeats, in a thread of their own: they stop with the process, and while it is stopped."""
-        address, client = "", None
-        while not self._left.wait(HEARTBEAT_S):
-            with contextlib.suppress(Exception):  # what is not heard now is said again
-                if client is None or address != self._address:
-                    address, client = self._address, None
-                    if address:
-                        client = LighthouseClient(address, self._connect_timeout)
-                if client is not None:
-                    client.heartbeat(self._replica_id, timeout=self._connect_timeout)
+        while not self._left.wait(self._every_s):
+            if self._address:
+                with contextlib.suppress(LighthouseError):  # what is not heard now is said again
+                    self._beating.beat(self._address)
 
     def leave(self) -> None:
         """Stop the heartbeats; the other groups go on without this one."""

@@ -1,40 +1,60 @@
-"""The process group that spans replica groups: one rank column, rebuilt for every quorum whose members changed.
+"""The process groups that span replica groups: one rank column, connected anew for every quorum whose members changed.
 
-torchft's reconfigurable process groups do the connecting and aborting. Two things are added: every member watches the
-others (`everstep.quorum.watch`), so that one that dies or gives up breaks the process group on all of them at once,
-also while it is being built; and building happens in a thread that can be left behind, since Gloo now and then waits
-without end for a peer that was killed while the two connected.
+What the protocol exchanges goes over Gloo on the CPU, gradients over the backend of their device; where both are Gloo,
+over one and the same (`everstep.quorum.communicator`). Every member watches the others (`everstep.quorum.watch`), so
+that one that dies or gives up breaks all of it on all of them at once, also while it is being connected; and connecting
+happens in a thread that can be left behind, since Gloo now and then waits without end for a peer that was killed while
+the two connected.
 """
 
 import hashlib
 import logging
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-import torchft
-from torch.distributed.distributed_c10d import AllreduceOptions, Work
-from torchft.process_group import ProcessGroupWrapper, create_store_client
 
+from everstep.quorum.communicator import Communicator
 from everstep.quorum.identity import StrangerError, open_note, seal_note
+from everstep.quorum.in_flight import InFlight, Sum, first_line
 from everstep.quorum.watch import PeerWatch
 from everstep.step.interfaces import SumsBroken
+from everstep.step.streams import HostStreams, Streams
 
-SHORTEST_POLL_S, LONGEST_POLL_S = 0.0001, 0.001
 CONNECT_POLL_S = 0.01
+STORES_KEPT = 4
 
 logger = logging.getLogger(__name__)
 
 
+class _Line:
+    """A communicator and its sums under way."""
+
+    def __init__(self, communicator: Communicator, streams: Streams) -> None:
+        self.communicator, self.streams = communicator, streams
+        self.in_flight = InFlight(streams, communicator.error)
+
+    def start(self, tensor: torch.Tensor, timeout: timedelta) -> Sum:
+        ready = self.streams.record()
+        with self.streams.of_sums():
+            self.streams.wait(ready)
+            work = self.communicator.allreduce(tensor, timeout)
+            event = self.streams.record() if self.communicator.on_device else None
+        return self.in_flight.add(work, event, timeout)
+
+    def end(self) -> None:
+        # In this order: a sum that the abort ends is not to look complete.
+        self.in_flight.end()
+        self.communicator.abort()
+
+
 class RankColumn:
     """Implements `everstep.step.interfaces.Sums` for rank r of every group of a quorum.
-
-    What the protocol exchanges always goes over Gloo on the CPU; gradients over the backend of their device. The
-    process groups of both are broken together.
 
     Args:
         backend: of the gradients, "gloo" or "nccl".
@@ -43,6 +63,8 @@ class RankColumn:
         connect_timeout: for building the process groups.
         reduce_timeout: for one sum, unless the call says otherwise.
         token: of the run; admits members to each other's watch, and tells their notes from others'.
+        streams: of the gradients' device.
+        make: makes communicators.
     """
 
     def __init__(
@@ -54,14 +76,21 @@ class RankColumn:
         connect_timeout: timedelta,
         reduce_timeout: timedelta,
         token: bytes,
+        streams: Streams | None = None,
+        make: Callable[..., Communicator] = Communicator,
     ) -> None:
         self._backend, self._column = backend, column
+        self._streams, self._make = streams or HostStreams(), make
         self._connect_timeout, self._reduce_timeout = connect_timeout, reduce_timeout
-        self._groups: list[ProcessGroupWrapper] = []
+        self._lines: list[_Line] = []
+        """For what the protocol exchanges, and last for gradients; the same one where both go over Gloo."""
+        self._broken: list[_Line] = []
+        self._stores: dict[str, dist.TCPStore] = {}
+        """Connections to members' stores. A new one asks the name server for the name of an address, at both ends,
+        and the store answers nobody meanwhile: with a slow name server that alone is longer than a quorum."""
+        self._lock = threading.Lock()
         self._watch = PeerWatch(host, self._on_loss, token)
         self._key = b""
-        self._broken_groups: list[tuple[float, object]] = []
-        self._patience_s = 2 * reduce_timeout.total_seconds()
         self._rank = 0
         self._token, self._place = token, b""
         self._gathered = 0
@@ -84,62 +113,85 @@ class RankColumn:
             SumsBroken: some member did not arrive in time.
         """
         self.abort()
-        place = f"{store}/everstep/{key}/{self._column}"
-        building = _Building(self._new_groups(), self._watch, self._connect_timeout, place, rank, size)
+        place = f"everstep/{key}/{self._column}"
+        # Taken, so that one that a thread was left behind with is not used again.
+        reached = self._stores.pop(store, None)
+        building = _Building(self._new_lines, self._watch, self._connect_timeout, store, reached, place, rank, size)
         self._key = building.key
         building.start()
-        # Members may use up the timeout once while they wait for each other, and once while they connect.
-        give_up = time.monotonic() + 2 * self._connect_timeout.total_seconds()
+        # Members may use up the timeout once while they wait for each other, and once for each line they connect.
+        give_up = time.monotonic() + (1 + self._line_count()) * self._connect_timeout.total_seconds()
         while building.is_alive() and self._key and time.monotonic() < give_up:
             building.join(CONNECT_POLL_S)
-        groups, error = building.take()
-        if groups:
-            self._groups, self._rank, self.size = groups, rank, size
+        lines, error = building.take()
+        if lines:
+            self._keep_store(store, building.reached)
+            with self._lock:
+                self._lines, self._rank, self.size = lines, rank, size
             self._place, self._gathered = building.key, 0
         lost = not self._key
-        if lost or not groups:
+        if lost or not lines:
             self.abort()
             reason = "a member left while the groups connected"
             raise SumsBroken(reason if lost else f"could not connect to the other groups: {error}")
 
-    def start(self, tensor: torch.Tensor, timeout: timedelta) -> Work:
-        """Start to sum `tensor` in place over the groups, over the gradients' backend.
+    def warm(self, store: str, timeout: timedelta) -> None:
+        """Load what the gradients' backend loads with its first sum, by a sum of one member: NCCL's kernels can take a
+        minute. To be called before the other groups wait for this one.
+
+        Args:
+            store: `host:port` of any TCPStore.
+            timeout: for all of it.
+
+        Raises:
+            RuntimeError: the backend does not work here.
+        """
+        if self._backend == "gloo":
+            return
+        key = os.urandom(32)
+        self._keep_store(store, reach(store, timeout))
+        board = dist.PrefixStore(f"everstep/warm/{key.hex()}", self._stores[store])
+        line = _Line(self._make(self._backend, board, 0, 1, timeout), self._streams)
+        line.communicator.connect(key)
+        line.in_flight.finish(
+            line.start(torch.ones(1, device=torch.accelerator.current_accelerator(check_available=True)), timeout)
+        )
+        line.end()
+
+    def _keep_store(self, address: str, reached: dist.TCPStore | None) -> None:
+        if reached is not None:
+            self._stores[address] = reached
+            if len(self._stores) > STORES_KEPT:
+                del self._stores[next(iter(self._stores))]  # the one not used for longest
+
+    def start(self, tensor: torch.Tensor, timeout: timedelta) -> Sum:
+        """Start to sum `tensor` in place over the groups, over the gradients' backend, after what the current stream
+        was given so far.
 
         Raises:
             SumsBroken: the process group is broken already.
         """
         return self._start(-1, tensor, timeout)
 
-    def _start(self, which: int, tensor: torch.Tensor, timeout: timedelta) -> Work:
-        if not self.connected:
+    def _start(self, which: int, tensor: torch.Tensor, timeout: timedelta) -> Sum:
+        with self._lock:
+            lines = self._lines
+        if not lines:
             raise SumsBroken("not connected")
-        options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM
-        options.timeout = timeout
         try:
-            return self._groups[which].allreduce([tensor], options)
+            return lines[which].start(tensor, timeout)
         except Exception as error:
-            raise self._broken(error) from error
+            self.abort()
+            raise SumsBroken(first_line(error)) from error
 
-    def finish(self, work: Work) -> None:
-        """Wait for a started sum. Raises SumsBroken, after which the process groups are broken.
-
-        Polls: Gloo now and then leaves a receive waiting for its timeout although its connections were closed. The
-        caller then goes on without it; it must not use the tensors of unfinished sums again.
-        """
-        pause_s = SHORTEST_POLL_S
-        while not work.is_completed():
-            if not self.connected:
-                raise SumsBroken("a member of the quorum was lost")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_POLL_S)
+    def finish(self, one: Sum) -> None:
+        """Wait for a started sum. Raises SumsBroken, after which the process groups are broken; tensors of sums that
+        have not `ended` must not be used again."""
         try:
-            work.wait()
-            errors = [error for group in self._groups if (error := group.errored()) is not None]
-        except Exception as raised:
-            raise self._broken(raised) from raised
-        if errors:
-            raise self._broken(errors[0]) from errors[0]
+            one.among.finish(one)
+        except SumsBroken:
+            self.abort()
+            raise
 
     def total(self, values: torch.Tensor, timeout: timedelta) -> torch.Tensor:
         """See `Sums.total`."""
@@ -183,7 +235,7 @@ class RankColumn:
             return b""
 
     def abort(self) -> None:
-        """Break the process group: every pending sum fails, here and at once on the peers."""
+        """Break the process groups: every pending sum fails, here and at once on the peers."""
         self.size = 0
         key, self._key = self._key, b""
         if key:
@@ -191,17 +243,23 @@ class RankColumn:
         self._break()
 
     def close(self) -> None:
-        """Break the process group and stop listening for peers."""
+        """Break the process groups and stop listening for peers."""
         self.abort()
         self._watch.close()
 
-    def _new_groups(self) -> list[ProcessGroupWrapper]:
-        """For what the protocol exchanges, and for gradients: the same one where both go over Gloo."""
-        # Gloo takes one timeout for connecting; sums carry theirs in their options.
-        groups: list[ProcessGroupWrapper] = [torchft.ProcessGroupGloo(timeout=self._connect_timeout)]
-        if self._backend == "nccl":
-            groups.append(torchft.ProcessGroupNCCL(timeout=self._reduce_timeout))
-        return groups
+    def _line_count(self) -> int:
+        return 1 if self._backend == "gloo" else 2
+
+    def _new_lines(self, store: dist.Store, rank: int, size: int) -> list[_Line]:
+        """Not connected yet."""
+
+        def line(backend: str, streams: Streams) -> _Line:
+            made = self._make(backend, dist.PrefixStore(backend, store), rank, size, self._connect_timeout)
+            return _Line(made, streams)
+
+        if self._backend == "gloo":
+            return [line("gloo", self._streams)]
+        return [line("gloo", HostStreams()), line(self._backend, self._streams)]
 
     def _on_loss(self, key: bytes) -> None:
         if key == self._key:
@@ -210,36 +268,43 @@ class RankColumn:
             self._break()
 
     def _break(self) -> None:
-        """Close the connections, but keep the object until its sums have ended: its destructor waits for them."""
-        now = time.monotonic()
-        self._broken_groups = [(t, group) for t, group in self._broken_groups if now - t < self._patience_s]
-        for group in self._groups:
-            self._broken_groups.append((now, group._pg))
-            group.abort(errored=False)
+        """End all sums, but keep what they run on until they have: its destructor waits for them."""
+        with self._lock:
+            broken, self._lines = self._lines, []
+        for line in broken:
+            line.end()
+        with self._lock:
+            self._broken = [line for line in [*self._broken, *broken] if not line.in_flight.idle]
 
-    def _broken(self, error: Exception) -> SumsBroken:
-        self.abort()
-        return SumsBroken(_first_line(error))
+
+def reach(store: str, timeout: timedelta) -> dist.TCPStore:
+    """A connection to the store at `host:port`; raises RuntimeError."""
+    host, _, port = store.rpartition(":")
+    return dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 class _Building(threading.Thread):
-    """Connects a process group. Whoever started it may go on without it: what it has built by then is broken again."""
+    """Connects lines. Whoever started it may go on without it: what it has connected by then is broken again."""
 
     def __init__(
         self,
-        groups: list[ProcessGroupWrapper],
+        make: Callable[[dist.Store, int, int], list[_Line]],
         watch: PeerWatch,
         timeout: timedelta,
         store: str,
+        reached: dist.TCPStore | None,
+        place: str,
         rank: int,
         size: int,
     ) -> None:
         super().__init__(name="connect", daemon=True)
-        self.key = hashlib.blake2b(store.partition("/")[2].encode(), digest_size=32).digest()
-        self._groups, self._watch, self._timeout = groups, watch, timeout
-        self._store, self._rank, self._size = store, rank, size
+        self.key = hashlib.blake2b(place.encode(), digest_size=32).digest()
+        self._make, self._watch, self._timeout = make, watch, timeout
+        self._store, self._place, self._rank, self._size = store, place, rank, size
+        self.reached = reached
         self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         self._lock = threading.Lock()
+        self._lines: list[_Line] = []
         self._left_behind = False
         self._built = False
         self._error = "no answer in time"
@@ -248,27 +313,29 @@ class _Building(threading.Thread):
         try:
             if self._device is not None:
                 torch.accelerator.set_device_index(self._device)  # each thread has its own
-            board = create_store_client(self._store, timeout=self._timeout)
+            if self.reached is None:
+                self.reached = reach(self._store, self._timeout)
+            board = dist.PrefixStore(self._place, self.reached)
             board.set(f"watch/{self._rank}", self._watch.address)
             others = [board.get(f"watch/{peer}").decode() for peer in range(self._size) if peer != self._rank]
             self._watch.begin(self.key, others, self._timeout)
-            for number, group in enumerate(self._groups):
-                group.configure(f"{self._store}/{number}", f"member-{self._rank}", self._rank, self._size)
-        except Exception as error:  # noqa: BLE001 - torch and torchft raise what they like here
-            self._error = _first_line(error)
+            self._lines = self._make(board, self._rank, self._size)
+            for number, line in enumerate(self._lines):
+                line.communicator.connect(self.key + bytes([number]))
+        except Exception as error:  # noqa: BLE001 - torch raises what it likes here
+            self._error = first_line(error)
             return
         with self._lock:
             self._built = True
             if self._left_behind:
-                for group in self._groups:
-                    group.abort(errored=False)
+                for line in self._lines:
+                    line.end()
 
-    def take(self) -> tuple[list[ProcessGroupWrapper], str]:
-        """The process groups, or none and why; from here on nothing is built any more."""
+    def take(self) -> tuple[list[_Line], str]:
+        """What is connected, or nothing and why; from here on nothing is connected any more."""
         with self._lock:
             self._left_behind = True
-            return (self._groups if self._built else []), self._error
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            if not self._built:
+                for line in self._lines:
+                    line.end()  # what waits for a peer that is gone
+            return (self._lines if self._built else []), self._error

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from everstep.report.lineage import Commit, Origin
+from everstep.report.lineage import Commit
 from everstep.report.sessions import Session
 
 UNPROVOKED = "died"
@@ -145,8 +145,7 @@ def normal_step_s(
     strong, weak = [], []
     for before, commit in pairwise(commits):
         quiet = bisect_left(struck, before.t) == bisect_right(struck, commit.t)
-        built_on = commit.parent is before and commit.origin is Origin.CONTINUED
-        if quiet and built_on and commit.step not in disturbed:
+        if quiet and commit.parent is before and commit.continued and commit.step not in disturbed:
             (strong if len(commit.groups) >= full else weak).append(commit.t - before.t)
     healthy = strong or weak or [commit.took_s for commit in commits if commit.took_s is not None]
     return median(healthy) if healthy else None

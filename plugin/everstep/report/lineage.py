@@ -1,27 +1,17 @@
 """Which of all commits the final state contains.
 
-Every group emits a `commit` for each step it commits, so one vote shows as several events. A step can also be
-committed more than once: after all groups died and a checkpoint was loaded, or when a group committed it and
-died before any other group did. Only the commits that later steps build on are in the final state; they are
-its *lineage*.
+Every group emits a `commit` for each step it commits, so one vote shows as several events: those of one history
+(`everstep.step.ledger.extend`). A step can also be committed more than once, after all groups died and an older state
+was loaded, or when a group committed it and died before any other group did. These have different histories, and each
+names its parent's. Only the commits that the newest one builds on are in the final state; they are its *lineage*.
 
-`trace` rebuilds the lineage the way the state itself travelled: a group's state comes from its own previous
-commit, or from the group it healed from, or from the checkpoint or snapshot its process started with. From
-the newest state this chain is followed back to the first step.
+What a group says of its state elsewhere, when it started, healed or committed, must be the parent that its next commit
+names: where it is not, that commit's slots count as repeated.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any
-
-
-class Origin(IntEnum):
-    """Where the state that a commit was built on came from. A higher value is stronger evidence."""
-
-    HEALED = 1
-    RESTORED = 2
-    CONTINUED = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -31,10 +21,10 @@ class Commit:
     order: int
     """Its place among all commits of the run, by the time of the first event."""
     step: int
+    history: str
     t: float
     """Wall time in seconds of the first group's event."""
     groups: tuple[int, ...]
-    quorum_id: int | None
     owners: tuple[int, ...]
     """Per slot the group that computed it, as the first group said; -1: the slot is not in the step."""
     loss: float | None
@@ -43,7 +33,8 @@ class Commit:
     grad_norm: float | None = None
     lr: float | None = None
     emitters: set[int] = field(default_factory=set)
-    origin: Origin = Origin.HEALED
+    continued: bool = False
+    """Whether a group was there that had committed the step before, and not loaded or healed since."""
     parent: "Commit | None" = None
     lost: set[int] = field(default_factory=set)
     """Slots that some group's step does not contain."""
@@ -62,27 +53,33 @@ class History:
 def trace(events: Iterable[dict[str, Any]]) -> History:
     """Rebuild the lineage from a run's events in order of time, as `read_events` gives them.
 
-    Reads commit, heal, worker_ready, training_started and checkpoint_saved of rank 0; ignores all others.
-    Where an event that explains a state is missing, the newest commit of the step before is taken.
+    Reads commit, heal, worker_ready and training_started of rank 0; ignores all others. Where the log does not have
+    the commit that another one names as its parent, the newest commit of the nearest step below is taken.
     """
     tracer = _Tracer()
     for event in events:
-        if not event.get("rank"):
+        if not event.get("rank") and isinstance(event.get("group"), int):
             tracer.see(event)
+    tracer.finish()
     return History(tracer.commits, final_lineage(tracer.commits))
 
 
 def final_lineage(commits: list[Commit]) -> list[Commit]:
-    """The chain of parents that ends in the newest state.
-
-    A commit that no group made from a state it was holding says that all states of that time were gone, so
-    the newest state is the highest step since the last such commit; of two of that step, the later one.
-    """
-    restored = [c.order for c in commits if c.origin is Origin.RESTORED]
-    alive = commits[restored[-1] if restored else 0 :]
-    tip = max(alive, key=lambda c: (c.step, c.order), default=None)
-    chain = []
+    """The chain of parents that ends in the newest state: the highest step that builds on the last new commit."""
+    children: dict[int, list[Commit]] = {}
+    for commit in commits:
+        if commit.parent is not None:
+            children.setdefault(commit.parent.order, []).append(commit)
+    tip, ahead = None, commits[-1:]
     known: set[int] = set()
+    while ahead:  # what builds on it may have been logged before it, by a host whose clock is behind
+        commit = ahead.pop()
+        if commit.order not in known:
+            known.add(commit.order)
+            tip = commit if tip is None else max(tip, commit, key=lambda one: (one.step, one.order))
+            ahead += children.get(commit.order, ())
+    chain: list[Commit] = []
+    known = set()
     while tip is not None and tip.order not in known:  # events that contradict each other can make a circle
         known.add(tip.order)
         chain.append(tip)
@@ -90,112 +87,58 @@ def final_lineage(commits: list[Commit]) -> list[Commit]:
     return chain[::-1]
 
 
-@dataclass(slots=True)
-class _Process:
-    """A group's running process and the state it holds."""
-
-    first_vote: int = 0
-    """Order of the first commit that this process can have voted for."""
-    ready: bool = False
-    """Started, and nothing committed yet."""
-    loaded: bool = False
-    """The state was loaded at the start, here or in the group it came from, and no step was built on it."""
-    healed_from: int | None = None
-    """The group that the state came from, when it was not committed or loaded by this process."""
-    state: Commit | None = None
-    """The commit that the state is after; None: not known, or before the first step."""
-
-
 class _Tracer:
     def __init__(self) -> None:
         self.commits: list[Commit] = []
-        self.processes: dict[int, _Process] = {}
+        self.by_history: dict[str, Commit] = {}
+        self.named: list[tuple[Commit, str]] = []
+        """The parents that commits name, by history."""
         self.newest: dict[int, Commit] = {}
-        self.newest_of: dict[tuple[int, int], Commit] = {}
-        self.saved: dict[int, Commit] = {}
+        self.states: dict[int, tuple[str, bool]] = {}
+        """By group: history of the state it says it has, and whether it committed that itself."""
 
     def see(self, event: dict[str, Any]) -> None:
-        group, step, kind = event.get("group"), event.get("step"), event["kind"]
-        if not isinstance(group, int):
-            return
+        group, step, kind = event["group"], event.get("step"), event["kind"]
         if kind == "worker_ready":
-            self._started(group)
-        elif kind == "training_started" and event.get("source") != "peer":  # heal tells that one better
-            if not self._process(group).ready:  # the worker_ready that precedes it is not in the log
-                self._started(group)
-            self._loaded(self._process(group), event.get("source"), step)
-        elif kind == "heal":
-            process, source = self._process(group), event.get("source_group", -1)
-            process.healed_from, process.state = source, self._process(source).state
-            process.loaded = self._process(source).loaded
-        elif not isinstance(step, int):
-            return
-        elif kind == "checkpoint_saved":
-            state = self._process(group).state
-            if state is not None and state.step != step:  # a save in the background, logged after later steps
-                state = self.newest_of.get((group, step))
-            if state is not None:
-                self.saved[step] = state
-        elif kind == "commit":
+            self.states.pop(group, None)
+        elif kind in ("training_started", "heal"):
+            if history := event.get("history"):
+                self.states[group] = history, False
+        elif kind == "commit" and isinstance(step, int):
             self._committed(event, group, step)
 
-    def _process(self, group: int) -> _Process:
-        return self.processes.setdefault(group, _Process())
-
-    def _started(self, group: int) -> None:
-        self.processes[group] = _Process(first_vote=len(self.commits), ready=True, loaded=True)
-
-    def _loaded(self, process: _Process, source: str | None, step: Any) -> None:
-        if source in ("disk", "memory") and isinstance(step, int) and process.healed_from is None:
-            on_disk = self.saved.get(step - 1) if source == "disk" else None
-            process.state = on_disk or self._before(step)
+    def finish(self) -> None:
+        """Parents can be in the log behind those who name them."""
+        for commit, history in self.named:
+            commit.parent = self.by_history.get(history, commit.parent)
 
     def _committed(self, event: dict[str, Any], group: int, step: int) -> None:
-        process = self._process(group)
-        origin, parent = self._parent(step, process)
-        groups, owners = tuple(event.get("groups") or ()), tuple(event.get("owners") or ())
-        quorum_id = event.get("quorum_id")
-        commit = self.newest.get(step)
-        # One vote has one quorum; each group emits once, and none that started only afterwards.
-        if (
-            commit is None
-            or group in commit.emitters
-            or (groups, quorum_id) != (commit.groups, commit.quorum_id)
-            or commit.order < process.first_vote
-        ):
-            order, t, loss, took_s = len(self.commits), event["t"], event.get("loss"), event.get("took_s")
-            seen = (event.get("tokens"), event.get("grad_norm"), event.get("lr"))
-            commit = Commit(order, step, t, groups, quorum_id, owners, loss, took_s, *seen)
+        history, parent, owners = event["history"], event["parent"], tuple(event.get("owners") or ())
+        commit = self.by_history.get(history)
+        if commit is None:
+            commit = Commit(
+                len(self.commits), step, history, event["t"], tuple(event.get("groups") or ()),
+                owners, event.get("loss"), event.get("took_s"), event.get("tokens"),
+                event.get("grad_norm"), event.get("lr"), parent=self._before(step),
+            )  # fmt: skip
             self.commits.append(commit)
-            self.newest[step] = commit
-        if not commit.emitters or origin > commit.origin:
-            commit.origin, commit.parent = origin, parent
+            self.by_history[history] = self.newest[step] = commit
+            self.named.append((commit, parent))
         commit.emitters.add(group)
         commit.lost.update(slot for slot, owner in enumerate(owners) if owner < 0)
         commit.repeated.update(_repeated(commit, owners, event.get("coverage_ok", True)))
-        if origin is Origin.CONTINUED and parent is not None and parent.step >= step:
+        state, committed = self.states.get(group, (parent, False))
+        commit.continued |= committed
+        if state != parent or commit.step != step:
             commit.repeated.update(range(len(owners)))
-        self.newest_of[group, step] = commit
-        self.processes[group] = _Process(process.first_vote, state=commit)
-
-    def _parent(self, step: int, process: _Process) -> tuple[Origin, Commit | None]:
-        state = process.state
-        fits = state is not None and state.step == step - 1
-        if process.healed_from is not None:
-            given = state if fits else self.newest_of.get((process.healed_from, step - 1))
-            origin = Origin.RESTORED if process.loaded else Origin.HEALED
-            return origin, given or self._before(step)
-        if state is None or process.ready:
-            return Origin.RESTORED, state if fits else self._before(step)
-        if state.step >= step - 1:
-            return Origin.CONTINUED, state
-        return Origin.HEALED, self._before(step)  # it skipped steps: a heal that is not in the log
+        self.states[group] = history, True
 
     def _before(self, step: int) -> Commit | None:
-        """The newest commit of the step before, or of the nearest step below that the log knows."""
-        if step - 1 not in self.newest:
-            step = max((known for known in self.newest if known < step), default=0) + 1
-        return self.newest.get(step - 1)
+        """The newest commit so far of the step before, or of the nearest step below that the log knows."""
+        below = (
+            step - 1 if step - 1 in self.newest else max((known for known in self.newest if known < step), default=0)
+        )
+        return self.newest.get(below)
 
 
 def _repeated(commit: Commit, owners: tuple[int, ...], coverage_ok: bool) -> set[int]:

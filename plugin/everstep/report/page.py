@@ -15,6 +15,8 @@ from everstep.report import plots
 from everstep.report.score import Measured, curve, loss_delta, measure, verdict
 from everstep.report.sessions import stated
 from everstep.report.times import STATES
+from everstep.run.files import LARGEST, write_whole
+from everstep.run.regular import read_regular
 
 FEW_FAULTS = 20
 """Up to so many are drawn as dots."""
@@ -31,9 +33,9 @@ def write_page(run_dir: Path, against: Path | None = None) -> Path:
     directory holds no event log.
     """
     text = render(run_dir, against)
-    draft = run_dir / "report.html.tmp"
-    draft.write_text(text)
-    return draft.replace(run_dir / "report.html")
+    page = run_dir / "report.html"
+    write_whole(page, text.encode())
+    return page
 
 
 def render(run_dir: Path, against: Path | None = None, *, live: bool = False) -> str:
@@ -173,4 +175,8 @@ def _versions() -> dict[str, str]:
 
 
 def _text_of(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+    """A file of the run directory; "" for none, and for what is no file: a link could be to anything."""
+    try:
+        return read_regular(path, LARGEST).decode(errors="replace")
+    except OSError:
+        return ""

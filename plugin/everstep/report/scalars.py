@@ -6,13 +6,16 @@ follower may die as well: each sink knows up to when it has been written, and th
 
 import math
 import os
+import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from everstep.report.once import Commits
 from everstep.report.wandb_files import newest_step
 
+STORED_WITHIN_S = 30.0
 SCALARS = {
     "loss": "loss_metrics/global_avg_loss",
     "grad_norm": "grad_norm",
@@ -104,7 +107,8 @@ class WandB:
     def __init__(self, run_dir: Path, run_id: str) -> None:
         import wandb
 
-        stored = newest_step(run_dir, run_id)
+        self._stored = partial(newest_step, run_dir, run_id)
+        stored = self._stored()
         self._run = wandb.init(
             entity=os.environ.get("WANDB_TEAM"),
             project=os.environ.get("WANDB_PROJECT", "everstep"),
@@ -128,6 +132,10 @@ class WandB:
 
     def close(self) -> None:
         self._run.finish()
+        # Without a network `finish` returns a moment before W&B's process has written the file.
+        until = time.monotonic() + STORED_WITHIN_S
+        while self._run.offline and self._stored() < self._step and time.monotonic() < until:
+            time.sleep(0.05)
 
 
 class Scalars:

@@ -30,10 +30,10 @@ READ_FIELDS: dict[str, tuple[str, ...]] = {
     "agent_ended": ("status", "reason"),
     "workers_stacks": ("summary",),
     "worker_ready": (),
-    "training_started": ("source", "global_batch_size", "ranks"),
+    "training_started": ("history", "global_batch_size", "ranks"),
     "training_done": (),
     "worker_up": ("incarnation",),
-    "heal": ("source_group", "took_s"),
+    "heal": ("history", "took_s"),
     "quorum": ("wait_s",),
     "quorum_failed": (),
     "waiting_for_state": (),
@@ -42,7 +42,8 @@ READ_FIELDS: dict[str, tuple[str, ...]] = {
     "commit": (
         "owners",
         "groups",
-        "quorum_id",
+        "history",
+        "parent",
         "loss",
         "took_s",
         "coverage_ok",
@@ -53,7 +54,6 @@ READ_FIELDS: dict[str, tuple[str, ...]] = {
     "validation": ("loss",),
     "audit": ("agreed", "differing"),
     "finding": ("action",),
-    "checkpoint_saved": (),
 }
 """The events that are read, with the fields used besides t, group, rank and step."""
 

@@ -99,7 +99,9 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("computed", "recomputed", "held_before"), _or_none(_list_of(_count))),
     **dict.fromkeys(("joiners", "differing"), _or_none(_list_of(_group))),
     **dict.fromkeys(("reason", "status", "source", "kind", "role", "address", "node", "phase", "fault"), _text),
-    **dict.fromkeys(("action", "outcome", "version", "checksum", "at_phase", "folder", "file"), _or_none(_text)),
+    **dict.fromkeys(
+        ("action", "outcome", "version", "checksum", "at_phase", "folder", "file", "history", "parent"), _or_none(_text)
+    ),
     **dict.fromkeys(("committed", "agreed", "coverage_ok", "by_itself"), _flag),
     **dict.fromkeys(("summary", "text", "error"), _or_none(_text)),
     **dict.fromkeys(("slot", "at_step", "at_slot"), _or_none(_int)),
@@ -141,7 +143,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "worker_up": (*_GROUP, "incarnation"),
     "training_started": (*_STEP, "source"),
     "attempt": (*_STEP, "attempt", "committed", "recomputed"),
-    "commit": (*_STEP, "groups", "loss", "tokens"),
+    "commit": (*_STEP, "groups", "loss", "tokens", "history", "parent"),
     "heal": (*_GROUP, "bytes", "took_s"),
     "checkpoint_saved": _STEP,
     "validation": (*_STEP, "loss"),

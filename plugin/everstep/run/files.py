@@ -13,13 +13,18 @@ LARGEST = 16 << 20
 
 def write_json(path: Path, value: dict) -> None:
     """Replace a small file of the run's state, whole or not at all."""
+    write_whole(path, typed.dumps(value))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace a file, whole or not at all; what stood there is let go, not written to, also where it was a link."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # A name that nobody can have guessed, and that is nobody's link.
     draft = path.with_name(f".{path.name}-{secrets.token_hex(8)}.tmp")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         with os.fdopen(fd, "wb") as file:
-            file.write(typed.dumps(value))
+            file.write(data)
         draft.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -1,19 +1,37 @@
 """Which ports the processes of a run listen on, on this machine, and what guards each."""
 
+import contextlib
 import ipaddress
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
+from everstep.run.directory import holder_of
+from everstep.run.events import read_events
+
 GUARDS = {
-    "lighthouse": "the run's token, in ids of replicas; torchft's own port behind it is shut by a kernel filter",
-    "worker": "states, watch: the run's token; TCPStore and Gloo: nothing, keep them inside the network",
-    "agent": "TCPStore of the group's ranks: nothing, keep it inside the network",
+    "lighthouse": "the run's token, in ids of replicas (the port behind it: a kernel filter)",
+    "worker": "the run's token (states, watch), or by nothing (torch's TCPStore and Gloo)",
+    "agent": "nothing (TCPStore of the group's ranks)",
     "keeper": "the run's token",
-    "launcher": "Prometheus (fault_tolerance.metrics_port), if set: nothing, read only",
+    "launcher": "nothing (Prometheus, fault_tolerance.metrics_port: read only)",
 }
 """By the role of a process, what it listens for and what guards that. docs/security.md has it by service."""
+
+
+ROLES = {
+    "lighthouse_started": "lighthouse",
+    "agent_started": "agent",
+    "agent_up": "agent",
+    "workers_started": "worker",
+    "worker_up": "worker",
+}
+"""Of the processes whose pids an event tells."""
+UNGUARDED = frozenset({"worker", "agent"})
+"""Roles that have ports which anybody may speak to."""
 
 
 @dataclass(frozen=True, order=True)
@@ -33,6 +51,27 @@ class Listener:
     @property
     def guard(self) -> str:
         return GUARDS.get(self.role, "not known")
+
+
+def processes(run_dir: Path) -> Iterator[tuple[str, int]]:
+    """The launcher, lighthouse, agents and workers of a run that live on this machine, as (role, pid). Keepers tell
+    their places elsewhere (`everstep.snapshot.peers`)."""
+    launcher = holder_of(run_dir)
+    if launcher is not None:
+        yield "launcher", launcher[0]
+    told = {
+        (ROLES[event["kind"]], pid, event["t"])
+        for event in read_events(run_dir, set(ROLES))
+        for pid in event.get("pids") or [event.get("pid")]
+        if pid is not None
+    }
+    for role, pid, t in sorted(told):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process = psutil.Process(pid)
+            # Of another machine, or of one that has ended, may have the pid.
+            ours = process.uids().real == os.geteuid() and process.create_time() < t + 1.0
+            if ours and any("everstep" in word for word in process.cmdline()):
+                yield role, pid
 
 
 def listeners(processes: Iterable[tuple[str, int]]) -> list[Listener]:

@@ -77,7 +77,7 @@ class Channels:
                 channel.set_timeout(self._timeout)
                 return channel
             try:
-                return wire.connect(address, self._token, self._timeout)
+                return peers.connect(address, self._token, self._timeout)
             except wire.WireError:
                 self.forget(group)
                 if not again:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from everstep import wire
+from everstep.run.token import read_token
 from everstep.snapshot import peers, sources
 from everstep.snapshot.layout import Layout
 from everstep.snapshot.recovery import gather
@@ -51,7 +52,7 @@ def fetch(run_dir: Path, *, not_before: int = 0, timeout: timedelta, patience: t
     Raises:
         ExportError: nothing restorable came in time.
     """
-    token = peers.read_token(run_dir)
+    token = read_token(run_dir)
     deadline = time.monotonic() + patience.total_seconds()
     blamed: list[Blame] = []
     why = "no keeper of this run answers"

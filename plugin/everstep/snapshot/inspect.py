@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep import wire
+from everstep.run.token import read_token
 from everstep.snapshot import peers, sources
 from everstep.snapshot.peers import Held, Place
 from everstep.snapshot.recovery import gather
@@ -57,7 +58,7 @@ def inspect(run_dir: Path, *, verify: bool = False, timeout: timedelta = DEFAULT
         InspectError: the directory is no run's, or no keeper has ever been in it.
     """
     try:
-        token = peers.read_token(run_dir)
+        token = read_token(run_dir)
     except (OSError, ValueError) as error:
         raise InspectError(f"{run_dir} is no run directory, or not yours: {error}") from error
     places = peers.read_places(run_dir)

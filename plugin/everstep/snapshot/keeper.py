@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep import wire
+from everstep.run.token import read_token
 from everstep.snapshot import peers
 from everstep.snapshot.board import Board, Channels
 from everstep.snapshot.buffer import BufferReader, SnapshotError, table_bytes
@@ -52,9 +53,9 @@ log = logging.getLogger("everstep.keeper")
 class Keeper:
     """The process's parts: segment, server, one watch per rank."""
 
-    def __init__(self, run_dir: Path, group: int, host: str, settings: Snapshot) -> None:
+    def __init__(self, run_dir: Path, group: int, host: str, settings: Snapshot, encrypt: bool = False) -> None:
         self.run_dir, self.group, self.settings = run_dir, group, settings
-        self.token = peers.read_token(run_dir)
+        self.token = read_token(run_dir)
         self.segment = Segment(Path(settings.segment_dir), run_id(self.token), group)
         self.over = threading.Event()
         self.changed = threading.Condition()
@@ -67,7 +68,7 @@ class Keeper:
         self.channels = Channels(run_dir, self.token, timeout)
         self.board = Board(group, self.channels, self.changed, lambda: asdict(self.place()))
         self.turn = threading.Lock()
-        self._server = wire.Server(host, self.token, self._talk, timeout)
+        self._server = wire.Server(host, self.token, self._talk, timeout, encrypt=encrypt)
 
     def place(self) -> Place:
         return Place(
@@ -125,7 +126,7 @@ class Keeper:
         """Whether the run directory has been away for a while, or is another run's by now. A shared file
         system may hide it for a moment."""
         try:
-            if peers.read_token(self.run_dir) != self.token:
+            if read_token(self.run_dir) != self.token:
                 return True
         except (FileNotFoundError, ValueError):
             self._gone_since = self._gone_since or time.monotonic()
@@ -289,7 +290,7 @@ def _settle_in() -> None:
 def main(argv: list[str] | None = None) -> int:
     """The keeper process."""
     parser = argparse.ArgumentParser(prog="everstep keeper", description="Started by the agent, not by hand.")
-    parser.add_argument("order", help="JSON: run_dir, group, host, settings")
+    parser.add_argument("order", help="JSON: run_dir, group, host, settings, encrypt")
     order = json.loads(parser.parse_args(argv).order)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     _settle_in()
@@ -297,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     run_dir, group, settings = Path(order["run_dir"]), int(order["group"]), Snapshot(**order["settings"])
-    segment = Segment(Path(settings.segment_dir), run_id(peers.read_token(run_dir)), group)
+    segment = Segment(Path(settings.segment_dir), run_id(read_token(run_dir)), group)
     try:
         segment.create()
         lock = os.open(segment.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -309,7 +310,7 @@ def main(argv: list[str] | None = None) -> int:
         log.error("%s", error)
         return 1
     try:
-        keeper = Keeper(run_dir, group, order["host"], settings)
+        keeper = Keeper(run_dir, group, order["host"], settings, order["encrypt"])
     except wire.WireError as error:
         log.error("%s", error)
         return 1

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from everstep import wire
+from everstep.run.token import read_token
 from everstep.snapshot import peers
 from everstep.snapshot.peers import Place
 from everstep.snapshot.section import Snapshot
@@ -26,10 +27,11 @@ class KeeperError(RuntimeError):
     """A keeper that could not be started; the message says why."""
 
 
-def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot) -> Place:
+def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, encrypt: bool = False) -> Place:
     """Start this host's keeper of a group, or find the one that is already there.
 
-    `host`: address to listen on and advertise (fault_tolerance.bind_host).
+    `host`: address to listen on and advertise (fault_tolerance.bind_host). `encrypt`: fault_tolerance.encrypt; a keeper
+    that is already there stays as it was started.
 
     Raises:
         KeeperError: it did not come up; the message has its last words.
@@ -40,7 +42,9 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot) -> Pl
         return place
     log_file = run_dir / "logs" / f"keeper-{group}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
-    order = json.dumps({"run_dir": str(run_dir), "group": group, "host": host, "settings": asdict(settings)})
+    order = json.dumps(
+        {"run_dir": str(run_dir), "group": group, "host": host, "settings": asdict(settings), "encrypt": encrypt}
+    )
     # The keeper must find this package the way we did, also where that was the working directory.
     search = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     with log_file.open("ab") as output:
@@ -70,8 +74,10 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot) -> Pl
 def find_keeper(run_dir: Path, group: int, settings: Snapshot) -> Place | None:
     """This host's keeper of a group, if it is alive and answers."""
     with contextlib.suppress(OSError, ValueError, TypeError, wire.WireError):
-        token = peers.read_token(run_dir)
-        place = Place(**json.loads(peers.place_file(run_dir, group).read_text()))
+        token = read_token(run_dir)
+        place = peers.read_place(peers.place_file(run_dir, group))
+        if place is None:
+            return None
         timeout = timedelta(seconds=settings.transfer_timeout_s)
         answer = peers.ask(place.address, token, {"op": "ping"}, timeout)
         if answer["group"] == group and answer["pid"] == place.pid:
@@ -84,7 +90,7 @@ def end_keepers(run_dir: Path, groups: set[int] | None = None, timeout: timedelt
 
     Returns a sentence for each that could not be told; it ends by itself after keeper_ttl_s.
     """
-    token, silent = peers.read_token(run_dir), []
+    token, silent = read_token(run_dir), []
     for place in peers.read_places(run_dir):
         if groups is not None and place.group not in groups:
             continue

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import json
 import os
 import socket
 import threading
@@ -12,9 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from everstep import wire
+from everstep.run import typed
+from everstep.run.files import read_json, write_json
+from everstep.run.typed import Count
 from everstep.snapshot.header import Header, Identity, Kind
 
 ASKERS = 256
@@ -25,10 +27,10 @@ ASKERS = 256
 class Place:
     """Where a keeper is. Written by it to RUN_DIR/state/keepers when it listens."""
 
-    group: int
+    group: Count
     host: str
     address: str
-    pid: int
+    pid: Annotated[int, typed.Within(2, 1 << 31)]
     segment: str
     started_at: float
 
@@ -43,11 +45,6 @@ class Held:
     """Whether its bytes match its checksums; None when the keeper has not got round to it."""
 
 
-def read_token(run_dir: Path) -> bytes:
-    """The run's secret, as it was drawn. Raises FileNotFoundError or PermissionError, which name the file."""
-    return bytes.fromhex((run_dir / "token").read_text().strip())
-
-
 def places_dir(run_dir: Path) -> Path:
     return run_dir / "state" / "keepers"
 
@@ -59,39 +56,45 @@ def place_file(run_dir: Path, group: int) -> Path:
 
 
 def write_place(run_dir: Path, place: Place) -> None:
-    path = place_file(run_dir, place.group)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(asdict(place)))
-    temporary.replace(path)
+    write_json(place_file(run_dir, place.group), asdict(place))
+
+
+def read_place(path: Path) -> Place | None:
+    """What `write_place` wrote; None if it is gone, or is something else."""
+    try:
+        return typed.parse(Place, read_json(path))
+    except typed.UnfitError:
+        return None
 
 
 def read_places(run_dir: Path) -> list[Place]:
     """The keepers that have been in this run, by group, the latest first. They need not be alive."""
-    found = []
-    with contextlib.suppress(FileNotFoundError):  # no keeper yet
-        for name in os.listdir(places_dir(run_dir)):
-            if name.endswith(".json"):
-                with contextlib.suppress(OSError, ValueError, TypeError):  # removed or not ours
-                    found.append(Place(**json.loads((places_dir(run_dir) / name).read_text())))
+    found = filter(None, map(read_place, _place_files(run_dir, "")))
     return sorted(found, key=lambda place: (place.group, -place.started_at))
 
 
 def find_places(run_dir: Path, group: int) -> list[Place]:
     """The keepers that have been in this run for one group, the latest first. One listing, and no other group's file is
     opened."""
-    found = []
-    with contextlib.suppress(FileNotFoundError):  # no keeper yet
-        for name in os.listdir(places_dir(run_dir)):
-            if name.startswith(f"group-{group}@") and name.endswith(".json"):
-                with contextlib.suppress(OSError, ValueError, TypeError):  # removed or not ours
-                    found.append(Place(**json.loads((places_dir(run_dir) / name).read_text())))
+    found = filter(None, map(read_place, _place_files(run_dir, f"group-{group}@")))
     return sorted(found, key=lambda place: -place.started_at)
+
+
+def _place_files(run_dir: Path, prefix: str) -> list[Path]:
+    folder = places_dir(run_dir)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # no keeper yet
+        return [folder / name for name in os.listdir(folder) if name.startswith(prefix) and name.endswith(".json")]
+    return []
+
+
+def connect(address: str, token: bytes, timeout: timedelta) -> wire.Channel:
+    """A channel to a keeper, encrypted if the keeper was told to (fault_tolerance.encrypt). Raises wire.WireError."""
+    return wire.connect(address, token, timeout, encrypt=None)
 
 
 def ask(address: str, token: bytes, message: dict[str, Any], timeout: timedelta) -> dict[str, Any]:
     """One question to a keeper. Raises wire.WireError."""
-    channel = wire.connect(address, token, timeout)
+    channel = connect(address, token, timeout)
     try:
         return channel.ask(message)
     finally:
@@ -148,7 +151,7 @@ class Hold:
         self._asker = threading.Thread(target=self._keep_asking, name="buffer-holder", daemon=True)
         try:
             for held in self._buffers:
-                self._channels.append(wire.connect(held.address, self._token, self._timeout))
+                self._channels.append(connect(held.address, self._token, self._timeout))
                 header = held.header
                 question = wanted(header.kind, header.group, header.rank, header.identity)
                 if not self._channels[-1].ask({"op": "hold", **question}).get("still"):
@@ -191,7 +194,7 @@ class Download:
             channels: list[wire.Channel] = []
             try:
                 for _ in range(count):
-                    channels.append(wire.connect(self._address, self._token, self._timeout))
+                    channels.append(connect(self._address, self._token, self._timeout))
                     open_buffer(channels[-1], header)
                 wire.pull(channels, sink, done)
                 return

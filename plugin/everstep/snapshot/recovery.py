@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from everstep.run.token import read_token
 from everstep.snapshot import peers, sources
 from everstep.snapshot.header import KINDS
 from everstep.snapshot.layout import Layout
@@ -76,7 +77,7 @@ def recover(
         share: see `Share`.
     """
     began = time.monotonic()
-    token = peers.read_token(run_dir)
+    token = read_token(run_dir)
     topologies = dict(enumerate(share(layout.topology(rank, ranks))))
     blamed: list[Blame] = []
     notes: list[str] = []

@@ -3,11 +3,13 @@
 import contextlib
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
+from everstep.run.regular import read_regular
 from everstep.snapshot.buffer import SnapshotError, file_bytes
 
 BUFFERS = 2
@@ -40,13 +42,18 @@ def make_room(directory: Path, segment: Path, rank: int, total_bytes: int, held_
 
 def _reservations(directory: Path) -> Iterator[tuple[Path, int, int]]:
     """Of every rank in every segment: its note, what it reserved, and what it has taken."""
-    for note in directory.glob("everstep-*/rank-*.room"):
-        yield note, _number(note), _held(note.parent, note.name.split(".")[0])
+    for segment in directory.glob("everstep-*"):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            found = os.lstat(segment)
+            # Others may have put theirs beside ours, with notes that say or are anything.
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+                for note in segment.glob("rank-*.room"):
+                    yield note, _number(note), _held(note.parent, note.name.split(".")[0])
 
 
 def _number(note: Path) -> int:
     try:
-        return int(note.read_text())
+        return int(read_regular(note, 4096))
     except (OSError, ValueError):  # removed, or being written
         return 0
 
@@ -62,11 +69,16 @@ def _held(segment: Path, rank: str) -> int:
 @contextlib.contextmanager
 def _lock(directory: Path) -> Iterator[None]:
     """One at a time among this user's processes on this host."""
+    path = directory / f"everstep-room-{os.geteuid()}.lock"
     try:
-        fd = os.open(directory / f"everstep-room-{os.geteuid()}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
-        raise SnapshotError(f"{directory} cannot be used: {error.strerror} (snapshot.segment_dir)") from error
+        raise SnapshotError(f"{path} cannot be used: {error.strerror} (snapshot.segment_dir)") from error
     try:
+        # Another user could hold the lock of a file of theirs for ever.
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
+            raise SnapshotError(f"{path} is open to other users: remove it or set snapshot.segment_dir")
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -65,8 +66,10 @@ class Segment:
             self.path.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise SnapshotError(f"{self.path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
-        # A directory that a stranger made first under our name could swap the files under a mapping.
-        if self.path.stat().st_uid != os.geteuid():
+        # A directory that a stranger made first under our name could swap the files under a mapping; so could one
+        # that owns a link under it.
+        found = os.lstat(self.path)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             raise SnapshotError(f"{self.path} belongs to another user: remove it or set snapshot.segment_dir")
 
     def remove(self) -> None:

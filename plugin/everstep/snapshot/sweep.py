@@ -6,15 +6,16 @@ directory is gone or nobody has touched the segment for longer than `keeper_ttl_
 """
 
 import fcntl
-import json
 import os
 import re
 import shutil
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.snapshot import peers
+from everstep.run.files import read_json, write_json
+from everstep.run.token import read_token
 from everstep.snapshot.segment import run_id
 
 OWNER_FILE = "owner.json"
@@ -47,7 +48,7 @@ class Litter:
 
 def write_owner(segment: Path, run_dir: Path) -> None:
     """Say in a segment which run it belongs to."""
-    (segment / OWNER_FILE).write_text(json.dumps({"run_dir": str(run_dir)}))
+    write_json(segment / OWNER_FILE, {"run_dir": str(run_dir)})
 
 
 def find(directory: Path) -> list[Litter]:
@@ -56,7 +57,8 @@ def find(directory: Path) -> list[Litter]:
     for path in directory.glob("everstep-*-group-*"):
         match = _SEGMENT.fullmatch(path.name)
         try:
-            if match is None or path.stat().st_uid != os.geteuid() or _is_kept(path):
+            own = os.lstat(path)
+            if match is None or not stat.S_ISDIR(own.st_mode) or own.st_uid != os.geteuid() or _is_kept(path):
                 continue
             files = [file.stat() for file in path.iterdir() if file.is_file()]
             newest = max([path.stat().st_mtime, *(file.st_mtime for file in files)])
@@ -121,14 +123,12 @@ def _lock(path: Path) -> int | None:
 
 
 def _owner(path: Path) -> Path | None:
-    try:
-        return Path(json.loads((path / OWNER_FILE).read_text())["run_dir"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    found = read_json(path / OWNER_FILE).get("run_dir")
+    return Path(found) if isinstance(found, str) else None
 
 
 def _is_run(run_dir: Path, run: str) -> bool:
     try:
-        return run_id(peers.read_token(run_dir)) == run
+        return run_id(read_token(run_dir)) == run
     except (OSError, ValueError):
         return False

@@ -82,7 +82,7 @@ class Driver:
                 case Turn.RETRY | Turn.CAUGHT_UP:
                     pass
         if self._decisions.all_true("unsaved", self._protocol.step > max(self._files.finished_step(), NO_STATE)):
-            self._finish()
+            return self._finish()
         return End.COMPLETE
 
     def _find_state(self) -> End | None:
@@ -102,7 +102,7 @@ class Driver:
             self._clock.sleep(STATE_POLL_S)
         return None
 
-    def _finish(self) -> None:
+    def _finish(self) -> End:
         """Return once the state after the last step is saved, by this group or another.
 
         The groups keep meeting in quorums. The first of those that have the newest state writes; should it die in the
@@ -111,17 +111,23 @@ class Driver:
         """
         step, begun = self._protocol.step, self._clock.now()
         self._protocol.finishing = True
-        while self._decisions.all_true("finish", self._clock.now() - begun < self._give_up.total_seconds()):
+        while True:
+            in_time = self._clock.now() - begun < self._give_up.total_seconds()
+            fenced = self._decisions.rank == 0 and self._files.fenced()
+            said = self._decisions.gather("finish", [int(in_time), int(fenced)])
+            if any(fenced for _, fenced in said):
+                return End.FENCED
+            if not all(in_time for in_time, _ in said):
+                raise TimeoutError(f"the other groups neither finished step {step} nor left within {self._give_up}")
             self._files.beat("finish", step)
             quorum = self._protocol.meet()
             # One rank may see the marker that another group writes just now, and another rank not yet.
             if self._decisions.all_true("finished", self._files.finished_step() >= step):
-                return
+                return End.COMPLETE
             if quorum is not None and quorum.able and self._group not in quorum.able:
-                return  # others went on, and have a newer state to save
+                return End.COMPLETE  # others went on, and have a newer state to save
             if quorum is not None and quorum.able and quorum.able[0] == self._group:
                 self._files.beat("checkpoint", step)
                 self._work.save_last()
                 some_leave = self._protocol.leaving and self._work.goes_on()
                 self._files.mark_finished(step, for_all=not some_leave)
-        raise TimeoutError(f"the other groups neither finished step {step} nor left within {self._give_up}")

@@ -46,6 +46,9 @@ from everstep.step.interfaces import (
 )
 from everstep.step.quorum import NO_STATE, Quorum, Request, decode, encode, read_quorum
 
+ASK_AGAIN_S = 0.2
+"""A quorum that cannot be used is not asked for again sooner."""
+
 
 class GaveUp(RuntimeError):
     """No step could be committed for `Timeouts.give_up`."""
@@ -302,13 +305,14 @@ class StepProtocol:
             store=self._store,
             doors=self._doors,
         )
-        moved = membership.follow()
+        moved, begun = membership.follow(), self._clock.now()
         try:
             quorum_id, members = membership.ask(request, self._timeouts.quorum)
             read_quorum(quorum_id, members)
             if request not in members:
                 raise QuorumUnavailable("the quorum is for another request of this group")
         except (QuorumUnavailable, ValueError) as error:
+            self._clock.sleep(max(0.0, begun + ASK_AGAIN_S - self._clock.now()))
             return {"moved": moved, "reason": str(error), "id": 0, "members": []}
         return {"moved": moved, "reason": "", "id": quorum_id, "members": [encode(member) for member in members]}
 

@@ -7,18 +7,22 @@ those that compute nothing in this attempt as well.
 
 A gradient may be added to several times in one slot: a loss in chunks runs the output layer's backward once a chunk.
 How often is counted in each slot, and a gradient is taken to be there when it was added to as often as before.
+
+On a device the hooks run on whatever stream the gradient was accumulated on (FSDP2 has one for its reduce-scatters), so
+a bucket may be filled from several: its sum begins after all of them. The memory of a sum that was given up is kept
+until the sum has ended, as a kernel may still write to it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch.distributed.distributed_c10d import Work
 from torch.distributed.tensor import DTensor
 
 from everstep.step.interfaces import SumsBroken
+from everstep.step.streams import Event, HostStreams, Streams
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -26,15 +30,24 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+class Sum(Protocol):
+    """One sum under way, such as `everstep.quorum.in_flight.Sum`."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing reads or writes its tensor on its behalf any more, be it complete or not."""
+        ...
+
+
 class AsyncSums(Protocol):
     """What sums gradients in place over the groups, such as `everstep.quorum.process_group.RankColumn`."""
 
-    def start(self, tensor: torch.Tensor, timeout: timedelta) -> Work:
-        """Raises SumsBroken."""
-        ...
+    def start(self, tensor: torch.Tensor, timeout: timedelta) -> Any:
+        """A `Sum`, of what is in `tensor` once the current stream has done what it was given so far. Raises
+        SumsBroken."""
 
-    def finish(self, work: Work) -> None:
-        """Raises SumsBroken."""
+    def finish(self, one: Any) -> None:
+        """Wait for a `Sum`. Raises SumsBroken."""
 
 
 class _Bucket:
@@ -48,7 +61,9 @@ class _Bucket:
         """How often each gradient was added to in the slot in progress."""
         self.usual = [0] * len(params)
         """The same of the slot before."""
-        self.work: Work | None = None
+        self.sum: Sum | None = None
+        self.filled_on: dict[Hashable, Event | None] = {}
+        """The streams it was filled from in this attempt, and where in their work."""
 
     def allocate(self) -> None:
         first, sizes = local(self.params[0]), [local(p).numel() for p in self.params]
@@ -70,11 +85,23 @@ class GradientReducer:
     Args:
         params: trainable parameters, DTensor or plain, in the model's order.
         bucket_bytes: size a bucket grows to.
+        streams: of the parameters' device.
         hooks: whether backward runs hooks of parameters. Without, all sums start after an attempt's last slot.
     """
 
-    def __init__(self, params: Iterable[torch.nn.Parameter], bucket_bytes: int, *, hooks: bool = True) -> None:
+    def __init__(
+        self,
+        params: Iterable[torch.nn.Parameter],
+        bucket_bytes: int,
+        streams: Streams | None = None,
+        *,
+        hooks: bool = True,
+    ) -> None:
+        self._streams = streams or HostStreams()
         self._buckets = [_Bucket(part) for part in _split(list(params), bucket_bytes)]
+        self._given_up: list[tuple[Sum, torch.Tensor]] = []
+        self._began_on: Hashable = None
+        self._began: Event | None = None
         self._sums: AsyncSums | None = None
         self._timeout = timedelta(0)
         self._started = 0
@@ -89,9 +116,12 @@ class GradientReducer:
         """Start an attempt over the groups of `sums`, whose sums may each take `timeout`."""
         self._sums, self._started, self._armed, self._error = sums, 0, False, None
         self._timeout = timeout
+        self._began_on, self._began = self._streams.current(), self._streams.record()
+        self._given_up = [(one, memory) for one, memory in self._given_up if not one.ended]
         for bucket in self._buckets:
             bucket.filled = [False] * len(bucket.params)
-            bucket.work = None
+            bucket.filled_on.clear()
+            bucket.sum = None
 
     def begin_slot(self, *, last: bool) -> None:
         """The gradients of a slot come next. In an attempt's last slot each bucket's sum starts as soon as its
@@ -134,30 +164,29 @@ class GradientReducer:
         for bucket in self._buckets:
             for index, filled in enumerate(bucket.filled):
                 if not filled:
-                    bucket.fill(index)
+                    self._fill(bucket, index)
         self._start_ready()
         error = self._error
         for bucket in self._buckets:
-            if bucket.work is not None and error is None:
+            if bucket.sum is not None and error is None:
                 try:
-                    self._sums.finish(bucket.work)
+                    self._sums.finish(bucket.sum)
                 except SumsBroken as raised:
                     error = raised
         if error is not None:
             for bucket in self._buckets:
-                # A sum that was given up may still write to its memory.
-                if bucket.work is not None:
+                if bucket.sum is not None and not bucket.sum.ended:
+                    self._given_up.append((bucket.sum, bucket.flat))
                     bucket.allocate()
             raise error
 
     def finite(self) -> bool:
         """Whether the sums are: no INF, no NaN. A host synchronisation."""
-        return all(bool(bucket.flat.isfinite().all()) for bucket in self._buckets)
+        return _all_finite(bucket.flat for bucket in self._buckets)
 
     def own_finite(self) -> bool:
         """Whether this group's own part of the sums is."""
-        grads = (local(p.grad) for bucket in self._buckets for p in bucket.params if p.grad is not None)
-        return all(bool(grad.isfinite().all()) for grad in grads)
+        return _all_finite(local(p.grad) for bucket in self._buckets for p in bucket.params if p.grad is not None)
 
     def stash(self) -> list[torch.Tensor]:
         """A copy of the finished sums, in host memory."""
@@ -183,8 +212,17 @@ class GradientReducer:
         bucket.additions[index] += 1
         if self._armed and bucket.additions[index] == bucket.usual[index]:
             with torch.no_grad():
-                bucket.fill(index)
+                self._fill(bucket, index)
             self._start_ready()
+
+    def _fill(self, bucket: _Bucket, index: int) -> None:
+        """Take a gradient into its bucket, on the current stream: not before what the attempt's own stream did with
+        the bucket's memory before the attempt."""
+        stream = self._streams.current()
+        if stream != self._began_on and stream not in bucket.filled_on:
+            self._streams.wait(self._began)
+        bucket.fill(index)
+        bucket.filled_on[stream] = self._streams.record()
 
     def _start_ready(self) -> None:
         assert self._sums is not None
@@ -192,12 +230,25 @@ class GradientReducer:
             bucket = self._buckets[self._started]
             if not all(bucket.filled):
                 return
+            current = self._streams.current()
+            for stream, filled in bucket.filled_on.items():
+                if stream != current:
+                    self._streams.wait(filled)
             try:
-                bucket.work = self._sums.start(bucket.flat, self._timeout)
+                bucket.sum = self._sums.start(bucket.flat, self._timeout)
             except SumsBroken as error:
                 # Backward goes on: what it computes is held for the next attempt.
                 self._error = error
             self._started += 1
+
+
+def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether all are, with one host synchronisation for all of one device."""
+    found: dict[torch.device, torch.Tensor] = {}
+    for tensor in tensors:
+        finite = tensor.isfinite().all()
+        found[tensor.device] = found[tensor.device] & finite if tensor.device in found else finite
+    return all(bool(flag) for flag in found.values())
 
 
 def _split(params: list[torch.Tensor], bucket_bytes: int) -> list[list[torch.Tensor]]:

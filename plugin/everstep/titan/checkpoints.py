@@ -5,8 +5,11 @@ different: a process beside the trainer, which takes the state from the keepers'
 format and under the names of torchtitan's own manager, so that either loads what the other wrote.
 """
 
+import shutil
 import subprocess
+import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 from torchtitan.components.checkpointer.base import (
     DATALOADER,
@@ -31,12 +36,75 @@ from torchtitan.tools.utils import set_default_dtype
 from torchtitan.trainer import Trainer
 
 from everstep.titan import private
+from everstep.titan.work import sum_in_group
 
 StartExport = Callable[[int, str], subprocess.Popen]
 """Starts the process that writes the newest state at or after a step below a folder, as `step-N`."""
 
 
-class SnapshotCheckpointManager(CheckpointManager):
+class RunCheckpointManager(CheckpointManager):
+    """torchtitan's checkpoint manager, which writes aside: a checkpoint gets its name when it is whole. A group that is
+    killed while it writes leaves nothing that could be taken for a checkpoint, and two that write the same step, in
+    two histories, do not mix their files.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        """torchtitan's own keys."""
+
+    aside = "trainer"
+    """Names the folder that this group writes to; another one after every start."""
+
+    def write_aside_as(self, group: int, life: str) -> None:
+        """Remove what earlier starts of this group have left half written, and write to a folder of one's own."""
+        self.aside = f"trainer-{group}-{life}"
+        if dist.get_rank() == 0:
+            for draft in Path(self.folder).glob(f"writing-trainer-{group}-*"):
+                shutil.rmtree(draft, ignore_errors=True)
+
+    def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
+        """Write as torchtitan does, aside."""
+        target = Path(checkpoint_id)
+        draft = target.with_name(f"writing-{self.aside}")
+        if dist.get_rank() == 0:  # the others write after a collective that rank 0 has not come to yet
+            shutil.rmtree(draft, ignore_errors=True)
+        begun = super().dcp_save(state_dict, str(draft), *args, **kwargs)
+        uploaded = begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun
+        if isinstance(uploaded, Future):
+            if dist.get_rank() == 0:
+                uploaded.add_done_callback(lambda done: _finish(done, draft, target))
+        else:
+            dist.barrier()  # what is written in another format is put together by all ranks
+            failures: dict[int, Any] = {}
+            try:
+                if dist.get_rank() == 0:
+                    put_in_place(draft, target)
+            except OSError as error:
+                failures[0] = (error, traceback.extract_tb(error.__traceback__))
+            if sum_in_group(len(failures)):
+                failures = failures or {0: (OSError(f"{target} could not get its name"), traceback.StackSummary())}
+                raise CheckpointException("a checkpoint could not get its name", failures)
+        return begun
+
+
+def _finish(done: Future, draft: Path, target: Path) -> None:
+    if done.cancelled() or done.exception() is not None:
+        return  # whoever waits for it is told
+    try:
+        put_in_place(draft, target)
+    except OSError as error:
+        logger.error(f"The checkpoint {target} was written to {draft} and cannot get its name: {error}")
+
+
+def put_in_place(draft: Path, target: Path) -> None:
+    """A whole checkpoint gets its name at once. One of the same step, from before the run went back, makes way."""
+    if target.exists():
+        (target / ".metadata").unlink(missing_ok=True)  # from here on torchtitan does not believe it
+        shutil.rmtree(target)
+    draft.rename(target)
+
+
+class SnapshotCheckpointManager(RunCheckpointManager):
     """torchtitan's checkpoint manager, which leaves all checkpoints but the last to a process of its own.
 
     The last one is written by the trainer: nothing waits for it any more, and it may be in another format. So is one
@@ -47,7 +115,7 @@ class SnapshotCheckpointManager(CheckpointManager):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(CheckpointManager.Config):
+    class Config(RunCheckpointManager.Config):
         """torchtitan's own keys. `async_mode` is not used: nothing is staged."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
@@ -104,13 +172,6 @@ class SnapshotCheckpointManager(CheckpointManager):
             self._owed = True
             logger.warning("A checkpoint could not be written from memory; the trainer writes the next one itself")
 
-    def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
-        """Write as torchtitan does. What the folder says of an earlier state of the same step is taken back first: it
-        would vouch for files of both, should this process die on the way."""
-        if dist.get_rank() == 0:  # the others write after a collective that rank 0 has not come to yet
-            (Path(checkpoint_id) / ".metadata").unlink(missing_ok=True)
-        return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
-
     def _close(self) -> None:
         if self._writer is not None:
             self._writer.kill()
@@ -118,11 +179,13 @@ class SnapshotCheckpointManager(CheckpointManager):
         super()._close()
 
 
-def from_snapshots(config: BaseCheckpointManager.Config) -> BaseCheckpointManager.Config:
-    """The same settings for a manager that writes from snapshots; those of another manager as they are."""
+def of_run(config: BaseCheckpointManager.Config, *, from_snapshots: bool) -> BaseCheckpointManager.Config:
+    """The same settings for a manager that writes aside, and from snapshots if there are any; those of another manager,
+    or of a folder that is no local one, as they are."""
     if type(config) is not CheckpointManager.Config or filesystem.is_remote(config.folder):
         return config
-    return SnapshotCheckpointManager.Config(**{field.name: getattr(config, field.name) for field in fields(config)})
+    manager = SnapshotCheckpointManager if from_snapshots else RunCheckpointManager
+    return manager.Config(**{field.name: getattr(config, field.name) for field in fields(config)})
 
 
 def export_checkpoint(

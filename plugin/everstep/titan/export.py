@@ -58,7 +58,7 @@ def export(run_dir: Path, folder: Path, *, not_before: int = 0, below: bool = Fa
     from everstep.titan import cpu
 
     cpu.stand_in()
-    from everstep.titan.checkpoints import export_checkpoint
+    from everstep.titan.checkpoints import export_checkpoint, put_in_place
     from everstep.titan.load import load_config
     from everstep.titan.trainer import EverstepTrainer
 
@@ -71,18 +71,9 @@ def export(run_dir: Path, folder: Path, *, not_before: int = 0, below: bool = Fa
         export_checkpoint(config, found.tensors, found.meta, unpack_dataloader(found.blobs), draft)
     except (ValueError, KeyError) as error:
         raise ExportError(f"{run_dir}: the state in memory does not fit {run_dir / 'config.toml'}: {error}") from error
-    _put_in_place(draft, target)
+    if below:
+        put_in_place(draft, target)
     return found
-
-
-def _put_in_place(draft: Path, target: Path) -> None:
-    """A whole checkpoint gets its name at once. One of the same step, from before the run went back, makes way."""
-    if draft == target:
-        return
-    if target.exists():
-        (target / ".metadata").unlink(missing_ok=True)  # from here on torchtitan does not believe it
-        shutil.rmtree(target)
-    draft.rename(target)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -26,6 +26,7 @@ from everstep.config.binding import bind_data
 from everstep.config.checks import check_config
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.data.slots import SlotSource
+from everstep.quorum.communicator import why_not
 from everstep.quorum.door import Door
 from everstep.quorum.heal import Whose
 from everstep.quorum.membership import Membership
@@ -34,7 +35,7 @@ from everstep.quorum.ranks import GroupRanks
 from everstep.run.address import published_address
 from everstep.run.beats import DONE, STARTUP
 from everstep.run.events import EventLog
-from everstep.run.exits import FENCED_EXIT, HOPELESS_EXIT
+from everstep.run.exits import FENCED_EXIT, HOPELESS_EXIT, USAGE_EXIT
 from everstep.run.token import run_token
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import run_id
@@ -43,8 +44,9 @@ from everstep.step.driver import Driver, End
 from everstep.step.interfaces import Commit, Timeouts
 from everstep.step.protocol import StepProtocol
 from everstep.step.reduction import GradientReducer
+from everstep.step.streams import streams_of
 from everstep.titan import attention, cpu, private
-from everstep.titan.checkpoints import SnapshotCheckpointManager, from_snapshots
+from everstep.titan.checkpoints import RunCheckpointManager, SnapshotCheckpointManager, of_run
 from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import Snapshots
 from everstep.titan.state import TrainingState, slot_seed
@@ -127,9 +129,8 @@ class EverstepTrainer(SlotTrainer):
         if config.fault_tolerance.enable:
             # Curves are drawn from the run's events, by one process for all groups: report/scalars.py.
             config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
-            if config.snapshot.enable:
-                config.checkpoint = from_snapshots(config.checkpoint)
             config.comm.save_traces_folder += f"/group-{config.fault_tolerance.group_id}"
+            config.checkpoint = of_run(config.checkpoint, from_snapshots=config.snapshot.enable)
             os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise
             self._open_run(config)
         super().__init__(config)
@@ -153,6 +154,10 @@ class EverstepTrainer(SlotTrainer):
         """This rank's place in the run directory; before torchtitan builds anything, so that a start that takes too
         long is seen."""
         ft, rank = config.fault_tolerance, int(os.environ["RANK"])
+        if reason := why_not(ft.process_group):
+            # Once more: a file may be checked on a login node, or by nobody.
+            logger.error(f'[fault_tolerance] process_group = "{ft.process_group}" {reason}: set it to "gloo"')
+            raise SystemExit(USAGE_EXIT)
         self._ft = ft
         self._run_dir = Path(config.dump_folder)
         self._host = ft.bind_host or socket.gethostname()
@@ -167,7 +172,14 @@ class EverstepTrainer(SlotTrainer):
         self.snapshots = None
         if config.snapshot.enable:
             self.snapshots = Snapshots(
-                self._run_dir, ft.group_id, ft.groups, self._host, config.snapshot, self._token, self.events
+                self._run_dir,
+                ft.group_id,
+                ft.groups,
+                self._host,
+                config.snapshot,
+                self._token,
+                self.events,
+                ft.encrypt,
             )
 
     def _prepare(self, config: Config) -> None:
@@ -193,9 +205,11 @@ class EverstepTrainer(SlotTrainer):
             self.snapshots.shards = self.state.shards()
             if isinstance(self.checkpointer, SnapshotCheckpointManager):
                 self.checkpointer.export_with(self.snapshots.start_export, all_in_group)
+        self._streams = streams_of(self.device)
         self._reducer = GradientReducer(
             (p for part in self.model_parts for p in part.parameters() if p.requires_grad),
             int(ft.bucket_mb * 2**20),
+            self._streams,
             hooks=self._backward_runs_hooks(),
         )
         self._kept_metrics = KeptMetrics()
@@ -254,7 +268,20 @@ class EverstepTrainer(SlotTrainer):
         ft = self._ft
         waits = timedelta(seconds=ft.quorum_timeout_s + ft.stall_timeout_s)
         ranks = GroupRanks(waits)
+        store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        sums = RankColumn(
+            ft.process_group,
+            column=ranks.rank,
+            host=self._host,
+            connect_timeout=timedelta(seconds=ft.connect_timeout_s),
+            reduce_timeout=timedelta(seconds=ft.reduce_timeout_s),
+            token=self._token,
+            streams=self._streams,
+        )
+        sums.warm(store, timedelta(seconds=ft.startup_timeout_s))
         life = ranks.broadcast(uuid.uuid4().hex.encode()).decode()
+        if isinstance(self.checkpointer, RunCheckpointManager) and self.checkpointer.enable:
+            self.checkpointer.write_aside_as(ft.group_id, life)
         membership = None
         if ranks.rank == 0:
             given = ft.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
@@ -264,6 +291,8 @@ class EverstepTrainer(SlotTrainer):
                 token=self._token,
                 find_lighthouse=lambda: published_address(self._run_dir) or given,
                 connect_timeout=timedelta(seconds=ft.quorum_timeout_s),
+                heartbeat_timeout_s=ft.heartbeat_timeout_s,
+                gated=lambda: bool(published_address(self._run_dir)),
             )
         protocol = StepProtocol(
             group=ft.group_id,
@@ -274,16 +303,9 @@ class EverstepTrainer(SlotTrainer):
             reducer=self._reducer,
             ranks=ranks,
             membership=membership,
-            sums=RankColumn(
-                ft.process_group,
-                column=ranks.rank,
-                host=self._host,
-                connect_timeout=timedelta(seconds=ft.connect_timeout_s),
-                reduce_timeout=timedelta(seconds=ft.reduce_timeout_s),
-                token=self._token,
-            ),
+            sums=sums,
             door=self._door,
-            store=f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+            store=store,
             timeouts=Timeouts(
                 quorum=timedelta(seconds=ft.quorum_timeout_s),
                 reduce=timedelta(seconds=ft.reduce_timeout_s),

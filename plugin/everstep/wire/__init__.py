@@ -40,7 +40,7 @@ from everstep.wire.channel import (
     pull,
     serve_ranges,
 )
-from everstep.wire.door import HANDSHAKE_TIMEOUT, MAGIC, NONCE_BYTES, Admitted, Door, Server, connect
+from everstep.wire.door import HANDSHAKE_TIMEOUT, MAGIC, NONCE_BYTES, Admitted, Door, Server, answers, connect
 
 __all__ = [
     "CHUNK_BYTES",
@@ -57,6 +57,7 @@ __all__ = [
     "RefusedError",
     "Server",
     "WireError",
+    "answers",
     "connect",
     "digest_of",
     "format_address",

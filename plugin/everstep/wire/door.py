@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,14 +68,15 @@ def connect(
     *,
     purpose: str = "",
     subject: bytes = bytes(SUBJECT_BYTES),
-    encrypt: bool = False,
+    encrypt: bool | None = False,
 ) -> Channel:
     """An authenticated channel to a `Server` or a `Door` of this `purpose`.
 
     Args:
         timeout: the longest silence of the peer, then and later.
         subject: SUBJECT_BYTES bytes that the other side is told.
-        encrypt: refuse a server that would have us send in the clear.
+        encrypt: True refuses a server that would have us send in the clear; None does as the server wants, which
+            proves with the token that it does.
 
     Raises:
         WireError: nobody listens there, the listener is none of ours, or it does not hold the same token.
@@ -108,6 +110,21 @@ def connect(
     raise AssertionError("the last try returns or raises")
 
 
+def answers(address: str, timeout: timedelta) -> bool:
+    """Whether a `Door` at `address` says its name within the timeout, as one that hangs does not. Nothing is proved."""
+    said, deadline = b"", time.monotonic() + timeout.total_seconds()
+    try:
+        with socket.create_connection(parse_address(address), timeout.total_seconds()) as sock:
+            while len(said) < len(MAGIC) and (left_s := deadline - time.monotonic()) > 0:
+                sock.settimeout(left_s)
+                if not (more := sock.recv(len(MAGIC) - len(said))):
+                    break
+                said += more
+    except (OSError, ValueError):  # ValueError: a name that the resolver cannot take
+        return False
+    return said == MAGIC
+
+
 def _shake_hands(
     channel: Channel, address: str, token: bytes, hello: bytes, able: Suite, purpose: str, subject: bytes
 ) -> None:
@@ -132,7 +149,7 @@ def _shake_hands(
     channel.begin_session(outgoing=to_server, incoming=to_client)
 
 
-def _suites(encrypt: bool) -> Suite:
+def _suites(encrypt: bool | None) -> Suite:
     try:
         return sealing.suites(encrypt)
     except sealing.SealError as error:
@@ -141,6 +158,7 @@ def _suites(encrypt: bool) -> Suite:
 
 @dataclass
 class _Stranger:
+    host: str
     peer: str
     hello: bytes
     until: float
@@ -162,12 +180,16 @@ class Door:
         *,
         purpose: str = "",
         encrypt: bool = False,
+        port: int = 0,
+        on_stranger: Callable[[str], None] = lambda what: None,
     ) -> None:
         """
         Args:
-            host: name or address to listen on and advertise; "" for the host name's. The port is a free one.
+            host: name or address to listen on and advertise; "" for the host name's.
             admit: called in the door's thread with each connection; must not wait.
             purpose: the service that it belongs to. Who was let in for another one is not let in here.
+            port: 0 for a free one.
+            on_stranger: called in the door's thread when somebody who speaks is not let in, with where it came from.
 
         Raises:
             WireError: it cannot listen there.
@@ -176,13 +198,14 @@ class Door:
             raise ValueError("the run's token must have at least 16 bytes")
         host = host or socket.gethostname()
         try:
-            family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._listener = socket.create_server(place[:2], family=family, backlog=1024)
         except (OSError, ValueError) as error:
             raise WireError(f"cannot listen on '{host}' (fault_tolerance.bind_host): {error}") from error
         self._listener.setblocking(False)
         self.address = format_address(host, self._listener.getsockname()[1])
         self._token, self._admit, self._purpose, self._suites = token, admit, purpose, _suites(encrypt)
+        self._on_stranger = on_stranger
         self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -223,7 +246,7 @@ class Door:
 
     def _grow_tired(self, now: float) -> None:
         while self._strangers and next(iter(self._strangers.values())).until <= now:
-            self._dismiss(next(iter(self._strangers)))
+            self._refuse(next(iter(self._strangers)))
         if now >= self._listens_again:
             self._listens_again = math.inf
             self._selector.register(self._listener, selectors.EVENT_READ)
@@ -250,14 +273,26 @@ class Door:
             sock.close()
             return
         until = time.monotonic() + HANDSHAKE_TIMEOUT.total_seconds()
-        self._strangers[sock] = _Stranger(format_address(*place[:2]), hello, until)
+        self._strangers[sock] = _Stranger(place[0], format_address(*place[:2]), hello, until)
         if len(self._strangers) > STRANGERS:
-            self._dismiss(next(iter(self._strangers)))
+            self._dismiss(self._one_of_too_many())
+
+    def _one_of_too_many(self) -> socket.socket:
+        """The oldest of those that come from where most come from: a crowd from one place keeps nobody else out."""
+        hosts = Counter(stranger.host for stranger in self._strangers.values())
+        most = hosts.most_common(1)[0][0]
+        return next(sock for sock, stranger in self._strangers.items() if stranger.host == most)
 
     def _dismiss(self, sock: socket.socket) -> _Stranger:
         self._selector.unregister(sock)
         sock.close()
         return self._strangers.pop(sock)
+
+    def _refuse(self, sock: socket.socket) -> None:
+        stranger = self._dismiss(sock)
+        if stranger.said:  # who says nothing may be looking whether somebody is here
+            with contextlib.suppress(OSError):
+                self._on_stranger(f"{stranger.peer} does not know the run's token, or is of another version")
 
     def _hear(self, sock: socket.socket) -> None:
         stranger = self._strangers[sock]
@@ -274,11 +309,11 @@ class Door:
         if not said or not hmac.compare_digest(
             proof, _mac(self._token, b"client", stranger.hello, answer, self._purpose)
         ):
-            self._dismiss(sock)
+            self._refuse(sock)
             return
         suite, subject, _, _ = _ANSWER.unpack(stranger.said)
         if suite not in list(Suite) or not suite & self._suites:
-            self._dismiss(sock)
+            self._refuse(sock)
             return
         self._selector.unregister(sock)
         del self._strangers[sock]
@@ -307,13 +342,17 @@ class Server:
         *,
         purpose: str = "",
         encrypt: bool = False,
+        port: int = 0,
+        on_stranger: Callable[[str], None] = lambda what: None,
     ) -> None:
-        """`host`, `purpose`: as of a `Door`. `timeout`: the longest silence of a peer that was let in."""
+        """`timeout`: the longest silence of a peer that was let in. The others: as of a `Door`."""
         self._talk, self._timeout = talk, timeout
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, Channel] = {}
         self._closed = False
-        self._door = Door(host, token, self._welcome, purpose=purpose, encrypt=encrypt)
+        self._door = Door(
+            host, token, self._welcome, purpose=purpose, encrypt=encrypt, port=port, on_stranger=on_stranger
+        )
         self.address = self._door.address
 
     def _welcome(self, guest: Admitted) -> None:
@@ -344,13 +383,18 @@ class Server:
                 self._threads.pop(threading.current_thread(), None)
             channel.close()
 
-    def close(self) -> None:
-        """Stop listening, cut every connection, and wait for their threads."""
+    def shut(self) -> dict[threading.Thread, Channel]:
+        """Stop listening and cut every connection; what served them, which may go on with what it is at."""
         with self._lock:
             self._closed = True
             running = dict(self._threads)
         self._door.close()
-        for thread, channel in running.items():
+        for channel in running.values():
             channel.cut()
+        return running
+
+    def close(self) -> None:
+        """Stop listening, cut every connection, and wait for their threads."""
+        for thread in self.shut():
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(self._timeout.total_seconds())

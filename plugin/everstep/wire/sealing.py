@@ -50,14 +50,15 @@ class Sealer(Protocol):
         ...
 
 
-def suites(encrypt: bool) -> Suite:
-    """What this process can do. With `encrypt`, nothing that sends in the clear.
+def suites(encrypt: bool | None) -> Suite:
+    """What this process can do. With `encrypt`, nothing that sends in the clear; None: whichever the other side wants.
 
     Raises:
         SealError: encryption is asked for and there is no OpenSSL.
     """
     if _libcrypto() is not None:
-        return Suite.GCM if encrypt else Suite.BLAKE2 | Suite.GMAC
+        clear = Suite.BLAKE2 | Suite.GMAC
+        return clear | Suite.GCM if encrypt is None else Suite.GCM if encrypt else clear
     if encrypt:
         raise SealError(
             "fault_tolerance.encrypt = true needs OpenSSL's libcrypto (1.1.1 or newer), which is not found here: "

@@ -1,0 +1,83 @@
+"""The order of work on a device, as far as gradient sums need it; on a CPU everything is in order already."""
+
+import contextlib
+from collections.abc import Hashable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the work before this point has ended."""
+
+
+class Streams(Protocol):
+    """Queues of work on one device. A thread has a current one, which what it calls goes to."""
+
+    def current(self) -> Hashable:
+        """The calling thread's current stream."""
+
+    def record(self) -> Event | None:
+        """The point after all that the current stream was given so far; None where work is done when a call returns."""
+
+    def wait(self, event: Event | None) -> None:
+        """What the current stream is given from now on begins after `event`. Does not block the calling thread."""
+
+    def of_sums(self) -> contextlib.AbstractContextManager[object]:
+        """Makes the stream of the sums the current one."""
+
+
+class HostStreams:
+    """Of a CPU: a call returns when its work is done."""
+
+    def current(self) -> Hashable:
+        return None
+
+    def record(self) -> Event | None:
+        return None
+
+    def wait(self, event: Event | None) -> None:
+        pass
+
+    def of_sums(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+
+class DeviceStreams:
+    """Of an accelerator, with a stream of its own for sums. Not measured: no test of this project has run on one.
+
+    Args:
+        device: where the gradients are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._sums = device, torch.Stream(device=device)
+
+    def current(self) -> Hashable:
+        return torch.accelerator.current_stream(self._device).stream_id
+
+    def record(self) -> torch.Event:
+        event = torch.Event(device=self._device)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def wait(self, event: Any) -> None:
+        if event is not None:
+            torch.accelerator.current_stream(self._device).wait_event(event)
+
+    @contextlib.contextmanager
+    def of_sums(self) -> Iterator[None]:
+        before = torch.accelerator.current_stream(self._device)
+        torch.accelerator.set_stream(self._sums)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+
+def streams_of(device: torch.device) -> Streams:
+    """Those of a device."""
+    return HostStreams() if device.type == "cpu" else DeviceStreams(device)
