@@ -138,6 +138,13 @@ def test_a_combination_that_cannot_work_is_refused(load, tmp_path, text, message
     assert str(caught.value).removeprefix(f"{tmp_path}/") == message
 
 
+def test_gpt_oss_in_float32_is_refused(load):
+    base = '[job]\nmodule = "gpt_oss"\nconfig = "gpt_oss_debugmodel"\n'
+    assert load(GOOD, base=base)
+    with pytest.raises(ConfigError, match='mixed_precision_param = "float32" must be "bfloat16" with gpt_oss'):
+        load(GOOD.replace("local_batch", 'mixed_precision_param = "float32"\nlocal_batch'), base=base)
+
+
 def test_replicas_become_groups_and_it_is_said_in_a_line(load):
     warnings = []
     config = load(

@@ -185,6 +185,16 @@ def _fault_tolerant_training(config: Any) -> Iterator[Problem]:
         )
 
 
+def _precision(config: Any) -> Iterator[Problem]:
+    spec = config.model_spec
+    if spec is not None and spec.name == "gpt_oss" and config.training.mixed_precision_param == "float32":
+        yield Problem(
+            ("training", "mixed_precision_param"),
+            '[training] mixed_precision_param = "float32" must be "bfloat16" with gpt_oss, whose experts compute in '
+            "bfloat16 whatever they are given",
+        )
+
+
 def _batch(config: Any) -> Iterator[Problem]:
     training, parallelism, ft = config.training, config.parallelism, config.fault_tolerance
     for key in ("local_batch_size", "seq_len", "steps"):
@@ -296,6 +306,7 @@ _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
     _groups,
     _timeouts,
     _fault_tolerant_training,
+    _precision,
     _batch,
     _optimizer,
     _data,
