@@ -81,6 +81,7 @@ MUTANTS = (
         "protocol.py",
         "if self._group in attempt.plan.drops:",
         "if False:",
+        kinds="beats,cut,lose,stop,lh-freeze",
     ),
     Mutant(
         "the door stays open while the state changes",
@@ -88,18 +89,22 @@ MUTANTS = (
         "        self._door.close()\n        self._work.apply(commit)",
         "        self._work.apply(commit)",
     ),
-    Mutant("an audit's finding is not remembered", "protocol.py", "            self._suspect = True\n", ""),
+    Mutant(
+        "an audit's finding is not remembered", "protocol.py", "            self._suspect = True\n", "", kinds="flip"
+    ),
     Mutant(
         "a commit is followed without keeping it",
         "protocol.py",
         "            self._healing.commits.append((commit, self._reducer.stash()))",
         "            pass",
+        kinds="kill,join",
     ),
     Mutant(
         "commits are kept and not applied",
         "protocol.py",
         "            self._reducer.unstash(sums)\n            self.apply(commit)",
         "            self._reducer.unstash(sums)",
+        kinds="kill,join",
     ),
     Mutant("requests are not numbered", "protocol.py", "        self._asked += 1\n", ""),
     Mutant(
@@ -120,7 +125,13 @@ MUTANTS = (
         "        self._held.slots.update(attempt.computed)\n",
         "",
     ),
-    Mutant("a refused slot stays in the gradients", "protocol.py", "                self._reducer.take_back()\n", ""),
+    Mutant(
+        "a refused slot stays in the gradients",
+        "protocol.py",
+        "                self._reducer.take_back()\n",
+        "",
+        kinds="refuse",
+    ),
     Mutant(
         "a commit's parent is the group's own state", "protocol.py", "parent=quorum.history,", "parent=self.history,"
     ),
@@ -130,14 +141,22 @@ MUTANTS = (
         "protocol.py",
         "        if any(rank.fenced for rank in ranks):\n",
         "        if False:\n",
+        kinds="twin,kill",
     ),
     Mutant(
         "a gradient that is not finite is summed",
         "protocol.py",
         "        if summed and sound:\n",
         "        if summed:\n",
+        kinds="nan",
     ),
-    Mutant("a slot that is there twice passes", "ledger.py", "    if twice:\n", "    if False:\n"),
+    Mutant(
+        "a slot that is there twice passes",
+        "ledger.py",
+        "    if twice:\n",
+        "    if False:\n",
+        kinds="beats,cut,lose,stop,lh-freeze",
+    ),
     Mutant("a slot that is missing passes", "ledger.py", "if missing and (", "if False and ("),
     Mutant(
         "nobody drops what another holds as well", "ledger.py", "            drops.add(row.group)", "            pass"
@@ -153,18 +172,21 @@ MUTANTS = (
         "ledger.py",
         "    for row in computing:\n",
         "    for row in ():\n",
+        kinds="lh-double,lh-move,lh-freeze,cut",
     ),
     Mutant(
         "the least common checksum is believed",
         "ledger.py",
         "kept = max(voters, key=",
         "kept = min(voters, key=",
+        kinds="flip",
     ),
     Mutant(
         "states of any history count",
         "quorum.py",
         "able = tuple(member.group for member in newest if member.history == history)",
         "able = tuple(member.group for member in newest)",
+        kinds="lh-double,lh-move,lh-freeze,cut",
     ),
     Mutant(
         "the oldest state counts",
@@ -183,6 +205,7 @@ MUTANTS = (
         "quorum.py",
         "trusted = [member for member in having if not member.suspect] or having",
         "trusted = having",
+        kinds="flip,kill",
     ),
     Mutant(
         "a group restores though another has a state",
@@ -195,6 +218,7 @@ MUTANTS = (
         "driver.py",
         "                        break\n                    if self._protocol.leaving:",
         "                        break\n                    if False:",
+        kinds="leave",
     ),
     Mutant(
         "the last state is written by whoever comes first",
