@@ -179,7 +179,7 @@ MUTANTS = (
         "ledger.py",
         "kept = max(voters, key=",
         "kept = min(voters, key=",
-        kinds="flip",
+        kinds="flip,heal,stray,nan,refuse,beats",
     ),
     Mutant(
         "states of any history count",
