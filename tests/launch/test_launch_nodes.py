@@ -133,7 +133,7 @@ def starts(tmp_path, *kinds):
     agent, worker = EventLog(tmp_path, 0, None, "agent"), EventLog(tmp_path, 0, 0, "worker")
     for kind in kinds:
         if kind == "commit":
-            worker.emit(kind, 1, groups=[0], loss=1.0, tokens=1.0, grad_norm=1.0)
+            worker.emit(kind, 1, groups=[0], loss=1.0, tokens=1.0, grad_norm=1.0, history="b", parent="a")
         else:
             agent.emit(kind, pid=1)
         agent, worker = EventLog(tmp_path, 0, None, "agent"), EventLog(tmp_path, 0, 0, "worker")

@@ -30,10 +30,6 @@ MISTAKES = {
     "indivisible batch": (
         {"training": {"local_batch_size": 2}}, (), ("global_batch_size = 7", "multiple of"),
     ),
-    "pipeline": (
-        {"parallelism": {"pipeline_parallel_degree": 2}, "training": {"global_batch_size": 6}},
-        ("--ranks-per-group", "2"), ("pipeline_parallel_degree = 2 must be 1",),
-    ),
     "unknown dataset": (
         {"data": {"source": "dataloader"}, "dataloader": {"dataset": "c5"}, "": {"hf_assets_path": "."}}, (),
         ('dataset = "c5"', 'the nearest is "c4"'),
