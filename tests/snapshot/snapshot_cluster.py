@@ -133,7 +133,7 @@ class Cluster:
 
     def held(self) -> list[peers.Held]:
         """What the keepers say they hold."""
-        found, _ = peers.reachable(peers.read_places(self.run_dir), self.token, TIMEOUT)
+        found, _ = peers.reachable(peers.read_places(self.run_dir), self.token, 6 * TIMEOUT)
         return [buffer for buffers in found.values() for buffer in buffers]
 
     def decide(self, disk_step=None, ranks: int | None = None, topologies=None) -> sources.Decision:

@@ -315,13 +315,13 @@ def test_mute_keepers_are_waited_for_together_and_not_one_after_the_other(tmp_pa
 
 def test_an_address_is_looked_up_once_and_in_its_own_file_only(tmp_path, monkeypatch):
     for group in range(50):
-        place = peers.Place(group, f"h{group}", f"127.0.0.1:{1000 + group}", 1, "", 1.0)
+        place = peers.Place(group, f"h{group}", f"127.0.0.1:{1000 + group}", 1000 + group, "", 1.0)
         path = peers.places_dir(tmp_path) / f"group-{group}@h{group}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(place.__dict__))
     opened = []
-    plain = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda self, *a, **k: (opened.append(self.name), plain(self, *a, **k))[1])
+    plain = peers.read_json
+    monkeypatch.setattr(peers, "read_json", lambda path: (opened.append(path.name), plain(path))[1])
     channels = Channels(tmp_path, b"x" * 32, TIMEOUT)
     assert [channels.address_of(7) for _ in range(5)] == ["127.0.0.1:1007"] * 5
     assert opened == ["group-7@h7.json"]
