@@ -12,16 +12,17 @@ shuts these connections down.
 
 import contextlib
 import hashlib
-import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from everstep.quorum.own_sockets import listens, own_sockets
 
 Address = tuple[str, int]
 
@@ -132,25 +133,14 @@ def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
 _MAKE: dict[str, Callable[[dist.Store, int, int, timedelta], Any]] = {"gloo": _gloo, "nccl": _nccl}
 
 
-def _tcp_sockets() -> Iterator[socket.socket]:
-    """This process's TCP sockets, each as a copy that is closed again when the next one is asked for."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile, or none of a socket
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as copy:
-                    if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
-                        yield copy
-
-
 def _listening() -> set[Address]:
     """Where this process listens."""
-    option = (socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    return {copy.getsockname()[:2] for copy in _tcp_sockets() if copy.getsockopt(*option)}
+    return {copy.getsockname()[:2] for copy in own_sockets() if listens(copy)}
 
 
 def _shut_down(listens: Address, peers: Sequence[Address]) -> None:
     """End the connections that were accepted where a communicator listens, and those to where its peers do."""
-    for copy in _tcp_sockets():
+    for copy in own_sockets():
         with contextlib.suppress(OSError):  # listens, or is not connected any more
             if copy.getpeername()[:2] in peers or copy.getsockname()[:2] == listens:
                 copy.shutdown(socket.SHUT_RDWR)

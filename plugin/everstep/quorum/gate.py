@@ -18,12 +18,11 @@ import ctypes
 import math
 import os
 import socket
-import stat
 import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any
@@ -32,6 +31,7 @@ from torchft.coordination import LighthouseClient
 
 from everstep import wire
 from everstep.quorum.identity import StrangerError, read_id
+from everstep.quorum.own_sockets import listens, own_sockets
 from everstep.quorum.turns import HEAD_START_S, LOOK_S, Turns
 from everstep.run import typed
 
@@ -239,40 +239,21 @@ def shut(port: int) -> bool:
     drop = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF_RET | BPF_K, 0 bytes
     program = struct.pack("HP", 1, ctypes.addressof(drop))
     own, shut_ones = set(), 0  # own: ports that this process has connected from
-    sockets = list(_own_sockets())
     try:
-        for sock in sockets:
+        for sock in own_sockets():
             with contextlib.suppress(OSError):
                 if sock.getpeername()[1] == port:
                     own.add(sock.getsockname()[1])
-            if sock.getsockname()[1] == port and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if sock.getsockname()[1] == port and listens(sock):
                 sock.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
                 shut_ones += 1
-        for sock in sockets:
+        for sock in own_sockets():
             with contextlib.suppress(OSError):
                 if sock.getsockname()[1] == port and sock.getpeername()[1] not in own:
                     sock.shutdown(socket.SHUT_RDWR)
     except OSError:
         return False
-    finally:
-        for sock in sockets:
-            sock.close()
     return shut_ones > 0
-
-
-def _own_sockets() -> Iterator[socket.socket]:
-    """The TCP sockets of this process, each under a descriptor of its own."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError, ValueError):
-            fd = os.dup(int(name))
-            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-                os.close(fd)
-                continue
-            sock = socket.socket(fileno=fd)
-            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                yield sock
-            else:
-                sock.close()
 
 
 def loopback_port(address: str) -> int:
