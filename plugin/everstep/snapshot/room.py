@@ -44,11 +44,16 @@ def _reservations(directory: Path) -> Iterator[tuple[Path, int, int]]:
     """Of every rank in every segment: its note, what it reserved, and what it has taken."""
     for segment in directory.glob("everstep-*"):
         with contextlib.suppress(OSError):  # removed meanwhile
-            found = os.lstat(segment)
             # Others may have put theirs beside ours, with notes that say or are anything.
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+            if is_own_directory(segment):
                 for note in segment.glob("rank-*.room"):
                     yield note, _number(note), _held(note.parent, note.name.split(".")[0])
+
+
+def is_own_directory(path: Path) -> bool:
+    """Whether it is this user's directory, and not a link to one. Raises OSError."""
+    found = os.lstat(path)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _number(note: Path) -> int:

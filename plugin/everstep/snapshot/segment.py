@@ -13,13 +13,12 @@ import json
 import os
 import re
 import shutil
-import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from everstep.snapshot.buffer import BufferReader, SnapshotError
 from everstep.snapshot.header import Header, Kind
-from everstep.snapshot.room import BUFFERS
+from everstep.snapshot.room import BUFFERS, is_own_directory
 
 _FILE_WORD: dict[Kind, str] = {"data": "buffer", "parity": "parity"}
 
@@ -68,8 +67,7 @@ class Segment:
             raise SnapshotError(f"{self.path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
         # A directory that a stranger made first under our name could swap the files under a mapping; so could one
         # that owns a link under it.
-        found = os.lstat(self.path)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        if not is_own_directory(self.path):
             raise SnapshotError(f"{self.path} belongs to another user: remove it or set snapshot.segment_dir")
 
     def remove(self) -> None:

@@ -9,13 +9,13 @@ import fcntl
 import os
 import re
 import shutil
-import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.run.files import read_json, write_json
 from everstep.run.token import read_token
+from everstep.snapshot.room import is_own_directory
 from everstep.snapshot.segment import run_id
 
 OWNER_FILE = "owner.json"
@@ -57,8 +57,7 @@ def find(directory: Path) -> list[Litter]:
     for path in directory.glob("everstep-*-group-*"):
         match = _SEGMENT.fullmatch(path.name)
         try:
-            own = os.lstat(path)
-            if match is None or not stat.S_ISDIR(own.st_mode) or own.st_uid != os.geteuid() or _is_kept(path):
+            if match is None or not is_own_directory(path) or _is_kept(path):
                 continue
             files = [file.stat() for file in path.iterdir() if file.is_file()]
             newest = max([path.stat().st_mtime, *(file.st_mtime for file in files)])
