@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
+from everstep.launch.local_lighthouse import arguments
 from everstep.launch.machine import free_port, listens
 from everstep.launch.probe import Probe
 from everstep.report.live import Teller, telling
@@ -94,12 +95,8 @@ def keep_up(beacon: Beacon) -> int:
 
 
 def _start(beacon: Beacon, port: int) -> subprocess.Popen:
-    ft = beacon.fault_tolerance
-    command = [sys.executable, "-m", "everstep.quorum.lighthouse", "--bind", f"{beacon.host}:{port}"]
-    command += ["--run-dir", str(beacon.run_dir)]
-    command += ["--min-groups", str(ft.min_groups), "--heartbeat-timeout-s", str(ft.heartbeat_timeout_s)]
-    command += ["--join-timeout-s", str(ft.join_timeout_s), "--die-with-parent"]
-    command += ["--encrypt"] if ft.encrypt else []
+    words = arguments(beacon.fault_tolerance, f"{beacon.host}:{port}", beacon.run_dir)
+    command = [sys.executable, "-m", "everstep.quorum.lighthouse", *words, "--die-with-parent"]
     log = beacon.run_dir / "logs" / "lighthouse.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:

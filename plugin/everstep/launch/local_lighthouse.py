@@ -12,6 +12,19 @@ PAUSE_S = 0.2
 ATTEMPTS = 5
 
 
+def arguments(ft: FaultTolerance, bind: str, run_dir: Path) -> list[str]:
+    """For `everstep.quorum.lighthouse`, to listen on `bind` ("host:port")."""
+    options = {
+        "--bind": bind,
+        "--run-dir": run_dir,
+        "--min-groups": ft.min_groups,
+        "--heartbeat-timeout-s": ft.heartbeat_timeout_s,
+        "--join-timeout-s": ft.join_timeout_s,
+    }
+    words = [str(word) for option in options.items() for word in option]
+    return [*words, "--encrypt"] if ft.encrypt else words
+
+
 class LocalLighthouse:
     """Decides; the supervisor starts, kills and reaps.
 
@@ -45,15 +58,7 @@ class LocalLighthouse:
     def arguments(self, ft: FaultTolerance, run_dir: Path) -> list[str]:
         """For `everstep.quorum.lighthouse`."""
         self._port = self._port or free_port()
-        options = {
-            "--bind": f"{HOST}:{self._port}",
-            "--run-dir": run_dir,
-            "--min-groups": ft.min_groups,
-            "--heartbeat-timeout-s": ft.heartbeat_timeout_s,
-            "--join-timeout-s": ft.join_timeout_s,
-        }
-        words = [str(word) for option in options.items() for word in option]
-        return [*words, "--encrypt"] if ft.encrypt else words
+        return arguments(ft, f"{HOST}:{self._port}", run_dir)
 
     def started(self, run_dir: Path, pid: int) -> None:
         publish_address(run_dir, self.address, pid)
