@@ -147,9 +147,9 @@ def test_a_group_that_dies_in_its_copy_does_not_take_the_step_before_with_it():
         run.commit(1)
         run.commit(2)
         run.wait()
+        words = {g: run.copiers[g].word() for g in (0, 1, 2)}  # before the vote, so the same in all
         for group in (0, 2):  # group 1 is dead before it copied anything of step 3
             state = run.tensors[group]
-            words = {g: run.copiers[g].word() for g in (0, 1, 2)}
             run.copiers[group].committed(3, "a", [0, 1, 2], words, lambda state=state: State(state))
         run.wait()
         decision = run.decide()
