@@ -24,6 +24,7 @@ from simulation.trainer import SimWork
 NO_PROGRESS_S = 300.0
 """Virtual seconds after the last commit and the last fault at which a run counts as stuck."""
 LOOK_S = 5.0
+STALL_S = 120.0
 STAYS, AUDITS, HEALS = 3, 3, 4
 MOST_EVENTS = 2_000_000
 """A run of the largest size takes a tenth of it."""
@@ -89,8 +90,8 @@ def draw_plan(seed: int, settings: Settings) -> Plan:
         ranks=ranks,
         slots=slots,
         steps=steps,
-        # Most runs last about as long as their faults.
-        slot_s=max(slot_s, 0.8 * busy_s / steps * min(groups, slots) / slots),
+        # Most runs last about as long as their faults, and a slow group's slot is shorter than its watchdog waits.
+        slot_s=min(max(slot_s, 0.8 * busy_s / steps * min(groups, slots) / slots), 0.09 * STALL_S),
         on_loss=chance.choice(["redistribute"] * 5 + ["shrink"]),
         data_ends=(chance.randint(5, steps), chance.randrange(slots)) if chance.random() < 0.15 else (10**9, 0),
         may_refuse=chance.random() < 0.5,
@@ -103,7 +104,7 @@ def draw_plan(seed: int, settings: Settings) -> Plan:
         quorum_s=chance.choice([10.0, 60.0]),
         reduce_s=chance.choice([3.0, 10.0]),
         connect_s=2.0,
-        stall_s=120.0,
+        stall_s=STALL_S,
         startup_s=(0.2, 1.5),
         restart_s=(1.0, 5.0),
         lighthouse=Options(min_replicas=1, join_timeout_s=chance.choice([2.0, 10.0]), heartbeat_timeout_s=2.0),
