@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from everstep.launch import health, stacks, worker
+from everstep.launch import flight, health, stacks, worker
 from everstep.launch.memory import oom_kills
 from everstep.launch.progress import CommitWatch, StrikeWatch
 from everstep.launch.rendezvous import OneNodeRendezvous, RunDirRendezvous
@@ -326,12 +326,16 @@ class GroupAgent(LocalElasticAgent):
         """Where each rank hangs, before all are killed."""
         settings = self.settings
         places = stacks.collect(settings.run_dir, settings.group, self._pids)
+        dumps = {rank: flight.dump_path(settings.run_dir, settings.group, rank) for rank in self._pids}
+        waits = flight.waits({rank: flight.entries_of(path) for rank, path in dumps.items()})
+        files = [stacks.stacks_path(settings.run_dir, settings.group, one.rank) for one in places if not one.state]
+        files += [path for path in dumps.values() if path.exists()]
         self._events.emit(
             "workers_stacks",
             incarnation=self._incarnation,
-            summary=stacks.summary(places),
+            summary="; ".join([*waits, stacks.summary(places)]),
             ranks={str(place.rank): str(place) for place in places},
-            files=[f"logs/group-{settings.group}/rank-{place.rank}.stacks" for place in places if not place.state],
+            files=[str(path.relative_to(settings.run_dir)) for path in files],
         )
 
     def _after_death(self, result: RunResult) -> None:

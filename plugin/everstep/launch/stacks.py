@@ -1,7 +1,7 @@
 """Why workers hang: before a stalled group is killed, every rank writes where it is, and one event says it in a line.
 
 A worker answers SIGUSR2 with the stacks of its threads (faulthandler, which needs neither the GIL nor a thread that
-runs) in `logs/group-K/rank-R.stacks`. NCCL's Flight Recorder, where there is one, is asked for a dump beside it.
+runs) in `logs/group-K/rank-R.stacks`, and with what its Flight Recorder holds beside it (`everstep.launch.flight`).
 """
 
 import contextlib
@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import TextIO
 
 import psutil
+
+from everstep.launch import flight
+from everstep.launch.flight import ranks_in_words
 
 SIGNAL = signal.SIGUSR2
 WAIT_S = 2.0
@@ -37,7 +40,6 @@ COLLECTIVES = frozenset(
     )
 )
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
-_FLIGHT_PIPE = "flight-recorder-"
 
 
 def stacks_path(run_dir: Path, group: int, rank: int) -> Path:
@@ -51,9 +53,7 @@ def listen(run_dir: Path, group: int, rank: int) -> TextIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("w")
     faulthandler.register(SIGNAL, file=file, all_threads=True)
-    # Read by torch when it makes an NCCL group: where a dump goes, and the pipe that asks for one.
-    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(path.parent / "flight-recorder-rank-"))
-    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(path.parent / _FLIGHT_PIPE))
+    flight.listen(run_dir, group, rank)
     return file
 
 
@@ -76,18 +76,24 @@ class Place:
 
 
 def collect(run_dir: Path, group: int, pids: Mapping[int, int], wait_s: float = WAIT_S) -> list[Place]:
-    """Ask all ranks (`pids` by rank) where they are. Takes `wait_s` at most, and less when all answer."""
+    """Ask all ranks (`pids` by rank) where they are. Takes `wait_s` at most, and less when all answer; what their
+    recorders hold is there then as well."""
     before = {}
     for rank, pid in pids.items():
         path = stacks_path(run_dir, group, rank)
         before[rank] = path.stat().st_size if path.exists() else 0
-        with contextlib.suppress(OSError):
-            os.kill(pid, SIGNAL)
-        _ask_flight_recorder(path.parent, rank)
+        flight.dump_path(run_dir, group, rank).unlink(missing_ok=True)
+        for signum in (flight.SIGNAL, SIGNAL):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signum)
     deadline = time.monotonic() + wait_s
     texts: dict[int, str] = {}
     sizes = dict(before)
-    while len(texts) < len(pids) and time.monotonic() < deadline:
+
+    def dumped() -> bool:
+        return all(flight.dump_path(run_dir, group, rank).exists() for rank in texts)
+
+    while (len(texts) < len(pids) or not dumped()) and time.monotonic() < deadline:
         time.sleep(0.05)
         for rank in pids.keys() - texts.keys():
             path = stacks_path(run_dir, group, rank)
@@ -101,13 +107,6 @@ def collect(run_dir: Path, group: int, pids: Mapping[int, int], wait_s: float = 
         place_of(rank, texts[rank]) if rank in texts else Place(rank, "", "", _state(pid))
         for rank, pid in sorted(pids.items())
     ]
-
-
-def _ask_flight_recorder(folder: Path, rank: int) -> None:
-    with contextlib.suppress(OSError):
-        fd = os.open(folder / f"{_FLIGHT_PIPE}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
-        os.write(fd, b"1\n")
-        os.close(fd)
 
 
 def _state(pid: int) -> str:
@@ -137,9 +136,4 @@ def summary(places: list[Place]) -> str:
     told: dict[str, list[int]] = {}
     for place in places:
         told.setdefault(str(place).partition(" ")[2].partition(" ")[2], []).append(place.rank)
-    many = {what: f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_listed(ranks)}" for what, ranks in told.items()}
-    return "; ".join(f"{who} {what}" for what, who in many.items())
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return "; ".join(f"{ranks_in_words(ranks)} {what}" for what, ranks in told.items())

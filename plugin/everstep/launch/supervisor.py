@@ -196,7 +196,8 @@ class Supervisor:
         # As torchrun does, and for its reason: ranks whose thread pools outnumber the cores slow each
         # other down tenfold.
         ranks = self.settings.groups * self.settings.ranks_per_group
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+        threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+        os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(threads)  # an empty one is none
         self._warm = WarmProcess(self.settings.preload, self.run_dir.path / "logs" / "warm.log")
         self._asked = {}
 
