@@ -13,6 +13,7 @@ import time
 import pytest
 
 from everstep import cli
+from watched import until
 
 GOOD = """
 [job]
@@ -156,6 +157,19 @@ def test_a_watcher_is_ended_by_ctrl_c_without_a_traceback(tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == cli.INTERRUPTED_EXIT
     assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_before_it_begins_leaves_nothing(here, signum):
+    before = contents(here)
+    process = start("run", "good.toml", "--run-dir", "runs/mine", cwd=here)
+    until(lambda: list(here.glob("runs/mine/events/*")), "the supervisor to be there")
+    process.send_signal(signum)
+    said = "".join(process.communicate(timeout=120))
+    assert process.returncode == 2, said
+    assert "everstep: stopped before anything was started." in said
+    assert "Traceback" not in said
+    assert contents(here) == before
 
 
 def test_a_page_or_metrics_port_that_is_taken_costs_no_run(tmp_path, capfd):

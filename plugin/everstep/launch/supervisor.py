@@ -40,6 +40,7 @@ AGENT_SILENCE_S = 30.0
 AGENT_CRASHES = 3
 STOPPED_AT_ONCE_EXIT = 130
 """What a shell gives for a command that Ctrl-C ended."""
+STOPPED_BEFORE = "stopped before anything was started."
 
 
 @dataclass
@@ -79,7 +80,8 @@ class _Group:
 
 
 class Refused(LaunchError):
-    """A config that cannot work: nothing was started, and what is in the run directory tells nothing more."""
+    """A config that cannot work, or a stop before that was known: nothing was started, and what is in the run directory
+    tells nothing more."""
 
 
 class _StopNow(Exception):
@@ -145,11 +147,15 @@ class Supervisor:
             self._look()
             if self._unusable:
                 raise (Refused if self._refused else LaunchError)(self._unusable)
+            if not self._prepared:
+                raise Refused(STOPPED_BEFORE)
             return self._finish()
         except _StopNow:
             for signum in stops:
                 signal.signal(signum, signal.SIG_IGN)
             self._kill_everything()
+            if not self._prepared:
+                raise Refused(STOPPED_BEFORE) from None
             self._end("stopped", "stopped at once, without a final checkpoint")
             return STOPPED_AT_ONCE_EXIT
         finally:

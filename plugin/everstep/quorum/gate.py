@@ -104,7 +104,8 @@ class Gate:
         self._turn = threading.Condition()
         self._held = 0
         """Requests that wait for their turn."""
-        self._newest: tuple[tuple[int, int], dict[str, Any]] | None = None
+        self._newest: tuple[tuple[int, int], bytes] | None = None
+        """When the newest quorum was formed, and the answer to all that are in it."""
         self.lost = threading.Event()
         """Set when the lighthouse does not answer any more."""
         self._bind, self._encrypt = bind, encrypt
@@ -164,7 +165,7 @@ class Gate:
         except Exception as error:  # noqa: BLE001  the Rust client raises several unrelated types
             self._look_at(error)
 
-    def _quorum(self, asked: Asked) -> dict[str, Any]:
+    def _quorum(self, asked: Asked) -> dict[str, Any] | bytes:
         data: dict[Any, object] = dict(asked.data)
         left_s = asked.timeout_s - self._wait_for_turn(asked)
         if left_s <= 0:
@@ -205,13 +206,13 @@ class Gate:
             time.sleep(HEAD_START_S)
         return time.monotonic() - begun
 
-    def _told_as(self, quorum: Any) -> dict[str, Any]:
+    def _told_as(self, quorum: Any) -> bytes:
         """What members are told of a quorum: made once for all that are in it."""
         when = quorum.created.seconds, quorum.created.nanos
         with self._lock:
             if self._newest is None or self._newest[0] != when:
                 members = [[member.replica_id, member.data or {}] for member in quorum.participants]
-                told = {"quorum_id": int(quorum.quorum_id), "members": members}
+                told = wire.encoded({"quorum_id": int(quorum.quorum_id), "members": members})
                 if self._newest is not None and self._newest[0] > when:
                     return told  # to one whose answer was on its way for long
                 self._newest = when, told
