@@ -112,7 +112,7 @@ class Membership:
     def leave(self) -> None:
         """Stop the heartbeats; the other groups go on without this one.
 
-        Python aborts a process that ends while one of its threads is in torchft's client, so this waits for one that is.
+        Waits for a heartbeat under way: Python aborts a process that ends while a thread is in torchft's client.
         """
         atexit.unregister(self.leave)
         self._left.set()
