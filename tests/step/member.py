@@ -42,8 +42,8 @@ TOKEN = b"t" * 32
 
 @dataclass(frozen=True)
 class Options:
-    """One rank. With `pause_after`, rank 0 waits after that commit for a word from the test. Without `lighthouse` it asks
-    the one whose address is in the run directory."""
+    """One rank. With `pause_after`, rank 0 waits after that commit for a word from the test. Without `lighthouse` it
+    asks the one whose address is in the run directory."""
 
     group: int
     lighthouse: str
