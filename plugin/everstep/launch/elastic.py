@@ -486,6 +486,8 @@ def _is_gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([fd], [], [], 0)[0])
+        ended = select.poll()  # unlike select(), with descriptors over 1023 as well
+        ended.register(fd, select.POLLIN)
+        return bool(ended.poll(0))
     finally:
         os.close(fd)
