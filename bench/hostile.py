@@ -6,7 +6,8 @@ Windows of both kinds take turns in one run. In a hostile one, a process without
 connections to each port that a process of the run listens on, holds them, sends on a third of them HTTP, on a third
 noise, on a third nothing; opens a hundred more every second instead of old ones; and poses as a replica at the
 lighthouse ten times a second. It runs at a lower priority (nice): what is measured is what the run spends on strangers
-and not what they spend themselves on this machine's cores.
+and not what they spend themselves on this machine's cores. `cpu_s_per_step` is what the run's processes used; it tells
+the same where other work disturbs the rates.
 """
 
 import argparse
@@ -85,6 +86,16 @@ def attack(places: Iterable[Listener], lighthouse: str, connections: int, ready,
             LighthouseClient(lighthouse, timedelta(seconds=1)).heartbeat("stray-job_0", timeout=timedelta(seconds=1))
 
 
+def cpu_s(run_dir: Path) -> float:
+    """Processor seconds that the run's processes, keepers included, have used so far."""
+    pids = {pid for _, pid in processes(run_dir)} | {place.pid for place in read_places(run_dir)}
+    used = 0.0
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            used += sum(psutil.Process(pid).cpu_times()[:2])
+    return used
+
+
 def commits(run_dir: Path) -> list[float]:
     """Times of the run's steps, once each."""
     first: dict[int, float] = {}
@@ -108,6 +119,7 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     held = 0
     rows: dict[str, list[list[float]]] = {"alone": [], "hostile": []}
+    spent: dict[str, list[float]] = {"alone": [], "hostile": []}
     try:
         while len(commits(run_dir)) < 20:
             if run.poll() is not None:
@@ -126,13 +138,14 @@ def main() -> None:
                 if kind == "hostile":
                     attacker.start()
                     held = ready.get()
-                begin = time.monotonic()
+                begin, used = time.monotonic(), cpu_s(run_dir)
                 time.sleep(args.window)
-                end = time.monotonic()
+                end, used = time.monotonic(), cpu_s(run_dir) - used
                 if kind == "hostile":
                     over.set()
                     attacker.join()
                 times = [t for t in commits(run_dir) if begin <= t <= end]
+                spent[kind].append(used / max(1, len(times)))
                 rows[kind].append([b - a for a, b in itertools.pairwise(times)])
             quiet, hostile = (len(rows[kind][-1]) / args.window for kind in rows)
             print(f"alone {quiet:.2f}, with {held} hostile connections {hostile:.2f} steps/s", flush=True)
@@ -146,6 +159,7 @@ def main() -> None:
                     "steps": sum(len(window) for kind in rows for window in rows[kind]),
                     "median_step_s": medians,
                     "steps_per_s": rates,
+                    "cpu_s_per_step": {kind: statistics.median(spent[kind]) for kind in rows},
                     "ratio_of_medians": medians["alone"] / medians["hostile"],
                     "ratio_of_rates": rates["hostile"] / rates["alone"],
                     "ended": dict(ended),

@@ -10,6 +10,7 @@ import pytest
 
 from everstep.cli import COMMANDS
 from everstep.report.score import score, verdict
+from launched import DEADLINE_S
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -115,7 +116,7 @@ def test_a_slot_that_ends_whoever_computes_it_is_named_and_ends_the_run(start):
 
 def test_a_slot_that_ends_whoever_computes_it_is_skipped_where_that_is_asked_for(start):
     run = start(3, 1, "--tiny.fail_in", "6", "--tiny.skip", "--training.steps", "9")
-    assert run.process.wait(120) == 0
+    assert run.process.wait(DEADLINE_S) == 0
     (poison,) = run.events("poison_slot")
     assert (poison["step"], poison["slot"], poison["action"]) == (6, 2, "skip")
     assert "it is skipped" in run.said()

@@ -64,6 +64,20 @@ def assert_ends_without(survivor, lost, name):
     assert f"{name} of this group" in ended["reason"]
 
 
+def test_a_slot_that_ends_every_group_gives_all_of_them_up_in_batch_jobs_as_well(agent):
+    """There is no supervisor: the agents find it out by themselves, each in its own job."""
+    arguments = "--training.steps", "9", "--tiny.fail_in", "6"
+    agents = [agent(*arguments, group=group, groups=2, ranks=1, job=7 + group) for group in range(2)]
+    assert {one.process.wait(DEADLINE_S) for one in agents} == {GAVE_UP_EXIT}
+    (poison,) = agents[0].events("poison_slot")
+    assert (poison["step"], poison["slot"], poison["groups"], poison["action"]) == (6, 2, [0, 1], "stop")
+    for group, one in enumerate(agents):
+        over = read_json(over_file(one.run_dir, group))
+        assert over["status"] == "failed"
+        assert "slot 2 of step 6 ended the workers of group(s) 0, 1" in over["reason"]
+        assert "FileNotFoundError" in over["reason"]
+
+
 @pytest.mark.slow
 def test_a_node_notices_that_the_first_one_is_gone(agent):
     first, second = two_that_train(agent)
