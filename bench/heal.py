@@ -11,7 +11,8 @@ Two processes on this machine, the same bytes, the same number of connections, a
     keeper     ranges of a map served in place, as keepers serve buffers; and `keeper unsealed`
 
 `--gbit`: hold the connections together to that rate, as a network would (SO_MAX_PACING_RATE); 0 for as fast as memory
-is copied through loopback. Both sides use memory that has been touched before. Prints GB/s (10^9 bytes), medians.
+is copied through loopback. Both sides use memory that has been touched before. Prints GB/s (10^9 bytes) and the
+processor seconds that a GB takes on both sides together, which other work on the machine disturbs less; medians.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import threading
 import time
 from datetime import timedelta
 
+import psutil
 import torch
 
 from everstep import wire
@@ -156,27 +158,38 @@ def main() -> None:
     process.start()
     addresses = ours.recv()
     into = make_state(nbytes)
+    server = psutil.Process(process.pid)
     rows = []
+
+    def used_s() -> float:
+        """Processor seconds of both processes so far."""
+        return time.process_time() + sum(server.cpu_times()[:2])
+
     for gbit in args.gbit:
         for connections in args.connections:
             rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
+            costs: dict[str, list[float]] = {kind: [] for kind in KINDS}
             for _ in range(args.rounds):
                 for kind in KINDS:
                     ours.send((kind, gbit * 1e9 / 8 / connections))
                     ours.recv()
                     seal_like(kind)
-                    began = time.perf_counter()
+                    began, used = time.perf_counter(), used_s()
                     take(kind, addresses[kind], into, connections)
                     rates[kind].append(nbytes / 1e9 / (time.perf_counter() - began))
+                    costs[kind].append((used_s() - used) / (nbytes / 1e9))
             found = {kind: statistics.median(rates[kind]) for kind in KINDS}
-            rows.append({"gb": nbytes / 1e9, "gbit": gbit, "connections": connections} | found)
+            cost = {kind: statistics.median(costs[kind]) for kind in KINDS}
+            rows.append({"gb": nbytes / 1e9, "gbit": gbit, "connections": connections} | found | {"cpu_s_per_gb": cost})
             if not args.json:
                 where = f"{gbit:g} Gbit/s" if gbit else "loopback"
                 print(f"{where}, {connections} connections:", end=" ")
                 print(", ".join(f"{kind} {rate:.2f}" for kind, rate in found.items()), "GB/s;", end=" ")
                 print(f"heal/unsealed {found['heal'] / found['unsealed']:.2f},", end=" ")
                 print(f"heal/raw {found['heal'] / found['raw']:.2f},", end=" ")
-                print(f"keeper/unsealed {found['keeper'] / found['keeper unsealed']:.2f}", flush=True)
+                print(f"keeper/unsealed {found['keeper'] / found['keeper unsealed']:.2f}")
+                print("  processor seconds a GB, both sides:", end=" ")
+                print(", ".join(f"{kind} {seconds:.2f}" for kind, seconds in cost.items()), flush=True)
     if args.json:
         print(json.dumps(rows))
     process.terminate()
