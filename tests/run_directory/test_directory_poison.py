@@ -1,6 +1,6 @@
 """Which slot is poison is read from what the agents leave in the run directory."""
 
-from everstep.run.poison import deaths_at, poisoned, strike, why_at
+from everstep.run.poison import deaths_at, first_to_tell, poisoned, strike, why_at
 
 
 def strikes(run_dir, groups, worked=True, slot=(7, 3)):
@@ -43,6 +43,12 @@ def test_it_is_told_what_the_groups_ended_of(tmp_path):
     strike(tmp_path, (7, 3), 1, 0, worked=True)
     strike(tmp_path, (7, 3), 2, 0, worked=True, why="KeyError: 'x'")
     assert why_at(tmp_path, (7, 3)) == "KeyError: 'x'"
+
+
+def test_one_of_all_tells(tmp_path):
+    deaths = strikes(tmp_path, [0, 1, 2])
+    assert [first_to_tell(tmp_path, (7, 3)) for _ in range(3)] == [True, False, False]
+    assert deaths_at(tmp_path, (7, 3)) == deaths
 
 
 def test_what_others_left_there_counts_for_nothing(tmp_path):

@@ -34,7 +34,7 @@ from everstep.run.beats import DONE, Beat, BeatFile, agent_beat_path, beat_path,
 from everstep.run.events import EventLog
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
 from everstep.run.fence import Claim, Fenced
-from everstep.run.poison import Deaths, Slot, deaths_at, poisoned, strike, why_at
+from everstep.run.poison import Deaths, Slot, deaths_at, first_to_tell, poisoned, strike, why_at
 
 MONITOR_INTERVAL_S = 0.05
 BEAT_INTERVAL_S = 0.5
@@ -393,10 +393,9 @@ class GroupAgent(LocalElasticAgent):
         run_dir, group, groups = self.settings.run_dir, self.settings.group, self.settings.groups
         if death.exitcode in ORDERLY_EXITS:
             return False
-        before = deaths_at(run_dir, slot)
         strike(run_dir, slot, group, self._incarnation, worked=death.committed, why=death.error or reason)
         now = deaths_at(run_dir, slot)
-        if now.poisoned(groups) and not before.poisoned(groups):
+        if now.poisoned(groups) and first_to_tell(run_dir, slot):
             step, number = slot
             self._events.emit(
                 "poison_slot",

@@ -55,6 +55,16 @@ def deaths_at(run_dir: Path, slot: Slot) -> Deaths:
     return Deaths(Counter(int(group) for group, _, _ in told), sum(what == "worked" for _, _, what in told))
 
 
+def first_to_tell(run_dir: Path, slot: Slot) -> bool:
+    """Whether nobody has told of this slot yet; True for one caller only, of all agents."""
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        os.close(os.open(_folder(run_dir) / f"{slot[0]}-{slot[1]}" / "told", flags, 0o644))
+    except FileExistsError:
+        return False
+    return True
+
+
 def why_at(run_dir: Path, slot: Slot) -> str:
     """What one of those that ended at a slot ended of; "" if none could say."""
     for path in sorted((_folder(run_dir) / f"{slot[0]}-{slot[1]}").glob("[0-9]*")):
