@@ -42,6 +42,7 @@ class SlotTrainer(titan.Trainer):
     checks: Checks | None
     seed: int
     slots: int
+    """S."""
     dp_rank: int
     history: int
     state: TrainingState
@@ -71,8 +72,12 @@ class SlotTrainer(titan.Trainer):
         return self.checks is not None
 
     def compute(self, step: int, slot: int) -> None:
-        torch.manual_seed(slot_seed(self.seed, step, slot, self.dp_rank))
         self.files.computes(step, slot)
+        self.compute_slot(step, slot)
+
+    def compute_slot(self, step: int, slot: int) -> None:
+        """Forward and backward of a slot; see `Work.compute`."""
+        torch.manual_seed(slot_seed(self.seed, step, slot, self.dp_rank))
         begin = time.perf_counter()
         batches = self._fetch(step, slot)
         if not batches:

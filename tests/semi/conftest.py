@@ -1,0 +1,99 @@
+"""Real semi-synchronous runs of a tiny Llama on the CPU."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from everstep.data.byte_tokenizer import ByteTokenizer
+from everstep.data.stdlib_text import StdlibText
+from everstep.titan.load import load_config
+from everstep.titan.trainer import EverstepTrainer
+from reference import simulate
+from watched import Watched, write_config
+
+WORKERS, SYNC_STEPS, ROUNDS, SLOTS, WARMUP, LR, EPS = 4, 3, 5, 8, 4, 1e-3, 1e-5
+"""EPS: with Adam's usual one, a gradient that is nothing but rounding moves a parameter by a whole learning rate."""
+
+
+DEADLINE_S = 900.0
+"""Of a run that takes half a minute on a quiet machine."""
+
+
+def semi_config(path, **sections):
+    """A config of five rounds of four workers."""
+    table = {
+        "job": {"module": "tiny_llama", "config": "tiny"},
+        "training": {"steps": ROUNDS * SYNC_STEPS, "seq_len": 32, "local_batch_size": 1, "global_batch_size": SLOTS},
+        "optimizer": {"lr": LR, "eps": EPS, "implementation": "foreach"},
+        "lr_scheduler": {"warmup_steps": WARMUP, "total_steps": 10_000, "decay_ratio": 0.1},
+        "semi_sync": {"method": "diloco", "workers": WORKERS, "sync_steps": SYNC_STEPS},
+        "fault_tolerance": {
+            "groups": 2,
+            "stall_timeout_s": 300.0,
+            "startup_timeout_s": 900.0,
+            "reduce_timeout_s": 60.0,
+            "quorum_timeout_s": 90.0,
+        },
+        "checkpoint": {"interval": 1000 * SYNC_STEPS},
+    }
+    names = table.keys() | sections.keys()
+    return write_config(path, **{name: table.get(name, {}) | sections.get(name, {}) for name in names})
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts `everstep run` on a config; ends with the test."""
+    runs = []
+
+    def _start(config, *args, name="run"):
+        runs.append(Watched(config, tmp_path / name, *args))
+        return runs[-1]
+
+    yield _start
+    for run in runs:
+        run.end()
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory):
+    """What the papers' formulas give for `semi_config`."""
+    known = {}
+
+    def _reference(method, rounds=ROUNDS, **settings):
+        key = (method, rounds, *settings.items())
+        if key not in known:
+            path = semi_config(tmp_path_factory.mktemp("reference") / "run.toml")
+            config = load_config(path, EverstepTrainer.Config)
+            data = StdlibText.Config(shuffle=True, seed=0).build(
+                dp_world_size=1, dp_rank=0, seq_len=32, local_batch_size=1, tokenizer=ByteTokenizer.Config().build()
+            )
+            data.open_slots(SLOTS, 0, 1)
+            known[key] = simulate(
+                config,
+                data,
+                method=method,
+                workers=WORKERS,
+                sync_steps=SYNC_STEPS,
+                rounds=rounds,
+                slots=SLOTS,
+                warmup=WARMUP,
+                lr=LR,
+                eps=EPS,
+                **settings,
+            )
+        return known[key]
+
+    return _reference
+
+
+def final_parameters(run_dir, expected, step=ROUNDS * SYNC_STEPS):
+    """The global parameters in the last checkpoint, as stock torchtitan would load them."""
+    tensors = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+    dcp.load(tensors, checkpoint_id=str(run_dir / "checkpoint" / f"step-{step}"), no_dist=True)
+    return tensors
+
+
+def losses_of(run):
+    """By round the losses of the inner steps, as one group tells them."""
+    told = {event["step"]: event["inner_losses"] for event in run.events("commit", rank=0)}
+    return [told[round_] for round_ in sorted(told)]

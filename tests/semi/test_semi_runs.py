@@ -1,0 +1,82 @@
+"""Runs of `everstep run` beside the papers' formulas, without failures and with them."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from conftest import DEADLINE_S, ROUNDS, SYNC_STEPS, WORKERS, final_parameters, losses_of, semi_config
+from everstep.report import score
+
+
+def worst(run, expected, step=ROUNDS * SYNC_STEPS):
+    """Largest difference of any parameter at the end of the run."""
+    found = final_parameters(run.run_dir, expected.parameters, step)
+    return max(float((found[name] - tensor).abs().max()) for name, tensor in expected.parameters.items())
+
+
+def worst_loss(run, expected):
+    return float((torch.tensor(losses_of(run)) - torch.tensor(expected.losses)).abs().max())
+
+
+def rounds_in_the_final_state(run_dir):
+    """(round, worker, inner step) → how often, counted from the log files alone: back from the newest commit through
+    the parents that commits name, each worker's round where the tally says that it was computed."""
+    lines = [
+        line for file in (run_dir / "events").glob("group-*.rank-0.jsonl") for line in file.read_text().split("\n")
+    ]
+    events = [json.loads(line) for line in lines if line]
+    commits = {event["history"]: event for event in events if event["kind"] == "commit"}
+    found, at = Counter(), max(commits.values(), key=lambda event: event["step"])
+    while at is not None:
+        for worker, owner in enumerate(at["owners"]):
+            whole = any(
+                event["kind"] == "worker_round"
+                and (event["group"], event["step"], event["worker"]) == (owner, at["step"], worker)
+                and event["t"] <= at["t"]
+                for event in events
+            )
+            steps = range((at["step"] - 1) * SYNC_STEPS + 1, at["step"] * SYNC_STEPS + 1) if whole else ()
+            found.update((at["step"], worker, step) for step in steps)
+        at = commits.get(at["parent"])
+    return found
+
+
+@pytest.mark.parametrize("method", ["diloco", "local_sgd"])
+def test_a_run_is_what_the_paper_says(start, reference, tmp_path, method):
+    run = start(semi_config(tmp_path / "run.toml", semi_sync={"method": method}))
+    assert run.wait(DEADLINE_S) == 0, run.said()
+    assert worst(run, reference(method)) <= 1e-6
+    assert worst_loss(run, reference(method)) <= 1e-5
+    figures = score.score(run.run_dir)
+    assert score.verdict(figures) == []
+    # Each worker's two Adam states, besides the changes and some words: shipped once a round.
+    assert 0 < figures["payload_share"] < (1.1 + 2 * WORKERS) / SYNC_STEPS
+
+
+def test_kills_change_nothing(start, reference, tmp_path):
+    """Each group is killed while it computes a worker's round; then both at once, and the run goes on from disk."""
+    rounds, both = 30, (0, 1)
+    config = semi_config(
+        tmp_path / "run.toml",
+        training={"steps": rounds * SYNC_STEPS},
+        checkpoint={"interval": 2 * SYNC_STEPS},
+    )
+    run = start(config)
+    for victim in both:
+        run.wait_for_step(both)
+        run.wait_for_phase(victim, {"compute"})
+        killed = run.kill(victim)
+        run.wait_for("heal", after=killed, group=victim)
+    run.wait_for("checkpoint_saved")
+    killed = run.kill(*both)
+    assert run.wait_for("training_started", after=killed)["source"] == "disk"
+    assert run.wait(DEADLINE_S) == 0, run.said()
+    expected = reference("diloco", rounds)
+    assert worst(run, expected, rounds * SYNC_STEPS) <= 1e-5
+    assert worst_loss(run, expected) <= 1e-5
+    assert rounds_in_the_final_state(run.run_dir) == Counter(
+        (step // SYNC_STEPS + 1, worker, step + 1) for step in range(rounds * SYNC_STEPS) for worker in range(WORKERS)
+    )
+    assert score.verdict(score.score(run.run_dir)) == []
