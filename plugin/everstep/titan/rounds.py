@@ -70,9 +70,9 @@ class RoundState(TrainingState):
         return [local(tensor) for tensor in self._momentum.values()]
 
     @torch.no_grad()
-        """The model's parameters are the global ones. Unless it was loaded `with_workers`, their state is the optimizer's,
-        and the momentum nothing."""
-        unless the state was loaded `with_workers`."""
+    def begin(self, *, with_workers: bool = False) -> None:
+        """The model's parameters are the global ones. If no state was loaded `with_workers`, each of them has the
+        optimizer's, and there is no momentum."""
         _copy(self._global.values(), self._live_params.values())
         if not with_workers:
             for tensor in self.momentum:
