@@ -1,5 +1,7 @@
 """Real semi-synchronous runs of a tiny Llama on the CPU."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -91,6 +93,16 @@ def final_parameters(run_dir, expected, step=ROUNDS * SYNC_STEPS):
     tensors = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
     dcp.load(tensors, checkpoint_id=str(run_dir / "checkpoint" / f"step-{step}"), no_dist=True)
     return tensors
+
+
+def soon(run, condition):
+    """What `condition()` gives once it is true, on a machine however slow; while the run lasts."""
+    end = time.monotonic() + DEADLINE_S
+    while not (found := condition()):
+        assert run.process.poll() is None, f"the run ended: {run.said()}"
+        assert time.monotonic() < end, run.said()
+        time.sleep(0.01)
+    return found
 
 
 def losses_of(run):

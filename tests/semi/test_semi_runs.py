@@ -6,8 +6,9 @@ from collections import Counter
 import pytest
 import torch
 
-from conftest import DEADLINE_S, ROUNDS, SYNC_STEPS, WORKERS, final_parameters, losses_of, semi_config
+from conftest import DEADLINE_S, ROUNDS, SYNC_STEPS, WORKERS, final_parameters, losses_of, semi_config, soon
 from everstep.report import score
+from everstep.run.beats import beat_path, read_beat
 
 
 def worst(run, expected, step=ROUNDS * SYNC_STEPS):
@@ -43,6 +44,12 @@ def rounds_in_the_final_state(run_dir):
     return found
 
 
+def computes(run, group):
+    """Whether the group's newest worker is within a round."""
+    beat = read_beat(beat_path(run.run_dir, group, 0))
+    return beat and beat.phase == "compute" and beat.pid in run.workers(group)
+
+
 @pytest.mark.parametrize("method", ["diloco", "local_sgd"])
 def test_a_run_is_what_the_paper_says(start, reference, tmp_path, method):
     run = start(semi_config(tmp_path / "run.toml", semi_sync={"method": method}))
@@ -65,13 +72,13 @@ def test_kills_change_nothing(start, reference, tmp_path):
     )
     run = start(config)
     for victim in both:
-        run.wait_for_step(both)
-        run.wait_for_phase(victim, {"compute"})
+        soon(run, lambda: any(event["groups"] == [0, 1] for event in run.events("commit")))
+        soon(run, lambda victim=victim: computes(run, victim))
         killed = run.kill(victim)
-        run.wait_for("heal", after=killed, group=victim)
-    run.wait_for("checkpoint_saved")
+        soon(run, lambda victim=victim, killed=killed: run.events("heal", killed, group=victim))
+    soon(run, lambda: run.events("checkpoint_saved"))
     killed = run.kill(*both)
-    assert run.wait_for("training_started", after=killed)["source"] == "disk"
+    assert soon(run, lambda: run.events("training_started", killed))[0]["source"] == "disk"
     assert run.wait(DEADLINE_S) == 0, run.said()
     expected = reference("diloco", rounds)
     assert worst(run, expected, rounds * SYNC_STEPS) <= 1e-5
