@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 import torch
 
-from conftest import DEADLINE_S, ROUNDS, SYNC_STEPS, WORKERS, final_parameters, losses_of, semi_config, soon
 from everstep.report import score
 from everstep.run.beats import beat_path, read_beat
+from semi_runs import DEADLINE_S, ROUNDS, SYNC_STEPS, WORKERS, final_parameters, losses_of, semi_config, soon
 
 
 def worst(run, expected, step=ROUNDS * SYNC_STEPS):
