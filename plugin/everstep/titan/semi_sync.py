@@ -9,6 +9,7 @@ again. The inner states that the round ends with travel beside the sums, and eac
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 
 from everstep.quorum.heal import HealState
@@ -17,7 +18,7 @@ from everstep.semi.outer import OuterSGD
 from everstep.semi.rounds import pack, slots_of, steps_of, unpack
 from everstep.step.interfaces import Commit, SlotSums, SumsBroken
 from everstep.step.reduction import local
-from everstep.titan.rounds import RoundState
+from everstep.titan.rounds import OPTIMIZER, RoundState
 from everstep.titan.trainer import OPTIMIZER_SLOT, EverstepTrainer, logger
 
 CHECKPOINT = "semi_sync"
@@ -53,6 +54,7 @@ class SemiSyncTrainer(EverstepTrainer):
             self._refuse(f"the {self.slots} slots of a step cannot be split among {self.workers} workers")
         if self.expert_loads:
             self._refuse("models with experts are not supported: their balance is no optimizer's")
+        self._require_memory()
         self.open_step(self.tokens_per_step / self.workers)
         self._outer = OuterSGD.of(settings)
         parts = (self.model_parts, self.optimizers, self.lr_schedulers, self)
@@ -64,6 +66,24 @@ class SemiSyncTrainer(EverstepTrainer):
         self._arrived: dict[int, dict[int, memoryview]] = {}
         """By round the inner state of every worker after it, for a commit that may follow."""
         self._noting = self._counted_bytes = 0
+        # pyrefly: ignore[missing-attribute] every manager of torchtitan has states, if it is enabled
+        self._saved = self.checkpointer.states if config.checkpoint.enable else {}
+        self._saved[CHECKPOINT] = self.round
+
+    def _require_memory(self) -> None:
+        """Refuse to start with more workers than this rank has memory for."""
+        held = self.state.tensors()
+        inner = self.workers * sum(tensor.nbytes for name, tensor in held.items() if name.startswith(OPTIMIZER))
+        on_cpu = self.device.type == "cpu"
+        # Global parameters, momentum, changes and their sums; on the host the inner states once more while they travel.
+        needed = 4 * sum(tensor.nbytes for name, tensor in held.items() if name.startswith("param/")) + inner
+        needed += 2 * inner if on_cpu else 0
+        free = psutil.virtual_memory().available if on_cpu else torch.cuda.mem_get_info(self.device)[0]
+        if needed > free:
+            self._refuse(
+                f"the states of {self.workers} workers need {needed / 2**30:.1f} GiB on each rank, and "
+                f"{free / 2**30:.1f} GiB are free: take fewer workers, or more ranks in a group"
+            )
 
     def _refuse(self, why: str) -> None:
         logger.error(f'[semi_sync] method = "{self.config.semi_sync.method}": {why}')
@@ -185,17 +205,14 @@ class SemiSyncTrainer(EverstepTrainer):
         saved = {key.split(".")[2] for key in self._keys_on_disk() or () if key.startswith(f"{CHECKPOINT}.worker.")}
         if saved and len(saved) != self.workers:
             self._refuse(f"the checkpoint has {len(saved)} workers and the run {self.workers}; set workers")
-        # pyrefly: ignore[missing-attribute] every manager of torchtitan has states, if it is enabled
-        states = self.checkpointer.states if self.config.checkpoint.enable else {}
-        states.pop(CHECKPOINT, None)
-        if saved:  # else it is a checkpoint of synchronous training, or none
-            states[CHECKPOINT] = self.round
+        if not saved:  # none, or one of synchronous training
+            del self._saved[CHECKPOINT]
         restored = super().restore()
+        self._saved[CHECKPOINT] = self.round
         if self.step % self.sync_steps:
             self._refuse(f"the checkpoint is of step {self.step}, not of the end of a round of {self.sync_steps} steps")
         self.round.begin(with_workers=bool(saved))
         self.round.rest()
-        states[CHECKPOINT] = self.round
         return restored
 
     def announce(self, source: str) -> None:
