@@ -1,6 +1,25 @@
 """For all tests."""
 
+import atexit
+import os
 import signal
+import sys
+
+import pytest
 
 # What is started in the background by a shell ignores SIGINT, and so would all processes that tests send one to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the process here, with pytest's own status. Tests leave threads behind that are inside torch or torchft, as
+    peers that hang do; when the interpreter is taken down, Python ends such a thread by force, and that aborts the
+    process (status 134) though every test has passed."""
+    session = config.pluginmanager.get_plugin("session")
+    if session is None:
+        return
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(session.exitstatus)

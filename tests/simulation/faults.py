@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 STRAYS = ("", "{}", "[1, 2]", "null", '{"group": 0}', "\x00", '{"group":-1}', "[" * 2000)
 """What a member that is no group of this run may say."""
 
+SLOWEST = 9.0
+"""Times that a slow group may need for what another needs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -318,7 +321,7 @@ def _twin(world: World, life: Life, rank: Rank, size: float) -> bool:
 
 def _slow(world: World, life: Life, rank: Rank, size: float) -> bool:
     """A group computes several times slower from now on, or as fast as before."""
-    world.slow[life.group.id] = 1.0 if size < 0.3 else 1.0 + 8.0 * size
+    world.slow[life.group.id] = 1.0 if size < 0.3 else 1.0 + (SLOWEST - 1.0) * size
     return True
 
 

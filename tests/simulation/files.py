@@ -21,9 +21,12 @@ class SimFiles:
     def beat(self, phase: str, step: int) -> None:
         self._world.scheduler.check()
         now = self._world.scheduler.now
+        life = self._rank.life
         self._rank.beaten = now
         if self._rank.number == 0:
-            self._rank.life.group.beat = (now, phase, step)
+            life.group.beat = (now, phase, step)
+            if step > 0:
+                life.able_since = min(life.able_since, now)
 
     def fenced(self) -> bool:
         self._world.scheduler.check()
@@ -36,6 +39,7 @@ class SimFiles:
     def groups_with_state(self) -> list[int]:
         self._world.scheduler.check()
         now, stall_s = self._world.scheduler.now, self._world.plan.stall_s
+        self._rank.looked = now
         return [
             group.id
             for group in self._world.groups.values()

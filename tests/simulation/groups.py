@@ -65,6 +65,8 @@ class Life:
         """Whether an audit found its parameters different from the others', and whether one found them equal before."""
         self.stayed = self.audits_passed = 0
         """Commits since it was asked to leave; audits since its parameters changed behind its back."""
+        self.able_since = NEVER
+        """When its beats began to say that it has a state."""
         self.heals_in_vain = (0, 0)
         """How often it healed without computing anything then, and the faults that there had been."""
         self.endings: list[End] = []
@@ -145,7 +147,7 @@ class Rank:
         self.name = f"{life.name}/{number}"
         self.process = Process(world.scheduler, self.name)
         self.process.on_death.append(life.rank_died)
-        self.beaten = world.scheduler.now
+        self.beaten = self.looked = world.scheduler.now
         self.leave_at = NEVER
         self.voice: Voice | None = None
         self.sums: ColumnSums | None = None
@@ -209,7 +211,8 @@ class Rank:
             world.judge.violate("crash", text)
             world.scheduler.call_in(0.0, self.process.kill)
             return
-        files.beat(DONE, self.work.state.step)
+        if end is not End.FENCED:  # then its files are another start's
+            files.beat(DONE, self.work.state.step)
         if self.voice is not None:
             self.voice.leave()
         life.rank_finished(end)

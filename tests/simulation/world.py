@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from everstep.step.driver import End
 from everstep.step.interfaces import Commit, Timeouts
-from simulation.faults import KINDS, Fault, break_it, place
+from simulation.faults import KINDS, SLOWEST, Fault, break_it, place
 from simulation.groups import Group, Life, Rank
 from simulation.healing import Door
 from simulation.judge import START, Judge, State, Violation
@@ -22,7 +22,8 @@ from simulation.scheduler import Process, Scheduler
 from simulation.trainer import SimWork
 
 NO_PROGRESS_S = 300.0
-"""Virtual seconds after the last commit and the last fault at which a run counts as stuck."""
+"""Virtual seconds after the last commit and the last fault at which a run counts as stuck, beside those that the
+slowest group takes for two attempts at a whole step."""
 LOOK_S = 5.0
 STALL_S = 120.0
 STAYS, AUDITS, HEALS = 3, 3, 4
@@ -253,12 +254,14 @@ class World:
             life.audits_passed = 0
 
     def judge_restore(self, rank: Rank) -> None:
-        """Nobody goes back to snapshots or the disk while a group that can be heard has a state."""
-        now = self.scheduler.now
+        """Nobody goes back to snapshots or the disk while a group that can be heard has a state, and had one when this
+        one looked."""
+        now, looked = self.scheduler.now, min(own.looked for own in rank.life.ranks)
         for other in self.with_state():
             age_s = now - other.group.beat[0]
             mine = other.group is rank.life.group
-            if not mine and other.group.beat[2] > 0 and not other.endings and age_s < self.plan.stall_s - 2 * LOOK_S:
+            heard = other.group.beat[2] > 0 and not other.endings and age_s < self.plan.stall_s - 2 * LOOK_S
+            if not mine and heard and other.able_since < looked:
                 self.judge.violate(
                     "went back", f"{rank.name} restores while {other.name} has {other.ranks[0].work.state}"
                 )
@@ -374,7 +377,8 @@ class World:
                         self.judge.violate("stalled", f"{text} at {late[0].beaten:.1f}")
                     life.end()
                     self.disturbed()
-        if now - self.last_event > NO_PROGRESS_S and not self.over():
+        slowest_s = 2 * self.plan.slots * self.plan.slot_s * SLOWEST
+        if now - self.last_event > NO_PROGRESS_S + slowest_s and not self.over():
             states = [(life.name, life.ranks[0].work.state.step) for life in self.lives()]
             self.judge.violate("no progress", f"no commit since {self.last_event:.1f}; alive: {states}")
             self.stuck = True

@@ -348,6 +348,7 @@ def _semi_sync(config: Any) -> Iterator[Problem]:
     with_semi = f'with [semi_sync] method = "{semi.method}"'
     for is_wrong, section, key, message in (
         (ft.on_loss != "redistribute", "fault_tolerance", "on_loss", 'must be "redistribute"'),
+        (ft.on_poison == "skip", "fault_tolerance", "on_poison", 'must be "stop"'),
         (config.snapshot.enable, "snapshot", "enable", "must be false"),
         (config.attention_check.enable, "attention_check", "enable", "must be false"),
         (config.data.source == "dataloader", "data", "source", 'must be "stdlib" or "tokens"'),

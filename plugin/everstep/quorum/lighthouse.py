@@ -81,7 +81,8 @@ def run(
         inner.shutdown()
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def main(args: Sequence[str] | None = None) -> int:
+    """The process. Returns its exit status."""
     parser = argparse.ArgumentParser(prog="everstep.quorum.lighthouse", description=__doc__)
     parser.add_argument("--bind", required=True, help="host:port to listen on")
     parser.add_argument("--run-dir", type=Path, required=True, help="whose token admits replicas")
@@ -97,11 +98,12 @@ def main(args: Sequence[str] | None = None) -> None:
         waits = options.join_timeout_s, options.heartbeat_timeout_s
         run(options.bind, options.run_dir, options.min_groups, *waits, options.encrypt)
     except (GateError, ValueError, OSError) as error:
-        sys.exit(f"lighthouse: {error}")
-    # Threads may still be at a request in torchft's client, which an interpreter that ends would break off.
-    sys.stdout.flush()
-    os._exit(0)
+        print(f"lighthouse: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # Python aborts a process that ends while one of its threads is in torchft's client

@@ -7,6 +7,7 @@ quorum that is not for the newest request is seen to be that. Ids and data carry
 a stranger in it is no quorum.
 """
 
+import atexit
 import contextlib
 import threading
 import time
@@ -21,6 +22,8 @@ from everstep.step.quorum import Member, Request, decode, encode
 HEARTBEAT_S, HEARTBEATS = 0.25, 8
 """The longest time between two heartbeats, and how many of them must be lost in a row before a group is."""
 ASK_AGAIN_S = 0.1
+LAST_BEAT_S = 2.0
+"""How long a group that leaves waits for a heartbeat under way."""
 DATA, CODE = "everstep", "code"
 
 
@@ -54,7 +57,9 @@ class Membership:
         self._every_s = min(HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS)
         self._address = ""
         self._left = threading.Event()
-        threading.Thread(target=self._keep_beating, name="lighthouse-heartbeat", daemon=True).start()
+        self._beats = threading.Thread(target=self._keep_beating, name="lighthouse-heartbeat", daemon=True)
+        self._beats.start()
+        atexit.register(self.leave)
 
     def follow(self) -> bool:
         """Speak to the lighthouse where it is now. Whether it moved."""
@@ -105,5 +110,10 @@ class Membership:
                     self._beating.beat(self._address)
 
     def leave(self) -> None:
-        """Stop the heartbeats; the other groups go on without this one."""
+        """Stop the heartbeats; the other groups go on without this one.
+
+        Waits for a heartbeat under way: Python aborts a process that ends while a thread is in torchft's client.
+        """
+        atexit.unregister(self.leave)
         self._left.set()
+        self._beats.join(LAST_BEAT_S)

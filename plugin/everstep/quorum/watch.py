@@ -60,7 +60,8 @@ class PeerWatch:
         self._door = wire.Door(host, token, self._admit, purpose=PURPOSE)
         self.address = self._door.address
         """`host:port` that the other members connect to."""
-        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._thread.start()
 
     def begin(self, key: bytes, peers: Sequence[str], timeout: timedelta) -> None:
         """Watch the members of a process group.
@@ -83,7 +84,7 @@ class PeerWatch:
                 raise PeerLost(f"{peer} does not answer: {error}") from error
             connections.append(channel.detach())
         with self._lock:
-            if key in self._over:
+            if self._closed or key in self._over:
                 for connection in connections:
                     connection.close()
                 raise PeerLost("the process group was broken while it was being built")
@@ -91,7 +92,7 @@ class PeerWatch:
             for connection in connections:
                 connection.setblocking(False)
                 self._selector.register(connection, selectors.EVENT_READ, (key, True))
-        self._wake_write.send(b"+")
+        self._wake()
 
     def end(self, key: bytes) -> None:
         """The process group is over for this rank; members that still use it lose this rank. Idempotent."""
@@ -99,7 +100,11 @@ class PeerWatch:
             self._over.append(key)
             self._drop(self._watched.pop(key, []))
             self._drop(self._accepted.pop(key, []))
-        self._wake_write.send(b"-")
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            self._wake_write.send(b"+")
 
     def _drop(self, connections: Sequence[socket.socket]) -> None:
         for connection in connections:
@@ -110,11 +115,16 @@ class PeerWatch:
 
     def close(self) -> None:
         """End all watches and stop listening."""
-        self._closed = True
         self._door.close()
-        for key in [*self._watched, *self._accepted]:
-            self.end(key)
-        self._wake_write.send(b"-")
+        with self._lock:
+            self._closed = True
+            for connections in (*self._watched.values(), *self._accepted.values()):
+                self._drop(connections)
+            self._watched.clear()
+            self._accepted.clear()
+        self._wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
 
     def _admit(self, member: wire.Admitted) -> None:
         with self._lock:
@@ -124,24 +134,31 @@ class PeerWatch:
                 return
             self._accepted.setdefault(member.subject, []).append(member.sock)
             self._selector.register(member.sock, selectors.EVENT_READ, (member.subject, False))
-        self._wake_write.send(b"+")
+        self._wake()
 
     def _watch(self) -> None:
         while not self._closed:
             for ready, _ in self._selector.select():
-                if ready.data is None:
-                    self._wake_read.recv(4096)
-                    continue
-                # Peers never speak: readable means closed.
-                key, ours = ready.data
-                with self._lock:
-                    if not ours:
-                        self._forget(key, ready.fileobj)
-                        continue
-                    self._drop(self._watched.pop(key, []))
-                timer = threading.Timer(GRACE_S, self._lose, (key,))
-                timer.daemon = True
-                timer.start()
+                self._look(ready)
+        with self._lock:  # `close` may not be done with it
+            self._selector.close()
+        self._wake_read.close()
+        self._wake_write.close()
+
+    def _look(self, ready: selectors.SelectorKey) -> None:
+        if ready.data is None:
+            self._wake_read.recv(4096)
+            return
+        # Peers never speak: readable means closed.
+        key, ours = ready.data
+        with self._lock:
+            if not ours:
+                self._forget(key, ready.fileobj)
+                return
+            self._drop(self._watched.pop(key, []))
+        timer = threading.Timer(GRACE_S, self._lose, (key,))
+        timer.daemon = True
+        timer.start()
 
     def _forget(self, key: bytes, connection: object) -> None:
         """The member that made this connection has closed it; that it is lost is told by the one to it."""

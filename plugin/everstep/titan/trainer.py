@@ -181,6 +181,7 @@ class EverstepTrainer(SlotTrainer):
             self._run_dir,
             ft.group_id,
             rank,
+            groups=ft.groups,
             steps=config.semi_sync.commits(config.training.steps),
             stall_timeout_s=ft.stall_timeout_s,
         )
@@ -229,6 +230,7 @@ class EverstepTrainer(SlotTrainer):
             self._streams,
             hooks=self._backward_runs_hooks(),
         )
+        self.skips_poison = ft.on_poison == "skip"
         self._kept_metrics = KeptMetrics()
         self.metrics_processor.logger = self._kept_metrics
         self.history = 0
@@ -425,7 +427,7 @@ class EverstepTrainer(SlotTrainer):
 
     def checksum(self) -> int | None:
         interval = self._ft.audit_interval
-        due = not self._commits or (interval and self.step % interval == 0)
+        due = not self._commits or (interval and self.committed % interval == 0)
         return sum_in_group(self.state.checksum()) if due else None
 
     def apply(self, commit: Commit) -> None:
@@ -435,6 +437,9 @@ class EverstepTrainer(SlotTrainer):
         config = self.config
         lr_metrics = self.lr_schedulers.get_metrics()
         tokens, loss = float(commit.tokens.sum()), float(commit.loss.sum())
+        if not tokens:
+            logger.error(f"Every slot of step {commit.step} is skipped as poison: there is nothing to go on with")
+            raise SystemExit(HOPELESS_EXIT)
         mean_loss = loss / tokens
         if not math.isfinite(mean_loss):
             self.events.emit("diverged", commit.step, loss=str(mean_loss))
