@@ -21,7 +21,7 @@ def worst_loss(run, expected):
     return float((torch.tensor(losses_of(run)) - torch.tensor(expected.losses)).abs().max())
 
 
-def rounds_in_the_final_state(run_dir):
+def rounds_in_the_final_state(run_dir, sync_steps=SYNC_STEPS):
     """(round, worker, inner step) → how often, counted from the log files alone: back from the newest commit through
     the parents that commits name, each worker's round where the tally says that it was computed."""
     lines = [
@@ -38,7 +38,7 @@ def rounds_in_the_final_state(run_dir):
                 and event["t"] <= at["t"]
                 for event in events
             )
-            steps = range((at["step"] - 1) * SYNC_STEPS + 1, at["step"] * SYNC_STEPS + 1) if whole else ()
+            steps = range((at["step"] - 1) * sync_steps + 1, at["step"] * sync_steps + 1) if whole else ()
             found.update((at["step"], worker, step) for step in steps)
         at = commits.get(at["parent"])
     return found
@@ -87,3 +87,40 @@ def test_kills_change_nothing(start, reference, tmp_path):
         (step // SYNC_STEPS + 1, worker, step + 1) for step in range(rounds * SYNC_STEPS) for worker in range(WORKERS)
     )
     assert score.verdict(score.score(run.run_dir)) == []
+
+
+@pytest.mark.slow
+def test_a_kill_every_eight_seconds_changes_nothing(start, reference, tmp_path):
+    rounds, sync_steps = 40, 10
+    config = semi_config(
+        tmp_path / "run.toml",
+        training={"steps": rounds * sync_steps},
+        semi_sync={"sync_steps": sync_steps},
+        checkpoint={"interval": 5 * sync_steps},
+        fault_tolerance={"groups": 3},
+    )
+    run = start(config, "--chaos-every", "8")
+    assert run.wait(DEADLINE_S) == 0, run.said()
+    expected = reference("diloco", rounds, sync_steps)
+    figures = score.score(run.run_dir)
+    differences = worst(run, expected, rounds * sync_steps), worst_loss(run, expected)
+    print("kills", figures["kills"], "parameters, losses differ by", differences, "rounds", figures["steps"])
+    assert figures["kills"] >= 5
+    assert max(differences) <= 1e-5
+    assert rounds_in_the_final_state(run.run_dir, sync_steps) == Counter(
+        (step // sync_steps + 1, worker, step + 1) for step in range(rounds * sync_steps) for worker in range(WORKERS)
+    )
+    assert score.verdict(figures) == []
+
+
+def test_more_workers_than_fit_into_memory_are_refused(start, tmp_path):
+    many = 100_000
+    config = semi_config(
+        tmp_path / "run.toml",
+        training={"global_batch_size": many},
+        semi_sync={"workers": many},
+        fault_tolerance={"groups": 1},
+    )
+    run = start(config)
+    assert run.wait(DEADLINE_S) != 0
+    assert f"the states of {many} workers need" in run.said() + (run.run_dir / "logs/group-0/rank-0.log").read_text()
