@@ -50,7 +50,7 @@ def computes(run, group):
     return beat and beat.phase == "compute" and beat.pid in run.workers(group)
 
 
-@pytest.mark.parametrize("method", ["diloco", "local_sgd"])
+@pytest.mark.parametrize("method", ["diloco", pytest.param("local_sgd", marks=pytest.mark.slow)])
 def test_a_run_is_what_the_paper_says(start, reference, tmp_path, method):
     run = start(semi_config(tmp_path / "run.toml", semi_sync={"method": method}))
     assert run.wait(DEADLINE_S) == 0, run.said()
@@ -113,6 +113,7 @@ def test_a_kill_every_eight_seconds_changes_nothing(start, reference, tmp_path):
     assert score.verdict(figures) == []
 
 
+@pytest.mark.slow
 def test_more_workers_than_fit_into_memory_are_refused(start, tmp_path):
     many = 100_000
     config = semi_config(
