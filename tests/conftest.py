@@ -6,6 +6,11 @@ import signal
 import sys
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A loaded machine takes longer for an example than any limit that a quiet one needs.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 # What is started in the background by a shell ignores SIGINT, and so would all processes that tests send one to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
