@@ -90,15 +90,6 @@ def test_kills_change_nothing(start, reference, tmp_path):
 
 
 @pytest.mark.slow
-def test_groups_of_two_ranks_hold_a_shard_each(start, reference, tmp_path):
-    """FSDP within a group: the rows of a worker are the same, of which each rank has one."""
-    run = start(semi_config(tmp_path / "run.toml"), "--ranks-per-group", "2")
-    assert run.wait(DEADLINE_S) == 0, run.said()
-    assert worst(run, reference("diloco")) <= 1e-6
-    assert worst_loss(run, reference("diloco")) <= 1e-5
-
-
-@pytest.mark.slow
 def test_a_kill_every_eight_seconds_changes_nothing(start, reference, tmp_path):
     rounds, sync_steps = 40, 10
     config = semi_config(
