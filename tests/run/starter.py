@@ -1,5 +1,5 @@
-"""A process that imports torch, torchtitan and Everstep once, and forks for everything that tests start with a Python of
-its own: `forked.py` is the other side.
+"""A process that imports torch, torchtitan and Everstep once, and forks for what tests start: the other side of
+`forked.py`.
 
     python starter.py FD
 
@@ -39,7 +39,9 @@ class ReadyWarm(warm.WarmProcess):
             return
         (self._channel, self.pid), ReadyWarm.ready = ReadyWarm.ready, None
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._channel.send(json.dumps({"modules": list(modules), "log": str(log), "environ": dict(os.environ)}).encode())
+        self._channel.send(
+            json.dumps({"modules": list(modules), "log": str(log), "environ": dict(os.environ)}).encode()
+        )
         self._channel.setblocking(False)
         self._next_id = 0
 
