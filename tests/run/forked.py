@@ -1,7 +1,7 @@
 """Python processes that need not import anything: forks of one that has imported torch, torchtitan and Everstep.
 
-A test that starts `python -m everstep.cli run` pays for seconds of imports, twice, which it is not about. `Forked` is used
-as `subprocess.Popen` is, `ran` as `subprocess.run`. Tests of how processes are started use these two themselves.
+A test that starts `python -m everstep.cli run` pays for seconds of imports, twice, which it is not about. `Forked` is
+used as `subprocess.Popen` is, `ran` as `subprocess.run`. Tests of how processes are started use these two themselves.
 """
 
 import functools

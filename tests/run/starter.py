@@ -39,9 +39,8 @@ class ReadyWarm(warm.WarmProcess):
             return
         (self._channel, self.pid), ReadyWarm.ready = ReadyWarm.ready, None
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._channel.send(
-            json.dumps({"modules": list(modules), "log": str(log), "environ": dict(os.environ)}).encode()
-        )
+        order = {"modules": list(modules), "log": str(log), "environ": dict(os.environ)}
+        self._channel.send(json.dumps(order).encode())
         self._channel.setblocking(False)
         self._next_id = 0
 
@@ -78,7 +77,7 @@ def run(argv):
             return importlib.import_module(argv[1]).main()
         if argv[0] == "-c":
             sys.argv = ["-c", *argv[2:]]
-            exec(compile(argv[1], "<string>", "exec"), sys.modules["__main__"].__dict__)
+            exec(compile(argv[1], "<string>", "exec"), sys.modules["__main__"].__dict__)  # noqa: S102  what `python -c` does
             return 0
         sys.argv = argv
         sys.path.insert(0, os.path.dirname(argv[0]))
