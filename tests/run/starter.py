@@ -19,6 +19,7 @@ import sys
 import tempfile
 import traceback
 import types
+from pathlib import Path
 
 from everstep import cli
 from everstep.launch import supervisor, warm
@@ -58,7 +59,7 @@ class ReadyWarm(warm.WarmProcess):
                 if told := theirs.recv(LONGEST):
                     order = json.loads(told)
                     os.environ.update(order["environ"])
-                    warm.redirect_output(order["log"])
+                    warm.redirect_output(Path(order["log"]))
                     warm.serve(theirs, parent, order["modules"])
                 status = 0
             except BaseException:  # noqa: BLE001  the last frame of a process
