@@ -1,5 +1,7 @@
-"""Private names of torch that this room relies on, each with what it is for. `tests/attention/test_attention_private.py`
-says which of them a release has taken away."""
+"""Private names of torch that this room relies on, each with what it is for.
+
+`tests/attention/test_attention_private.py` says which of them a release has taken away.
+"""
 
 from contextlib import AbstractContextManager
 
