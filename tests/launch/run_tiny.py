@@ -19,7 +19,12 @@ def main():
         run_dir=Path(run_dir),
         groups=int(groups),
         ranks_per_group=int(ranks),
-        fault_tolerance=FaultTolerance(enable=True, stall_timeout_s=3.0, startup_timeout_s=60.0),
+        fault_tolerance=FaultTolerance(
+            enable=True,
+            stall_timeout_s=3.0,
+            startup_timeout_s=60.0,
+            on_poison="skip" if "--tiny.skip" in flags else "stop",
+        ),
         flags=flags,
         entry="tiny_trainer:main",
         prepare="tiny_trainer:prepare",

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from everstep.cli import COMMANDS
+from everstep.report.score import score, verdict
 from forked import ran
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -111,6 +112,18 @@ def test_a_slot_that_ends_whoever_computes_it_is_named_and_ends_the_run(start):
     (ended,) = run.events("run_ended")
     assert "slot 2 of step 6 ended the workers of group(s) 0, 1, 2" in ended["reason"]
     assert "FileNotFoundError" in ended["reason"]
+
+
+def test_a_slot_that_ends_whoever_computes_it_is_skipped_where_that_is_asked_for(start):
+    run = start(3, 1, "--tiny.fail_in", "6", "--tiny.skip", "--training.steps", "9")
+    assert run.process.wait(120) == 0
+    (poison,) = run.events("poison_slot")
+    assert (poison["step"], poison["slot"], poison["action"]) == (6, 2, "skip")
+    assert "it is skipped" in run.said()
+    assert len(run.events("workers_died")) < 9, "the slot's deaths count towards no giving up"
+    figures = score(run.run_dir)
+    assert figures["slots_skipped"] == 1
+    assert any("did not enter the model" in sentence for sentence in verdict(figures)), "not in silence"
 
 
 def test_a_slot_that_ends_the_only_group_three_times_ends_the_run_though_steps_were_committed(start):

@@ -85,7 +85,7 @@ MISTAKES = {
     "init demo --out none/here.toml": (2, "there is no such folder"),
     "plan good.toml --nodes 8 --mtbf-hours 100": (2, "--step-s is missing"),
     "plan good.toml --nodes 0 --mtbf-hours 100 --step-s 1": (2, "--nodes and --ranks-per-node must be at least 1"),
-    "plan good.toml --nodes 8 --mtbf-hours 9 --from-run folder": (2, "folder: folder has no events/ folder"),
+    "plan good.toml --nodes 8 --mtbf-hours 9 --from folder": (2, "folder: folder has no events/ folder"),
     "report nothing": (2, "nothing has no events/ folder; give the directory of a run"),
     "report folder --jsn": (2, "there is no flag --jsn, did you mean --json?"),
     "watch folder": (2, "folder is no run directory"),

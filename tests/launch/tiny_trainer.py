@@ -2,9 +2,9 @@
 
 It has no model and no torch, so that processes are what these tests are about. Flags of its own:
 `--tiny.step_s S` (length of a step), `--tiny.fail` (raise before the first step), `--tiny.fail_in S` (raise in step
-S, its group's name in the second line), `--tiny.first_s S` (length of the first step), `--tiny.deaf S` (handle SIGTERM
-only after so many seconds), `--tiny.exit N` (leave with status N at once). SIGUSR1 is to it what the death of a peer is
-to a trainer: an exception.
+S, its group's name in the second line), `--tiny.skip` (but not once that slot is poison), `--tiny.first_s S` (length of
+the first step), `--tiny.deaf S` (handle SIGTERM only after so many seconds), `--tiny.exit N` (leave with status N at
+once). SIGUSR1 is to it what the death of a peer is to a trainer: an exception.
 """
 
 import json
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from everstep.run.beats import Heartbeat
 from everstep.run.events import EventLog
+from everstep.run.poison import deaths_at
 
 
 def flag(argv, name, default=None):
@@ -42,7 +43,10 @@ def main(argv):
     events.emit("training_started", step=1, source="fresh", slots=groups)
     for step in range(1, steps + 1):
         heart.beat("compute", step, slot=step % 4)
-        if step == int(flag(argv, "--tiny.fail_in", "0")):
+        poison = step == int(flag(argv, "--tiny.fail_in", "0"))
+        if poison and "--tiny.skip" in argv and deaths_at(run_dir, (step, step % 4)).poisoned(groups):
+            events.emit("slot_skipped", step, slot=step % 4)
+        elif poison:
             raise FileNotFoundError(f"there is no dataset for port {os.getpid()}\nin group {group}")
         time.sleep(float(flag(argv, "--tiny.first_s", step_s)) if step == 1 else step_s)
         if deaf_s and time.monotonic() > begun + deaf_s:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from everstep.report.forecast import Choice, Cluster, Costs, calibrate, choices, forecast
+from everstep.report.forecast import Choice, Cluster, Costs, calibrate, choices, forecast, varied
 
 HORIZON_S = 200_000.0
 """Long enough for a hundred faults of whatever is played."""
@@ -66,11 +66,9 @@ def test_a_large_run_is_foreseen_within_two_points(size, spares):
 
 def test_the_parts_are_what_is_missing():
     cluster = Cluster(nodes=64, node_mtbf_s=1e6, hang_share=0.2, all_gone_s=1e6, memory_lost_share=0.1)
-    costs = Costs(step_s=8.0, replace_s=600.0)
+    costs = Costs(step_s=8.0, replace_s=600.0, snapshot_s=0.08)
     for spares in (0, 2):
-        found = forecast(
-            cluster, costs, Choice(nodes_per_group=2, spares=spares, snapshot_interval=1, snapshot_cost=0.01)
-        )
+        found = forecast(cluster, costs, Choice(nodes_per_group=2, spares=spares, snapshot_interval=1))
         parts = found.away + found.faults + found.all_gone + found.snapshots + found.spares
         assert found.kept + parts == pytest.approx(1.0)
         assert min(found.away, found.faults, found.all_gone, found.snapshots) > 0
@@ -92,6 +90,33 @@ def test_snapshots_spares_and_small_groups_help_when_they_should():
 def test_whole_slots_make_an_uneven_share_cost_more():
     cluster, costs = Cluster(nodes=8, node_mtbf_s=1000.0), Costs(step_s=1.0, rejoin_s=100.0)
     assert forecast(cluster, costs, Choice(slots=8)).kept < forecast(cluster, costs, Choice()).kept
+
+
+@pytest.mark.parametrize("parity", [0, 1, 2])
+@pytest.mark.parametrize("groups", [8, 30])
+def test_what_parity_saves_is_what_chance_leaves(groups, parity):
+    """Half of the time nothing is left but the disk: 250 steps of 10 s instead of half a step."""
+    rng, share, plays = random.Random(parity), 0.08, 4000
+    count = max(1, round(groups / 8))
+    lost = [[sum(rng.random() < share for _ in range(n, groups, count)) for n in range(count)] for _ in range(plays)]
+    holds = sum(max(members) <= parity for members in lost) / plays
+    cluster = Cluster(nodes=groups, node_mtbf_s=1e15, all_gone_s=10_000.0, memory_lost_share=share)
+    costs = Costs(step_s=10.0, start_s=0.0)
+    found = forecast(cluster, costs, Choice(snapshot_interval=1, parity=parity, checkpoint_steps=500))
+    again_s = holds * 5.0 + (1 - holds) * 2500.0
+    assert found.kept == pytest.approx(1 / (1 + again_s / 10_000.0), abs=0.01)
+
+
+def test_settings_are_weighed_one_at_a_time():
+    cluster = Cluster(nodes=64, node_mtbf_s=1e6, hang_share=0.2, all_gone_s=1e5, memory_lost_share=0.02, run_s=1e6)
+    costs = Costs(step_s=8.0, snapshot_s=0.4)
+    ettr = {name: found.ettr for name, found in varied(cluster, costs, Choice(snapshot_interval=10))}
+    assert ettr["[snapshot] interval = 10"] > ettr["[snapshot] interval = 1"], "a snapshot in every step costs 5 %"
+    assert ettr["[snapshot] parity = 2"] > ettr["[snapshot] parity = 1"] > ettr["[snapshot] parity = 0"]
+    assert ettr["[snapshot] parity = 0"] > ettr["[snapshot] enable = false"]
+    assert ettr["[fault_tolerance] stall_timeout_s = 30"] > ettr["[fault_tolerance] stall_timeout_s = 480"]
+    assert ettr["[fault_tolerance] reduce_timeout_s = 2.5"] > ettr["[fault_tolerance] reduce_timeout_s = 40"]
+    assert ettr["[checkpoint] interval = 125"] > ettr["[checkpoint] interval = 2000"]
 
 
 def test_costs_come_from_a_run():

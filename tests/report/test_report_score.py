@@ -49,6 +49,16 @@ def finished_run(loss_shift=0.0):
     return run.add(11, "run_ended", role="supervisor", status="done", reason="")
 
 
+def test_a_slot_that_was_skipped_is_lost_and_counted_once():
+    run = finished_run()
+    for rank in (0, 1):
+        run.add(7.4, "slot_skipped", 1, 5, rank=rank, slot=2)
+    run.add(7.5, "slot_skipped", 0, 5, slot=2)
+    figures, _ = score_events(run.events)
+    assert (figures["slots_skipped"], figures["samples_lost"], figures["samples"]) == (1, 4, 188)
+    assert verdict(figures | loss_delta({}, {})) == ["4 samples of the committed steps did not enter the model."]
+
+
 def test_a_run_that_survived_a_kill_keeps_the_promise():
     figures, losses = score_events(finished_run().events)
     expected = {

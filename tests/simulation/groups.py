@@ -211,11 +211,8 @@ class Rank:
             world.judge.violate("crash", text)
             world.scheduler.call_in(0.0, self.process.kill)
             return
-        if end is End.FENCED:  # it ends at once: its files are another start's
-            life.rank_finished(end)
-            self.sums.abort()
-            return
-        files.beat(DONE, self.work.state.step)
+        if end is not End.FENCED:  # then its files are another start's
+            files.beat(DONE, self.work.state.step)
         if self.voice is not None:
             self.voice.leave()
         life.rank_finished(end)

@@ -91,13 +91,15 @@ class Rank:
 class Run:
     """A lighthouse and the groups of a test."""
 
-    def __init__(self, run_dir: Path, context, **lighthouse: float) -> None:
-        self.run_dir = run_dir
+    def __init__(self, run_dir: Path, context, published: bool = False, **lighthouse: float) -> None:
+        """`published`: the groups ask the lighthouse whose address is in the run directory; none is started here."""
+        self.run_dir, self.published = run_dir, published
         self.port = 0
         self.timeouts = lighthouse
         self._context = context
         self.members: list[Rank] = []
-        self.start_lighthouse()
+        if not published:
+            self.start_lighthouse()
 
     def start_lighthouse(self) -> None:
         connection, theirs = self._context.Pipe()
@@ -131,7 +133,7 @@ class Run:
                         rank=rank,
                         ranks=ranks,
                         store_port=port,
-                        lighthouse=f"http://127.0.0.1:{self.port}",
+                        lighthouse="" if self.published else f"http://127.0.0.1:{self.port}",
                         run_dir=self.run_dir,
                         **settings,
                     ),
@@ -169,7 +171,8 @@ class Run:
         for rank in self.members:
             os.kill(rank.process.pid, 18) if rank.process.is_alive() else None  # SIGCONT: a stopped one dies late
             rank.kill()
-        self.kill_lighthouse()
+        if not self.published:
+            self.kill_lighthouse()
 
 
 def expected(step: int, slots: int) -> list[float]:

@@ -27,7 +27,9 @@ from everstep.quorum.heal import HealState
 from everstep.quorum.membership import Membership
 from everstep.quorum.process_group import RankColumn
 from everstep.quorum.ranks import GroupRanks
+from everstep.run.address import published_address
 from everstep.run.events import EventLog
+from everstep.run.token import run_token
 from everstep.step import ledger
 from everstep.step.driver import Driver
 from everstep.step.interfaces import Commit, SlotRefused, SlotSums, SumsBroken, Timeouts
@@ -40,7 +42,8 @@ TOKEN = b"t" * 32
 
 @dataclass(frozen=True)
 class Options:
-    """One rank. With `pause_after`, rank 0 waits after that commit for a word from the test."""
+    """One rank. With `pause_after`, rank 0 waits after that commit for a word from the test. Without `lighthouse` it
+    asks the one whose address is in the run directory."""
 
     group: int
     lighthouse: str
@@ -60,6 +63,7 @@ class Options:
     reduce_s: float = 5
     quorum_s: float = 5
     heal_s: float = 10
+    connect_s: float = 10
     stall_s: float = 40
     heal_delay_s: float = 0.0
     pause_after: int = -1
@@ -175,7 +179,12 @@ class Files(RankFiles):
 
     def __init__(self, options: Options) -> None:
         super().__init__(
-            options.run_dir, options.group, options.rank, steps=options.steps, stall_timeout_s=options.stall_s
+            options.run_dir,
+            options.group,
+            options.rank,
+            groups=3,
+            steps=options.steps,
+            stall_timeout_s=options.stall_s,
         )
         self.options, self.paused, self.step = options, False, 0
         self.order = options.run_dir / f"order-{options.group}-{options.rank}"
@@ -294,20 +303,22 @@ def main(options: Options, connection: Connection) -> None:
     events = EventLog(options.run_dir, options.group, options.rank, "worker")
     work = ToyWork(options, files, connection)
     membership = None
+    token = TOKEN if options.lighthouse else run_token(options.run_dir)
     if options.rank == 0:
         membership = OldNews(
             group=options.group,
             life=life,
-            token=TOKEN,
-            find_lighthouse=lambda: options.lighthouse,
-            connect_timeout=timedelta(seconds=10),
+            token=token,
+            find_lighthouse=lambda: options.lighthouse or published_address(options.run_dir),
+            connect_timeout=timedelta(seconds=options.connect_s),
+            gated=lambda: not options.lighthouse,
         )
         membership.options = options
-    door = SlowDoor("127.0.0.1", TOKEN, timedelta(seconds=options.heal_s))
+    door = SlowDoor("127.0.0.1", token, timedelta(seconds=options.heal_s))
     column = Column(
         "gloo",
         column=options.rank,
-        token=TOKEN,
+        token=token,
         host="127.0.0.1",
         connect_timeout=timedelta(seconds=2),
         reduce_timeout=timedelta(seconds=options.reduce_s),

@@ -91,5 +91,6 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
             beats=section.enable,
             max_restarts=section.max_restarts,
             restart_window_s=section.restart_window_s,
+            on_poison=section.on_poison,
         )
     )

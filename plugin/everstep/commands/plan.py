@@ -5,22 +5,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
+from typing import Annotated
 
 import tyro
 
-from everstep.report.forecast import Choice, Cluster, Costs, Forecast, calibrate, choices
+from everstep.report.forecast import Choice, Cluster, Costs, Forecast, calibrate, choices, varied
 from everstep.run.directory import LaunchError, read_toml
+from everstep.run.events import read_events
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 ROWS = 12
-WIDTHS = (11, 6, 6, 7, 6, 6, 8, 6)
+WIDTHS = (11, 6, 6, 7, 6, 6, 6, 8, 9, 6)
 
 
 @dataclass(kw_only=True)
 class Plan:
-    """What share of its throughput a run keeps on a cluster that fails, by size of a group and number of spare groups:
-    a table, the best first. docs/plan.md has the
+    """What share of its throughput a run keeps on a cluster that fails: by size of a group and number of spare groups,
+    the best first, and for the best what snapshots, parity and timeouts change. docs/plan.md has the model.
 
     Flags that are not listed here are torchtitan's.
     """
@@ -55,7 +57,16 @@ class Plan:
     all_gone_days: float = 30.0
     """Mean time between moments at which everything is gone at once."""
 
-    from_run: Path | None = None
+    memory_lost_share: float = 0.02
+    """Of the groups, those whose host memory is lost at such a moment."""
+
+    snapshot_s: float = 0.0
+    """By which a snapshot makes a step longer."""
+
+    run_days: float = 30.0
+    """How long the run lasts."""
+
+    from_run: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """Take step, notice and rejoin times from the events of this run, as far as it had faults."""
 
 
@@ -71,27 +82,29 @@ def plan(command: Plan, flags: Sequence[str]) -> int:
     elif command.step_s is not None:
         costs = Costs(step_s=command.step_s)
     else:
-        raise LaunchError(
-            "--step-s is missing: how long a healthy step takes, or --from-run RUN_DIR to take it from one."
-        )
+        raise LaunchError("--step-s is missing: how long a healthy step takes, or --from RUN_DIR to take it from one.")
     if command.from_run is None:
         costs = Costs(
             step_s=costs.step_s,
             rejoin_s=command.rejoin_s,
             replace_s=command.replace_s,
             start_s=command.start_s,
+            snapshot_s=command.snapshot_s,
         )
     cluster = Cluster(
         nodes=command.nodes,
         node_mtbf_s=command.mtbf_hours * HOUR_S,
         hang_share=command.hang_share,
         all_gone_s=command.all_gone_days * DAY_S,
+        memory_lost_share=command.memory_lost_share,
+        run_s=command.run_days * DAY_S,
     )
     ft, snapshot = sections.fault_tolerance, sections.snapshot
     checkpoint = read_toml(command.config).get("checkpoint", {})
     like = Choice(
         snapshot_interval=snapshot.interval if snapshot.enable else 0,
         parity=snapshot.parity,
+        parity_group=snapshot.parity_group,
         checkpoint_steps=int(checkpoint.get("interval", 500)),
         reduce_timeout_s=ft.reduce_timeout_s,
         stall_timeout_s=ft.stall_timeout_s,
@@ -120,23 +133,26 @@ def plan(command: Plan, flags: Sequence[str]) -> int:
     best, expected = found[0]
     print(
         f"\nbest: {expected.groups} groups of {best.nodes_per_group} node(s), {best.spares} spare(s): "
-        f"{100 * expected.kept:.1f} % of the throughput of {command.nodes} nodes that never fail"
+        f"{100 * expected.kept:.1f} % of the throughput of {command.nodes} nodes that never fail, "
+        f"ETTR {expected.ettr:.3f}"
     )
+    print("\nwith that, one setting changed at a time (ETTR):")
+    for name, changed in varied(cluster, costs, best):
+        print(f"  {name:<40} {changed.ettr:.4f}  {100 * (changed.ettr - expected.ettr):+.2f} points")
     return 0
 
 
 def table(found: Sequence[tuple[Choice, Forecast]]) -> str:
     """Choices and what is lost to what, in percent."""
-    names = zip(("nodes/group", "groups", "spares", "kept", "away", "faults", "all gone", "idle"), WIDTHS, strict=True)
+    heads = ("nodes/group", "groups", "spares", "kept", "ETTR", "away", "faults", "all gone", "snapshots", "idle")
+    names = zip(heads, WIDTHS, strict=True)
     head = " ".join(f"{name:>{width}}" for name, width in names)
     lines = [head]
     for choice, expected in found:
-        parts = (expected.kept, expected.away, expected.faults, expected.all_gone, expected.spares)
-        kept, away, faults, gone, idle = (f"{100 * part:.1f} %" for part in parts)
-        lines.append(
-            f"{choice.nodes_per_group:>11} {expected.groups:>6} {choice.spares:>6} {kept:>7} {away:>6} {faults:>6} "
-            f"{gone:>8} {idle:>6}"
-        )
+        parts = (expected.away, expected.faults, expected.all_gone, expected.snapshots, expected.spares)
+        whole = (str(choice.nodes_per_group), str(expected.groups), str(choice.spares))
+        shares = (f"{100 * expected.kept:.1f} %", f"{expected.ettr:.3f}", *(f"{100 * part:.1f} %" for part in parts))
+        lines.append(" ".join(f"{cell:>{width}}" for cell, width in zip((*whole, *shares), WIDTHS, strict=True)))
     return "\n".join(lines)
 
 
@@ -150,6 +166,8 @@ def measured(run_dir: Path) -> Costs:
         for before, commit in pairwise(found.final):
             if commit.parent is before:
                 by_groups.setdefault(len(commit.groups), []).append(commit.t - before.t)
-        return calibrate(found.figures, found.rows, {count: median(times) for count, times in by_groups.items()})
+        steps = {count: median(times) for count, times in by_groups.items()}
+        held_up = [event.get("blocked_s") or 0.0 for event in read_events(run_dir, {"snapshot"})]
+        return calibrate(found.figures, found.rows, steps, mean(held_up) if held_up else 0.0)
     except (FileNotFoundError, ValueError) as error:
         raise LaunchError(f"{run_dir}: {error}") from None

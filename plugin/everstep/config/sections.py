@@ -53,6 +53,10 @@ class FaultTolerance:
     """When a group is lost: `redistribute` computes its slots on the others, so that every step has its whole
     global batch; `shrink` commits the step with the slots that are there (torchft's behaviour)."""
 
+    on_poison: Literal["stop", "skip"] = "stop"
+    """When a slot ends the workers of three groups, one after the other: `stop` ends the run and names the slot; `skip`
+    lets the step do without the slot's tokens, with an event."""
+
     bind_host: str = ""
     """Host name or address that this group's servers (heal source, gradient sums) listen
     on and advertise. Empty: the host name's address. `everstep run` sets 127.0.0.1."""

@@ -60,6 +60,8 @@ class AgentSettings:
     """Whether the workers beat and tell of commits: with fault tolerance they do."""
     max_restarts: int = 1_000_000
     restart_window_s: float = 3600.0
+    on_poison: str = "stop"
+    """See `FaultTolerance.on_poison`."""
     entry: str = "everstep.train:main"
     """`module:function` that a worker calls with its argv."""
     job: int = 0
@@ -219,6 +221,7 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
         GroupSettings(
             run_dir=run_dir,
             group=settings.group,
+            groups=settings.groups,
             ranks=settings.ranks,
             argv=worker_argv(settings, lighthouse),
             entry=settings.entry,
@@ -228,6 +231,7 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
             stop_grace_s=settings.stop_grace_s,
             beats=settings.beats,
             limits=limits,
+            on_poison=settings.on_poison,
             fork_point_pid=fork_point_pid,
             first_incarnation=first_incarnation,
             stopping=stopping,
@@ -246,7 +250,7 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
     except RendezvousClosedError:
         failed = False  # asked to stop while it waited for the group's other nodes
     except Exception as error:
-        if agent.node_bad:
+        if agent.node_bad or agent.gave_up:
             failed = True
         elif settings.job:
             return end("crashed", f"the agent of group {settings.group} failed: {error}", 1)

@@ -32,8 +32,9 @@ from everstep.launch.watchdog import Death, RestartLimits, Stall, describe_exit,
 from everstep.run import fence
 from everstep.run.beats import DONE, Beat, BeatFile, agent_beat_path, beat_path, push, read_beat
 from everstep.run.events import EventLog
-from everstep.run.exits import UNFIT_EXIT
+from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
 from everstep.run.fence import Claim, Fenced
+from everstep.run.poison import Deaths, Slot, deaths_at, poisoned, strike, why_at
 
 MONITOR_INTERVAL_S = 0.05
 BEAT_INTERVAL_S = 0.5
@@ -43,6 +44,8 @@ ASK_AGAIN_S = 3.0
 FIRST_STEP_SLACK = 2.0
 """How much longer than the longest one before a first step may take: nothing is in a cache on a new node."""
 LONGEST_ERROR = 300
+ORDERLY_EXITS = (USAGE_EXIT, HOPELESS_EXIT, UNFIT_EXIT)
+"""A trainer's own decisions, which no slot makes for it."""
 NO_ERROR_FILE = "<N/A>"  # TorchElastic's word for a worker that left no error file
 UNLIMITED_RESTARTS = 2**31 - 1  # TorchElastic's own counter never decides: reason_to_give_up does
 
@@ -78,6 +81,7 @@ class GroupSettings:
 
     run_dir: Path
     group: int
+    groups: int
     ranks: int
     """On this node."""
     argv: list[str]
@@ -92,6 +96,7 @@ class GroupSettings:
     stopping: Callable[[], bool] = field(default=lambda: False)
     """Whether a clean stop has been asked for."""
     claim: Claim = field(default_factory=Claim)
+    on_poison: str = "stop"
     nodes: int = 1
     node_rank: int = 0
     node: str = ""
@@ -152,6 +157,7 @@ class GroupAgent(LocalElasticAgent):
         self._ask_again = 0.0
         self._stall: Stall | None = None
         self._deaths: list[Death] = []
+        self._poison_before = self._poison()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         if _is_gone(self.settings.fork_point_pid):
@@ -206,6 +212,7 @@ class GroupAgent(LocalElasticAgent):
     def _beat(self) -> None:
         if time.monotonic() >= self._next_beat:
             self._look_at_fence()
+            self._look_at_poison()
             if self.settings.node_rank == 0:
                 self._heart.beat("watching")
             self._next_beat = time.monotonic() + BEAT_INTERVAL_S
@@ -225,6 +232,27 @@ class GroupAgent(LocalElasticAgent):
         if not fence.holds(self.settings.run_dir, self.settings.group, self.settings.claim):
             self._kill_workers()
             raise Fenced(f"group {self.settings.group} was started again elsewhere; this start of it ends")
+
+    def _poison(self) -> dict[Slot, Deaths]:
+        """The slots that end the run."""
+        return poisoned(self.settings.run_dir, self.settings.groups) if self.settings.on_poison == "stop" else {}
+
+    def _look_at_poison(self) -> None:
+        """Ends this group when another one found that a slot ends them all. What was known when this agent began may
+        have been put right since."""
+        for slot, deaths in self._poison().items():
+            if self._poison_before.get(slot) != deaths:
+                self._give_up_at(slot)
+                self._kill_workers()
+                raise RuntimeError(self.gave_up)
+
+    def _give_up_at(self, slot: Slot) -> None:
+        deaths, why = deaths_at(self.settings.run_dir, slot).deaths, why_at(self.settings.run_dir, slot)
+        self.gave_up = (
+            f"slot {slot[1]} of step {slot[0]} ended the workers of group(s) {', '.join(map(str, sorted(deaths)))}, "
+            f"{deaths.total()} times: {why}. Its data, or what the model makes of it, is at fault; "
+            'with [fault_tolerance] on_poison = "skip" a run goes on without it'
+        )
 
     def _stop_cleanly(self) -> None:
         now = time.monotonic()
@@ -324,6 +352,8 @@ class GroupAgent(LocalElasticAgent):
         self._deaths.append(death)
         reason = self._why(rank, death)
         place = self._slot_of(rank, failure.pid)
+        slot = (place.step, place.slot) if place is not None else None
+        poison = slot is not None and death.crashed and not struck and self._strike(slot, death, reason)
         self._events.emit(
             "workers_died",
             incarnation=self._incarnation,
@@ -331,8 +361,8 @@ class GroupAgent(LocalElasticAgent):
             error=death.error,
             committed=death.committed,
             by_itself=death.by_itself,
-            at_step=place.step if place is not None else None,
-            at_slot=place.slot if place is not None else None,
+            at_step=slot[0] if slot is not None else None,
+            at_slot=slot[1] if slot is not None else None,
             exitcodes={str(rank): failure.exitcode for rank, failure in result.failures.items()},
         )
         if self.settings.stopping():
@@ -342,11 +372,37 @@ class GroupAgent(LocalElasticAgent):
         elif self.settings.node and (bad := self._reason_to_move(failure.exitcode)):
             self.node_bad = f"{bad}; last: {reason}"
             self._remaining_restarts = 0
+        elif slot is not None and poison:
+            # The next start does without it, or there is none.
+            self._deaths.pop()
+            if self.settings.on_poison == "stop":
+                self._give_up_at(slot)
+                self._remaining_restarts = 0
         else:
             give_up = reason_to_give_up(self._deaths, self.settings.limits)
             if give_up is not None:
                 self.gave_up = f"group {self.settings.group} is given up, {give_up}; last: {reason}"
                 self._remaining_restarts = 0
+
+    def _strike(self, slot: Slot, death: Death, reason: str) -> bool:
+        """Workers ended at this slot of their own doing: whether it is poison by now, which whoever finds it says."""
+        run_dir, group, groups = self.settings.run_dir, self.settings.group, self.settings.groups
+        if death.exitcode in ORDERLY_EXITS:
+            return False
+        before = deaths_at(run_dir, slot)
+        strike(run_dir, slot, group, self._incarnation, worked=death.committed, why=death.error or reason)
+        now = deaths_at(run_dir, slot)
+        if now.poisoned(groups) and not before.poisoned(groups):
+            step, number = slot
+            self._events.emit(
+                "poison_slot",
+                step,
+                slot=number,
+                groups=sorted(now.deaths),
+                error=death.error or reason,
+                action=self.settings.on_poison,
+            )
+        return now.poisoned(groups)
 
     def _slot_of(self, rank: int, pid: int) -> Beat | None:
         """The step and slot that a rank computed when it died; None: it computed none."""

@@ -38,8 +38,6 @@ TICK_S = 0.02
 KILL_GRACE_S = 10.0
 AGENT_SILENCE_S = 30.0
 AGENT_CRASHES = 3
-POISON_DEATHS = 3
-"""So many deaths at one slot, of as many groups where there are as many, are the slot's doing."""
 STOPPED_AT_ONCE_EXIT = 130
 """What a shell gives for a command that Ctrl-C ended."""
 
@@ -118,8 +116,6 @@ class Supervisor:
         self._given_up = ""
         self._failing: dict[int, str] = {}
         """By group, the error of workers that ended by themselves before they had committed a step."""
-        self._poisoned: dict[tuple[int, int], list[int]] = {}
-        """By step and slot, the groups whose workers ended by themselves while they computed it, each time."""
         self._unusable = ""
         self._refused = False
         self._private = private_folder(run_dir.path)
@@ -256,6 +252,7 @@ class Supervisor:
             beats=ft.enable,
             max_restarts=ft.max_restarts,
             restart_window_s=ft.restart_window_s,
+            on_poison=ft.on_poison,
             entry=settings.entry,
         )
 
@@ -413,9 +410,7 @@ class Supervisor:
         self._on_events(events)
 
     def _note_failure(self, group: int, event: dict) -> None:
-        """What ends every group in the same way before its first step would do so for ever: the run ends with it. So
-        does a slot that ends one group after the other."""
-        self._note_slot(group, event)
+        """What ends every group in the same way before its first step would do so for ever: the run ends with it."""
         if not event["by_itself"] or event["committed"] or not event["error"]:
             self._failing.pop(group, None)
             return
@@ -427,22 +422,6 @@ class Supervisor:
                 f"all {len(self.groups)} groups failed in the same way before a step was committed: {event['error']} "
                 f"(more in {log})"
             )
-
-    def _note_slot(self, group: int, event: dict) -> None:
-        step, slot = event.get("at_step"), event.get("at_slot")
-        if not event["by_itself"] or not event["committed"] or step is None or slot is None:
-            return  # what fails before any step fails at every slot
-        struck = self._poisoned.setdefault((step, slot), [])
-        struck.append(group)
-        enough = len(struck) >= POISON_DEATHS and len(set(struck)) >= min(POISON_DEATHS, len(self.groups))
-        if not enough or self._stops or self._failure:
-            return
-        groups = ", ".join(map(str, sorted(set(struck))))
-        self._events.emit("poison_slot", step, slot=slot, groups=sorted(set(struck)), error=event["error"])
-        self._failure = (
-            f"slot {slot} of step {step} ended the workers of group(s) {groups}, {len(struck)} times: "
-            f"{event['error'] or event['reason']}. Its data, or what the model makes of it, is at fault"
-        )
 
     def _ask_to_stop(self, *_: object) -> None:
         self._stops += 1

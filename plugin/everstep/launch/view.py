@@ -52,7 +52,12 @@ def describe(event: dict) -> str:
         case "run_ended":
             return f"run {event['status']}: {event['reason']}"
         case "poison_slot":
-            return f"slot {event['slot']} of step {event['step']} ended groups {event['groups']}: {event['error']}"
+            then = "; it is skipped" if event.get("action") == "skip" else ""
+            return (
+                f"slot {event['slot']} of step {event['step']} ended groups {event['groups']}: {event['error']}{then}"
+            )
+        case "slot_skipped" if not event.get("rank"):
+            return f"group {group}: slot {event['slot']} of step {event['step']} is skipped"
         case "page":
             return f"the run's page: {event['address']}"
         case "warning":

@@ -80,11 +80,14 @@ class Death:
     """The kernel killed a process of this machine's control group for memory meanwhile."""
 
     @property
+    def crashed(self) -> bool:
+        """Whether the workers ended of their own doing, be it that others were struck meanwhile."""
+        return self.exitcode >= 0 or self.stalled or -self.exitcode in CRASHES or self.out_of_memory
+
+    @property
     def by_itself(self) -> bool:
-        """Whether the workers ended of their own doing, so that another start may well end the same way."""
-        if self.exitcode >= 0 or self.stalled or -self.exitcode in CRASHES:
-            return not self.excused
-        return self.out_of_memory
+        """Whether another start may well end the same way."""
+        return self.crashed and (self.out_of_memory or not self.excused)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ class Cluster:
     all_gone_s: float = math.inf
     """Mean time between moments at which every group loses its processes: power, file system, a preempted job."""
     memory_lost_share: float = 0.0
-    """Of those, the share in which host memory is lost as well."""
+    """Of the groups, those whose host memory is lost at such a moment; each by itself."""
+    run_s: float = math.inf
+    """How long the run lasts; it starts once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,8 @@ class Costs:
     """Longer that it is away when nobody stands by and its node has to be replaced first."""
     start_s: float = 300.0
     """From nothing to the first step, all groups together."""
+    snapshot_s: float = 0.0
+    """By which a snapshot makes a step longer."""
     shared_cores: float = 0.0
     """How far groups share their processors: 0, each has its own; 1, a step takes as long with one group away."""
 
@@ -56,9 +60,9 @@ class Choice:
     """Of a step; 0: as many as one likes."""
     snapshot_interval: int = 0
     """Committed steps between snapshots; 0: none."""
-    snapshot_cost: float = 0.0
-    """Share of a step that a snapshot takes."""
     parity: int = 1
+    """How many groups of a parity group may lose their memory."""
+    parity_group: int = 8
     checkpoint_steps: int = 500
     reduce_timeout_s: float = 10.0
     stall_timeout_s: float = 120.0
@@ -71,6 +75,8 @@ class Forecast:
     groups: int
     kept: float
     """What is left: tokens per second over those of all nodes without a failure."""
+    ettr: float
+    """Time that healthy steps of the groups that work would need, of the wall-clock time, the start included."""
     away: float
     """Lost to steps that are slower while groups are away."""
     faults: float
@@ -100,14 +106,16 @@ def forecast(cluster: Cluster, costs: Costs, choice: Choice) -> Forecast:
     notice_s = (1 - hang) * costs.notice_s + hang * choice.reduce_timeout_s
     again_s = costs.step_s / max(1, groups - 1) * (1 - costs.shared_cores)
     moment = 1 / (1 + groups * (1 - share) * rate * (notice_s + again_s))
-    gone_s = costs.start_s + costs.step_s * _steps_lost(cluster, choice)
+    gone_s = costs.start_s + costs.step_s * _steps_lost(cluster, choice, groups)
     intact = 1 / (1 + gone_s / cluster.all_gone_s)
-    copied = 1 / (1 + (choice.snapshot_cost / choice.snapshot_interval if choice.snapshot_interval else 0.0))
+    copy_s = costs.snapshot_s / choice.snapshot_interval if choice.snapshot_interval else 0.0
+    copied = 1 / (1 + copy_s / costs.step_s)
     working = groups * choice.nodes_per_group / cluster.nodes
     kept = speed * moment * intact * copied * working
     return Forecast(
         groups=groups,
         kept=kept,
+        ettr=speed * moment * intact * copied * max(0.0, 1 - costs.start_s / cluster.run_s),
         away=1 - speed,
         faults=speed * (1 - moment),
         all_gone=speed * moment * (1 - intact),
@@ -139,13 +147,24 @@ def _beyond(mean_count: float, spares: int) -> float:
     return beyond
 
 
-def _steps_lost(cluster: Cluster, choice: Choice) -> float:
+def _steps_lost(cluster: Cluster, choice: Choice, groups: int) -> float:
     """Steps computed again when everything is gone, on average."""
     from_disk = choice.checkpoint_steps / 2
     if not choice.snapshot_interval:
         return from_disk
-    in_memory = choice.snapshot_interval / 2
-    return in_memory + cluster.memory_lost_share * (from_disk - in_memory)
+    in_memory = min(from_disk, choice.snapshot_interval / 2)
+    return from_disk + _memory_holds(cluster.memory_lost_share, choice, groups) * (in_memory - from_disk)
+
+
+def _memory_holds(lost_share: float, choice: Choice, groups: int) -> float:
+    """The chance that no parity group has lost more members' memory than it has parity for."""
+    count = max(1, round(groups / choice.parity_group))
+    holds = 1.0
+    for number in range(count):
+        members = len(range(number, groups, count))
+        parity = min(choice.parity, members - 1)
+        holds *= sum(p for lost, p in _binomial(members, lost_share) if lost <= parity)
+    return holds
 
 
 def choices(
@@ -168,8 +187,30 @@ def choices(
     return sorted(found, key=lambda pair: -pair[1].kept)
 
 
-def calibrate(figures: dict[str, Any], rows: Sequence[dict[str, Any]], by_groups: dict[int, float]) -> Costs:
-    """Costs as a run had them: its report's figures, its fault table, and its median step by number of groups.
+def varied(cluster: Cluster, costs: Costs, best: Choice) -> list[tuple[str, Forecast]]:
+    """What the other settings do to a choice, one changed at a time; by the name and value of the setting."""
+    ways: list[tuple[str, dict[str, Any]]] = [("[snapshot] enable = false", {"snapshot_interval": 0})]
+    ways += [(f"[snapshot] interval = {count}", {"snapshot_interval": count}) for count in (1, 10, 100)]
+    with_snapshots = {"snapshot_interval": best.snapshot_interval or 1}
+    ways += [(f"[snapshot] parity = {count}", with_snapshots | {"parity": count}) for count in (0, 1, 2)]
+    for name, table in (
+        ("reduce_timeout_s", "fault_tolerance"),
+        ("stall_timeout_s", "fault_tolerance"),
+        ("checkpoint_steps", "checkpoint"),
+    ):
+        key = "interval" if table == "checkpoint" else name
+        now = getattr(best, name)
+        for value in (now / 4, now, now * 4):
+            value = max(1, round(value)) if table == "checkpoint" else value
+            ways.append((f"[{table}] {key} = {value:g}", {name: value}))
+    return [(name, forecast(cluster, costs, replace(best, **changes))) for name, changes in ways]
+
+
+def calibrate(
+    figures: dict[str, Any], rows: Sequence[dict[str, Any]], by_groups: dict[int, float], snapshot_s: float = 0.0
+) -> Costs:
+    """Costs as a run had them: its report's figures, its fault table, its median step by number of groups, and what its
+    snapshots held up.
 
     Raises:
         ValueError: it has no healthy step, or no fault.
@@ -188,5 +229,6 @@ def calibrate(figures: dict[str, Any], rows: Sequence[dict[str, Any]], by_groups
         notice_s=mean(stalls),
         rejoin_s=median(rejoins),
         start_s=max(0.0, figures["wall_s"] - figures["training_s"]),
+        snapshot_s=snapshot_s,
         shared_cores=shared,
     )

@@ -53,6 +53,7 @@ READ_FIELDS: dict[str, tuple[str, ...]] = {
     ),
     "validation": ("loss",),
     "audit": ("agreed", "differing"),
+    "slot_skipped": ("slot",),
     "finding": ("action",),
 }
 """The events that are read, with the fields used besides t, group, rank and step."""
@@ -162,6 +163,7 @@ def _measure(
     rows = fault_rows(events, faults, runs, by_session, step_s)
 
     final = history.final
+    skipped = skipped_slots(events)
     lanes = stretches(events, runs)
     steps = {commit.step for commit in final}
     away = thrown_away(attempts)
@@ -184,8 +186,9 @@ def _measure(
         "attempts_thrown_away": away,
         "committed_ratio": len(steps) / (len(steps) + away) if steps else None,
         "slots_recomputed": slots_recomputed(attempts),
-        "samples": samples(((c, [owner for owner in c.owners if owner >= 0]) for c in final), batch),
-        "samples_lost": samples(((commit, commit.lost) for commit in final), batch),
+        "slots_skipped": sum(len(skipped.get(commit.step, ())) for commit in final),
+        "samples": samples(((c, trained(c) - skipped.get(c.step, set())) for c in final), batch),
+        "samples_lost": samples(((c, c.lost | skipped.get(c.step, set())) for c in final), batch),
         "samples_repeated": samples(((commit, commit.repeated) for commit in final), batch),
         "kills": sum(1 for fault in faults if fault.kills and fault.name != UNPROVOKED),
         "deaths_unprovoked": sum(1 for fault in faults if fault.name == UNPROVOKED),
@@ -201,6 +204,20 @@ def _measure(
         **findings(events),
     }
     return figures, rows, final
+
+
+def skipped_slots(events: Iterable[dict[str, Any]]) -> dict[int, set[int]]:
+    """By step, the slots that were left out as poison (`fault_tolerance.on_poison`)."""
+    found: dict[int, set[int]] = {}
+    for event in events:
+        if event["kind"] == "slot_skipped":
+            found.setdefault(event["step"], set()).add(event["slot"])
+    return found
+
+
+def trained(commit: Commit) -> set[int]:
+    """The slots that some group computed."""
+    return {slot for slot, owner in enumerate(commit.owners) if owner >= 0}
 
 
 def tokens_of(final: Sequence[Commit], training_s: float) -> dict[str, Any]:
@@ -304,13 +321,14 @@ def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
     faults = ", ".join(f"{count} {name}" for name, count in sorted(f["faults"].items())) or "none"
     reason = f" ({f['reason']})" if f["reason"] else ""
     asked = f" of {f['steps_asked']}" if f["steps_asked"] is not None else ""
+    skipped = f", {f['slots_skipped']} skipped as poison" if f["slots_skipped"] else ""
     lines = [
         ("run", f"{f['status']}{reason} after {_seconds(f['wall_s'])}"),
         ("faults", faults),
         ("steps", f"{f['steps']}{asked}"),
         ("attempts", f"{f['attempts']}, {f['attempts_thrown_away']} thrown away"),
         ("samples", f"{f['samples']} trained, {f['samples_lost']} lost, {f['samples_repeated']} repeated"),
-        ("slots", f"{f['slots_recomputed']} computed again"),
+        ("slots", f"{f['slots_recomputed']} computed again{skipped}"),
         ("step", f"{_seconds(f['step_s_median'])} when healthy"),
         ("groups", f"{_number(f['groups_mean'])} on average"),
         ("delay", f"{_spread(f, 'delay_s')} (by which a fault made the run later)"),

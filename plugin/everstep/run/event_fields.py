@@ -138,6 +138,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "workers_stalled": (*_GROUP, "phase", "idle_s"),
     "workers_stacks": (*_GROUP, "summary"),
     "poison_slot": ("step", "slot", "groups"),
+    "slot_skipped": (*_STEP, "slot"),
     "page": ("address",),
     "warning": ("text",),
     "worker_up": (*_GROUP, "incarnation"),

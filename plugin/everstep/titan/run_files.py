@@ -10,6 +10,7 @@ from everstep.run import fence
 from everstep.run.beats import DONE, STARTUP, Heartbeat, beats_of_groups
 from everstep.run.directory import stop_file
 from everstep.run.files import read_json, write_json
+from everstep.run.poison import deaths_at
 
 FINISHED = Path("state") / "finished.json"
 AWAY = (DONE, STARTUP)
@@ -34,11 +35,15 @@ class RankFiles:
 
     Args:
         run_dir, group, rank: whose.
+        groups: of the run.
         steps: of the whole run.
         stall_timeout_s: a group that was not heard of for longer has no state to offer.
     """
 
-    def __init__(self, run_dir: Path, group: int, rank: int, *, steps: int, stall_timeout_s: float) -> None:
+    def __init__(
+        self, run_dir: Path, group: int, rank: int, *, groups: int, steps: int, stall_timeout_s: float
+    ) -> None:
+        self._groups = groups
         self._run_dir, self._group, self._steps, self._stall_timeout_s = run_dir, group, steps, stall_timeout_s
         self._rank = rank
         self._heartbeat = Heartbeat(run_dir, group, rank)
@@ -57,6 +62,10 @@ class RankFiles:
     def computes(self, step: int, slot: int) -> None:
         """This slot is computed now: what ends the process here may lie in its data."""
         self._heartbeat.beat("compute", step, slot)
+
+    def is_poison(self, step: int, slot: int) -> bool:
+        """Whether this slot has ended so many groups that it is not to be computed, as far as this rank sees."""
+        return deaths_at(self._run_dir, (step, slot)).poisoned(self._groups)
 
     def fenced(self) -> bool:
         """See `RunFiles.fenced`."""

@@ -165,7 +165,12 @@ class EverstepTrainer(SlotTrainer):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self.events = EventLog(self._run_dir, ft.group_id, rank, "worker")
         self.files = RankFiles(
-            self._run_dir, ft.group_id, rank, steps=config.training.steps, stall_timeout_s=ft.stall_timeout_s
+            self._run_dir,
+            ft.group_id,
+            rank,
+            groups=ft.groups,
+            steps=config.training.steps,
+            stall_timeout_s=ft.stall_timeout_s,
         )
         self.files.beat(STARTUP, 0)
         self._token = run_token(self._run_dir)
@@ -212,6 +217,7 @@ class EverstepTrainer(SlotTrainer):
             self._streams,
             hooks=self._backward_runs_hooks(),
         )
+        self.skips_poison = ft.on_poison == "skip"
         self._kept_metrics = KeptMetrics()
         self.metrics_processor.logger = self._kept_metrics
         self.history = 0
@@ -402,6 +408,9 @@ class EverstepTrainer(SlotTrainer):
         config = self.config
         lr_metrics = self.lr_schedulers.get_metrics()
         tokens, loss = float(commit.tokens.sum()), float(commit.loss.sum())
+        if not tokens:
+            logger.error(f"Every slot of step {commit.step} is skipped as poison: there is nothing to go on with")
+            raise SystemExit(HOPELESS_EXIT)
         mean_loss = loss / tokens
         if not math.isfinite(mean_loss):
             self.events.emit("diverged", commit.step, loss=str(mean_loss))

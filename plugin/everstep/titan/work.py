@@ -44,6 +44,8 @@ class SlotTrainer(titan.Trainer):
     slots: int
     dp_rank: int
     history: int
+    skips_poison: bool
+    """Whether slots that ended groups are left out."""
     state: TrainingState
 
     nominal_tokens: float
@@ -71,6 +73,11 @@ class SlotTrainer(titan.Trainer):
         return self.checks is not None
 
     def compute(self, step: int, slot: int) -> None:
+        if self.skips_poison and not all_in_group(not self.files.is_poison(step, slot)):
+            # Held like any other, with nothing in it.
+            self._slot_tokens[slot], self._slot_losses[slot] = 0, torch.zeros((), dtype=torch.float64)
+            self.events.emit("slot_skipped", step, slot=slot)
+            return
         torch.manual_seed(slot_seed(self.seed, step, slot, self.dp_rank))
         self.files.computes(step, slot)
         begin = time.perf_counter()

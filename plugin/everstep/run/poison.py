@@ -1,0 +1,81 @@
+"""Slots that end the workers of whoever computes them, as the agents of a run tell each other.
+
+`RUN_DIR/state/struck/STEP-SLOT/` has a file for each start of a group that ended there of its own doing, with the
+reason. Whether a slot is poison is read from nothing else: it holds for every group, whoever starts when, and on every
+batch system.
+"""
+
+import contextlib
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from everstep.run.files import write_whole
+from everstep.run.regular import read_regular
+
+LONGEST_REASON = 4096
+DEATHS = 3
+"""So many, of as many groups where there are as many, are the slot's doing."""
+
+Slot = tuple[int, int]
+"""Step and slot."""
+
+
+@dataclass(frozen=True)
+class Deaths:
+    """Whose workers ended at a slot: `deaths` by group; `worked` of them had committed steps before."""
+
+    deaths: Counter[int]
+    worked: int
+
+    def poisoned(self, groups: int) -> bool:
+        """Whether it is the slot that ends them, in a run of `groups`. Workers that never committed a step would end at
+        every slot, and name none."""
+        return self.deaths.total() >= DEATHS and len(self.deaths) >= min(DEATHS, groups) and self.worked > 0
+
+
+def _folder(run_dir: Path) -> Path:
+    return Path(run_dir) / "state" / "struck"
+
+
+def strike(run_dir: Path, slot: Slot, group: int, incarnation: int, *, worked: bool, why: str = "") -> None:
+    """Workers of `group` ended at this slot of their own doing; `worked`: after they had committed a step."""
+    name = f"{group}.{incarnation}.{'worked' if worked else 'new'}"
+    write_whole(_folder(run_dir) / f"{slot[0]}-{slot[1]}" / name, why.encode())
+
+
+def deaths_at(run_dir: Path, slot: Slot) -> Deaths:
+    """Who ended at a slot so far."""
+    try:
+        names = os.listdir(_folder(run_dir) / f"{slot[0]}-{slot[1]}")
+    except OSError:
+        names = []
+    told = [parts for parts in (name.split(".") for name in names) if len(parts) == 3 and parts[0].isdecimal()]
+    return Deaths(Counter(int(group) for group, _, _ in told), sum(what == "worked" for _, _, what in told))
+
+
+def why_at(run_dir: Path, slot: Slot) -> str:
+    """What one of those that ended at a slot ended of; "" if none could say."""
+    for path in sorted((_folder(run_dir) / f"{slot[0]}-{slot[1]}").glob("[0-9]*")):
+        with contextlib.suppress(OSError):
+            if why := read_regular(path, LONGEST_REASON).decode(errors="replace"):
+                return why
+    return ""
+
+
+def poisoned(run_dir: Path, groups: int) -> dict[Slot, Deaths]:
+    """Every slot that is poison in a run of `groups`."""
+    found = {}
+    try:
+        names = os.listdir(_folder(run_dir))
+    except OSError:
+        return found
+    for name in names:
+        step, _, slot = name.partition("-")
+        if step.isdecimal() and slot.isdecimal():
+            place = int(step), int(slot)
+            deaths = deaths_at(run_dir, place)
+            if deaths.poisoned(groups):
+                found[place] = deaths
+    return found
