@@ -62,7 +62,9 @@ class Run:
         if self.process.poll() is not None:
             raise SystemExit(f"the run ended by itself, with status {self.process.returncode}")
         for event in self._tail.new():
-            group = self.groups.get(event.get("group"))
+            group = self.groups.get(event["group"]) if event.get("group") is not None else None
+            if group is None:
+                continue
             if event["kind"] == "workers_started":
                 group.pids, group.trains, group.hit = event["pids"], False, False
             elif event["kind"] == "workers_died":
