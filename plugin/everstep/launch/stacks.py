@@ -41,7 +41,7 @@ _FLIGHT_PIPE = "flight-recorder-"
 
 
 def stacks_path(run_dir: Path, group: int, rank: int) -> Path:
-    """Where a rank's stacks of the newest stall are."""
+    """Where a rank's stacks are, of all its stalls, the newest last."""
     return Path(run_dir) / "logs" / f"group-{group}" / f"rank-{rank}.stacks"
 
 
@@ -49,7 +49,7 @@ def listen(run_dir: Path, group: int, rank: int) -> TextIO:
     """From now on SIGUSR2 makes this process write its stacks. Returns the file, to be kept open."""
     path = stacks_path(run_dir, group, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("w")
+    file = path.open("a")  # a worker that starts again keeps what says why
     faulthandler.register(SIGNAL, file=file, all_threads=True)
     # Read by torch when it makes an NCCL group: where a dump goes, and the pipe that asks for one.
     os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(path.parent / "flight-recorder-rank-"))
