@@ -62,15 +62,16 @@ class Run:
         if self.process.poll() is not None:
             raise SystemExit(f"the run ended by itself, with status {self.process.returncode}")
         for event in self._tail.new():
-            group = self.groups.get(event["group"]) if event.get("group") is not None else None
-            if group is None:
+            number = event.get("group")
+            if number is None:
                 continue
+            group = self.groups[number]
             if event["kind"] == "workers_started":
                 group.pids, group.trains, group.hit = event["pids"], False, False
             elif event["kind"] == "workers_died":
                 group.trains = False
                 if "stall" in str(event.get("reason")) and time.monotonic() - group.stopped_at > 2 * STALL_S:
-                    self.ended_unstopped.append(event["group"])
+                    self.ended_unstopped.append(number)
             elif event["kind"] == "commit":
                 group.trains = not group.hit
                 if event["step"] > self.step:
