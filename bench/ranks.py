@@ -62,16 +62,15 @@ class Run:
         if self.process.poll() is not None:
             raise SystemExit(f"the run ended by itself, with status {self.process.returncode}")
         for event in self._tail.new():
-            number = event.get("group")
-            if number is None:
+            group = self.groups.get(event.get("group", -1))
+            if group is None:
                 continue
-            group = self.groups[number]
             if event["kind"] == "workers_started":
                 group.pids, group.trains, group.hit = event["pids"], False, False
             elif event["kind"] == "workers_died":
                 group.trains = False
                 if "stall" in str(event.get("reason")) and time.monotonic() - group.stopped_at > 2 * STALL_S:
-                    self.ended_unstopped.append(number)
+                    self.ended_unstopped.append(event["group"])
             elif event["kind"] == "commit":
                 group.trains = not group.hit
                 if event["step"] > self.step:

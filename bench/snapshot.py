@@ -127,7 +127,7 @@ def with_everstep(trainer: Trainer, steps: int, home: Path, groups: int, scope: 
 
     def begin(step: int) -> None:
         words = dict.fromkeys(range(groups), copier.word())
-        copier.committed(step, "a", range(groups), words, lambda: State(trainer.tensors, {"step": step}))
+        copier.committed(step, 1, range(groups), words, lambda: State(trainer.tensors, {"step": step}))
 
     row = measure(trainer, steps, begin, copier.wait)
     row["memory_bytes"] = segment.bytes_of(0)

@@ -86,7 +86,7 @@ def coding(groups: int, ranks: int, steps: int, state_bytes: int, home: Path) ->
             for (_, rank), copier in copiers.items():
                 copier.wait()
                 what = functools.partial(State, states[rank], {"step": step})
-                copier.committed(step, "a", range(groups), everyone, what)
+                copier.committed(step, 1, range(groups), everyone, what)
             began = time.monotonic()
             descriptors = 0
             while not all(copier.word().coded for copier in copiers.values()):
@@ -178,7 +178,7 @@ def part_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: in
     payload = np.concatenate([flat[part[0] : part[1]], np.frombuffer(own + described, dtype=np.uint8)])
     digest = lambda span: f"xxh3:{root_of(chunk_digests(flat[span[0] : span[1]].data))}"  # noqa: E731
     header = Header(
-        run=run, kind="data", group=group, rank=rank, ranks=ranks, step=STEP, lineage="a", members=members, parity=1,
+        run=run, kind="data", group=group, rank=rank, ranks=ranks, step=STEP, history=1, members=members, parity=1,
         parity_group=mine, topology=layout.topology(rank, ranks), state_bytes=layout.size, part=part,
         part_digest=digest(part), witness=witness, witness_digest=digest(witness),
         meta_digest=meta_digest({"step": STEP}), sequence=1, taken_at=1.0, payload_bytes=len(payload),

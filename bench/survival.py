@@ -86,7 +86,7 @@ def restorable(hosts: int, parity: int, size: int, lost: frozenset[int]) -> bool
         rows = effective_parity(len(mine), parity)
         for kind in ("data", "parity") if rows else ("data",):
             header = Header(
-                run="r", kind=kind, group=group, rank=0, ranks=1, step=1, lineage="a", members=tuple(range(hosts)),
+                run="r", kind=kind, group=group, rank=0, ranks=1, step=1, history=1, members=tuple(range(hosts)),
                 parity=rows, parity_group=mine, topology="t", state_bytes=hosts, sections={}, sequence=1, taken_at=0.0,
                 part=(group, group + 1) if kind == "data" else (0, 0), code=str(mine[0]) if kind == "parity" else "",
                 givers=mine if kind == "parity" else (), holders=mine if kind == "parity" else (),

@@ -6,6 +6,7 @@ from torchtitan.trainer import Trainer
 
 from everstep.attention.section import AttentionCheck
 from everstep.config.sections import Data, FaultTolerance, Job
+from everstep.semi.section import SemiSync
 from everstep.snapshot.section import Snapshot
 
 
@@ -17,3 +18,4 @@ class SectionedTrainer(Trainer):
         data: Data = field(default_factory=Data)
         snapshot: Snapshot = field(default_factory=Snapshot)
         attention_check: AttentionCheck = field(default_factory=AttentionCheck)
+        semi_sync: SemiSync = field(default_factory=SemiSync)

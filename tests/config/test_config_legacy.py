@@ -204,7 +204,7 @@ SAY_NOTHING_NEW = {
     "training.mixed_precision_reduce",  # has one valid value
     "checkpoint.initial_load_in_hf_quantized",  # needs three other keys to be true
     "parallelism.enable_async_tensor_parallel",  # needs compilation to be true
-    "fault_tolerance.semi_sync_method",  # nothing else is supported
+    "fault_tolerance.semi_sync_method",  # none is the default
 }
 """Keys of `KEYS_02` whose value is the default, or what the base says."""
 
@@ -316,14 +316,27 @@ def test_the_warning_names_line_and_successor_of_every_dropped_key_at_once(load,
     ]
 
 
-def test_semi_synchronous_training_is_refused(load, tmp_path):
+def test_semi_synchronous_training_has_a_section_of_its_own(load):
+    config = load('[fault_tolerance]\nsemi_sync_method = "DiLoCo"\nnum_fragments = 1\n', base=BASE, check=False)
+    assert (config.semi_sync.method, config.semi_sync.sync_steps) == ("diloco", 5)
+    config = load('[fault_tolerance]\nsync_steps = 7\nsemi_sync_method = "local_sgd"\n', base=BASE, check=False)
+    assert (config.semi_sync.method, config.semi_sync.sync_steps) == ("local_sgd", 7)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_fragments", "2"),
+        ("fragment_sync_delay", "1"),
+        ("fragment_update_alpha", "0.5"),
+        ("should_quantize", "true"),
+    ],
+)
+def test_what_semi_synchronous_training_lacks_is_refused(load, tmp_path, key, value):
     with pytest.raises(ConfigError) as caught:
-        load('[fault_tolerance]\nsemi_sync_method = "diloco"\n', base=BASE)
-    assert str(caught.value).removeprefix(f"{tmp_path}/") == (
-        'run.toml:5: [fault_tolerance] semi_sync_method = "diloco" is not supported: every step is '
-        "synchronous; "
-        "remove the key"
-    )
+        load(f'[fault_tolerance]\nsemi_sync_method = "diloco"\n{key} = {value}\n', base=BASE)
+    assert str(caught.value).startswith(f"{tmp_path}/run.toml:6: [fault_tolerance] {key} = ")
+    assert "is not built yet" in str(caught.value)
 
 
 def test_a_key_under_both_its_names_is_refused(load, tmp_path):

@@ -185,7 +185,7 @@ def disguise(site: Site, chance: random.Random, path: Path) -> list[Path]:
     other = _body(data)
     if body is None or other is None:
         return [path]
-    names = ["run", "kind", "group", "rank", "step", "lineage", "members", "history"]
+    names = ["run", "kind", "group", "rank", "step", "members", "history"]
     names += chance.sample(["part", "witness", "witness_digest", "sequence", "code", "parity_group", "givers"], 3)
     path.write_bytes(_packed({**other, **{name: body[name] for name in names}}) + data[HEADER_BYTES:])
     return [path]
@@ -203,7 +203,7 @@ def behead(site: Site, chance: random.Random, path: Path) -> list[Path]:
 
 def garbage(site: Site, chance: random.Random, path: Path) -> list[Path]:
     path.write_bytes(
-        chance.choice((b"", MAGIC, MAGIC + b"\xff" * 500, _packed({}), _packed([]), _packed({"schema": 2})))
+        chance.choice((b"", MAGIC, MAGIC + b"\xff" * 500, _packed({}), _packed([]), _packed({"schema": 3})))
     )
     return [path]
 

@@ -92,7 +92,7 @@ class Cluster:
         self.segment(group).remove()
 
     def commit(
-        self, step: int, members=None, lineage="a", scale: int = 1, seed: int = 0, settle: bool = True, **more
+        self, step: int, members=None, history=1, scale: int = 1, seed: int = 0, settle: bool = True, **more
     ) -> None:
         """One committed step on every member: what was begun before is waited for, as before a vote, and with `settle`
         as long as that what the keepers do of it is done, as in a step that is long enough."""
@@ -110,7 +110,7 @@ class Cluster:
                     mine[name] = tensor.clone()
                 mine[name].copy_(tensor)
             what = State(mine, fresh.meta, fresh.blobs)
-            self.copiers[group].committed(step, lineage, members, words, lambda what=what: what, **more)
+            self.copiers[group].committed(step, history, members, words, lambda what=what: what, **more)
 
     def wait(self) -> None:
         for copier in self.copiers.values():

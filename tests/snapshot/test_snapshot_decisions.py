@@ -16,14 +16,14 @@ from everstep.snapshot.sources import decide
 from everstep.snapshot.stripes import parity_group
 
 
-def buffer(group, step, kind="data", rank=0, lineage="a", members=(0, 1, 2), parity=1, sound=True, **changes) -> Held:
+def buffer(group, step, kind="data", rank=0, history=1, members=(0, 1, 2), parity=1, sound=True, **changes) -> Held:
     fields: Any = {
-        "run": "r", "kind": kind, "group": group, "rank": rank, "ranks": 1, "step": step, "lineage": lineage,
+        "run": "r", "kind": kind, "group": group, "rank": rank, "ranks": 1, "step": step, "history": history,
         "members": members, "parity": parity, "parity_group": members, "topology": "t", "state_bytes": 900,
         "part": (300 * group, 300 * group + 300), "sections": {}, "sequence": step, "taken_at": float(step),
     }  # fmt: skip
     if kind == "parity":
-        fields |= {"part": (0, 0), "code": f"code-{lineage}", "givers": members, "holders": members}
+        fields |= {"part": (0, 0), "code": f"code-{history}", "givers": members, "holders": members}
     return Held(f"host-{group}:1", Header(**{**fields, **changes}), sound)
 
 
@@ -78,16 +78,16 @@ def test_a_step_counts_only_when_every_rank_column_has_it():
     assert "rank 1: no keeper has the part of group 2" in decision.reasons[0]
 
 
-def test_lineages_memberships_and_layouts_are_not_mixed():
-    for odd in ({"lineage": "b"}, {"members": (0, 1, 2, 3)}, {"topology": "u"}):
+def test_histories_memberships_and_layouts_are_not_mixed():
+    for odd in ({"history": 2}, {"members": (0, 1, 2, 3)}, {"topology": "u"}):
         held = [buffer(0, 5, parity=0), buffer(1, 5, parity=0), buffer(2, 5, **{"parity": 0, **odd})]
         assert decide(held, run="r", ranks=1).source == "nothing"
 
 
-def test_of_two_lineages_of_one_step_the_later_is_taken():
-    held = [*everything(5, lineage="a", taken_at=1.0), *everything(5, lineage="b", taken_at=2.0)]
-    assert decide(held, run="r", ranks=1).lineage == "b"
-    assert decide(held[::-1], run="r", ranks=1).lineage == "b"
+def test_of_two_histories_of_one_step_the_later_is_taken():
+    held = [*everything(5, history=1, taken_at=1.0), *everything(5, history=2, taken_at=2.0)]
+    assert decide(held, run="r", ranks=1).history == 2
+    assert decide(held[::-1], run="r", ranks=1).history == 2
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,7 @@ def test_with_full_copies_any_one_keeper_is_enough():
 @given(st.data())
 def test_the_order_of_the_answers_does_not_matter(data):
     held = [
-        s
-        for s in [*everything(4), *everything(5), *everything(5, lineage="b", taken_at=9.0)]
-        if data.draw(st.booleans())
+        s for s in [*everything(4), *everything(5), *everything(5, history=2, taken_at=9.0)] if data.draw(st.booleans())
     ]
     shuffled = data.draw(st.permutations(held))
     assert decide(held, run="r", ranks=1) == decide(shuffled, run="r", ranks=1)

@@ -87,7 +87,7 @@ def test_groups_whose_states_differ_are_not_mixed():
         run.tensors[1]["param/w"][7, 7] += 1  # an undetected fault in one group's memory, before the next snapshot
         words = {g: c.word() for g, c in run.copiers.items()}
         for group in run.groups:
-            run.copiers[group].committed(3, "a", run.groups, words, lambda g=group: State(run.tensors[g], {"step": 3}))
+            run.copiers[group].committed(3, 1, run.groups, words, lambda g=group: State(run.tensors[g], {"step": 3}))
         run.wait()
         decision = run.decide()
         assert decision.step < 3
@@ -111,7 +111,7 @@ def test_a_buffer_that_the_next_forward_changes_is_restored_as_it_was():
             for group, mine in tensors.items():
                 for tensor in mine.values():
                     tensor.fill_(step)
-                run.copiers[group].committed(step, "a", run.groups, words, lambda mine=mine: State(mine, {"step": 0}))
+                run.copiers[group].committed(step, 1, run.groups, words, lambda mine=mine: State(mine, {"step": 0}))
             for _ in range(20):
                 for mine in tensors.values():
                     mine["buffer/0.bn.running_mean"].add_(1e-3)
@@ -290,7 +290,7 @@ def test_a_header_of_thousands_of_groups_is_small_and_comes_back():
     members = tuple(group for group in range(13_000) if group % 1000)
     mine = parity_group(members, 8, 1)
     header = Header(
-        run="0" * 16, kind="data", group=1, rank=0, ranks=8, step=1, lineage="a", members=members, parity=2,
+        run="0" * 16, kind="data", group=1, rank=0, ranks=8, step=1, history=1, members=members, parity=2,
         parity_group=mine, topology="t", state_bytes=64, part=(0, 0), sequence=1, taken_at=1.0,
         sections={"part": (0, 0), "own": (0, 0), "layout": (0, 0)},
     )  # fmt: skip

@@ -28,7 +28,7 @@ SIZE = CHUNK_BYTES + 70_001
 
 def header_of(step: int, size: int = SIZE) -> Header:
     return Header(
-        run="r", kind="data", group=0, rank=0, ranks=1, step=step, lineage="a", members=(0,), parity=0,
+        run="r", kind="data", group=0, rank=0, ranks=1, step=step, history=1, members=(0,), parity=0,
         topology="t", state_bytes=size, part=(0, size), sequence=step,
         sections={"part": (0, size), "own": (size, size), "layout": (size, size)},
         taken_at=0.0,

@@ -100,7 +100,7 @@ def save(run: Cluster, ranks: list[Rank]) -> None:
     for copier, rank in copiers:
         tensors, shards = ranks[rank]
         state = State(tensors, {"step": 1}, {"data": bytes([rank])}, shards)
-        copier.committed(1, "a", run.groups, {}, lambda state=state: state)
+        copier.committed(1, 1, run.groups, {}, lambda state=state: state)
     for copier, _ in copiers:
         copier.wait()
 

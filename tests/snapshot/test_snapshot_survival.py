@@ -150,7 +150,7 @@ def test_a_group_that_dies_in_its_copy_does_not_take_the_step_before_with_it():
         words = {g: run.copiers[g].word() for g in (0, 1, 2)}  # before the vote, so the same in all
         for group in (0, 2):  # group 1 is dead before it copied anything of step 3
             state = run.tensors[group]
-            run.copiers[group].committed(3, "a", [0, 1, 2], words, lambda state=state: State(state))
+            run.copiers[group].committed(3, 1, [0, 1, 2], words, lambda state=state: State(state))
         run.wait()
         decision = run.decide()
         assert (decision.source, decision.step) == ("older", 2)
@@ -177,7 +177,7 @@ def test_the_number_of_groups_may_change_from_step_to_step_and_at_restore():
         assert_is_step(run.restore(decision, group=17), 4)
 
 
-def test_parts_of_two_lineages_of_one_step_are_never_mixed():
+def test_parts_of_two_histories_of_one_step_are_never_mixed():
     """Step 5 was committed, lost on group 1, and committed again with other numbers after going back."""
     with Cluster(2, parity=0) as run:
         run.commit(4)
@@ -185,12 +185,12 @@ def test_parts_of_two_lineages_of_one_step_are_never_mixed():
         run.wait()
         run.copiers[0].close()
         run.start_copier(0)
-        run.commit(5, members=[1], lineage="b", seed=2)
+        run.commit(5, members=[1], history=2, seed=2)
         run.wait()
         decision = run.decide()
         assert decision.step == 5
         restored = run.restore(decision)
-        assert_is_step(restored, 5, seed=2 if restored.lineage == "b" else 1)
+        assert_is_step(restored, 5, seed=2 if restored.history == 2 else 1)
 
 
 @pytest.mark.parametrize("where", ["part", "layout", "table", "header"])
@@ -400,15 +400,15 @@ def test_a_healed_group_does_not_overwrite_what_the_others_would_go_back_to():
         for group in run.groups:
             run.copiers[group].close()
             run.start_copier(group)
-        run.copiers[0].learn_complete(2, "a")
+        run.copiers[0].learn_complete(2, 1)
         run.copiers[1].agreed = Agreed.from_json(run.copiers[0].agreed.to_json())
-        run.commit(3, lineage="b")
+        run.commit(3, history=2)
         run.wait()
         assert [{h.step for h in run.segment(g).headers("data", 0) if h} for g in run.groups] == [
             {2, 3},
             {2, 3},
         ]
-        run.commit(4, lineage="b")
+        run.commit(4, history=2)
         run.wait()
         assert [{h.step for h in run.segment(g).headers("data", 0) if h} for g in run.groups] == [
             {3, 4},
@@ -435,7 +435,7 @@ def test_no_sequence_number_comes_twice_though_the_younger_buffer_is_overwritten
         seen = {h.sequence for h in run.segment(0).headers("data", 0) if h}
         run.copiers[0].close()
         run.start_copier(0)
-        run.copiers[0].learn_complete(1, "a")  # so that it writes over the younger buffer
+        run.copiers[0].learn_complete(1, 1)  # so that it writes over the younger buffer
         run.commit(3, members=[0])
         run.wait()
         headers = [h for h in run.segment(0).headers("data", 0) if h]

@@ -39,7 +39,7 @@ def main(run_dir: Path, home: Path, groups: int, seed: int) -> None:
         for mine, copier in zip(tensors, copiers, strict=True):
             for name, tensor in fresh.tensors.items():  # the optimizer changes tensors in place
                 mine[name].copy_(tensor)
-            copier.committed(step, "a", members, words, lambda mine=mine: State(mine, fresh.meta, fresh.blobs))  # noqa: B023
+            copier.committed(step, 1, members, words, lambda mine=mine: State(mine, fresh.meta, fresh.blobs))  # noqa: B023
 
 
 if __name__ == "__main__":

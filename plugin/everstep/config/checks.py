@@ -302,6 +302,87 @@ def _check_dataset(config: Any) -> None:
         raise ConfigError(f'[dataloader] dataset = "{name}" is read from {place}, and there is no such file or folder')
 
 
+def _semi_sync(config: Any) -> Iterator[Problem]:
+    semi, training, ft = config.semi_sync, config.training, config.fault_tolerance
+    if not semi.enabled:
+        return
+
+    def wrong(section: str, key: str, message: str) -> Problem:
+        return Problem((section, key), f"[{section}] {key} {message}")
+
+    if not ft.enable:
+        yield wrong("semi_sync", "method", f'= "{semi.method}" needs [fault_tolerance] enable = true')
+        return
+    if semi.sync_steps < 1:
+        yield wrong("semi_sync", "sync_steps", f"must be at least 1, got {semi.sync_steps}")
+        return
+    workers, batch = semi.workers or ft.groups, training.global_batch_size
+    if workers < ft.groups:
+        yield wrong("semi_sync", "workers", f"= {workers} must be at least groups = {ft.groups}: each carries one")
+    elif batch > 0 and batch % (workers * training.local_batch_size):
+        yield wrong(
+            "semi_sync",
+            "workers",
+            f"= {workers} must divide the batch: global_batch_size = {batch} is no multiple of {workers} workers x "
+            f"local_batch_size = {training.local_batch_size}",
+        )
+    yield from _outer(semi)
+    for section, key, value in (
+        ("training", "steps", training.steps),
+        ("checkpoint", "interval", config.checkpoint.interval if config.checkpoint.enable else 0),
+        ("validator", "freq", config.validator.freq if config.validator.enable else 0),
+    ):
+        if value % semi.sync_steps:
+            yield wrong(
+                section,
+                key,
+                f"= {value} must be a multiple of [semi_sync] sync_steps = {semi.sync_steps}: between two rounds "
+                "there are no global parameters",
+            )
+    layers = getattr(getattr(config.model_spec, "model", None), "layers", ())
+    if any(getattr(layer, "moe", None) is not None for layer in layers):
+        yield wrong(
+            "semi_sync", "method", f'= "{semi.method}" and mixtures of experts do not go together yet: their balance '
+            "is in no optimizer's state"
+        )  # fmt: skip
+    with_semi = f'with [semi_sync] method = "{semi.method}"'
+    for is_wrong, section, key, message in (
+        (ft.on_loss != "redistribute", "fault_tolerance", "on_loss", 'must be "redistribute"'),
+        (ft.on_poison == "skip", "fault_tolerance", "on_poison", 'must be "stop"'),
+        (config.snapshot.enable, "snapshot", "enable", "must be false"),
+        (config.attention_check.enable, "attention_check", "enable", "must be false"),
+        (config.data.source == "dataloader", "data", "source", 'must be "stdlib" or "tokens"'),
+        (not training.disable_cuda_graphs, "training", "disable_cuda_graphs", "must be true"),
+        (config.parallelism.pipeline_parallel_degree > 1, "parallelism", "pipeline_parallel_degree", "must be 1"),
+        (
+            config.checkpoint.enable and config.checkpoint.enable_first_step_checkpoint,
+            "checkpoint",
+            "enable_first_step_checkpoint",
+            "must be false",
+        ),
+    ):
+        if is_wrong:
+            yield wrong(section, key, f"{message} {with_semi}: the other is not built yet")
+
+
+def _outer(semi: Any) -> Iterator[Problem]:
+    """The outer optimizer's settings, which only diloco reads."""
+    defaults = type(semi)()
+    for key in ("outer_lr", "outer_momentum", "nesterov"):
+        if semi.method == "local_sgd" and getattr(semi, key) != getattr(defaults, key):
+            yield Problem(
+                ("semi_sync", key),
+                f'[semi_sync] {key} is read with method = "diloco" only, but method is "local_sgd"',
+            )
+    if not 0 < semi.outer_lr < float("inf"):
+        yield Problem(("semi_sync", "outer_lr"), f"[semi_sync] outer_lr must be more than 0, got {semi.outer_lr}")
+    if not 0 <= semi.outer_momentum < 1:
+        yield Problem(
+            ("semi_sync", "outer_momentum"),
+            f"[semi_sync] outer_momentum must be at least 0 and less than 1, got {semi.outer_momentum}",
+        )
+
+
 _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
     _groups,
     _timeouts,
@@ -310,4 +391,5 @@ _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
     _batch,
     _optimizer,
     _data,
+    _semi_sync,
 )

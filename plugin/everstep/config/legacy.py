@@ -87,7 +87,7 @@ CONVERTED: dict[str, str] = {
 """By model: configs of its registry that apply a converter."""
 
 _CONVERTERS = "a registry config that applies the converter, named in [job] config"
-_DILOCO = "nothing: semi-synchronous training (LocalSGD, DiLoCo) is not supported"
+_DILOCO = "nothing: it is read with semi_sync_method only"
 _MEMORY_ESTIMATION = "nothing: torchtitan no longer estimates memory"
 _VALIDATOR = "[training]: validation uses the batch size and length of training"
 
@@ -135,6 +135,16 @@ GONE: dict[str, str] = {
 }
 """0.2's key → where what it did is found today."""
 
+_SYNC_AT_ONCE: dict[str, Any] = {
+    "num_fragments": 1,
+    "fragment_sync_delay": 0,
+    "fragment_update_alpha": 0.0,
+    "should_quantize": False,
+    "module_fqns_per_model_fragment": [],
+}
+"""0.2's keys of semi-synchronous training that stand for what is not built, with the values at which they ask for
+nothing."""
+
 GONE_TABLES: dict[str, str] = {"quantize": _CONVERTERS, "float8": _CONVERTERS, "mx": _CONVERTERS}
 """0.2's tables of which no key is left → where what they did is found today."""
 
@@ -181,7 +191,7 @@ def translate(source: Source, *, allow_dropped: bool = False) -> list[Dropped]:
         dropped.append(Dropped(path, source.lines.get(path), went))
 
     for_02 = ("model", "flavor") in set(_leaves(source.table))
-    _refuse_semi_sync(source)
+    _settle_semi_sync(source)
     _settle_activation_checkpoint(source, drop)
     for path in list(_leaves(source.table)):
         name = ".".join(map(str, path))
@@ -237,18 +247,28 @@ def _listed(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _refuse_semi_sync(source: Source) -> None:
+def _settle_semi_sync(source: Source) -> None:
+    """Move 0.2's keys of semi-synchronous training to [semi_sync], where they ask for what there is."""
     section = source.table.get("fault_tolerance")
     if not isinstance(section, dict) or "semi_sync_method" not in section:
         return
-    path = ("fault_tolerance", "semi_sync_method")
     method = section["semi_sync_method"]
-    if method not in ("", "None"):
-        raise source.error(
-            path,
-            f'{describe(path)} = "{method}" is not supported: every step is synchronous; remove the key',
-        )
-    _pop(source.table, path)
+    if method in ("", "None"):
+        _pop(source.table, ("fault_tolerance", "semi_sync_method"))
+        return
+    for key, off in _SYNC_AT_ONCE.items():
+        if section.get(key, off) != off:
+            path = ("fault_tolerance", key)
+            raise source.error(
+                path, f"{describe(path)} = {section[key]} is not built yet: with semi_sync_method it must be {off}"
+            )
+        if key in section:
+            _pop(source.table, ("fault_tolerance", key))
+    if isinstance(method, str):
+        section["semi_sync_method"] = method.lower()
+    section.setdefault("sync_steps", 5)  # 0.2's
+    for old, new in (("semi_sync_method", "method"), ("sync_steps", "sync_steps")):
+        _move(source, ("fault_tolerance", old), ("semi_sync", new))
 
 
 def _settle_activation_checkpoint(source: Source, drop: Callable[[Path, str], None]) -> None:

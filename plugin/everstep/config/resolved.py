@@ -66,6 +66,8 @@ def identity_keys(config: Any) -> dict[str, Any]:
         if _decides_result(path, config):
             keys[describe(path)] = value
     keys |= _optimizer_precision(config)
+    if config.semi_sync.enabled:
+        keys["[semi_sync] workers"] = config.semi_sync.workers or config.fault_tolerance.groups
     spec = config.model_spec
     keys["model"] = f"{spec.name} {spec.flavor}"
     # the model's structure as one value: its parts have hundreds of keys, none of which a TOML file sets
@@ -106,6 +108,8 @@ def _decides_result(path: Path, config: Any) -> bool:
     if path[0] in ("dataloader", "tokenizer", "hf_assets_path"):
         # other sources bring their own data, already in tokens
         return config.data.source == "dataloader"
+    if path[0] == "semi_sync":
+        return config.semi_sync.enabled
     return path[0] in _RESULT_SECTIONS or path[:2] in _RESULT_KEYS
 
 

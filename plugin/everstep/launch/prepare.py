@@ -105,7 +105,7 @@ def _settle(source: Path, run_dir: Path, flags: Sequence[str], ranks: int, allow
     draft.write_text(resolved_toml(config))
     draft.replace(settled)
     return {
-        "steps": config.training.steps,
+        "steps": config.semi_sync.commits(config.training.steps),
         "identity": config_identity(config),
         "devices": _devices(),
         "warnings": warnings,

@@ -94,6 +94,8 @@ class RankColumn:
         self._rank = 0
         self._token, self._place = token, b""
         self._gathered = 0
+        self.payload_bytes = 0
+        """What this rank gave into sums so far."""
         self.size = 0
 
     @property
@@ -178,6 +180,7 @@ class RankColumn:
             lines = self._lines
         if not lines:
             raise SumsBroken("not connected")
+        self.payload_bytes += tensor.nbytes
         try:
             return lines[which].start(tensor, timeout)
         except Exception as error:
@@ -212,12 +215,14 @@ class RankColumn:
         places = [place + rank.to_bytes(8, "little") for rank in range(members)]
         mine = seal_note(self._token, places[self._rank], mine)
         sizes = [size for [size] in self.gather([len(mine)])]
-        begin, everything = sum(sizes[: self._rank]), torch.zeros(sum(sizes), dtype=torch.uint8)
         if not sum(sizes):
             return [b""] * members
+        begin, words = sum(sizes[: self._rank]), torch.zeros(-(-sum(sizes) // 8), dtype=torch.int64)
         if mine:
-            everything[begin : begin + len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        parts = self.total(everything, self._reduce_timeout).split(sizes)
+            words.view(torch.uint8)[begin : begin + len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        # Where one group has something all others have zeros: no sum carries.
+        everything = self.total(words, self._reduce_timeout).view(torch.uint8)
+        parts = everything[: sum(sizes)].split(sizes)
         return [self._open(place, part.numpy().tobytes()) for place, part in zip(places, parts, strict=True)]
 
     def _members(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from everstep.report.attempts import collect_attempts, slots_recomputed, thrown_away
@@ -50,6 +51,9 @@ READ_FIELDS: dict[str, tuple[str, ...]] = {
         "tokens",
         "grad_norm",
         "lr",
+        "inner_steps",
+        "payload_bytes",
+        "gradient_bytes",
     ),
     "validation": ("loss",),
     "audit": ("agreed", "differing"),
@@ -202,6 +206,7 @@ def _measure(
         **split(lanes),
         "replicas_diverged": replicas_diverged(events),
         **findings(events),
+        **exchanged(events),
     }
     return figures, rows, final
 
@@ -225,6 +230,18 @@ def tokens_of(final: Sequence[Commit], training_s: float) -> dict[str, Any]:
     known = [commit.tokens for commit in final if commit.tokens is not None]
     total = sum(known) if len(known) == len(final) and final else None
     return {"tokens": total, "tokens_per_s": total / training_s if total is not None and training_s else None}
+
+
+def exchanged(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Of semi-synchronous training: `inner_steps` of a round, `payload_bytes`, what one rank gave into sums over the
+    groups for each of them, the median over the rounds, and `payload_share`, how much that is of one sum of its
+    gradients, as each step of synchronous training makes. None for synchronous training."""
+    rounds = [event for event in events if event["kind"] == "commit" and event.get("inner_steps")]
+    if not rounds:
+        return dict.fromkeys(("inner_steps", "payload_bytes", "payload_share"))
+    payload = median(event["payload_bytes"] / event["inner_steps"] for event in rounds)
+    share = payload / rounds[-1]["gradient_bytes"]
+    return {"inner_steps": rounds[-1]["inner_steps"], "payload_bytes": payload, "payload_share": share}
 
 
 def failures(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -337,6 +354,10 @@ def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
         ("goodput", f"{_number(f['goodput'])} ({f['goodput_definition']})"),
         ("kept", f"{_number(f['throughput_kept'])} (step rate while it trained, of the healthy one)"),
     ]
+    if f["inner_steps"]:
+        per_step = f"{f['payload_bytes'] / 2**20:.3f} MiB across groups per inner step"
+        share = f"{f['payload_share']:.1%} of a synchronous step's gradients"
+        lines.append(("rounds", f"of {f['inner_steps']} inner steps; {per_step}, {share}"))
     if f["give_ups"]:
         lines.append(("given up", "; ".join(f["give_ups"].values())))
     elif f["status"] == "failed" and f["error"]:

@@ -114,6 +114,8 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "exitcodes": _exitcodes,
     "incarnation": _name,
     "bytes": _count,
+    **dict.fromkeys(("inner_steps", "payload_bytes", "gradient_bytes"), _count),
+    "inner_losses": _list_of(_number),
     "attempt": _count,
     "quorum_id": _or_none(_int),
     "source_group": _int,

@@ -47,7 +47,7 @@ class Taken:
     """A snapshot that all members were to take."""
 
     step: int
-    lineage: str
+    history: int
     members: tuple[int, ...]
 
 
@@ -57,21 +57,21 @@ class Agreed:
 
     taken: Taken | None = None
     """The newest."""
-    anchor: tuple[int, str] | None = None
-    """Step and lineage of the one that is not overwritten."""
+    anchor: tuple[int, int] | None = None
+    """Step and history of the one that is not overwritten."""
     unprotected: frozenset[int] = field(default_factory=frozenset)
     """Groups whose part of the newest settled one was not coded."""
 
     def to_json(self) -> list[Any]:
-        taken = self.taken and [self.taken.step, self.taken.lineage, list(self.taken.members)]
+        taken = self.taken and [self.taken.step, self.taken.history, list(self.taken.members)]
         return [taken, self.anchor and list(self.anchor), sorted(self.unprotected)]
 
     @classmethod
     def from_json(cls, body: Sequence[Any]) -> "Agreed":
         taken, anchor, unprotected = body
         return cls(
-            taken and Taken(int(taken[0]), str(taken[1]), tuple(map(int, taken[2]))),
-            anchor and (int(anchor[0]), str(anchor[1])),
+            taken and Taken(int(taken[0]), int(taken[1]), tuple(map(int, taken[2]))),
+            anchor and (int(anchor[0]), int(anchor[1])),
             frozenset(map(int, unprotected)),
         )
 
@@ -93,7 +93,7 @@ def learn(agreed: Agreed, words: Mapping[int, Word]) -> tuple[Agreed, str]:
     if len(spoke) == len(taken.members) and all(word.published for word in spoke.values()):
         uncoded = frozenset(group for group, word in spoke.items() if not word.coded)
         if uncoded <= unprotected:
-            anchor = (taken.step, taken.lineage)
+            anchor = (taken.step, taken.history)
         unprotected = uncoded
     # Else some part of it is missing: it is what the next one overwrites.
     moved = anchor != agreed.anchor

@@ -77,9 +77,9 @@ class Copier:
         self._thread = threading.Thread(target=self._run, name="snapshot-copier", daemon=True)
         self._thread.start()
 
-    def learn_complete(self, step: int, lineage: str) -> None:
+    def learn_complete(self, step: int, history: int) -> None:
         """The run was restored from this snapshot: it is not overwritten before a newer one is complete and coded."""
-        self.agreed = Agreed(anchor=(step, lineage))
+        self.agreed = Agreed(anchor=(step, history))
 
     def word(self) -> Word:
         """What this group says of the snapshot taken last; to be told to all groups before the next commit."""
@@ -88,7 +88,7 @@ class Copier:
         older, newest = self._busy(notes)
         with self._condition:
             under_way = self._job is not None and not self._job.done
-        if taken is None or header is None or (header.step, header.lineage) != (taken.step, taken.lineage):
+        if taken is None or header is None or (header.step, header.history) != (taken.step, taken.history):
             return Word(settled=not under_way, able=able, older_busy=older, newest_busy=newest)
         if header.parity == 0:
             return Word(published=True, coded=True, able=able, older_busy=older, newest_busy=newest)
@@ -108,25 +108,23 @@ class Copier:
     def committed(
         self,
         step: int,
-        lineage: str,
+        history: int,
         groups: Sequence[int],
         words: Mapping[int, Word],
         state: Callable[[], State],
         keep: bool = False,
-        history: int = 0,
     ) -> bool:
         """Tell that a step was committed; take a snapshot of it if it is due. Returns whether one was begun here.
 
         Args:
             step: the committed step.
-            lineage: a string that is the same in all groups which committed this step together, and another
+            history: of the state, 64 bits: the same in all groups which committed this step together, and another
                 when the step is committed again after the run went back.
             groups: that committed, all of which hold the state now.
             words: of the groups that spoke before the vote; the same mapping in all of them.
             state: called if a snapshot is due. Its tensors must not change before `wait` has returned.
             keep: a checkpoint is to be written of this step: take it in any case, and do not overwrite it
                 before it has been read or `KEEP_S` are over. To be told alike in all groups.
-            history: of the state, 64 bits.
         """
         self.wait()
         self.agreed, why_not = learn(self.agreed, words)
@@ -137,7 +135,7 @@ class Copier:
             return False
         began = time.perf_counter()
         members = members_of(groups, words)
-        self.agreed = replace(self.agreed, taken=Taken(step, lineage, members))
+        self.agreed = replace(self.agreed, taken=Taken(step, history, members))
         if self._segment.group not in members:
             self._emit("snapshot_skipped", step, reason="this group had no room for its last snapshot")
             return False
@@ -147,7 +145,7 @@ class Copier:
         if device is not None:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(device))
-        job = _Job(step, lineage, members, history, what, device, ready, keep)
+        job = _Job(step, history, members, what, device, ready, keep)
         job.blocked_s = time.perf_counter() - began
         with self._condition:
             self._job = job
@@ -268,7 +266,6 @@ class Copier:
             ranks=self._ranks,
             step=job.step,
             history=job.history,
-            lineage=job.lineage,
             members=job.members,
             parity=plan.parity,
             parity_group=plan.parity_group,
@@ -325,7 +322,7 @@ class Copier:
         unsound = [i for i, h in enumerate(known) if notes.sequence == h.sequence and not notes.sound]
         if unsound:
             return unsound[0]
-        free = [i for i, h in enumerate(known) if (h.step, h.lineage) != self.agreed.anchor]
+        free = [i for i, h in enumerate(known) if (h.step, h.history) != self.agreed.anchor]
         if len(free) == len(known):
             # No anchor here: what this process found is older than what it wrote itself.
             return min(free, key=lambda i: known[i].sequence)
@@ -337,7 +334,7 @@ class Copier:
         if taken is None:
             target = headers[self._target()]
             return target is not None and self._held(target, notes), False
-        newest = [h for h in headers if h is not None and (h.step, h.lineage) == (taken.step, taken.lineage)]
+        newest = [h for h in headers if h is not None and (h.step, h.history) == (taken.step, taken.history)]
         older = [h for h in headers if h is not None and h not in newest]
         return any(self._held(h, notes) for h in older), any(self._held(h, notes) for h in newest)
 
@@ -366,9 +363,8 @@ class Copier:
 @dataclass
 class _Job:
     step: int
-    lineage: str
-    members: tuple[int, ...]
     history: int
+    members: tuple[int, ...]
     state: State
     device: torch.device | None
     ready: torch.cuda.Event | None

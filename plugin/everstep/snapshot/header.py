@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import xxhash
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 Kind = Literal["data", "parity"]
 KINDS: tuple[Kind, ...] = ("data", "parity")
 
@@ -23,7 +23,7 @@ class Identity(NamedTuple):
 
     step: int
     key: str
-    """Digest over run, step, history, lineage, members, rank, ranks, layout and size of the state."""
+    """Digest over run, step, history, members, rank, ranks, layout and size of the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,9 @@ class Header:
     """Ranks per group when the snapshot was taken."""
     step: int
     """Committed step."""
-    history: int = 0
-    """Hash chain over the run's commits up to this step, 64 bits: equal where states went the same way."""
-    lineage: str
-    """Which of possibly several commits of this step number: equal in the groups that committed together."""
+    history: int
+    """Hash chain over the run's commits up to this step, 64 bits: equal in the groups that committed together, and
+    another when the step is committed again after the run went back."""
     members: tuple[int, ...]
     """The groups that share this snapshot, in ascending order."""
     parity: int
@@ -83,7 +82,7 @@ class Header:
 
     @functools.cached_property
     def identity(self) -> Identity:
-        named = [self.run, self.step, self.history, self.lineage, _ranges(self.members), self.rank, self.ranks]
+        named = [self.run, self.step, self.history, _ranges(self.members), self.rank, self.ranks]
         body = json.dumps([*named, self.topology, self.state_bytes])
         return Identity(self.step, xxhash.xxh3_128_hexdigest(body.encode()))
 
@@ -125,7 +124,7 @@ class Header:
         for name in integers:
             if type(getattr(self, name)) is not int or not 0 <= getattr(self, name) < 1 << 64:
                 raise ValueError(f"{name} is {getattr(self, name)!r}")
-        texts = ("run", "lineage", "topology", "part_digest", "witness_digest", "meta_digest", "root", "code")
+        texts = ("run", "topology", "part_digest", "witness_digest", "meta_digest", "root", "code")
         for name in texts:
             if type(getattr(self, name)) is not str:
                 raise ValueError(f"{name} is {getattr(self, name)!r}")

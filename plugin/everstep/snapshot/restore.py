@@ -61,14 +61,13 @@ class Restored:
     """One rank's state, verified."""
 
     step: int
-    lineage: str
+    history: int
     flat: np.ndarray
     """uint8 [state_bytes]: the tensors end to end, as `layout` says."""
     layout: dict[str, Any]
     """`layout.Layout.to_json()`."""
     meta: dict[str, Any]
     blobs: dict[str, bytes]
-    history: int = 0
     fetched_bytes: int = 0
     decoded: tuple[int, ...] = ()
     """Groups whose parts came from parity."""
@@ -162,9 +161,7 @@ def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: t
     except ValueError as error:
         blame = Blame("data" if chosen in data else "parity", rank, column.identity, None)
         raise RestoreError(f"step {step} of rank {rank}: the part of group {chosen}: {error}", blame) from error
-    return Restored(
-        step, header.lineage, flat, layout, meta, blobs, header.history, source.fetched_bytes, column.missing
-    )
+    return Restored(step, header.history, flat, layout, meta, blobs, source.fetched_bytes, column.missing)
 
 
 def _wrong(payload: _Payload) -> str:

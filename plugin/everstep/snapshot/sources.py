@@ -39,7 +39,7 @@ class Decision:
     source: Source
     step: int
     """Committed step to start from; 0 for nothing."""
-    lineage: str = ""
+    history: int = 0
     columns: dict[int, Column] = field(default_factory=dict)
     """By rank; only for the sources that restore from keepers."""
     reasons: tuple[str, ...] = ()
@@ -56,7 +56,6 @@ class Decision:
 class _Candidate:
     step: int
     history: int
-    lineage: str
     members: tuple[int, ...]
     ranks: int
     taken_at: float = 0.0
@@ -102,7 +101,7 @@ def decide(
         else:
             source = "memory" if candidate.step == newest else "older"
         reshaped = _reshaped(columns, ranks, topologies)
-        return Decision(source, candidate.step, candidate.lineage, columns, tuple(reasons), reshaped)
+        return Decision(source, candidate.step, candidate.history, columns, tuple(reasons), reshaped)
     if not candidates:
         reasons.append("no keeper holds a snapshot of this run that fits")
     if disk_step is not None:
@@ -134,7 +133,7 @@ def _candidates(held: Iterable[Held], run: str, reasons: list[str]) -> list[_Can
                 said.add(why_not)
                 reasons.append(why_not)
             continue
-        key = (header.step, header.history, header.lineage, header.members, header.ranks)
+        key = (header.step, header.history, header.members, header.ranks)
         candidate = found.setdefault(key, _Candidate(*key))
         candidate.taken_at = max(candidate.taken_at, header.taken_at)
         if header.kind == "parity":
@@ -144,7 +143,7 @@ def _candidates(held: Iterable[Held], run: str, reasons: list[str]) -> list[_Can
         best = column.get(header.group)
         if best is None or header.sequence > best.header.sequence:
             column[header.group] = buffer
-    order = lambda c: (c.step, c.taken_at, c.history, c.lineage, c.members, c.ranks)  # noqa: E731
+    order = lambda c: (c.step, c.taken_at, c.history, c.members, c.ranks)  # noqa: E731
     return sorted(found.values(), key=order, reverse=True)
 
 

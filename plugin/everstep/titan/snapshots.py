@@ -123,8 +123,7 @@ class Snapshots:
 
         touch(self._segment)
         said = {group: word for group, number in words.items() if (word := Word.decode(number)) is not None}
-        lineage = f"{commit.history:x}"
-        self._copier.committed(commit.step, lineage, commit.groups, said, now, keep, commit.history)
+        self._copier.committed(commit.step, commit.history, commit.groups, said, now, keep)
 
     def recover(self, state: HealState, disk_step: int | None) -> HealState | None:
         """The newest state there is, if it is in memory; else None. A collective of the group.
@@ -150,7 +149,7 @@ class Snapshots:
         self._events.emit("recovery", found.decision.step, **found.event)
         if found.restored is None:
             return None
-        self._copier.learn_complete(found.restored.step, found.restored.lineage)
+        self._copier.learn_complete(found.restored.step, found.restored.history)
         tensors = layout.views(torch.from_numpy(found.restored.flat))
         return HealState(tensors=tensors, meta=found.restored.meta, blobs=found.restored.blobs)
 

@@ -5,7 +5,8 @@ import os
 import socket
 import time
 import uuid
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from everstep.run.beats import DONE, STARTUP
 from everstep.run.events import EventLog
 from everstep.run.exits import FENCED_EXIT, HOPELESS_EXIT, USAGE_EXIT
 from everstep.run.token import run_token
+from everstep.semi.section import SemiSync
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import run_id
 from everstep.step import ledger
@@ -109,6 +111,17 @@ class EverstepTrainer(SlotTrainer):
         attention_check: AttentionCheck = field(default_factory=AttentionCheck)
         """Check the attention's arithmetic while training goes on."""
 
+        semi_sync: SemiSync = field(default_factory=SemiSync)
+        """Workers that train on their own for some steps between two synchronisations."""
+
+        def build(self, **parts: Any) -> "EverstepTrainer":
+            from everstep.titan.semi_sync import SemiSyncTrainer
+
+            semi_sync = self.semi_sync.enabled and self._owner is EverstepTrainer
+            owner = SemiSyncTrainer if semi_sync else self._owner
+            assert owner is not None
+            return owner(config=replace(self), **parts)
+
         def __post_init__(self) -> None:
             # not super(): `slots=True` makes a second class, which the first one's super() does not know
             titan.Trainer.Config.__post_init__(self)
@@ -169,7 +182,7 @@ class EverstepTrainer(SlotTrainer):
             ft.group_id,
             rank,
             groups=ft.groups,
-            steps=config.training.steps,
+            steps=config.semi_sync.commits(config.training.steps),
             stall_timeout_s=ft.stall_timeout_s,
         )
         self.files.beat(STARTUP, 0)
@@ -251,11 +264,11 @@ class EverstepTrainer(SlotTrainer):
             self._profiler = profiler
             end = driver.run()
         if end is End.FENCED:
-            self.events.emit("fenced", self.step, claim=os.environ.get("EVERSTEP_FENCE", ""))
+            self.events.emit("fenced", self.committed, claim=os.environ.get("EVERSTEP_FENCE", ""))
             os._exit(FENCED_EXIT)
         leaves = end is End.LEFT
-        self.events.emit("left" if leaves else "training_done", self.step)
-        self.files.beat(DONE, self.step)
+        self.events.emit("left" if leaves else "training_done", self.committed)
+        self.files.beat(DONE, self.committed)
         if membership is not None:
             membership.leave()
         self._door.shutdown()
@@ -275,16 +288,16 @@ class EverstepTrainer(SlotTrainer):
         waits = timedelta(seconds=ft.quorum_timeout_s + ft.stall_timeout_s)
         ranks = GroupRanks(waits)
         store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        sums = RankColumn(
+        self.column = RankColumn(
             ft.process_group,
             column=ranks.rank,
             host=self._host,
             connect_timeout=timedelta(seconds=ft.connect_timeout_s),
-            reduce_timeout=timedelta(seconds=ft.reduce_timeout_s),
+            reduce_timeout=timedelta(seconds=self.longest_sum_s),
             token=self._token,
             streams=self._streams,
         )
-        sums.warm(store, timedelta(seconds=ft.startup_timeout_s))
+        self.column.warm(store, timedelta(seconds=ft.startup_timeout_s))
         life = ranks.broadcast(uuid.uuid4().hex.encode()).decode()
         if isinstance(self.checkpointer, RunCheckpointManager) and self.checkpointer.enable:
             self.checkpointer.write_aside_as(ft.group_id, life)
@@ -303,18 +316,18 @@ class EverstepTrainer(SlotTrainer):
         protocol = StepProtocol(
             group=ft.group_id,
             life=life,
-            slots=self.slots,
+            slots=self.shares,
             on_loss=ft.on_loss,
             work=self,
             reducer=self._reducer,
             ranks=ranks,
             membership=membership,
-            sums=sums,
+            sums=self.column,
             door=self._door,
             store=store,
             timeouts=Timeouts(
                 quorum=timedelta(seconds=ft.quorum_timeout_s),
-                reduce=timedelta(seconds=ft.reduce_timeout_s),
+                reduce=timedelta(seconds=self.longest_sum_s),
                 # Whoever waits longer would be taken for stalled.
                 compute=timedelta(seconds=0.8 * ft.stall_timeout_s),
                 give_up=timedelta(seconds=ft.give_up_after_s),
@@ -334,12 +347,28 @@ class EverstepTrainer(SlotTrainer):
         )
         return driver, membership
 
+    @property
+    def committed(self) -> int:
+        """The number of the last commit in the step protocol, and in events."""
+        return self.step
+
+    @property
+    def shares(self) -> int:
+        """Of how many parts a commit is made."""
+        return self.slots
+
+    @property
+    def longest_sum_s(self) -> float:
+        """Longest wait for one sum over the groups."""
+        return self._ft.reduce_timeout_s
+
     # The state of a run that has none
 
     def restore(self) -> tuple[int, int]:
         """No group has a state: take the newest that the keepers or the disk have, or start."""
         if not self._restore_from_memory():
-            self._loads_history = self._disk_has_history()
+            keys = self._keys_on_disk()
+            self._loads_history = keys is None or f"train_state.{HISTORY}" in keys
             found = self.checkpointer.load(step=self.config.checkpoint.load_step)
             if not self._loads_history:
                 self.history = 0
@@ -349,7 +378,7 @@ class EverstepTrainer(SlotTrainer):
             if self.checks is not None:
                 self.checks.weights_changed()
             self.announce("disk" if found and self.step else "fresh")
-        return self.step, self.history
+        return self.committed, self.history
 
     def _restore_from_memory(self) -> bool:
         """Take the newest snapshot that the keepers hold whole, if no checkpoint on disk is as new."""
@@ -368,17 +397,17 @@ class EverstepTrainer(SlotTrainer):
         step = private.newest_checkpoint(self.checkpointer)
         return step if step >= 0 else None
 
-    def _disk_has_history(self) -> bool:
-        """Whether the checkpoint that is going to be loaded says which history it belongs to; torchtitan's own do not,
-        and a key that is not there cannot be loaded."""
+    def _keys_on_disk(self) -> Collection[str] | None:
+        """What the checkpoint that is going to be loaded has; torchtitan's own lack some of ours, and a key that is not
+        there cannot be loaded. None: no checkpoint of this run, or one in another format."""
         step = self.config.checkpoint.load_step
         step = self._disk_step() if step == -1 else step
         if step is None or not isinstance(self.checkpointer, CheckpointManager):
-            return True
+            return None
         folder = Path(self.checkpointer.folder) / f"step-{step}"
         if not (folder / ".metadata").exists():
-            return True
-        return f"train_state.{HISTORY}" in FileSystemReader(folder).read_metadata().state_dict_metadata
+            return None
+        return FileSystemReader(folder).read_metadata().state_dict_metadata
 
     def state_dict(self) -> dict[str, Any]:
         """torchtitan's counters, and the history of the state that they belong to."""
@@ -398,7 +427,7 @@ class EverstepTrainer(SlotTrainer):
 
     def checksum(self) -> int | None:
         interval = self._ft.audit_interval
-        due = not self._commits or (interval and self.step % interval == 0)
+        due = not self._commits or (interval and self.committed % interval == 0)
         return sum_in_group(self.state.checksum()) if due else None
 
     def apply(self, commit: Commit) -> None:
@@ -417,21 +446,8 @@ class EverstepTrainer(SlotTrainer):
             logger.error(f"The loss of step {commit.step} is {mean_loss}: training diverged and stops here")
             # Every group sees the same, and would again after a restart.
             raise SystemExit(HOPELESS_EXIT)
-        self._reducer.assign(self.nominal_tokens / tokens)
-        self.assign_extra(commit.extra)
-        torch.manual_seed(slot_seed(self.seed, commit.step, OPTIMIZER_SLOT, self.dp_rank))
-        grad_norm = dist_utils.clip_grad_norm_(
-            [p for part in self.model_parts for p in part.parameters()],
-            config.training.max_norm,
-            foreach=True,
-            pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
-            ep_enabled=self.parallel_dims.ep_enabled,
-        )
-        self.checkpointer.maybe_wait_for_staging()
-        self.optimizers.step()
-        self.lr_schedulers.step()
-        self.step, self.history = commit.step, commit.history
-        self.ntokens_seen += self.tokens_per_step
+        grad_norm = self.update(commit, tokens)
+        self.history = commit.history
         self.source.committed(self.step)
         if self.snapshots is not None:
             words, keep = self.words(commit.extra), self._checkpoint_from_memory(commit)
@@ -442,13 +458,13 @@ class EverstepTrainer(SlotTrainer):
                 self.events.emit("attention_schedule", self.step, coverage=str(self.checks.coverage), **plan)
         self.events.emit(
             "commit",
-            self.step,
+            commit.step,
             attempt=commit.attempts,
             owners=commit.owners,
             groups=commit.groups,
             loss=mean_loss,
             tokens=tokens,
-            grad_norm=float(grad_norm),
+            grad_norm=grad_norm,
             lr=next(iter(lr_metrics.values())),
             took_s=round(commit.took_s + time.monotonic() - begin, 4),
             compute_s=round(commit.compute_s, 4),
@@ -457,7 +473,8 @@ class EverstepTrainer(SlotTrainer):
             history=f"{commit.history:x}",
             parent=f"{commit.parent:x}",
             coverage_ok=commit.once,
-            metrics=self._measure(commit, mean_loss, float(grad_norm), lr_metrics),
+            metrics=self._measure(commit, mean_loss, grad_norm, lr_metrics),
+            **self.told_of(commit),
         )
         if commit.saver == self._ft.group_id and self.should_continue_training() and not commit.all_leave:
             self._save()
@@ -469,6 +486,38 @@ class EverstepTrainer(SlotTrainer):
             dist_utils.set_pg_timeouts(
                 timeout=timedelta(seconds=config.comm.train_timeout_seconds), parallel_dims=self.parallel_dims
             )
+
+    def update(self, commit: Commit, tokens: float) -> float:
+        """The optimizer step of a commit with so many valid tokens; the norm of its gradient, before it was clipped."""
+        self._reducer.assign(self.nominal_tokens / tokens)
+        self.assign_extra(commit.extra)
+        grad_norm = self.step_optimizer(commit.step, OPTIMIZER_SLOT)
+        self.step = commit.step
+        self.ntokens_seen += self.tokens_per_step
+        return float(grad_norm)
+
+    def step_optimizer(self, step: int, seeded_as: int) -> torch.Tensor:
+        """Clip the gradients and step with them; their norm before. `seeded_as`: a slot's number, for `slot_seed`."""
+        torch.manual_seed(slot_seed(self.seed, step, seeded_as, self.dp_rank))
+        grad_norm = self.clip_gradients(self.config.training.max_norm)
+        self.checkpointer.maybe_wait_for_staging()
+        self.optimizers.step()
+        self.lr_schedulers.step()
+        return grad_norm
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradients' norm over the whole group; what it was."""
+        return dist_utils.clip_grad_norm_(
+            [p for part in self.model_parts for p in part.parameters()],
+            max_norm,
+            foreach=True,
+            pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
+            ep_enabled=self.parallel_dims.ep_enabled,
+        )
+
+    def told_of(self, commit: Commit) -> dict[str, Any]:
+        """Further fields of a commit's event."""
+        return {}
 
     def _measure(
         self, commit: Commit, mean_loss: float, grad_norm: float, lr_metrics: dict[str, float]
@@ -486,13 +535,13 @@ class EverstepTrainer(SlotTrainer):
 
     def _validate(self, *, tell: bool) -> None:
         """Every group validates, for the others would wait for one; one group `tell`s what came out."""
-        self.files.beat("validate", self.step)
+        self.files.beat("validate", self.committed)
         self.validator.validate(self.model_parts, self.step)
         knows = dist.get_rank() == private.metrics_rank(
             parallel_dims=self.parallel_dims, pp_schedule=self.config.parallelism.pipeline_parallel_schedule
         )
         if tell and knows:
-            self.events.emit("validation", self.step, loss=self._kept_metrics.metrics[VALIDATION_LOSS])
+            self.events.emit("validation", self.committed, loss=self._kept_metrics.metrics[VALIDATION_LOSS])
 
     def _checkpoint_from_memory(self, commit: Commit) -> bool:
         """Whether a checkpoint is due that is written from the snapshots; the same in all groups."""
@@ -500,7 +549,7 @@ class EverstepTrainer(SlotTrainer):
         return goes_on and isinstance(self.checkpointer, SnapshotCheckpointManager) and self.checkpointer.due(self.step)
 
     def _save(self, *, last: bool = False) -> None:
-        self.files.beat("checkpoint", self.step)
+        self.files.beat("checkpoint", self.committed)
         begin = time.monotonic()
         try:
             saved = self.checkpointer.save(self.step, last_step=last)
@@ -513,7 +562,7 @@ class EverstepTrainer(SlotTrainer):
             self.checkpointer.save_future = None
             return
         if saved:
-            self.events.emit("checkpoint_saved", self.step, took_s=round(time.monotonic() - begin, 3))
+            self.events.emit("checkpoint_saved", self.committed, took_s=round(time.monotonic() - begin, 3))
 
     def save_last(self) -> None:
         """The last checkpoint of the run, or of this part of it."""

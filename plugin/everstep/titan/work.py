@@ -42,6 +42,7 @@ class SlotTrainer(titan.Trainer):
     checks: Checks | None
     seed: int
     slots: int
+    """S."""
     dp_rank: int
     history: int
     skips_poison: bool
@@ -78,8 +79,12 @@ class SlotTrainer(titan.Trainer):
             self._slot_tokens[slot], self._slot_losses[slot] = 0, torch.zeros((), dtype=torch.float64)
             self.events.emit("slot_skipped", step, slot=slot)
             return
-        torch.manual_seed(slot_seed(self.seed, step, slot, self.dp_rank))
         self.files.computes(step, slot)
+        self.compute_slot(step, slot)
+
+    def compute_slot(self, step: int, slot: int) -> None:
+        """Forward and backward of a slot; see `Work.compute`."""
+        torch.manual_seed(slot_seed(self.seed, step, slot, self.dp_rank))
         begin = time.perf_counter()
         batches = self._fetch(step, slot)
         if not batches:

@@ -1,0 +1,63 @@
+"""The arithmetic of rounds, without any trainer."""
+
+import pytest
+import torch
+
+from everstep.semi.outer import OuterSGD
+from everstep.semi.rounds import pack, slots_of, steps_of, unpack
+from everstep.semi.section import SemiSync
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, True), (0.9, False), (0.0, False)])
+def test_the_outer_optimizer_is_torchs_sgd(momentum, nesterov):
+    torch.manual_seed(0)
+    ours = [torch.randn(5, 3), torch.randn(7)]
+    theirs = [tensor.clone().requires_grad_() for tensor in ours]
+    sgd = torch.optim.SGD(theirs, lr=0.7, momentum=momentum, nesterov=nesterov)
+    outer = OuterSGD(0.7, momentum, nesterov)
+    buffers = [torch.zeros_like(tensor) for tensor in ours] if momentum else []
+    for _ in range(4):
+        grads = [torch.randn_like(tensor) for tensor in ours]
+        outer.step(ours, grads, buffers)
+        for param, grad in zip(theirs, grads, strict=True):
+            param.grad = grad.clone()
+        sgd.step()
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other.detach(), rtol=0, atol=1e-6)
+
+
+def test_local_sgd_ends_where_the_mean_of_its_workers_is():
+    theta, workers = torch.ones(4), [torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([5.0, 0.0, -1.0, 2.0])]
+    change = torch.stack([theta - worker for worker in workers]).mean(0)
+    OuterSGD.of(SemiSync(method="local_sgd", outer_lr=0.1)).step([theta], [change], [])
+    torch.testing.assert_close(theta, torch.tensor([3.0, 1.0, 1.0, 3.0]))
+
+
+def test_every_step_and_slot_is_one_workers():
+    assert [list(steps_of(round_, 3)) for round_ in (1, 2)] == [[1, 2, 3], [4, 5, 6]]
+    slots = [slot for worker in range(4) for slot in slots_of(worker, 12, 4)]
+    assert slots == list(range(12))
+
+
+def test_inner_states_of_all_workers_are_put_together():
+    notes = [pack(7, {2: b"cccc", 0: b"aaaa"}), b"", pack(7, {1: b"bbbb"})]
+    found = unpack(notes, 7, 3, 4)
+    assert {worker: bytes(state) for worker, state in found.items()} == {0: b"aaaa", 1: b"bbbb", 2: b"cccc"}
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        [pack(7, {0: b"aaaa"})],
+        [pack(6, {0: b"aaaa", 1: b"bbbb"})],
+        [pack(7, {0: b"aaaa", 2: b"bbbb"})],
+        [pack(7, {0: b"aaa", 1: b"bbbb"})],
+        [pack(7, {0: b"aaaa", 1: b"bbbb"}), pack(7, {1: b"bbbb"})],
+        [pack(7, {0: b"aaaa", 1: b"bbbb"})[:-1]],
+        [b"x"],
+    ],
+    ids=["missing", "of another round", "no such worker", "too short", "twice", "cut off", "something else"],
+)
+def test_what_is_not_the_state_of_each_worker_once_is_refused(notes):
+    with pytest.raises(ValueError, match="inner state"):
+        unpack(notes, 7, 2, 4)

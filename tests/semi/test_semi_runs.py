@@ -1,0 +1,127 @@
+"""Runs of `everstep run` beside the papers' formulas, without failures and with them."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from everstep.report import score
+from everstep.run.beats import beat_path, read_beat
+from semi_runs import DEADLINE_S, ROUNDS, SYNC_STEPS, WORKERS, final_parameters, losses_of, semi_config, soon
+
+
+def worst(run, expected, step=ROUNDS * SYNC_STEPS):
+    """Largest difference of any parameter at the end of the run."""
+    found = final_parameters(run.run_dir, expected.parameters, step)
+    return max(float((found[name] - tensor).abs().max()) for name, tensor in expected.parameters.items())
+
+
+def worst_loss(run, expected):
+    return float((torch.tensor(losses_of(run)) - torch.tensor(expected.losses)).abs().max())
+
+
+def rounds_in_the_final_state(run_dir, sync_steps=SYNC_STEPS):
+    """(round, worker, inner step) → how often, counted from the log files alone: back from the newest commit through
+    the parents that commits name, each worker's round where the tally says that it was computed."""
+    lines = [
+        line for file in (run_dir / "events").glob("group-*.rank-0.jsonl") for line in file.read_text().split("\n")
+    ]
+    events = [json.loads(line) for line in lines if line]
+    commits = {event["history"]: event for event in events if event["kind"] == "commit"}
+    found, at = Counter(), max(commits.values(), key=lambda event: event["step"])
+    while at is not None:
+        for worker, owner in enumerate(at["owners"]):
+            whole = any(
+                event["kind"] == "worker_round"
+                and (event["group"], event["step"], event["worker"]) == (owner, at["step"], worker)
+                and event["t"] <= at["t"]
+                for event in events
+            )
+            steps = range((at["step"] - 1) * sync_steps + 1, at["step"] * sync_steps + 1) if whole else ()
+            found.update((at["step"], worker, step) for step in steps)
+        at = commits.get(at["parent"])
+    return found
+
+
+def computes(run, group):
+    """Whether the group's newest worker is within a round."""
+    beat = read_beat(beat_path(run.run_dir, group, 0))
+    return beat and beat.phase == "compute" and beat.pid in run.workers(group)
+
+
+@pytest.mark.parametrize("method", ["diloco", pytest.param("local_sgd", marks=pytest.mark.slow)])
+def test_a_run_is_what_the_paper_says(start, reference, tmp_path, method):
+    run = start(semi_config(tmp_path / "run.toml", semi_sync={"method": method}))
+    assert run.wait(DEADLINE_S) == 0, run.said()
+    assert worst(run, reference(method)) <= 1e-6
+    assert worst_loss(run, reference(method)) <= 1e-5
+    figures = score.score(run.run_dir)
+    assert score.verdict(figures) == []
+    # Each worker's two Adam states, besides the changes and some words: shipped once a round.
+    assert 0 < figures["payload_share"] < (1.1 + 2 * WORKERS) / SYNC_STEPS
+
+
+def test_kills_change_nothing(start, reference, tmp_path):
+    """Each group is killed while it computes a worker's round; then both at once, and the run goes on from disk."""
+    rounds, both = 30, (0, 1)
+    config = semi_config(
+        tmp_path / "run.toml",
+        training={"steps": rounds * SYNC_STEPS},
+        checkpoint={"interval": 2 * SYNC_STEPS},
+    )
+    run = start(config)
+    for victim in both:
+        soon(run, lambda: any(event["groups"] == [0, 1] for event in run.events("commit")))
+        soon(run, lambda victim=victim: computes(run, victim))
+        killed = run.kill(victim)
+        soon(run, lambda victim=victim, killed=killed: run.events("heal", killed, group=victim))
+    soon(run, lambda: run.events("checkpoint_saved"))
+    killed = run.kill(*both)
+    assert soon(run, lambda: run.events("training_started", killed))[0]["source"] == "disk"
+    assert run.wait(DEADLINE_S) == 0, run.said()
+    expected = reference("diloco", rounds)
+    assert worst(run, expected, rounds * SYNC_STEPS) <= 1e-5
+    assert worst_loss(run, expected) <= 1e-5
+    assert rounds_in_the_final_state(run.run_dir) == Counter(
+        (step // SYNC_STEPS + 1, worker, step + 1) for step in range(rounds * SYNC_STEPS) for worker in range(WORKERS)
+    )
+    assert score.verdict(score.score(run.run_dir)) == []
+
+
+@pytest.mark.slow
+def test_a_kill_every_eight_seconds_changes_nothing(start, reference, tmp_path):
+    rounds, sync_steps = 40, 10
+    config = semi_config(
+        tmp_path / "run.toml",
+        training={"steps": rounds * sync_steps},
+        semi_sync={"sync_steps": sync_steps},
+        checkpoint={"interval": 5 * sync_steps},
+        fault_tolerance={"groups": 3},
+    )
+    run = start(config, "--chaos-every", "8")
+    assert run.wait(DEADLINE_S) == 0, run.said()
+    expected = reference("diloco", rounds, sync_steps)
+    figures = score.score(run.run_dir)
+    differences = worst(run, expected, rounds * sync_steps), worst_loss(run, expected)
+    print("kills", figures["kills"], "parameters, losses differ by", differences, "rounds", figures["steps"])
+    assert figures["kills"] >= 5
+    assert max(differences) <= 1e-5
+    assert rounds_in_the_final_state(run.run_dir, sync_steps) == Counter(
+        (step // sync_steps + 1, worker, step + 1) for step in range(rounds * sync_steps) for worker in range(WORKERS)
+    )
+    assert score.verdict(figures) == []
+
+
+@pytest.mark.slow
+def test_more_workers_than_fit_into_memory_are_refused(start, tmp_path):
+    many = 100_000
+    config = semi_config(
+        tmp_path / "run.toml",
+        training={"global_batch_size": many},
+        semi_sync={"workers": many},
+        fault_tolerance={"groups": 1},
+    )
+    run = start(config)
+    assert run.wait(DEADLINE_S) != 0
+    assert f"the states of {many} workers need" in run.said() + (run.run_dir / "logs/group-0/rank-0.log").read_text()
