@@ -2,13 +2,13 @@
 
 import json
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from everstep.report import score
+from forked import Forked
 from watched import Watched, environment, write_config
 
 HERE = Path(__file__).parent
@@ -72,7 +72,7 @@ def test_weights_that_fsdp_gathers_and_casts_are_checked(tmp_path):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [
-        subprocess.Popen(
+        Forked(
             [sys.executable, str(HERE / "fsdp_rank.py"), str(tmp_path / f"{rank}.json")],
             env=environment(
                 RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo"

@@ -18,6 +18,8 @@ from watched import Watched, environment, until
 class TinyRun(Watched):
     """`run_tiny.py`: the real supervisor, agents and lighthouse, with workers that only look like trainers."""
 
+    starts = subprocess.Popen  # a launcher is started again by the words of its command
+
     @staticmethod
     def command(config, run_dir, *args):
         return [sys.executable, run_tiny.__file__, str(run_dir), *args]

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from everstep.run.events import read_events
+from forked import Forked
 from watched import until
 
 HERE = Path(__file__).parent
@@ -45,7 +46,7 @@ sys.exit(run_agent(settings, preload=("everstep.launch.elastic", "tiny_trainer")
         }  # fmt: skip
         self.temporary.mkdir(exist_ok=True)
         paths = os.pathsep.join([str(HERE), *sys.path])
-        self.process = subprocess.Popen(
+        self.process = Forked(
             [sys.executable, "-c", self.CODE, json.dumps(arguments)],
             env=os.environ | {"PYTHONPATH": paths, "TMPDIR": str(self.temporary)},
             start_new_session=True,
@@ -80,17 +81,25 @@ class TinyRun:
         self.output = run_dir.with_suffix(".out")
         self.temporary = run_dir.parent / "tmp"
         self.temporary.mkdir(parents=True, exist_ok=True)
-        streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal} if terminal is not None else {
-            "stdin": subprocess.DEVNULL, "stdout": self.output.open("ab"), "stderr": subprocess.STDOUT
-        }  # fmt: skip
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "run_tiny.py"), str(run_dir), str(groups), str(ranks), *flags],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "TMPDIR": str(self.temporary)},
-            # In a session of its own; with a terminal to call its own, whose Ctrl-C reaches it alone.
-            start_new_session=True,
-            preexec_fn=None if terminal is None else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-            **streams,
-        )
+        command = [sys.executable, str(HERE / "run_tiny.py"), str(run_dir), str(groups), str(ranks), *flags]
+        paths = os.pathsep.join([str(HERE), *sys.path])
+        # In a session of its own; with a terminal to call its own, whose Ctrl-C reaches it alone.
+        options = {
+            "env": os.environ | {"PYTHONPATH": paths, "TMPDIR": str(self.temporary)},
+            "start_new_session": True,
+        }
+        if terminal is None:
+            with self.output.open("ab") as output:
+                self.process = Forked(command, stdout=output, stderr=subprocess.STDOUT, **options)
+        else:
+            self.process = subprocess.Popen(
+                command,
+                stdin=terminal,
+                stdout=terminal,
+                stderr=terminal,
+                preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+                **options,
+            )
         self.seen = set()
 
     def events(self, kind, **fields):

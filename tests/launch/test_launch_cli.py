@@ -10,6 +10,7 @@ import pytest
 
 from everstep.cli import COMMANDS
 from everstep.report.score import score, verdict
+from forked import ran
 from launched import DEADLINE_S
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -175,27 +176,15 @@ def test_the_config_is_checked_and_settled_before_a_run_starts(tmp_path):
     def call(config, *flags, ranks=1):
         return [str(config), str(run_dir), list(flags), ranks, str(tmp_path / "answer")]
 
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            PREPARE,
-            json.dumps(
-                [
-                    call(bad),
-                    call(good, ranks=4),
-                    call(good, "--fault_tolerance.no-enable"),
-                    call(good),
-                    call(good, "--fault_tolerance.groups", "2"),
-                    call(good, "--debug.seed", "8"),
-                ]
-            ),
-        ],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        check=False,
-    )
+    calls = [
+        call(bad),
+        call(good, ranks=4),
+        call(good, "--fault_tolerance.no-enable"),
+        call(good),
+        call(good, "--fault_tolerance.groups", "2"),
+        call(good, "--debug.seed", "8"),
+    ]
+    done = ran([sys.executable, "-c", PREPARE, json.dumps(calls)], env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     unknown_key, indivisible, apart, settled, fewer_groups, other_seed = json.loads(done.stdout.splitlines()[-1])
     assert unknown_key[0] == 2

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ import pytest
 from everstep.config.sections import FaultTolerance
 from everstep.launch import doctor, links, node
 from everstep.snapshot.section import Snapshot
+from forked import ran
 
 GB = 10**9
 PLAN = doctor.Plan(
@@ -190,7 +190,7 @@ def test_the_command_ends_with_1_for_an_error_and_knows_the_models_size(tmp_path
     no_folder.write_text("")
     command = [sys.executable, "-m", "everstep.cli", "doctor", str(config), "--run-dir", str(no_folder), "--json"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = ran(command, env=environment)
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
     by_check = {check["check"]: check for check in found["checks"]}
@@ -226,12 +226,10 @@ def test_gpus_that_are_needed_and_not_there_are_a_complaint(tmp_path, monkeypatc
 def test_a_node_is_looked_at_without_a_config(tmp_path):
     command = [sys.executable, "-m", "everstep.cli", "doctor", "--node", "--run-dir", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = ran(command, env=environment)
     assert (done.returncode, done.stdout) == (0, "ok       node: fit to train on\n")
     (tmp_path / "file").write_text("")
-    done = subprocess.run(
-        [*command[:-1], str(tmp_path / "file")], capture_output=True, text=True, env=environment, check=False
-    )
+    done = ran([*command[:-1], str(tmp_path / "file")], env=environment)
     assert done.returncode == 1
     assert "cannot be written" in done.stdout
     assert "Traceback" not in done.stderr

@@ -113,8 +113,8 @@ def test_a_stopped_worker_is_noticed_and_its_group_restarted(run):
     assert "rank 1 is in" in told["summary"]
     assert "tiny_trainer.py" in told["ranks"]["1"]
     assert told["files"] == ["logs/group-1/rank-1.stacks"]
-    assert "in main" in (run.run_dir / told["files"][0]).read_text()
     run.wait_for("commit", after=stall["t"], group=1, rank=0)
+    assert "in main" in (run.run_dir / told["files"][0]).read_text(), "also once the group has started again"
     assert not alive(victim)
 
 

@@ -25,6 +25,7 @@ from everstep.quorum.membership import Membership
 from everstep.run.events import read_events
 from everstep.run.token import run_token
 from everstep.step.quorum import NO_STATE, Request
+from forked import Forked
 
 SOON = timedelta(seconds=10)
 LIFE = "0123456789abcdef"
@@ -42,7 +43,7 @@ class Lighthouse:
         self.address, self.token = f"http://127.0.0.1:{self.port}", run_token(run_dir)
         command = [sys.executable, "-m", "everstep.quorum.lighthouse", "--bind", f"127.0.0.1:{self.port}"]
         command += ["--run-dir", str(run_dir), "--min-groups", str(min_groups), "--join-timeout-s", "5", *more]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.process = Forked(command, stdout=subprocess.PIPE)
         self.said = self.process.stdout.readline()
 
     def member(self, group, token=None):

@@ -17,6 +17,7 @@ from everstep.report.score import (
     verdict,
 )
 from everstep.run.events import read_events
+from forked import ran
 from timeline import Timeline
 
 
@@ -270,7 +271,7 @@ def test_a_check_fails_with_the_sentences_that_say_what_broke(tmp_path):
 
     def check(*arguments):
         command = [sys.executable, "-m", "everstep.cli", "report", *map(str, arguments), "--check"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = ran(command)
         return done.returncode, done.stdout, done.stderr
 
     assert check(kept)[0] == 0

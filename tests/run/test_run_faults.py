@@ -111,6 +111,7 @@ def test_a_stopped_run_continues_in_its_directory_with_another_number_of_groups(
     assert (first["source"], first["step"]) == ("disk", stopped_at + 1)
 
 
+@pytest.mark.slow
 def test_one_of_two_groups_goes_on_alone_while_the_other_is_stopped(resumed):
     stopped = resumed.kill(0, signum=signal.SIGSTOP)
     resumed.wait_for_step((1,), after=stopped + 2.0)

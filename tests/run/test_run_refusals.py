@@ -2,12 +2,12 @@
 
 import json
 import socket
-import subprocess
 import sys
 
 import pytest
 
-from watched import environment, write_config
+from forked import ran
+from watched import Watched, environment, write_config
 
 COMPLETE_S = 90.0
 """Far more than a refusal takes on a quiet machine, where it is the import of torchtitan: about 5 s."""
@@ -45,14 +45,11 @@ MISTAKES = {
 
 def refused(config, run_dir, *args):
     """What `everstep run` says on stderr, having failed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "everstep.cli", "run", str(config), "--run-dir", str(run_dir), *args],
-        capture_output=True,
-        text=True,
+    done = ran(
+        Watched.command(config, run_dir, *args),
         env=environment(TMPDIR=str(config.parent)),
         cwd=config.parent,
         timeout=COMPLETE_S,
-        check=False,
     )
     assert done.returncode == 2, done
     said = done.stderr.strip()
@@ -97,10 +94,8 @@ def test_every_mistake_is_found_before_anything_starts(tmp_path):
             flags, ranks = [], 2
         flags = ["--fault_tolerance.groups", "3", *flags]
         calls.append([str(config), str(tmp_path / f"run-{index}"), flags, ranks, str(tmp_path / "answer")])
-    done = subprocess.run(
-        [sys.executable, "-c", PREPARE, json.dumps(calls)],
-        capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=COMPLETE_S, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-c", PREPARE, json.dumps(calls)]
+    done = ran(command, env=environment(), cwd=tmp_path, timeout=COMPLETE_S)
     answers = [line for line in done.stdout.splitlines() if line.startswith("status ")]
     assert len(answers) == len(MISTAKES), done.stderr
     for (name, (_, _, words)), answer in zip(MISTAKES.items(), answers, strict=True):
@@ -141,10 +136,8 @@ def test_a_missing_file_needs_no_second(tmp_path):
 def test_a_lighthouse_says_when_it_cannot_have_its_address(tmp_path, host, why):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"{host}:{taken.getsockname()[1]}"
-        done = subprocess.run(
-            [sys.executable, "-m", "everstep.quorum.lighthouse", "--bind", address, "--run-dir", str(tmp_path)],
-            capture_output=True, text=True, env=environment(), timeout=COMPLETE_S, check=False,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "everstep.quorum.lighthouse", "--bind", address, "--run-dir", str(tmp_path)]
+        done = ran(command, env=environment(), timeout=COMPLETE_S)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(f"lighthouse: cannot listen on {address}: ")
     assert why in done.stderr

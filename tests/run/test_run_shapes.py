@@ -34,17 +34,16 @@ def losses_match(run, start, config, *args):
 
 
 def test_a_group_of_two_sharded_ranks_lives_and_dies_as_one(start, tmp_path):
-    config = write_config(tmp_path / "fsdp.toml", training={"global_batch_size": 10})
+    config = write_config(tmp_path / "fsdp.toml", training={"global_batch_size": 6})
     run = start(config, "--groups", "2", "--ranks-per-group", "2", *ENDLESS)
     run.wait_for_step((0, 1))
-    for group, rank in ((0, 1), (1, 0)):
-        killed = run.kill(group, ranks=slice(rank, rank + 1))
-        died = run.wait_for("workers_died", after=killed, group=group)
-        assert f"rank {rank} was killed by SIGKILL" in died["reason"]
-        run.wait_for_step((0, 1), after=died["t"])
+    killed = run.kill(0, ranks=slice(1, 2))
+    died = run.wait_for("workers_died", after=killed, group=0)
+    assert "rank 1 was killed by SIGKILL" in died["reason"]
+    run.wait_for_step((0, 1), after=died["t"])
     losses_match(run, start, config, "--ranks-per-group", "2")
     owners = run.events("commit")[-1]["owners"]
-    assert len(owners) == 5, "slots of two ranks each, shared out unevenly"
+    assert len(owners) == 3, "slots of two ranks each, shared out unevenly"
 
 
 @pytest.mark.slow
@@ -77,9 +76,8 @@ def test_random_kills_among_more_groups_than_slots_cost_no_sample(start, tmp_pat
     config = write_config(tmp_path / "spares.toml", training={"global_batch_size": 2})
     run = start(config, "--groups", "3", "--chaos-every", "2", "--fault_tolerance.groups", "2", *ENDLESS)
     run.wait_for_step((0, 1, 2))
-    for kills in (1, 2):
-        fault = run.events("fault")[-1] if len(run.events("fault")) >= kills else run.wait_for("fault")
-        run.wait_for("heal", after=fault["t"], group=fault["target_group"])
+    fault = run.wait_for("fault")
+    run.wait_for("heal", after=fault["t"], group=fault["target_group"])
     losses_match(run, start, config)
     assert any(len(e["groups"]) == 3 for e in run.events("commit")), "a spare took part"
 
@@ -97,9 +95,8 @@ def test_a_users_own_dataset_gives_the_same_batches_whoever_dies(start, tmp_path
     )
     run = start(config, "--groups", "2", *ENDLESS)
     run.wait_for_step((0, 1))
-    for group in (1, 0):
-        killed = run.kill(group)
-        run.wait_for_step((0, 1), after=killed)
+    killed = run.kill(1)
+    run.wait_for_step((0, 1), after=killed)
     losses_match(run, start, config)
 
 

@@ -13,6 +13,7 @@ import pytest
 from everstep.report import score
 from everstep.run.beats import beat_path, read_beat
 from everstep.run.events import EventTail
+from forked import Forked
 
 HERE = Path(__file__).parent
 DEADLINE_S = 120.0
@@ -91,6 +92,8 @@ def environment(**more):
 class Watched:
     """A running `everstep run` with everything below it."""
 
+    starts = Forked
+
     def __init__(self, config, run_dir, *args):
         self.run_dir = run_dir
         self.output = run_dir.with_suffix(".out")
@@ -100,7 +103,7 @@ class Watched:
         self._tail.skip_to_end()
         self._seen = []
         with self.output.open("ab") as output:
-            self.process = subprocess.Popen(
+            self.process = self.starts(
                 self.command(config, run_dir, *args),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -175,7 +175,7 @@ def compare(seed: int) -> int | None:
 
 def test_the_port_and_torchft_answer_alike() -> None:
     with ThreadPoolExecutor(6) as pool:
-        answered = [count for count in pool.map(compare, range(12)) if count is not None]
+        answered = [count for count in pool.map(compare, range(6)) if count is not None]
     if not answered:
         pytest.skip("this machine is too busy for the schedules' times to mean anything")
     assert sum(answered) > 5 * len(answered)

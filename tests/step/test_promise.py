@@ -82,7 +82,7 @@ def test_a_rank_that_pauses_before_its_vote_parts_no_group(run):
     assert not [event for event in run.events("audit") if event["differing"]]
 
 
-@pytest.mark.parametrize("on_loss", ["redistribute", "shrink"])
+@pytest.mark.parametrize("on_loss", ["redistribute", pytest.param("shrink", marks=pytest.mark.slow)])
 def test_two_histories_of_one_step_are_told_apart_before_they_are_summed(begin, on_loss):
     """Group 0 alone gets the last sum and is busy for longer than join_timeout; 1 and 2 commit the step again."""
     run = begin(join_timeout_s=2.0, heartbeat_timeout_s=2.0)
@@ -173,7 +173,7 @@ def test_a_group_that_an_audit_named_goes_on_when_everybody_else_dies(begin):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_lighthouses_that_come_and_go_lead_to_no_sum_over_two_histories(begin, seed):
     import random
 

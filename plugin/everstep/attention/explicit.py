@@ -25,7 +25,8 @@ import torch
 from .findings import Deviation, outcome
 from .guard import Guard
 from .masks import Visible
-from .product import InnerSums, settle, unseen_by_checkpointing
+from .private import unseen_by_checkpointing
+from .product import InnerSums, settle
 from .roundoff import (
     accumulator,
     growth,

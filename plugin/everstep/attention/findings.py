@@ -85,11 +85,6 @@ def _on(value: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
     return torch.full((), float(value), dtype=torch.float64, device=like.device)
 
 
-def recomputing() -> bool:
-    """Whether this forward runs inside a backward: activation checkpointing computes it again."""
-    return torch._C._current_graph_task_id() != -1
-
-
 class FindingLog:
     """Findings of one rank, slot by slot.
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from .findings import Deviation, outcome
 from .guard import Guard
@@ -26,7 +25,7 @@ from .identities import (
     packed_size,
 )
 from .injection import Fault, inject
-from .product import unseen_by_checkpointing
+from .private import unseen_by_checkpointing, watched
 from .roundoff import accumulator
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
@@ -212,7 +211,7 @@ def _look(q, k, v, out, lse, other: tuple[torch.Tensor, torch.Tensor | None] | N
 
 def _forward_check(attend: Attend, q, k, v, out, lse, watch: _Watch, rerun: bool):
     guard = watch.guard
-    selective = _len_torch_dispatch_stack() > 0
+    selective = watched()
     with torch.no_grad(), unseen_by_checkpointing():
         other = attend(q, k, v) if rerun else None
         seen = _look(q, k, v, out, lse, other, watch)

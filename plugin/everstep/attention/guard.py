@@ -10,8 +10,9 @@ from weakref import WeakValueDictionary
 import torch
 
 from .evidence import Evidence, Verdict, judge
-from .findings import Deviation, FindingLog, recomputing
+from .findings import Deviation, FindingLog
 from .injection import Fault, Injector, inject
+from .private import recomputing
 from .schedule import Plan, Schedule
 from .section import AttentionCheck
 

@@ -18,7 +18,7 @@ from .fused import BACKWARD, FORWARD, look, watch_inputs, watch_output
 from .guard import Guard, guard_of
 from .identities import packed_size
 from .linear import WeightSums, input_gradient, project, weight_gradient
-from .product import unseen_by_checkpointing
+from .private import unseen_by_checkpointing
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 

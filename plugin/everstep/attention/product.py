@@ -19,11 +19,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .checksums import Direction, Sums, correct_both, weights
 from .findings import Deviation, outcome
 from .guard import Guard
+from .private import unseen_by_checkpointing
 from .roundoff import (
     accumulator,
     growth,
@@ -42,15 +42,6 @@ from .roundoff import (
 REPAIR_ROWS = 16
 """Rows of a projection that an accelerator computes again in each checked call, wrong or not: an aligned group,
 as the tiles are that a warp computes."""
-
-
-def unseen_by_checkpointing():
-    """Context in which selective activation checkpointing sees no operation.
-
-    It replays the n-th product of the first forward as the n-th of the second. A repair adds products to one
-    of the two only, and every later product would be given another's result.
-    """
-    return _disable_current_modes()
 
 
 class TileSums(NamedTuple):

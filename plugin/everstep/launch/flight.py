@@ -46,7 +46,7 @@ def listen(run_dir: Path, group: int, rank: int) -> None:
 
 
 def _dump(path: Path, rank: int) -> None:
-    recorder = sys.modules.get("torch._C._distributed_c10d")
+    recorder: Any = sys.modules.get("torch._C._distributed_c10d")
     held: dict[str, Any] = {}
     for backend in BACKENDS if hasattr(recorder, "_dump_fr_trace_json") else ():
         with contextlib.suppress(RuntimeError, ValueError):

@@ -43,7 +43,7 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>
 
 
 def stacks_path(run_dir: Path, group: int, rank: int) -> Path:
-    """Where a rank's stacks of the newest stall are."""
+    """Where a rank's stacks are, of all its stalls, the newest last."""
     return Path(run_dir) / "logs" / f"group-{group}" / f"rank-{rank}.stacks"
 
 
@@ -51,7 +51,7 @@ def listen(run_dir: Path, group: int, rank: int) -> TextIO:
     """From now on SIGUSR2 makes this process write its stacks. Returns the file, to be kept open."""
     path = stacks_path(run_dir, group, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("w")
+    file = path.open("a")  # a worker that starts again keeps what says why
     faulthandler.register(SIGNAL, file=file, all_threads=True)
     flight.listen(run_dir, group, rank)
     return file

@@ -9,16 +9,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from everstep.report.scalars import Scalars, Sink, TensorBoard, WandB
 from everstep.run.events import EventTail
-
-if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
-
-    from prometheus_client import CollectorRegistry
-
-    from everstep.report.scalars import Sink
 
 POLL_S = 1.0
 
@@ -80,11 +74,10 @@ class Teller:
 
     def _follow(self) -> None:
         from everstep.report.metrics import Metrics
-        from everstep.report.scalars import Scalars
 
         what = self._what
         metrics, scalars = Metrics(what.groups, what.min_groups), Scalars(_sinks(what))
-        server = _serve(what, metrics.registry) if what.port else None
+        stop_serving = _serve(what, metrics.registry) if what.port else None
         tail = EventTail(what.run_dir)
         try:
             while True:
@@ -96,14 +89,12 @@ class Teller:
                     return
         finally:
             scalars.close()
-            if server is not None:
-                server.shutdown()
+            if stop_serving is not None:
+                stop_serving()
 
 
-def _sinks(what: Telling) -> "list[Sink]":
+def _sinks(what: Telling) -> list[Sink]:
     """Those that are wanted and can be opened."""
-    from everstep.report.scalars import TensorBoard, WandB
-
     wanted: list[tuple[str, Callable[[], Sink]]] = []
     if what.tensorboard:
         wanted.append(("TensorBoard", lambda: TensorBoard(what.run_dir / what.tensorboard_folder)))
@@ -119,11 +110,12 @@ def _sinks(what: Telling) -> "list[Sink]":
     return found
 
 
-def _serve(what: Telling, registry: "CollectorRegistry") -> "WSGIServer | None":
+def _serve(what: Telling, registry: Any) -> Callable[[], None] | None:
+    """Serve a prometheus_client registry; what ends that, or None if it cannot be."""
     from prometheus_client import start_http_server
 
     try:
-        return start_http_server(what.port, what.host, registry=registry)[0]
+        return start_http_server(what.port, what.host, registry=registry)[0].shutdown
     except OSError as error:
         _say(f"no figures on {what.host}:{what.port} (fault_tolerance.metrics_port)", error)
         return None

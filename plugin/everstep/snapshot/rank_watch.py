@@ -7,16 +7,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from everstep.snapshot.board import Board, Channels
 from everstep.snapshot.buffer import BufferReader, SnapshotError
 from everstep.snapshot.coding import Coder
 from everstep.snapshot.header import KINDS, Header, Kind
 from everstep.snapshot.room import BUFFERS
-from everstep.snapshot.segment import Notes
-
-if TYPE_CHECKING:
-    from everstep.snapshot.keeper import Keeper
+from everstep.snapshot.section import Snapshot
+from everstep.snapshot.segment import Notes, Segment
 
 POLL_S = 0.05
 SCRUB_S = 60.0
@@ -28,10 +27,29 @@ FAILED_S = 1.0
 log = logging.getLogger("everstep.keeper")
 
 
+class Keeps(Protocol):
+    """What a watch needs of its keeper."""
+
+    segment: Segment
+    settings: Snapshot
+    board: Board
+    channels: Channels
+    over: threading.Event
+    """The keeper ends."""
+    changed: threading.Condition
+    """Guards what is known of buffers; notified when that changes."""
+    turn: threading.Lock
+    """Of the rank that codes."""
+
+    def spoken(self) -> None:
+        """Somebody has a use for the keeper."""
+        ...
+
+
 class RankWatch:
     """Verifies and codes what one rank's trainer publishes, in a thread of its own."""
 
-    def __init__(self, keeper: "Keeper", rank: int) -> None:
+    def __init__(self, keeper: Keeps, rank: int) -> None:
         self._keeper, self.rank = keeper, rank
         settings = keeper.settings
         reserve_bytes = int(settings.memory_reserve_gb * 2**30)

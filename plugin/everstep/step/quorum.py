@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 NO_STATE = -1
@@ -50,10 +50,16 @@ class Request:
 Member = Request
 """A member of a quorum is known by its request."""
 
+_TEXT = json.JSONEncoder(separators=(",", ":"))
+_NAMES = dict.fromkeys(field.name for field in fields(Request))
+_NUMBERS = ("group", "number", "step", "history", "follows", "followed")
+_FLAGS = ("suspect", "finishing")
+_TEXTS = ("life", "connected", "store")
+
 
 def encode(request: Request) -> str:
     """As JSON text."""
-    return json.dumps(asdict(request), separators=(",", ":"))
+    return _TEXT.encode({name: getattr(request, name) for name in _NAMES})
 
 
 def decode(text: str) -> Request:
@@ -62,17 +68,15 @@ def decode(text: str) -> Request:
         found = json.loads(text)
     except (TypeError, RecursionError) as error:
         raise ValueError(f"not a request: {error}") from None
-    if not isinstance(found, dict) or found.keys() != {field.name for field in fields(Request)}:
+    if type(found) is not dict or found.keys() != _NAMES.keys():
         raise ValueError("not a request: other fields")
-    for name in ("group", "number", "step", "history", "follows", "followed"):
+    for name in _NUMBERS:
         if type(found[name]) is not int or not -1 <= found[name] < 1 << 63:
             raise ValueError(f"not a request: {name} is no number")
     doors = found["doors"]
-    if not isinstance(doors, list) or not all(isinstance(door, str) for door in doors):
+    if type(doors) is not list or {*map(type, doors)} - {str}:
         raise ValueError("not a request: doors are no addresses")
-    texts = (found["life"], found["connected"], found["store"])
-    flags = (found["suspect"], found["finishing"])
-    if any(type(flag) is not bool for flag in flags) or not all(isinstance(text, str) for text in texts):
+    if {type(found[name]) for name in _FLAGS} != {bool} or {type(found[name]) for name in _TEXTS} != {str}:
         raise ValueError("not a request: wrong types")
     if found["group"] < 0:
         raise ValueError("not a request: no group")

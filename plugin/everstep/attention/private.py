@@ -1,0 +1,28 @@
+"""Private names of torch that this room relies on, each with what it is for.
+
+`tests/attention/test_attention_private.py` says which of them a release has taken away.
+"""
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
+
+
+def recomputing() -> bool:
+    """Whether this forward runs inside a backward: activation checkpointing computes it again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def unseen_by_checkpointing() -> AbstractContextManager:
+    """What is computed in here is not counted by selective activation checkpointing.
+
+    It replays the n-th product of the first forward as the n-th of the second. A repair adds products to one
+    of the two only, and every later product would be given another's result.
+    """
+    return _disable_current_modes()
+
+
+def watched() -> bool:
+    """Whether something follows what is computed, as selective activation checkpointing does."""
+    return _len_torch_dispatch_stack() > 0

@@ -1,0 +1,156 @@
+"""A process that imports torch, torchtitan and Everstep once, and forks for what tests start: the other side of
+`forked.py`.
+
+    python starter.py FD
+
+Requests come over the socket FD: {"argv", "env", "cwd", "session"} with three descriptors for the standard streams is
+answered with {"pid"}; {"pid"} with {"status"}, which is null while that process runs.
+"""
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+import types
+from pathlib import Path
+
+from everstep import cli
+from everstep.launch import supervisor, warm
+from everstep.run.lifeline import die_with_parent
+
+LONGEST = 1 << 20
+
+
+class ReadyWarm(warm.WarmProcess):
+    """A supervisor's first warm process: a fork with everything imported, made before the supervisor has threads. The
+    next one, after its death, is started as always."""
+
+    ready: tuple[socket.socket, int] | None = None
+
+    def __init__(self, modules, log):
+        if ReadyWarm.ready is None:
+            super().__init__(modules, log)
+            return
+        (self._channel, self.pid), ReadyWarm.ready = ReadyWarm.ready, None
+        log.parent.mkdir(parents=True, exist_ok=True)
+        order = {"modules": list(modules), "log": str(log), "environ": dict(os.environ)}
+        self._channel.send(json.dumps(order).encode())
+        self._channel.setblocking(False)
+        self._next_id = 0
+
+    @classmethod
+    def prepare(cls):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                ours.close()
+                os.setsid()
+                die_with_parent(parent)
+                if told := theirs.recv(LONGEST):
+                    order = json.loads(told)
+                    os.environ.update(order["environ"])
+                    warm.redirect_output(Path(order["log"]))
+                    warm.serve(theirs, parent, order["modules"])
+                status = 0
+            except BaseException:  # noqa: BLE001  the last frame of a process
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        theirs.close()
+        cls.ready = ours, pid
+
+
+def run(argv):
+    """What `python ARGV` does; its exit status."""
+    try:
+        if argv[0] == "-m":
+            sys.argv = argv[1:]
+            return importlib.import_module(argv[1]).main()
+        if argv[0] == "-c":
+            sys.argv = ["-c", *argv[2:]]
+            exec(compile(argv[1], "<string>", "exec"), sys.modules["__main__"].__dict__)  # noqa: S102  what `python -c` does
+            return 0
+        sys.argv = argv
+        sys.path.insert(0, os.path.dirname(argv[0]))
+        runpy.run_path(argv[0], run_name="__main__")
+        return 0
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:  # noqa: BLE001  the last frame of a process
+        traceback.print_exc()
+        return 1
+
+
+def become(request, streams, channel):
+    """Turn this fork into the process that was asked for; never returns."""
+    status = 1
+    try:
+        if request["session"]:
+            os.setsid()
+        channel.close()
+        for number, fd in enumerate(streams):
+            os.dup2(fd, number)
+            os.close(fd)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)
+        os.environ.clear()
+        os.environ.update(request["env"])
+        os.chdir(request["cwd"])
+        sys.path[:0] = [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+        tempfile.tempdir = None
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.modules["__main__"] = types.ModuleType("__main__")  # no child imports this file for its own
+        argv = request["argv"]
+        if argv[:3] == ["-m", "everstep.cli", "run"] or argv[0].endswith("run_tiny.py"):
+            ReadyWarm.prepare()
+        supervisor.WarmProcess = ReadyWarm
+        status = run(argv) or 0
+        atexit._run_exitfuncs()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main():
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    die_with_parent(os.getppid())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for pytest
+    warm.preload(warm.PRELOAD)
+    for command in cli.COMMANDS.values():
+        importlib.import_module(f"everstep.{command.place}")
+    gc.collect()
+    gc.freeze()  # what forks share stays shared
+    while True:
+        packet, streams, _, _ = socket.recv_fds(channel, LONGEST, 3)
+        if not packet:
+            return
+        request = json.loads(packet)
+        if "pid" in request:
+            pid, status = os.waitpid(request["pid"], os.WNOHANG)
+            answer = {"status": os.waitstatus_to_exitcode(status) if pid else None}
+        else:
+            pid = os.fork()
+            if pid == 0:
+                become(request, streams, channel)
+            for fd in streams:
+                os.close(fd)
+            answer = {"pid": pid}
+        channel.send(json.dumps(answer).encode())
+
+
+if __name__ == "__main__":
+    main()
