@@ -103,11 +103,13 @@ def test_documents_without_text_are_left_out(tmp_path, tokenizer):
 # Interrupted.
 
 PACK = """
-import sys
+import sys, time
 from pathlib import Path
 from everstep.data.pack import pack
-pack([Path(name) for name in sys.argv[2:]], Path(sys.argv[1]), chunk_tokens=16000)
+inputs = [Path(name) for name in sys.argv[2:]]
+pack(inputs, Path(sys.argv[1]), chunk_tokens=16000, on_progress=lambda *_: time.sleep(0.02))
 """
+"""Slow enough to be killed between chunks on a machine that has other things to do."""
 
 
 @pytest.fixture

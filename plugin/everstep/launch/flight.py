@@ -33,8 +33,7 @@ def listen(run_dir: Path, group: int, rank: int) -> None:
     """From now on SIGNAL makes this process write what its recorder holds. To be called by the main thread, before
     there are others: they inherit that the signal is not theirs."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
-    path = dump_path(run_dir, group, rank)
-    path.unlink(missing_ok=True)
+    path = dump_path(run_dir, group, rank)  # what is there says why it was started again
 
     def answer() -> None:
         while True:

@@ -119,8 +119,9 @@ def _state(pid: int) -> str:
 
 
 def place_of(rank: int, text: str) -> Place:
-    """Where the thread is that took the signal, the main one, in faulthandler's text of a process."""
-    _, _, stack = text.rpartition("Current thread")
+    """Where the main thread is, in faulthandler's text of a process: the newest thread stands first there, and any may
+    be the one that took the signal."""
+    _, _, stack = text.rpartition("hread 0x")
     frames = [found for line in stack.splitlines() if (found := _FRAME.match(line))]
     collective = next((found["name"] for found in frames if found["name"] in COLLECTIVES), "")
     ours = [found for found in frames if "/everstep/" in found["file"] and "/everstep/launch/" not in found["file"]]
