@@ -131,6 +131,11 @@ def test_who_took_over_a_state_since_the_last_audit_has_no_vote():
     assert ledger.differing_groups(rows) == {1, 2}
 
 
+def test_groups_that_healed_decide_between_two_that_were_audited():
+    rows = [row(0, checksum=11, proven=True), row(1, checksum=12, proven=True), row(2, checksum=12)]
+    assert ledger.differing_groups(rows) == {0}
+
+
 def test_a_history_names_the_way_a_state_came_about():
     start = ledger.extend(0, 0, "fresh")
     assert ledger.extend(start, 1, "a") == ledger.extend(start, 1, "a")

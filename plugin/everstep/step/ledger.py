@@ -154,15 +154,15 @@ def differing_groups(rows: Sequence[Row]) -> frozenset[int]:
     """Groups whose checksum differs from the one that most groups have.
 
     Groups that took over their state since the last audit that agreed do not count, where there are others: they have
-    what their source had. Where two checksums are equally common, the one that the lowest group id has is kept: some
-    state has to go on, and every group must pick the same.
+    what their source had. Where two checksums are equally common, they do count; then the one that the lowest group id
+    has is kept: some state has to go on, and every group must pick the same.
     """
     audited = sorted((row for row in rows if row.checksum is not None and row.computes), key=lambda row: row.group)
     if not audited:
         return frozenset()
     voters = [row for row in audited if row.proven] or audited
-    counts = Counter(row.checksum for row in voters)
-    kept = max(voters, key=lambda row: (counts[row.checksum], -row.group)).checksum
+    counts, all_counts = (Counter(row.checksum for row in some) for some in (voters, audited))
+    kept = max(voters, key=lambda row: (counts[row.checksum], all_counts[row.checksum], -row.group)).checksum
     return frozenset(row.group for row in audited if row.checksum != kept)
 
 
