@@ -120,6 +120,7 @@ class TinyRun:
 
     def workers(self, group):
         """Pids of the group's newest workers."""
+        self.wait_for("workers_started", group=group)
         return self.events("workers_started", group=group)[-1]["pids"]
 
     def agent(self, group):

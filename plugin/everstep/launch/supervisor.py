@@ -40,6 +40,7 @@ AGENT_SILENCE_S = 30.0
 AGENT_CRASHES = 3
 STOPPED_AT_ONCE_EXIT = 130
 """What a shell gives for a command that Ctrl-C ended."""
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED_BEFORE = "stopped before anything was started."
 
 
@@ -101,6 +102,9 @@ class Supervisor:
         self.run_dir = run_dir
         self.groups = [_Group() for _ in range(settings.groups)]
         self._on_events = on_events or (lambda events: None)
+        self._stops = self._stops_obeyed = 0
+        # Before the first file: whoever sees one may ask for a stop.
+        self._old_handlers = {signum: signal.signal(signum, self._ask_to_stop) for signum in STOPS}
         self._events = EventLog(run_dir.path, None, None, "supervisor")
         self._tail = EventTail(run_dir.path)
         self._warm: WarmProcess | None = None
@@ -113,7 +117,6 @@ class Supervisor:
         self._chaos: Runner | None = None
         self._teller: Teller | None = None
         self._page: PageServer | None = None
-        self._stops = self._stops_obeyed = 0
         self._failure = ""
         self._given_up = ""
         self._failing: dict[int, str] = {}
@@ -129,8 +132,6 @@ class Supervisor:
         Raises LaunchError when the config or the run directory cannot be used.
         """
         adopt_orphans()
-        stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        old_handlers = {signum: signal.signal(signum, self._ask_to_stop) for signum in stops}
         try:
             self._tail.skip_to_end()
             forget_beats(self.run_dir.path)
@@ -151,7 +152,7 @@ class Supervisor:
                 raise Refused(STOPPED_BEFORE)
             return self._finish()
         except _StopNow:
-            for signum in stops:
+            for signum in STOPS:
                 signal.signal(signum, signal.SIG_IGN)
             self._kill_everything()
             if not self._prepared:
@@ -160,7 +161,7 @@ class Supervisor:
             return STOPPED_AT_ONCE_EXIT
         finally:
             self._kill_everything()
-            for signum, handler in old_handlers.items():
+            for signum, handler in self._old_handlers.items():
                 signal.signal(signum, handler)
             shutil.rmtree(self._private, ignore_errors=True)
             self._lighthouse.close()
