@@ -22,12 +22,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from everstep.launch.settings import read_sections
 from everstep.report.score import score, verdict
 from everstep.run.events import EventTail, read_events
 
 ROOT = Path(__file__).resolve().parents[1]
-STALL_S = 20.0
-"""The config's stall_timeout_s."""
 SMALL = ["--training.seq_len", "64", "--training.local_batch_size", "1", "--training.global_batch_size", "8"]
 PATIENCE_S = 300.0
 
@@ -56,6 +55,7 @@ class Run:
         self.groups = {number: Group() for number in range(args.groups)}
         self.step, self.progress, self.longest_s = 0, time.monotonic(), 0.0
         self.ended_unstopped: list[int] = []
+        self.stall_s = read_sections(args.config).fault_tolerance.stall_timeout_s
         self._tail = EventTail(run_dir)
 
     def follow(self) -> None:
@@ -69,7 +69,7 @@ class Run:
                 group.pids, group.trains, group.hit = event["pids"], False, False
             elif event["kind"] == "workers_died":
                 group.trains = False
-                if "stall" in str(event.get("reason")) and time.monotonic() - group.stopped_at > 2 * STALL_S:
+                if "stall" in str(event.get("reason")) and time.monotonic() - group.stopped_at > 2 * self.stall_s:
                     self.ended_unstopped.append(event["group"])
             elif event["kind"] == "commit":
                 group.trains = not group.hit
@@ -153,7 +153,7 @@ def main() -> int:
         again.process.wait()
         found = score(run_dir, reference)
         broken = verdict(found, may_stop=True)
-        if run.longest_s > STALL_S:
+        if run.longest_s > run.stall_s:
             broken.append(f"nobody committed for {run.longest_s:.1f} s")
         if run.ended_unstopped:
             broken.append(f"the watchdog ended groups {run.ended_unstopped}, which were not stopped")

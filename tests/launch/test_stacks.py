@@ -1,5 +1,6 @@
 """Where a hanging rank is, from what it writes of itself."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -62,22 +63,29 @@ threading.Event().wait()
 """
 
 
+@contextlib.contextmanager
 def members(code, folder, count):
-    return [
+    """Processes of a group that are ready, by rank; killed in the end."""
+    started = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(folder), str(rank)], stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         )
         for rank in range(count)
     ]  # fmt: skip
-
-
-def test_the_rank_that_did_not_come_to_a_collective_is_named_by_torchs_own_recorder(tmp_path):
-    started = members(MEMBER, tmp_path, 3)
     try:
         for process in started:
             assert process.stdout.readline() == b"ready\n"
-        pids = {rank: process.pid for rank, process in enumerate(started)}
+        yield {rank: process.pid for rank, process in enumerate(started)}
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def test_the_rank_that_did_not_come_to_a_collective_is_named_by_torchs_own_recorder(tmp_path):
+    with members(MEMBER, tmp_path, 3) as pids:
         until(lambda: told(tmp_path, pids) and "ranks 0, 2" in told(tmp_path, pids)[0], "both ranks to wait")
         (sentence,) = told(tmp_path, pids)
         assert sentence == (
@@ -85,11 +93,6 @@ def test_the_rank_that_did_not_come_to_a_collective_is_named_by_torchs_own_recor
         )
         for rank in pids:
             assert (tmp_path / "logs" / "group-0" / f"flight-recorder-gloo-{rank}").stat().st_size > 100
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-            process.stdout.close()
 
 
 def told(folder, pids):
@@ -109,18 +112,9 @@ def test_damaged_dumps_tell_nothing(tmp_path):
 
 
 def test_processes_that_wait_say_where_also_a_second_time(tmp_path):
-    started = members(WAITER, tmp_path, 2)
-    try:
-        for process in started:
-            assert process.stdout.readline() == b"ready\n"
-        pids = {rank: process.pid for rank, process in enumerate(started)}
+    with members(WAITER, tmp_path, 2) as pids:
         for _ in range(2):
             begin = time.monotonic()
             places = collect(tmp_path, 0, pids, wait_s=20.0)
             assert time.monotonic() - begin < 15.0, "it does not wait for more than the answers"
             assert [place.collective for place in places] == ["all_reduce", "all_reduce"]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-            process.stdout.close()

@@ -39,16 +39,20 @@ def _folder(run_dir: Path) -> Path:
     return Path(run_dir) / "state" / "struck"
 
 
+def _place(run_dir: Path, slot: Slot) -> Path:
+    return _folder(run_dir) / f"{slot[0]}-{slot[1]}"
+
+
 def strike(run_dir: Path, slot: Slot, group: int, incarnation: int, *, worked: bool, why: str = "") -> None:
     """Workers of `group` ended at this slot of their own doing; `worked`: after they had committed a step."""
     name = f"{group}.{incarnation}.{'worked' if worked else 'new'}"
-    write_whole(_folder(run_dir) / f"{slot[0]}-{slot[1]}" / name, why.encode())
+    write_whole(_place(run_dir, slot) / name, why.encode())
 
 
 def deaths_at(run_dir: Path, slot: Slot) -> Deaths:
     """Who ended at a slot so far."""
     try:
-        names = os.listdir(_folder(run_dir) / f"{slot[0]}-{slot[1]}")
+        names = os.listdir(_place(run_dir, slot))
     except OSError:
         names = []
     told = [parts for parts in (name.split(".") for name in names) if len(parts) == 3 and parts[0].isdecimal()]
@@ -59,7 +63,7 @@ def first_to_tell(run_dir: Path, slot: Slot) -> bool:
     """Whether nobody has told of this slot yet; True for one caller only, of all agents."""
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        os.close(os.open(_folder(run_dir) / f"{slot[0]}-{slot[1]}" / "told", flags, 0o644))
+        os.close(os.open(_place(run_dir, slot) / "told", flags, 0o644))
     except FileExistsError:
         return False
     return True
@@ -67,7 +71,7 @@ def first_to_tell(run_dir: Path, slot: Slot) -> bool:
 
 def why_at(run_dir: Path, slot: Slot) -> str:
     """What one of those that ended at a slot ended of; "" if none could say."""
-    for path in sorted((_folder(run_dir) / f"{slot[0]}-{slot[1]}").glob("[0-9]*")):
+    for path in sorted(_place(run_dir, slot).glob("[0-9]*")):
         with contextlib.suppress(OSError):
             if why := read_regular(path, LONGEST_REASON).decode(errors="replace"):
                 return why

@@ -101,6 +101,10 @@ class SemiSyncTrainer(EverstepTrainer):
         return self.workers
 
     @property
+    def samples(self) -> int:
+        return super().samples * self.sync_steps
+
+    @property
     def longest_sum_s(self) -> float:
         # Groups that began a round together need not end it within the time of a step. Whoever waits longer would be
         # taken for stalled.
@@ -214,17 +218,6 @@ class SemiSyncTrainer(EverstepTrainer):
         self.round.begin(with_workers=bool(saved))
         self.round.rest()
         return restored
-
-    def announce(self, source: str) -> None:
-        self.events.emit(
-            "training_started",
-            self.committed + 1,
-            source=source,
-            history=f"{self.history:x}",
-            slots=self.workers,
-            global_batch_size=self.config.training.global_batch_size * self.sync_steps,
-            ranks=torch.distributed.get_world_size(),
-        )
 
     def heal(self, state: HealState) -> None:
         super().heal(state)

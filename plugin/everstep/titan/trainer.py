@@ -348,16 +348,6 @@ class EverstepTrainer(SlotTrainer):
         return driver, membership
 
     @property
-    def committed(self) -> int:
-        """The number of the last commit in the step protocol, and in events."""
-        return self.step
-
-    @property
-    def shares(self) -> int:
-        """Of how many parts a commit is made."""
-        return self.slots
-
-    @property
     def longest_sum_s(self) -> float:
         """Longest wait for one sum over the groups."""
         return self._ft.reduce_timeout_s

@@ -70,6 +70,21 @@ class SlotTrainer(titan.Trainer):
         self.trainable = [p for part in self.model_parts for p in part.parameters() if p.requires_grad]
 
     @property
+    def committed(self) -> int:
+        """The number of the last commit in the step protocol, and in events."""
+        return self.step
+
+    @property
+    def shares(self) -> int:
+        """Of how many parts a commit is made."""
+        return self.slots
+
+    @property
+    def samples(self) -> int:
+        """Rows that enter the model in a commit."""
+        return self.config.training.global_batch_size
+
+    @property
     def may_refuse(self) -> bool:
         return self.checks is not None
 
@@ -248,11 +263,11 @@ class SlotTrainer(titan.Trainer):
         """Say where this group's state came from."""
         self.events.emit(
             "training_started",
-            self.step + 1,
+            self.committed + 1,
             source=source,
             history=f"{self.history:x}",
-            slots=self.slots,
-            global_batch_size=self.config.training.global_batch_size,
+            slots=self.shares,
+            global_batch_size=self.samples,
             ranks=dist.get_world_size(),
         )
 
