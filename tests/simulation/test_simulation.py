@@ -53,6 +53,18 @@ def test_a_run_without_faults_does_every_step_once_in_one_history() -> None:
         assert outcome.commits == last
 
 
+@pytest.mark.parametrize(
+    ("seed", "what"),
+    [
+        (11431, "who healed from a group that an audit named was believed more than that group"),
+        (11464, "of two audited groups that differ the lower id was kept, though a third agreed with the other"),
+    ],
+)
+def test_seeds_of_dense_faults_that_once_broke_it(seed: int, what: str) -> None:
+    outcome = simulate(seed, Settings(faults=60))
+    assert not outcome.violations, what
+
+
 def digest(seed: int, hash_seed: str) -> str:
     """Of a whole run, in a process of its own."""
     code = f"from simulation.world import simulate; print(simulate({seed}, trace=True).digest())"

@@ -1,5 +1,6 @@
 """Real keepers and copiers of a small run on one host, for tests."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -82,8 +83,9 @@ class Cluster:
 
     def kill_keeper(self, group: int) -> None:
         for place in peers.read_places(self.run_dir):
-            if place.group == group and psutil.pid_exists(place.pid):
-                os.kill(place.pid, signal.SIGKILL)
+            if place.group == group:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(place.pid, signal.SIGKILL)
                 wait_until(lambda: not psutil.pid_exists(place.pid) or is_zombie(place.pid))  # noqa: B023
 
     def lose_host(self, group: int) -> None:

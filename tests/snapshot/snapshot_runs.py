@@ -114,6 +114,6 @@ def end(run: Run) -> None:
         run.kill_all_but_keepers()
     for file in peers.places_dir(run.dir).glob("*.json") if run.dir.exists() else ():
         place = peers.Place(**json.loads(file.read_text()))
-        if psutil.pid_exists(place.pid):
+        with contextlib.suppress(ProcessLookupError):
             os.kill(place.pid, signal.SIGKILL)
         shutil.rmtree(place.segment, ignore_errors=True)

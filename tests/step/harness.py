@@ -1,7 +1,9 @@
 """Runs of a few groups of real processes, for tests of the protocol."""
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -79,6 +81,9 @@ class Rank:
         self._connection.send("go")
 
     def kill(self) -> None:
+        """Also of one that is stopped, which otherwise dies late, and of one that just ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGCONT)
         self.process.kill()
         self.process.join()
 
@@ -169,7 +174,6 @@ class Run:
 
     def close(self) -> None:
         for rank in self.members:
-            os.kill(rank.process.pid, 18) if rank.process.is_alive() else None  # SIGCONT: a stopped one dies late
             rank.kill()
         if not self.published:
             self.kill_lighthouse()

@@ -43,7 +43,6 @@ class Kept:
             print(f"group {self.number}", [(rank.process.exitcode, rank.end) for rank in self.ranks], flush=True)
             time.sleep(draw.uniform(0.005, 0.05))
             for rank in self.ranks:
-                os.kill(rank.process.pid, signal.SIGCONT) if rank.process.is_alive() else None
                 rank.kill()
                 rank.catch_up()
                 check_states(rank)

@@ -50,9 +50,11 @@ class Held:
 
 @dataclass(slots=True)
 class Healing:
-    """A state on its way here: after `step` of `history`, from group `source`, and the commits made since."""
+    """A state on its way here: after `step` of `history`, from group `source`, and the commits made since.
+    `suspect`: an audit has named the source's state, and nobody had another."""
 
     source: int
+    suspect: bool
     step: int
     history: int
     fetch: Fetch

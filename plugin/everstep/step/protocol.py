@@ -152,6 +152,7 @@ class StepProtocol:
         self._work.heal(healing.fetch.state())
         self._proven = False
         self._have(healing.step, healing.history)
+        self._suspect = healing.suspect
         self._events.emit(
             "heal",
             healing.step + 1,
@@ -336,9 +337,9 @@ class StepProtocol:
                     for_step=quorum.step,
                     for_history=f"{quorum.history:x}",
                 )
-            door = quorum.member(source).doors[self.decisions.rank]
-            fetch = self._door.fetch(door, quorum.step, quorum.history)
-            self._healing = Healing(source, quorum.step, quorum.history, fetch)
+            giver = quorum.member(source)
+            fetch = self._door.fetch(giver.doors[self.decisions.rank], quorum.step, quorum.history)
+            self._healing = Healing(source, giver.suspect, quorum.step, quorum.history, fetch)
         if self._group in quorum.sources.values():
             self._door.serve(quorum.step, quorum.history, self._work.serve())
 
