@@ -14,17 +14,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from everstep.launch import flight, health, stacks, worker
+from everstep.foreign import overrides
+from everstep.launch import flight, health, private, stacks, worker
 from everstep.launch.memory import oom_kills
 from everstep.launch.progress import CommitWatch, StrikeWatch
 from everstep.launch.rendezvous import OneNodeRendezvous, RunDirRendezvous
@@ -159,6 +158,7 @@ class GroupAgent(LocalElasticAgent):
         self._deaths: list[Death] = []
         self._poison_before = self._poison()
 
+    @overrides(LocalElasticAgent)
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         if _is_gone(self.settings.fork_point_pid):
             raise RuntimeError("the fork point of this agent has died; a new agent has to take over")
@@ -172,10 +172,10 @@ class GroupAgent(LocalElasticAgent):
         self._commits.restart()
         self._strikes.restart()
         # Workers tell their incarnations apart by TorchElastic's count, which on several nodes is each node's own.
-        self._remaining_restarts = UNLIMITED_RESTARTS - self._starts
+        private.set_restarts_left(self, UNLIMITED_RESTARTS - self._starts)
         self._starts += 1
         local = super()._start_workers(worker_group)
-        for process in self._processes():
+        for process in private.processes(self):
             # A death that TorchElastic sees before we do would make it ask the others to stop, and wait 30 s for that.
             process.terminate = process.kill
         self._pids = {worker_group.workers[local_rank].global_rank: pid for local_rank, pid in local.items()}
@@ -186,18 +186,21 @@ class GroupAgent(LocalElasticAgent):
         self._events.emit(kind, incarnation=self._incarnation, pids=list(self._pids.values()))
         return local
 
+    @overrides(LocalElasticAgent)
     def _exit_barrier(self) -> None:
-        self._worker_group.spec.rdzv_handler.shutdown()
+        self.get_worker_group().spec.rdzv_handler.shutdown()
         super()._exit_barrier()
 
+    @overrides(LocalElasticAgent)
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._kill_workers()
-        processes = self._processes()
+        processes = private.processes(self)
         super()._stop_workers(worker_group)
         for process in processes:
             # Each refers to itself by it, and would keep its pipes for as long as the garbage collector likes.
             vars(process).pop("terminate", None)
 
+    @overrides(LocalElasticAgent)
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._beat()
         if self.settings.stopping():
@@ -256,7 +259,7 @@ class GroupAgent(LocalElasticAgent):
 
     def _stop_cleanly(self) -> None:
         now = time.monotonic()
-        self._remaining_restarts = 0
+        private.set_restarts_left(self, 0)
         if self._stop_deadline is None:
             self._stop_deadline = now + self.settings.stop_grace_s
         if now > self._stop_deadline:
@@ -375,18 +378,18 @@ class GroupAgent(LocalElasticAgent):
                 self.killed_in_the_end = reason
         elif self.settings.node and (bad := self._reason_to_move(failure.exitcode)):
             self.node_bad = f"{bad}; last: {reason}"
-            self._remaining_restarts = 0
+            private.set_restarts_left(self, 0)
         elif slot is not None and poison:
             # The next start does without it, or there is none.
             self._deaths.pop()
             if self.settings.on_poison == "stop":
                 self._give_up_at(slot)
-                self._remaining_restarts = 0
+                private.set_restarts_left(self, 0)
         else:
             give_up = reason_to_give_up(self._deaths, self.settings.limits)
             if give_up is not None:
                 self.gave_up = f"group {self.settings.group} is given up, {give_up}; last: {reason}"
-                self._remaining_restarts = 0
+                private.set_restarts_left(self, 0)
 
     def _strike(self, slot: Slot, death: Death, reason: str) -> bool:
         """Workers ended at this slot of their own doing: whether it is poison by now, which whoever finds it says."""
@@ -436,7 +439,7 @@ class GroupAgent(LocalElasticAgent):
         time to fail at the death of the first, so a rank that a signal killed, other than ours, goes first.
         """
         rank, failure = min(result.failures.items())
-        by_pid = {process.pid: process.exitcode for process in self._processes()}
+        by_pid = {process.pid: process.exitcode for process in private.processes(self)}
         for other in self._died_by_themselves:
             exitcode = by_pid.get(self._pids[other])
             ours = rank not in self._died_by_themselves  # killed by us, when we saw the other one gone
@@ -444,12 +447,6 @@ class GroupAgent(LocalElasticAgent):
                 told = result.failures.get(other)
                 return other, told or dataclasses.replace(failure, pid=self._pids[other], exitcode=exitcode)
         return rank, failure
-
-    def _processes(self) -> list[BaseProcess]:
-        """This incarnation's processes as TorchElastic holds them."""
-        context = self._pcontext
-        started = context._pc if isinstance(context, MultiprocessContext) else None
-        return list(started.processes) if started is not None else []
 
     def _signal_workers(self, signum: signal.Signals, pids: Iterable[int] | None = None) -> None:
         for pid in self._pids.values() if pids is None else pids:

@@ -247,7 +247,7 @@ class EverstepTrainer(SlotTrainer):
         that is recorded must not start sums; a schedule that computes weights' gradients apart from the others' adds
         them without."""
         if not self.parallel_dims.pp_enabled:
-            return self.fwd_bwd_fn == self._forward_backward_body
+            return private.computes_eagerly(self)
         parallelism = self.config.parallelism
         return (
             parallelism.pipeline_parallel_schedule in WHOLE_BACKWARDS and not parallelism.pipeline_parallel_schedule_csv
