@@ -48,9 +48,10 @@ def judge(
     Raises:
         ConfigError: a run of it cannot work.
     """
-    from everstep.config.checks import check_files, slots_per_step
+    from everstep.config.checks import slots_per_step
     from everstep.quorum.communicator import why_not
     from everstep.titan.cpu import has_accelerator
+    from everstep.titan.data.binding import check_files
     from everstep.titan.load import load_config
     from everstep.titan.machine import needs_gpu
     from everstep.titan.trainer import EverstepTrainer

@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 
 import everstep
-from everstep.chaos.runner import Runner, every_so_often
 from everstep.config.sections import FaultTolerance
 from everstep.launch.agent import AgentSettings
 from everstep.launch.local_lighthouse import LocalLighthouse
@@ -41,6 +40,8 @@ AGENT_CRASHES = 3
 STOPPED_AT_ONCE_EXIT = 130
 """What a shell gives for a command that Ctrl-C ended."""
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+OnEvents = Callable[[list[dict]], None]
+"""Called at every tick with the new events."""
 STOPPED_BEFORE = "stopped before anything was started."
 
 
@@ -96,7 +97,8 @@ class Supervisor:
         self,
         settings: RunSettings,
         run_dir: RunDir,
-        on_events: Callable[[list[dict]], None] | None = None,
+        on_events: OnEvents | None = None,
+        injector: Callable[[Path], OnEvents] | None = None,
     ):
         self.settings = settings
         self.run_dir = run_dir
@@ -114,7 +116,8 @@ class Supervisor:
         self._prepared = False
         self._devices: list[str | None] = []
         self._lighthouse = LocalLighthouse()
-        self._chaos: Runner | None = None
+        self._injector = injector
+        self._inject: OnEvents | None = None
         self._teller: Teller | None = None
         self._page: PageServer | None = None
         self._failure = ""
@@ -344,8 +347,8 @@ class Supervisor:
         if settings.page:
             self._page = PageServer(self.run_dir.path)
             self._events.emit("page", address=self._page.address)
-        if settings.chaos_every_s is not None:
-            self._chaos = every_so_often(self.run_dir.path, settings.chaos_every_s, settings.seed)
+        if self._injector is not None:
+            self._inject = self._injector(self.run_dir.path)
 
     def _lighthouse_ended(self, exitcode: int) -> None:
         reason = "did not answer" if self._lighthouse.hangs else "ended"
@@ -412,9 +415,8 @@ class Supervisor:
                 self.groups[group].ended = "stopped"
             elif event["kind"] == "agent_ended" and event["status"] == "failed":
                 self._given_up = event["reason"]
-        if self._chaos is not None and not self._stops:
-            self._chaos.target.run.apply(events)
-            self._chaos.tick(time.monotonic())
+        if self._inject is not None and not self._stops:
+            self._inject(events)
         self._on_events(events)
 
     def _note_failure(self, group: int, event: dict) -> None:
@@ -486,13 +488,18 @@ def _is_keeper(process: psutil.Process) -> bool:
         return False
 
 
-def run(settings: RunSettings, on_events: Callable[[list[dict]], None] | None = None) -> int:
-    """Run to the end; returns the exit status. Raises LaunchError for what the user can put right."""
+def run(
+    settings: RunSettings,
+    on_events: OnEvents | None = None,
+    injector: Callable[[Path], OnEvents] | None = None,
+) -> int:
+    """Run to the end; returns the exit status. `injector` makes what injects faults into the run of this directory,
+    called as `on_events` is. Raises LaunchError for what the user can put right."""
     run_dir = RunDir(settings.run_dir.resolve())
     with leaves_nothing(run_dir.path, Refused):
         run_dir.lock()
         try:
             run_token(run_dir.path)
-            return Supervisor(settings, run_dir, on_events).run()
+            return Supervisor(settings, run_dir, on_events, injector).run()
         finally:
             run_dir.unlock()

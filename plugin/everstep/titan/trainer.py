@@ -23,7 +23,6 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.tools.logging import logger
 
 from everstep.attention.section import AttentionCheck
-from everstep.config.binding import bind_data
 from everstep.config.checks import check_config
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.data.slots import SlotSource
@@ -49,6 +48,7 @@ from everstep.step.reduction import GradientReducer
 from everstep.step.streams import streams_of
 from everstep.titan import attention, cpu, private
 from everstep.titan.checkpoints import RunCheckpointManager, SnapshotCheckpointManager, of_run
+from everstep.titan.data.binding import bind_data
 from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import Snapshots
 from everstep.titan.state import TrainingState, slot_seed
