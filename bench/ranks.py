@@ -5,8 +5,8 @@
 Starts `everstep run` on the demo's config with a smaller batch, and sends signals straight to its workers: SIGKILL, or
 SIGSTOP for 1 to 12 s, to a rank that is drawn, of a group that is drawn, whatever it does just then, as long as another
 group takes part. When all came back the run is stopped, made again by one group for as many steps with nothing failing,
-and compared with that. Prints one JSON object; status 1 if a step was lost, repeated or differs, if nobody committed for
-longer than stall_timeout_s, or if the watchdog ended a group that was not stopped. Runs on the machine's own workers only.
+and compared with that. Prints one JSON object; status 1 if a step was lost, repeated or differs, if nobody committed
+for longer than stall_timeout_s, or if the watchdog ended a group that was not stopped. Runs on this machine only.
 """
 
 import argparse
