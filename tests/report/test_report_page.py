@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from everstep.report import score
+from everstep.report import plots, score
 from everstep.report.page import duration, write_page
 from everstep.report.plots import shares
 from everstep.report.times import STATES, Stretch
@@ -138,6 +138,18 @@ def failing(folder):
     line.add(5, "run_ended", role="supervisor", status="failed", reason="every group was given up")
     line.write(folder)
     return folder
+
+
+def test_validations_are_dots_on_the_losses(tmp_path):
+    line = Timeline().start(0, 0).commit(1, 1, [0]).commit(2, 2, [0])
+    for t, loss in ((2.5, 7.25), (2.6, 6.5)):
+        line.add(t, "validation", 0, step=2, loss=loss)
+    line.write(tmp_path / "with")
+    text = write_page(tmp_path / "with").read_text()
+    assert "validation loss 6.5000 (step 2)" in text
+    assert plots.VALIDATION in text
+    Timeline().start(0, 0).commit(1, 1, [0]).write(tmp_path / "without")
+    assert plots.VALIDATION not in write_page(tmp_path / "without").read_text()
 
 
 def test_a_failing_run_looks_failing(tmp_path):

@@ -17,7 +17,7 @@ from everstep.report.times import STATES, Stretch
 
 INK = "#010203"
 """Stands for the page's text colour until the SVG is written."""
-MINE, REFERENCE, FAULT = "#2a7de1", "#9cc8f5", "#8a4fd3"
+MINE, REFERENCE, FAULT, VALIDATION = "#2a7de1", "#9cc8f5", "#8a4fd3", "#d98200"
 """Of curves and of the marks on them: none is a state's."""
 UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 STATE_COLOURS = {
@@ -51,11 +51,19 @@ plt.rcParams.update(
 )
 
 
-def loss(mine: Mapping[int, float], reference: Mapping[int, float], faults: Sequence[int], wide: bool) -> str:
-    """Loss against committed step, the run to compare with beneath it, a mark at each step with a fault."""
+def loss(
+    mine: Mapping[int, float],
+    reference: Mapping[int, float],
+    validation: Mapping[int, float],
+    faults: Sequence[int],
+    wide: bool,
+) -> str:
+    """Loss against committed step, the run to compare with beneath it, a dot for each validation, a mark at each step
+    with a fault."""
     axes = _axes(3.2, wide)
     axes.plot(*_thinned(reference), color=REFERENCE, linewidth=4)
     axes.plot(*_thinned(mine), color=MINE, linewidth=1.4)
+    axes.plot(*_thinned(validation), "o", color=VALIDATION, markersize=4, markeredgewidth=0)
     _mark(axes, faults)
     axes.set(xlabel="committed step", ylabel="loss")
     return _svg(axes)
