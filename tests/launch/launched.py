@@ -41,7 +41,8 @@ sys.exit(run_agent(settings, preload=("everstep.launch.elastic", "tiny_trainer")
         self.run_dir, self.temporary = folder / "run", folder / "tmp"
         arguments = {
             "config": "unused.toml", "run_dir": str(self.run_dir), "group": 0, "groups": 1, "ranks": 2,
-            "lighthouse": "http://127.0.0.1:1", "flags": list(flags), "entry": "tiny_trainer:main",
+            "lighthouse": "http://127.0.0.1:1", "entry": "tiny_trainer:main",
+            "flags": ["--fault_tolerance.groups", str(settings.get("groups", 1)), *flags],
             **settings,
         }  # fmt: skip
         self.temporary.mkdir(exist_ok=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tyro
 
-from everstep.run.directory import LaunchError
+from everstep.run.directory import LaunchError, RunDir
 
 
 @dataclass(kw_only=True)
@@ -45,7 +45,8 @@ class Agent:
     """How often this group was started before: the highest one counts. Slurm says it in its jobs."""
 
     host: str = ""
-    """Address that this group's servers listen on and advertise. Default: the host name."""
+    """Address that this group's servers listen on and advertise. Default: the file's fault_tolerance.bind_host, or the
+    host name."""
 
     stop_grace_s: float = 120.0
     """How long workers may take to end cleanly after SIGTERM."""
@@ -58,6 +59,9 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
     from everstep.launch.slurm import Allocation
 
     section = read_sections(command.config, flags).fault_tolerance
+    groups = section.groups if command.groups is None else command.groups
+    if command.config.resolve() != RunDir(command.run_dir.resolve()).config:  # which says how many there are
+        flags = ["--fault_tolerance.groups", str(groups), *flags]
     slurm = Allocation.from_environment() if command.group is None else None
     if command.group is None and slurm is None:
         raise LaunchError("--group is missing: only in a Slurm array job the task's index says it.")
@@ -80,11 +84,11 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
             node_rank=place.node_rank,
             node=place.node,
             node_failures=section.node_failures,
-            groups=section.groups if command.groups is None else command.groups,
+            groups=groups,
             ranks=command.ranks,
             lighthouse=command.lighthouse,
             flags=list(flags),
-            host=command.host or local_host(),
+            host=command.host or section.bind_host or local_host(),
             stall_timeout_s=section.stall_timeout_s,
             startup_timeout_s=section.startup_timeout_s,
             stop_grace_s=command.stop_grace_s,

@@ -115,7 +115,7 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
         sbatch_flags=sbatch_flags,
         lighthouse_flags=shlex.split(command.lighthouse_flags),
         page=command.page,
-        flags=["--ranks", str(command.ranks_per_node), *titan_flags],
+        ranks_per_node=command.ranks_per_node,
     )
     if command.dry_run:
         print(slurm.describe_commands(submission))

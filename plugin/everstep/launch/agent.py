@@ -46,7 +46,7 @@ class AgentSettings:
     lighthouse: str
     """`http://host:port`; empty: as published in the run directory."""
     flags: list[str] = field(default_factory=list)
-    """torchtitan flags, passed on."""
+    """torchtitan flags of the workers that `config` does not hold already; a run directory's config.toml holds all."""
     host: str = "127.0.0.1"
     """Address that the group's servers listen on."""
     devices: str | None = None
@@ -80,10 +80,10 @@ class AgentSettings:
 
 
 def worker_argv(settings: AgentSettings, lighthouse: str) -> list[str]:
-    """What a worker of this group is started with. The user's flags come last: they win."""
+    """What a worker of this group is started with: the config, and its place in the run."""
     return [
         "--module", "everstep", "--config", settings.config, "--dump_folder", settings.run_dir,
-        "--fault_tolerance.group_id", str(settings.group), "--fault_tolerance.groups", str(settings.groups),
+        "--fault_tolerance.group_id", str(settings.group),
         "--fault_tolerance.lighthouse", lighthouse, "--fault_tolerance.bind_host", settings.host,
         *settings.flags,
     ]  # fmt: skip

@@ -47,7 +47,7 @@ STOPPED_BEFORE = "stopped before anything was started."
 
 @dataclass
 class RunSettings:
-    """What to run. `flags` are torchtitan's and go to every worker."""
+    """What to run. `flags` are torchtitan's and win over `config`; workers get both as one resolved file."""
 
     config: Path
     run_dir: Path
@@ -221,7 +221,8 @@ class Supervisor:
             return
         settings = self.settings
         if not self._prepared:
-            args = [str(settings.config), str(self.run_dir.path), self._run_flags(), settings.ranks_per_group]
+            flags = ["--fault_tolerance.groups", str(settings.groups), *settings.flags]  # the user's win
+            args = [str(settings.config), str(self.run_dir.path), flags, settings.ranks_per_group]
             args += [str(self._private / "prepared"), settings.allow_dropped]
             self._fork("prepare", settings.prepare, args, "prepare.log")
         elif not self._lighthouse.up:
@@ -239,11 +240,6 @@ class Supervisor:
             args = [self._lighthouse.arguments(self.settings.fault_tolerance, self.run_dir.path)]
             self._fork("lighthouse", "everstep.quorum.lighthouse:main", args, "lighthouse.log")
 
-    def _run_flags(self) -> list[str]:
-        """torchtitan flags as every group gets them; the user's come last and win."""
-        settings = self.settings
-        return ["--fault_tolerance.groups", str(settings.groups), *settings.flags]
-
     def _agent_settings(self, group: int) -> AgentSettings:
         settings, ft = self.settings, self.settings.fault_tolerance
         return AgentSettings(
@@ -253,7 +249,6 @@ class Supervisor:
             groups=settings.groups,
             ranks=settings.ranks_per_group,
             lighthouse=self._lighthouse.address,
-            flags=settings.flags,
             host=HOST,
             devices=self._devices[group],
             socket_dir=str(self._private),
