@@ -1,6 +1,6 @@
 """From a command line and a TOML file to what the launcher needs, without importing torch.
 
-The launcher reads four sections itself; they are parsed as every other one is, by type and with tyro's grammar. The
+The launcher reads some sections itself; they are parsed as every other one is, by type and with tyro's grammar. The
 whole config is torchtitan's to judge, in `prepare`, before anything starts.
 """
 
@@ -34,6 +34,8 @@ class Training:
     """The part of torchtitan's `[training]` that the launcher reads."""
 
     steps: int | None = None
+    local_batch_size: int = 0
+    global_batch_size: int = 0
 
 
 @dataclass(kw_only=True)
@@ -41,6 +43,16 @@ class Parallelism:
     """The part of torchtitan's `[parallelism]` that the launcher reads."""
 
     data_parallel_replicate_degree: int = 1
+    tensor_parallel_degree: int = 1
+    context_parallel_degree: int = 1
+    pipeline_parallel_degree: int = 1
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    """The part of torchtitan's `[checkpoint]` that the launcher reads."""
+
+    interval: int = 500
 
 
 @dataclass(kw_only=True)
@@ -52,6 +64,7 @@ class Sections:
     debug: Debug = field(default_factory=Debug)
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
 
 def read_sections(path: Path, flags: Sequence[str] = (), *, allow_dropped: bool = False) -> Sections:
@@ -67,13 +80,12 @@ def read_sections(path: Path, flags: Sequence[str] = (), *, allow_dropped: bool 
     try:
         source = read_source(path)
         translate(source, allow_dropped=allow_dropped)
-        for name in ("fault_tolerance", "snapshot", "debug", "training", "parallelism"):
-            section = getattr(found, name)
+        for name, section in vars(found).items():
             table = source.table.get(name, {})
             if not isinstance(table, dict):
                 raise source.error((name,), f"{name} must be a table: write [{name}]")
-            partial = isinstance(section, Debug | Training | Parallelism)
-            known = {key: value for key, value in table.items() if not partial or hasattr(section, key)}
+            whole = isinstance(section, FaultTolerance | Snapshot)
+            known = {key: value for key, value in table.items() if whole or hasattr(section, key)}
             assign_table(section, known, source, (name,))
         found = parse(Sections, flags, default=found)[0]
     except ConfigError as error:
