@@ -58,9 +58,10 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
     from everstep.launch.settings import local_host, read_sections
     from everstep.launch.slurm import Allocation
 
+    run_dir = command.run_dir.resolve()
     section = read_sections(command.config, flags).fault_tolerance
     groups = section.groups if command.groups is None else command.groups
-    if command.config.resolve() != RunDir(command.run_dir.resolve()).config:  # which says how many there are
+    if command.config.resolve() != RunDir(run_dir).config:  # which says how many there are
         flags = ["--fault_tolerance.groups", str(groups), *flags]
     slurm = Allocation.from_environment() if command.group is None else None
     if command.group is None and slurm is None:
@@ -76,25 +77,19 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
     return run_agent(
         AgentSettings(
             config=str(command.config.resolve()),
-            run_dir=str(command.run_dir.resolve()),
+            run_dir=run_dir,
             group=place.group,
             job=place.job,
             restart=place.restart,
             nodes=place.nodes,
             node_rank=place.node_rank,
             node=place.node,
-            node_failures=section.node_failures,
             groups=groups,
             ranks=command.ranks,
             lighthouse=command.lighthouse,
             flags=list(flags),
             host=command.host or section.bind_host or local_host(),
-            stall_timeout_s=section.stall_timeout_s,
-            startup_timeout_s=section.startup_timeout_s,
+            fault_tolerance=section,
             stop_grace_s=command.stop_grace_s,
-            beats=section.enable,
-            max_restarts=section.max_restarts,
-            restart_window_s=section.restart_window_s,
-            on_poison=section.on_poison,
         )
     )

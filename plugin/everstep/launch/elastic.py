@@ -24,10 +24,11 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from everstep.foreign import overrides
 from everstep.launch import flight, health, private, stacks, worker
+from everstep.launch.agent import AgentSettings
 from everstep.launch.memory import oom_kills
 from everstep.launch.progress import CommitWatch, StrikeWatch
 from everstep.launch.rendezvous import OneNodeRendezvous, RunDirRendezvous
-from everstep.launch.watchdog import Death, RestartLimits, Stall, describe_exit, find_stall, reason_to_give_up
+from everstep.launch.watchdog import Death, Stall, describe_exit, find_stall, reason_to_give_up
 from everstep.run import fence
 from everstep.run.beats import DONE, Beat, BeatFile, agent_beat_path, beat_path, push, read_beat
 from everstep.run.events import EventLog
@@ -74,37 +75,17 @@ class OneFilePerRank(LogsSpecs):
         return LogsDest(stdouts=dict(console), stderrs=dict(console), error_files=error_files)
 
 
-@dataclass
-class GroupSettings:
-    """What an elastic agent needs to know of its group. Times in seconds."""
+@dataclass(frozen=True, kw_only=True)
+class GroupSettings(AgentSettings):
+    """What an elastic agent needs to know besides."""
 
-    run_dir: Path
-    group: int
-    groups: int
-    ranks: int
-    """On this node."""
     argv: list[str]
-    entry: str
-    host: str
-    stall_timeout_s: float
-    startup_timeout_s: float
-    stop_grace_s: float
-    limits: RestartLimits
+    """What a worker is called with."""
     fork_point_pid: int
     first_incarnation: int
     stopping: Callable[[], bool] = field(default=lambda: False)
     """Whether a clean stop has been asked for."""
     claim: Claim = field(default_factory=Claim)
-    on_poison: str = "stop"
-    nodes: int = 1
-    node_rank: int = 0
-    node: str = ""
-    """This node's name, if there are others to go to."""
-    node_failures: int = 0
-    """Deaths that begin on this node within the limits' window before it counts as bad; 0: any number."""
-    beats: bool = True
-    """Whether the workers beat and tell of commits, as they do with fault tolerance. Without, no watchdog watches them,
-    and one that ran for longer than startup_timeout_s counts as one that trained."""
 
 
 class GroupAgent(LocalElasticAgent):
@@ -238,7 +219,11 @@ class GroupAgent(LocalElasticAgent):
 
     def _poison(self) -> dict[Slot, Deaths]:
         """The slots that end the run."""
-        return poisoned(self.settings.run_dir, self.settings.groups) if self.settings.on_poison == "stop" else {}
+        return (
+            poisoned(self.settings.run_dir, self.settings.groups)
+            if self.settings.fault_tolerance.on_poison == "stop"
+            else {}
+        )
 
     def _look_at_poison(self) -> None:
         """Ends this group when another one found that a slot ends them all. What was known when this agent began may
@@ -287,7 +272,7 @@ class GroupAgent(LocalElasticAgent):
         """How long a phase of the first step may last, in seconds; None once it has been made."""
         if self._has_committed():
             return None
-        startup_s = self.settings.startup_timeout_s
+        startup_s = self.settings.fault_tolerance.startup_timeout_s
         return startup_s if self._first_step_s is None else min(startup_s, FIRST_STEP_SLACK * self._first_step_s)
 
     def _some_worker_died(self) -> bool:
@@ -301,7 +286,7 @@ class GroupAgent(LocalElasticAgent):
     def _stalled(self) -> bool:
         if self._stall is not None:
             return True  # said already; the kernel is still taking the workers down
-        if not self.settings.beats:
+        if not self.settings.fault_tolerance.enable:
             return False
         folder = self.settings.run_dir
         beats = {rank: read_beat(beat_path(folder, self.settings.group, rank)) for rank in self._pids}
@@ -310,8 +295,8 @@ class GroupAgent(LocalElasticAgent):
             beats,
             self._started_mono,
             time.monotonic(),
-            self.settings.stall_timeout_s,
-            self.settings.startup_timeout_s,
+            self.settings.fault_tolerance.stall_timeout_s,
+            self.settings.fault_tolerance.startup_timeout_s,
             self._first_step_patience(),
         )
         if self._stall is not None:
@@ -350,7 +335,9 @@ class GroupAgent(LocalElasticAgent):
         death = Death(
             mono=time.monotonic(),
             exitcode=failure.exitcode,
-            committed=self._has_committed() if self.settings.beats else ran_s > self.settings.startup_timeout_s,
+            committed=self._has_committed()
+            if self.settings.fault_tolerance.enable
+            else ran_s > self.settings.fault_tolerance.startup_timeout_s,
             error=first_line(failure.message) if failure.exitcode > 0 and failure.error_file != NO_ERROR_FILE else "",
             excused=others_struck or (struck and (stalled or failure.exitcode < 0)),
             stalled=stalled,
@@ -382,7 +369,7 @@ class GroupAgent(LocalElasticAgent):
         elif slot is not None and poison:
             # The next start does without it, or there is none.
             self._deaths.pop()
-            if self.settings.on_poison == "stop":
+            if self.settings.fault_tolerance.on_poison == "stop":
                 self._give_up_at(slot)
                 private.set_restarts_left(self, 0)
         else:
@@ -406,7 +393,7 @@ class GroupAgent(LocalElasticAgent):
                 slot=number,
                 groups=sorted(now.deaths),
                 error=death.error or reason,
-                action=self.settings.on_poison,
+                action=self.settings.fault_tolerance.on_poison,
             )
         return now.poisoned(groups)
 
@@ -430,7 +417,7 @@ class GroupAgent(LocalElasticAgent):
             return "its arithmetic was wrong twice in the same place"
         window_s, now = self.settings.limits.window_s, time.monotonic()
         recent = sum(death.mono > now - window_s for death in self._deaths)
-        if 0 < self.settings.node_failures <= recent:
+        if 0 < self.settings.fault_tolerance.node_failures <= recent:
             return f"workers died here {recent} times within {window_s:g} s (fault_tolerance.node_failures)"
         return None
 

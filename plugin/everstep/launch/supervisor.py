@@ -241,10 +241,10 @@ class Supervisor:
             self._fork("lighthouse", "everstep.quorum.lighthouse:main", args, "lighthouse.log")
 
     def _agent_settings(self, group: int) -> AgentSettings:
-        settings, ft = self.settings, self.settings.fault_tolerance
+        settings = self.settings
         return AgentSettings(
             config=str(self.run_dir.config),
-            run_dir=str(self.run_dir.path),
+            run_dir=self.run_dir.path,
             group=group,
             groups=settings.groups,
             ranks=settings.ranks_per_group,
@@ -252,13 +252,8 @@ class Supervisor:
             host=HOST,
             devices=self._devices[group],
             socket_dir=str(self._private),
-            stall_timeout_s=ft.stall_timeout_s,
-            startup_timeout_s=ft.startup_timeout_s,
+            fault_tolerance=settings.fault_tolerance,
             stop_grace_s=settings.stop_grace_s,
-            beats=ft.enable,
-            max_restarts=ft.max_restarts,
-            restart_window_s=ft.restart_window_s,
-            on_poison=ft.on_poison,
             entry=settings.entry,
         )
 
