@@ -63,6 +63,7 @@ class RunCheckpointManager(CheckpointManager):
             for draft in Path(self.folder).glob(f"writing-trainer-{group}-*"):
                 shutil.rmtree(draft, ignore_errors=True)
 
+    @overrides(CheckpointManager)
     def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
         """Write as torchtitan does, aside."""
         target = Path(checkpoint_id)

@@ -443,7 +443,7 @@ class EverstepTrainer(SlotTrainer):
             words, keep = self.words(commit.extra), self._checkpoint_from_memory(commit)
             self.snapshots.committed(commit, words, self.serve, keep)
         if self.checks is not None:
-            self.checks.committed(self.step)
+            self.checks.committed()
             if plan := self.checks.news():
                 self.events.emit("attention_schedule", self.step, coverage=str(self.checks.coverage), **plan)
         self.events.emit(
