@@ -59,10 +59,9 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
     from everstep.launch.slurm import Allocation
 
     run_dir = command.run_dir.resolve()
-    section = read_sections(command.config, flags).fault_tolerance
-    groups = section.groups if command.groups is None else command.groups
+    section = read_sections(command.config, flags, command.groups).fault_tolerance
     if command.config.resolve() != RunDir(run_dir).config:  # which says how many there are
-        flags = ["--fault_tolerance.groups", str(groups), *flags]
+        flags = ["--fault_tolerance.groups", str(section.groups), *flags]
     slurm = Allocation.from_environment() if command.group is None else None
     if command.group is None and slurm is None:
         raise LaunchError("--group is missing: only in a Slurm array job the task's index says it.")
@@ -84,7 +83,7 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
             nodes=place.nodes,
             node_rank=place.node_rank,
             node=place.node,
-            groups=groups,
+            groups=section.groups,
             ranks=command.ranks,
             lighthouse=command.lighthouse,
             flags=list(flags),

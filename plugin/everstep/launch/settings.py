@@ -4,7 +4,6 @@ The launcher reads some sections itself; they are parsed as every other one is, 
 whole config is torchtitan's to judge, in `prepare`, before anything starts.
 """
 
-import dataclasses
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,9 +66,11 @@ class Sections:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
 
-def read_sections(path: Path, flags: Sequence[str] = (), *, allow_dropped: bool = False) -> Sections:
-    """The launcher's sections of a run's file, with torchtitan's `flags` applied. Files of torchtitan 0.2 say other
-    words for the same.
+def read_sections(
+    path: Path, flags: Sequence[str] = (), groups: int | None = None, *, allow_dropped: bool = False
+) -> Sections:
+    """The launcher's sections of a run's file, with torchtitan's `flags` applied, and so many groups if that is said.
+    Files of torchtitan 0.2 say other words for the same.
 
     Raises:
         LaunchError: the file is missing, no TOML or for something that is not supported; or a value of these sections
@@ -93,6 +94,8 @@ def read_sections(path: Path, flags: Sequence[str] = (), *, allow_dropped: bool 
     ft = found.fault_tolerance
     if ft.enable and ft.groups == 1:  # torchtitan's replicas are the groups
         ft.groups = max(1, found.parallelism.data_parallel_replicate_degree)
+    if groups is not None:
+        ft.groups = groups
     return found
 
 
@@ -113,24 +116,23 @@ def run_settings(
         if steps < 1:
             raise LaunchError("--steps must be at least 1.")
         flags += ["--training.steps", str(steps)]
-    sections = read_sections(config, flags, allow_dropped=more.get("allow_dropped", False))
+    sections = read_sections(config, flags, groups, allow_dropped=more.get("allow_dropped", False))
     seed = sections.debug.seed
     if seed is None:
         seed = 0
         flags += ["--debug.seed", "0"]  # so that two runs of one config can be compared
     ft = sections.fault_tolerance
-    groups = ft.groups if groups is None else groups
-    if groups < 1 or ranks_per_group < 1:
+    if ft.groups < 1 or ranks_per_group < 1:
         raise LaunchError("--groups and --ranks-per-group must be at least 1.")
     if chaos_every_s is not None and chaos_every_s <= 0:
         raise LaunchError("--chaos-every must be more than 0 seconds.")
     return RunSettings(
         config=config,
         run_dir=run_dir,
-        groups=groups,
+        groups=ft.groups,
         ranks_per_group=ranks_per_group,
         seed=seed,
-        fault_tolerance=dataclasses.replace(ft, groups=groups),
+        fault_tolerance=ft,
         flags=flags,
         chaos_every_s=chaos_every_s,
         **more,
