@@ -5,8 +5,9 @@ import json
 import pytest
 from torchtitan.config.manager import ConfigManager
 
+from everstep.commands.agent import Agent, agent
 from everstep.launch import prepare, slurm
-from everstep.launch.agent import worker_argv
+from everstep.launch.agent import AgentSettings, worker_argv
 from everstep.launch.settings import run_settings
 from everstep.launch.supervisor import Supervisor
 from everstep.run.directory import RunDir
@@ -65,3 +66,16 @@ def test_a_batch_job_gets_the_settled_config_and_no_flags(settled):
     settled_config = str(settled.run_dir / "config.toml")
     expected = [settled_config, "--run-dir", str(settled.run_dir), "--groups", "2", "--ranks", "4"]
     assert command[command.index(script) + 1 :] == expected
+
+
+@pytest.mark.parametrize(("name", "own"), [("mine.toml", ["--fault_tolerance.groups", "2"]), ("run/config.toml", [])])
+def test_an_agent_adds_to_a_settled_config_what_it_is_given_alone(tmp_path, monkeypatch, name, own):
+    started = []
+    monkeypatch.setattr("everstep.launch.agent.run_agent", started.append)
+    (tmp_path / "run").mkdir()
+    (tmp_path / name).write_text(CONFIG + 'bind_host = "10.1.2.3"\nstall_timeout_s = 99\n')
+    agent(Agent(config=tmp_path / name, run_dir=tmp_path / "run", group=1), ["--training.steps", "5"])
+    (settings,) = started
+    assert settings.flags == [*own, "--training.steps", "5"]
+    assert (settings.groups, settings.host, settings.fault_tolerance.stall_timeout_s) == (2, "10.1.2.3", 99)
+    assert AgentSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
