@@ -92,4 +92,4 @@ def test_gloo_exchanges_parts_of_uneven_sizes(monkeypatch):
     ranks = [context.Process(target=exchange, args=(rank, port, results), daemon=True) for rank in range(2)]
     for rank in ranks:
         rank.start()
-    assert dict(results.get(timeout=120) for _ in ranks) == {0: [[0.0], [10.0] * 3], 1: [[1.0] * 2, []]}
+    assert dict(results.get(timeout=400) for _ in ranks) == {0: [[0.0], [10.0] * 3], 1: [[1.0] * 2, []]}
