@@ -82,6 +82,36 @@ REFUSED = {
         GOOD.replace("diloco", "local_sgd") + "outer_lr = 0.5\n",
         '[semi_sync] outer_lr is read with method = "diloco" only, but method is "local_sgd"',
     ),
+    "a sum that would outlast the round": (
+        GOOD + "overlap_steps = 10\n",
+        "[semi_sync] overlap_steps = 10 must be at least 0 and less than sync_steps / fragments = 10: a sum ends "
+        "before the next begins",
+    ),
+    "a sum that would outlast a fragment's round": (
+        GOOD + "fragments = 5\noverlap_steps = 2\n",
+        "[semi_sync] overlap_steps = 2 must be at least 0 and less than sync_steps / fragments = 2: a sum ends before "
+        "the next begins",
+    ),
+    "more fragments than layers": (
+        GOOD + "fragments = 10\n",
+        "[semi_sync] fragments = 10 must be at most the model's 6 layers, each of which is in one fragment",
+    ),
+    "fragments that are not equally far apart": (
+        GOOD + "fragments = 3\n",
+        "[semi_sync] sync_steps = 10 must be a multiple of fragments = 3: they are synchronised in turn, equally far "
+        "apart",
+    ),
+    "no fragments": (GOOD + "fragments = 0\n", "[semi_sync] fragments = 0 must be at least 1"),
+    "workers that keep all of their own": (
+        GOOD + "mixing = 1.0\n",
+        "[semi_sync] mixing = 1.0 must be at least 0 and less than 1: a worker that keeps all of its own takes nothing "
+        "over",
+    ),
+    "states that are never written": (GOOD + "keep_every = 0\n", "[semi_sync] keep_every = 0 must be at least 1"),
+    "fragments of local SGD": (
+        GOOD.replace("diloco", "local_sgd") + "fragments = 2\n",
+        '[semi_sync] fragments is read with method = "diloco" only, but method is "local_sgd"',
+    ),
     "snapshots": (
         GOOD + "[snapshot]\nenable = true\n",
         '[snapshot] enable must be false with [semi_sync] method = "diloco": the other is not built yet',
@@ -118,6 +148,71 @@ def test_what_cannot_work_is_refused(load, text, message):
 def test_a_good_one_is_accepted_and_counts_rounds(load):
     config = load(GOOD)
     assert config.semi_sync.commits(config.training.steps) == 10
+
+
+LLAMA3_FT = """\
+[job]
+dump_folder = "./outputs"
+description = "Llama 3 debug training"
+[profiling]
+enable_profiling = true
+profile_freq = 10
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+[model]
+name = "llama3_ft"
+flavor = "debugmodel"
+hf_assets_path = "./tests/assets/tokenizer"
+[optimizer]
+name = "AdamW"
+lr = 8e-4
+eps = 1e-8
+[lr_scheduler]
+warmup_steps = 2
+decay_ratio = 0.8
+decay_type = "linear"
+min_lr_factor = 0.0
+[training]
+local_batch_size = 8
+seq_len = 2048
+max_norm = 1.0
+steps = 100
+dataset = "c4_test"
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+[checkpoint]
+enable = false
+interval = 10
+last_save_model_only = false
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "2"
+[comm]
+train_timeout_seconds = 15
+[fault_tolerance]
+enable = true
+sync_steps = 10
+num_fragments = 2
+semi_sync_method = "diloco"
+process_group = "nccl"
+process_group_timeout_ms = 10000
+[validation]
+enable = false
+dataset = "c4_validation"
+freq = 5
+steps = 10
+"""
+"""What torchtitan 0.2's `experiments/ft/llama3/train_configs/debug_model.toml` sets."""
+
+
+def test_the_debug_model_of_02s_ft_trainer_loads(load):
+    config = load(LLAMA3_FT)
+    semi = config.semi_sync
+    assert (semi.method, semi.sync_steps, semi.fragments, semi.overlap_steps) == ("diloco", 10, 2, 0)
+    assert semi.commits(config.training.steps) == 20
+    assert config.model_spec.name == "llama3"
 
 
 def test_a_run_directory_belongs_to_one_number_of_workers_and_not_of_groups(load):
