@@ -74,8 +74,9 @@ def written(trainer, worker, round_):
 def happens(trainer, what):
     match what:
         case ["moved", worker]:
-            if trainer.committed % trainer.settings.keep_every == 0:
-                written(trainer, worker, trainer.committed)
+            every = trainer.settings.keep_every
+            if newest := trainer.committed // every * every:
+                written(trainer, worker, newest)
             del trainer._owned[worker]
         case ["lost", worker, round_]:
             written(trainer, worker, round_).unlink()
