@@ -5,12 +5,11 @@ is, between calls of the step protocol that this script makes.
 
 Each scenario: `config` a TOML file, `dir` an empty folder, `rounds`, and `before`: round → what happens to the group
 before that round, ["moved", worker] (its own state is in no memory), ["lost", worker, round] (nor on disk after this
-round), ["torn", worker, round], ["healed"] (all of the group's memory is replaced by what a joiner gets). What came of
-it is in `dir`/out.pt: parameters, losses by inner step, events, and after how many inner steps of its round each sum
-began.
+round), ["torn", worker, round], ["healed"] (all of the group's memory is replaced by what a joiner gets), ["restarted"]
+(another trainer goes on from a checkpoint). What came of it is in `dir`/out.pt: parameters, losses by inner step,
+events, and after how many inner steps of its round each sum began.
 """
 
-import copy
 import json
 import os
 import socket
@@ -33,6 +32,7 @@ from everstep.titan.load import load_config  # noqa: E402
 from everstep.titan.trainer import EverstepTrainer  # noqa: E402
 
 HOUR = timedelta(hours=1)
+EVENTS = []
 
 
 class Alone:
@@ -71,7 +71,7 @@ def written(trainer, worker, round_):
         time.sleep(0.01)
 
 
-def happens(trainer, what):
+def happens(trainer, what, scenario):
     match what:
         case ["moved", worker]:
             every = trainer.settings.keep_every
@@ -88,38 +88,63 @@ def happens(trainer, what):
         case ["healed"]:
             for worker in range(trainer.workers) if trainer.committed else ():
                 written(trainer, worker, trainer.committed)
-            state = copy.deepcopy(trainer.serve())
+            trainer._door.serve(trainer.committed, trainer.history, trainer.serve())
+            fetch = trainer._door.fetch(trainer._door.address, trainer.committed, trainer.history)
+            while (state := fetch.state()) is None:
+                assert not fetch.error, fetch.error
+                time.sleep(0.01)
+            trainer._door.close()
             for tensor in trainer.state.tensors().values():
                 tensor.zero_()
             trainer.round.marks, trainer._owned = {}, {}
             trainer.step = 0
             trainer.heal(state)
+        case ["restarted"]:
+            trainer.save_last()
+            end(trainer)
+            return begin(scenario)[0]
         case _:
             raise ValueError(what)
+    return trainer
 
 
 def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def run(scenario):
+def begin(scenario):
+    """A trainer with a state, and the history of that."""
     config = load_config(Path(scenario["config"]), EverstepTrainer.Config)
     config.dump_folder = scenario["dir"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
     trainer = config.build()
     trainer._profiler = type("Profiler", (), {"step": staticmethod(lambda: None)})
-    sums = trainer.column = Alone(trainer)
-    events, emit = [], trainer.events.emit
+    trainer.column = Alone(trainer)
+    emit = trainer.events.emit
 
     def told(kind, step=None, **fields):
-        events.append({"kind": kind, "step": step, **fields})
+        EVENTS.append({"kind": kind, "step": step, **fields})
         return emit(kind, step, **fields)
 
     trainer.events.emit = told
-    _, history = trainer.restore()
+    return trainer, trainer.restore()[1]
+
+
+def end(trainer):
+    trainer.close()
+    dist.destroy_process_group()
+
+
+def run(scenario):
+    EVENTS.clear()
+    trainer, history = begin(scenario)
     workers, begun = trainer.workers, []
     for round_ in range(1, scenario["rounds"] + 1):
         for what in scenario.get("before", {}).get(str(round_), ()):
-            happens(trainer, what)
+            trainer = happens(trainer, what, scenario)
+        sums = trainer.column
         sums.begun_after.clear()
         trainer._reducer.begin(sums, HOUR, round_)
         for worker in range(workers):
@@ -140,20 +165,16 @@ def run(scenario):
         )  # fmt: skip
         trainer.discard()
     parameters = {name: whole(t) for part in trainer.model_parts for name, t in part.state_dict().items()}
-    losses = [loss for event in events if event["kind"] == "commit" for loss in event["inner_losses"]]
+    losses = [loss for event in EVENTS if event["kind"] == "commit" for loss in event["inner_losses"]]
     torch.save(
-        {"parameters": parameters, "losses": losses, "events": events, "begun": begun}, Path(scenario["dir"]) / "out.pt"
+        {"parameters": parameters, "losses": losses, "events": list(EVENTS), "begun": begun},
+        Path(scenario["dir"]) / "out.pt",
     )
-    trainer.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    end(trainer)
 
 
 if __name__ == "__main__":
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for one in json.loads(Path(sys.argv[1]).read_text()):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
         run(one)
     os._exit(0)

@@ -36,13 +36,14 @@ class Case:
 HAPPENS = {
     "1": [["healed"]],  # before anything was written
     "3": [["moved", 1]],
-    "5": [["healed"]],
+    "5": [["moved", 3], ["restarted"]],
+    "6": [["healed"]],
     "7": [["moved", 1], ["lost", 1, 6]],
     "9": [["moved", 2], ["torn", 2, 8]],
 }
 CASES = {
     "the whole, late, states written now and then": Case(1, 2, 0.25, 4, 3, {"5": [["moved", 0]]}, (1,)),
-    "halves, late, while workers move": Case(2, 1, 0.5, 4, 1, HAPPENS, (0, 0, 0, 0, 0, 1, 1)),
+    "halves, late, while workers move": Case(2, 1, 0.5, 4, 1, HAPPENS, (0, 0, 0, 0, 0, 0, 1, 1)),
 }
 MORE = {
     "quarters, late": Case(4, 1, 0.5, 8),
@@ -59,7 +60,7 @@ def config(path, semi_sync):
         job={"config": "tiny_4"},
         training={"steps": steps},
         semi_sync=semi_sync,
-        checkpoint={"enable": False, "interval": None, "keep_latest_k": None},
+        checkpoint={"interval": 1000 * semi_sync["sync_steps"]},
     )
 
 
@@ -105,7 +106,12 @@ def more(carried_out):
 
 
 def worst(parameters, expected):
-    return max(float((parameters[name] - tensor).abs().max()) for name, tensor in expected.parameters.items())
+    """Largest difference, relative where a parameter is above 1: an embedding's are up to 4, where float32 has steps of
+    5e-7."""
+    return max(
+        float(((parameters[name] - tensor).abs() / tensor.abs().clamp(min=1)).max())
+        for name, tensor in expected.parameters.items()
+    )
 
 
 def is_what_the_paper_says(found, case, reference, folder):
