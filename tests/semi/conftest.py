@@ -53,6 +53,7 @@ def reference():
                 fragments=semi.fragments,
                 overlap=semi.overlap_steps,
                 mixing=semi.mixing,
+                quantize=semi.quantize,
             )
         return known[text]
 

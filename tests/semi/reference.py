@@ -45,6 +45,18 @@ def fragment(name, fragments):
     return 0 if parts[0] == "tok_embeddings" else fragments - 1
 
 
+def rounded(changes, to):
+    """A worker's changes as they arrive: in bfloat16, or in 8 bits with a scale for every 256 of them in a row."""
+    flat = torch.cat([change.flatten() for change in changes.values()])
+    if to == "bf16":
+        flat = flat.bfloat16().float()
+    if to == "int8":
+        steps = [block.abs().max() / 127 for block in flat.split(256)]
+        flat = torch.cat([(b / s).round() * s if s > 0 else b for b, s in zip(flat.split(256), steps, strict=True)])
+    pieces = flat.split([change.numel() for change in changes.values()])
+    return {name: piece.view_as(changes[name]) for name, piece in zip(changes, pieces, strict=True)}
+
+
 def simulate(
     config,
     data,
@@ -60,6 +72,7 @@ def simulate(
     fragments=1,
     overlap=0,
     mixing=0.0,
+    quantize="none",
     outer=(0.7, 0.9, True),
 ):
     model = build(config)
@@ -90,7 +103,8 @@ def simulate(
         mine = [name for name in theta if parts[name] == part]
         with torch.no_grad():
             if (step + overlap) % turn == 0:
-                delta = {name: torch.stack([theta[name] - w[name] for w in now]).mean(0) for name in mine}
+                sent = [rounded({name: theta[name] - w[name] for name in mine}, quantize) for w in now]
+                delta = {name: torch.stack([change[name] for change in sent]).mean(0) for name in mine}
             if step % turn:
                 continue
             for name in delta:

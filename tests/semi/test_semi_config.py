@@ -108,6 +108,10 @@ REFUSED = {
         "over",
     ),
     "states that are never written": (GOOD + "keep_every = 0\n", "[semi_sync] keep_every = 0 must be at least 1"),
+    "unknown numbers": (
+        GOOD + 'quantize = "fp4"\n',
+        '[semi_sync] quantize must be one of "none", "bf16", "int8", got "fp4"',
+    ),
     "fragments of local SGD": (
         GOOD.replace("diloco", "local_sgd") + "fragments = 2\n",
         '[semi_sync] fragments is read with method = "diloco" only, but method is "local_sgd"',

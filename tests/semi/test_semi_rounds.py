@@ -24,12 +24,13 @@ class Case:
     mixing: float
     sync_steps: int
     keep_every: int = 1
+    quantize: str = "none"
     before: dict = field(default_factory=dict)
     again: tuple = ()
 
     @property
     def semi_sync(self):
-        keys = ("fragments", "overlap_steps", "mixing", "sync_steps", "keep_every")
+        keys = ("fragments", "overlap_steps", "mixing", "sync_steps", "keep_every", "quantize")
         return {key: getattr(self, key) for key in keys}
 
 
@@ -41,15 +42,18 @@ HAPPENS = {
     "7": [["moved", 1], ["lost", 1, 6]],
     "9": [["moved", 2], ["torn", 2, 8]],
 }
+AGAIN = {"4": [["moved", 3]], "5": [["moved", 3], ["lost", 3, 4]]}
 CASES = {
-    "the whole, late, states written now and then": Case(1, 2, 0.25, 4, 3, {"5": [["moved", 0]]}, (1,)),
-    "halves, late, while workers move": Case(2, 1, 0.5, 4, 1, HAPPENS, (0, 0, 0, 0, 0, 0, 1, 1)),
+    "the whole, late, states written now and then": Case(1, 2, 0.25, 4, 3, "none", {"5": [["moved", 0]]}, (1,)),
+    "halves, late, while workers move": Case(2, 1, 0.5, 4, 1, "none", HAPPENS, (0, 0, 0, 0, 0, 0, 1, 1)),
 }
 MORE = {
     "quarters, late": Case(4, 1, 0.5, 8),
     "halves, at once": Case(2, 0, 0.0, 2),
     "local parameters thrown away": Case(2, 2, 0.0, 6),
-    "two rounds made again": Case(1, 0, 0.0, 2, 2, {"4": [["moved", 3]], "5": [["moved", 3], ["lost", 3, 4]]}, (1, 2)),
+    "two rounds made again": Case(
+        1, 0, 0.0, 2, 2, "none", {"4": [["moved", 3]], "5": [["moved", 3], ["lost", 3, 4]]}, (1, 2)
+    ),
 }
 
 
@@ -103,6 +107,30 @@ def few(carried_out):
 @pytest.fixture(scope="module")
 def more(carried_out):
     return carried_out(MORE)
+
+
+ROUNDED = {to: Case(2, 1, 0.5, 4, quantize=to) for to in ("bf16", "int8")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ROUNDED)
+def test_changes_are_rounded_by_worker(carried_out, reference, tmp_path, to):
+    found = carried_out({to: ROUNDED[to]})[to]
+    expected = reference(config(tmp_path / "run.toml", ROUNDED[to].semi_sync)).parameters
+    whole = reference(config(tmp_path / "whole.toml", Case(2, 1, 0.5, 4).semi_sync)).parameters
+
+    def differing(other):
+        """Part of the parameters that differ by more than float32's rounding. Where a change is halfway between two
+        steps, that decides."""
+        counts = [((other[n] - t).abs() > 2e-6).double().mean() * t.numel() for n, t in expected.items()]
+        return float(sum(counts)) / sum(t.numel() for t in expected.values())
+
+    assert differing(found["parameters"]) < 0.02
+    assert differing(whole) > 0.2
+    commits = [event for event in found["events"] if event["kind"] == "commit"]
+    sent = sum(event["payload_bytes"] for event in commits[:2])
+    each = {"bf16": 2, "int8": 1 + 4 / 256}[to]
+    assert sent == pytest.approx(4 * commits[0]["gradient_bytes"] / 4 * each, rel=1e-3)  # of four workers
 
 
 def worst(parameters, expected):

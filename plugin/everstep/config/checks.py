@@ -369,7 +369,7 @@ def _semi_sync(config: Any) -> Iterator[Problem]:
 def _outer(semi: Any) -> Iterator[Problem]:
     """The settings of the outer step, which only diloco reads."""
     defaults = type(semi)()
-    for key in ("outer_lr", "outer_momentum", "nesterov", "fragments", "overlap_steps", "mixing"):
+    for key in ("outer_lr", "outer_momentum", "nesterov", "fragments", "overlap_steps", "mixing", "quantize"):
         if semi.method == "local_sgd" and getattr(semi, key) != getattr(defaults, key):
             yield Problem(
                 ("semi_sync", key),

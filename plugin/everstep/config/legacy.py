@@ -141,6 +141,7 @@ _SEMI_SYNC: dict[str, str] = {
     "num_fragments": "fragments",
     "fragment_sync_delay": "overlap_steps",
     "fragment_update_alpha": "mixing",
+    "should_quantize": "quantize",
 }
 """0.2's keys of semi-synchronous training, which stood in [fault_tolerance], and those of [semi_sync]."""
 
@@ -255,12 +256,11 @@ def _settle_semi_sync(source: Source) -> None:
     if method in ("", "None"):
         _pop(source.table, ("fault_tolerance", "semi_sync_method"))
         return
-    for key, why in (
-        ("module_fqns_per_model_fragment", "must be empty: layers are dealt to the fragments in turn"),
-        ("should_quantize", "must be false: sums in fewer bits are not built yet"),
-    ):
-        if section.pop(key, None):
-            raise source.error(("fault_tolerance", key), f"{describe(('fault_tolerance', key))} {why}")
+    named = ("fault_tolerance", "module_fqns_per_model_fragment")
+    if section.pop(named[1], None):
+        raise source.error(named, f"{describe(named)} must be empty: layers are dealt to the fragments in turn")
+    if isinstance(quantize := section.get("should_quantize"), bool):
+        section["should_quantize"] = "int8" if quantize else "none"  # torchft's are 8 bits, too
     if isinstance(method, str):
         section["semi_sync_method"] = method = method.lower()
     section.setdefault("sync_steps", 5)  # 0.2's

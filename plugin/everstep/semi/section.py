@@ -40,6 +40,10 @@ class SemiSync:
     """Diloco only: how much of its own parameters a worker keeps when it takes over what was synchronised, from 0,
     nothing, to less than 1 (the paper's alpha)."""
 
+    quantize: Literal["none", "bf16", "int8"] = "none"
+    """Diloco only: the numbers that each worker's change is sent in. They are summed in float32; what rounding takes
+    away is not made up for later."""
+
     keep_every: int = 1
     """Rounds between two writes of each worker's own state to the run directory. Of a worker that moves to another
     group the rounds since are made again."""

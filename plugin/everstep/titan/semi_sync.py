@@ -21,13 +21,14 @@ from torchtitan.components.checkpointer import CheckpointManager
 from everstep.quorum.heal import HealState
 from everstep.run.exits import HOPELESS_EXIT, USAGE_EXIT
 from everstep.semi.outer import OuterSGD
+from everstep.semi.quantize import encode
 from everstep.semi.rounds import slots_of, steps_of
 from everstep.semi.worker_files import Place, WorkerFiles
 from everstep.snapshot.segment import run_id
 from everstep.step.interfaces import Commit, SlotSums
-from everstep.step.reduction import local
+from everstep.step.reduction import GradientReducer, local
 from everstep.titan import private
-from everstep.titan.fragments import FragmentReducer
+from everstep.titan.fragments import FragmentReducer, QuantizedReducer
 from everstep.titan.rounds import Mark, RoundState
 from everstep.titan.trainer import OPTIMIZER_SLOT, EverstepTrainer, logger
 from everstep.titan.work import all_in_group
@@ -84,9 +85,11 @@ class SemiSyncTrainer(EverstepTrainer):
         self.state = self.round
         self._require_memory()
         fragments = [[self.trainable[at] for at in places] for places in self.round.fragments]
-        self._reducer = FragmentReducer(fragments, int(self._ft.bucket_mb * 2**20), self._streams)
+        self._reducer = FragmentReducer([self._reducer_of(params) for params in fragments])
         self._changed = [torch.zeros_like(param) for param in self.trainable]
         """What the held workers have changed, summed over them."""
+        self._sent: dict[int, torch.Tensor] = {}
+        """The same by worker, where it is sent in fewer bits."""
         self._held: dict[int, WorkerRound] = {}
         self._owned: dict[int, Owned] = {}
         """By worker the newest own state that this rank has."""
@@ -102,6 +105,15 @@ class SemiSyncTrainer(EverstepTrainer):
         # pyrefly: ignore[missing-attribute] every manager of torchtitan has states, if it is enabled
         self._saved = self.checkpointer.states if config.checkpoint.enable else {}
         self._saved[CHECKPOINT] = self._OnDisk(self)
+
+    def _reducer_of(self, params: list[torch.nn.Parameter]) -> GradientReducer | QuantizedReducer:
+        if self.settings.quantize == "none":
+            return GradientReducer(params, int(self._ft.bucket_mb * 2**20), self._streams, hooks=False)
+
+        def offered() -> dict[int, torch.Tensor]:
+            return {worker: self._sent[worker] for worker in self._held}
+
+        return QuantizedReducer(params, offered, self.settings.quantize, self.workers)
 
     def _require_memory(self) -> None:
         """Refuse to start with more workers than this rank has memory for."""
@@ -172,15 +184,20 @@ class SemiSyncTrainer(EverstepTrainer):
         for index, inner_step in enumerate(steps):
             tokens[index], loss[index] = self._inner_step(round_, inner_step, worker)
             if synchronises and inner_step == steps[-1] - self.settings.overlap_steps:
-                self._take_changes(round_)
+                self._take_changes(round_, worker)
         return tokens, loss
 
     @torch.no_grad()
-    def _take_changes(self, round_: int) -> None:
+    def _take_changes(self, round_: int, worker: int) -> None:
         """What the worker has changed of the round's fragment joins what is summed. The sum begins if this is the
         group's last worker, and goes on while the worker makes its last steps."""
-        before, now = self.round.trained, self.round.live
-        for at in self.round.fragment(round_):
+        before, now, places = self.round.trained, self.round.live, self.round.fragment(round_)
+        if self.settings.quantize != "none":
+            self._sent[worker] = encode(
+                torch.cat([(before[at] - now[at]).flatten() for at in places]), self.settings.quantize
+            )
+            return
+        for at in places:
             local(self._changed[at]).add_(before[at] - now[at])
         if self.settings.overlap_steps:
             self._offer(round_)
@@ -219,6 +236,7 @@ class SemiSyncTrainer(EverstepTrainer):
 
     def discard(self) -> None:
         self._held.clear()
+        self._sent.clear()
         for changed in self._changed:
             local(changed).zero_()
         self.optimizers.zero_grad()
