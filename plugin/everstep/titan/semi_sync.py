@@ -262,7 +262,7 @@ class SemiSyncTrainer(EverstepTrainer):
             raise SystemExit(HOPELESS_EXIT)
         assert found is not None
         owned = self._owned.get(worker)
-        if owned is not None and owned.round == self.committed:
+        if round_ == self.committed and owned is not None and owned.round == round_:
             return found
         begun = time.monotonic()
         for later in range(round_ + 1, self.committed + 1):
@@ -367,7 +367,8 @@ class SemiSyncTrainer(EverstepTrainer):
     def _save(self, *, last: bool = False) -> None:
         """All workers are in a checkpoint; torchtitan's own part of it has the optimizer of worker 0."""
         manager, known = self.checkpointer, dict(self._owned)
-        if isinstance(manager, CheckpointManager) and manager.enable and (last or private.is_due(manager, self.step)):
+        whole = isinstance(manager, CheckpointManager) and manager.enable
+        if whole and (not manager.last_save_model_only if last else private.is_due(manager, self.step)):
             for worker in range(self.workers):
                 self._owned[worker] = Owned(self.committed, self._own_state(worker))
             self.round.enter(self._owned[0].state, self.committed)
