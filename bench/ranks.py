@@ -4,9 +4,9 @@
 
 Starts `everstep run` on the demo's config with a smaller batch, and sends signals straight to its workers: SIGKILL, or
 SIGSTOP for 1 to 12 s, to a rank that is drawn, of a group that is drawn, whatever it does just then, as long as another
-group takes part. When all came back the run is stopped, made again for as many steps with nothing failing, and compared
-with that. Prints one JSON object; status 1 if a step was lost, repeated or differs, if nobody committed for longer than
-stall_timeout_s, or if the watchdog ended a group that was not stopped. Runs on the machine's own workers only.
+group takes part. When all came back the run is stopped, made again by one group for as many steps with nothing failing,
+and compared with that. Prints one JSON object; status 1 if a step was lost, repeated or differs, if nobody committed
+for longer than stall_timeout_s, or if the watchdog ended a group that was not stopped. Runs on this machine only.
 """
 
 import argparse
@@ -45,14 +45,14 @@ class Group:
 class Run:
     """`everstep run`, followed by its events."""
 
-    def __init__(self, args: argparse.Namespace, run_dir: Path, *more: str) -> None:
+    def __init__(self, args: argparse.Namespace, run_dir: Path, groups: int, steps: int) -> None:
         words = [sys.executable, "-m", "everstep.cli", "run", str(args.config), "--run-dir", str(run_dir)]
-        words += ["--groups", str(args.groups), "--ranks-per-group", str(args.ranks)]
+        words += ["--groups", str(groups), "--ranks-per-group", str(args.ranks)]
         words += ["--parallelism.tensor_parallel_degree", str(args.tensor_parallel), *SMALL]
-        words += ["--lr_scheduler.total_steps", "10000", *more]
+        words += ["--lr_scheduler.total_steps", "10000", "--steps", str(steps)]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, env=env)
-        self.groups = {number: Group() for number in range(args.groups)}
+        self.groups = {number: Group() for number in range(groups)}
         self.step, self.progress, self.longest_s = 0, time.monotonic(), 0.0
         self.ended_unstopped: list[int] = []
         self.stall_s = read_sections(args.config).fault_tolerance.stall_timeout_s
@@ -136,7 +136,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         run_dir = (args.run_dir or Path(folder) / "run").resolve()
         reference = run_dir.with_name(run_dir.name + "-reference")
-        run = Run(args, run_dir, "--steps", "1000000")
+        run = Run(args, run_dir, args.groups, 1_000_000)
         try:
             run.until_all_train()
             begun = time.monotonic()
@@ -149,7 +149,7 @@ def main() -> int:
             if run.process.poll() is None:
                 run.process.terminate()
         steps = max(event["step"] for event in read_events(run_dir) if event["kind"] == "commit")
-        again = Run(args, reference, "--steps", str(steps))
+        again = Run(args, reference, 1, steps)
         again.process.wait()
         found = score(run_dir, reference)
         broken = verdict(found, may_stop=True)

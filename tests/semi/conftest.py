@@ -7,7 +7,7 @@ from everstep.data.stdlib_text import StdlibText
 from everstep.titan.load import load_config
 from everstep.titan.trainer import EverstepTrainer
 from reference import simulate
-from semi_runs import EPS, LR, SLOTS, WARMUP
+from semi_runs import EPS, SLOTS, WARMUP
 from watched import Watched
 
 
@@ -48,7 +48,7 @@ def reference():
                 steps=config.training.steps,
                 slots=SLOTS,
                 warmup=WARMUP,
-                lr=LR,
+                lr=config.optimizer.param_groups[0].optimizer_kwargs["lr"],
                 eps=EPS,
                 fragments=semi.fragments,
                 overlap=semi.overlap_steps,

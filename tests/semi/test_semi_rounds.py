@@ -64,6 +64,7 @@ def config(path, semi_sync):
         job={"config": "tiny_4"},
         training={"steps": steps},
         semi_sync=semi_sync,
+        optimizer={"lr": 3e-4},
         checkpoint={"interval": 1000 * semi_sync["sync_steps"]},
     )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from everstep.step.driver import Driver, End
 from everstep.step.interfaces import GroupBroken
 from everstep.step.protocol import StepProtocol
+from everstep.step.quorum import Member
 from simulation.files import DONE, STARTUP, SimClock, SimEvents, SimFiles
 from simulation.healing import Door
 from simulation.judge import State
@@ -60,7 +61,9 @@ class Life:
         self.size = world.plan.ranks
         self.broken = self.ended = False
         self.accused = False
-        """Whether the last audit named it: its state counts only where there is no other."""
+        """Whether an audit named the state that it has: it counts only where there is no other."""
+        self.met: list[Member] = []
+        """The members of the last quorum that it was told of."""
         self.named = self.proven = False
         """Whether an audit found its parameters different from the others', and whether one found them equal before."""
         self.stayed = self.audits_passed = 0

@@ -263,6 +263,7 @@ class Voice:
             members = [decode(payload) for _, payload in answers[0].members]
         except ValueError as error:
             raise QuorumUnavailable(f"not all are groups of this run: {error}") from error
+        self._rank.life.met = members
         return answers[0].id, members
 
     def leave(self) -> None:

@@ -54,14 +54,15 @@ def test_a_run_without_faults_does_every_step_once_in_one_history() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "what"),
+    ("seed", "faults", "what"),
     [
-        (11431, "who healed from a group that an audit named was believed more than that group"),
-        (11464, "of two audited groups that differ the lower id was kept, though a third agreed with the other"),
+        (11431, 60, "who healed from a group that an audit named was believed more than that group"),
+        (11464, 60, "of two audited groups that differ the lower id was kept, though a third agreed with the other"),
+        (40984, 200, "who waited for the longer share of a slow group was ended by its own watchdog"),
     ],
 )
-def test_seeds_of_dense_faults_that_once_broke_it(seed: int, what: str) -> None:
-    outcome = simulate(seed, Settings(faults=60))
+def test_seeds_of_dense_faults_that_once_broke_it(seed: int, faults: int, what: str) -> None:
+    outcome = simulate(seed, Settings(faults=faults))
     assert not outcome.violations, what
 
 

@@ -168,7 +168,9 @@ class SimWork:
             world.judge.violate("step went back", f"{self.rank.name} had {self.state} and takes {state}")
         world.judge_heal(self.rank, state)
         world.judge.at(self.rank.name, self.rank.number, state)
+        accused = world.accused(state)
         self.state, self.has_state = state, True
+        life.accused = accused
 
     def flip(self) -> None:
         """Change the parameters, and nothing that counts steps."""
@@ -186,6 +188,7 @@ class SimWork:
         after = world.judge.applied(self.rank.name, self.rank.number, before, commit, self.reducer.total)
         world.scheduler.pause(0.001, 0.01)  # clip, optimizer
         self.state = after
+        life.accused = False
         world.scheduler.pause(0.0005, 0.005)  # schedules, counters
         self.rank.snapshot(after)
         world.applied(self.rank, commit)

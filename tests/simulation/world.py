@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from everstep.step.driver import End
 from everstep.step.interfaces import Commit, Timeouts
+from everstep.step.quorum import Member
 from simulation.faults import KINDS, SLOWEST, Fault, break_it, place
 from simulation.groups import Group, Life, Rank
 from simulation.healing import Door
@@ -183,7 +184,7 @@ class World:
                 # Of those that no audit has found sound since they took over a state, it may name the wrong ones.
                 life.named = life.proven and group.id in differing
                 life.proven = group.id not in differing
-                life.accused = group.id in differing
+                life.accused |= group.id in differing
 
     def heal_s(self) -> float:
         low, high = self.plan.heal_s
@@ -288,6 +289,8 @@ class World:
         held = {(step, slot) for step, slot in work.gradient if slot >= 0 and step == state.step + 1}
         if not held or life.group.suspicious or any(slot < 0 for _, slot in work.gradient):
             return
+        if life.accused and any(self._goes_before(member, life, state) for member in life.met):
+            return
         for other in self.groups.values():
             for rival in other.lives:
                 theirs = rival.ranks[0].work
@@ -301,6 +304,24 @@ class World:
             return
         for step, slot in held:
             life.thrown[state.history, step, slot] = f"at {self.scheduler.now:.3f}"
+
+    def _goes_before(self, member: Member, life: Life, state: State) -> bool:
+        """Whether this member of a quorum has another state of the same step, which no audit has named."""
+        rival = self.groups[member.group].life
+        if (
+            rival is None
+            or rival is life
+            or member.suspect
+            or (member.step, member.history) != (state.step, state.history)
+        ):
+            return False
+        theirs = rival.ranks[0].work.state
+        return (theirs.way, theirs.flipped) != (state.way, state.flipped)
+
+    def accused(self, state: State) -> bool:
+        """Whether everybody who has this state was named by an audit."""
+        having = [life for life in self.lives() if life.ranks[0].work.has_state and life.ranks[0].work.state == state]
+        return bool(having) and all(life.accused for life in having)
 
     def save(self, rank: Rank, state: State) -> None:
         """A rank has written its part of a checkpoint."""

@@ -5,10 +5,12 @@ import os
 import shlex
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+from everstep.report.score import score
 from watched import write_config
 
 pytestmark = pytest.mark.timeout(900)
@@ -241,3 +243,29 @@ def test_a_bad_node_is_left_and_not_used_again(submit):
     assert f"left node {node}" in run.status()
     run.wait_for_step((0, 1, 2), after=time.time())
     run.assert_as_without_failures()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_poison", ["skip", "stop"])
+def test_a_slot_that_ends_every_group_is_left_out_or_ends_the_run(cluster, submit, monkeypatch, on_poison):
+    paths = [str(Path(__file__).parents[1] / "run"), cluster.environment.get("PYTHONPATH")]  # of poison_job
+    monkeypatch.setitem(cluster.environment, "PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    run = submit(
+        groups=3,
+        job={"module": "poison_job", "config": "debugmodel"},
+        training={"global_batch_size": 7},
+        checkpoint={"interval": 1},
+        fault_tolerance={"on_poison": on_poison},
+    )
+    poison = run.wait_for("poison_slot", deadline_s=300)
+    assert (poison["step"], poison["slot"]) == (4, 2)
+    assert "a token that no table has" in poison["error"]
+    if on_poison == "skip":
+        run.wait_for_step((0, 1, 2), after=run.wait_for("commit", step=4)["t"])
+        steps = run.stop()
+        figures = score(run.run_dir)
+        assert (figures["steps"], figures["slots_skipped"], figures["samples_lost"]) == (steps, 1, 1)
+    else:
+        run.cluster.until(lambda: not run.tasks(), "the groups to end, and not to be started again", 240)
+        assert max(e["step"] for e in run.events("commit")) == 3
+        assert "slot 2 of step 4" in run.status()

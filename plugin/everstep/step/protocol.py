@@ -448,13 +448,15 @@ class StepProtocol:
         attempt.compute_s = self._clock.now() - begun
 
     def _patience(self, share: Sequence[int], plan: ledger.Plan) -> timedelta:
-        """For the gradients' sums: groups with a smaller share than others are there earlier."""
+        """For the gradients' sums: groups with a smaller share than others are there earlier. Never so long that this
+        group's own watchdog would take it for stalled: it asks again then, and holds what it has."""
         ahead = max(map(len, plan.shares.values()), default=0) - len(share)
+        longest = max(self._timeouts.compute, self._timeouts.reduce)
         if ahead == 0:
             return self._timeouts.reduce
         if not share or self._slot_s is None:
-            return max(self._timeouts.compute, self._timeouts.reduce)
-        return self._timeouts.reduce + 2 * ahead * timedelta(seconds=self._slot_s)
+            return longest
+        return min(self._timeouts.reduce + 2 * ahead * timedelta(seconds=self._slot_s), longest)
 
     def _sum(self, attempt: Attempt) -> tuple[ledger.Tally, str]:
         """Sum gradients and tally over the groups; the tally, and why it is not the step, or nothing."""

@@ -367,8 +367,10 @@ class SemiSyncTrainer(EverstepTrainer):
     def _save(self, *, last: bool = False) -> None:
         """All workers are in a checkpoint; torchtitan's own part of it has the optimizer of worker 0."""
         manager, known = self.checkpointer, dict(self._owned)
-        whole = isinstance(manager, CheckpointManager) and manager.enable
-        if whole and (not manager.last_save_model_only if last else private.is_due(manager, self.step)):
+        due = False
+        if isinstance(manager, CheckpointManager) and manager.enable:
+            due = not manager.last_save_model_only if last else private.is_due(manager, self.step)
+        if due:
             for worker in range(self.workers):
                 self._owned[worker] = Owned(self.committed, self._own_state(worker))
             self.round.enter(self._owned[0].state, self.committed)
