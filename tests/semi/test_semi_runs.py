@@ -77,7 +77,8 @@ def test_kills_change_nothing(start, reference, tmp_path):
         soon(run, lambda: any(event["groups"] == [0, 1] for event in run.events("commit")))
         soon(run, lambda victim=victim: computes(run, victim))
         killed = run.kill(victim)
-        soon(run, lambda victim=victim, killed=killed: run.events("heal", killed, group=victim))
+        healed = soon(run, lambda victim=victim, killed=killed: run.events("heal", killed, group=victim))[0]["t"]
+        soon(run, lambda victim=victim, healed=healed: run.events("worker_round", healed, group=victim))
     soon(run, lambda: run.events("checkpoint_saved"))
     killed = run.kill(*both)
     assert soon(run, lambda: run.events("training_started", killed))[0]["source"] == "disk"
@@ -91,13 +92,18 @@ def test_kills_change_nothing(start, reference, tmp_path):
     assert score.verdict(score.score(run.run_dir)) == []
 
 
+STREAMED = {"fragments": 2, "overlap_steps": 2, "mixing": 0.5}
+
+
 @pytest.mark.slow
-def test_a_kill_every_eight_seconds_changes_nothing(start, reference, tmp_path):
+@pytest.mark.parametrize("streamed", [{}, STREAMED], ids=["at once", "streamed"])
+def test_a_kill_every_eight_seconds_changes_nothing(start, reference, tmp_path, streamed):
     rounds, sync_steps = 40, 10
+    turn = sync_steps // streamed.get("fragments", 1)
     config = semi_config(
         tmp_path / "run.toml",
         training={"steps": rounds * sync_steps},
-        semi_sync={"sync_steps": sync_steps},
+        semi_sync={"sync_steps": sync_steps, **streamed},
         checkpoint={"interval": 5 * sync_steps},
         fault_tolerance={"groups": 3},
     )
@@ -109,8 +115,8 @@ def test_a_kill_every_eight_seconds_changes_nothing(start, reference, tmp_path):
     print("kills", figures["kills"], "parameters, losses differ by", differences, "rounds", figures["steps"])
     assert figures["kills"] >= 5
     assert max(differences) <= 1e-5
-    assert rounds_in_the_final_state(run.run_dir, sync_steps) == Counter(
-        (step // sync_steps + 1, worker, step + 1) for step in range(rounds * sync_steps) for worker in range(WORKERS)
+    assert rounds_in_the_final_state(run.run_dir, turn) == Counter(
+        (step // turn + 1, worker, step + 1) for step in range(rounds * sync_steps) for worker in range(WORKERS)
     )
     assert score.verdict(figures) == []
 

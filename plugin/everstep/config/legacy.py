@@ -87,7 +87,7 @@ CONVERTED: dict[str, str] = {
 """By model: configs of its registry that apply a converter."""
 
 _CONVERTERS = "a registry config that applies the converter, named in [job] config"
-_DILOCO = "nothing: it is read with semi_sync_method only"
+_DILOCO = 'nothing: it is read with semi_sync_method = "diloco" only'
 _MEMORY_ESTIMATION = "nothing: torchtitan no longer estimates memory"
 _VALIDATOR = "[training]: validation uses the batch size and length of training"
 
@@ -124,7 +124,7 @@ GONE: dict[str, str] = {
     "experimental.custom_import": "[override] imports, or [job] module: a package of your own",
     "experimental.custom_args_module": "[job] module: a package of your own with a config_registry",
     "experimental.custom_model_path": "[job] module: a package of your own with a config_registry",
-    "fault_tolerance.sync_steps": _DILOCO,
+    "fault_tolerance.sync_steps": "nothing: it is read with semi_sync_method only",
     "fault_tolerance.should_quantize": _DILOCO,
     "fault_tolerance.fragment_sync_delay": _DILOCO,
     "fault_tolerance.fragment_update_alpha": _DILOCO,
@@ -259,17 +259,15 @@ def _settle_semi_sync(source: Source) -> None:
     named = ("fault_tolerance", "module_fqns_per_model_fragment")
     if section.pop(named[1], None):
         raise source.error(named, f"{describe(named)} must be empty: layers are dealt to the fragments in turn")
-    if isinstance(quantize := section.get("should_quantize"), bool):
-        section["should_quantize"] = "int8" if quantize else "none"  # torchft's are 8 bits, too
     if isinstance(method, str):
         section["semi_sync_method"] = method = method.lower()
     section.setdefault("sync_steps", 5)  # 0.2's
-    if method == "local_sgd":  # which read two of them
-        for key in list(_SEMI_SYNC)[2:]:
-            section.pop(key, None)
-    for old, new in _SEMI_SYNC.items():
+    if method == "diloco" and isinstance(quantize := section.get("should_quantize"), bool):
+        section["should_quantize"] = "int8" if quantize else "none"  # torchft's are 8 bits, too
+    read = list(_SEMI_SYNC)[: 2 if method == "local_sgd" else None]
+    for old in read:
         if old in section:
-            _move(source, ("fault_tolerance", old), ("semi_sync", new))
+            _move(source, ("fault_tolerance", old), ("semi_sync", _SEMI_SYNC[old]))
 
 
 def _settle_activation_checkpoint(source: Source, drop: Callable[[Path, str], None]) -> None:
