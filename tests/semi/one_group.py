@@ -101,8 +101,9 @@ def happens(trainer, what, scenario):
                 assert not fetch.error, fetch.error
                 time.sleep(0.01)
             trainer._door.close()
-            for tensor in trainer.state.tensors().values():
-                tensor.zero_()
+            for tensor in (*trainer.round.trained, *trainer.round.momentum, *trainer.round.live):
+                with torch.no_grad():
+                    tensor.zero_()
             trainer.round.marks, trainer._owned = {}, {}
             trainer.step = 0
             trainer.heal(state)
