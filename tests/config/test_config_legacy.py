@@ -321,22 +321,24 @@ def test_semi_synchronous_training_has_a_section_of_its_own(load):
     assert (config.semi_sync.method, config.semi_sync.sync_steps) == ("diloco", 5)
     config = load('[fault_tolerance]\nsync_steps = 7\nsemi_sync_method = "local_sgd"\n', base=BASE, check=False)
     assert (config.semi_sync.method, config.semi_sync.sync_steps) == ("local_sgd", 7)
+    config = load(
+        '[fault_tolerance]\nsemi_sync_method = "diloco"\nsync_steps = 8\nnum_fragments = 2\nfragment_sync_delay = 1\n'
+        "fragment_update_alpha = 0.5\nshould_quantize = true\nmodule_fqns_per_model_fragment = []\n",
+        base=BASE,
+        check=False,
+    )
+    found = config.semi_sync
+    assert (found.sync_steps, found.fragments, found.overlap_steps, found.mixing) == (8, 2, 1, 0.5)
+    assert found.quantize == "int8"
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("num_fragments", "2"),
-        ("fragment_sync_delay", "1"),
-        ("fragment_update_alpha", "0.5"),
-        ("should_quantize", "true"),
-    ],
-)
-def test_what_semi_synchronous_training_lacks_is_refused(load, tmp_path, key, value):
+def test_fragments_by_name_are_refused(load, tmp_path):
+    key = "module_fqns_per_model_fragment"
     with pytest.raises(ConfigError) as caught:
-        load(f'[fault_tolerance]\nsemi_sync_method = "diloco"\n{key} = {value}\n', base=BASE)
-    assert str(caught.value).startswith(f"{tmp_path}/run.toml:6: [fault_tolerance] {key} = ")
-    assert "is not built yet" in str(caught.value)
+        load(f'[fault_tolerance]\nsemi_sync_method = "diloco"\n{key} = [["layers.0"], ["layers.1"]]\n', base=BASE)
+    assert str(caught.value) == (
+        f"{tmp_path}/run.toml:6: [fault_tolerance] {key} must be empty: layers are dealt to the fragments in turn"
+    )
 
 
 def test_a_key_under_both_its_names_is_refused(load, tmp_path):

@@ -47,6 +47,23 @@ def announce(board, key, rank, watch):
     dist.PrefixStore(f"everstep/{key}/0", board).set(f"watch/{rank}", watch.address)
 
 
+def test_members_exchange_tensors(board, crosses):
+    members = [crosses() for _ in range(3)]
+
+    def _exchange(rank):
+        members[rank].connect(**place(board, "exchange"), rank=rank, size=3)
+        before = members[rank].payload_bytes
+        parts = members[rank].exchange(torch.full((2, 3), rank + 1, dtype=torch.uint8), LONG)
+        return [part.tolist() for part in parts], members[rank].payload_bytes - before
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(_exchange, range(3)))
+    assert found == [([[[rank + 1] * 3] * 2 for rank in range(3)], 6)] * 3
+    members[0].abort()
+    with pytest.raises(SumsBroken):
+        members[1].exchange(torch.zeros(1), LONG)
+
+
 def assert_they_add(board, key, *members):
     tensors = [torch.full((3,), 10.0**rank) for rank in range(len(members))]
 

@@ -73,6 +73,7 @@ def test_what_torchtitan_measures_is_drawn_and_validation_is_a_curve_of_its_own(
         story.commit(float(step), step, groups=(0, 1), loss=float(step))
         for event in story.logged[-2:]:
             event["metrics"] = {"throughput(tps)": 10.0 * step, "mfu(%)": 1.5, "loss_metrics/global_avg_loss": -1.0}
+            event |= {"inner_steps": 5, "payload_bytes": 100 * step, "kept_bytes": 7} if step == 2 else {}
     story.add(2.5, "validation", 1, 2, rank=3, loss=7.5)
     told(tmp_path, story)
     told(tmp_path, story)
@@ -82,6 +83,12 @@ def test_what_torchtitan_measures_is_drawn_and_validation_is_a_curve_of_its_own(
     assert curves["mfu(%)"] == [(1, 1.5), (2, 1.5)]
     assert curves["loss_metrics/global_avg_loss"] == [(1, 1.0), (2, 2.0)], "the whole run's, not the rank's"
     assert curves["validation_metrics/loss"] == [(2, 7.5)]
+    rounds = {tag: points for tag, points in curves.items() if tag.startswith("semi_sync/")}
+    assert rounds == {
+        "semi_sync/inner_steps": [(2, 5.0)],
+        "semi_sync/bytes_across_groups": [(2, 200.0)],
+        "semi_sync/bytes_kept": [(2, 7.0)],
+    }
 
 
 def test_a_line_that_is_seen_late_is_no_step_of_its_own():

@@ -7,7 +7,7 @@ from everstep.titan.data.stdlib_text import StdlibText
 from everstep.titan.load import load_config
 from everstep.titan.trainer import EverstepTrainer
 from reference import simulate
-from semi_runs import EPS, LR, ROUNDS, SLOTS, SYNC_STEPS, WARMUP, WORKERS, semi_config
+from semi_runs import EPS, SLOTS, WARMUP
 from watched import Watched
 
 
@@ -26,31 +26,35 @@ def start(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory):
-    """What the papers' formulas give for `semi_config`."""
+def reference():
+    """What the papers' formulas give for a config of `semi_config`."""
     known = {}
 
-    def _reference(method, rounds=ROUNDS, sync_steps=SYNC_STEPS):
-        key = (method, rounds, sync_steps)
-        if key not in known:
-            path = semi_config(tmp_path_factory.mktemp("reference") / "run.toml")
+    def _reference(path):
+        text = path.read_text()
+        if text not in known:
             config = load_config(path, EverstepTrainer.Config)
             data = StdlibText.Config(shuffle=True, seed=0).build(
                 dp_world_size=1, dp_rank=0, seq_len=32, local_batch_size=1, tokenizer=ByteTokenizer.Config().build()
             )
             data.open_slots(SLOTS, 0, 1)
-            known[key] = simulate(
+            semi = config.semi_sync
+            known[text] = simulate(
                 config,
                 data,
-                method=method,
-                workers=WORKERS,
-                sync_steps=sync_steps,
-                rounds=rounds,
+                method=semi.method,
+                workers=semi.workers,
+                sync_steps=semi.sync_steps,
+                steps=config.training.steps,
                 slots=SLOTS,
                 warmup=WARMUP,
-                lr=LR,
+                lr=config.optimizer.param_groups[0].optimizer_kwargs["lr"],
                 eps=EPS,
+                fragments=semi.fragments,
+                overlap=semi.overlap_steps,
+                mixing=semi.mixing,
+                quantize=semi.quantize,
             )
-        return known[key]
+        return known[text]
 
     return _reference

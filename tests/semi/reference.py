@@ -1,10 +1,14 @@
-"""Local SGD and DiLoCo in one process, written from the papers, to hold runs against. None of Everstep's arithmetic.
+"""Local SGD, DiLoCo and Streaming DiLoCo in one process, written from the papers, to hold runs against. None of
+Everstep's arithmetic.
 
-DiLoCo: arXiv 2311.08105, algorithm 1; local SGD: arXiv 1805.09767. A worker's inner optimizer is torch's AdamW, kept
-from round to round; gradients are clipped as in torch.nn.utils. Model: the config's, as torchtitan builds it. Data: the
-rows that Everstep's source gives for (step, slot), which is not what is tested here.
+Local SGD: arXiv 1805.09767. DiLoCo: arXiv 2311.08105, algorithm 1. Streaming DiLoCo: arXiv 2501.18512, algorithm 2,
+with the offsets t_p such that fragment p is sent at the end of its turn less τ steps and taken over at the end of it. A
+worker's inner optimizer is torch's AdamW, kept throughout; gradients are clipped as in torch.nn.utils. Model: the
+config's, as torchtitan builds it. Data: the rows that Everstep's source gives for (step, slot), which is not what is
+tested here.
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +20,12 @@ from everstep.titan.cpu import use_plain_attention
 @dataclass
 class Simulation:
     parameters: dict[str, torch.Tensor]
-    """θ after the last round, by the names of checkpoints."""
-    losses: list[list[float]]
-    """By round, by inner step: mean over the workers, who all have equally many tokens."""
+    """θ after the last step, by the names of checkpoints."""
+    losses: list[float]
+    """By inner step: mean over the workers, who all have equally many tokens."""
 
 
-def simulate(config, data, *, method, workers, sync_steps, rounds, slots, warmup, lr, eps, outer=(0.7, 0.9, True)):
+def build(config):
     use_plain_attention(config.model_spec.model)
     config.model_spec.model.update_from_config(config=config)
     with torch.device("meta"):
@@ -30,46 +34,90 @@ def simulate(config, data, *, method, workers, sync_steps, rounds, slots, warmup
     torch.manual_seed(config.debug.seed)
     with torch.no_grad():
         model.init_weights(buffer_device=None)
-    theta = [p.detach().clone() for p in model.parameters()]
-    velocity = [torch.zeros_like(p) for p in theta]
-    inner = [None] * workers
-    losses = []
-    for round_ in range(rounds):
-        ends, round_losses = [], [0.0] * sync_steps
-        for worker in range(workers):
-            with torch.no_grad():
-                for p, start in zip(model.parameters(), theta, strict=True):
-                    p.copy_(start)
-            adam = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=eps, weight_decay=0.1)
-            if inner[worker] is not None:
-                adam.load_state_dict(inner[worker])
-            for h in range(sync_steps):
-                step = round_ * sync_steps + h + 1
-                for group in adam.param_groups:
-                    group["lr"] = lr * min(1.0, step / warmup)
-                adam.zero_grad()
-                each = slots // workers
-                for slot in range(worker * each, (worker + 1) * each):
-                    inputs, labels = data.microbatch(step, slot)
-                    logits = model(inputs["input"], positions=inputs["positions"])
-                    loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) / each
-                    loss.backward()
-                    round_losses[h] += loss.item() / workers
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                adam.step()
-            inner[worker] = adam.state_dict()
-            ends.append([p.detach().clone() for p in model.parameters()])
-        losses.append(round_losses)
-        if method == "local_sgd":
-            theta = [torch.stack(parts).mean(0) for parts in zip(*ends, strict=True)]
-            continue
-        rate, momentum, nesterov = outer
-        for index, parts in enumerate(zip(*ends, strict=True)):
-            delta = torch.stack([theta[index] - part for part in parts]).mean(0)
-            velocity[index] = momentum * velocity[index] + delta
-            change = delta + momentum * velocity[index] if nesterov else velocity[index]
-            theta[index] = theta[index] - rate * change
+    return model
+
+
+def fragment(name, fragments):
+    """Layers strided, as in the paper's figure 3; the embedding with the first, norm and head with the last."""
+    parts = name.split(".")
+    if "layers" in parts:
+        return int(parts[parts.index("layers") + 1]) % fragments
+    return 0 if parts[0] == "tok_embeddings" else fragments - 1
+
+
+def rounded(changes, to):
+    """A worker's changes as they arrive: in bfloat16, or in 8 bits with a scale for every 256 of them in a row."""
+    flat = torch.cat([change.flatten() for change in changes.values()])
+    if to == "bf16":
+        flat = flat.bfloat16().float()
+    if to == "int8":
+        steps = [block.abs().max() / 127 for block in flat.split(256)]
+        flat = torch.cat([(b / s).round() * s if s > 0 else b for b, s in zip(flat.split(256), steps, strict=True)])
+    pieces = flat.split([change.numel() for change in changes.values()])
+    return {name: piece.view_as(changes[name]) for name, piece in zip(changes, pieces, strict=True)}
+
+
+def simulate(
+    config,
+    data,
+    *,
+    method,
+    workers,
+    sync_steps,
+    steps,
+    slots,
+    warmup,
+    lr,
+    eps,
+    fragments=1,
+    overlap=0,
+    mixing=0.0,
+    quantize="none",
+    outer=(0.7, 0.9, True),
+):
+    model = build(config)
+    parts = {name: fragment(name, fragments) for name, _ in model.named_parameters()}
+    theta = {name: p.detach().clone() for name, p in model.named_parameters()}
+    velocity = {name: torch.zeros_like(p) for name, p in theta.items()}
+    models = [copy.deepcopy(model) for _ in range(workers)]
+    adams = [
+        torch.optim.AdamW(m.parameters(), lr=lr, betas=(0.9, 0.95), eps=eps, weight_decay=0.1) for m in models
+    ]  # fmt: skip
+    turn, each, losses, delta = sync_steps // fragments, slots // workers, [], {}
+    for step in range(1, steps + 1):
+        losses.append(0.0)
+        for worker, (local, adam) in enumerate(zip(models, adams, strict=True)):
+            for group in adam.param_groups:
+                group["lr"] = lr * min(1.0, step / warmup)
+            adam.zero_grad()
+            for slot in range(worker * each, (worker + 1) * each):
+                inputs, labels = data.microbatch(step, slot)
+                logits = local(inputs["input"], positions=inputs["positions"])
+                loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) / each
+                loss.backward()
+                losses[-1] += loss.item() / workers
+            torch.nn.utils.clip_grad_norm_(local.parameters(), 1.0)
+            adam.step()
+        now = [dict(local.named_parameters()) for local in models]
+        part = ((step + overlap) // turn - 1) % fragments
+        mine = [name for name in theta if parts[name] == part]
+        with torch.no_grad():
+            if (step + overlap) % turn == 0:
+                sent = [rounded({name: theta[name] - w[name] for name in mine}, quantize) for w in now]
+                delta = {name: torch.stack([change[name] for change in sent]).mean(0) for name in mine}
+            if step % turn:
+                continue
+            for name in delta:
+                if method == "local_sgd":
+                    theta[name] = torch.stack([w[name] for w in now]).mean(0)
+                else:
+                    rate, momentum, nesterov = outer
+                    velocity[name] = momentum * velocity[name] + delta[name]
+                    change = delta[name] + momentum * velocity[name] if nesterov else velocity[name]
+                    theta[name] = theta[name] - rate * change
+                for w in now:
+                    w[name].copy_(mixing * w[name] + (1 - mixing) * theta[name])
     with torch.no_grad():
-        for p, end in zip(model.parameters(), theta, strict=True):
-            p.copy_(end)
+        for name, p in model.named_parameters():
+            p.copy_(theta[name])
     return Simulation({name: tensor.clone() for name, tensor in model.state_dict().items()}, losses)

@@ -55,6 +55,6 @@ def soon(run, condition):
 
 
 def losses_of(run):
-    """By round the losses of the inner steps, as one group tells them."""
+    """The losses by inner step, as one group tells them."""
     told = {event["step"]: event["inner_losses"] for event in run.events("commit", rank=0)}
-    return [told[round_] for round_ in sorted(told)]
+    return [loss for round_ in sorted(told) for loss in told[round_]]

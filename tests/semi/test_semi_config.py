@@ -6,6 +6,7 @@ from everstep.config.errors import ConfigError
 from everstep.config.resolved import config_identity
 from everstep.titan.load import load_config
 from everstep.titan.trainer import EverstepTrainer
+from llama3_ft import LLAMA3_FT, STDLIB
 
 GOOD = """\
 [job]
@@ -82,6 +83,40 @@ REFUSED = {
         GOOD.replace("diloco", "local_sgd") + "outer_lr = 0.5\n",
         '[semi_sync] outer_lr is read with method = "diloco" only, but method is "local_sgd"',
     ),
+    "a sum that would outlast the round": (
+        GOOD + "overlap_steps = 10\n",
+        "[semi_sync] overlap_steps = 10 must be at least 0 and less than sync_steps / fragments = 10: a sum ends "
+        "before the next begins",
+    ),
+    "a sum that would outlast a fragment's round": (
+        GOOD + "fragments = 5\noverlap_steps = 2\n",
+        "[semi_sync] overlap_steps = 2 must be at least 0 and less than sync_steps / fragments = 2: a sum ends before "
+        "the next begins",
+    ),
+    "more fragments than layers": (
+        GOOD + "fragments = 10\n",
+        "[semi_sync] fragments = 10 must be at most the model's 6 layers, each of which is in one fragment",
+    ),
+    "fragments that are not equally far apart": (
+        GOOD + "fragments = 3\n",
+        "[semi_sync] sync_steps = 10 must be a multiple of fragments = 3: they are synchronised in turn, equally far "
+        "apart",
+    ),
+    "no fragments": (GOOD + "fragments = 0\n", "[semi_sync] fragments = 0 must be at least 1"),
+    "workers that keep all of their own": (
+        GOOD + "mixing = 1.0\n",
+        "[semi_sync] mixing = 1.0 must be at least 0 and less than 1: a worker that keeps all of its own takes nothing "
+        "over",
+    ),
+    "states that are never written": (GOOD + "keep_every = 0\n", "[semi_sync] keep_every = 0 must be at least 1"),
+    "unknown numbers": (
+        GOOD + 'quantize = "fp4"\n',
+        '[semi_sync] quantize must be one of "none", "bf16", "int8", got "fp4"',
+    ),
+    "fragments of local SGD": (
+        GOOD.replace("diloco", "local_sgd") + "fragments = 2\n",
+        '[semi_sync] fragments is read with method = "diloco" only, but method is "local_sgd"',
+    ),
     "snapshots": (
         GOOD + "[snapshot]\nenable = true\n",
         '[snapshot] enable must be false with [semi_sync] method = "diloco": the other is not built yet',
@@ -118,6 +153,16 @@ def test_what_cannot_work_is_refused(load, text, message):
 def test_a_good_one_is_accepted_and_counts_rounds(load):
     config = load(GOOD)
     assert config.semi_sync.commits(config.training.steps) == 10
+
+
+def test_the_debug_model_of_02s_ft_trainer_loads(load):
+    with pytest.raises(ConfigError, match='source must be "stdlib" or "tokens"'):
+        load(LLAMA3_FT)
+    config = load(LLAMA3_FT + STDLIB)
+    semi = config.semi_sync
+    assert (semi.method, semi.sync_steps, semi.fragments, semi.overlap_steps) == ("diloco", 10, 2, 0)
+    assert semi.commits(config.training.steps) == 20
+    assert config.model_spec.name == "llama3"
 
 
 def test_a_run_directory_belongs_to_one_number_of_workers_and_not_of_groups(load):

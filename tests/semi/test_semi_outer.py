@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from everstep.semi.outer import OuterSGD
-from everstep.semi.rounds import pack, slots_of, steps_of, unpack
+from everstep.semi.rounds import fragment_of, fragments_of, slots_of, steps_of
 from everstep.semi.section import SemiSync
 
 
@@ -39,25 +39,10 @@ def test_every_step_and_slot_is_one_workers():
     assert slots == list(range(12))
 
 
-def test_inner_states_of_all_workers_are_put_together():
-    notes = [pack(7, {2: b"cccc", 0: b"aaaa"}), b"", pack(7, {1: b"bbbb"})]
-    found = unpack(notes, 7, 3, 4)
-    assert {worker: bytes(state) for worker, state in found.items()} == {0: b"aaaa", 1: b"bbbb", 2: b"cccc"}
-
-
-@pytest.mark.parametrize(
-    "notes",
-    [
-        [pack(7, {0: b"aaaa"})],
-        [pack(6, {0: b"aaaa", 1: b"bbbb"})],
-        [pack(7, {0: b"aaaa", 2: b"bbbb"})],
-        [pack(7, {0: b"aaa", 1: b"bbbb"})],
-        [pack(7, {0: b"aaaa", 1: b"bbbb"}), pack(7, {1: b"bbbb"})],
-        [pack(7, {0: b"aaaa", 1: b"bbbb"})[:-1]],
-        [b"x"],
-    ],
-    ids=["missing", "of another round", "no such worker", "too short", "twice", "cut off", "something else"],
-)
-def test_what_is_not_the_state_of_each_worker_once_is_refused(notes):
-    with pytest.raises(ValueError, match="inner state"):
-        unpack(notes, 7, 2, 4)
+def test_layers_are_dealt_to_fragments_in_turn():
+    layers = [f"param/layers.{layer}.{part}" for layer in range(4) for part in ("wq.weight", "ffn.w1.weight")]
+    names = ["param/tok_embeddings.weight", *layers, "param/norm.weight", "param/lm_head.weight"]
+    assert fragments_of(names, 2) == [0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 1]
+    assert fragments_of(names, 4) == [0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 3]
+    assert fragments_of(names, 1) == [0] * 11
+    assert [fragment_of(round_, 3) for round_ in range(1, 8)] == [0, 1, 2, 0, 1, 2, 0]

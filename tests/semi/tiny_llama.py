@@ -1,14 +1,22 @@
-"""A registry with a Llama of 0.2 million parameters, for `[job] module = "tiny_llama"`."""
+"""A registry with Llamas of 0.2 and 0.3 million parameters, for `[job] module = "tiny_llama"`."""
 
 from torchtitan.models import llama3
 from torchtitan.models.llama3 import ComplexRoPE
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
-DIM, HEADS, LAYERS, VOCAB = 64, 4, 2, 512
+DIM, HEADS, VOCAB = 64, 4, 512
 
 
 def tiny() -> Trainer.Config:
+    return _llama(2)
+
+
+def tiny_4() -> Trainer.Config:
+    return _llama(4)
+
+
+def _llama(layers: int) -> Trainer.Config:
     config = llama3_debugmodel()
     model = config.model_spec.model
     model.dim, model.vocab_size = DIM, VOCAB
@@ -18,7 +26,7 @@ def tiny() -> Trainer.Config:
     model.lm_head.param_init = llama3._output_linear_init(DIM)
     model.layers = llama3._build_llama3_layers(
         fuse_qkv=True,
-        n_layers=LAYERS,
+        n_layers=layers,
         dim=DIM,
         n_heads=HEADS,
         hidden_dim=4 * DIM,

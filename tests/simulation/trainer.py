@@ -37,7 +37,7 @@ class SimReducer:
         self._kept: Counter[tuple[int, int]] = Counter()
         self.total: list[Contribution] = []
 
-    def begin(self, sums: Any, timeout: timedelta) -> None:
+    def begin(self, sums: Any, timeout: timedelta, step: int = 0) -> None:
         self._sums, self._timeout = sums, timeout.total_seconds()
         self.total = []
 

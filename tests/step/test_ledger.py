@@ -54,6 +54,31 @@ def test_work_is_spread_evenly_over_those_that_compute(quorum):
     assert max(sizes) - min(sizes) <= 1
 
 
+@given(quorums(), st.integers(1, 12))
+def test_slots_with_a_home_are_computed_there_and_the_others_spread(quorum, homes):
+    slots, rows = quorum
+    plan = ledger.plan(rows, slots, homes=homes)
+    assert plan == ledger.plan(rows[::-1], slots, homes=homes)
+    count = [0] * slots
+    for said in rows:
+        kept = said.held if said.group not in plan.drops else frozenset()
+        for slot in [*kept, *plan.shares.get(said.group, ())]:
+            count[slot] += 1
+    assert count == [1] * slots
+    able = {said.group for said in rows if said.computes}
+    for group, share in plan.shares.items():
+        assert all(slot % homes == group or slot % homes not in able for slot in share)
+
+
+def test_a_slot_moves_only_while_its_home_is_away():
+    everybody = [row(group) for group in range(3)]
+    assert ledger.plan(everybody, 4, homes=3).shares == {0: (0, 3), 1: (1,), 2: (2,)}
+    without_1 = [row(0), row(1, computes=False), row(2)]
+    assert ledger.plan(without_1, 4, homes=3).shares == {0: (0, 3), 2: (1, 2)}
+    without_0 = [row(1), row(2)]
+    assert ledger.plan(without_0, 4, homes=3).shares == {1: (0, 1), 2: (2, 3)}
+
+
 @given(quorums())
 def test_a_group_lets_go_of_its_slots_only_for_another_that_holds_one_of_them(quorum):
     slots, rows = quorum

@@ -275,6 +275,7 @@ def _semi_sync(config: Any) -> Iterator[Problem]:
             f"local_batch_size = {training.local_batch_size}",
         )
     yield from _outer(semi)
+    yield from _fragments(semi, len(getattr(getattr(config.model_spec, "model", None), "layers", ())))
     for section, key, value in (
         ("training", "steps", training.steps),
         ("checkpoint", "interval", config.checkpoint.interval if config.checkpoint.enable else 0),
@@ -314,9 +315,9 @@ def _semi_sync(config: Any) -> Iterator[Problem]:
 
 
 def _outer(semi: Any) -> Iterator[Problem]:
-    """The outer optimizer's settings, which only diloco reads."""
+    """The settings of the outer step, which only diloco reads."""
     defaults = type(semi)()
-    for key in ("outer_lr", "outer_momentum", "nesterov"):
+    for key in ("outer_lr", "outer_momentum", "nesterov", "fragments", "overlap_steps", "mixing", "quantize"):
         if semi.method == "local_sgd" and getattr(semi, key) != getattr(defaults, key):
             yield Problem(
                 ("semi_sync", key),
@@ -329,6 +330,32 @@ def _outer(semi: Any) -> Iterator[Problem]:
             ("semi_sync", "outer_momentum"),
             f"[semi_sync] outer_momentum must be at least 0 and less than 1, got {semi.outer_momentum}",
         )
+
+
+def _fragments(semi: Any, layers: int) -> Iterator[Problem]:
+    """What is synchronised when."""
+
+    def wrong(key: str, message: str) -> Problem:
+        return Problem(("semi_sync", key), f"[semi_sync] {key} = {getattr(semi, key)} must be {message}")
+
+    if semi.fragments < 1:
+        yield wrong("fragments", "at least 1")
+    elif semi.fragments > 1 and semi.fragments > layers:
+        yield wrong("fragments", f"at most the model's {layers} layers, each of which is in one fragment")
+    elif semi.sync_steps % semi.fragments:
+        yield wrong(
+            "sync_steps",
+            f"a multiple of fragments = {semi.fragments}: they are synchronised in turn, equally far apart",
+        )
+    elif not 0 <= semi.overlap_steps < semi.round_steps:
+        yield wrong(
+            "overlap_steps",
+            f"at least 0 and less than sync_steps / fragments = {semi.round_steps}: a sum ends before the next begins",
+        )
+    if not 0 <= semi.mixing < 1:
+        yield wrong("mixing", "at least 0 and less than 1: a worker that keeps all of its own takes nothing over")
+    if semi.keep_every < 1:
+        yield wrong("keep_every", "at least 1")
 
 
 _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (

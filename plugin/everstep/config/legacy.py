@@ -87,7 +87,7 @@ CONVERTED: dict[str, str] = {
 """By model: configs of its registry that apply a converter."""
 
 _CONVERTERS = "a registry config that applies the converter, named in [job] config"
-_DILOCO = "nothing: it is read with semi_sync_method only"
+_DILOCO = 'nothing: it is read with semi_sync_method = "diloco" only'
 _MEMORY_ESTIMATION = "nothing: torchtitan no longer estimates memory"
 _VALIDATOR = "[training]: validation uses the batch size and length of training"
 
@@ -124,7 +124,7 @@ GONE: dict[str, str] = {
     "experimental.custom_import": "[override] imports, or [job] module: a package of your own",
     "experimental.custom_args_module": "[job] module: a package of your own with a config_registry",
     "experimental.custom_model_path": "[job] module: a package of your own with a config_registry",
-    "fault_tolerance.sync_steps": _DILOCO,
+    "fault_tolerance.sync_steps": "nothing: it is read with semi_sync_method only",
     "fault_tolerance.should_quantize": _DILOCO,
     "fault_tolerance.fragment_sync_delay": _DILOCO,
     "fault_tolerance.fragment_update_alpha": _DILOCO,
@@ -135,15 +135,15 @@ GONE: dict[str, str] = {
 }
 """0.2's key → where what it did is found today."""
 
-_SYNC_AT_ONCE: dict[str, Any] = {
-    "num_fragments": 1,
-    "fragment_sync_delay": 0,
-    "fragment_update_alpha": 0.0,
-    "should_quantize": False,
-    "module_fqns_per_model_fragment": [],
+_SEMI_SYNC: dict[str, str] = {
+    "semi_sync_method": "method",
+    "sync_steps": "sync_steps",
+    "num_fragments": "fragments",
+    "fragment_sync_delay": "overlap_steps",
+    "fragment_update_alpha": "mixing",
+    "should_quantize": "quantize",
 }
-"""0.2's keys of semi-synchronous training that stand for what is not built, with the values at which they ask for
-nothing."""
+"""0.2's keys of semi-synchronous training, which stood in [fault_tolerance], and those of [semi_sync]."""
 
 GONE_TABLES: dict[str, str] = {"quantize": _CONVERTERS, "float8": _CONVERTERS, "mx": _CONVERTERS}
 """0.2's tables of which no key is left → where what they did is found today."""
@@ -248,7 +248,7 @@ def _listed(value: Any) -> str:
 
 
 def _settle_semi_sync(source: Source) -> None:
-    """Move 0.2's keys of semi-synchronous training to [semi_sync], where they ask for what there is."""
+    """Move 0.2's keys of semi-synchronous training to [semi_sync]."""
     section = source.table.get("fault_tolerance")
     if not isinstance(section, dict) or "semi_sync_method" not in section:
         return
@@ -256,19 +256,18 @@ def _settle_semi_sync(source: Source) -> None:
     if method in ("", "None"):
         _pop(source.table, ("fault_tolerance", "semi_sync_method"))
         return
-    for key, off in _SYNC_AT_ONCE.items():
-        if section.get(key, off) != off:
-            path = ("fault_tolerance", key)
-            raise source.error(
-                path, f"{describe(path)} = {section[key]} is not built yet: with semi_sync_method it must be {off}"
-            )
-        if key in section:
-            _pop(source.table, ("fault_tolerance", key))
+    named = ("fault_tolerance", "module_fqns_per_model_fragment")
+    if section.pop(named[1], None):
+        raise source.error(named, f"{describe(named)} must be empty: layers are dealt to the fragments in turn")
     if isinstance(method, str):
-        section["semi_sync_method"] = method.lower()
+        section["semi_sync_method"] = method = method.lower()
     section.setdefault("sync_steps", 5)  # 0.2's
-    for old, new in (("semi_sync_method", "method"), ("sync_steps", "sync_steps")):
-        _move(source, ("fault_tolerance", old), ("semi_sync", new))
+    if method == "diloco" and isinstance(quantize := section.get("should_quantize"), bool):
+        section["should_quantize"] = "int8" if quantize else "none"  # torchft's are 8 bits, too
+    read = list(_SEMI_SYNC)[: 2 if method == "local_sgd" else None]
+    for old in read:
+        if old in section:
+            _move(source, ("fault_tolerance", old), ("semi_sync", _SEMI_SYNC[old]))
 
 
 def _settle_activation_checkpoint(source: Source, drop: Callable[[Path, str], None]) -> None:
@@ -297,6 +296,8 @@ def _settle_activation_checkpoint(source: Source, drop: Callable[[Path, str], No
 
 def _move(source: Source, old: Path, new: Path) -> None:
     value = _pop(source.table, old)
+    if old == ("model", "name") and value == "llama3_ft":
+        value = "llama3"  # the same model, for 0.2's torchft trainer
     if old[-1] == "process_group_timeout_ms" and isinstance(value, int | float):
         value = value / 1000
     *tables, key = new

@@ -39,11 +39,15 @@ class _Line:
         self.communicator, self.streams = communicator, streams
         self.in_flight = InFlight(streams, communicator.error)
 
-    def start(self, tensor: torch.Tensor, timeout: timedelta) -> Sum:
+    def start(self, tensor: torch.Tensor, timeout: timedelta, parts: list[torch.Tensor] | None = None) -> Sum:
+        """A sum, or with `parts` what every member has."""
         ready = self.streams.record()
         with self.streams.of_sums():
             self.streams.wait(ready)
-            work = self.communicator.allreduce(tensor, timeout)
+            if parts is None:
+                work = self.communicator.allreduce(tensor, timeout)
+            else:
+                work = self.communicator.allgather(parts, tensor, timeout)
             event = self.streams.record() if self.communicator.on_device else None
         return self.in_flight.add(work, event, timeout)
 
@@ -175,14 +179,22 @@ class RankColumn:
         """
         return self._start(-1, tensor, timeout)
 
-    def _start(self, which: int, tensor: torch.Tensor, timeout: timedelta) -> Sum:
+    def exchange(self, tensor: torch.Tensor, timeout: timedelta) -> list[torch.Tensor]:
+        """What every group gave, in rank order: tensors alike, over the gradients' backend. Raises SumsBroken."""
+        parts = [torch.empty_like(tensor) for _ in range(self._members())]
+        self.finish(self._start(-1, tensor, timeout, parts))
+        return parts
+
+    def _start(
+        self, which: int, tensor: torch.Tensor, timeout: timedelta, parts: list[torch.Tensor] | None = None
+    ) -> Sum:
         with self._lock:
             lines = self._lines
         if not lines:
             raise SumsBroken("not connected")
         self.payload_bytes += tensor.nbytes
         try:
-            return lines[which].start(tensor, timeout)
+            return lines[which].start(tensor, timeout, parts)
         except Exception as error:
             self.abort()
             raise SumsBroken(first_line(error)) from error

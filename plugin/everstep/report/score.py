@@ -53,6 +53,7 @@ READ_FIELDS: dict[str, tuple[str, ...]] = {
         "lr",
         "inner_steps",
         "payload_bytes",
+        "kept_bytes",
         "gradient_bytes",
     ),
     "validation": ("loss",),
@@ -234,14 +235,18 @@ def tokens_of(final: Sequence[Commit], training_s: float) -> dict[str, Any]:
 
 def exchanged(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Of semi-synchronous training: `inner_steps` of a round, `payload_bytes`, what one rank gave into sums over the
-    groups for each of them, the median over the rounds, and `payload_share`, how much that is of one sum of its
-    gradients, as each step of synchronous training makes. None for synchronous training."""
+    groups for each of them, the median over the rounds, `payload_share`, how much that is of one sum of its gradients,
+    as each step of synchronous training makes, and `kept_bytes`, what all ranks together wrote of workers' own states
+    for each inner step. None for synchronous training."""
+    events = list(events)
     rounds = [event for event in events if event["kind"] == "commit" and event.get("inner_steps")]
     if not rounds:
-        return dict.fromkeys(("inner_steps", "payload_bytes", "payload_share"))
+        return dict.fromkeys(("inner_steps", "payload_bytes", "payload_share", "kept_bytes"))
     payload = median(event["payload_bytes"] / event["inner_steps"] for event in rounds)
     share = payload / rounds[-1]["gradient_bytes"]
-    return {"inner_steps": rounds[-1]["inner_steps"], "payload_bytes": payload, "payload_share": share}
+    inner_steps = rounds[-1]["inner_steps"]
+    kept = sum(event.get("kept_bytes") or 0 for event in rounds) / (inner_steps * len({e["step"] for e in rounds}))
+    return {"inner_steps": inner_steps, "payload_bytes": payload, "payload_share": share, "kept_bytes": kept}
 
 
 def failures(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -357,7 +362,8 @@ def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
     if f["inner_steps"]:
         per_step = f"{f['payload_bytes'] / 2**20:.3f} MiB across groups per inner step"
         share = f"{f['payload_share']:.1%} of a synchronous step's gradients"
-        lines.append(("rounds", f"of {f['inner_steps']} inner steps; {per_step}, {share}"))
+        kept = f"{f['kept_bytes'] / 2**20:.3f} MiB of workers' own states to the run directory"
+        lines.append(("rounds", f"of {f['inner_steps']} inner steps; {per_step}, {share}; {kept}"))
     if f["give_ups"]:
         lines.append(("given up", "; ".join(f["give_ups"].values())))
     elif f["status"] == "failed" and f["error"]:

@@ -114,7 +114,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "exitcodes": _exitcodes,
     "incarnation": _name,
     "bytes": _count,
-    **dict.fromkeys(("inner_steps", "payload_bytes", "gradient_bytes"), _count),
+    **dict.fromkeys(("inner_steps", "payload_bytes", "kept_bytes", "gradient_bytes"), _count),
     "inner_losses": _list_of(_number),
     "attempt": _count,
     "quorum_id": _or_none(_int),

@@ -29,10 +29,34 @@ class SemiSync:
     nesterov: bool = True
     """Whether its momentum is Nesterov's."""
 
+    fragments: int = 1
+    """P, diloco only: the model's layers in so many parts, one of which is synchronised every `sync_steps` / P steps,
+    in turn (Streaming DiLoCo)."""
+
+    overlap_steps: int = 0
+    """τ, diloco only: steps that workers make while a sum is under way."""
+
+    mixing: float = 0.0
+    """Diloco only: how much of its own parameters a worker keeps when it takes over what was synchronised, from 0,
+    nothing, to less than 1 (the paper's alpha)."""
+
+    quantize: Literal["none", "bf16", "int8"] = "none"
+    """Diloco only: the numbers that each worker's change is sent in. They are summed in float32; what rounding takes
+    away is not made up for later."""
+
+    keep_every: int = 1
+    """Rounds between two writes of each worker's own state to the run directory. Of a worker that moves to another
+    group the rounds since are made again."""
+
     @property
     def enabled(self) -> bool:
         return self.method != "none"
 
+    @property
+    def round_steps(self) -> int:
+        """h: steps of each worker between two synchronisations of anything, H / P."""
+        return self.sync_steps // self.fragments
+
     def commits(self, steps: int) -> int:
         """How many commits a run of so many optimizer steps makes: its rounds, or the steps themselves."""
-        return steps // self.sync_steps if self.enabled else steps
+        return steps // self.round_steps if self.enabled else steps

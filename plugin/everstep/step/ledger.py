@@ -112,13 +112,15 @@ class Plan:
     differing: frozenset[int]
 
 
-def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute") -> Plan:
+def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute", homes: int = 0) -> Plan:
     """Split the slots that nobody holds among the groups that compute.
 
     Args:
         rows: one per group in the quorum, in any order.
         slots: S.
         on_loss: `shrink` computes nothing for lost slots as long as some group still holds one.
+        homes: if not 0, slot s is dealt to group s mod `homes` where that computes, so that it moves only when groups
+            are lost or come back.
 
     Returns:
         the plan; `shares` and what is held after `drops` cover each slot exactly once under `redistribute`.
@@ -130,8 +132,22 @@ def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute") -> P
     missing = [slot for slot in range(slots) if slot not in held]
     if on_loss == "shrink" and held:
         missing = []
+    if homes:
+        return Plan(_by_home(missing, [row.group for row in able], homes), drops, differing)
     shares = {row.group: tuple(missing[i :: len(able)]) for i, row in enumerate(able)}
     return Plan(shares, drops, differing)
+
+
+def _by_home(missing: Sequence[int], groups: Sequence[int], homes: int) -> dict[int, tuple[int, ...]]:
+    """Each slot to its home, those whose home does not compute to whoever has fewest, the lower group id in a tie."""
+    shares: dict[int, list[int]] = {group: [] for group in groups}
+    homeless = [slot for slot in missing if slot % homes not in shares]
+    for slot in missing:
+        if slot not in homeless:
+            shares[slot % homes].append(slot)
+    for slot in homeless if groups else ():
+        min(shares.values(), key=len).append(slot)
+    return {group: tuple(sorted(share)) for group, share in shares.items()}
 
 
 def _conflicting(rows: Sequence[Row]) -> frozenset[int]:

@@ -61,7 +61,7 @@ class StepProtocol:
         group: this group's id.
         life: differs after every start of the group; the same on all its ranks.
         slots: S.
-        on_loss: see `ledger.plan`.
+        on_loss, homes: see `ledger.plan`.
         work, reducer: the trainer's side.
         ranks: the group's own collectives.
         membership: rank 0's voice at the lighthouse; None on the other ranks.
@@ -90,8 +90,10 @@ class StepProtocol:
         clock: Clock,
         files: RunFiles,
         events: Events,
+        homes: int = 0,
     ) -> None:
         self._group, self._life, self._slots, self._on_loss = group, life, slots, on_loss
+        self._homes = homes
         self._work, self._reducer, self._sums, self._door = work, reducer, sums, door
         self.decisions = Decisions(ranks)
         self._ranks, self._membership, self._store = ranks, membership, store
@@ -385,7 +387,7 @@ class StepProtocol:
         if not self.decisions.all_true("rows", not error):
             self._disconnect()
             return error or "another rank of this group could not reach its peers"
-        attempt.rows, attempt.plan = rows, ledger.plan(rows, self._slots, self._on_loss)
+        attempt.rows, attempt.plan = rows, ledger.plan(rows, self._slots, self._on_loss, self._homes)
         self._events.emit(
             "quorum",
             attempt.step,
@@ -423,7 +425,7 @@ class StepProtocol:
     def _compute(self, attempt: Attempt) -> None:
         """Compute the share; what comes of it is held."""
         step, share = attempt.step, attempt.plan.shares.get(self._group, ())
-        self._reducer.begin(self._sums, self._patience(share, attempt.plan))
+        self._reducer.begin(self._sums, self._patience(share, attempt.plan), step)
         begun = self._clock.now()
         for slot in share:
             self._files.beat("compute", step)

@@ -108,16 +108,17 @@ class GradientReducer:
         self._sums: AsyncSums | None = None
         self._timeout = timedelta(0)
         self._started = 0
-        self._armed = self._counted = False
+        self._armed = self._counted = self._last = False
         self._error: SumsBroken | None = None
         for bucket in self._buckets if hooks else ():
             for index, param in enumerate(bucket.params):
                 # FSDP2 runs these hooks itself once the sharded gradient is accumulated.
                 param.register_post_accumulate_grad_hook(partial(self._on_grad, bucket, index))
 
-    def begin(self, sums: AsyncSums, timeout: timedelta) -> None:
-        """Start an attempt over the groups of `sums`, whose sums may each take `timeout`."""
+    def begin(self, sums: AsyncSums, timeout: timedelta, step: int = 0) -> None:
+        """Start an attempt at `step` over the groups of `sums`, whose sums may each take `timeout`."""
         self._sums, self._started, self._armed, self._error = sums, 0, False, None
+        self._last = False
         self._timeout = timeout
         self._began_on, self._began = self._streams.current(), self._streams.record()
         self._given_up = [(one, memory) for one, memory in self._given_up if not one.ended]
@@ -129,9 +130,19 @@ class GradientReducer:
     def begin_slot(self, *, last: bool) -> None:
         """The gradients of a slot come next. In an attempt's last slot each bucket's sum starts as soon as its
         gradients are there, if an earlier slot has told how often each is added to."""
-        self._armed = last and self._counted
+        self._armed, self._last = last and self._counted, last
         for bucket in self._buckets:
             bucket.additions = [0] * len(bucket.params)
+
+    def start(self) -> None:
+        """The attempt's gradients are all there, though its last slot is not done: begin to sum them. Does nothing in
+        an earlier slot."""
+        if self._last:
+            with torch.no_grad():
+                for bucket in self._buckets:
+                    for index in range(len(bucket.params)):
+                        self._fill(bucket, index)
+            self._start_ready()
 
     def end_slot(self) -> None:
         """All gradients of the slot are there."""

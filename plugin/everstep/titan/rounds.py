@@ -1,30 +1,43 @@
-"""The state of a semi-synchronous run: global parameters, outer momentum, and every worker's inner optimizer.
+"""The state of a semi-synchronous run: what all groups have, and one worker's own while it computes.
 
-Every group has all of it after each round. A worker's inner optimizer state cannot be computed from anything else; so
-whatever group dies, each of the others can go on with its workers from the round's beginning, and a joiner takes over
-the whole as it does in synchronous training. The model's own parameters and optimizer are where a worker's round is
-computed; between computations the model has the global parameters and the optimizer the inner state of worker 0, and
-that is what torchtitan's checkpoints and validation see.
+All groups have the global parameters and the outer momentum, and of the last rounds the history and what the
+parameters were that each synchronised (`marks`). A worker's own state is its inner optimizer's, and its parameters
+where they are not just the global ones; only the group that carries the worker has it (`everstep.titan.semi_sync`). The
+model's own parameters and optimizer are where a worker's round is computed; between computations the model has the
+global parameters, and that is what torchtitan's checkpoints and validation see.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 
 from everstep.quorum.heal import HealState
+from everstep.semi.rounds import fragment_of, fragments_of
+from everstep.semi.section import SemiSync
 from everstep.step.reduction import local
 from everstep.titan.state import TrainingState, canonical
 
 OPTIMIZER = "optimizer/"
+PARAM = "param/"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a round's commit left behind: the history, and the parameters of its fragment as bytes. With these a worker
+    can be brought from the round's end to the next one's, at any later time."""
+
+    history: int
+    merged: bytes
 
 
 class RoundState(TrainingState):
-    """As `TrainingState`, for M workers.
+    """As `TrainingState`, for workers.
 
     Args:
-        workers: M.
+        settings: the config's.
         momentum: whether the outer optimizer has any.
     """
 
@@ -35,88 +48,112 @@ class RoundState(TrainingState):
         lr_schedulers: LRSchedulersContainer,
         counters: Any,
         *,
-        workers: int,
+        settings: SemiSync,
         momentum: bool,
     ) -> None:
         super().__init__(model_parts, optimizers, lr_schedulers, counters)
+        self._settings = settings
         live = super()._named()
-        self._live_params = {name: t for name, t in live.items() if name.startswith("param/")}
+        self._live_params = {name: t for name, t in live.items() if name.startswith(PARAM)}
         self._buffers = {name: t for name, t in live.items() if name.startswith("buffer/")}
         self._global = {name: torch.empty_like(t) for name, t in self._live_params.items()}
-        trained = [f"param/{canonical(name)}" for name, param in self.parameters.items() if param.requires_grad]
-        self._trained = trained
-        self._momentum = {f"outer/{name}": torch.zeros_like(self._global[name]) for name in trained} if momentum else {}
-        self._inner = [{name: torch.empty_like(t) for name, t in self._live_inner.items()} for _ in range(workers)]
+        self._trained = [f"{PARAM}{canonical(name)}" for name, param in self.parameters.items() if param.requires_grad]
+        fragment = fragments_of(self._trained, settings.fragments)
+        self.fragments = [[at for at, f in enumerate(fragment) if f == p] for p in range(settings.fragments)]
+        """By fragment the places of its parameters among those that are trained."""
+        self._momentum = {
+            f"outer/{name}": torch.zeros_like(self._global[name]) for name in self._trained if momentum
+        }  # fmt: skip
+        self._keeps_params = settings.fragments > 1 or settings.mixing > 0
+        self.marks: dict[int, Mark] = {}
         self.begin()
 
     @property
-    def _live_inner(self) -> dict[str, torch.Tensor]:
-        """Looked up each time: an optimizer that loads a checkpoint has other tensors afterwards."""
-        return {name: t for name, t in super()._named().items() if name.startswith(OPTIMIZER)}
-
-    @property
-    def inner_bytes(self) -> int:
-        """Size of a worker's inner state on this rank."""
-        return sum(local(tensor).nbytes for tensor in self._live_inner.values())
+    def live(self) -> list[torch.Tensor]:
+        """This rank's part of the parameters that the model has now and that are trained, in the model's order."""
+        return [local(self._live_params[name]) for name in self._trained]
 
     @property
     def trained(self) -> list[torch.Tensor]:
-        """This rank's part of the global parameters that are trained, in the model's order."""
+        """The same of the global parameters."""
         return [local(self._global[name]) for name in self._trained]
 
     @property
     def momentum(self) -> list[torch.Tensor]:
-        """This rank's part of the outer momentum, in the same order; empty without."""
+        """The same of the outer momentum; empty without."""
         return [local(tensor) for tensor in self._momentum.values()]
 
-    @torch.no_grad()
-    def begin(self, *, with_workers: bool = False) -> None:
-        """The model's parameters are the global ones. If no state was loaded `with_workers`, each of them has the
-        optimizer's, and there is no momentum."""
-        _copy(self._global.values(), self._live_params.values())
-        if not with_workers:
-            for tensor in self.momentum:
-                tensor.zero_()
-            for inner in self._inner:
-                _copy(inner.values(), self._live_inner.values())
+    def fragment(self, round_: int) -> list[int]:
+        """The places of the parameters that a round synchronises."""
+        return self.fragments[fragment_of(round_, self._settings.fragments)]
+
+    # A worker's own state
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        """What is a worker's own, by name: of the optimizer, looked up each time since one that loads a checkpoint has
+        other tensors afterwards, and of the parameters."""
+        own = {name: t for name, t in super()._named().items() if name.startswith(OPTIMIZER)}
+        return own | ({name: self._live_params[name] for name in self._trained} if self._keeps_params else {})
+
+    @property
+    def own_bytes(self) -> int:
+        """Size of a worker's own state on this rank."""
+        return sum(local(tensor).nbytes for tensor in self._own().values())
+
+    def leave(self) -> bytes:
+        """The own state of the worker that the model and the optimizer have now, on this rank."""
+        return _packed(self._own().values())
 
     @torch.no_grad()
-    def enter(self, worker: int) -> None:
-        """Make model, optimizer and learning rate what a worker begins the round with."""
+    def enter(self, own: bytes, round_: int) -> None:
+        """Make model, optimizer and learning rate what a worker begins the round after `round_` with, whose own state
+        after it is given: the fragment that was synchronised becomes α times its own, and 1 − α times the global one's.
+
+        `round_` is in `marks`.
+        """
         _copy(self._live_params.values(), self._global.values())
-        _copy(self._live_inner.values(), self._inner[worker].values())
-        self._lr_schedulers.load_state_dict({"last_epoch": self._counters.step})
+        _unpack(own, self._own().values())
+        live = self.live
+        merged = [live[at] for at in self.fragment(round_)]
+        mine = [tensor.clone() for tensor in merged]
+        _unpack(self.marks[round_].merged, merged)
+        for tensor, kept in zip(merged, mine, strict=True) if self._settings.mixing else ():
+            tensor.lerp_(kept, self._settings.mixing)
+        self._set_rate(round_ * self._settings.round_steps)
+
+    @torch.no_grad()
+    def rest(self) -> None:
+        """Make model and learning rate what they are between computations."""
+        _copy(self._live_params.values(), self._global.values())
+        self._set_rate(self._counters.step)
+
+    def _set_rate(self, step: int) -> None:
+        self._lr_schedulers.load_state_dict({"last_epoch": step})
         for scheduler in self._lr_schedulers:
             for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
 
-    def rest(self) -> None:
-        """Make model, optimizer and learning rate what they are between computations."""
-        self.enter(0)
+    # What all groups have
 
-    def live_inner(self) -> bytes:
-        """The inner state that the optimizer has now, on this rank."""
-        flat = [local(t).detach().cpu().contiguous().flatten().view(torch.uint8) for t in self._live_inner.values()]
-        return torch.cat(flat).numpy().tobytes()
+    def mark(self, round_: int, history: int) -> None:
+        """The global parameters are those after a round of `history`; what is needed of earlier rounds is kept."""
+        trained = self.trained
+        self.marks[round_] = Mark(history, _packed(trained[at] for at in self.fragment(round_)))
+        oldest = round_ - 2 * self._settings.keep_every
+        self.marks = {known: mark for known, mark in self.marks.items() if oldest <= known <= round_}
 
     @torch.no_grad()
-    def set_inner(self, worker: int, state: memoryview) -> None:
-        """Make a worker's inner state what `live_inner` gave, on whatever group."""
-        begin = 0
-        for tensor in self._inner[worker].values():
-            part = local(tensor)
-            # A copy: slices of the bytes need not be aligned.
-            flat = torch.frombuffer(bytearray(state[begin : begin + part.nbytes]), dtype=part.dtype)
-            part.copy_(flat.view_as(part))
-            begin += part.nbytes
-        if begin != len(state):
-            raise ValueError(f"an inner state of {len(state)} bytes, and not {begin}")
+    def begin(self) -> None:
+        """The model's parameters become the global ones, as after loading."""
+        _copy(self._global.values(), self._live_params.values())
+
+    @torch.no_grad()
+    def forget_momentum(self) -> None:
+        for tensor in self.momentum:
+            tensor.zero_()
 
     def _named(self) -> dict[str, torch.Tensor]:
-        named = {**self._global, **self._buffers, **self._momentum}
-        for worker, inner in enumerate(self._inner):
-            named |= {f"worker/{worker}/{name}": tensor for name, tensor in inner.items()}
-        return named
+        return {**self._global, **self._buffers, **self._momentum}
 
     def load(self, state: HealState) -> None:
         super().load(state)
@@ -124,16 +161,47 @@ class RoundState(TrainingState):
 
     # What a checkpoint has besides torchtitan's own
 
-    def state_dict(self) -> dict[str, Any]:
-        inner = {f"worker.{m}.{name}": t for m, inner in enumerate(self._inner) for name, t in inner.items()}
-        return {**self._momentum, **inner}
+    def on_disk(self, workers: dict[int, bytes]) -> dict[str, Any]:
+        """Outer momentum and the own states of workers, as tensors that are sharded like the model's.
+
+        Args:
+            workers: by worker its own state; empty to load into.
+        """
+        found: dict[str, Any] = dict(self._momentum)
+        for worker, own in workers.items():
+            tensors = {name: torch.empty_like(tensor) for name, tensor in self._own().items()}
+            if own:
+                _unpack(own, tensors.values())
+            found |= {f"worker.{worker}.{name}": tensor for name, tensor in tensors.items()}
+        return found
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        mine = self.state_dict()
-        _copy(mine.values(), (state_dict[name] for name in mine))
+    def from_disk(self, saved: dict[str, Any], workers: Iterable[int]) -> dict[int, bytes]:
+        """Take over the momentum of what `on_disk` gave; the workers' own states."""
+        _copy(self._momentum.values(), (saved[name] for name in self._momentum))
+        return {worker: _packed(saved[f"worker.{worker}.{name}"] for name in self._own()) for worker in workers}
 
 
 def _copy(into: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> None:
     for target, source in zip(into, of, strict=True):
         target.copy_(source)
+
+
+def _packed(tensors: Iterable[torch.Tensor]) -> bytes:
+    """This rank's part of tensors as bytes, end to end."""
+    flat = [local(t).detach().cpu().contiguous().flatten().view(torch.uint8) for t in tensors]
+    return torch.cat(flat).numpy().tobytes()
+
+
+@torch.no_grad()
+def _unpack(data: bytes, tensors: Iterable[torch.Tensor]) -> None:
+    """The inverse of `_packed`, in place. Raises ValueError for bytes of another size."""
+    parts = [local(tensor) for tensor in tensors]
+    if len(data) != sum(part.nbytes for part in parts):
+        raise ValueError(f"a state of {len(data)} bytes, and not {sum(part.nbytes for part in parts)}")
+    begin = 0
+    for part in parts:
+        if piece := data[begin : begin + part.nbytes]:
+            # A copy: slices of the bytes need not be aligned.
+            part.copy_(torch.frombuffer(bytearray(piece), dtype=part.dtype).view_as(part))
+        begin += part.nbytes

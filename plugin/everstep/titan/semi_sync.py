@@ -1,27 +1,43 @@
-"""A torchtitan trainer whose commits are rounds: local SGD and DiLoCo on the step protocol.
+"""A torchtitan trainer whose commits are rounds: local SGD, DiLoCo and Streaming DiLoCo on the step protocol.
 
-To the protocol a worker's round is what a slot is: `compute(t, m)` is worker m's H optimizer steps of round t, from the
-global parameters and its own inner optimizer state, on its own slots; the reducer sums what the workers changed, and
-the commit is the outer step. What a worker computes depends on nothing else, so it may be computed by any group, and
-again. The inner states that the round ends with travel beside the sums, and each group keeps all of them (`rounds`).
+To the protocol a worker's round is what a slot is: `compute(t, m)` is worker m's optimizer steps of round t, from the
+global parameters and the worker's own state, on its own slots; the reducer sums what the workers changed, and the
+commit is the outer step. What a worker computes depends on nothing else, so it may be computed by any group, and again.
+
+A worker's own state stays with the group that carries the worker, and is written to the run directory while training
+goes on. A group that gets a worker it did not carry takes the state from there. If it lacks the last rounds (its writer
+was killed first) it makes them again: of these each group still knows the global parameters (`rounds.Mark`).
 """
 
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
+from torchtitan.components.checkpointer import CheckpointManager
 
 from everstep.quorum.heal import HealState
-from everstep.run.exits import USAGE_EXIT
+from everstep.run.exits import HOPELESS_EXIT, USAGE_EXIT
 from everstep.semi.outer import OuterSGD
-from everstep.semi.rounds import pack, slots_of, steps_of, unpack
-from everstep.step.interfaces import Commit, SlotSums, SumsBroken
-from everstep.step.reduction import local
-from everstep.titan.rounds import OPTIMIZER, RoundState
+from everstep.semi.quantize import encode
+from everstep.semi.rounds import slots_of, steps_of
+from everstep.semi.worker_files import Place, WorkerFiles
+from everstep.snapshot.segment import run_id
+from everstep.step.interfaces import Commit, SlotSums
+from everstep.step.reduction import GradientReducer, local
+from everstep.titan import private
+from everstep.titan.fragments import FragmentReducer, QuantizedReducer
+from everstep.titan.rounds import Mark, RoundState
 from everstep.titan.trainer import OPTIMIZER_SLOT, EverstepTrainer, logger
+from everstep.titan.work import all_in_group
 
 CHECKPOINT = "semi_sync"
+MARKS, OWN = "marks", "own"
+POLL_S = 0.02
+PATIENCE_S = 2.0
+"""Least wait for a state that its group is just writing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +45,21 @@ class WorkerRound:
     """What a worker's round came to, besides what it changed.
 
     Attributes:
-        tokens, loss: valid tokens and sum of their losses by optimizer step, float64 [H].
-        inner: this rank's inner state after it.
+        tokens, loss: valid tokens and sum of their losses by optimizer step, float64 [h].
+        own: this rank's part of the worker's own state after it.
     """
 
     tokens: torch.Tensor
     loss: torch.Tensor
-    inner: bytes
+    own: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A worker's own state on this rank, after a round."""
+
+    round: int
+    state: bytes
 
 
 class SemiSyncTrainer(EverstepTrainer):
@@ -47,37 +71,59 @@ class SemiSyncTrainer(EverstepTrainer):
 
     def _prepare(self, config: EverstepTrainer.Config) -> None:
         super()._prepare(config)
-        settings = config.semi_sync
+        self.settings = settings = config.semi_sync
         self.workers = settings.workers or config.fault_tolerance.groups
-        self.sync_steps = settings.sync_steps
+        self.round_steps = settings.round_steps
         if self.slots % self.workers:
             self._refuse(f"the {self.slots} slots of a step cannot be split among {self.workers} workers")
         if self.expert_loads:
             self._refuse("models with experts are not supported: their balance is no optimizer's")
-        self._require_memory()
         self.open_step(self.tokens_per_step / self.workers)
         self._outer = OuterSGD.of(settings)
         parts = (self.model_parts, self.optimizers, self.lr_schedulers, self)
-        self.round = RoundState(*parts, workers=self.workers, momentum=self._outer.momentum != 0)
+        self.round = RoundState(*parts, settings=settings, momentum=self._outer.momentum != 0)
         self.state = self.round
+        self._require_memory()
+        fragments = [[self.trainable[at] for at in places] for places in self.round.fragments]
+        self._reducer = FragmentReducer([self._reducer_of(params) for params in fragments])
         self._changed = [torch.zeros_like(param) for param in self.trainable]
         """What the held workers have changed, summed over them."""
+        self._sent: dict[int, torch.Tensor] = {}
+        """The same by worker, where it is sent in fewer bits."""
         self._held: dict[int, WorkerRound] = {}
-        self._arrived: dict[int, dict[int, memoryview]] = {}
-        """By round the inner state of every worker after it, for a commit that may follow."""
-        self._noting = self._counted_bytes = 0
+        self._owned: dict[int, Owned] = {}
+        """By worker the newest own state that this rank has."""
+        self._round_s = 0.0
+        self._store = WorkerFiles(
+            self._run_dir / "state" / "workers",
+            rank=dist.get_rank(),
+            whose=f"{run_id(self._token)} {asdict(self._whose(config))}",
+            nbytes=self.round.own_bytes,
+            token=self._token,
+        )
+        self._counted_bytes = self._counted_saved = 0
         # pyrefly: ignore[missing-attribute] every manager of torchtitan has states, if it is enabled
         self._saved = self.checkpointer.states if config.checkpoint.enable else {}
-        self._saved[CHECKPOINT] = self.round
+        self._saved[CHECKPOINT] = self._OnDisk(self)
+
+    def _reducer_of(self, params: list[torch.nn.Parameter]) -> GradientReducer | QuantizedReducer:
+        if self.settings.quantize == "none":
+            return GradientReducer(params, int(self._ft.bucket_mb * 2**20), self._streams, hooks=False)
+
+        def offered() -> dict[int, torch.Tensor]:
+            return {worker: self._sent[worker] for worker in self._held}
+
+        return QuantizedReducer(params, offered, self.settings.quantize, self.workers)
 
     def _require_memory(self) -> None:
         """Refuse to start with more workers than this rank has memory for."""
-        held = self.state.tensors()
-        inner = self.workers * sum(tensor.nbytes for name, tensor in held.items() if name.startswith(OPTIMIZER))
-        on_cpu = self.device.type == "cpu"
-        # Global parameters, momentum, changes and their sums; on the host the inner states once more while they travel.
-        needed = 4 * sum(tensor.nbytes for name, tensor in held.items() if name.startswith("param/")) + inner
-        needed += 2 * inner if on_cpu else 0
+        params = sum(local(param).nbytes for param in self.trainable)
+        carried = -(-self.workers // self._ft.groups)
+        own, on_cpu = self.round.own_bytes, self.device.type == "cpu"
+        marks = (2 * self.settings.keep_every + 1) * params // self.settings.fragments
+        # Global parameters, momentum, changes and their sums; a checkpoint has all workers.
+        needed = 4 * params + (self.workers * own if self.config.checkpoint.enable else 0)
+        needed += 2 * carried * own + marks if on_cpu else 0
         free = psutil.virtual_memory().available if on_cpu else torch.cuda.mem_get_info(self.device)[0]
         if needed > free:
             self._refuse(
@@ -94,15 +140,19 @@ class SemiSyncTrainer(EverstepTrainer):
 
     @property
     def committed(self) -> int:
-        return self.step // self.sync_steps
+        return self.step // self.round_steps
 
     @property
     def shares(self) -> int:
         return self.workers
 
     @property
+    def homes(self) -> int:
+        return self._ft.groups
+
+    @property
     def samples(self) -> int:
-        return super().samples * self.sync_steps
+        return super().samples * self.round_steps
 
     @property
     def longest_sum_s(self) -> float:
@@ -115,20 +165,49 @@ class SemiSyncTrainer(EverstepTrainer):
     def compute(self, step: int, slot: int) -> None:
         round_, worker = step, slot
         self.checkpointer.maybe_wait_for_staging()  # it reads what changes now
-        tokens, loss = torch.zeros(2, self.sync_steps, dtype=torch.float64)
-        self.round.enter(worker)
+        own, begun = self._own_state(worker), time.monotonic()
         try:
-            for index, inner_step in enumerate(steps_of(round_, self.sync_steps)):
-                tokens[index], loss[index] = self._inner_step(round_, inner_step, worker)
-            with torch.no_grad():
-                for changed, before, param in zip(self._changed, self.round.trained, self.trainable, strict=True):
-                    local(changed).add_(before - local(param))
-            self._held[worker] = WorkerRound(tokens, loss, self.round.live_inner())
+            self.round.enter(own, round_ - 1)
+            tokens, loss = self._inner_steps(round_, worker, synchronises=True)
+            self._held[worker] = WorkerRound(tokens, loss, self.round.leave())
         finally:
             self.round.rest()
-        for param, changed in zip(self.trainable, self._changed, strict=True):
-            param.grad = changed
+        self._offer(round_)
+        self._round_s = time.monotonic() - begun
         self.events.emit("worker_round", round_, worker=worker, losses=(loss / tokens).tolist())
+
+    def _inner_steps(self, round_: int, worker: int, *, synchronises: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """A worker's optimizer steps of a round, tokens and losses by step; `synchronises`: what it changed is added to
+        what is summed, τ steps before the end."""
+        tokens, loss = torch.zeros(2, self.round_steps, dtype=torch.float64)
+        steps = steps_of(round_, self.round_steps)
+        for index, inner_step in enumerate(steps):
+            tokens[index], loss[index] = self._inner_step(round_, inner_step, worker)
+            if synchronises and inner_step == steps[-1] - self.settings.overlap_steps:
+                self._take_changes(round_, worker)
+        return tokens, loss
+
+    @torch.no_grad()
+    def _take_changes(self, round_: int, worker: int) -> None:
+        """What the worker has changed of the round's fragment joins what is summed. The sum begins if this is the
+        group's last worker, and goes on while the worker makes its last steps."""
+        before, now, places = self.round.trained, self.round.live, self.round.fragment(round_)
+        if self.settings.quantize != "none":
+            self._sent[worker] = encode(
+                torch.cat([(before[at] - now[at]).flatten() for at in places]), self.settings.quantize
+            )
+            return
+        for at in places:
+            local(self._changed[at]).add_(before[at] - now[at])
+        if self.settings.overlap_steps:
+            self._offer(round_)
+            self._reducer.start()
+
+    def _offer(self, round_: int) -> None:
+        """What is summed stands where the reducer looks for gradients."""
+        self.optimizers.zero_grad()
+        for at in self.round.fragment(round_):
+            self.trainable[at].grad = self._changed[at]
 
     def _inner_step(self, round_: int, inner_step: int, worker: int) -> tuple[float, float]:
         """One optimizer step of a worker; its valid tokens and the sum of their losses."""
@@ -149,7 +228,7 @@ class SemiSyncTrainer(EverstepTrainer):
 
     def results(self) -> SlotSums:
         tokens, loss = torch.zeros(2, self.workers, dtype=torch.float64)
-        by_step = torch.zeros(2, self.sync_steps, dtype=torch.float64)
+        by_step = torch.zeros(2, self.round_steps, dtype=torch.float64)
         for worker, done in self._held.items():
             tokens[worker], loss[worker] = done.tokens.sum(), done.loss.sum()
             by_step += torch.stack([done.tokens, done.loss])
@@ -157,68 +236,189 @@ class SemiSyncTrainer(EverstepTrainer):
 
     def discard(self) -> None:
         self._held.clear()
+        self._sent.clear()
         for changed in self._changed:
             local(changed).zero_()
         self.optimizers.zero_grad()
 
-    # The inner states, beside the sums
+    # The workers' own states
 
-    def notes(self, step: int) -> bytes | None:
-        self._noting = step
-        return pack(step, {worker: done.inner for worker, done in self._held.items()})
+    def _place(self, worker: int, round_: int) -> Place:
+        return Place(worker, round_, self.round.marks[round_].history)
 
-    def noted(self, notes: list[bytes]) -> None:
-        try:
-            self._arrived[self._noting] = unpack(notes, self._noting, self.workers, self.round.inner_bytes)
-        except ValueError as error:
-            raise SumsBroken(str(error)) from None
+    def _own_state(self, worker: int) -> bytes:
+        """A worker's own state after the last commit, on all ranks of the group: what this group has, what another
+        group has written, or one of an earlier round with the rounds since made again. A collective of the group."""
+        self._await(worker)
+        for round_ in range(self.committed, min(self.round.marks) - 1, -1):
+            found = self._found(worker, round_)
+            if all_in_group(found is not None):
+                break
+        else:
+            logger.error(
+                f"The state of worker {worker} is in no memory and not in {self._run_dir}/state/workers: start the run "
+                "again, and it goes on from its last checkpoint"
+            )
+            raise SystemExit(HOPELESS_EXIT)
+        assert found is not None
+        owned = self._owned.get(worker)
+        if round_ == self.committed and owned is not None and owned.round == round_:
+            return found
+        begun = time.monotonic()
+        for later in range(round_ + 1, self.committed + 1):
+            self.round.enter(found, later - 1)
+            self._inner_steps(later, worker, synchronises=False)
+            found = self.round.leave()
+        self._owned[worker] = Owned(self.committed, found)
+        again, took_s = self.committed - round_, round(time.monotonic() - begun, 3)
+        self.events.emit("worker_moved", self.committed + 1, worker=worker, rounds_again=again, took_s=took_s)
+        return found
+
+    def _await(self, worker: int) -> None:
+        """Another group may be writing the state at this moment. A collective of the group."""
+        end = time.monotonic() + max(PATIENCE_S, self._round_s)
+        while self.committed % self.settings.keep_every == 0:
+            here = all_in_group(self._has(worker, self.committed))
+            in_time = all_in_group(time.monotonic() < end)
+            if here or not in_time:
+                return
+            time.sleep(POLL_S)
+
+    def _has(self, worker: int, round_: int) -> bool:
+        owned = self._owned.get(worker)
+        return (owned is not None and owned.round == round_) or self._store.has(self._place(worker, round_))
+
+    def _found(self, worker: int, round_: int) -> bytes | None:
+        owned = self._owned.get(worker)
+        if owned is not None and owned.round == round_:
+            return owned.state
+        return self._store.read(self._place(worker, round_)) if round_ in self.round.marks else None
+
+    def _keep(self) -> None:
+        """After a commit: write the states of the workers that this group carries, and let go of those that it does not
+        carry any more, once they are on disk."""
+        round_, every = self.committed, self.settings.keep_every
+        for error in self._store.failures():
+            logger.warning(f"A worker's state could not be written: {error}")
+            self.events.emit("worker_not_kept", round_, reason=error)
+        mine = {worker: owned for worker, owned in self._owned.items() if owned.round == round_}
+        if round_ % every == 0:
+            states = {self._place(worker, round_): owned.state for worker, owned in mine.items()}
+            self._store.save(states, keep_from=round_ - 2 * every)
+        for worker, owned in list(self._owned.items()):
+            known = owned.round in self.round.marks
+            later = (r for r in self.round.marks if r > owned.round)
+            if not known or any(self._store.has(self._place(worker, r)) for r in later):
+                del self._owned[worker]
 
     # The outer step
 
     def update(self, commit: Commit, tokens: float) -> float:
         self.checkpointer.maybe_wait_for_staging()
+        self._offer(commit.step)  # for its memory
         self._reducer.assign(1 / self.workers)
         norm = self.clip_gradients(float("inf"))
-        grads = [local(param.grad) for param in self.trainable if param.grad is not None]
-        self._outer.step(self.round.trained, grads, self.round.momentum)
-        for worker, inner in self._arrived[commit.step].items():
-            self.round.set_inner(worker, inner)
-        self._forget(commit.step)
-        self.step = commit.step * self.sync_steps
-        self.ntokens_seen += self.tokens_per_step * self.sync_steps
+        places, trained, momentum = self.round.fragment(commit.step), self.round.trained, self.round.momentum
+        self._outer.step(
+            [trained[at] for at in places],
+            [local(grad) for at in places if (grad := self.trainable[at].grad) is not None],
+            [momentum[at] for at in places] if momentum else [],
+        )
+        for worker, done in self._held.items():
+            self._owned[worker] = Owned(commit.step, done.own)
+        self.step = commit.step * self.round_steps
+        self.ntokens_seen += self.tokens_per_step * self.round_steps
+        self.round.mark(commit.step, commit.history)
         self.round.rest()
+        self._keep()
         return float(norm)
 
-    def _forget(self, round_: int) -> None:
-        """Inner states after this round and earlier ones are not needed any more."""
-        self._arrived = {later: states for later, states in self._arrived.items() if later > round_}
-
     def told_of(self, commit: Commit) -> dict[str, Any]:
-        tokens, loss = commit.extra.view(2, self.sync_steps)
+        tokens, loss = commit.extra.view(2, self.round_steps)
         before, self._counted_bytes = self._counted_bytes, self.column.payload_bytes
+        saved, self._counted_saved = self._counted_saved, self._store.written_bytes
         return {
             "inner_losses": (loss / tokens).tolist(),
-            "inner_steps": self.sync_steps,
+            "inner_steps": self.round_steps,
             "payload_bytes": self._counted_bytes - before,
+            "kept_bytes": self._counted_saved - saved,
             "gradient_bytes": sum(local(param).nbytes for param in self.trainable),
         }
 
     # The state
 
+    class _OnDisk:
+        """What torchtitan's checkpoints have besides its own: a `Stateful`."""
+
+        def __init__(self, trainer: "SemiSyncTrainer") -> None:
+            self._trainer = trainer
+
+        def state_dict(self) -> dict[str, Any]:
+            own = {worker: owned.state for worker, owned in self._trainer._owned.items()}
+            return self._trainer.round.on_disk(
+                {worker: own.get(worker, b"") for worker in range(self._trainer.workers)}
+            )
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            trainer = self._trainer
+            states = trainer.round.from_disk(state_dict, range(trainer.workers))
+            trainer._owned = {worker: Owned(-1, state) for worker, state in states.items()}
+
+    def _save(self, *, last: bool = False) -> None:
+        """All workers are in a checkpoint; torchtitan's own part of it has the optimizer of worker 0."""
+        manager, known = self.checkpointer, dict(self._owned)
+        due = False
+        if isinstance(manager, CheckpointManager) and manager.enable:
+            due = not manager.last_save_model_only if last else private.is_due(manager, self.step)
+        if due:
+            for worker in range(self.workers):
+                self._owned[worker] = Owned(self.committed, self._own_state(worker))
+            self.round.enter(self._owned[0].state, self.committed)
+            self.round.rest()
+        super()._save(last=last)
+        self._owned = known
+
     def restore(self) -> tuple[int, int]:
         saved = {key.split(".")[2] for key in self._keys_on_disk() or () if key.startswith(f"{CHECKPOINT}.worker.")}
         if saved and len(saved) != self.workers:
             self._refuse(f"the checkpoint has {len(saved)} workers and the run {self.workers}; set workers")
-        if not saved:  # none, or one of synchronous training
-            del self._saved[CHECKPOINT]
+        on_disk = self._saved.pop(CHECKPOINT)
+        if saved:  # if not: none, or one of synchronous training
+            self._saved[CHECKPOINT] = on_disk
         restored = super().restore()
-        self._saved[CHECKPOINT] = self.round
-        if self.step % self.sync_steps:
-            self._refuse(f"the checkpoint is of step {self.step}, not of the end of a round of {self.sync_steps} steps")
-        self.round.begin(with_workers=bool(saved))
+        self._saved[CHECKPOINT] = on_disk
+        if self.step % self.settings.sync_steps:
+            self._refuse(
+                f"the checkpoint is of step {self.step}, not of the end of a round of {self.settings.sync_steps} steps"
+            )
+        self.round.begin()
+        states = {worker: owned.state for worker, owned in self._owned.items()}
+        if not saved:
+            self.round.forget_momentum()
+            states = dict.fromkeys(range(self.workers), self.round.leave())
+        self._owned = {worker: Owned(self.committed, state) for worker, state in states.items()}
+        self.round.marks.clear()
+        self.round.mark(self.committed, self.history)
         self.round.rest()
         return restored
 
+    def serve(self) -> HealState:
+        """Also what a joiner needs to take workers over, and the own states that are nowhere else but here yet."""
+        state = super().serve()
+        unkept = {
+            worker: owned
+            for worker, owned in self._owned.items()
+            if owned.round in self.round.marks and not self._store.has(self._place(worker, owned.round))
+        }
+        state.meta[MARKS] = [[round_, mark.history] for round_, mark in self.round.marks.items()]
+        state.meta[OWN] = [[worker, owned.round] for worker, owned in unkept.items()]
+        state.blobs |= {f"mark/{round_}": mark.merged for round_, mark in self.round.marks.items()}
+        state.blobs |= {f"own/{worker}": owned.state for worker, owned in unkept.items()}
+        return state
+
     def heal(self, state: HealState) -> None:
         super().heal(state)
-        self._forget(self.committed)
+        self.round.marks = {
+            round_: Mark(history, state.blobs[f"mark/{round_}"]) for round_, history in state.meta[MARKS]
+        }
+        self._owned = {worker: Owned(round_, state.blobs[f"own/{worker}"]) for worker, round_ in state.meta[OWN]}

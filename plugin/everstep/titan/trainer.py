@@ -49,6 +49,7 @@ from everstep.step.streams import streams_of
 from everstep.titan import attention, cpu, private
 from everstep.titan.checkpoints import RunCheckpointManager, SnapshotCheckpointManager, of_run
 from everstep.titan.data.binding import bind_data
+from everstep.titan.fragments import FragmentReducer
 from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import Snapshots
 from everstep.titan.state import TrainingState, slot_seed
@@ -224,7 +225,7 @@ class EverstepTrainer(SlotTrainer):
             if isinstance(self.checkpointer, SnapshotCheckpointManager):
                 self.checkpointer.export_with(self.snapshots.start_export, all_in_group)
         self._streams = streams_of(self.device)
-        self._reducer = GradientReducer(
+        self._reducer: GradientReducer | FragmentReducer = GradientReducer(
             (p for part in self.model_parts for p in part.parameters() if p.requires_grad),
             int(ft.bucket_mb * 2**20),
             self._streams,
@@ -335,6 +336,7 @@ class EverstepTrainer(SlotTrainer):
             clock=HostClock(),
             files=self.files,
             events=self.events,
+            homes=self.homes,
         )
         driver = Driver(
             group=ft.group_id,
@@ -346,6 +348,11 @@ class EverstepTrainer(SlotTrainer):
             give_up=timedelta(seconds=ft.give_up_after_s),
         )
         return driver, membership
+
+    @property
+    def homes(self) -> int:
+        """Of `ledger.plan`."""
+        return 0
 
     @property
     def longest_sum_s(self) -> float:

@@ -1,0 +1,97 @@
+"""The workers' own states in the run directory: what a worker that moves to another group is taken from.
+
+One file for each worker, rank of a group and round, written by the group that computed the round, in a thread of its
+own, while training goes on. In front of the state stands a digest, with the run's token as key, over the state and what
+it is the state of: a file that was torn, altered, moved or written by somebody else is no state.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import re
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from everstep.run.files import write_whole
+from everstep.run.regular import read_regular
+
+DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a state is of: this rank's part of a worker's own state, after a round of a history."""
+
+    worker: int
+    round: int
+    history: int
+
+
+class WorkerFiles:
+    """One rank's states of workers, of whatever group.
+
+    Args:
+        folder: of all workers.
+        rank: of this process in its group.
+        whose: further words that a state is bound to: the run, and how its groups are laid out.
+        nbytes: of every state.
+        token: the run's.
+    """
+
+    def __init__(self, folder: Path, *, rank: int, whose: str, nbytes: int, token: bytes) -> None:
+        self._folder, self._rank, self._whose, self._nbytes, self._token = folder, rank, whose, nbytes, token
+        self._writer = ThreadPoolExecutor(1, "worker-files")
+        self._writing: dict[Place, Future[None]] = {}
+        self.written_bytes = 0
+        """What this rank has written so far."""
+
+    def path(self, place: Place) -> Path:
+        return self._folder / f"worker-{place.worker}.rank-{self._rank}.round-{place.round}.{place.history:x}"
+
+    def save(self, states: Mapping[Place, bytes], *, keep_from: int) -> None:
+        """Begin to write these states, and to remove those of the same workers of rounds before `keep_from`."""
+        for place, state in states.items():
+            self._writing[place] = self._writer.submit(self._write, place, state, keep_from)
+
+    def settle(self) -> None:
+        """Wait for what is being written."""
+        wait(self._writing.values())
+
+    def failures(self) -> list[str]:
+        """Why states could not be written, since the last call."""
+        done = [place for place, future in self._writing.items() if future.done()]
+        errors = [self._writing.pop(place).exception() for place in done]
+        return [str(error) for error in errors if error is not None]
+
+    def has(self, place: Place) -> bool:
+        """Whether there is a file of the right size for it."""
+        with contextlib.suppress(OSError):
+            return self.path(place).stat().st_size == DIGEST_BYTES + self._nbytes
+        return False
+
+    def read(self, place: Place) -> bytes | None:
+        """The state; None if it is not there whole and authentic."""
+        try:
+            found = read_regular(self.path(place), DIGEST_BYTES + self._nbytes)
+        except OSError:
+            return None
+        digest, state = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
+        whole = len(state) == self._nbytes and hmac.compare_digest(digest, self._digest(place, state))
+        return state if whole else None
+
+    def _digest(self, place: Place, state: bytes) -> bytes:
+        of = json.dumps([self._whose, self._rank, self._nbytes, asdict(place)]).encode()
+        hashed = hashlib.blake2b(len(of).to_bytes(8, "little") + of, key=self._token[:64], digest_size=DIGEST_BYTES)
+        hashed.update(state)
+        return hashed.digest()
+
+    def _write(self, place: Place, state: bytes, keep_from: int) -> None:
+        write_whole(self.path(place), self._digest(place, state), state)
+        self.written_bytes += len(state)
+        old = re.compile(rf"\.?worker-{place.worker}\.rank-{self._rank}\.round-(\d+)\.")
+        for path in self._folder.iterdir():
+            if (found := old.match(path.name)) and int(found[1]) < keep_from:
+                path.unlink(missing_ok=True)

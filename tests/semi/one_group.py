@@ -1,0 +1,188 @@
+"""One group that makes rounds without launcher, quorum or other groups, of several configs in turn: the trainer as it
+is, between calls of the step protocol that this script makes.
+
+    python one_group.py SCENARIOS.json
+
+Each scenario: `config` a TOML file, `dir` an empty folder, `rounds`, and `before`: round → what happens to the group
+before that round, ["moved", worker] (its own state is in no memory), ["lost", worker, round] (nor on disk after this
+round), ["torn", worker, round], ["healed"] (all of the group's memory is replaced by what a joiner gets), ["restarted"]
+(another trainer goes on from a checkpoint). What came of it is in `dir`/out.pt: parameters, losses by inner step,
+events, and after how many inner steps of its round each sum began.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from everstep.titan import cpu
+
+cpu.stand_in()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+
+from everstep.step import ledger  # noqa: E402
+from everstep.step.interfaces import Commit  # noqa: E402
+from everstep.titan.load import load_config  # noqa: E402
+from everstep.titan.trainer import EverstepTrainer  # noqa: E402
+
+HOUR = timedelta(hours=1)
+EVENTS = []
+
+
+class Alone:
+    """Sums over one group."""
+
+    ended = True
+    payload_bytes = 0
+
+    def __init__(self, trainer):
+        self.inner_steps, self.begun_after = 0, []
+        step = trainer.step_optimizer
+
+        def counted(*args):
+            self.inner_steps += 1
+            return step(*args)
+
+        trainer.step_optimizer = counted
+
+    def start(self, tensor, timeout):
+        self.begun_after.append(self.inner_steps)
+        self.payload_bytes += tensor.nbytes
+        return self
+
+    def finish(self, one):
+        pass
+
+    def gather(self, words):
+        return [list(words)]
+
+    def exchange(self, tensor, timeout):
+        self.start(tensor, timeout)
+        return [tensor.clone()]
+
+
+def written(trainer, worker, round_):
+    """The file of a worker's state, once it is there."""
+    while True:
+        found = list(
+            (Path(trainer.config.dump_folder) / "state/workers").glob(f"worker-{worker}.rank-0.round-{round_}.*")
+        )
+        if found:
+            return found[0]
+        time.sleep(0.01)
+
+
+def happens(trainer, what, scenario):
+    match what:
+        case ["moved", worker]:
+            every = trainer.settings.keep_every
+            if newest := trainer.committed // every * every:
+                written(trainer, worker, newest)
+            del trainer._owned[worker]
+        case ["lost", worker, round_]:
+            written(trainer, worker, round_).unlink()
+        case ["torn", worker, round_]:
+            path = written(trainer, worker, round_)
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+        case ["healed"]:
+            for worker in range(trainer.workers) if trainer.committed else ():
+                written(trainer, worker, trainer.committed)
+            trainer._door.serve(trainer.committed, trainer.history, trainer.serve())
+            fetch = trainer._door.fetch(trainer._door.address, trainer.committed, trainer.history)
+            while (state := fetch.state()) is None:
+                assert not fetch.error, fetch.error
+                time.sleep(0.01)
+            trainer._door.close()
+            for tensor in (*trainer.round.trained, *trainer.round.momentum, *trainer.round.live):
+                with torch.no_grad():
+                    tensor.zero_()
+            trainer.round.marks, trainer._owned = {}, {}
+            trainer.step = 0
+            trainer.heal(state)
+        case ["restarted"]:
+            trainer.save_last()
+            end(trainer)
+            return begin(scenario)[0]
+        case _:
+            raise ValueError(what)
+    return trainer
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def begin(scenario):
+    """A trainer with a state, and the history of that."""
+    config = load_config(Path(scenario["config"]), EverstepTrainer.Config)
+    config.dump_folder = scenario["dir"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    trainer = config.build()
+    trainer._profiler = type("Profiler", (), {"step": staticmethod(lambda: None)})
+    trainer.column = Alone(trainer)
+    emit = trainer.events.emit
+
+    def told(kind, step=None, **fields):
+        EVENTS.append({"kind": kind, "step": step, **fields})
+        return emit(kind, step, **fields)
+
+    trainer.events.emit = told
+    return trainer, trainer.restore()[1]
+
+
+def end(trainer):
+    trainer.close()
+    dist.destroy_process_group()
+
+
+def run(scenario):
+    EVENTS.clear()
+    trainer, history = begin(scenario)
+    workers, begun = trainer.workers, []
+    for round_ in range(1, scenario["rounds"] + 1):
+        for what in scenario.get("before", {}).get(str(round_), ()):
+            trainer = happens(trainer, what, scenario)
+        sums = trainer.column
+        sums.begun_after.clear()
+        trainer._reducer.begin(sums, HOUR, round_)
+        for worker in range(workers):
+            sums.inner_steps = 0
+            trainer._reducer.begin_slot(last=worker == workers - 1)
+            trainer.compute(round_, worker)
+            trainer._reducer.end_slot()
+        trainer._reducer.finish()
+        begun.append(sorted(set(sums.begun_after)))
+        parent, history = history, ledger.extend(history, round_, "alone")
+        of = trainer.results()
+        trainer.apply(
+            Commit(
+                step=round_, history=history, parent=parent, tokens=of.tokens, loss=of.loss, extra=of.extra,
+                owners=(0,) * workers, groups=(0,), held=-1, once=True, saver=-1, all_leave=False, quorum_id=0,
+                attempts=1, compute_s=0.0, reduce_s=0.0, took_s=0.0,
+            )
+        )  # fmt: skip
+        trainer.discard()
+    parameters = {name: whole(t) for part in trainer.model_parts for name, t in part.state_dict().items()}
+    losses = [loss for event in EVENTS if event["kind"] == "commit" for loss in event["inner_losses"]]
+    torch.save(
+        {"parameters": parameters, "losses": losses, "events": list(EVENTS), "begun": begun},
+        Path(scenario["dir"]) / "out.pt",
+    )
+    end(trainer)
+
+
+if __name__ == "__main__":
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for one in json.loads(Path(sys.argv[1]).read_text()):
+        run(one)
+    os._exit(0)

@@ -1,0 +1,82 @@
+"""The workers' states in the run directory: what is read is what was written, for what it was written."""
+
+from dataclasses import replace
+
+import pytest
+
+from everstep.semi.worker_files import Place, WorkerFiles
+
+TOKEN, SIZE = b"t" * 32, 5000
+PLACE = Place(worker=1, round=7, history=0xABC)
+
+
+def files(folder, rank=0, whose="run 1, 2 ranks", token=TOKEN, nbytes=SIZE):
+    return WorkerFiles(folder, rank=rank, whose=whose, nbytes=nbytes, token=token)
+
+
+def wrote(store, states, keep_from=0):
+    store.save(states, keep_from=keep_from)
+    store.settle()
+    return store.failures()
+
+
+@pytest.fixture
+def state():
+    return bytes(range(250)) * (SIZE // 250)
+
+
+def test_a_state_is_read_as_it_was_written(tmp_path, state):
+    assert wrote(files(tmp_path), {PLACE: state}) == []
+    other_group = files(tmp_path)
+    assert other_group.has(PLACE)
+    assert other_group.read(PLACE) == state
+
+
+@pytest.mark.parametrize("change", [{"worker": 2}, {"round": 8}, {"history": 0xABD}])
+def test_a_file_under_another_name_is_no_state(tmp_path, state, change):
+    store, other = files(tmp_path), replace(PLACE, **change)
+    wrote(store, {PLACE: state})
+    assert not store.has(other)
+    store.path(PLACE).rename(store.path(other))
+    assert store.has(other)
+    assert store.read(other) is None
+
+
+@pytest.mark.parametrize("change", [{"rank": 1}, {"whose": "run 2, 2 ranks"}, {"token": b"u" * 32}])
+def test_a_file_of_another_rank_run_or_layout_is_no_state(tmp_path, state, change):
+    wrote(files(tmp_path), {PLACE: state})
+    reader = files(tmp_path, **change)
+    if reader.path(PLACE) != files(tmp_path).path(PLACE):
+        files(tmp_path).path(PLACE).rename(reader.path(PLACE))
+    assert reader.read(PLACE) is None
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda d: d[:-1], lambda d: d + b"x", lambda d: b"x" + d[1:], lambda d: d[:-1] + b"x"]
+)
+def test_a_damaged_file_is_no_state(tmp_path, state, damage):
+    store = files(tmp_path)
+    wrote(store, {PLACE: state})
+    path = store.path(PLACE)
+    path.write_bytes(damage(path.read_bytes()))
+    assert store.read(PLACE) is None
+
+
+def test_states_of_rounds_that_nobody_needs_are_removed_and_no_others(tmp_path, state):
+    store = files(tmp_path)
+    for round_ in range(1, 6):
+        wrote(store, {replace(PLACE, round=round_): state, replace(PLACE, worker=11, round=round_): state})
+    torn = tmp_path / f".{store.path(replace(PLACE, round=2)).name}-0123.tmp"
+    torn.write_bytes(b"")
+    wrote(store, {replace(PLACE, round=6): state}, keep_from=4)
+    left = {(place, r) for place in (1, 11) for r in range(1, 7) if store.has(replace(PLACE, worker=place, round=r))}
+    assert left == {(1, 4), (1, 5), (1, 6), *((11, r) for r in range(1, 6))}
+    assert not torn.exists()
+
+
+def test_a_state_that_cannot_be_written_is_told_of_and_stops_nothing(tmp_path, state):
+    (tmp_path / "file").touch()
+    store = files(tmp_path / "file" / "workers")
+    assert len(wrote(store, {PLACE: state})) == 1
+    assert store.read(PLACE) is None
+    assert store.failures() == []
