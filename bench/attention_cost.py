@@ -186,7 +186,7 @@ def main() -> None:
             if block.checks is not None:
                 if block.checks.refused() or block.checks.drain():
                     raise AssertionError("an alarm on clean data")
-                block.checks.committed(step)
+                block.checks.committed()
 
         def whole(block: Block, step: int) -> None:
             slot(block, step, block.forward, block.parameters())

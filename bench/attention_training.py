@@ -34,9 +34,9 @@ from torchtitan.trainer import Trainer
 
 from everstep.attention.injection import Injector
 from everstep.attention.section import AttentionCheck, Inject
-from everstep.data.byte_tokenizer import ByteTokenizer
-from everstep.data.stdlib_text import StdlibText
 from everstep.titan import attention as override
+from everstep.titan.data.byte_tokenizer import ByteTokenizer
+from everstep.titan.data.stdlib_text import StdlibText
 
 
 class CheckedTrainer(Trainer):
@@ -64,7 +64,7 @@ class CheckedTrainer(Trainer):
                     raise RuntimeError(reason)
                 self.optimizers.zero_grad()
                 self.again += 1
-            self.checks.committed(len(self.losses) + 1)
+            self.checks.committed()
         self.losses.append(loss.item())
         return loss
 

@@ -296,7 +296,7 @@ def scheduled(flops, check_s, slot_s=1.0, sections=10):
                 if schedule.checking(section, "wo.y", flops=flops, cost=1e6):
                     schedule.took(section, "wo.y", check_s)
             schedule.slot_took(slot_s)
-        schedule.committed(step)
+        schedule.committed()
     return schedule
 
 
@@ -363,7 +363,7 @@ def adaptive(flops):
         schedule.begin(step, 0)
         for layer in (0, 1):
             schedule.checking(layer, "s", flops=flops, cost=1e6)
-        schedule.committed(step)
+        schedule.committed()
     return schedule
 
 
@@ -379,7 +379,7 @@ def test_where_less_ruins_training_less_is_checked():
         schedule.begin(step, 0)
         for section in ("attention.rerun", "wo.dx"):
             schedule.checking(0, section, flops=1e17, cost=1e6)
-        schedule.committed(step)
+        schedule.committed()
     assert schedule.rate(0, "wo.dx") > schedule.rate(0, "attention.rerun")
 
 
@@ -396,7 +396,7 @@ def test_a_finding_raises_its_layer_at_once_and_the_raise_decays():
 def test_weights_have_a_new_version_after_a_commit_and_a_heal():
     schedule = Schedule(1.0)
     versions = [schedule.weights_version]
-    schedule.committed(1)
+    schedule.committed()
     versions.append(schedule.weights_version)
     schedule.weights_changed()
     versions.append(schedule.weights_version)

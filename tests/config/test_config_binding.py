@@ -1,12 +1,11 @@
 """Which data component, and which tokenizer, `[data]` means."""
 
-from everstep.config.binding import bind_data
-from everstep.config.checks import check_files
-from everstep.data.byte_tokenizer import ByteTokenizer
 from everstep.data.pack import pack
-from everstep.data.stdlib_text import StdlibText
-from everstep.data.streams import SlotStreams
-from everstep.data.tokens import TokenFile
+from everstep.titan.data.binding import bind_data, check_files
+from everstep.titan.data.byte_tokenizer import ByteTokenizer
+from everstep.titan.data.stdlib_text import StdlibText
+from everstep.titan.data.streams import SlotStreams
+from everstep.titan.data.tokens import TokenFile
 
 
 def test_the_bundled_text_brings_its_tokenizer(load):

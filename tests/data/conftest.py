@@ -4,7 +4,7 @@ import pytest
 import torchtitan.hf_datasets.text_datasets as text_datasets
 from torchtitan.hf_datasets import DatasetConfig
 
-from everstep.data.byte_tokenizer import ByteTokenizer
+from everstep.titan.data.byte_tokenizer import ByteTokenizer
 
 
 @pytest.fixture(scope="session")

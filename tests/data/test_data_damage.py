@@ -16,6 +16,7 @@ from everstep.data.documents import Documents
 from everstep.data.inputs import InputError
 from everstep.data.pack import Pack, pack, run
 from everstep.data.token_format import TokenFileError
+from everstep.titan.data.encoders import encoder_for
 
 TAIL = struct.Struct("<Q32s8s")
 
@@ -236,7 +237,7 @@ def test_a_pipe_is_not_waited_for(tmp_path):
         pack([pipe], tmp_path / "out.tokens")
     with pytest.raises(TokenFileError, match="is no file"):
         token_format.read_footer(pipe)
-    assert run(Pack(inputs=(pipe,), out=tmp_path / "out.tokens")) == 1
+    assert run(Pack(inputs=(pipe,), out=tmp_path / "out.tokens"), encoder_for) == 1
 
 
 def test_a_link_beside_out_is_not_written_through(tmp_path):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pyarrow
@@ -23,7 +24,8 @@ from everstep.data import token_format
 from everstep.data.inputs import InputError
 from everstep.data.pack import Pack, pack, run
 from everstep.data.token_format import TokenFileError, map_tokens, read_footer, verify
-from everstep.data.tokens import TokenFile
+from everstep.titan.data.encoders import encoder_for
+from everstep.titan.data.tokens import TokenFile
 
 
 def texts_in(path, tokenizer):
@@ -79,7 +81,7 @@ def test_text_jsonl_and_parquet_give_the_same_documents(tmp_path, documents, tok
 def test_a_hugging_face_tokenizer_gives_the_ids_that_torchtitan_trains_on(tmp_path, jsonl, assets, documents):
     for name in (assets, assets / "tokenizer.json"):
         out = tmp_path / f"{name.name}.tokens"
-        footer = pack([jsonl], out, tokenizer=str(name))
+        footer = pack([jsonl], out, encoder_of=partial(encoder_for, str(name)))
         tokens, starts = map_tokens(out, footer)
         theirs = HuggingFaceTokenizer(tokenizer_path=str(assets))
         expected = [theirs.encode(text, add_bos=True, add_eos=True) for text in documents]
@@ -199,7 +201,7 @@ def test_a_finished_file_is_kept_and_never_overwritten_by_other_input(tmp_path, 
     pack([jsonl], out)
     assert (out.stat().st_mtime_ns, out.read_bytes()) == made
     with pytest.raises(TokenFileError, match="already made, from other input or with another tokenizer"):
-        pack([jsonl], out, tokenizer=str(assets))
+        pack([jsonl], out, encoder_of=lambda: encoder_for(str(assets)))
     jsonl.write_text(json.dumps({"text": "other"}))
     with pytest.raises(TokenFileError, match="already made"):
         pack([jsonl], out)
@@ -273,9 +275,9 @@ def test_bad_parquet_columns_are_named(tmp_path):
 def test_a_run_that_stopped_at_a_bad_document_goes_on_without_it(tmp_path, tokenizer, capsys):
     lines, out = tmp_path / "lines.jsonl", tmp_path / "out.tokens"
     lines.write_text('{"text": "one"}\n{"text": 2}\n{"text": "three"}\n')
-    assert run(Pack(inputs=(lines,), out=out)) == 2
+    assert run(Pack(inputs=(lines,), out=out), encoder_for) == 2
     assert "lines.jsonl:2: 'text' holds int, not text. Or add --skip-bad" in capsys.readouterr().err
-    assert run(Pack(inputs=(lines,), out=out, skip_bad=True)) == 0
+    assert run(Pack(inputs=(lines,), out=out, skip_bad=True), encoder_for) == 0
     said = capsys.readouterr().err
     assert "lines.jsonl:2: 'text' holds int" in said
     assert "2 documents, 1 left out" in said
@@ -307,10 +309,10 @@ def test_missing_things_are_named(tmp_path, jsonl, capsys):
         with pytest.raises(InputError, match=sentence):
             pack(inputs, tmp_path / "out.tokens")
     with pytest.raises(ValueError, match="no tokenizer 'gpt9'"):
-        pack([jsonl], tmp_path / "out.tokens", tokenizer="gpt9")
+        pack([jsonl], tmp_path / "out.tokens", encoder_of=lambda: encoder_for("gpt9"))
     (tmp_path / "empty" / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="empty cannot be loaded"):
-        pack([jsonl], tmp_path / "out.tokens", tokenizer=str(tmp_path / "empty"))
+        pack([jsonl], tmp_path / "out.tokens", encoder_of=lambda: encoder_for(str(tmp_path / "empty")))
 
 
 @pytest.fixture
@@ -367,7 +369,7 @@ def test_a_file_that_does_not_fit_is_refused(token_file, tmp_path, assets, token
         open_file(token_file, tokenizer, seq_len=1_000_000)
     text = tmp_path / "text.txt"
     text.write_text("the slot of a step is a pure function of the step and the slot " * 10)
-    pack([text], tmp_path / "trained.tokens", tokenizer=str(assets))
+    pack([text], tmp_path / "trained.tokens", encoder_of=lambda: encoder_for(str(assets)))
     with pytest.raises(TokenFileError, match=r"ids up to \d+, the tokenizer only 258 ids"):
         open_file(tmp_path / "trained.tokens", tokenizer)
     with pytest.raises(ValueError, match=r"the model's vocabulary only 256 ids"):
@@ -381,23 +383,24 @@ def test_a_file_that_does_not_fit_is_refused(token_file, tmp_path, assets, token
 
 def test_the_command_reports_in_sentences_and_exit_codes(tmp_path, jsonl, capsys):
     out = tmp_path / "out.tokens"
-    assert run(Pack(inputs=(jsonl,), out=out)) == 0
+    assert run(Pack(inputs=(jsonl,), out=out), encoder_for) == 0
     assert "is made and checked: 60 documents" in capsys.readouterr().err
-    assert run(Pack(inputs=(jsonl,), out=out)) == 0
+    assert run(Pack(inputs=(jsonl,), out=out), encoder_for) == 0
     assert "was already made" in capsys.readouterr().err
-    assert run(Pack(out=out, verify=True)) == 0
+    assert run(Pack(out=out, verify=True), encoder_for) == 0
     assert "is whole: 60 documents" in capsys.readouterr().err
-    assert run(Pack(inputs=(tmp_path / "nowhere",), out=out)) == 2
+    assert run(Pack(inputs=(tmp_path / "nowhere",), out=out), encoder_for) == 2
     assert capsys.readouterr().err.startswith("everstep pack: no input file")
     os.truncate(out, 500)
-    assert run(Pack(out=out, verify=True)) == 2
+    assert run(Pack(out=out, verify=True), encoder_for) == 2
     assert "is incomplete" in capsys.readouterr().err
 
 
 def test_the_command_needs_no_torch_to_pack_bytes(tmp_path, jsonl):
     code = (
         "import sys; from pathlib import Path; from everstep.data.pack import Pack, run;"
-        f"status = run(Pack(inputs=(Path({str(jsonl)!r}),), out=Path({str(tmp_path / 'out.tokens')!r})));"
+        "from everstep.titan.data.encoders import encoder_for;"
+        f"status = run(Pack(inputs=(Path({str(jsonl)!r}),), out=Path({str(tmp_path / 'out.tokens')!r})), encoder_for);"
         "sys.exit(status or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

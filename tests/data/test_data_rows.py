@@ -14,8 +14,8 @@ from everstep.data.documents import Documents
 from everstep.data.pack import pack
 from everstep.data.permutation import Permutation
 from everstep.data.slots import SlotSource
-from everstep.data.stdlib_text import StdlibText
-from everstep.data.tokens import TokenFile
+from everstep.titan.data.stdlib_text import StdlibText
+from everstep.titan.data.tokens import TokenFile
 
 
 @given(st.integers(1, 3000), st.integers(-(2**70), 2**70), st.integers(0, 10**6))

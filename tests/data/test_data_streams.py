@@ -19,7 +19,7 @@ from torchtitan.hf_datasets.text_datasets import (
 
 from everstep.data.slots import SlotSource
 from everstep.data.stream_states import StreamState, decode_states, encode_states
-from everstep.data.streams import SlotStreams
+from everstep.titan.data.streams import SlotStreams
 
 SEQ_LEN, BATCH = 16, 2
 

@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import termios
+from dataclasses import fields
 from pathlib import Path
 
 import psutil
 import pytest
 
+from everstep.config.sections import FaultTolerance
+from everstep.launch.agent import AgentSettings
 from everstep.run.events import read_events
 from forked import Forked
 from watched import until
@@ -33,15 +36,18 @@ class TinyAgent:
     CODE = """
 import json, sys
 from everstep.launch.agent import AgentSettings, run_agent
-settings = AgentSettings(**json.loads(sys.argv[1]))
+settings = AgentSettings.from_json(json.loads(sys.argv[1]))
 sys.exit(run_agent(settings, preload=("everstep.launch.elastic", "tiny_trainer")))
 """
 
     def __init__(self, folder, *flags, **settings):
         self.run_dir, self.temporary = folder / "run", folder / "tmp"
+        section = {f.name for f in fields(FaultTolerance)} - {f.name for f in fields(AgentSettings)}
         arguments = {
             "config": "unused.toml", "run_dir": str(self.run_dir), "group": 0, "groups": 1, "ranks": 2,
-            "lighthouse": "http://127.0.0.1:1", "flags": list(flags), "entry": "tiny_trainer:main",
+            "lighthouse": "http://127.0.0.1:1", "entry": "tiny_trainer:main",
+            "flags": ["--fault_tolerance.groups", str(settings.get("groups", 1)), *flags],
+            "fault_tolerance": {"enable": True} | {name: settings.pop(name) for name in section & settings.keys()},
             **settings,
         }  # fmt: skip
         self.temporary.mkdir(exist_ok=True)

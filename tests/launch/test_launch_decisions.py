@@ -225,9 +225,9 @@ def test_each_group_gets_devices_of_its_own_while_they_last():
     assert devices_of_groups([], 2, 1) == [None, None]
 
 
-def test_a_worker_is_told_its_place_and_the_users_flags_come_last():
+def test_a_worker_is_told_its_place_and_flags_that_its_config_does_not_hold_come_last():
     argv = worker_argv(
-        AgentSettings("c.toml", "runs/x", 1, 3, 1, "", ["--training.steps", "5"], host="10.0.0.1"), "http://h:1"
+        AgentSettings("c.toml", Path("runs/x"), 1, 3, 1, "", ["--training.steps", "5"], host="10.0.0.1"), "http://h:1"
     )
     assert argv[:6] == ["--module", "everstep", "--config", "c.toml", "--dump_folder", "runs/x"]
     assert argv[argv.index("--fault_tolerance.group_id") + 1] == "1"

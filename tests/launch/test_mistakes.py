@@ -198,15 +198,27 @@ def test_versions_and_help_are_found_under_all_their_names(capsys):
         assert "usage: everstep" in capsys.readouterr().out
 
 
+def test_a_plan_of_a_batch_that_is_no_number_says_so(here, capsys):
+    (here / "words.toml").write_text(GOOD.replace("global_batch_size = 12", 'global_batch_size = "many"'))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "words.toml", "--nodes", "4", "--mtbf-hours", "100", "--step-s", "2"])
+    assert ended.value.code == 2
+    assert "global_batch_size must be" in capsys.readouterr().err
+
+
 def test_a_plan_shows_its_choices_and_says_when_the_batch_is_too_small_for_more_groups(here, capsys):
     (here / "small.toml").write_text(GOOD.replace("steps = 4", "steps = 4\nlocal_batch_size = 2"))
     arguments = ["--mtbf-hours", "100", "--step-s", "2", "--ranks-per-node", "1"]
-    for nodes, small in (("4", False), ("8", True)):
+    for nodes, flags, small in (
+        ("4", [], False),
+        ("8", [], True),
+        ("8", ["--training.global_batch_size", "16"], False),
+    ):
         with pytest.raises(SystemExit) as ended:
-            cli.main(["plan", "small.toml", "--nodes", nodes, *arguments])
+            cli.main(["plan", "small.toml", "--nodes", nodes, *arguments, *flags])
         assert ended.value.code == 0
         said = capsys.readouterr().out
         assert "best: " in said
-        if not small:
+        if nodes == "4":
             assert "best: 4 groups of 1 node(s), 0 spare(s)" in said
         assert ("note: global_batch_size has 6 slots" in said) is small

@@ -9,9 +9,9 @@ once). SIGUSR1 is to it what the death of a peer is to a trainer: an exception.
 
 import json
 import os
-import shutil
 import signal
 import time
+import tomllib
 from pathlib import Path
 
 from everstep.run.beats import Heartbeat
@@ -24,6 +24,8 @@ def flag(argv, name, default=None):
 
 
 def main(argv):
+    if (config := Path(flag(argv, "--config"))).exists():
+        argv = [*tomllib.loads(config.read_text())["flags"], *argv]
     run_dir, rank = Path(flag(argv, "--dump_folder")), int(os.environ["RANK"])
     group, groups = int(flag(argv, "--fault_tolerance.group_id")), int(flag(argv, "--fault_tolerance.groups"))
     if flag(argv, "--tiny.exit") is not None:
@@ -65,6 +67,6 @@ def fail(*_):
 
 
 def prepare(config, run_dir, flags, ranks, answer, *_):
-    """Settle the config without torchtitan."""
-    shutil.copyfile(config, Path(run_dir) / "config.toml")
+    """Settle the config without torchtitan: all of it is flags."""
+    (Path(run_dir) / "config.toml").write_text(f"flags = {json.dumps(flags)}")
     Path(answer).write_text(json.dumps({"steps": int(flag(flags, "--training.steps", "1000000"))}))

@@ -32,12 +32,12 @@ warm.preload()
 
 from torchtitan import trainer as titan  # noqa: E402
 
-from everstep.config.binding import bind_data  # noqa: E402
-from everstep.data.streams import SlotStreams  # noqa: E402
 from everstep.launch.settings import run_settings  # noqa: E402
 from everstep.run.directory import LaunchError  # noqa: E402
 from everstep.run.lifeline import die_with_parent  # noqa: E402
 from everstep.titan import cpu  # noqa: E402
+from everstep.titan.data.binding import bind_data  # noqa: E402
+from everstep.titan.data.streams import SlotStreams  # noqa: E402
 from everstep.titan.load import load_config  # noqa: E402
 from everstep.titan.trainer import EverstepTrainer  # noqa: E402
 

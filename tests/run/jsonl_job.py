@@ -6,7 +6,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLo
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
-from everstep.data.byte_tokenizer import ByteTokenizer
+from everstep.titan.data.byte_tokenizer import ByteTokenizer
 
 DATASETS["notes"] = DatasetConfig(
     path="given as dataset_path",

@@ -2,8 +2,8 @@
 
 import pytest
 
-from everstep.data.byte_tokenizer import ByteTokenizer
-from everstep.data.stdlib_text import StdlibText
+from everstep.titan.data.byte_tokenizer import ByteTokenizer
+from everstep.titan.data.stdlib_text import StdlibText
 from everstep.titan.load import load_config
 from everstep.titan.trainer import EverstepTrainer
 from reference import simulate

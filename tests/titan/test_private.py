@@ -6,8 +6,11 @@ import pytest
 import torch._utils
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
+from torchtitan.components import metrics
 from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.distributed import activation_checkpoint
 from torchtitan.models.common import attention
+from torchtitan.trainer import Trainer
 
 from everstep.titan import cpu, private
 
@@ -21,9 +24,13 @@ def test_torch_and_torchtitan_have_what_is_relied_on():
     assert parameters(compute_local_shape_and_global_offset)[:3] == ["global_shape", "mesh", "placements"]
     assert parameters(CheckpointManager._find_load_step) == ["self", "folder"]
     assert parameters(CheckpointManager._should_save) == ["self", "curr_step", "last_step"]
+    assert parameters(CheckpointManager._save) == ["self", "curr_step", "last_step"]
+    assert parameters(CheckpointManager._purge_stale_checkpoints) == parameters(CheckpointManager._close) == ["self"]
+    assert parameters(activation_checkpoint._get_default_save_ops) == []
+    assert callable(Trainer._forward_backward_body)
     assert callable(attention._compiled_create_block_mask)
     assert hasattr(context_parallel, "_compiled_create_block_mask")
-    assert parameters(private.metrics_rank) == ["parallel_dims", "pp_schedule"]
+    assert parameters(metrics._get_metrics_rank) == ["parallel_dims", "pp_schedule"]
     assert callable(attention.FlexAttention._compiled_flex_attn)
     assert {"llama3", "qwen3", "deepseek_v3"} <= set(private.models())
 
@@ -38,3 +45,13 @@ def test_a_patch_of_what_is_gone_raises(monkeypatch):
     monkeypatch.delattr(torch._utils, "_get_available_device_type")
     with pytest.raises(AttributeError, match="_get_available_device_type any more"):
         cpu.stand_in()
+
+
+def test_what_checkpointing_keeps_is_asked_for_under_its_name(monkeypatch):
+    default = activation_checkpoint._get_default_save_ops
+    monkeypatch.setattr(activation_checkpoint, "_get_default_save_ops", default)
+    private.keep_in_checkpointing("an operator")
+    assert activation_checkpoint._get_default_save_ops() == {*default(), "an operator"}
+    monkeypatch.delattr(activation_checkpoint, "_get_default_save_ops")
+    with pytest.raises(AttributeError, match="_get_default_save_ops"):
+        private.keep_in_checkpointing("an operator")

@@ -25,7 +25,7 @@ from .identities import (
     packed_size,
 )
 from .injection import Fault, inject
-from .private import unseen_by_checkpointing, watched
+from .private import kept_logsumexp, unseen_by_checkpointing, watched
 from .roundoff import accumulator
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
@@ -299,10 +299,7 @@ def strike_scores(out: torch.Tensor, q, k, v, scale: float, fault: Fault) -> Non
     row[j : j + 1] = fault.value(row[j : j + 1])
     row = row.double()
     out.data[b, i, head] = (row.softmax(0) @ values).to(out.dtype)
-    node, seen = out.grad_fn, 0
-    while node is not None and not hasattr(node, "_saved_logsumexp") and seen < 8:
-        node, seen = (node.next_functions[0][0] if node.next_functions else None), seen + 1
-    kept = getattr(node, "_saved_logsumexp", None)
+    kept = kept_logsumexp(out)
     if kept is not None:
         # (B, N, L) on a CPU.
         kept.data[b, head, i] = row.logsumexp(0).to(kept.dtype)

@@ -130,9 +130,9 @@ class Checks:
         self._told = plan
         return plan._asdict()
 
-    def committed(self, step: int) -> None:
+    def committed(self) -> None:
         """The step's optimizer has run: weights changed, and rates are derived anew."""
-        self.schedule.committed(step)
+        self.schedule.committed()
 
     def weights_changed(self) -> None:
         """Weights changed otherwise: a heal, a checkpoint."""

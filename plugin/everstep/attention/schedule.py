@@ -194,7 +194,7 @@ class Schedule:
         self.errors += 1
         self._found[layer] = self._step
 
-    def committed(self, step: int) -> None:
+    def committed(self) -> None:
         """The step is over: derive the rates of the next from the load of this one."""
         self.weights_version += 1
         sections = list(self._sections.values())

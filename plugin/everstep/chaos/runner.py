@@ -58,10 +58,16 @@ class Runner:
         self._events.close()
 
 
-def every_so_often(run_dir: Path, every_s: float, seed: int) -> Runner:
-    """`everstep run --chaos-every S`: all workers of a random group are killed every `every_s` seconds. The supervisor
-    tells the view what happens."""
-    return Runner(LocalTarget(View(run_dir)), Every(every_s, [KillGroup()], seed))
+def every_so_often(every_s: float, seed: int, run_dir: Path) -> Callable[[list[dict]], None]:
+    """`everstep run --chaos-every S`: kills all workers of a random group every `every_s` seconds. To be called by the
+    supervisor at every tick, with the new events."""
+    runner = Runner(LocalTarget(View(run_dir)), Every(every_s, [KillGroup()], seed))
+
+    def tick(events: list[dict]) -> None:
+        runner.target.run.apply(events)
+        runner.tick(time.monotonic())
+
+    return tick
 
 
 def drive(runner: Runner, say: Callable[[dict], None], for_s: float | None, stopping: Callable[[], bool]) -> str:

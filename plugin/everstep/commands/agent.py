@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tyro
 
-from everstep.run.directory import LaunchError
+from everstep.run.directory import LaunchError, RunDir
 
 
 @dataclass(kw_only=True)
@@ -45,7 +45,8 @@ class Agent:
     """How often this group was started before: the highest one counts. Slurm says it in its jobs."""
 
     host: str = ""
-    """Address that this group's servers listen on and advertise. Default: the host name."""
+    """Address that this group's servers listen on and advertise. Default: the file's fault_tolerance.bind_host, or the
+    host name."""
 
     stop_grace_s: float = 120.0
     """How long workers may take to end cleanly after SIGTERM."""
@@ -57,7 +58,10 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
     from everstep.launch.settings import local_host, read_sections
     from everstep.launch.slurm import Allocation
 
-    section = read_sections(command.config, flags).fault_tolerance
+    run_dir = command.run_dir.resolve()
+    section = read_sections(command.config, flags, command.groups).fault_tolerance
+    if command.config.resolve() != RunDir(run_dir).config:  # which says how many there are
+        flags = ["--fault_tolerance.groups", str(section.groups), *flags]
     slurm = Allocation.from_environment() if command.group is None else None
     if command.group is None and slurm is None:
         raise LaunchError("--group is missing: only in a Slurm array job the task's index says it.")
@@ -72,25 +76,19 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
     return run_agent(
         AgentSettings(
             config=str(command.config.resolve()),
-            run_dir=str(command.run_dir.resolve()),
+            run_dir=run_dir,
             group=place.group,
             job=place.job,
             restart=place.restart,
             nodes=place.nodes,
             node_rank=place.node_rank,
             node=place.node,
-            node_failures=section.node_failures,
-            groups=section.groups if command.groups is None else command.groups,
+            groups=section.groups,
             ranks=command.ranks,
             lighthouse=command.lighthouse,
             flags=list(flags),
-            host=command.host or local_host(),
-            stall_timeout_s=section.stall_timeout_s,
-            startup_timeout_s=section.startup_timeout_s,
+            host=command.host or section.bind_host or local_host(),
+            fault_tolerance=section,
             stop_grace_s=command.stop_grace_s,
-            beats=section.enable,
-            max_restarts=section.max_restarts,
-            restart_window_s=section.restart_window_s,
-            on_poison=section.on_poison,
         )
     )

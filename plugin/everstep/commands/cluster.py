@@ -92,18 +92,16 @@ class Stop:
 
 def run_lighthouse(command: Lighthouse, flags: Sequence[str]) -> int:
     """Until every group has ended; returns the exit status."""
-    section = read_sections(command.config, flags).fault_tolerance
-    groups = section.groups if command.groups is None else command.groups
+    section = read_sections(command.config, flags, command.groups).fault_tolerance
     host = command.host or socket.gethostname()
-    return beacon.keep_up(beacon.Beacon(command.run_dir.resolve(), host, groups, section, command.page))
+    return beacon.keep_up(beacon.Beacon(command.run_dir.resolve(), host, section.groups, section, command.page))
 
 
 def submit(command: Submit, flags: Sequence[str]) -> int:
     """Exit status 0 when both jobs are queued."""
     sbatch_flags, titan_flags = slurm.split_flags(flags)
-    sections = read_sections(command.config, titan_flags, allow_dropped=command.allow_dropped)
-    section = sections.fault_tolerance
-    groups = section.groups if command.groups is None else command.groups
+    sections = read_sections(command.config, titan_flags, command.groups, allow_dropped=command.allow_dropped)
+    groups = sections.fault_tolerance.groups
     if groups < 1 or command.nodes_per_group < 1 or command.ranks_per_node < 1:
         raise LaunchError("--groups, --nodes-per-group and --ranks-per-node must be at least 1.")
     run_dir = (command.run_dir or default_run_dir(command.config, time.localtime())).resolve()
@@ -115,7 +113,7 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
         sbatch_flags=sbatch_flags,
         lighthouse_flags=shlex.split(command.lighthouse_flags),
         page=command.page,
-        flags=["--ranks", str(command.ranks_per_node), *titan_flags],
+        ranks_per_node=command.ranks_per_node,
     )
     if command.dry_run:
         print(slurm.describe_commands(submission))

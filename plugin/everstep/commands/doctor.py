@@ -80,14 +80,14 @@ def doctor(command: Doctor, flags: Sequence[str]) -> int:
         raise LaunchError("CONFIG is missing: give the TOML file of the run, or --node.")
     if command.measure_s and run_dir is None:
         raise LaunchError("--measure-s needs --run-dir, where the nodes find each other.")
-    sections = read_sections(command.config, flags, allow_dropped=command.allow_dropped)
+    sections = read_sections(command.config, flags, command.groups, allow_dropped=command.allow_dropped)
     section = sections.fault_tolerance
     plan = room.Plan(
         config=command.config,
         flags=flags,
         fault_tolerance=section,
         snapshot=sections.snapshot,
-        groups=section.groups if command.groups is None else command.groups,
+        groups=section.groups,
         nodes_per_group=command.nodes_per_group,
         run_dir=run_dir,
         ranks_per_group=command.ranks_per_group,

@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from everstep.report.forecast import Choice, Cluster, Costs, Forecast, calibrate, choices, varied
-from everstep.run.directory import LaunchError, read_toml
+from everstep.run.directory import LaunchError
 from everstep.run.events import read_events
 
 HOUR_S, DAY_S = 3600.0, 86400.0
@@ -100,24 +100,21 @@ def plan(command: Plan, flags: Sequence[str]) -> int:
         run_s=command.run_days * DAY_S,
     )
     ft, snapshot = sections.fault_tolerance, sections.snapshot
-    checkpoint = read_toml(command.config).get("checkpoint", {})
     like = Choice(
         snapshot_interval=snapshot.interval if snapshot.enable else 0,
         parity=snapshot.parity,
         parity_group=snapshot.parity_group,
-        checkpoint_steps=int(checkpoint.get("interval", 500)),
+        checkpoint_steps=sections.checkpoint.interval,
         reduce_timeout_s=ft.reduce_timeout_s,
         stall_timeout_s=ft.stall_timeout_s,
     )
-    toml = read_toml(command.config)
-    training, split = toml.get("training", {}), toml.get("parallelism", {})
-    sharing = math.prod(int(split.get(f"{kind}_parallel_degree", 1)) for kind in ("tensor", "context", "pipeline"))
+    training, split = sections.training, sections.parallelism
+    sharing = max(1, split.tensor_parallel_degree * split.context_parallel_degree * split.pipeline_parallel_degree)
 
     def slots_of(size: int) -> int:
         """0: the file does not say, or the batch does not divide."""
-        rows = int(training.get("local_batch_size", 0)) * max(1, size * command.ranks_per_node // sharing)
-        batch = int(training.get("global_batch_size", 0))
-        return batch // rows if rows and batch > 0 else 0
+        rows = training.local_batch_size * max(1, size * command.ranks_per_node // sharing)
+        return training.global_batch_size // rows if rows > 0 and training.global_batch_size > 0 else 0
 
     sizes = [size for size in range(1, command.nodes + 1) if command.nodes % size == 0 or command.nodes // size > 2]
     sizes = [size for size in sizes if math.log2(size).is_integer() or command.nodes % size == 0]

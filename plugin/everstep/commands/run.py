@@ -1,5 +1,6 @@
 """`everstep run`: one run on this machine."""
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Run:
 
 def run(command: Run, flags: Sequence[str]) -> int:
     """`everstep run`; returns the exit status."""
+    from everstep.chaos.runner import every_so_often
     from everstep.commands.report import write_score
     from everstep.launch import supervisor, view
     from everstep.launch.settings import run_settings
@@ -62,15 +64,17 @@ def run(command: Run, flags: Sequence[str]) -> int:
         allow_dropped=command.allow_dropped,
         page=command.page,
     )
+    every_s = settings.chaos_every_s
+    injector = None if every_s is None else functools.partial(every_so_often, every_s, settings.seed)
     with view.open_view(settings.groups) as on_events:
-        status = supervisor.run(settings, on_events)
+        status = supervisor.run(settings, on_events, injector)
     print(f"Everything of this run is in {settings.run_dir}")
     figures = write_score(settings.run_dir, None)
     if not settings.fault_tolerance.enable:
         print(score.plain_summary(figures, settings.run_dir))
         return status
     print(score.summary(figures))
-    if settings.chaos_every_s is not None or settings.page:
+    if every_s is not None or settings.page:
         from everstep.report.page import write_page
 
         print(f"page      {write_page(settings.run_dir)}")

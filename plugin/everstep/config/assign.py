@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from .errors import ConfigError, nearest
 from .positions import Path
+from .private import component_of, is_component
 from .source import Source, describe, describe_table
 
 MODEL = "model_spec"
@@ -160,7 +161,8 @@ def shown(value: Any) -> str:
 
 def class_name(config: Any) -> str:
     """What the `class` key says for a component's config: the import path of the class that it builds."""
-    owner = getattr(config, "_owner", None) or type(config)
+    owner = component_of(config) if is_component(config) else None
+    owner = owner or type(config)
     return f"{owner.__module__}.{owner.__qualname__}"
 
 
@@ -291,12 +293,12 @@ def _component_config(name: Any, declared: type, source: Source, path: Path) -> 
     except Exception as error:
         raise source.error(path, f"{source.name(path)} = {shown(name)} cannot be imported: {error}") from error
     config_class = getattr(component, "Config", None)
-    from torchtitan.config import Configurable  # not above: the launcher reads its sections without torchtitan
-
-    # the section must be able to stand for any other of its kind, so what counts is the root of the kind
-    root = [c for c in declared.__mro__ if dataclasses.is_dataclass(c) and c is not Configurable.Config][-1]
+    # The section must be able to stand for any other of its kind, so what counts is the root of the kind. The one below
+    # it, which first has `build`, all components share.
+    line = [c for c in declared.__mro__ if dataclasses.is_dataclass(c)]
+    root = line[-2] if is_component(line[-1]) and len(line) > 1 else line[-1]
     if not isinstance(config_class, type) or not issubclass(config_class, root):
-        kind = getattr(root, "_owner", None) or root
+        kind = (component_of(root) if is_component(root) else None) or root
         raise source.error(path, f"{source.name(path)} must name a {kind.__name__}, got {shown(name)}")
     return config_class
 

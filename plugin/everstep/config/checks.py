@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-from .errors import ConfigError, nearest
+from .errors import ConfigError
 
 _TIMEOUTS = (
     ("connect_timeout_s", "reduce_timeout_s", "peers wait in the gradient sum while one still connects"),
@@ -29,9 +29,6 @@ _LONGEST_S = 3e8
 """Ten years; the libraries that wait count milliseconds in 64 bits or fewer."""
 _MOST = {"groups": 1_000_000, "group_id": 999_999, "metrics_port": 65535}
 """The largest values of keys of [fault_tolerance]: ids have six digits."""
-
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
-"""torchtitan reads a tokenizer from the first of these that is there."""
 
 
 @dataclass(frozen=True)
@@ -251,55 +248,6 @@ def _data(config: Any) -> Iterator[Problem]:
             ("data", "path"),
             f'[data] path = "{data.path}" is read with source = "tokens" only, but source is "{data.source}"',
         )
-
-
-def check_files(config: Any) -> None:
-    """Refuse a config whose files are not there. Apart from `check_config`, since it is the machine that
-    trains that needs them.
-
-    Raises:
-        ConfigError: names the key and what to do.
-    """
-    from torchtitan.components.tokenizer import HuggingFaceTokenizer
-
-    from everstep.data.token_format import TokenFileError, in_bytes
-
-    folder = FilePath(config.hf_assets_path)
-    source, path = config.data.source, FilePath(config.data.path)
-    try:
-        brings_its_own = source == "stdlib" or (source == "tokens" and in_bytes(path))
-    except TokenFileError as error:
-        raise ConfigError(f"data.path: {error}") from error
-    reads_folder = not brings_its_own and isinstance(config.tokenizer, HuggingFaceTokenizer.Config)
-    if reads_folder and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        old = f"; {folder.name} is torchtitan 0.1's format, which nothing reads any more" * (folder.suffix == ".model")
-        raise ConfigError(
-            f'hf_assets_path = "{folder}": there is no tokenizer ({", ".join(_TOKENIZER_FILES)}), which [data] '
-            f'source = "{config.data.source}" needs{old}; download the model\'s, or set [data] source = "stdlib"'
-        )
-    _check_dataset(config)
-
-
-def _check_dataset(config: Any) -> None:
-    """Refuse a dataset that torchtitan does not know, or whose files are not there.
-
-    Raises:
-        ConfigError: names the key and what to do.
-    """
-    from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
-
-    loader = config.dataloader
-    if config.data.source != "dataloader" or not isinstance(loader, HuggingFaceTextDataLoader.Config):
-        return
-    name, path = loader.dataset, loader.dataset_path
-    if name not in DATASETS:
-        raise ConfigError(
-            f'[dataloader] dataset = "{name}" is not one of torchtitan\'s; the nearest is "{nearest(name, DATASETS)}". '
-            'Text of your own: `everstep pack` and [data] source = "tokens"'
-        )
-    place = path or DATASETS[name].path
-    if (path or place.startswith(("/", ".", "tests/"))) and not FilePath(place).exists():
-        raise ConfigError(f'[dataloader] dataset = "{name}" is read from {place}, and there is no such file or folder')
 
 
 def _semi_sync(config: Any) -> Iterator[Problem]:

@@ -1,7 +1,6 @@
 """One grammar for everything on a command line, tyro's; what it refuses is told in one sentence.
 
-tyro prints a panel and exits. Its `_errors` says what was wrong as values; it is private to tyro and used here alone
-(`tests/config/test_config_grammar.py` fails when a release changes it).
+tyro prints a panel and exits. Its own errors say what was wrong as values.
 """
 
 import types
@@ -10,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import tyro
-from tyro import _errors
 
 from .errors import ConfigError, nearest
+from .private import errors
 
 T = TypeVar("T")
 
@@ -45,31 +44,31 @@ def parse(
     """
     args = list(args)
 
-    def refuse(event: _errors.ParseErrorEvent) -> None:
+    def refuse(event: errors.ParseErrorEvent) -> None:
         raise FlagError(_sentence(event, args, list(known or ())))
 
     more: dict[str, Any] = {} if default is None else {"default": default}
     if registry is not None:
         more["registry"] = registry
-    with _errors.on_parse_error(refuse):
+    with errors.on_parse_error(refuse):
         if known is not None:
             return tyro.cli(kind, args=args, prog=prog or None, **more), []
         return tyro.cli(kind, args=args, prog=prog or None, return_unknown_args=True, **more)
 
 
-def _sentence(event: _errors.ParseErrorEvent, args: Sequence[str], known: Sequence[str]) -> str:
-    if isinstance(event, _errors.MissingArgs):
+def _sentence(event: errors.ParseErrorEvent, args: Sequence[str], known: Sequence[str]) -> str:
+    if isinstance(event, errors.MissingArgs):
         names = ", ".join(_name(found.arg) for found in event.missing_arguments)
         return f"{names} is missing; see --help"
-    if isinstance(event, _errors.UnrecognizedArgs):
+    if isinstance(event, errors.UnrecognizedArgs):
         flag = next((token for token in event.tokens if token.startswith("-")), event.tokens[0])
         near = nearest(flag.lstrip("-").partition("=")[0].replace("-", "_"), known)
         return f"there is no flag {flag}" + (f", the nearest is --{near}" if near else "")
-    if isinstance(event, _errors.InvalidChoice):
+    if isinstance(event, errors.InvalidChoice):
         return f"{_name(event.argument)} must be one of {', '.join(event.choices)}, got {event.value}"
-    if isinstance(event, _errors.BadValue) and event.reason == "too_few_values":
+    if isinstance(event, errors.BadValue) and event.reason == "too_few_values":
         return f"{_name(event.argument)} needs a value: {_expected(event.argument.field.type)}"
-    if isinstance(event, _errors.InstantiationFailure) and event.argument is not None:
+    if isinstance(event, errors.InstantiationFailure) and event.argument is not None:
         name = _name(event.argument)
         given = _given(event.argument.lowered.name_or_flags, args)
         return f"{name} must be {_expected(event.argument.field.type)}" + (

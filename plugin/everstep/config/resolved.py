@@ -11,6 +11,7 @@ from typing import Any
 
 from .assign import NONE, class_name, field_types, variant_names
 from .positions import Path
+from .private import is_component
 from .source import describe
 
 
@@ -165,7 +166,7 @@ def _to_value(value: Any, declared: Any, path: Path, left_out: list[str]) -> Any
         return {"mode": name} | ({} if value is None else _to_table(value, path, left_out))
     if dataclasses.is_dataclass(value):
         table = _to_table(value, path, left_out)
-        if hasattr(value, "_owner") and type(value) is not declared:
+        if is_component(value) and type(value) is not declared:
             return {"class": class_name(value), **table}
         return table
     return _to_plain(value)

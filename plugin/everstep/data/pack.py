@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import os
 import stat
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -32,7 +31,7 @@ from rich.progress import (
 )
 
 from everstep.data import token_format
-from everstep.data.encoders import Encoder, encoder_for
+from everstep.data.encoders import ByteEncoder, Encoder
 from everstep.data.inputs import (
     DocumentError,
     InputError,
@@ -101,9 +100,10 @@ class _Entry:
     sha256: str | None
 
 
-def run(args: Pack) -> int:
-    """Does what the command line asks, tells about it on stderr, and returns the exit status: 0, 2 for
-    something that the user can put right, 1 for what the system refused, 130 after Ctrl-C."""
+def run(args: Pack, encoder_for: Callable[[str], Encoder]) -> int:
+    """Does what the command line asks, with the encoder that `encoder_for` makes of --tokenizer, tells about it on
+    stderr, and returns the exit status: 0, 2 for something that the user can put right, 1 for what the system refused,
+    130 after Ctrl-C."""
     console = Console(stderr=True)
 
     def say(message: object) -> None:
@@ -122,7 +122,7 @@ def run(args: Pack) -> int:
                 footer = pack(
                     args.inputs,
                     args.out,
-                    tokenizer=args.tokenizer,
+                    encoder_of=lambda: encoder_for(args.tokenizer),
                     text_key=args.text_key,
                     on_bad=say if args.skip_bad else refuse,
                     on_progress=on_progress,
@@ -152,7 +152,7 @@ def pack(
     inputs: Sequence[Path],
     out: Path,
     *,
-    tokenizer: str = "bytes",
+    encoder_of: Callable[[], Encoder] = ByteEncoder,
     text_key: str = "text",
     on_bad: OnBad = refuse,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
@@ -161,6 +161,7 @@ def pack(
     """Makes `out` from `inputs`, or returns the footer of `out` if it was made from them before.
 
     Args:
+        encoder_of: makes what gives the ids; called when the inputs are known to be there.
         on_bad: called with each document that cannot be read; if it returns, the document is left out.
         on_progress: called with what is being done, bytes done, bytes in all.
         chunk_tokens: a chunk ends with the first document that brings it to as many tokens.
@@ -168,7 +169,7 @@ def pack(
         InputError, TokenFileError, ValueError: in one sentence that names the file, its line, or the option.
     """
     files = input_files(inputs)
-    encoder = encoder_for(tokenizer)
+    encoder = encoder_of()
     source = {
         "tokenizer": encoder.identity,
         "text_key": text_key,
@@ -451,7 +452,3 @@ def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
             progress.update(tasks[what], completed=done)
 
         yield show
-
-
-if __name__ == "__main__":
-    sys.exit(run(tyro.cli(Pack)))

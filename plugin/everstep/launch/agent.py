@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from everstep.config.sections import FaultTolerance
 from everstep.launch.forkpoint import start_fork_point
 from everstep.launch.warm import PRELOAD
 from everstep.launch.warm import preload as import_modules
@@ -39,29 +40,24 @@ class AgentSettings:
 
     config: str
     """The TOML file that the workers load."""
-    run_dir: str
+    run_dir: Path
     group: int
     groups: int
     ranks: int
     lighthouse: str
     """`http://host:port`; empty: as published in the run directory."""
     flags: list[str] = field(default_factory=list)
-    """torchtitan flags, passed on."""
+    """torchtitan flags of the workers that `config` does not hold already; a run directory's config.toml holds all."""
     host: str = "127.0.0.1"
     """Address that the group's servers listen on."""
     devices: str | None = None
     """CUDA_VISIBLE_DEVICES of the workers; None: as inherited."""
     socket_dir: str = ""
     """A private folder for sockets and temporary files; empty: a fresh one."""
-    stall_timeout_s: float = 120.0
-    startup_timeout_s: float = 900.0
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+    """The run's section. Without fault tolerance workers neither beat nor tell of commits: no watchdog watches,
+    and one that ran for longer than startup_timeout_s counts as one that trained."""
     stop_grace_s: float = 120.0
-    beats: bool = True
-    """Whether the workers beat and tell of commits: with fault tolerance they do."""
-    max_restarts: int = 1_000_000
-    restart_window_s: float = 3600.0
-    on_poison: str = "stop"
-    """See `FaultTolerance.on_poison`."""
     entry: str = "everstep.train:main"
     """`module:function` that a worker calls with its argv."""
     job: int = 0
@@ -73,17 +69,27 @@ class AgentSettings:
     node_rank: int = 0
     node: str = ""
     """This node's name in the batch system, if there are others to go to."""
-    node_failures: int = 0
+
+    @property
+    def limits(self) -> RestartLimits:
+        """How often the group's workers are started again."""
+        return RestartLimits(self.fault_tolerance.max_restarts, self.fault_tolerance.restart_window_s)
 
     def to_json(self) -> dict:
-        return asdict(self)
+        return asdict(self) | {"run_dir": str(self.run_dir)}
+
+    @classmethod
+    def from_json(cls, said: dict) -> "AgentSettings":
+        """What `to_json` wrote."""
+        section = FaultTolerance(**said["fault_tolerance"])
+        return cls(**said | {"run_dir": Path(said["run_dir"]), "fault_tolerance": section})
 
 
 def worker_argv(settings: AgentSettings, lighthouse: str) -> list[str]:
-    """What a worker of this group is started with. The user's flags come last: they win."""
+    """What a worker of this group is started with: the config, and its place in the run."""
     return [
-        "--module", "everstep", "--config", settings.config, "--dump_folder", settings.run_dir,
-        "--fault_tolerance.group_id", str(settings.group), "--fault_tolerance.groups", str(settings.groups),
+        "--module", "everstep", "--config", settings.config, "--dump_folder", str(settings.run_dir),
+        "--fault_tolerance.group_id", str(settings.group),
         "--fault_tolerance.lighthouse", lighthouse, "--fault_tolerance.bind_host", settings.host,
         *settings.flags,
     ]  # fmt: skip
@@ -124,7 +130,7 @@ NODE_CHECK_TIMEOUT_S = 300.0
 def _unfit(settings: AgentSettings) -> str:
     """Why this node should not be trained on; "" if it is fit. In a process of its own: an agent stays clear of CUDA,
     and a GPU that hangs must not hang it."""
-    command = [sys.executable, "-m", "everstep.cli", "doctor", "--node", "--json", "--run-dir", settings.run_dir]
+    command = [sys.executable, "-m", "everstep.cli", "doctor", "--node", "--json", "--run-dir", str(settings.run_dir)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=NODE_CHECK_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -139,7 +145,7 @@ def _unfit(settings: AgentSettings) -> str:
 
 def main(settings: dict) -> int:
     """Run the agent of `AgentSettings.to_json()` in a fork of the warm process; see `run_agent`."""
-    return run_agent(AgentSettings(**settings), preload=())
+    return run_agent(AgentSettings.from_json(settings), preload=())
 
 
 def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
@@ -150,7 +156,7 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
     Must be called in the main thread of a process without other threads; `preload` are modules to import
     first.
     """
-    run_dir = Path(settings.run_dir)
+    run_dir = settings.run_dir
     asked_to_stop = False
 
     def ask_to_stop(*_: object) -> None:
@@ -166,7 +172,6 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
 
     events = EventLog(run_dir, settings.group, None, "agent")
     claim = Claim(settings.job, settings.restart)
-    limits = RestartLimits(settings.max_restarts, settings.restart_window_s)
 
     def end(status: str, reason: str, exit_status: int) -> int:
         events.emit("agent_ended", status=status, reason=reason)
@@ -187,7 +192,7 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
 
     first_incarnation = next_incarnation(run_dir, settings.group)
     if settings.job and settings.node_rank == 0:
-        if why_not := reason_not_to_start(run_dir, settings.group, limits):
+        if why_not := reason_not_to_start(run_dir, settings.group, settings.limits):
             return end("failed", f"group {settings.group} is given up, {why_not}", GAVE_UP_EXIT)
         events.emit("agent_up", job=settings.job, restart=settings.restart, node=settings.node, pid=os.getpid())
     try:
@@ -219,27 +224,12 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
 
     agent = GroupAgent(
         GroupSettings(
-            run_dir=run_dir,
-            group=settings.group,
-            groups=settings.groups,
-            ranks=settings.ranks,
+            **vars(settings),
             argv=worker_argv(settings, lighthouse),
-            entry=settings.entry,
-            host=settings.host,
-            stall_timeout_s=settings.stall_timeout_s,
-            startup_timeout_s=settings.startup_timeout_s,
-            stop_grace_s=settings.stop_grace_s,
-            beats=settings.beats,
-            limits=limits,
-            on_poison=settings.on_poison,
             fork_point_pid=fork_point_pid,
             first_incarnation=first_incarnation,
             stopping=stopping,
             claim=claim,
-            nodes=settings.nodes,
-            node_rank=settings.node_rank,
-            node=settings.node,
-            node_failures=settings.node_failures,
         ),
         events,
     )

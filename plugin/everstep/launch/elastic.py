@@ -14,21 +14,21 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from everstep.launch import flight, health, stacks, worker
+from everstep.foreign import overrides
+from everstep.launch import flight, health, private, stacks, worker
+from everstep.launch.agent import AgentSettings
 from everstep.launch.memory import oom_kills
 from everstep.launch.progress import CommitWatch, StrikeWatch
 from everstep.launch.rendezvous import OneNodeRendezvous, RunDirRendezvous
-from everstep.launch.watchdog import Death, RestartLimits, Stall, describe_exit, find_stall, reason_to_give_up
+from everstep.launch.watchdog import Death, Stall, describe_exit, find_stall, reason_to_give_up
 from everstep.run import fence
 from everstep.run.beats import DONE, Beat, BeatFile, agent_beat_path, beat_path, push, read_beat
 from everstep.run.events import EventLog
@@ -75,37 +75,17 @@ class OneFilePerRank(LogsSpecs):
         return LogsDest(stdouts=dict(console), stderrs=dict(console), error_files=error_files)
 
 
-@dataclass
-class GroupSettings:
-    """What an elastic agent needs to know of its group. Times in seconds."""
+@dataclass(frozen=True, kw_only=True)
+class GroupSettings(AgentSettings):
+    """What an elastic agent needs to know besides."""
 
-    run_dir: Path
-    group: int
-    groups: int
-    ranks: int
-    """On this node."""
     argv: list[str]
-    entry: str
-    host: str
-    stall_timeout_s: float
-    startup_timeout_s: float
-    stop_grace_s: float
-    limits: RestartLimits
+    """What a worker is called with."""
     fork_point_pid: int
     first_incarnation: int
     stopping: Callable[[], bool] = field(default=lambda: False)
     """Whether a clean stop has been asked for."""
     claim: Claim = field(default_factory=Claim)
-    on_poison: str = "stop"
-    nodes: int = 1
-    node_rank: int = 0
-    node: str = ""
-    """This node's name, if there are others to go to."""
-    node_failures: int = 0
-    """Deaths that begin on this node within the limits' window before it counts as bad; 0: any number."""
-    beats: bool = True
-    """Whether the workers beat and tell of commits, as they do with fault tolerance. Without, no watchdog watches them,
-    and one that ran for longer than startup_timeout_s counts as one that trained."""
 
 
 class GroupAgent(LocalElasticAgent):
@@ -159,6 +139,7 @@ class GroupAgent(LocalElasticAgent):
         self._deaths: list[Death] = []
         self._poison_before = self._poison()
 
+    @overrides(LocalElasticAgent)
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         if _is_gone(self.settings.fork_point_pid):
             raise RuntimeError("the fork point of this agent has died; a new agent has to take over")
@@ -172,10 +153,10 @@ class GroupAgent(LocalElasticAgent):
         self._commits.restart()
         self._strikes.restart()
         # Workers tell their incarnations apart by TorchElastic's count, which on several nodes is each node's own.
-        self._remaining_restarts = UNLIMITED_RESTARTS - self._starts
+        private.set_restarts_left(self, UNLIMITED_RESTARTS - self._starts)
         self._starts += 1
         local = super()._start_workers(worker_group)
-        for process in self._processes():
+        for process in private.processes(self):
             # A death that TorchElastic sees before we do would make it ask the others to stop, and wait 30 s for that.
             process.terminate = process.kill
         self._pids = {worker_group.workers[local_rank].global_rank: pid for local_rank, pid in local.items()}
@@ -186,18 +167,21 @@ class GroupAgent(LocalElasticAgent):
         self._events.emit(kind, incarnation=self._incarnation, pids=list(self._pids.values()))
         return local
 
+    @overrides(LocalElasticAgent)
     def _exit_barrier(self) -> None:
-        self._worker_group.spec.rdzv_handler.shutdown()
+        self.get_worker_group().spec.rdzv_handler.shutdown()
         super()._exit_barrier()
 
+    @overrides(LocalElasticAgent)
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._kill_workers()
-        processes = self._processes()
+        processes = private.processes(self)
         super()._stop_workers(worker_group)
         for process in processes:
             # Each refers to itself by it, and would keep its pipes for as long as the garbage collector likes.
             vars(process).pop("terminate", None)
 
+    @overrides(LocalElasticAgent)
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._beat()
         if self.settings.stopping():
@@ -235,7 +219,11 @@ class GroupAgent(LocalElasticAgent):
 
     def _poison(self) -> dict[Slot, Deaths]:
         """The slots that end the run."""
-        return poisoned(self.settings.run_dir, self.settings.groups) if self.settings.on_poison == "stop" else {}
+        return (
+            poisoned(self.settings.run_dir, self.settings.groups)
+            if self.settings.fault_tolerance.on_poison == "stop"
+            else {}
+        )
 
     def _look_at_poison(self) -> None:
         """Ends this group when another one found that a slot ends them all. What was known when this agent began may
@@ -256,7 +244,7 @@ class GroupAgent(LocalElasticAgent):
 
     def _stop_cleanly(self) -> None:
         now = time.monotonic()
-        self._remaining_restarts = 0
+        private.set_restarts_left(self, 0)
         if self._stop_deadline is None:
             self._stop_deadline = now + self.settings.stop_grace_s
         if now > self._stop_deadline:
@@ -284,7 +272,7 @@ class GroupAgent(LocalElasticAgent):
         """How long a phase of the first step may last, in seconds; None once it has been made."""
         if self._has_committed():
             return None
-        startup_s = self.settings.startup_timeout_s
+        startup_s = self.settings.fault_tolerance.startup_timeout_s
         return startup_s if self._first_step_s is None else min(startup_s, FIRST_STEP_SLACK * self._first_step_s)
 
     def _some_worker_died(self) -> bool:
@@ -298,7 +286,7 @@ class GroupAgent(LocalElasticAgent):
     def _stalled(self) -> bool:
         if self._stall is not None:
             return True  # said already; the kernel is still taking the workers down
-        if not self.settings.beats:
+        if not self.settings.fault_tolerance.enable:
             return False
         folder = self.settings.run_dir
         beats = {rank: read_beat(beat_path(folder, self.settings.group, rank)) for rank in self._pids}
@@ -307,8 +295,8 @@ class GroupAgent(LocalElasticAgent):
             beats,
             self._started_mono,
             time.monotonic(),
-            self.settings.stall_timeout_s,
-            self.settings.startup_timeout_s,
+            self.settings.fault_tolerance.stall_timeout_s,
+            self.settings.fault_tolerance.startup_timeout_s,
             self._first_step_patience(),
         )
         if self._stall is not None:
@@ -347,7 +335,9 @@ class GroupAgent(LocalElasticAgent):
         death = Death(
             mono=time.monotonic(),
             exitcode=failure.exitcode,
-            committed=self._has_committed() if self.settings.beats else ran_s > self.settings.startup_timeout_s,
+            committed=self._has_committed()
+            if self.settings.fault_tolerance.enable
+            else ran_s > self.settings.fault_tolerance.startup_timeout_s,
             error=first_line(failure.message) if failure.exitcode > 0 and failure.error_file != NO_ERROR_FILE else "",
             excused=others_struck or (struck and (stalled or failure.exitcode < 0)),
             stalled=stalled,
@@ -375,18 +365,18 @@ class GroupAgent(LocalElasticAgent):
                 self.killed_in_the_end = reason
         elif self.settings.node and (bad := self._reason_to_move(failure.exitcode)):
             self.node_bad = f"{bad}; last: {reason}"
-            self._remaining_restarts = 0
+            private.set_restarts_left(self, 0)
         elif slot is not None and poison:
             # The next start does without it, or there is none.
             self._deaths.pop()
-            if self.settings.on_poison == "stop":
+            if self.settings.fault_tolerance.on_poison == "stop":
                 self._give_up_at(slot)
-                self._remaining_restarts = 0
+                private.set_restarts_left(self, 0)
         else:
             give_up = reason_to_give_up(self._deaths, self.settings.limits)
             if give_up is not None:
                 self.gave_up = f"group {self.settings.group} is given up, {give_up}; last: {reason}"
-                self._remaining_restarts = 0
+                private.set_restarts_left(self, 0)
 
     def _strike(self, slot: Slot, death: Death, reason: str) -> bool:
         """Workers ended at this slot of their own doing: whether it is poison by now, which whoever finds it says."""
@@ -403,7 +393,7 @@ class GroupAgent(LocalElasticAgent):
                 slot=number,
                 groups=sorted(now.deaths),
                 error=death.error or reason,
-                action=self.settings.on_poison,
+                action=self.settings.fault_tolerance.on_poison,
             )
         return now.poisoned(groups)
 
@@ -427,7 +417,7 @@ class GroupAgent(LocalElasticAgent):
             return "its arithmetic was wrong twice in the same place"
         window_s, now = self.settings.limits.window_s, time.monotonic()
         recent = sum(death.mono > now - window_s for death in self._deaths)
-        if 0 < self.settings.node_failures <= recent:
+        if 0 < self.settings.fault_tolerance.node_failures <= recent:
             return f"workers died here {recent} times within {window_s:g} s (fault_tolerance.node_failures)"
         return None
 
@@ -436,7 +426,7 @@ class GroupAgent(LocalElasticAgent):
         time to fail at the death of the first, so a rank that a signal killed, other than ours, goes first.
         """
         rank, failure = min(result.failures.items())
-        by_pid = {process.pid: process.exitcode for process in self._processes()}
+        by_pid = {process.pid: process.exitcode for process in private.processes(self)}
         for other in self._died_by_themselves:
             exitcode = by_pid.get(self._pids[other])
             ours = rank not in self._died_by_themselves  # killed by us, when we saw the other one gone
@@ -444,12 +434,6 @@ class GroupAgent(LocalElasticAgent):
                 told = result.failures.get(other)
                 return other, told or dataclasses.replace(failure, pid=self._pids[other], exitcode=exitcode)
         return rank, failure
-
-    def _processes(self) -> list[BaseProcess]:
-        """This incarnation's processes as TorchElastic holds them."""
-        context = self._pcontext
-        started = context._pc if isinstance(context, MultiprocessContext) else None
-        return list(started.processes) if started is not None else []
 
     def _signal_workers(self, signum: signal.Signals, pids: Iterable[int] | None = None) -> None:
         for pid in self._pids.values() if pids is None else pids:

@@ -24,21 +24,15 @@ def state_of(config: Path, flags: Sequence[str], ranks: int = 1, allow_dropped: 
     if not cpu.has_accelerator():
         cpu.stand_in()
     import torch
-    from torchtitan.config import TORCH_DTYPE_MAP
 
     from everstep.launch.prepare import judge
+    from everstep.titan.machine import trained_parameters
 
     try:
         loaded, warnings = judge(config, flags, ranks, allow_dropped=allow_dropped)
     except ConfigError as error:
         return {"error": str(error)}
-    assert loaded.model_spec is not None
-    model_config = loaded.model_spec.model
-    model_config.update_from_config(config=loaded)
-    with torch.device("meta"):
-        model = model_config.build()
-    parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    size = TORCH_DTYPE_MAP[loaded.training.dtype].itemsize
+    parameters, size = trained_parameters(loaded)
     devices = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
     return {
         "parameters": parameters,

@@ -1,20 +1,20 @@
 """Which rank has not come to which collective: torch's Flight Recorder, of every rank of a group that hangs.
 
-A worker answers a signal with what the recorder holds (`torch._C._distributed_c10d`, one instance for each backend): as
-JSON, which is read here, and as torch's own dump with stacks, for `torchfrtrace`. A thread of its own does it, which
-waits for the signal, so it answers as long as the interpreter's lock is free.
+A worker answers a signal with what the recorder holds, one instance for each backend: as JSON, which is read here, and
+as torch's own dump with stacks, for `torchfrtrace`. A thread of its own does it, which waits for the signal, so it
+answers as long as the interpreter's lock is free.
 """
 
 import contextlib
 import json
 import signal
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from everstep.launch.private import flight_records
 from everstep.run import typed
 from everstep.run.files import write_whole
 from everstep.run.regular import read_regular
@@ -45,14 +45,13 @@ def listen(run_dir: Path, group: int, rank: int) -> None:
 
 
 def _dump(path: Path, rank: int) -> None:
-    recorder: Any = sys.modules.get("torch._C._distributed_c10d")
     held: dict[str, Any] = {}
-    for backend in BACKENDS if hasattr(recorder, "_dump_fr_trace_json") else ():
+    for backend in BACKENDS:
         with contextlib.suppress(RuntimeError, ValueError):
-            found = json.loads(recorder._dump_fr_trace_json(backend=backend))
+            as_json, whole = flight_records(backend)
+            found = json.loads(as_json)
             if found.get("entries"):
                 held[backend] = found
-                whole = recorder._dump_fr_trace(backend=backend)
                 write_whole(path.with_name(f"flight-recorder-{backend}-{rank}"), whole)
     write_whole(path, json.dumps(held).encode())
 

@@ -7,14 +7,13 @@ itself while it has no threads yet, the copy runs multiprocessing's own server l
 die with it.
 """
 
-import inspect
 import os
 import signal
 import socket
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
 
+from everstep.launch import private
 from everstep.run.lifeline import die_with_parent
 
 
@@ -24,8 +23,6 @@ def start_fork_point(socket_dir: Path) -> int:
     Must be called once, from the main thread, before this process has other threads. `socket_dir` must be
     private to the user: who can connect there can start processes.
     """
-    module: Any = forkserver
-    server = module._forkserver
     maker = os.getpid()
     address = str(socket_dir / f"fork-{maker}.sock")
     listener = socket.socket(socket.AF_UNIX)
@@ -33,14 +30,7 @@ def start_fork_point(socket_dir: Path) -> int:
     os.chmod(address, 0o600)
     listener.listen()
     alive_r, alive_w = os.pipe()
-    options: dict[str, Any] = {}
-    if "authkey_r" in inspect.signature(forkserver.main).parameters:  # Python 3.14 authenticates the socket
-        key_r, key_w = os.pipe()
-        key = os.urandom(module._AUTHKEY_LEN)
-        os.write(key_w, key)
-        os.close(key_w)
-        options["authkey_r"] = key_r
-        server._forkserver_authkey = key
+    options, key = private.fork_server_options()
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -57,7 +47,5 @@ def start_fork_point(socket_dir: Path) -> int:
             os._exit(status)
     listener.close()
     os.close(alive_r)
-    server._forkserver_address = address
-    server._forkserver_alive_fd = alive_w
-    server._forkserver_pid = pid
+    private.fork_from(address, alive_w, pid, key)
     return pid

@@ -4,7 +4,6 @@ directory's.
 Runs in a fork of the warm process, so that the processes of the run start from untouched modules.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from everstep.config.errors import ConfigError
 from everstep.run.exits import USAGE_EXIT
+from everstep.run.files import write_json, write_whole
 
 
 def main(
@@ -34,9 +34,7 @@ def main(
         found, status = _settle(Path(config), Path(run_dir), flags, ranks, allow_dropped, here), 0
     except ConfigError as error:
         found, status = {"error": str(error)}, USAGE_EXIT
-    draft = Path(f"{answer}.tmp")
-    draft.write_text(json.dumps(found))
-    draft.replace(answer)
+    write_json(Path(answer), found)
     return status
 
 
@@ -48,9 +46,10 @@ def judge(
     Raises:
         ConfigError: a run of it cannot work.
     """
-    from everstep.config.checks import check_files, slots_per_step
+    from everstep.config.checks import slots_per_step
     from everstep.quorum.communicator import why_not
     from everstep.titan.cpu import has_accelerator
+    from everstep.titan.data.binding import check_files
     from everstep.titan.load import load_config
     from everstep.titan.machine import needs_gpu
     from everstep.titan.trainer import EverstepTrainer
@@ -101,9 +100,7 @@ def _settle(source: Path, run_dir: Path, flags: Sequence[str], ranks: int, allow
                 f"{run_dir} holds a run of another config: {'; '.join(differing)}. "
                 "Give another --run-dir, or undo the changes."
             )
-    draft = settled.with_suffix(f".{os.getpid()}")
-    draft.write_text(resolved_toml(config))
-    draft.replace(settled)
+    write_whole(settled, resolved_toml(config).encode())
     return {
         "steps": config.semi_sync.commits(config.training.steps),
         "identity": config_identity(config),

@@ -1,10 +1,9 @@
 """From a command line and a TOML file to what the launcher needs, without importing torch.
 
-The launcher reads four sections itself; they are parsed as every other one is, by type and with tyro's grammar. The
+The launcher reads some sections itself; they are parsed as every other one is, by type and with tyro's grammar. The
 whole config is torchtitan's to judge, in `prepare`, before anything starts.
 """
 
-import dataclasses
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,6 +33,8 @@ class Training:
     """The part of torchtitan's `[training]` that the launcher reads."""
 
     steps: int | None = None
+    local_batch_size: int = 0
+    global_batch_size: int = 0
 
 
 @dataclass(kw_only=True)
@@ -41,6 +42,16 @@ class Parallelism:
     """The part of torchtitan's `[parallelism]` that the launcher reads."""
 
     data_parallel_replicate_degree: int = 1
+    tensor_parallel_degree: int = 1
+    context_parallel_degree: int = 1
+    pipeline_parallel_degree: int = 1
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    """The part of torchtitan's `[checkpoint]` that the launcher reads."""
+
+    interval: int = 500
 
 
 @dataclass(kw_only=True)
@@ -52,11 +63,14 @@ class Sections:
     debug: Debug = field(default_factory=Debug)
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
 
-def read_sections(path: Path, flags: Sequence[str] = (), *, allow_dropped: bool = False) -> Sections:
-    """The launcher's sections of a run's file, with torchtitan's `flags` applied. Files of torchtitan 0.2 say other
-    words for the same.
+def read_sections(
+    path: Path, flags: Sequence[str] = (), groups: int | None = None, *, allow_dropped: bool = False
+) -> Sections:
+    """The launcher's sections of a run's file, with torchtitan's `flags` applied, and so many groups if that is said.
+    Files of torchtitan 0.2 say other words for the same.
 
     Raises:
         LaunchError: the file is missing, no TOML or for something that is not supported; or a value of these sections
@@ -67,13 +81,12 @@ def read_sections(path: Path, flags: Sequence[str] = (), *, allow_dropped: bool 
     try:
         source = read_source(path)
         translate(source, allow_dropped=allow_dropped)
-        for name in ("fault_tolerance", "snapshot", "debug", "training", "parallelism"):
-            section = getattr(found, name)
+        for name, section in vars(found).items():
             table = source.table.get(name, {})
             if not isinstance(table, dict):
                 raise source.error((name,), f"{name} must be a table: write [{name}]")
-            partial = isinstance(section, Debug | Training | Parallelism)
-            known = {key: value for key, value in table.items() if not partial or hasattr(section, key)}
+            whole = isinstance(section, FaultTolerance | Snapshot)
+            known = {key: value for key, value in table.items() if whole or hasattr(section, key)}
             assign_table(section, known, source, (name,))
         found = parse(Sections, flags, default=found)[0]
     except ConfigError as error:
@@ -81,6 +94,8 @@ def read_sections(path: Path, flags: Sequence[str] = (), *, allow_dropped: bool 
     ft = found.fault_tolerance
     if ft.enable and ft.groups == 1:  # torchtitan's replicas are the groups
         ft.groups = max(1, found.parallelism.data_parallel_replicate_degree)
+    if groups is not None:
+        ft.groups = groups
     return found
 
 
@@ -101,24 +116,23 @@ def run_settings(
         if steps < 1:
             raise LaunchError("--steps must be at least 1.")
         flags += ["--training.steps", str(steps)]
-    sections = read_sections(config, flags, allow_dropped=more.get("allow_dropped", False))
+    sections = read_sections(config, flags, groups, allow_dropped=more.get("allow_dropped", False))
     seed = sections.debug.seed
     if seed is None:
         seed = 0
         flags += ["--debug.seed", "0"]  # so that two runs of one config can be compared
     ft = sections.fault_tolerance
-    groups = ft.groups if groups is None else groups
-    if groups < 1 or ranks_per_group < 1:
+    if ft.groups < 1 or ranks_per_group < 1:
         raise LaunchError("--groups and --ranks-per-group must be at least 1.")
     if chaos_every_s is not None and chaos_every_s <= 0:
         raise LaunchError("--chaos-every must be more than 0 seconds.")
     return RunSettings(
         config=config,
         run_dir=run_dir,
-        groups=groups,
+        groups=ft.groups,
         ranks_per_group=ranks_per_group,
         seed=seed,
-        fault_tolerance=dataclasses.replace(ft, groups=groups),
+        fault_tolerance=ft,
         flags=flags,
         chaos_every_s=chaos_every_s,
         **more,

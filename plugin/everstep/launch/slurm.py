@@ -29,15 +29,15 @@ ENDED_STATES = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT
 
 @dataclass(frozen=True)
 class Submission:
-    """A run to be given to Slurm. `sbatch_flags` go to the groups' job, `flags` are torchtitan's."""
+    """A run to be given to Slurm. `sbatch_flags` go to the groups' job; torchtitan's are in the settled config."""
 
     config: Path
     run_dir: Path
     groups: int
     nodes_per_group: int = 1
+    ranks_per_node: int = 1
     sbatch_flags: Sequence[str] = field(default_factory=tuple)
     lighthouse_flags: Sequence[str] = field(default_factory=tuple)
-    flags: Sequence[str] = field(default_factory=tuple)
     page: bool = False
 
     @property
@@ -67,7 +67,13 @@ class Submission:
                 *common,
                 *["--page"] * self.page,
             ],
-            "groups": [*groups, *self.sbatch_flags, str(SCRIPTS / "train.sbatch"), *common, *self.flags],
+            "groups": [
+                *groups,
+                *self.sbatch_flags,
+                str(SCRIPTS / "train.sbatch"),
+                *common,
+                *["--ranks", str(self.ranks_per_node)],
+            ],
         }
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 
 import everstep
-from everstep.chaos.runner import Runner, every_so_often
 from everstep.config.sections import FaultTolerance
 from everstep.launch.agent import AgentSettings
 from everstep.launch.local_lighthouse import LocalLighthouse
@@ -41,12 +40,14 @@ AGENT_CRASHES = 3
 STOPPED_AT_ONCE_EXIT = 130
 """What a shell gives for a command that Ctrl-C ended."""
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+OnEvents = Callable[[list[dict]], None]
+"""Called at every tick with the new events."""
 STOPPED_BEFORE = "stopped before anything was started."
 
 
 @dataclass
 class RunSettings:
-    """What to run. `flags` are torchtitan's and go to every worker."""
+    """What to run. `flags` are torchtitan's and win over `config`; workers get both as one resolved file."""
 
     config: Path
     run_dir: Path
@@ -96,7 +97,8 @@ class Supervisor:
         self,
         settings: RunSettings,
         run_dir: RunDir,
-        on_events: Callable[[list[dict]], None] | None = None,
+        on_events: OnEvents | None = None,
+        injector: Callable[[Path], OnEvents] | None = None,
     ):
         self.settings = settings
         self.run_dir = run_dir
@@ -114,7 +116,8 @@ class Supervisor:
         self._prepared = False
         self._devices: list[str | None] = []
         self._lighthouse = LocalLighthouse()
-        self._chaos: Runner | None = None
+        self._injector = injector
+        self._inject: OnEvents | None = None
         self._teller: Teller | None = None
         self._page: PageServer | None = None
         self._failure = ""
@@ -218,7 +221,8 @@ class Supervisor:
             return
         settings = self.settings
         if not self._prepared:
-            args = [str(settings.config), str(self.run_dir.path), self._run_flags(), settings.ranks_per_group]
+            flags = ["--fault_tolerance.groups", str(settings.groups), *settings.flags]  # the user's win
+            args = [str(settings.config), str(self.run_dir.path), flags, settings.ranks_per_group]
             args += [str(self._private / "prepared"), settings.allow_dropped]
             self._fork("prepare", settings.prepare, args, "prepare.log")
         elif not self._lighthouse.up:
@@ -236,31 +240,20 @@ class Supervisor:
             args = [self._lighthouse.arguments(self.settings.fault_tolerance, self.run_dir.path)]
             self._fork("lighthouse", "everstep.quorum.lighthouse:main", args, "lighthouse.log")
 
-    def _run_flags(self) -> list[str]:
-        """torchtitan flags as every group gets them; the user's come last and win."""
-        settings = self.settings
-        return ["--fault_tolerance.groups", str(settings.groups), *settings.flags]
-
     def _agent_settings(self, group: int) -> AgentSettings:
-        settings, ft = self.settings, self.settings.fault_tolerance
+        settings = self.settings
         return AgentSettings(
             config=str(self.run_dir.config),
-            run_dir=str(self.run_dir.path),
+            run_dir=self.run_dir.path,
             group=group,
             groups=settings.groups,
             ranks=settings.ranks_per_group,
             lighthouse=self._lighthouse.address,
-            flags=settings.flags,
             host=HOST,
             devices=self._devices[group],
             socket_dir=str(self._private),
-            stall_timeout_s=ft.stall_timeout_s,
-            startup_timeout_s=ft.startup_timeout_s,
+            fault_tolerance=settings.fault_tolerance,
             stop_grace_s=settings.stop_grace_s,
-            beats=ft.enable,
-            max_restarts=ft.max_restarts,
-            restart_window_s=ft.restart_window_s,
-            on_poison=ft.on_poison,
             entry=settings.entry,
         )
 
@@ -344,8 +337,8 @@ class Supervisor:
         if settings.page:
             self._page = PageServer(self.run_dir.path)
             self._events.emit("page", address=self._page.address)
-        if settings.chaos_every_s is not None:
-            self._chaos = every_so_often(self.run_dir.path, settings.chaos_every_s, settings.seed)
+        if self._injector is not None:
+            self._inject = self._injector(self.run_dir.path)
 
     def _lighthouse_ended(self, exitcode: int) -> None:
         reason = "did not answer" if self._lighthouse.hangs else "ended"
@@ -412,9 +405,8 @@ class Supervisor:
                 self.groups[group].ended = "stopped"
             elif event["kind"] == "agent_ended" and event["status"] == "failed":
                 self._given_up = event["reason"]
-        if self._chaos is not None and not self._stops:
-            self._chaos.target.run.apply(events)
-            self._chaos.tick(time.monotonic())
+        if self._inject is not None and not self._stops:
+            self._inject(events)
         self._on_events(events)
 
     def _note_failure(self, group: int, event: dict) -> None:
@@ -486,13 +478,18 @@ def _is_keeper(process: psutil.Process) -> bool:
         return False
 
 
-def run(settings: RunSettings, on_events: Callable[[list[dict]], None] | None = None) -> int:
-    """Run to the end; returns the exit status. Raises LaunchError for what the user can put right."""
+def run(
+    settings: RunSettings,
+    on_events: OnEvents | None = None,
+    injector: Callable[[Path], OnEvents] | None = None,
+) -> int:
+    """Run to the end; returns the exit status. `injector` makes what injects faults into the run of this directory,
+    called as `on_events` is. Raises LaunchError for what the user can put right."""
     run_dir = RunDir(settings.run_dir.resolve())
     with leaves_nothing(run_dir.path, Refused):
         run_dir.lock()
         try:
             run_token(run_dir.path)
-            return Supervisor(settings, run_dir, on_events).run()
+            return Supervisor(settings, run_dir, on_events, injector).run()
         finally:
             run_dir.unlock()

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from everstep.quorum import private
 from everstep.quorum.own_sockets import listens, own_sockets
 
 Address = tuple[str, int]
@@ -111,11 +112,7 @@ class Communicator:
         if not self.on_device:
             return ""  # a work of Gloo raises what went wrong with it
         error = self._backend.get_error()
-        return (
-            ""
-            if error == torch._C._distributed_c10d.ErrorType.SUCCESS
-            else f"the communicator was revoked: {error.name}"
-        )
+        return f"the communicator was revoked: {error.name}" if private.revoked(error) else ""
 
     def abort(self) -> None:
         """Fail what is under way, here and on the peers. Waits for nothing."""
@@ -131,10 +128,7 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    options = c10d.ProcessGroupNCCL.Options()
-    options.enable_reconfigure = True
-    options._timeout = timeout
-    return c10d.ProcessGroupNCCL2(store, rank, size, options)
+    return c10d.ProcessGroupNCCL2(store, rank, size, private.nccl_options(timeout))
 
 
 _MAKE: dict[str, Callable[[dist.Store, int, int, timedelta], Any]] = {"gloo": _gloo, "nccl": _nccl}

@@ -265,12 +265,3 @@ class BufferWriter:
             os.close(self._fd)
             self._fd = -1
         self.capacity = 0
-
-
-def pack_sections(sections: dict[str, bytes], start: int) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """Byte strings end to end from `start` on, and where each lies."""
-    places, at = {}, start
-    for name, data in sections.items():
-        places[name] = (at, at + len(data))
-        at += len(data)
-    return b"".join(sections.values()), places

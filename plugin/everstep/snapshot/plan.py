@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
-from everstep.snapshot import stripes
+from everstep.snapshot import private, stripes
 from everstep.snapshot.buffer import SnapshotError, as_table, chunk_digests, chunks, root_of
 from everstep.snapshot.layout import Entry, Layout, Shard, buckets
 from everstep.snapshot.section import Snapshot
@@ -221,7 +221,7 @@ class _Stager:
                 sources = [_source(tensors[entry.name], a, b) for entry, a, b in run]
                 on_device = [(p, s) for p, s in zip(places, sources, strict=True) if s.is_cuda]
                 if on_device:
-                    torch._foreach_copy_([p for p, _ in on_device], [s for _, s in on_device])
+                    private.copy_each([p for p, _ in on_device], [s for _, s in on_device])
                 for place, source in zip(places, sources, strict=True):
                     if not source.is_cuda:  # host scalars, such as an optimizer's step counters
                         place.copy_(source)

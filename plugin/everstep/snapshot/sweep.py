@@ -31,7 +31,6 @@ class Litter:
     path: Path
     run_dir: Path | None
     """Of the run it belongs to, as far as it says so."""
-    uid: int
     size: int
     """Bytes."""
     age_s: float
@@ -66,7 +65,7 @@ def find(directory: Path) -> list[Litter]:
             continue  # it is being removed
         run_dir = _owner(path)
         there = run_dir is not None and _is_run(run_dir, match.group(1))
-        found.append(Litter(path, run_dir, os.geteuid(), size, max(0.0, time.time() - newest), there))
+        found.append(Litter(path, run_dir, size, max(0.0, time.time() - newest), there))
     return sorted(found, key=lambda litter: -litter.age_s)
 
 

@@ -27,7 +27,10 @@ from everstep.step.streams import Event, HostStreams, Streams
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, sharing its memory."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # else it is a view that autograd follows
+        return tensor.to_local()
 
 
 class Sum(Protocol):

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torchtitan.config.override import derive, override
-from torchtitan.distributed import activation_checkpoint
 from torchtitan.models.common.attention import (
     BaseAttention,
     FlexAttention,
@@ -330,10 +329,7 @@ def _refuse(config: Any) -> None:
 
 def _keep_results() -> None:
     """Have selective activation checkpointing keep what checked projections compute, as it keeps plain ones'."""
-    default = activation_checkpoint._get_default_save_ops
-    project = torch.ops.everstep.project.default
-    if project not in default():
-        activation_checkpoint._get_default_save_ops = lambda: {*default(), project}
+    private.keep_in_checkpointing(torch.ops.everstep.project.default)
 
 
 @dataclass(frozen=True, slots=True)

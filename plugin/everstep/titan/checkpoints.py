@@ -1,6 +1,6 @@
 """Disk checkpoints out of the snapshots: torchtitan's checkpoint manager and format, none of the trainer's time.
 
-The only file of this room that knows torchtitan. `[checkpoint]` means what it means to torchtitan; only who writes is
+`[checkpoint]` means what it means to torchtitan; only who writes is
 different: a process beside the trainer, which takes the state from the keepers' memory, verified, and writes it in the
 format and under the names of torchtitan's own manager, so that either loads what the other wrote.
 """
@@ -35,6 +35,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
 from torchtitan.trainer import Trainer
 
+from everstep.foreign import overrides
 from everstep.titan import private
 from everstep.titan.work import sum_in_group
 
@@ -62,6 +63,7 @@ class RunCheckpointManager(CheckpointManager):
             for draft in Path(self.folder).glob(f"writing-trainer-{group}-*"):
                 shutil.rmtree(draft, ignore_errors=True)
 
+    @overrides(CheckpointManager)
     def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
         """Write as torchtitan does, aside."""
         target = Path(checkpoint_id)
@@ -135,6 +137,7 @@ class SnapshotCheckpointManager(RunCheckpointManager):
         """Whether a checkpoint is to be written of this step, by whichever group; not of the last one."""
         return self.enable and private.is_due(self, step)
 
+    @overrides(CheckpointManager)
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Begin a checkpoint if one is due. Returns whether it is on disk already."""
         if last_step and self._writer is not None:
@@ -157,6 +160,7 @@ class SnapshotCheckpointManager(RunCheckpointManager):
                     self._writer = self._start(curr_step, self.folder)
         return False
 
+    @overrides(CheckpointManager)
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         return super()._should_save(curr_step, last_step or (self._owed and not self.load_only))
 
@@ -167,11 +171,12 @@ class SnapshotCheckpointManager(RunCheckpointManager):
             return
         self._at_work, self._writer = False, None
         if self._all_in_group(not status):
-            self._purge_stale_checkpoints()
+            private.remove_old_checkpoints(self)
         else:
             self._owed = True
             logger.warning("A checkpoint could not be written from memory; the trainer writes the next one itself")
 
+    @overrides(CheckpointManager)
     def _close(self) -> None:
         if self._writer is not None:
             self._writer.kill()

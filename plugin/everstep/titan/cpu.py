@@ -13,24 +13,18 @@ import torch
 import torch.distributed
 from torch.distributed.fsdp import FSDPModule
 
+from everstep.config.private import component_of
+from everstep.titan import private
+
 
 def has_accelerator() -> bool:
     """Whether PyTorch sees a device of its own to train on. Initialises none."""
     return torch.accelerator.is_available()
 
 
-def replace(owner: Any, name: str, value: Any) -> None:
-    """Patch a private name of another package. Raises AttributeError where it is gone: nothing would be replaced."""
-    if not hasattr(owner, name):
-        raise AttributeError(f"{owner.__name__} has no {name} any more: this version of it is not supported")
-    setattr(owner, name, value)
-
-
 def stand_in() -> None:
     """Make `torch.cpu` answer as a torchtitan device module, and Gloo take what torchtitan sends. Idempotent."""
-    import torch._utils
-
-    replace(torch._utils, "_get_available_device_type", lambda: "cpu")
+    private.train_on("cpu")
     total = psutil.virtual_memory().total
     answers = {
         "get_device_name": lambda device=None: "CPU",
@@ -90,7 +84,7 @@ def prepare(config: Any) -> None:
     from torchtitan.models.common.decoder import Decoder
 
     model = config.model_spec.model
-    masks = getattr(type(model)._owner, "get_attention_masks", None)
+    masks = getattr(component_of(model), "get_attention_masks", None)
     if masks is Decoder.get_attention_masks and config.parallelism.context_parallel_degree == 1:
         use_plain_attention(model)
     else:

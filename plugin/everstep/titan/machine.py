@@ -1,8 +1,10 @@
-"""What a config asks of a GPU, said before the start on a machine that has none."""
+"""What a config asks of the machine: a GPU, said before the start where there is none, and memory."""
 
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.common import dist_gemm, token_dispatcher
 
 from everstep.config.checks import Problem
@@ -42,6 +44,17 @@ def needs_gpu(config: Any) -> Iterator[Problem]:
             name = kind.__qualname__.partition(".")[0]
             message = f"the model of [job] config has {name}, {what}: it needs a GPU, and there is none here"
             yield Problem(("job", "config"), message)
+
+
+def trained_parameters(config: Any) -> tuple[int, int]:
+    """How many parameters of a trainer config's model are trained, and the bytes of each. The model is built on the
+    meta device."""
+    model_config = config.model_spec.model
+    model_config.update_from_config(config=config)
+    with torch.device("meta"):
+        model = model_config.build()
+    number = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return number, TORCH_DTYPE_MAP[config.training.dtype].itemsize
 
 
 def _problem(section: str, key: str, value: Any, why: str) -> Problem:

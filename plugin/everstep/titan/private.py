@@ -1,20 +1,17 @@
 """Private and undocumented names of torch and torchtitan that this room relies on, each with what it is for.
 
 A name that is gone raises where it is used, instead of a patch that silently does nothing; tests/titan/test_private.py
-says which, before a run does.
+says which, before a run does. torchtitan is imported by whoever calls: it asks for its device while it is imported, and
+`train_on` comes before.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch._utils
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
-from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.metrics import _get_metrics_rank
-from torchtitan.models import _supported_models
-from torchtitan.models.common import attention
 
-from everstep.titan.cpu import replace
+from everstep.foreign import replace
 
 EXPERT_LOADS = "tokens_per_expert_E"
 """Buffer in which torchtitan's experts count their tokens (`models/common/moe`); what its balancing reads."""
@@ -23,31 +20,71 @@ local_box = compute_local_shape_and_global_offset
 """(shape, mesh, placements) → shape and offset of this rank's part of a DTensor."""
 
 
-metrics_rank = _get_metrics_rank
-"""(parallel_dims, pp_schedule) → the rank that torchtitan logs on: with a pipeline one of the last stage's."""
+def train_on(device: str) -> None:
+    """The kind of device that torchtitan finds when it is imported from now on."""
+    replace(torch._utils, "_get_available_device_type", lambda: device)
+
+
+def metrics_rank(parallel_dims: Any, pp_schedule: str) -> int:
+    """The rank that torchtitan logs on: with a pipeline one of the last stage's."""
+    from torchtitan.components.metrics import _get_metrics_rank
+
+    return _get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule)
 
 
 def make_masks_with(create_block_mask: Callable[..., Any]) -> None:
     """What torchtitan, and PyTorch's context parallelism, make FlexAttention's masks with; their own are compiled."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
+    from torchtitan.models.common import attention
+
     replace(attention, "_compiled_create_block_mask", create_block_mask)
     replace(context_parallel, "_compiled_create_block_mask", create_block_mask)
 
 
 def compute_flex_with(flex_attention: Callable[..., Any]) -> None:
     """What torchtitan computes FlexAttention with; its own is compiled, and has no backward on a CPU."""
-    replace(attention.FlexAttention, "_compiled_flex_attn", staticmethod(flex_attention))
+    from torchtitan.models.common.attention import FlexAttention
+
+    replace(FlexAttention, "_compiled_flex_attn", staticmethod(flex_attention))
+
+
+def keep_in_checkpointing(operator: Any) -> None:
+    """Have selective activation checkpointing keep what an operator computes, as it keeps a matrix product's."""
+    from torchtitan.distributed import activation_checkpoint
+
+    default = activation_checkpoint._get_default_save_ops
+    if operator not in default():
+        replace(activation_checkpoint, "_get_default_save_ops", lambda: {*default(), operator})
 
 
 def models() -> Mapping[str, Any] | frozenset[str]:
     """The names of torchtitan's models."""
+    from torchtitan.models import _supported_models
+
     return _supported_models
 
 
-def newest_checkpoint(manager: CheckpointManager) -> int:
+def computes_eagerly(trainer: Any) -> bool:
+    """Whether a torchtitan trainer runs forward and backward as they are, and replays no recorded graph."""
+    return trainer.fwd_bwd_fn == trainer._forward_backward_body
+
+
+# torchtitan's checkpoint manager. Methods of it that ours stand in for are marked with `foreign.overrides`: `_save` and
+# `_close`, which its public ones call, and `_should_save`.
+
+
+def newest_checkpoint(manager: Any) -> int:
     """The step of the newest checkpoint that the manager would load; -1 for none."""
     return manager._find_load_step()
 
 
-def is_due(manager: CheckpointManager, step: int) -> bool:
+def is_due(manager: Any, step: int) -> bool:
     """Whether torchtitan's own manager would write a checkpoint of this step."""
+    from torchtitan.components.checkpointer import CheckpointManager
+
     return CheckpointManager._should_save(manager, step)
+
+
+def remove_old_checkpoints(manager: Any) -> None:
+    """Have the manager remove the checkpoints that `keep_latest_k` does not keep."""
+    manager._purge_stale_checkpoints()

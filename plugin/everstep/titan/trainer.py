@@ -23,7 +23,6 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.tools.logging import logger
 
 from everstep.attention.section import AttentionCheck
-from everstep.config.binding import bind_data
 from everstep.config.checks import check_config
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.data.slots import SlotSource
@@ -49,6 +48,7 @@ from everstep.step.reduction import GradientReducer
 from everstep.step.streams import streams_of
 from everstep.titan import attention, cpu, private
 from everstep.titan.checkpoints import RunCheckpointManager, SnapshotCheckpointManager, of_run
+from everstep.titan.data.binding import bind_data
 from everstep.titan.fragments import FragmentReducer
 from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import Snapshots
@@ -248,7 +248,7 @@ class EverstepTrainer(SlotTrainer):
         that is recorded must not start sums; a schedule that computes weights' gradients apart from the others' adds
         them without."""
         if not self.parallel_dims.pp_enabled:
-            return self.fwd_bwd_fn == self._forward_backward_body
+            return private.computes_eagerly(self)
         parallelism = self.config.parallelism
         return (
             parallelism.pipeline_parallel_schedule in WHOLE_BACKWARDS and not parallelism.pipeline_parallel_schedule_csv
@@ -450,7 +450,7 @@ class EverstepTrainer(SlotTrainer):
             words, keep = self.words(commit.extra), self._checkpoint_from_memory(commit)
             self.snapshots.committed(commit, words, self.serve, keep)
         if self.checks is not None:
-            self.checks.committed(self.step)
+            self.checks.committed()
             if plan := self.checks.news():
                 self.events.emit("attention_schedule", self.step, coverage=str(self.checks.coverage), **plan)
         self.events.emit(

@@ -13,13 +13,13 @@ from torchtitan.tools.logging import logger
 from everstep.attention.evidence import Verdict, encode
 from everstep.attention.guard import Checks
 from everstep.data.slots import Batch, SlotSource
-from everstep.data.streams import SlotStreams
 from everstep.quorum.heal import HealState
 from everstep.run.events import EventLog
 from everstep.run.exits import UNFIT_EXIT
 from everstep.step.interfaces import OutOfData, SlotRefused, SlotSums
 from everstep.step.reduction import local
 from everstep.titan import private
+from everstep.titan.data.streams import SlotStreams
 from everstep.titan.export import DATALOADER_BLOB, pack_dataloader
 from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import AGREED_SNAPSHOTS, Snapshots

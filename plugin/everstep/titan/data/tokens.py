@@ -6,8 +6,8 @@ from pathlib import Path
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from everstep.data.documents import Documents
-from everstep.data.slots import RowSource
 from everstep.data.token_format import TokenFileError, map_tokens, read_footer
+from everstep.titan.data.rows import RowSource
 
 
 class TokenFile(RowSource):

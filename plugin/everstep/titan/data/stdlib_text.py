@@ -13,7 +13,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from everstep.data.byte_ids import VOCAB_SIZE, document_ids
 from everstep.data.documents import Documents
-from everstep.data.slots import RowSource
+from everstep.titan.data.rows import RowSource
 
 _TEST_FOLDERS = {"test", "tests", "idle_test"}  # large, repetitive, and left out by some distributions
 

@@ -1,0 +1,22 @@
+"""Private names of tyro and torchtitan that this room relies on, neither of which is imported for the other's sake.
+
+tests/config/test_config_private.py says which of them a release has taken away.
+"""
+
+from typing import Any
+
+from tyro import _errors as errors
+
+__all__ = ["component_of", "errors", "is_component"]
+"""`errors`: why tyro refuses a command line, as values, and `on_parse_error`, by which it tells them instead of
+printing a panel."""
+
+
+def is_component(config: Any) -> bool:
+    """Whether this is the Config of a torchtitan component, or one's class, and no plain section."""
+    return hasattr(config, "build")
+
+
+def component_of(config: Any) -> type | None:
+    """The class that a torchtitan component's Config builds; None for the Config that all have in common."""
+    return config._owner

@@ -1,0 +1,82 @@
+"""Which data component `[data]` means, and whether the files that it reads are there."""
+
+from pathlib import Path
+from typing import Any
+
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+
+from everstep.config.errors import ConfigError, nearest
+from everstep.data.token_format import TokenFileError, in_bytes
+from everstep.titan.data.byte_tokenizer import ByteTokenizer
+from everstep.titan.data.stdlib_text import StdlibText
+from everstep.titan.data.streams import SlotStreams
+from everstep.titan.data.tokens import TokenFile
+
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
+"""torchtitan reads a tokenizer from the first of these that is there."""
+
+
+def bind_data(config: Any) -> None:
+    """Put the data source that `[data]` names in the place of `config.dataloader` (and of the tokenizer,
+    where the source brings its own), in place. Idempotent.
+
+    Runs when the trainer is built, after the command line: `--data.source` and `--dataloader.dataset` both
+    count.
+
+    Args:
+        config: a trainer config with our sections.
+    """
+    data, seed = config.data, config.debug.seed or 0
+    if data.source == "stdlib":
+        config.dataloader = StdlibText.Config(shuffle=data.shuffle, seed=seed)
+        config.tokenizer = ByteTokenizer.Config()
+    elif data.source == "tokens":
+        config.dataloader = TokenFile.Config(path=data.path, shuffle=data.shuffle, seed=seed)
+        if in_bytes(Path(data.path)):
+            config.tokenizer = ByteTokenizer.Config()
+    elif config.fault_tolerance.enable and not isinstance(config.dataloader, SlotStreams.Config):
+        config.dataloader = SlotStreams.Config(base=config.dataloader)
+
+
+def check_files(config: Any) -> None:
+    """Refuse a config whose files are not there. Apart from `config.checks.check_config`, since it is the machine that
+    trains that needs them.
+
+    Raises:
+        ConfigError: names the key and what to do.
+    """
+    folder = Path(config.hf_assets_path)
+    source, path = config.data.source, Path(config.data.path)
+    try:
+        brings_its_own = source == "stdlib" or (source == "tokens" and in_bytes(path))
+    except TokenFileError as error:
+        raise ConfigError(f"data.path: {error}") from error
+    reads_folder = not brings_its_own and isinstance(config.tokenizer, HuggingFaceTokenizer.Config)
+    if reads_folder and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        old = f"; {folder.name} is torchtitan 0.1's format, which nothing reads any more" * (folder.suffix == ".model")
+        raise ConfigError(
+            f'hf_assets_path = "{folder}": there is no tokenizer ({", ".join(_TOKENIZER_FILES)}), which [data] '
+            f'source = "{config.data.source}" needs{old}; download the model\'s, or set [data] source = "stdlib"'
+        )
+    _check_dataset(config)
+
+
+def _check_dataset(config: Any) -> None:
+    """Refuse a dataset that torchtitan does not know, or whose files are not there.
+
+    Raises:
+        ConfigError: names the key and what to do.
+    """
+    loader = config.dataloader
+    if config.data.source != "dataloader" or not isinstance(loader, HuggingFaceTextDataLoader.Config):
+        return
+    name, path = loader.dataset, loader.dataset_path
+    if name not in DATASETS:
+        raise ConfigError(
+            f'[dataloader] dataset = "{name}" is not one of torchtitan\'s; the nearest is "{nearest(name, DATASETS)}". '
+            'Text of your own: `everstep pack` and [data] source = "tokens"'
+        )
+    place = path or DATASETS[name].path
+    if (path or place.startswith(("/", ".", "tests/"))) and not Path(place).exists():
+        raise ConfigError(f'[dataloader] dataset = "{name}" is read from {place}, and there is no such file or folder')

@@ -1,0 +1,168 @@
+"""The sources that read rows of documents, in the order that `everstep.data.slots` says."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torchtitan.components.dataloader import BaseDataLoader
+
+from everstep.data.documents import Documents
+from everstep.data.permutation import Permutation
+from everstep.data.slots import Batch
+
+
+class RowSource(BaseDataLoader):
+    """A torchtitan dataloader and a SlotSource over the rows of `Documents`. Subclasses bring the documents.
+
+    Args:
+        documents: the tokens.
+        content: a digest of the tokens, equal where they are.
+        name: how errors name the data.
+        vocab_size: the smallest vocabulary that has all ids.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        shuffle: bool = True
+        """Read rows in an order that depends on `seed` and the epoch. Off: in the order of the text."""
+
+        seed: int = 0
+        """Seed of the shuffle."""
+
+    def __init__(
+        self,
+        config: Config,
+        documents: Documents,
+        *,
+        content: str,
+        name: str,
+        vocab_size: int,
+        dp_world_size: int,
+        dp_rank: int,
+        seq_len: int,
+        local_batch_size: int,
+    ):
+        self.documents = documents
+        self.rows = documents.rows(seq_len)
+        if self.rows == 0:
+            raise ValueError(
+                f"{name} has {documents.pairs} tokens to learn from, too few for one row of "
+                f"training.seq_len = {seq_len}: lower seq_len or bring more text."
+            )
+        self._name, self._content, self._vocab_size = name, content, vocab_size
+        self._shuffle, self._seed = config.shuffle, config.seed
+        self._seq_len, self._local_batch_size = seq_len, local_batch_size
+        self._dp_rank, self._dp_size = dp_rank, dp_world_size
+        self._slots: int | None = None
+        self._rows_read = 0  # by all ranks together
+        self._permutation = lru_cache(maxsize=2)(self._permutation_of)
+
+    def _permutation_of(self, epoch: int) -> Permutation:
+        return Permutation(self.rows, self._seed, epoch)
+
+    def _batch(self, first_row: int) -> Batch:
+        rows = []
+        for number in range(first_row, first_row + self._local_batch_size):
+            epoch, index = divmod(number, self.rows)
+            if self._shuffle:
+                index = self._permutation(epoch)(index)
+            rows.append(self.documents.row(index, self._seq_len))
+        inputs, labels, positions = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
+        return {"input": inputs, "positions": positions}, labels
+
+    # By slot.
+
+    def open_slots(self, slots: int, dp_rank: int, dp_size: int) -> None:
+        if slots < 1 or not 0 <= dp_rank < dp_size:
+            raise ValueError(f"no such place: {slots} slots, data-parallel rank {dp_rank} of {dp_size}")
+        self._slots, self._dp_rank, self._dp_size = slots, dp_rank, dp_size
+        self._check_whole_steps()
+
+    @property
+    def _rows_per_step(self) -> int:
+        """Rows of one global batch; 0 while it is not known."""
+        return (self._slots or 0) * self._dp_size * self._local_batch_size
+
+    def microbatch(self, step: int, slot: int) -> Batch:
+        if self._slots is None:
+            raise RuntimeError("open_slots() comes before microbatch()")
+        if step < 1 or not 0 <= slot < self._slots:
+            raise ValueError(f"no such slot: step {step}, slot {slot} of {self._slots}")
+        batch_number = ((step - 1) * self._slots + slot) * self._dp_size + self._dp_rank
+        return self._batch(batch_number * self._local_batch_size)
+
+    def committed(self, step: int) -> None:
+        self._rows_read = step * self._rows_per_step
+
+    def fingerprint(self) -> str:
+        order = f"shuffled by seed {self._seed}" if self._shuffle else "in order"
+        return f"{self._content}, rows of {self._seq_len}, {order}"
+
+    def stream_states(self) -> dict[int, Any]:
+        return {}
+
+    def known_states(self) -> bytes:
+        return b""
+
+    def learn(self, states: bytes | dict[int, Any]) -> None:
+        """Rows are addressed directly: there is nothing to learn."""
+
+    def require_vocab(self, vocab_size: int) -> None:
+        if self._vocab_size > vocab_size:
+            raise ValueError(
+                f"{self._name} has token ids up to {self._vocab_size - 1}, the model's vocabulary only "
+                f"{vocab_size} ids: take a model of that vocabulary, or the text in the model's tokens."
+            )
+
+    # Under torchtitan's own trainer.
+
+    def __iter__(self) -> Iterator[Batch]:
+        stride = self._dp_size * self._local_batch_size
+        if self._rows_read % stride:
+            raise ValueError(
+                f"the checkpoint has read {self._rows_read} rows, which {self._dp_size} ranks with batches "
+                f"of {self._local_batch_size} cannot have read alike: keep the number of ranks and "
+                "training.local_batch_size."
+            )
+        while True:
+            first_row = self._rows_read + self._dp_rank * self._local_batch_size
+            self._rows_read += stride
+            yield self._batch(first_row)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, equal on all ranks: rows read by all of them, rows of a step where slots are open
+        (else 0), and the data's fingerprint."""
+        return {
+            "rows_read": self._rows_read,
+            "rows_per_step": self._rows_per_step if self._slots else 0,
+            "data": self.fingerprint(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises ValueError if the checkpoint was made with other data or another global batch."""
+        if not state_dict:
+            return
+        if state_dict["data"] != self.fingerprint():
+            raise ValueError(
+                f"the checkpoint was trained on other data than {self._name}: it has read "
+                f"({state_dict['data']}), this is ({self.fingerprint()}). Bring back that data, seq_len and "
+                'seed, or leave the position out with checkpoint.exclude_from_loading = ["dataloader"].'
+            )
+        per_step = self._rows_per_step if self._slots else 0
+        if per_step and state_dict["rows_per_step"] not in (0, per_step):
+            raise ValueError(
+                f"the checkpoint's steps had {state_dict['rows_per_step']} rows, this run's have {per_step}: "
+                "with another global_batch_size rows would be read twice or never. Keep it, or start anew."
+            )
+        self._rows_read = state_dict["rows_read"]
+        self._check_whole_steps()
+
+    def _check_whole_steps(self) -> None:
+        if self._slots and self._rows_read % self._rows_per_step:
+            raise ValueError(
+                f"the checkpoint has read {self._rows_read} rows, no whole number of steps of "
+                f"{self._rows_per_step} rows: keep global_batch_size."
+            )

@@ -1,0 +1,74 @@
+"""What the house's rules say about its code, for as far as nothing else checks it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import everstep
+
+PLUGIN = Path(everstep.__file__).parent
+OF_PYTHON = {"_exit", "_asdict", "_replace"}
+"""Documented, in spite of their names."""
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def defined_in(tree):
+    """The names that a file gives to functions, classes, variables and attributes of its own objects."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                yield name
+
+
+def reaches(tree, ours):
+    """The private names of other packages that a file uses, by line. `ours`: names that any of our files defines."""
+    here = set(defined_in(tree))
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=module, names=names, level=0) if not (module or "").startswith("everstep"):
+                parts = [*(module or "").split("."), *(alias.name for alias in names)]
+            case ast.Import(names=names):
+                parts = [part for alias in names for part in alias.name.split(".")]
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
+                parts = [name] if name not in ours else []
+            case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=name):
+                parts = [name] if name not in ours else []
+            case ast.Attribute(attr=name):
+                parts = [name] if name not in here else []
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value=name), *_]):
+                parts = [str(name)] if name not in ours else []
+            case _:
+                continue
+        yield from (f"line {node.lineno}: {part}" for part in parts if is_private(part) and part not in OF_PYTHON)
+
+
+def test_private_names_of_other_packages_stand_in_a_rooms_private_file_alone():
+    trees = {path: ast.parse(path.read_text()) for path in PLUGIN.rglob("*.py") if path.name != "private.py"}
+    ours = {name for tree in trees.values() for name in defined_in(tree)}
+    found = {str(path.relative_to(PLUGIN)): list(reaches(tree, ours)) for path, tree in trees.items()}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from tyro import _errors",
+        "from torch.distributed.tensor._utils import box",
+        "import torch._utils",
+        "import torch\ntorch._C.f()",
+        "def f(agent): return agent._pcontext",
+        "class A(B):\n    def f(self): return self._pcontext",
+        "class A(B):\n    def f(self): return super()._named()",
+        "def f(config): return getattr(config, '_owner', None)",
+    ],
+)
+def test_a_reach_is_seen(code):
+    assert list(reaches(ast.parse(code), set()))
