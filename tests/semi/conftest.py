@@ -7,7 +7,7 @@ from everstep.titan.data.stdlib_text import StdlibText
 from everstep.titan.load import load_config
 from everstep.titan.trainer import EverstepTrainer
 from reference import simulate
-from semi_runs import EPS, SLOTS, WARMUP
+from semi_runs import WARMUP
 from watched import Watched
 
 
@@ -37,8 +37,9 @@ def reference():
             data = StdlibText.Config(shuffle=True, seed=0).build(
                 dp_world_size=1, dp_rank=0, seq_len=32, local_batch_size=1, tokenizer=ByteTokenizer.Config().build()
             )
-            data.open_slots(SLOTS, 0, 1)
-            semi = config.semi_sync
+            slots = config.training.global_batch_size  # of one row each
+            data.open_slots(slots, 0, 1)
+            semi, adam = config.semi_sync, config.optimizer.param_groups[0].optimizer_kwargs
             known[text] = simulate(
                 config,
                 data,
@@ -46,10 +47,10 @@ def reference():
                 workers=semi.workers,
                 sync_steps=semi.sync_steps,
                 steps=config.training.steps,
-                slots=SLOTS,
+                slots=slots,
                 warmup=WARMUP,
-                lr=config.optimizer.param_groups[0].optimizer_kwargs["lr"],
-                eps=EPS,
+                lr=adam["lr"],
+                eps=adam["eps"],
                 fragments=semi.fragments,
                 overlap=semi.overlap_steps,
                 mixing=semi.mixing,

@@ -116,7 +116,7 @@ def simulate(
                     change = delta[name] + momentum * velocity[name] if nesterov else velocity[name]
                     theta[name] = theta[name] - rate * change
                 for w in now:
-                    w[name].copy_(mixing * w[name] + (1 - mixing) * theta[name])
+                    w[name].copy_(mixing * w[name].double() + (1 - mixing) * theta[name].double())
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(theta[name])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llama3_ft import LLAMA3_FT, STDLIB
-from semi_runs import DEADLINE_S, semi_config
+from semi_runs import DEADLINE_S, WORKERS, semi_config
 from watched import environment
 
 OUTER_ROUNDS = 5
@@ -62,10 +62,10 @@ def config(path, semi_sync):
     steps = OUTER_ROUNDS * semi_sync["sync_steps"]
     return semi_config(
         path,
-        job={"config": "tiny_4"},
-        training={"steps": steps},
+        job={"config": "tiny_4" if semi_sync.get("fragments", 1) > 2 else "tiny"},
+        training={"steps": steps, "global_batch_size": WORKERS},
         semi_sync=semi_sync,
-        optimizer={"lr": 3e-4},
+        optimizer={"lr": 3e-4, "eps": 1e-4},
         checkpoint={"interval": 1000 * semi_sync["sync_steps"]},
     )
 
