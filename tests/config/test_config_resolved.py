@@ -100,7 +100,7 @@ SAME = [
 ]
 DIFFERENT = {
     "--training.seq_len=64": "[training] seq_len: 128 → 64",
-    "--training.global_batch_size=48": "[training] global_batch_size: 24 → 48",
+    "--training.global_batch_size=48": "[training] global_batch_size: 12 → 48",
     "--training.steps=121": "[training] steps: 120 → 121",
     "--training.max_norm=0.5": "[training] max_norm: 1.0 → 0.5",
     "--lr_scheduler.warmup_steps=3": "[lr_scheduler] warmup_steps: 10 → 3",
