@@ -60,8 +60,8 @@ class Life:
         self.name = f"{group.id}.{number}"
         self.size = world.plan.ranks
         self.broken = self.ended = False
-        self.accused = False
-        """Whether an audit named the state that it has: it counts only where there is no other."""
+        self.accused_step: int | None = None
+        """Step of the last state of its that an audit named: that counts only where there is no other."""
         self.met: list[Member] = []
         """The members of the last quorum that it was told of."""
         self.named = self.proven = False

@@ -164,13 +164,14 @@ class SimWork:
     def _take(self, state: State) -> None:
         world = self._world
         life = self.rank.life
-        if self.has_state and state.step < self.state.step and not (life.group.suspicious or life.accused):
+        named = life.group.suspicious or life.accused_step == self.state.step
+        if self.has_state and state.step < self.state.step and not named:
             world.judge.violate("step went back", f"{self.rank.name} had {self.state} and takes {state}")
         world.judge_heal(self.rank, state)
         world.judge.at(self.rank.name, self.rank.number, state)
-        accused = world.accused(state)
+        if world.accused(state):
+            life.accused_step = state.step
         self.state, self.has_state = state, True
-        life.accused = accused
 
     def flip(self) -> None:
         """Change the parameters, and nothing that counts steps."""
@@ -188,7 +189,6 @@ class SimWork:
         after = world.judge.applied(self.rank.name, self.rank.number, before, commit, self.reducer.total)
         world.scheduler.pause(0.001, 0.01)  # clip, optimizer
         self.state = after
-        life.accused = False
         world.scheduler.pause(0.0005, 0.005)  # schedules, counters
         self.rank.snapshot(after)
         world.applied(self.rank, commit)

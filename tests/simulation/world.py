@@ -184,7 +184,8 @@ class World:
                 # Of those that no audit has found sound since they took over a state, it may name the wrong ones.
                 life.named = life.proven and group.id in differing
                 life.proven = group.id not in differing
-                life.accused |= group.id in differing
+                if group.id in differing:
+                    life.accused_step = life.ranks[0].work.state.step
 
     def heal_s(self) -> float:
         low, high = self.plan.heal_s
@@ -289,7 +290,7 @@ class World:
         held = {(step, slot) for step, slot in work.gradient if slot >= 0 and step == state.step + 1}
         if not held or life.group.suspicious or any(slot < 0 for _, slot in work.gradient):
             return
-        if life.accused and any(self._goes_before(member, life, state) for member in life.met):
+        if life.accused_step == state.step and any(self._goes_before(member, life, state) for member in life.met):
             return
         for other in self.groups.values():
             for rival in other.lives:
@@ -321,7 +322,7 @@ class World:
     def accused(self, state: State) -> bool:
         """Whether everybody who has this state was named by an audit."""
         having = [life for life in self.lives() if life.ranks[0].work.has_state and life.ranks[0].work.state == state]
-        return bool(having) and all(life.accused for life in having)
+        return bool(having) and all(life.accused_step == state.step for life in having)
 
     def save(self, rank: Rank, state: State) -> None:
         """A rank has written its part of a checkpoint."""
