@@ -29,7 +29,7 @@ def test_the_printed_commands_are_what_sbatch_takes(cluster, tmp_path):
         assert "to start at" in said
     assert "--array=0-2" in printed[1]
     assert "--nodes=2" in printed[1]
-    assert printed[1].endswith("--ranks 1 --training.steps 7")
+    assert printed[1].endswith("--ranks 1"), "the flags are in the settled config"
 
 
 def test_a_killed_step_comes_back_and_nothing_is_lost(submit):
