@@ -26,15 +26,20 @@ def quorums(draw):
     return slots, draw(st.permutations(rows))
 
 
-@given(quorums())
-def test_every_slot_is_held_or_computed_exactly_once(quorum):
-    slots, rows = quorum
-    plan = ledger.plan(rows, slots)
+def times_covered(plan, rows, slots):
+    """For each slot how many groups hold or compute it."""
     count = [0] * slots
     for said in rows:
         kept = said.held if said.group not in plan.drops else frozenset()
         for slot in [*kept, *plan.shares.get(said.group, ())]:
             count[slot] += 1
+    return count
+
+
+@given(quorums())
+def test_every_slot_is_held_or_computed_exactly_once(quorum):
+    slots, rows = quorum
+    count = times_covered(ledger.plan(rows, slots), rows, slots)
     assert count == [1] * slots
     assert not ledger.verdict(count)
 
@@ -59,12 +64,7 @@ def test_slots_with_a_home_are_computed_there_and_the_others_spread(quorum, home
     slots, rows = quorum
     plan = ledger.plan(rows, slots, homes=homes)
     assert plan == ledger.plan(rows[::-1], slots, homes=homes)
-    count = [0] * slots
-    for said in rows:
-        kept = said.held if said.group not in plan.drops else frozenset()
-        for slot in [*kept, *plan.shares.get(said.group, ())]:
-            count[slot] += 1
-    assert count == [1] * slots
+    assert times_covered(plan, rows, slots) == [1] * slots
     able = {said.group for said in rows if said.computes}
     for group, share in plan.shares.items():
         assert all(slot % homes == group or slot % homes not in able for slot in share)

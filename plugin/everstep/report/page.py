@@ -93,7 +93,7 @@ def _pictures(found: Measured, reference: dict[int, float]) -> dict[str, str]:
     begin = min((parts[0].begin for parts in found.stretches.values() if parts), default=0.0)
     pictures = {}
     for size, wide in (("wide", True), ("narrow", False)):
-        pictures[f"loss {size}"] = plots.loss(found.losses, reference, _validation(found), hit, wide)
+        pictures[f"loss {size}"] = plots.loss(found.losses, reference, found.validations, hit, wide)
         pictures[f"lanes {size}"] = plots.lanes(found.stretches, begin, wide)
         pictures[f"steps {size}"] = plots.step_times(gaps, found.figures["step_s_median"], hit, wide)
         for name, label in (("grad_norm", "gradient norm"), ("lr", "learning rate")):
@@ -106,11 +106,6 @@ def _pictures(found: Measured, reference: dict[int, float]) -> dict[str, str]:
             draw = plots.dots if len(values) <= FEW_FAULTS else plots.distribution
             pictures[what] = draw(values, what)
     return pictures
-
-
-def _validation(found: Measured) -> dict[int, float]:
-    """Validation loss by step; of a step that was made again, what came out last."""
-    return {event["step"]: event["loss"] for event in found.events if event["kind"] == "validation"}
 
 
 def _facts(run_dir: Path, found: Measured) -> dict[str, str]:
@@ -130,9 +125,9 @@ def _facts(run_dir: Path, found: Measured) -> dict[str, str]:
         facts["tokens"] = f"{figures['tokens']:,.0f}"
     if figures["tokens_per_s"] is not None:
         facts["tokens/s"] = f"{figures['tokens_per_s']:,.0f}"
-    if validated := _validation(found):
-        last = max(validated)
-        facts["validation loss"] = f"{validated[last]:.4f} (step {last})"
+    if found.validations:
+        last = max(found.validations)
+        facts["validation loss"] = f"{found.validations[last]:.4f} (step {last})"
     if found.events:
         facts["started"] = clock(found.events[0]["t"])
     return facts

@@ -123,6 +123,8 @@ class Measured:
     final: list[Commit]
     stretches: dict[int, list[Stretch]]
     losses: dict[int, float]
+    validations: dict[int, float]
+    """Validation loss by step; of a step that was made again, what came out last."""
 
 
 def measure(run_dir: Path) -> Measured:
@@ -130,7 +132,9 @@ def measure(run_dir: Path) -> Measured:
     with _uncollected():
         events = load_events(run_dir)
         figures, rows, final = _measure(events)
-        return Measured(events, figures, rows, final, stretches(events, collect_sessions(events)), loss_by_step(final))
+        validations = {event["step"]: event["loss"] for event in events if event["kind"] == "validation"}
+        spent = stretches(events, collect_sessions(events))
+        return Measured(events, figures, rows, final, spent, loss_by_step(final), validations)
 
 
 def curve(run_dir: Path) -> dict[int, float]:
@@ -238,7 +242,6 @@ def exchanged(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     groups for each of them, the median over the rounds, `payload_share`, how much that is of one sum of its gradients,
     as each step of synchronous training makes, and `kept_bytes`, what all ranks together wrote of workers' own states
     for each inner step. None for synchronous training."""
-    events = list(events)
     rounds = [event for event in events if event["kind"] == "commit" and event.get("inner_steps")]
     if not rounds:
         return dict.fromkeys(("inner_steps", "payload_bytes", "payload_share", "kept_bytes"))

@@ -138,11 +138,7 @@ class GradientReducer:
         """The attempt's gradients are all there, though its last slot is not done: begin to sum them. Does nothing in
         an earlier slot."""
         if self._last:
-            with torch.no_grad():
-                for bucket in self._buckets:
-                    for index in range(len(bucket.params)):
-                        self._fill(bucket, index)
-            self._start_ready()
+            self._start_rest()
 
     def end_slot(self) -> None:
         """All gradients of the slot are there."""
@@ -175,11 +171,7 @@ class GradientReducer:
     def finish(self) -> None:
         """Sum what is not summed yet and wait for all of it. Raises SumsBroken."""
         assert self._sums is not None, "begin() comes first"
-        for bucket in self._buckets:
-            for index, filled in enumerate(bucket.filled):
-                if not filled:
-                    self._fill(bucket, index)
-        self._start_ready()
+        self._start_rest()
         error = self._error
         for bucket in self._buckets:
             if bucket.sum is not None and error is None:
@@ -237,6 +229,14 @@ class GradientReducer:
             self._streams.wait(self._began)
         bucket.fill(index)
         bucket.filled_on[stream] = self._streams.record()
+
+    def _start_rest(self) -> None:
+        """Fill what is not filled yet, and start every sum that has not started."""
+        for bucket in self._buckets:
+            for index, filled in enumerate(bucket.filled):
+                if not filled:
+                    self._fill(bucket, index)
+        self._start_ready()
 
     def _start_ready(self) -> None:
         assert self._sums is not None

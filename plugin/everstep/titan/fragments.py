@@ -50,10 +50,11 @@ class QuantizedReducer:
     @torch.no_grad()
     def finish(self) -> None:
         mine = self._offered()
-        held = self._sums.gather([int(worker in mine) for worker in range(self._workers)])
         first = local(self._params[0])
         sent = [mine[worker] for worker in sorted(mine)]
-        nbytes = max(row[0] for row in self._sums.gather([len(sent[0]) if sent else 0]))
+        carries = [int(worker in mine) for worker in range(self._workers)]
+        rows = self._sums.gather([*carries, len(sent[0]) if sent else 0])
+        held, nbytes = [row[:-1] for row in rows], max(row[-1] for row in rows)
         packed = torch.zeros(max(map(sum, held)), nbytes, dtype=torch.uint8, device=first.device)
         for row, change in zip(packed, sent, strict=False):
             row.copy_(change)
