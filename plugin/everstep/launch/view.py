@@ -88,7 +88,7 @@ def describe(event: dict) -> str:
             return f"fault undone: {event.get('fault', '')} on group {target}"
         case "snapshot_unprotected" if not event.get("rank"):
             return f"group {group}: snapshots are not coded from step {event['step']} on: {event['reason']}"
-        case "snapshot_protected" if not event.get("rank"):
+        case "snapshot_protected" if not event.get("rank") and event["steps"]:
             return f"group {group}: snapshots are coded again, after {event['steps']} steps"
         case "validation":
             return f"step {event['step']}: validation loss {event['loss']:.5f}"

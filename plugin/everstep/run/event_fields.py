@@ -151,6 +151,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "checkpoint_saved": _STEP,
     "validation": (*_STEP, "loss"),
     "snapshot": _STEP,
+    "snapshot_unprotected": (*_STEP, "reason"),
+    "snapshot_protected": (*_STEP, "steps"),
     "finding": ("action",),
     "audit": (*_STEP, "agreed", "differing"),
     "fault": ("fault",),

@@ -29,6 +29,7 @@ KEEP_S = 10.0
 """How long a snapshot that is to become a checkpoint waits for its reader."""
 RETRY_S = 30.0
 """How long a group that had no room lets the others go on without it before it tries again."""
+ALONE = "no other group takes part that it could be coded with"
 
 
 class Emit(Protocol):
@@ -91,11 +92,16 @@ class Copier:
         if taken is None or header is None or (header.step, header.history) != (taken.step, taken.history):
             return Word(settled=not under_way, able=able, older_busy=older, newest_busy=newest)
         if header.parity == 0:
+            alone = self._settings.parity > 0 and len(header.members) == 1
+            self._note_protection(header, self._settings.parity > 0 and not alone, ALONE if alone else "")
             return Word(published=True, coded=True, able=able, older_busy=older, newest_busy=newest)
         # A keeper that has only now been started has said nothing yet.
         alive = time.monotonic() - max(notes.heartbeat, self._published_at) < KEEPER_SILENT_S
         dealt = notes.sequence == header.sequence
-        self._note_protection(header, dealt and notes.coded, alive, notes, dealt)
+        why_not = ""
+        if not alive or (dealt and notes.settled):
+            why_not = (notes.reason if dealt else "") or f"the keeper of group {self._segment.group} is silent"
+        self._note_protection(header, dealt and notes.coded, why_not)
         return Word(
             published=notes.sound if dealt else True,
             settled=not alive or (dealt and notes.settled),
@@ -209,17 +215,18 @@ class Copier:
             self._last_failure = job.reason  # said once, not at every step
             self._emit("snapshot_failed", job.step, reason=job.reason)
 
-    def _note_protection(self, header: Header, coded: bool, alive: bool, notes: Notes, dealt: bool) -> None:
-        """Say when this group's newest snapshots stop being coded, why, and for how many steps they were not."""
+    def _note_protection(self, header: Header, coded: bool, why_not: str) -> None:
+        """Say from when on this group's snapshots are coded, when they stop being, why, and for how many steps they
+        were not. `why_not`: "" as long as the code may still come."""
         if coded:
-            if self._exposed_since is not None:
-                steps = header.step - self._exposed_since
-                self._emit("snapshot_protected", header.step, steps=steps, since_step=self._exposed_since)
+            since = self._exposed_since
+            if since is not None or self._protected is None:
+                steps = header.step - since if since is not None else 0
+                self._emit("snapshot_protected", header.step, steps=steps, since_step=since)
             self._protected, self._exposed_since = header.step, None
-        elif (not alive or (dealt and notes.settled)) and self._exposed_since is None:
+        elif why_not and self._exposed_since is None:
             self._exposed_since = header.step
-            reason = (notes.reason if dealt else "") or f"the keeper of group {self._segment.group} is silent"
-            self._emit("snapshot_unprotected", header.step, coded_step=self._protected, reason=reason)
+            self._emit("snapshot_unprotected", header.step, coded_step=self._protected, reason=why_not)
 
     def _run(self) -> None:
         while True:

@@ -36,7 +36,6 @@ from everstep.snapshot.header import KINDS, Header
 from everstep.snapshot.keepers import LOCKED_EXIT
 from everstep.snapshot.peers import Place
 from everstep.snapshot.rank_watch import POLL_S, RankWatch
-from everstep.snapshot.room import BUFFERS
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 from everstep.snapshot.sweep import sweep_behind, write_owner
@@ -186,9 +185,9 @@ class Keeper:
         findings = []
         for rank in self.segment.ranks():
             for kind in KINDS:
-                for index in range(BUFFERS):
+                for path in self.segment.files(kind, rank):
                     with contextlib.suppress(OSError, SnapshotError):  # no such buffer, or it went while we looked
-                        reader = BufferReader(self.segment.file(kind, rank, index))
+                        reader = BufferReader(path)
                         with contextlib.closing(reader):
                             header = reader.header()
                             if header is not None:
@@ -203,9 +202,9 @@ class Keeper:
         identity = message.get("identity")
         if kind not in KINDS or type(rank) is not int or rank < 0 or not isinstance(identity, list):
             raise wire.RefusedError(f"there is no buffer of kind '{kind}' and rank '{rank}'")
-        for index in range(BUFFERS):
+        for path in self.segment.files(kind, rank):
             try:
-                reader = BufferReader(self.segment.file(kind, rank, index))
+                reader = BufferReader(path)
             except OSError:
                 continue
             header = reader.header()

@@ -13,7 +13,6 @@ from everstep.snapshot.board import Board, Channels
 from everstep.snapshot.buffer import BufferReader, SnapshotError
 from everstep.snapshot.coding import Coder
 from everstep.snapshot.header import KINDS, Header, Kind
-from everstep.snapshot.room import BUFFERS
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Notes, Segment
 
@@ -145,9 +144,9 @@ class RankWatch:
 
     def _damage(self, kind: Kind, header: Header, give_way: Callable[[], None]) -> str | None:
         """None: it is not there any more. "": it is there, unharmed. Else what is wrong with it."""
-        for index in range(BUFFERS):
+        for path in self._keeper.segment.files(kind, self.rank):
             try:
-                reader = BufferReader(self._keeper.segment.file(kind, self.rank, index))
+                reader = BufferReader(path)
             except OSError:
                 continue
             with contextlib.closing(reader):

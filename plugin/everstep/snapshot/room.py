@@ -13,6 +13,8 @@ from everstep.run.regular import read_regular
 from everstep.snapshot.buffer import SnapshotError, file_bytes
 
 BUFFERS = 2
+PARITY_BUFFERS = 3
+"""The third is made, if there is room, when a step is coded a second time, and removed afterwards."""
 BLOCK_BYTES = 2 << 20
 """What coding and decoding hold of each shard at a time."""
 

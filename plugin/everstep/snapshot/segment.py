@@ -3,7 +3,7 @@
 everstep-RUN-group-K/
     lock                     held by the keeper (flock)
     rank-R.buffer-0, .buffer-1   the two newest snapshots of a rank, written by its trainer
-    rank-R.parity-0, -1      the two newest parities coded by the keeper
+    rank-R.parity-0, -1      the two newest parities coded by the keeper; parity-2 while a step is coded a second time
     rank-R.notes             what the keeper knows about the rank's buffers, for the trainer
 """
 
@@ -18,9 +18,10 @@ from pathlib import Path
 
 from everstep.snapshot.buffer import BufferReader, SnapshotError
 from everstep.snapshot.header import Header, Kind
-from everstep.snapshot.room import BUFFERS, is_own_directory
+from everstep.snapshot.room import BUFFERS, PARITY_BUFFERS, is_own_directory
 
 _FILE_WORD: dict[Kind, str] = {"data": "buffer", "parity": "parity"}
+_COUNT: dict[Kind, int] = {"data": BUFFERS, "parity": PARITY_BUFFERS}
 
 
 def run_id(token: bytes) -> str:
@@ -77,6 +78,10 @@ class Segment:
     def file(self, kind: Kind, rank: int, index: int) -> Path:
         return self.path / f"rank-{rank}.{_FILE_WORD[kind]}-{index}"
 
+    def files(self, kind: Kind, rank: int) -> list[Path]:
+        """The rank's buffers, of which not all need be there."""
+        return [self.file(kind, rank, index) for index in range(_COUNT[kind])]
+
     def ranks(self) -> list[int]:
         """The ranks that have buffers here."""
         found = set()
@@ -88,11 +93,11 @@ class Segment:
 
     def headers(self, kind: Kind, rank: int) -> list[Header | None]:
         """What each of the rank's buffers holds; None for one that holds nothing or is not of this run."""
-        return [self._header(kind, rank, index) for index in range(BUFFERS)]
+        return [self._header(kind, rank, path) for path in self.files(kind, rank)]
 
-    def _header(self, kind: Kind, rank: int, index: int) -> Header | None:
+    def _header(self, kind: Kind, rank: int, path: Path) -> Header | None:
         try:
-            reader = BufferReader(self.file(kind, rank, index))
+            reader = BufferReader(path)
         except (FileNotFoundError, PermissionError):
             return None
         try:
@@ -111,9 +116,9 @@ class Segment:
         """Memory that the rank's buffers and parity take now."""
         total = 0
         for kind in _FILE_WORD:
-            for index in range(BUFFERS):
+            for path in self.files(kind, rank):
                 with contextlib.suppress(FileNotFoundError):  # not made yet
-                    total += self.file(kind, rank, index).stat().st_size
+                    total += path.stat().st_size
         return total
 
     def write_notes(self, rank: int, notes: Notes) -> None:
