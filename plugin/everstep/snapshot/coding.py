@@ -9,7 +9,7 @@ without it. Every piece names the exact payloads that it is over, so that pieces
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
