@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from corruption import NEW, OLD, fuzz
+from everstep.run.events import read_events
 from everstep.snapshot import keepers, parity, peers, restore, sweep
 from everstep.snapshot.board import Channels
 from everstep.snapshot.buffer import SnapshotError
@@ -299,6 +300,7 @@ def test_parity_that_rots_after_publication_is_found_and_made_again(monkeypatch,
     )
     monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     with Cluster(3) as run:
+        (run.run_dir / "events").mkdir()
         run.commit(1)
         run.wait()
         run.settled(1)
@@ -309,6 +311,8 @@ def test_parity_that_rots_after_publication_is_found_and_made_again(monkeypatch,
         whole = path.read_bytes()
         path.write_bytes(whole[:70_000] + bytes([whole[70_000] ^ 1]) + whole[70_001:])
         wait_until(lambda: any(h and h.taken_at > taken_at for h in segment.headers("parity", 0)))
+        told = lambda: [(e["group"], e["what"]) for e in read_events(run.run_dir) if e["kind"] == "snapshot_repaired"]  # noqa: E731
+        wait_until(lambda: told() == [(0, "parity")])
         wait_until(lambda: run.copiers[0].word().coded)
         run.lose_host(1)
         found = run.recover(group=2)

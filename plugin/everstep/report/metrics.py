@@ -55,6 +55,8 @@ class Metrics:
         )
         self._protection = Protection()
         self._known: set[int] = set()
+        self._repairs = counter("snapshot_repairs", "Damaged buffers in memory that were made anew", "group")
+        self._damages = counter("snapshot_damages", "Damaged buffers in memory that could not be", "group")
         self._lighthouse = counter("lighthouse_starts", "Starts of the lighthouse")
         self._diverged = counter("replicas_diverged", "Audits that found a replica to differ")
         self._bad_nodes = counter("bad_nodes", "Nodes that a group left")
@@ -84,6 +86,10 @@ class Metrics:
             self._protection.take(event)
             if event["kind"] in ("finding", "audit"):  # every rank has its own
                 self._take_check(event)
+            elif event["kind"] == "snapshot_repaired":
+                self._repairs.labels(str(event["group"])).inc()
+            elif event["kind"] == "snapshot_damaged":
+                self._damages.labels(str(event["group"])).inc()
             elif event.get("rank") in (None, 0):
                 self._take(event)
                 self._take_time(event, self._begin)

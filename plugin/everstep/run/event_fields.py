@@ -153,6 +153,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "snapshot": _STEP,
     "snapshot_unprotected": (*_STEP, "reason"),
     "snapshot_protected": (*_STEP, "steps"),
+    "snapshot_repaired": (*_STEP, "reason", "bytes"),
+    "snapshot_damaged": (*_STEP, "reason"),
     "finding": ("action",),
     "audit": (*_STEP, "agreed", "differing"),
     "fault": ("fault",),

@@ -25,6 +25,8 @@ from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Notes, Segment
 
 KEEPER_SILENT_S = 5.0
+WRITING_S = 1.0
+"""How long a buffer that its keeper exchanges is waited for; it takes microseconds."""
 KEEP_S = 10.0
 """How long a snapshot that is to become a checkpoint waits for its reader."""
 RETRY_S = 30.0
@@ -258,6 +260,17 @@ class Copier:
         tail = own + plan.layout_json
         size = part_bytes + len(tail)
         self._make_room(size, plan)
+        with self._segment.writing(self._rank, WRITING_S):
+            self._write(job, plan, own, tail)
+        if self._published_at == 0.0 or self._alive(self._segment.read_notes(self._rank)):
+            self._published_at = time.monotonic()
+        self._unable_until = 0.0
+        job.outcome, job.copied_bytes, job.copy_s = "taken", size, time.perf_counter() - began
+
+    def _write(self, job: "_Job", plan: Plan, own: bytes, tail: bytes) -> None:
+        """The part and what goes with it into the buffer whose turn it is."""
+        part_bytes = plan.part[1] - plan.part[0]
+        size = part_bytes + len(tail)
         sequence = self._next_sequence()
         buffer = self._buffers[self._target()]
         buffer.reserve(size, job.device)
@@ -268,7 +281,7 @@ class Copier:
         header = Header(
             run=self._segment.run,
             kind="data",
-            group=group,
+            group=self._segment.group,
             rank=self._rank,
             ranks=self._ranks,
             step=job.step,
@@ -295,10 +308,6 @@ class Copier:
         if job.keep:
             self._kept = (sequence, time.monotonic() + KEEP_S)
         self._newest = buffer.writer.publish(header, table)
-        if self._published_at == 0.0 or self._alive(self._segment.read_notes(self._rank)):
-            self._published_at = time.monotonic()
-        self._unable_until = 0.0
-        job.outcome, job.copied_bytes, job.copy_s = "taken", size, time.perf_counter() - began
 
     def _pause(self, nbytes: int) -> None:
         if not self._hurry.is_set():

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep import wire
+from everstep.run.events import EventLog
 from everstep.run.token import read_token
 from everstep.snapshot import peers
 from everstep.snapshot.board import Board, Channels
@@ -82,6 +83,15 @@ class Keeper:
     def spoken(self) -> None:
         """Somebody has a use for this keeper."""
         self._spoken_at = time.monotonic()
+
+    def tell(self, kind: str, rank: int, step: int, **fields: Any) -> None:
+        """An event of the run, if its directory is there. Of things so rare that no file is kept open for them."""
+        if (self.run_dir / "events").is_dir():
+            with (
+                contextlib.suppress(OSError),
+                contextlib.closing(EventLog(self.run_dir, self.group, rank, "keeper")) as events,
+            ):
+                events.emit(kind, step, **fields)
 
     def run(self) -> str:
         """Until the keeper is to end. Returns why it does; the segment has been removed then."""

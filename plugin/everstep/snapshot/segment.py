@@ -4,15 +4,20 @@ everstep-RUN-group-K/
     lock                     held by the keeper (flock)
     rank-R.buffer-0, .buffer-1   the two newest snapshots of a rank, written by its trainer
     rank-R.parity-0, -1      the two newest parities coded by the keeper; parity-2 while a step is coded a second time
+    rank-R.writing           held (flock) while one of the rank's buffers is written or exchanged
+    rank-R.rebuilt           a buffer that is being made anew
     rank-R.notes             what the keeper knows about the rank's buffers, for the trainer
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -120,6 +125,31 @@ class Segment:
                 with contextlib.suppress(FileNotFoundError):  # not made yet
                     total += path.stat().st_size
         return total
+
+    @contextlib.contextmanager
+    def writing(self, rank: int, wait_s: float) -> Iterator[None]:
+        """Alone among those who write the rank's buffers, its trainer, or put another in one's place, its keeper.
+
+        Raises SnapshotError if somebody else is at it for longer than `wait_s`: a keeper that is stopped may be, and
+        nobody waits for it.
+        """
+        path, deadline = self.path / f"rank-{rank}.writing", time.monotonic() + wait_s
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise SnapshotError(f"{path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
+        try:
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        raise SnapshotError(f"{path} is held by another process") from None
+                    time.sleep(0.01)
+            yield
+        finally:
+            os.close(fd)
 
     def write_notes(self, rank: int, notes: Notes) -> None:
         path = self.path / f"rank-{rank}.notes"
