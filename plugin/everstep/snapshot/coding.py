@@ -284,17 +284,20 @@ class Coder:
         """
         held = self._segment.headers("parity", self._rank)
         data = {header.identity for header in self._segment.headers("data", self._rank) if header}
-        *first, spare = (header is None or header.identity not in data for header in held)
+        *first, spare = (
+            header is None or header.identity not in data or self._replaced(header, held) for header in held
+        )
         if any(first):
             if spare:
                 self._writers[-1].release()
                 self._writers[-1].path.unlink(missing_ok=True)
             return self._emptied(self._writers[first.index(True)], size)
-        fewer = {
-            index: (header.code in self._whole_codes, len(header.givers))
-            for index, header in enumerate(held)
-            if header is not None and header.identity == own.identity and set(header.givers) < set(code.givers)
-        }
+        fewer = {}
+        for index, header in enumerate(held):
+            if header is not None and header.identity == own.identity:
+                whole = header.code in self._whole_codes
+                if set(header.givers) < set(code.givers) or (not whole and set(header.givers) == set(code.givers)):
+                    fewer[index] = (whole, len(header.givers))
         if spare:
             try:
                 return self._emptied(self._writers[-1], size)
@@ -304,6 +307,14 @@ class Coder:
         if not fewer:
             raise SnapshotError("there is no parity buffer that protects nothing else")
         return self._emptied(self._writers[min(fewer, key=lambda index: fewer[index])], size)
+
+    def _replaced(self, piece: Header, held: list[Header | None]) -> bool:
+        """Whether another code over the same step, a piece of which is held, is whole and protects as much."""
+        whole = [h for h in held if h is not None and h.identity == piece.identity and h.code in self._whole_codes]
+        mine = set(piece.givers)
+        return any(mine < set(h.givers) for h in whole) or (
+            piece.code not in self._whole_codes and any(mine == set(h.givers) for h in whole)
+        )
 
     def _emptied(self, writer: BufferWriter, size: int) -> BufferWriter:
         if writer.capacity < size:

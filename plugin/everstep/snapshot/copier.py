@@ -51,10 +51,12 @@ class Copier:
         settings: Snapshot,
         emit: Emit,
         revive: Callable[[], None] = lambda: None,
+        location: int = 0,
     ) -> None:
         """`emit` receives the events snapshot, snapshot_skipped, snapshot_failed, snapshot_unprotected and
-        snapshot_protected. `revive` is called, in a thread of its own, when the keeper has fallen silent."""
-        self._revive = revive
+        snapshot_protected. `revive` is called, in a thread of its own, when the keeper has fallen silent.
+        `location`: of this host (`location.location_of`)."""
+        self._revive, self._location = revive, location
         self._reviver: threading.Thread | None = None
         self._revive_after = time.monotonic() + KEEPER_SILENT_S
         self._segment, self._rank, self._ranks = segment, rank, ranks
@@ -86,6 +88,9 @@ class Copier:
 
     def word(self) -> Word:
         """What this group says of the snapshot taken last; to be told to all groups before the next commit."""
+        return replace(self._word(), location=self._location)
+
+    def _word(self) -> Word:
         taken, header, notes = self.agreed.taken, self._newest, self._segment.read_notes(self._rank)
         able = time.monotonic() >= self._unable_until
         older, newest = self._busy(notes)
@@ -153,7 +158,8 @@ class Copier:
         if device is not None:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(device))
-        job = _Job(step, history, members, what, device, ready, keep)
+        locations = {group: words[group].location for group in members if group in words}
+        job = _Job(step, history, members, locations, what, device, ready, keep)
         job.blocked_s = time.perf_counter() - began
         with self._condition:
             self._job = job
@@ -253,8 +259,9 @@ class Copier:
         began = time.perf_counter()
         group = self._segment.group
         plan = self._plan
-        if plan is None or not plan.fits(job.state, job.members, self._settings):
-            plan = self._plan = Plan(job.state, job.members, group, self._rank, self._ranks, self._settings)
+        shared = (self._settings, job.locations)
+        if plan is None or not plan.fits(job.state, job.members, *shared):
+            plan = self._plan = Plan(job.state, job.members, group, self._rank, self._ranks, *shared)
         part_bytes = plan.part[1] - plan.part[0]
         own = pack_own(job.state.meta, job.state.blobs, step=job.step, group=group, rank=self._rank)
         tail = own + plan.layout_json
@@ -381,6 +388,7 @@ class _Job:
     step: int
     history: int
     members: tuple[int, ...]
+    locations: dict[int, int]
     state: State
     device: torch.device | None
     ready: torch.cuda.Event | None
