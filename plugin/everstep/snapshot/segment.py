@@ -18,13 +18,19 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+import xxhash
 
 from everstep.snapshot.buffer import BufferReader, SnapshotError
 from everstep.snapshot.header import Header, Kind
 from everstep.snapshot.room import BUFFERS, PARITY_BUFFERS, is_own_directory
 
+NOTES_BYTES = 4096
+REASON_CHARACTERS = 500
+"""Which fit, whatever they are."""
+READ_TRIES = 100
 _FILE_WORD: dict[Kind, str] = {"data": "buffer", "parity": "parity"}
 _COUNT: dict[Kind, int] = {"data": BUFFERS, "parity": PARITY_BUFFERS}
 
@@ -152,14 +158,21 @@ class Segment:
             os.close(fd)
 
     def write_notes(self, rank: int, notes: Notes) -> None:
-        path = self.path / f"rank-{rank}.notes"
-        temporary = path.with_suffix(".notes-new")
-        temporary.write_text(json.dumps(asdict(notes)))
-        temporary.replace(path)
+        """In place, so that a tmpfs that has become full does not silence a keeper. Raises OSError."""
+        body = json.dumps(asdict(replace(notes, reason=notes.reason[:REASON_CHARACTERS]))).encode()
+        record = xxhash.xxh3_64_hexdigest(body).encode() + body
+        fd = os.open(self.path / f"rank-{rank}.notes", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(fd, record.ljust(NOTES_BYTES), 0)
+        finally:
+            os.close(fd)
 
     def read_notes(self, rank: int) -> Notes:
         """The keeper's last word, or an empty one when there is none."""
-        try:
-            return Notes(**json.loads((self.path / f"rank-{rank}.notes").read_text()))
-        except (OSError, ValueError, TypeError):
-            return Notes()
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            for _ in range(READ_TRIES):  # one that is just being written is half the one and half the other
+                record = (self.path / f"rank-{rank}.notes").read_bytes()
+                digest, body = record[:16], record[16:].rstrip()
+                if xxhash.xxh3_64_hexdigest(body).encode() == digest:
+                    return Notes(**json.loads(body))
+        return Notes()
