@@ -145,7 +145,7 @@ class Cluster:
             self.held(), run=run_id(self.token), ranks=ranks, disk_step=disk_step, topologies=topologies
         )
 
-    def recover(self, group: int = 0, disk_step: int | None = None) -> recovery.Recovery:
+    def recover(self, group: int = 0, disk_step: int | None = None, patience_s: float = 0) -> recovery.Recovery:
         return recovery.recover(
             self.run_dir,
             group=group,
@@ -154,7 +154,7 @@ class Cluster:
             layout=Layout.of(self.tensors.get(group) or next(iter(self.tensors.values()))),
             disk_step=disk_step,
             timeout=TIMEOUT,
-            patience=timedelta(0),
+            patience=timedelta(seconds=patience_s),
         )
 
     def restore(self, decision: sources.Decision, group: int = 0) -> restore.Restored:
