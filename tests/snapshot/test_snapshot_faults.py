@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from corruption import NEW, OLD, fuzz
+from everstep.run.events import read_events
 from everstep.snapshot import keepers, parity, peers, restore, sweep
 from everstep.snapshot.board import Channels
 from everstep.snapshot.buffer import SnapshotError
@@ -173,8 +174,9 @@ def test_a_frozen_keeper_costs_only_its_own_protection():
         run.wait()
         wait_until(lambda: all(c.word().settled for c in run.copiers.values()))
         back = [fields["steps"] for g, kind, _, fields in run.events if kind == "snapshot_protected" and g == 5]
-        assert back == [back[0]]
-        assert back[0] >= 3
+        assert len(back) == 2, "once at the beginning, once now"
+        assert back[0] == 0
+        assert back[1] >= 3
         for group in (5, 0):
             run.lose_host(group)
         found = run.recover(group=1)
@@ -198,6 +200,44 @@ def test_hosts_lost_while_a_keeper_is_frozen_are_decoded_without_it():
         found = run.recover(group=1)
         assert found.decision.step == 4
         assert_is_step(found.restored, 4)
+
+
+def test_a_keeper_that_is_started_again_keeps_its_piece_of_the_code_over_a_host_that_is_lost():
+    """It does not know that the code was whole, and codes the parts that it can still see."""
+    with Cluster(4) as run:
+        for step in (1, 2):
+            run.commit(step)
+            run.wait()
+            run.settled(step)
+        run.kill_keeper(0)
+        run.lose_host(3)
+        run.start_keeper(0)
+        found = lambda: [h for h in run.segment(0).headers("parity", 0) if h and h.step == 2]  # noqa: E731
+        wait_until(lambda: any(3 not in header.givers for header in found()))
+        again = run.recover(group=1)
+        assert (again.decision.source, again.decision.step) == ("parity", 2)
+        assert_is_step(again.restored, 2)
+
+
+def test_what_comes_late_is_coded_beside_the_older_steps_parity_and_not_over_it():
+    with Cluster(4) as run:
+        run.commit(1)
+        run.wait()
+        run.settled(1)
+        pid = frozen(run, 3)
+        run.commit(2)
+        run.wait()
+        wait_until(lambda: all(run.copiers[g].word().coded for g in (0, 1, 2)))
+        os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: run.copiers[3].word().coded)
+        held = [h for h in run.segment(0).headers("parity", 0) if h]
+        assert sorted((h.step, len(h.givers)) for h in held) == [(1, 4), (2, 3), (2, 4)]
+        for step in (3, 4):
+            run.commit(step)
+            run.wait()
+            run.settled(step)
+        assert not run.segment(0).file("parity", 0, 2).exists(), "its memory is given back"
+        assert {h.step for h in run.segment(0).headers("parity", 0) if h} == {3, 4}
 
 
 def test_a_group_whose_memory_is_full_holds_no_parity_and_is_protected_by_the_others(monkeypatch, tmp_path):
@@ -260,6 +300,7 @@ def test_parity_that_rots_after_publication_is_found_and_made_again(monkeypatch,
     )
     monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     with Cluster(3) as run:
+        (run.run_dir / "events").mkdir()
         run.commit(1)
         run.wait()
         run.settled(1)
@@ -270,6 +311,8 @@ def test_parity_that_rots_after_publication_is_found_and_made_again(monkeypatch,
         whole = path.read_bytes()
         path.write_bytes(whole[:70_000] + bytes([whole[70_000] ^ 1]) + whole[70_001:])
         wait_until(lambda: any(h and h.taken_at > taken_at for h in segment.headers("parity", 0)))
+        told = lambda: [(e["group"], e["what"]) for e in read_events(run.run_dir) if e["kind"] == "snapshot_repaired"]  # noqa: E731
+        wait_until(lambda: told() == [(0, "parity")])
         wait_until(lambda: run.copiers[0].word().coded)
         run.lose_host(1)
         found = run.recover(group=2)

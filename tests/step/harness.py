@@ -61,6 +61,12 @@ class Rank:
             assert not self.end, f"the group was done before step {step}: {self.end}"
         return self.commits[step]
 
+    def beyond(self, step: int) -> None:
+        """Wait for its commit of `step` or, where it healed past that, of a later one."""
+        while max(self.commits, default=0) < step:
+            self._note(self._receive())
+            assert not self.end, f"the group was done before step {step}: {self.end}"
+
     def first(self) -> int:
         """Wait for its first commit; the step."""
         while not self.commits:

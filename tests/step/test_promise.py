@@ -188,7 +188,7 @@ def test_lighthouses_that_come_and_go_lead_to_no_sum_over_two_histories(begin, s
         run.start_lighthouse()
         goal = newest(everyone) + 1
         for rank in everyone:
-            rank.until(goal)
+            rank.beyond(goal)
     for rank in everyone:
         for step, commit in rank.commits.items():
             for other in everyone:

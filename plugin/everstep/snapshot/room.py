@@ -13,6 +13,8 @@ from everstep.run.regular import read_regular
 from everstep.snapshot.buffer import SnapshotError, file_bytes
 
 BUFFERS = 2
+PARITY_BUFFERS = 3
+"""The third is made, if there is room, when a step is coded a second time, and removed afterwards."""
 BLOCK_BYTES = 2 << 20
 """What coding and decoding hold of each shard at a time."""
 
@@ -37,7 +39,10 @@ def make_room(directory: Path, segment: Path, rank: int, total_bytes: int, held_
     with _lock(directory):
         promised = sum(max(0, wanted - held) for other, wanted, held in _reservations(directory) if other != note)
         check_room(directory, total_bytes - held_bytes, reserve_bytes, promised)
-        note.write_text(str(max(total_bytes, _number(note))))
+        try:
+            note.write_text(str(max(total_bytes, _number(note))))
+        except OSError as error:
+            raise SnapshotError(f"{note} cannot be written: {error.strerror} (snapshot.segment_dir)") from error
 
 
 def _reservations(directory: Path) -> Iterator[tuple[Path, int, int]]:
