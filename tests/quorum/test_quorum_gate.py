@@ -96,6 +96,29 @@ def test_groups_of_the_run_form_quorums(lighthouse):
         member.leave()
 
 
+def test_members_are_told_what_was_said_in_the_request_that_counts(tmp_path):
+    """A group asks again while it still waits: torchft's lighthouse keeps one of its requests."""
+    one = Lighthouse(tmp_path, min_groups=2)
+    replicas = [replica_id(one.token, group, LIFE) for group in range(2)]
+
+    def ask(replica, said):
+        channel = wire.connect(f"127.0.0.1:{one.port}", one.token, SOON, purpose=PURPOSE)
+        channel.send_frame(
+            {"op": "quorum", "replica": replica, "store": "s", "step": 0, "timeout_s": 8.0, "data": {"said": said}}
+        )
+        return channel
+
+    waiting = [ask(replicas[0], "first"), ask(replicas[0], "second"), ask(replicas[1], "other")]
+    answered = [channel.receive_frame() for channel in waiting]
+    members = [answer["members"] for answer in answered if "members" in answer]  # one that came too late has none
+    assert members[0] in ([[replicas[0], {"said": s}], [replicas[1], {"said": "other"}]] for s in ("first", "second"))
+    assert len(members) >= 2
+    assert members == members[:1] * len(members)
+    for channel in waiting:
+        channel.close()
+    one.end()
+
+
 def test_a_stranger_gets_no_answer_and_stalls_nobody(lighthouse):
     """One that speaks as torchft's clients do, one that has another run's token, one that sends anything."""
     members = [lighthouse.member(group) for group in range(3)]

@@ -10,11 +10,14 @@ is one message and is answered by one:
     {"op": "quorum", "replica": ID, "store": …, "step": …, "timeout_s": …, "data": …}  {"quorum_id": …, "members": […]}
 
 A quorum that there was not is answered by {"failed": why}; the connection stays. Who was not in the last quorum waits
-for its turn (`everstep.quorum.turns`).
+for its turn (`everstep.quorum.turns`). What replicas say of themselves stays at the gate: the lighthouse gets a number
+for it, as each answer of the lighthouse names all members, and what they say would be made into objects once for each
+pair of members.
 """
 
 import contextlib
 import ctypes
+import itertools
 import math
 import os
 import socket
@@ -39,6 +42,8 @@ PURPOSE = "lighthouse"
 CLIENTS = 8
 """Connections for quorum requests, which last; the lighthouse takes 200 at once on each."""
 TELL_EVERY_S = 60.0
+REQUESTS = 4
+"""How many of a replica's last requests are remembered."""
 CONNECT_TIMEOUT = timedelta(seconds=10)
 SILENCE = timedelta(minutes=10)
 """After so long a member that says nothing is taken for gone; it connects again if it is not."""
@@ -98,6 +103,9 @@ class Gate:
         self._lock = threading.Lock()
         self._heard: dict[str, float] = {}
         """By replica: when it last beat or asked."""
+        self._numbers = itertools.count()
+        self._said: dict[str, dict[str, dict[str, str]]] = {}
+        """By replica: what it said of itself in its last requests, by their numbers."""
         self._turns = Turns(
             lambda replica: time.monotonic() - self._heard.get(replica, -math.inf) < heartbeat_timeout_s
         )
@@ -166,21 +174,21 @@ class Gate:
             self._look_at(error)
 
     def _quorum(self, asked: Asked) -> dict[str, Any] | bytes:
-        data: dict[Any, object] = dict(asked.data)
         left_s = asked.timeout_s - self._wait_for_turn(asked)
         if left_s <= 0:
             return {"failed": "none of the groups that make a step has asked for the next quorum"}
         with self._lock:
             number = min(self._waiting, key=self._waiting.__getitem__)
             self._waiting[number] += 1
+            request = self._remember(asked)
         try:
             quorum = self._clients[number].quorum(
                 replica_id=asked.replica,
                 timeout=timedelta(seconds=left_s),
+                address=request,
                 store_address=asked.store,
                 step=asked.step,
                 world_size=1,
-                data=data,
             )
         except Exception as error:  # noqa: BLE001  the Rust client raises several unrelated types
             self._look_at(error)
@@ -189,6 +197,20 @@ class Gate:
             with self._lock:
                 self._waiting[number] -= 1
         return self._told_as(quorum)
+
+    def _remember(self, asked: Asked) -> str:
+        """What is said, until the replica has said other things. Returns the number that the lighthouse is told."""
+        number, said = str(next(self._numbers)), self._said.setdefault(asked.replica, {})
+        said[number] = asked.data
+        if len(said) > REQUESTS:
+            del said[next(iter(said))]
+        return number
+
+    def _forget(self) -> None:
+        """What replicas said that have gone."""
+        gone_at = time.monotonic() - SILENCE.total_seconds()
+        for replica in [replica for replica in self._said if self._heard[replica] < gone_at]:
+            del self._said[replica]
 
     def _wait_for_turn(self, asked: Asked) -> float:
         """Returns how long that took, in seconds: as long as the request's time at most."""
@@ -206,12 +228,19 @@ class Gate:
             time.sleep(HEAD_START_S)
         return time.monotonic() - begun
 
-    def _told_as(self, quorum: Any) -> bytes:
+    def _told_as(self, quorum: Any) -> bytes | dict[str, Any]:
         """What members are told of a quorum: made once for all that are in it."""
         when = quorum.created.seconds, quorum.created.nanos
         with self._lock:
             if self._newest is None or self._newest[0] != when:
-                members = [[member.replica_id, member.data or {}] for member in quorum.participants]
+                try:
+                    members = [
+                        [member.replica_id, self._said[member.replica_id][member.address]]
+                        for member in quorum.participants
+                    ]
+                except KeyError:
+                    return {"failed": "the lighthouse names a request that did not come through its gate"}
+                self._forget()
                 told = wire.encoded({"quorum_id": int(quorum.quorum_id), "members": members})
                 if self._newest is not None and self._newest[0] > when:
                     return told  # to one whose answer was on its way for long
