@@ -223,9 +223,9 @@ class EventTail:
         for path in self._files():
             offset = self._offsets.get(path, 0)
             try:
+                if path.lstat().st_size <= offset:
+                    continue
                 with open_regular(path, links=False) as file:
-                    if os.fstat(file.fileno()).st_size <= offset:
-                        continue
                     file.seek(offset)
                     data = file.read(LONGEST_READ)
             except OSError:  # a link, a pipe, or gone
