@@ -1,42 +1,56 @@
 """What authentication and encryption of states cost: heals, and what keepers send, with and without; and raw sockets.
 
-    python bench/heal.py [--gb 1.0] [--connections 1 2 4] [--rounds 3] [--gbit 0 10 25] [--json]
+    python bench/heal.py [--gb 0.064 0.512 2] [--connections 1 4] [--rounds 6] [--gbit 0 10 25] [--json]
 
-Two processes on this machine, the same bytes, the same number of connections, all kinds in turn in every round:
+Two processes on this machine, the same bytes, the same number of connections, all kinds in turn in every round, and in
+the reverse order in every other round:
 
     raw        `sendall` on the tensors' memory, `recv_into` the buffers; nothing is checked
     unsealed   the heal transport, with records that carry no code: what it would be without authentication
     heal       the heal transport
     encrypted  the heal transport with encrypt = true
-    keeper     ranges of a map served in place, as keepers serve buffers; and `keeper unsealed`
+    keeper     ranges of a file in /dev/shm served as keepers serve buffers; and `keeper unsealed`, `keeper encrypted`
 
 `--gbit`: hold the connections together to that rate, as a network would (SO_MAX_PACING_RATE); 0 for as fast as memory
 is copied through loopback. Both sides use memory that has been touched before. Prints GB/s (10^9 bytes) and the
-processor seconds that a GB takes on both sides together, which other work on the machine disturbs less; medians.
+processor seconds that a GB takes on both sides together, which other work on the machine disturbs less: medians of the
+rounds, and ratios that are medians of each round's ratio.
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import signal
 import socket
 import statistics
 import struct
+import tempfile
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
 from everstep import wire
 from everstep.quorum.heal import HealServer, HealState, fetch
+from everstep.snapshot.buffer import HEADER_BYTES, BufferReader
 from everstep.wire import sealing
 
 TOKEN = bytes(range(32))
 TIMEOUT = timedelta(seconds=60)
 TENSORS = 64
-KINDS = ("raw", "unsealed", "heal", "encrypted", "keeper unsealed", "keeper")
+KINDS = ("raw", "unsealed", "heal", "encrypted", "keeper unsealed", "keeper", "keeper encrypted")
+RATIOS = (
+    ("heal", "unsealed"),
+    ("encrypted", "unsealed"),
+    ("keeper", "keeper unsealed"),
+    ("keeper encrypted", "keeper unsealed"),
+    ("heal", "raw"),
+)
 SO_MAX_PACING_RATE = 47
 SEALER = sealing.sealer
 
@@ -72,11 +86,23 @@ def pace(listener: socket.socket, bytes_per_s: float) -> None:
     listener.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("Q", rate))
 
 
+class Kept(BufferReader):
+    """Bytes of a buffer's file, as keepers read them."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        super().__init__(path)
+        self.size = size
+
+
 def source(pipe, nbytes: int) -> None:
     """Serves each kind when told, at the rate that it is told."""
     tensors = make_state(nbytes)
     views = views_of(tensors)
-    held = wire.Pieces(views)
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.write(bytes(HEADER_BYTES))
+        file.writelines(views)
+        file.flush()
+        held = Kept(Path(file.name), nbytes)
     state = HealState(tensors=tensors)
     servers = {encrypt: HealServer("127.0.0.1", TOKEN, TIMEOUT, encrypt=encrypt) for encrypt in (False, True)}
     for server in servers.values():
@@ -85,11 +111,11 @@ def source(pipe, nbytes: int) -> None:
     def keep(channel: wire.Channel) -> None:
         wire.serve_ranges(channel, held)
 
-    keeper = wire.Server("127.0.0.1", TOKEN, keep, TIMEOUT)
+    keepers = [wire.Server("127.0.0.1", TOKEN, keep, TIMEOUT, encrypt=encrypt) for encrypt in (False, True)]
     listener = socket.create_server(("127.0.0.1", 0))
-    listeners = [listener, *(s._door._listener for s in (keeper, servers[False]._server, servers[True]._server))]
+    listeners = [listener, *(s._door._listener for s in (*keepers, servers[False]._server, servers[True]._server))]
     addresses = {kind: servers[kind == "encrypted"].address for kind in ("unsealed", "heal", "encrypted")}
-    addresses |= {"keeper": keeper.address, "keeper unsealed": keeper.address}
+    addresses |= {kind: keepers["encrypted" in kind].address for kind in KINDS if "keeper" in kind}
     pipe.send(addresses | {"raw": f"127.0.0.1:{listener.getsockname()[1]}"})
 
     def raw(connection: socket.socket) -> None:
@@ -128,7 +154,7 @@ def raw_fetch(address: str, views: list[memoryview], connections: int) -> None:
 
 
 def keeper_fetch(address: str, sink: wire.Pieces, connections: int) -> None:
-    channels = [wire.connect(address, TOKEN, TIMEOUT) for _ in range(connections)]
+    channels = [wire.connect(address, TOKEN, TIMEOUT, encrypt=None) for _ in range(connections)]
     wire.pull(channels, sink)
     for channel in channels:
         channel.close()
@@ -145,14 +171,20 @@ def take(kind: str, address: str, into: dict[str, torch.Tensor], connections: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=1.0)
-    parser.add_argument("--connections", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gb", type=float, nargs="+", default=[1.0])
+    parser.add_argument("--connections", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--gbit", type=float, nargs="+", default=[0.0], help="Gbit/s of all connections together")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    nbytes = int(args.gb * 1e9) // (TENSORS * 4) * TENSORS * 4
+    rows = [row for gb in args.gb for row in measure(gb, args.gbit, args.connections, args.rounds)]
+    if args.json:
+        print(json.dumps(rows))
 
+
+def measure(gb: float, gbits: list[float], connection_counts: list[int], rounds: int) -> list[dict[str, Any]]:
+    """All kinds with a state of so many GB; prints and returns a row for each rate and number of connections."""
+    nbytes = int(gb * 1e9) // (TENSORS * 4) * TENSORS * 4
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=source, args=(theirs, nbytes), daemon=True)
     process.start()
@@ -165,36 +197,36 @@ def main() -> None:
         """Processor seconds of both processes so far."""
         return time.process_time() + sum(server.cpu_times()[:2])
 
-    for gbit in args.gbit:
-        for connections in args.connections:
-            rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
-            costs: dict[str, list[float]] = {kind: [] for kind in KINDS}
-            for _ in range(args.rounds):
-                for kind in KINDS:
-                    ours.send((kind, gbit * 1e9 / 8 / connections))
-                    ours.recv()
-                    seal_like(kind)
-                    began, used = time.perf_counter(), used_s()
-                    take(kind, addresses[kind], into, connections)
-                    rates[kind].append(nbytes / 1e9 / (time.perf_counter() - began))
-                    costs[kind].append((used_s() - used) / (nbytes / 1e9))
-            found = {kind: statistics.median(rates[kind]) for kind in KINDS}
-            cost = {kind: statistics.median(costs[kind]) for kind in KINDS}
-            rows.append({"gb": nbytes / 1e9, "gbit": gbit, "connections": connections} | found | {"cpu_s_per_gb": cost})
-            if not args.json:
-                where = f"{gbit:g} Gbit/s" if gbit else "loopback"
-                print(f"{where}, {connections} connections:", end=" ")
-                print(", ".join(f"{kind} {rate:.2f}" for kind, rate in found.items()), "GB/s;", end=" ")
-                print(f"heal/unsealed {found['heal'] / found['unsealed']:.2f},", end=" ")
-                print(f"heal/raw {found['heal'] / found['raw']:.2f},", end=" ")
-                print(f"keeper/unsealed {found['keeper'] / found['keeper unsealed']:.2f}")
-                print("  processor seconds a GB, both sides:", end=" ")
-                print(", ".join(f"{kind} {seconds:.2f}" for kind, seconds in cost.items()), flush=True)
-    if args.json:
-        print(json.dumps(rows))
+    for gbit, connections in itertools.product(gbits, connection_counts):
+        rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        costs: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        for number in range(-1, rounds):  # the first is not counted
+            for kind in KINDS if number % 2 == 0 else reversed(KINDS):
+                ours.send((kind, gbit * 1e9 / 8 / connections))
+                ours.recv()
+                seal_like(kind)
+                began, used = time.perf_counter(), used_s()
+                take(kind, addresses[kind], into, connections)
+                rates[kind].append(nbytes / 1e9 / (time.perf_counter() - began))
+                costs[kind].append((used_s() - used) / (nbytes / 1e9))
+            if number < 0:
+                rates, costs = ({kind: [] for kind in KINDS} for _ in range(2))
+        found = {kind: statistics.median(rates[kind]) for kind in KINDS}
+        cost = {kind: statistics.median(costs[kind]) for kind in KINDS}
+        ratios = {
+            f"{a}/{b}": statistics.median(x / y for x, y in zip(rates[a], rates[b], strict=True)) for a, b in RATIOS
+        }
+        rows.append(
+            {"gb": nbytes / 1e9, "gbit": gbit, "connections": connections, "gb_per_s": found, "cpu_s_per_gb": cost}
+            | {"ratios": ratios}
+        )
+        print(f"{nbytes / 1e9:g} GB, {f'{gbit:g} Gbit/s' if gbit else 'loopback'}, {connections} connections:")
+        for title, values in (("GB/s", found), ("processor s/GB", cost), ("ratio", ratios)):
+            print(f"  {title}:", ", ".join(f"{kind} {value:.2f}" for kind, value in values.items()), flush=True)
     process.terminate()
     process.join()
     assert process.exitcode == -signal.SIGTERM
+    return rows
 
 
 if __name__ == "__main__":

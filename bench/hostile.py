@@ -1,18 +1,18 @@
 """Steps a second of a live run while strangers hold connections to every port of it, against the same run left alone.
 
-    python bench/hostile.py [--groups 2] [--rounds 6] [--window 12] [--connections 1000]
+    python bench/hostile.py [--groups 2] [--pairs 12] [--window 10] [--connections 1000]
 
-Windows of both kinds take turns in one run. In a hostile one, a process without the run's token opens so many
-connections to each port that a process of the run listens on, holds them, sends on a third of them HTTP, on a third
-noise, on a third nothing; opens a hundred more every second instead of old ones; and poses as a replica at the
-lighthouse ten times a second. It runs at a lower priority (nice): what is measured is what the run spends on strangers
-and not what they spend themselves on this machine's cores. `cpu_s_per_step` is what the run's processes used; it tells
-the same where other work disturbs the rates.
+Windows of both kinds take turns in one run (alone, hostile, hostile, alone, …); each hostile one is compared with the
+one beside it. In a hostile one, a process without the run's token holds so many connections to each port that a
+process of the run listens on, a third of which have sent HTTP, a third noise, a third nothing; opens a hundred more
+every second instead of old ones; and asks the lighthouse to take it in as a replica, as torchft's do. It runs in the
+lowest class (nice 19, in a session and autogroup of its own): measured is what the run spends on strangers, and not
+what they spend themselves on this machine's cores. The steps are short, so that a step is mostly protocol.
+`cpu_s_per_step` is what the run's processes used; it tells the same where other work disturbs the rates.
 """
 
 import argparse
 import contextlib
-import itertools
 import json
 import multiprocessing
 import os
@@ -27,7 +27,8 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -42,16 +43,19 @@ ROOT = Path(__file__).parents[1]
 ENDINGS = {"workers_died", "workers_stalled", "agent_died", "lighthouse_died", "quorum_failed", "workers_started"}
 
 
+SHORT_STEPS = ("--training.seq_len", "32", "--training.global_batch_size", "2", "--checkpoint.no-enable")
+
+
 def lower_priority() -> None:
     """What this process does is left over by others. Under autogroups (sched(7)) nice counts within a session only."""
-    os.nice(10)
+    os.nice(19)
     with contextlib.suppress(OSError):
         os.setsid()
-        Path("/proc/self/autogroup").write_text("10")
+        Path("/proc/self/autogroup").write_text("19")
 
 
-def attack(places: Iterable[Listener], lighthouse: str, connections: int, ready, over) -> None:
-    """Connect to everything, say when, and hold it."""
+def attack(places: list[Listener], lighthouse: str, connections: int, orders) -> None:
+    """When told to, connect to everything, say how many connections stand, and hold them until told again."""
     from torchft.coordination import LighthouseClient
 
     lower_priority()
@@ -68,22 +72,34 @@ def attack(places: Iterable[Listener], lighthouse: str, connections: int, ready,
             return False
         return True
 
-    opened = []
-    for place in places:
-        failed = 0
-        for number in range(connections):
-            failed += not intrude(place, number)
-            if failed > 3:  # a port that lets nobody in
-                break
-        else:
-            opened.append(place)
-    ready.put(len(held))
-    while not over.wait(0.1):
-        for number in range(10):
-            intrude(random.choice(opened), number)
+    def intrude_everywhere() -> list[Listener]:
+        """Where that works."""
+        opened = []
+        for place in places:
+            failed = 0
+            for number in range(connections):
+                failed += not intrude(place, number)
+                if failed > 3:  # a port that lets nobody in
+                    break
+            else:
+                opened.append(place)
+        return opened
+
+    while True:
+        orders.recv()
+        opened = intrude_everywhere()
+        orders.send(len(held))
+        while not orders.poll(0.1):
+            for number in range(10):
+                intrude(random.choice(opened), number)
+                held.popleft().close()
+            with contextlib.suppress(Exception):  # whatever it answers
+                client = LighthouseClient(lighthouse, timedelta(seconds=0.1))
+                client.heartbeat("stray-job_0", timeout=timedelta(seconds=0.1))
+        orders.recv()
+        while held:
             held.popleft().close()
-        with contextlib.suppress(Exception):  # whatever it answers
-            LighthouseClient(lighthouse, timedelta(seconds=1)).heartbeat("stray-job_0", timeout=timedelta(seconds=1))
+        orders.send(0)
 
 
 def cpu_s(run_dir: Path) -> float:
@@ -104,64 +120,78 @@ def commits(run_dir: Path) -> list[float]:
     return sorted(first.values())
 
 
+@dataclass(frozen=True)
+class Window:
+    steps: int
+    per_s: float
+    cpu_s_per_step: float
+
+
+def look(run_dir: Path, seconds: float) -> Window:
+    """What the run does from now on for so long."""
+    begin, used = time.monotonic(), cpu_s(run_dir)
+    time.sleep(seconds)
+    end, used = time.monotonic(), cpu_s(run_dir) - used
+    times = [t for t in commits(run_dir) if begin <= t <= end]
+    if len(times) < 2:
+        raise RuntimeError(f"{len(times)} steps in {seconds} s: take longer windows")
+    return Window(len(times), (len(times) - 1) / (times[-1] - times[0]), used / len(times))
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": middle, "quartile": low, "other quartile": high}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--window", type=float, default=12.0, help="seconds")
-    parser.add_argument("--connections", type=int, default=1000)
+    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--window", type=float, default=10.0, help="seconds")
+    parser.add_argument("--connections", type=int, default=1000, help="to each port")
     args = parser.parse_args()
     run_dir = Path(tempfile.mkdtemp()) / "run"
     command = [sys.executable, "-m", "everstep.cli", "run", str(ROOT / "configs/demo.toml"), "--steps", "1000000"]
-    command += ["--groups", str(args.groups), "--run-dir", str(run_dir)]
+    command += ["--groups", str(args.groups), "--run-dir", str(run_dir), *SHORT_STEPS]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the run as well
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    context = multiprocessing.get_context("spawn")
-    held = 0
-    rows: dict[str, list[list[float]]] = {"alone": [], "hostile": []}
-    spent: dict[str, list[float]] = {"alone": [], "hostile": []}
+    found: dict[str, list[Window]] = {"alone": [], "hostile": []}
     try:
-        while len(commits(run_dir)) < 20:
+        while len(commits(run_dir)) < 50:
             if run.poll() is not None:
-                raise RuntimeError("the run ended before its 20th step")
+                raise RuntimeError("the run ended before its 50th step")
             time.sleep(1.0)
         began = Counter(event["kind"] for event in read_events(run_dir, ENDINGS))
         keepers = [("keeper", place.pid) for place in read_places(run_dir)]
         places = sorted({(p.address, p.port): p for p in listeners([*processes(run_dir), *keepers])}.values())
-        print(f"{len(places)} ports of {len({p.pid for p in places})} processes")
-        for _ in range(args.rounds):
-            for kind in rows:
-                over, ready = context.Event(), context.Queue()
-                attacker = context.Process(
-                    target=attack, args=(places, published_address(run_dir), args.connections, ready, over)
-                )
-                if kind == "hostile":
-                    attacker.start()
-                    held = ready.get()
-                begin, used = time.monotonic(), cpu_s(run_dir)
-                time.sleep(args.window)
-                end, used = time.monotonic(), cpu_s(run_dir) - used
-                if kind == "hostile":
-                    over.set()
-                    attacker.join()
-                times = [t for t in commits(run_dir) if begin <= t <= end]
-                spent[kind].append(used / max(1, len(times)))
-                rows[kind].append([b - a for a, b in itertools.pairwise(times)])
-            quiet, hostile = (len(rows[kind][-1]) / args.window for kind in rows)
-            print(f"alone {quiet:.2f}, with {held} hostile connections {hostile:.2f} steps/s", flush=True)
+        print(f"{len(places)} ports of {len({p.pid for p in places})} processes", flush=True)
+        context = multiprocessing.get_context("spawn")
+        orders, theirs = context.Pipe()
+        held, most, told = 0, 0, (places, published_address(run_dir), args.connections, theirs)
+        context.Process(target=attack, args=told, daemon=True).start()
+        for number in range(args.pairs):
+            for kind in list(found)[:: 1 if number % 2 == 0 else -1]:
+                if (kind == "hostile") != bool(held):
+                    orders.send("go on")
+                    held = orders.recv()
+                    most = max(most, held)
+                found[kind].append(look(run_dir, args.window))
+            quiet, hostile = (found[kind][-1].per_s for kind in found)
+            print(f"alone {quiet:.2f}, hostile {hostile:.2f} steps/s, ratio {hostile / quiet:.3f}; {most}", flush=True)
         ended = Counter(event["kind"] for event in read_events(run_dir, ENDINGS)) - began
         told = [event["reason"] for event in read_events(run_dir, {"stranger_refused"})]
-        medians = {kind: statistics.median(gap for window in rows[kind] for gap in window) for kind in rows}
-        rates = {kind: statistics.median(len(window) / args.window for window in rows[kind]) for kind in rows}
+        pairs = list(zip(*found.values(), strict=True))
         print(
             json.dumps(
                 {
-                    "steps": sum(len(window) for kind in rows for window in rows[kind]),
-                    "median_step_s": medians,
-                    "steps_per_s": rates,
-                    "cpu_s_per_step": {kind: statistics.median(spent[kind]) for kind in rows},
-                    "ratio_of_medians": medians["alone"] / medians["hostile"],
-                    "ratio_of_rates": rates["hostile"] / rates["alone"],
+                    "connections": most,
+                    "steps_a_window": statistics.median(w.steps for windows in found.values() for w in windows),
+                    "steps_per_s": {k: statistics.median(w.per_s for w in windows) for k, windows in found.items()},
+                    "ratio_of_rates": spread([hostile.per_s / alone.per_s for alone, hostile in pairs]),
+                    "cpu_s_per_step": {
+                        k: statistics.median(w.cpu_s_per_step for w in windows) for k, windows in found.items()
+                    },
+                    "ratio_of_cpu": spread([hostile.cpu_s_per_step / alone.cpu_s_per_step for alone, hostile in pairs]),
                     "ended": dict(ended),
                     "alive": run.poll() is None,
                     "told": told[:1],

@@ -164,7 +164,7 @@ def lie(site: Site, chance: random.Random, path: Path) -> list[Path]:
     for name in chance.sample(sorted(body), chance.choice((1, 1, 2, 4, 8))):
         value = body[name]
         if chance.random() < 0.5:
-            body[name] = other[name]
+            body[name] = other.get(name)
         elif isinstance(value, int):
             body[name] = value + chance.choice((-1, 1, 64, -64, 1 << 40, -(1 << 70)))
         elif isinstance(value, str):
@@ -187,7 +187,7 @@ def disguise(site: Site, chance: random.Random, path: Path) -> list[Path]:
         return [path]
     names = ["run", "kind", "group", "rank", "step", "members", "history"]
     names += chance.sample(["part", "witness", "witness_digest", "sequence", "code", "parity_group", "givers"], 3)
-    path.write_bytes(_packed({**other, **{name: body[name] for name in names}}) + data[HEADER_BYTES:])
+    path.write_bytes(_packed({**other, **{name: body[name] for name in names if name in body}}) + data[HEADER_BYTES:])
     return [path]
 
 

@@ -43,7 +43,8 @@ def state_of(step: int, seed: int = 0, scale: int = 1) -> State:
 class Cluster:
     """Groups with one rank each, their keepers as processes, their copiers here."""
 
-    def __init__(self, groups: int, **settings) -> None:
+    def __init__(self, groups: int, locations=lambda group: 0, **settings) -> None:
+        self.location_of = locations
         self.home = Path(tempfile.mkdtemp(prefix="everstep-test-", dir="/dev/shm"))
         self.run_dir = self.home / "run"
         self.run_dir.mkdir()
@@ -79,7 +80,8 @@ class Cluster:
     def start_copier(self, group: int) -> None:
         emit = lambda kind, step=None, **fields: self.events.append((group, kind, step, fields))  # noqa: E731
         self.segment(group).create()
-        self.copiers[group] = Copier(self.segment(group), 0, 1, self.settings, emit)
+        where = self.location_of(group)
+        self.copiers[group] = Copier(self.segment(group), 0, 1, self.settings, emit, location=where)
 
     def kill_keeper(self, group: int) -> None:
         for place in peers.read_places(self.run_dir):
@@ -143,7 +145,7 @@ class Cluster:
             self.held(), run=run_id(self.token), ranks=ranks, disk_step=disk_step, topologies=topologies
         )
 
-    def recover(self, group: int = 0, disk_step: int | None = None) -> recovery.Recovery:
+    def recover(self, group: int = 0, disk_step: int | None = None, patience_s: float = 0) -> recovery.Recovery:
         return recovery.recover(
             self.run_dir,
             group=group,
@@ -152,7 +154,7 @@ class Cluster:
             layout=Layout.of(self.tensors.get(group) or next(iter(self.tensors.values()))),
             disk_step=disk_step,
             timeout=TIMEOUT,
-            patience=timedelta(0),
+            patience=timedelta(seconds=patience_s),
         )
 
     def restore(self, decision: sources.Decision, group: int = 0) -> restore.Restored:

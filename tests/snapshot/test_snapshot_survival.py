@@ -385,6 +385,27 @@ def test_inspection_shows_what_is_held_and_verification_finds_damage():
         assert to_json(found)["source"] == "parity"
 
 
+def test_a_group_that_is_left_alone_says_that_it_is_unprotected():
+    with Cluster(2) as run:
+        told = lambda: [  # noqa: E731
+            (group, kind, step) for group, kind, step, _ in run.events if kind.endswith("protected")
+        ]
+        run.commit(1)
+        run.wait()
+        run.settled(1)
+        run.commit(2)
+        assert sorted(told()) == [(0, "snapshot_protected", 1), (1, "snapshot_protected", 1)]
+        for step in (3, 4, 5):
+            run.commit(step, members=[0])
+        assert told()[2:] == [(0, "snapshot_unprotected", 3)], "of three snapshots, once"
+        run.commit(6)
+        run.wait()
+        run.settled(6)
+        run.commit(7)
+        assert (0, "snapshot_protected", 6) in told()
+        assert [f["steps"] for g, kind, step, f in run.events if (g, kind, step) == (0, "snapshot_protected", 6)] == [3]
+
+
 def test_inspecting_what_is_no_run_says_so(tmp_path):
     with pytest.raises(InspectError, match="is no run directory"):
         inspect(tmp_path)

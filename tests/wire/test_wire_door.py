@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from everstep import wire
-from everstep.wire import door, sealing
+from everstep.wire import door, libcrypto, sealing
 
 TOKEN = bytes(range(32))
 SOON = timedelta(seconds=10)
@@ -185,11 +185,11 @@ def test_who_was_let_in_for_one_service_is_not_for_another():
     server.close()
 
 
-def test_without_openssl_records_are_sealed_with_blake2(server, monkeypatch):
-    monkeypatch.setattr(sealing, "_libcrypto", lambda: None)
-    assert answers(server.address)
-    with pytest.raises(wire.WireError, match="encrypt = true needs OpenSSL"):
-        answers(server.address, encrypt=True)
+def test_without_openssl_there_is_a_sentence(server, monkeypatch):
+    monkeypatch.setattr(sealing, "Gcm", libcrypto.Gcm)
+    monkeypatch.setattr(libcrypto, "library", lambda: None)
+    with pytest.raises(wire.WireError, match="`pip install cryptography`"):
+        answers(server.address)
 
 
 def test_one_side_that_encrypts_and_one_that_does_not_is_a_sentence(server):

@@ -8,12 +8,12 @@ from datetime import timedelta
 import pytest
 
 from everstep import wire
-from everstep.wire import sealing
+from everstep.wire import libcrypto, sealing
 from everstep.wire.channel import Channel
 from everstep.wire.sealing import Suite, sealer
 
 SOON = timedelta(seconds=0.5)
-SUITES = [Suite.BLAKE2, Suite.GMAC, Suite.GCM]
+SUITES = list(Suite)
 MESSAGES = [{"op": "read", "offset": 0, "length": 10}, {"refuse": None}, {"text": "x" * 50}]
 PAYLOAD = bytes(range(200))
 
@@ -99,6 +99,21 @@ def test_a_transfer_arrives(suite):
     data = a_transfer(suite)
     assert received(suite, data) == [*MESSAGES, PAYLOAD]
     assert (PAYLOAD in data) == (b"offset" in data) == (suite != Suite.GCM)
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_both_ways_to_openssl_seal_alike(suite):
+    openssl = pytest.importorskip("everstep.wire.openssl")
+    if libcrypto.library() is None:
+        pytest.skip("there is no libcrypto here")
+    ways = [openssl.Gcm, libcrypto.Gcm]
+    for seals, opens in (ways, ways[::-1]):
+        sealing_one, opening_one = (way(b"k" * 32, encrypts=suite == Suite.GCM) for way in (seals, opens))
+        for body in ([b"first ", b"", PAYLOAD], []):
+            sent, tag = sealing_one.seal(b"head", [memoryview(piece) for piece in body])
+            got = memoryview(bytearray(b"".join(sent)))
+            opening_one.open(b"head", [got[:3], got[3:]], tag)
+            assert got == b"".join(body)
 
 
 @pytest.mark.parametrize("suite", SUITES)

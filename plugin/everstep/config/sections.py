@@ -63,7 +63,7 @@ class FaultTolerance:
 
     encrypt: bool = False
     """Encrypt states on their way to joiners, what keepers of snapshots send, and what groups say to the lighthouse
-    (AES-128-GCM; needs OpenSSL). Without it they are authenticated, but whoever reads the network reads them. Must be
+    (AES-128-GCM). Without it they are authenticated, but whoever reads the network reads them. Must be
     the same for all groups. Gradient sums are never encrypted."""
 
     heartbeat_timeout_s: float = 2.0

@@ -117,10 +117,6 @@ def run_settings(
             raise LaunchError("--steps must be at least 1.")
         flags += ["--training.steps", str(steps)]
     sections = read_sections(config, flags, groups, allow_dropped=more.get("allow_dropped", False))
-    seed = sections.debug.seed
-    if seed is None:
-        seed = 0
-        flags += ["--debug.seed", "0"]  # so that two runs of one config can be compared
     ft = sections.fault_tolerance
     if ft.groups < 1 or ranks_per_group < 1:
         raise LaunchError("--groups and --ranks-per-group must be at least 1.")
@@ -131,7 +127,7 @@ def run_settings(
         run_dir=run_dir,
         groups=ft.groups,
         ranks_per_group=ranks_per_group,
-        seed=seed,
+        seed=sections.debug.seed or 0,
         fault_tolerance=ft,
         flags=flags,
         chaos_every_s=chaos_every_s,

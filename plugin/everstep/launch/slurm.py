@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep import files
+from everstep.report.protection import Protection
 from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
 from everstep.run.directory import LaunchError, over_file, stop_file
@@ -179,7 +180,8 @@ def status(run_dir: Path) -> str:
     lighthouse = states_of(jobs["lighthouse"]) if "lighthouse" in jobs else []
     where = published_address(run_dir) or "no address yet"
     state = lighthouse[0].state if lighthouse else "ended"
-    lines = [f"step {run['step']}, groups in the last step: {run['groups']}", f"lighthouse  {state:12} {where}", ""]
+    lines = [f"step {run['step']}, groups in the last step: {run['groups']}", f"lighthouse  {state:12} {where}"]
+    lines += [f"snapshots   {run['snapshots'].line()}", ""] if run["snapshots"].line() else [""]
     lines.append(f"{'group':>5}  {'Slurm':12} {'nodes':16} {'starts':>6}  {'last beat':24} notes")
     beats = {group: (beat, age) for group, beat, age in beats_of_groups(run_dir)}
     numbers = sorted({*run["seen"], *(g for g in tasks if g is not None), *beats})
@@ -201,8 +203,16 @@ def status(run_dir: Path) -> str:
 
 
 def _as_the_run_sees_it(run_dir: Path) -> dict[str, Any]:
-    seen: dict[str, Any] = {"step": 0, "groups": "none", "seen": set(), "starts": {}, "notes": {}}
+    seen: dict[str, Any] = {
+        "step": 0,
+        "groups": "none",
+        "seen": set(),
+        "starts": {},
+        "notes": {},
+        "snapshots": Protection(),
+    }
     for event in read_events(run_dir):
+        seen["snapshots"].take(event)
         group = event["group"]
         if group is not None:
             seen["seen"].add(group)

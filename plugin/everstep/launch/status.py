@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 from everstep.launch.view import RunState, duration
+from everstep.report.protection import Protection
 from everstep.run.beats import beats_of_groups
 from everstep.run.directory import LaunchError, holder_of, stop_file
 from everstep.run.events import read_events
@@ -17,9 +18,10 @@ def local_status(run_dir: Path) -> str:
     """
     if not (run_dir / "events").is_dir():
         raise LaunchError(f"{run_dir} is no run directory: there are no events in it.")
-    state = RunState(0)
+    state, protection = RunState(0), Protection()
     for event in read_events(run_dir):
         state.apply(event)
+        protection.take(event)
     holder = holder_of(run_dir)
     if holder is not None:
         going = f"running (pid {holder[0]}), {duration(state.elapsed_s(time.time()))} so far"
@@ -29,6 +31,8 @@ def local_status(run_dir: Path) -> str:
         going = state.ended or "not running on this machine, and nothing says how it ended"
     lines = [f"run     {going}", f"step    {state.progress()}"]
     lines.append(f"groups  {state.names()} in the last step; {state.kills} kills, {state.deaths} deaths so far")
+    if snapshots := protection.line():
+        lines.append(f"memory  snapshots {snapshots}")
     for group, beat, age_s in beats_of_groups(run_dir) if holder is not None else ():
         lines.append(f"        group {group}: {beat.phase} of step {beat.step}, {age_s:.0f} s ago")
     if state.recent:

@@ -229,7 +229,7 @@ class Supervisor:
             self._start_lighthouse()
         else:
             for index, group in enumerate(self.groups):
-                if not group.ended:
+                if not group.ended and f"agent-{index}" not in self._pids:
                     args, log = [self._agent_settings(index).to_json()], f"group-{index}/agent.log"
                     self._fork(f"agent-{index}", "everstep.launch.agent:main", args, log)
 

@@ -88,8 +88,12 @@ def describe(event: dict) -> str:
             return f"fault undone: {event.get('fault', '')} on group {target}"
         case "snapshot_unprotected" if not event.get("rank"):
             return f"group {group}: snapshots are not coded from step {event['step']} on: {event['reason']}"
-        case "snapshot_protected" if not event.get("rank"):
+        case "snapshot_protected" if not event.get("rank") and event["steps"]:
             return f"group {group}: snapshots are coded again, after {event['steps']} steps"
+        case "snapshot_repaired":
+            return f"group {group}: {event['what']} of step {event['step']} in memory was damaged and is made anew"
+        case "snapshot_damaged":
+            return f"group {group}: {event['what']} of step {event['step']} in memory is damaged: {event['reason']}"
         case "validation":
             return f"step {event['step']}: validation loss {event['loss']:.5f}"
         case "audit" if not event.get("agreed", True):

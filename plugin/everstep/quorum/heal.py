@@ -14,12 +14,13 @@ A transfer that broke off is taken up where it was, from the same source or from
 """
 
 import bisect
+import contextlib
 import itertools
 import math
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Annotated, Any
@@ -67,11 +68,10 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-class _StateBytes:
-    """A state's tensors and blobs laid end to end (`wire.Bytes`), read in place.
+class _StateBytes(wire.Lender):
+    """A state's tensors and blobs laid end to end (`wire.Lender`), read in place.
 
-    Each chunk is staged in a buffer of the reading thread, pinned for what lies on a device, so that the tensors are
-    touched for the time of one copy only and `detach` waits for no joiner. Copies from a device run on a stream of
+    What lies on a device is staged in a pinned buffer of the reading thread. Copies from a device run on a stream of
     their own that waits for what the serving thread's stream had queued when the state was opened: they see the
     committed values and do not hold up the computation.
     """
@@ -99,17 +99,27 @@ class _StateBytes:
         self._reading = 0
         self._detaching = False
 
-    def views(self, offset: int, length: int) -> list[memoryview]:
-        """A copy of these bytes, until the thread's next call."""
+    @contextlib.contextmanager
+    def lend(self, offset: int, length: int) -> Iterator[list[memoryview]]:
+        """See `wire.Lender`. `detach` waits until nothing is lent."""
         with self._lock:
             self._lock.wait_for(lambda: not self._detaching)
             self._reading += 1
         try:
-            return self._staged(offset, length)
+            pieces = self._pieces(offset, length)
+            if self._ready is None:
+                yield [piece for piece in pieces if isinstance(piece, memoryview)]
+                return
+            staged = self._staged(pieces)
         finally:
             with self._lock:
                 self._reading -= 1
                 self._lock.notify_all()
+        yield staged
+
+    def wanted_back(self) -> bool:
+        """See `wire.Lender`."""
+        return self._detaching
 
     def detach(self) -> None:
         """Go on from a copy: when this returns the tensors may change."""
@@ -121,42 +131,39 @@ class _StateBytes:
                 part.cpu() if isinstance(part, torch.Tensor) else memoryview(bytearray(part)) for part in self._parts
             ]
             self._parts = [_memory_of(part) if isinstance(part, torch.Tensor) else part for part in self._parts]
+            self._ready = None
         finally:
             with self._lock:
                 self._detaching = False
                 self._lock.notify_all()
 
-    def _staged(self, offset: int, length: int) -> list[memoryview]:
-        end, views, staged = offset + length, [], 0
+    def _pieces(self, offset: int, length: int) -> list[memoryview | torch.Tensor]:
+        end, pieces = offset + length, []
         index = bisect.bisect_right(self._ends, offset)
         while offset < end:
             part, stop = self._parts[index], min(end, self._ends[index])
             start = self._ends[index] - len(part)
-            piece = part[offset - start : stop - start]
-            views.append(self._stage(piece, staged))
-            staged += len(piece)
+            pieces.append(part[offset - start : stop - start])
             offset, index = stop, index + 1
-        if self._ready is not None:
-            self._own.stream.synchronize()
-        return views
+        return pieces
 
-    def _stage(self, piece: torch.Tensor | memoryview, at: int) -> memoryview:
-        own = self._own
+    def _staged(self, pieces: list[memoryview | torch.Tensor]) -> list[memoryview]:
+        """Copies in the calling thread's buffer, good until its next call."""
+        own, at = self._own, 0
         if not hasattr(own, "buffer"):
-            on_device = self._ready is not None
-            own.buffer = torch.empty(wire.CHUNK_BYTES, dtype=torch.uint8, pin_memory=on_device)
-            if on_device:
-                own.stream = torch.cuda.Stream(self._device)
-                own.stream.wait_event(self._ready)
-        target = own.buffer[at : at + len(piece)]
-        if isinstance(piece, torch.Tensor):
-            with torch.cuda.stream(own.stream):
-                target.copy_(piece, non_blocking=True)
-        elif piece.readonly:
-            target.numpy().data[:] = piece
-        else:
-            target.copy_(torch.frombuffer(piece, dtype=torch.uint8))
-        return target.numpy().data
+            own.buffer = torch.empty(wire.CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+            own.stream = torch.cuda.Stream(self._device)
+            own.stream.wait_event(self._ready)
+        for piece in pieces:
+            target = own.buffer[at : at + len(piece)]
+            if isinstance(piece, torch.Tensor):
+                with torch.cuda.stream(own.stream):
+                    target.copy_(piece, non_blocking=True)
+            else:
+                target.numpy().data[:] = piece
+            at += len(piece)
+        own.stream.synchronize()
+        return [own.buffer[:at].numpy().data]
 
 
 @dataclass(frozen=True)

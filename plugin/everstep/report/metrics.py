@@ -7,6 +7,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from everstep.report.once import Commits
+from everstep.report.protection import Protection
 from everstep.report.times import Lane, group_of
 
 ACTIONS = ("corrected", "recomputed", "refused")
@@ -47,6 +48,15 @@ class Metrics:
         self._findings = counter("findings", "What the attention check saw and did", "action")
         self._skipped = counter("snapshots_skipped", "Snapshots not taken", "group")
         self._unprotected = gauge("snapshot_unprotected", "1 while a group's snapshots are not coded", "group")
+        self._unprotected_steps = gauge(
+            "snapshot_unprotected_steps",
+            "Committed steps since a group's snapshots are not coded; 0: they are",
+            "group",
+        )
+        self._protection = Protection()
+        self._known: set[int] = set()
+        self._repairs = counter("snapshot_repairs", "Damaged buffers in memory that were made anew", "group")
+        self._damages = counter("snapshot_damages", "Damaged buffers in memory that could not be", "group")
         self._lighthouse = counter("lighthouse_starts", "Starts of the lighthouse")
         self._diverged = counter("replicas_diverged", "Audits that found a replica to differ")
         self._bad_nodes = counter("bad_nodes", "Nodes that a group left")
@@ -73,11 +83,25 @@ class Metrics:
         for event in events:
             if self._begin is None or event["kind"] == "run_started":
                 self._begin = event["t"]
+            self._protection.take(event)
             if event["kind"] in ("finding", "audit"):  # every rank has its own
                 self._take_check(event)
+            elif event["kind"] == "snapshot_repaired":
+                self._repairs.labels(str(event["group"])).inc()
+            elif event["kind"] == "snapshot_damaged":
+                self._damages.labels(str(event["group"])).inc()
             elif event.get("rank") in (None, 0):
                 self._take(event)
                 self._take_time(event, self._begin)
+        self._take_protection()
+
+    def _take_protection(self) -> None:
+        exposed = self._protection.exposed()
+        self._known |= exposed.keys() | self._protection.coded
+        for group in self._known:
+            found = exposed.get(group)
+            self._unprotected.labels(str(group)).set(found is not None)
+            self._unprotected_steps.labels(str(group)).set(found.steps if found else 0)
 
     def _take(self, event: dict[str, Any]) -> None:
         group = str(event.get("group"))
@@ -114,8 +138,6 @@ class Metrics:
                 self._snapshot_at.set(event["t"])
             case "snapshot_skipped" | "snapshot_failed":
                 self._skipped.labels(group).inc()
-            case "snapshot_unprotected" | "snapshot_protected":
-                self._unprotected.labels(group).set(event["kind"] == "snapshot_unprotected")
             case "checkpoint_saved":
                 self._checkpoint.set(event["step"])
             case "lighthouse_started":

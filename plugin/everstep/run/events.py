@@ -1,6 +1,6 @@
 """The event log: one JSON object a line, appended by every process of a run, readable after any crash.
 
-A run directory holds `events/group-K.rank-R.jsonl` (workers), `events/agent-K.jsonl`,
+A run directory holds `events/group-K.rank-R.jsonl` (workers), `events/agent-K.jsonl`, `events/keeper-K.jsonl`,
 `events/supervisor.jsonl` and `events/chaos.jsonl`. Each line carries wall time `t` and monotonic time `mono`
 (seconds), `role`, `group`, `rank`, `step`, `kind` and the kind's own fields. Everything that is shown or
 reported about a run is computed from these files, so a view, a report and a test read the same thing.
@@ -35,10 +35,10 @@ def event_path(run_dir: Path, group: int | None, rank: int | None, role: str) ->
         if group is None or rank is None:
             raise ValueError("a worker's event log needs its group and rank")
         name = f"group-{group}.rank-{rank}.jsonl"
-    elif role == "agent":
+    elif role in ("agent", "keeper"):
         if group is None:
-            raise ValueError("an agent's event log needs its group")
-        name = f"agent-{group}.jsonl"
+            raise ValueError(f"the event log of one {role} needs its group")
+        name = f"{role}-{group}.jsonl"
     else:
         name = f"{role}.jsonl"
     return Path(run_dir) / "events" / name
@@ -223,9 +223,9 @@ class EventTail:
         for path in self._files():
             offset = self._offsets.get(path, 0)
             try:
+                if path.lstat().st_size <= offset:
+                    continue
                 with open_regular(path, links=False) as file:
-                    if os.fstat(file.fileno()).st_size <= offset:
-                        continue
                     file.seek(offset)
                     data = file.read(LONGEST_READ)
             except OSError:  # a link, a pipe, or gone

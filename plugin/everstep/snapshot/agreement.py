@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+_FLAGS = 7
+"""Bits of an encoded word that are yes or no."""
+
 
 @dataclass(frozen=True)
 class Word:
@@ -30,16 +33,19 @@ class Word:
     anchor."""
     newest_busy: bool = False
     """The same of the newest snapshot's buffer, which is written next otherwise."""
+    location: int = 0
+    """Where its host is (`location.location_of`); 0: not known."""
 
     def encode(self) -> int:
-        """As a number above 0."""
+        """As a number above 0, below 2^53."""
         bits = (True, self.published, self.settled, self.coded, self.able, self.older_busy, self.newest_busy)
-        return sum(1 << place for place, bit in enumerate(bits) if bit)
+        return sum(1 << place for place, bit in enumerate(bits) if bit) | self.location << _FLAGS
 
     @classmethod
     def decode(cls, number: int) -> "Word | None":
         """The inverse; None where nobody spoke."""
-        return cls(*(bool(number >> place & 1) for place in range(1, 7))) if number & 1 else None
+        flags = (bool(number >> place & 1) for place in range(1, _FLAGS))
+        return cls(*flags, location=number >> _FLAGS) if number & 1 else None
 
 
 @dataclass(frozen=True)

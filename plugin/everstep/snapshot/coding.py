@@ -21,7 +21,7 @@ from everstep.snapshot.board import Board, Channels, Heard, code_message
 from everstep.snapshot.buffer import BufferWriter, SnapshotError, chunk_digests
 from everstep.snapshot.header import Header, difference
 from everstep.snapshot.peers import open_buffer
-from everstep.snapshot.room import BLOCK_BYTES, BUFFERS, make_room
+from everstep.snapshot.room import BLOCK_BYTES, make_room
 from everstep.snapshot.segment import Segment
 from everstep.snapshot.stripes import Code, code_id, effective_parity
 
@@ -58,7 +58,7 @@ class Coder:
         memory and connections of one are enough."""
         self._segment, self._rank, self._board, self._channels = segment, rank, board, channels
         self._reserve_bytes, self._turn, self._over = reserve_bytes, turn, over
-        self._writers = [BufferWriter(segment.file("parity", rank, i)) for i in range(BUFFERS)]
+        self._writers = [BufferWriter(path) for path in segment.files("parity", rank)]
         self._whole_codes: set[str] = set()
         self._failed: dict[str, float] = {}
 
@@ -209,7 +209,7 @@ class Coder:
         m, length = code.parity, code.shard_bytes({g: h.payload_bytes for g, h in sources.items()})
         covers = json.dumps([sources[giver].to_json() for giver in code.givers]).encode()
         size = m * length + len(covers)
-        writer = self._writer(own, size)
+        writer = self._writer(own, code, size)
         payload = writer.payload(size)
         out = np.frombuffer(payload, dtype=np.uint8)
         stripes = [code.stripe_coded_by(own.group, row) for row in range(m)]
@@ -272,23 +272,54 @@ class Coder:
         )
         writer.publish(header, chunk_digests(payload))
 
-    def _writer(self, own: Header, size: int) -> BufferWriter:
-        """A parity buffer, emptied, with room for `size` bytes: one whose snapshot is not held any more, or whose code
-        was never finished, before the newest one that protects something."""
+    def _writer(self, own: Header, code: Code, size: int) -> BufferWriter:
+        """A parity buffer, emptied, with room for `size` bytes.
+
+        Not one that protects something: a piece of an older snapshot that is held here, or of this one by a code that
+        may be whole elsewhere. So a step that is coded again, because a member came late or is lost, has a third
+        buffer. Where there is no room for one, a code that takes in more may overwrite the one that it replaces.
+
+        Raises:
+            SnapshotError: there is no room for one.
+        """
         held = self._segment.headers("parity", self._rank)
         data = {header.identity for header in self._segment.headers("data", self._rank) if header}
+        *first, spare = (
+            header is None or header.identity not in data or self._replaced(header, held) for header in held
+        )
+        if any(first):
+            if spare:
+                self._writers[-1].release()
+                self._writers[-1].path.unlink(missing_ok=True)
+            return self._emptied(self._writers[first.index(True)], size)
+        fewer = {}
+        for index, header in enumerate(held):
+            if header is not None and header.identity == own.identity:
+                whole = header.code in self._whole_codes
+                if set(header.givers) < set(code.givers) or (not whole and set(header.givers) == set(code.givers)):
+                    fewer[index] = (whole, len(header.givers))
+        if spare:
+            try:
+                return self._emptied(self._writers[-1], size)
+            except SnapshotError:
+                if not fewer:
+                    raise
+        if not fewer:
+            raise SnapshotError("there is no parity buffer that protects nothing else")
+        return self._emptied(self._writers[min(fewer, key=lambda index: fewer[index])], size)
 
-        def worth(index: int) -> tuple:
-            header = held[index]
-            if header is None:
-                return (0, 0, 0.0)
-            finished = header.identity != own.identity or header.code in self._whole_codes
-            return (1 if header.identity not in data else 2 if not finished else 3, header.sequence, header.taken_at)
+    def _replaced(self, piece: Header, held: list[Header | None]) -> bool:
+        """Whether another code over the same step, a piece of which is held, is whole and protects as much."""
+        whole = [h for h in held if h is not None and h.identity == piece.identity and h.code in self._whole_codes]
+        mine = set(piece.givers)
+        return any(mine < set(h.givers) for h in whole) or (
+            piece.code not in self._whole_codes and any(mine == set(h.givers) for h in whole)
+        )
 
-        writer = self._writers[min(range(BUFFERS), key=worth)]
+    def _emptied(self, writer: BufferWriter, size: int) -> BufferWriter:
         if writer.capacity < size:
-            total = self._segment.bytes_of(self._rank) + size - writer.capacity
             held_bytes = self._segment.bytes_of(self._rank)
+            total = held_bytes + size - writer.capacity
             make_room(self._segment.root, self._segment.path, self._rank, total, held_bytes, self._reserve_bytes)
         writer.reserve(size)
         writer.begin()

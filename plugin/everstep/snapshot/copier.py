@@ -25,10 +25,13 @@ from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Notes, Segment
 
 KEEPER_SILENT_S = 5.0
+WRITING_S = 1.0
+"""How long a buffer that its keeper exchanges is waited for; it takes microseconds."""
 KEEP_S = 10.0
 """How long a snapshot that is to become a checkpoint waits for its reader."""
 RETRY_S = 30.0
 """How long a group that had no room lets the others go on without it before it tries again."""
+ALONE = "no other group takes part that it could be coded with"
 
 
 class Emit(Protocol):
@@ -48,10 +51,12 @@ class Copier:
         settings: Snapshot,
         emit: Emit,
         revive: Callable[[], None] = lambda: None,
+        location: int = 0,
     ) -> None:
         """`emit` receives the events snapshot, snapshot_skipped, snapshot_failed, snapshot_unprotected and
-        snapshot_protected. `revive` is called, in a thread of its own, when the keeper has fallen silent."""
-        self._revive = revive
+        snapshot_protected. `revive` is called, in a thread of its own, when the keeper has fallen silent.
+        `location`: of this host (`location.location_of`)."""
+        self._revive, self._location = revive, location
         self._reviver: threading.Thread | None = None
         self._revive_after = time.monotonic() + KEEPER_SILENT_S
         self._segment, self._rank, self._ranks = segment, rank, ranks
@@ -83,6 +88,9 @@ class Copier:
 
     def word(self) -> Word:
         """What this group says of the snapshot taken last; to be told to all groups before the next commit."""
+        return replace(self._word(), location=self._location)
+
+    def _word(self) -> Word:
         taken, header, notes = self.agreed.taken, self._newest, self._segment.read_notes(self._rank)
         able = time.monotonic() >= self._unable_until
         older, newest = self._busy(notes)
@@ -91,11 +99,16 @@ class Copier:
         if taken is None or header is None or (header.step, header.history) != (taken.step, taken.history):
             return Word(settled=not under_way, able=able, older_busy=older, newest_busy=newest)
         if header.parity == 0:
+            alone = self._settings.parity > 0 and len(header.members) == 1
+            self._note_protection(header, self._settings.parity > 0 and not alone, ALONE if alone else "")
             return Word(published=True, coded=True, able=able, older_busy=older, newest_busy=newest)
         # A keeper that has only now been started has said nothing yet.
         alive = time.monotonic() - max(notes.heartbeat, self._published_at) < KEEPER_SILENT_S
         dealt = notes.sequence == header.sequence
-        self._note_protection(header, dealt and notes.coded, alive, notes, dealt)
+        why_not = ""
+        if not alive or (dealt and notes.settled):
+            why_not = (notes.reason if dealt else "") or f"the keeper of group {self._segment.group} is silent"
+        self._note_protection(header, dealt and notes.coded, why_not)
         return Word(
             published=notes.sound if dealt else True,
             settled=not alive or (dealt and notes.settled),
@@ -145,7 +158,8 @@ class Copier:
         if device is not None:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(device))
-        job = _Job(step, history, members, what, device, ready, keep)
+        locations = {group: words[group].location for group in members if group in words}
+        job = _Job(step, history, members, locations, what, device, ready, keep)
         job.blocked_s = time.perf_counter() - began
         with self._condition:
             self._job = job
@@ -209,17 +223,18 @@ class Copier:
             self._last_failure = job.reason  # said once, not at every step
             self._emit("snapshot_failed", job.step, reason=job.reason)
 
-    def _note_protection(self, header: Header, coded: bool, alive: bool, notes: Notes, dealt: bool) -> None:
-        """Say when this group's newest snapshots stop being coded, why, and for how many steps they were not."""
+    def _note_protection(self, header: Header, coded: bool, why_not: str) -> None:
+        """Say from when on this group's snapshots are coded, when they stop being, why, and for how many steps they
+        were not. `why_not`: "" as long as the code may still come."""
         if coded:
-            if self._exposed_since is not None:
-                steps = header.step - self._exposed_since
-                self._emit("snapshot_protected", header.step, steps=steps, since_step=self._exposed_since)
+            since = self._exposed_since
+            if since is not None or self._protected is None:
+                steps = header.step - since if since is not None else 0
+                self._emit("snapshot_protected", header.step, steps=steps, since_step=since)
             self._protected, self._exposed_since = header.step, None
-        elif (not alive or (dealt and notes.settled)) and self._exposed_since is None:
+        elif why_not and self._exposed_since is None:
             self._exposed_since = header.step
-            reason = (notes.reason if dealt else "") or f"the keeper of group {self._segment.group} is silent"
-            self._emit("snapshot_unprotected", header.step, coded_step=self._protected, reason=reason)
+            self._emit("snapshot_unprotected", header.step, coded_step=self._protected, reason=why_not)
 
     def _run(self) -> None:
         while True:
@@ -244,13 +259,25 @@ class Copier:
         began = time.perf_counter()
         group = self._segment.group
         plan = self._plan
-        if plan is None or not plan.fits(job.state, job.members, self._settings):
-            plan = self._plan = Plan(job.state, job.members, group, self._rank, self._ranks, self._settings)
+        shared = (self._settings, job.locations)
+        if plan is None or not plan.fits(job.state, job.members, *shared):
+            plan = self._plan = Plan(job.state, job.members, group, self._rank, self._ranks, *shared)
         part_bytes = plan.part[1] - plan.part[0]
         own = pack_own(job.state.meta, job.state.blobs, step=job.step, group=group, rank=self._rank)
         tail = own + plan.layout_json
         size = part_bytes + len(tail)
         self._make_room(size, plan)
+        with self._segment.writing(self._rank, WRITING_S):
+            self._write(job, plan, own, tail)
+        if self._published_at == 0.0 or self._alive(self._segment.read_notes(self._rank)):
+            self._published_at = time.monotonic()
+        self._unable_until = 0.0
+        job.outcome, job.copied_bytes, job.copy_s = "taken", size, time.perf_counter() - began
+
+    def _write(self, job: "_Job", plan: Plan, own: bytes, tail: bytes) -> None:
+        """The part and what goes with it into the buffer whose turn it is."""
+        part_bytes = plan.part[1] - plan.part[0]
+        size = part_bytes + len(tail)
         sequence = self._next_sequence()
         buffer = self._buffers[self._target()]
         buffer.reserve(size, job.device)
@@ -261,7 +288,7 @@ class Copier:
         header = Header(
             run=self._segment.run,
             kind="data",
-            group=group,
+            group=self._segment.group,
             rank=self._rank,
             ranks=self._ranks,
             step=job.step,
@@ -288,10 +315,6 @@ class Copier:
         if job.keep:
             self._kept = (sequence, time.monotonic() + KEEP_S)
         self._newest = buffer.writer.publish(header, table)
-        if self._published_at == 0.0 or self._alive(self._segment.read_notes(self._rank)):
-            self._published_at = time.monotonic()
-        self._unable_until = 0.0
-        job.outcome, job.copied_bytes, job.copy_s = "taken", size, time.perf_counter() - began
 
     def _pause(self, nbytes: int) -> None:
         if not self._hurry.is_set():
@@ -365,6 +388,7 @@ class _Job:
     step: int
     history: int
     members: tuple[int, ...]
+    locations: dict[int, int]
     state: State
     device: torch.device | None
     ready: torch.cuda.Event | None

@@ -4,6 +4,7 @@ A reader believes nothing of a file's name. It demands the run, kind, group, ran
 looks for, and a header that is consistent in itself; `checked` refuses every other before it is used.
 """
 
+import bisect
 import functools
 import itertools
 import json
@@ -132,12 +133,13 @@ class Header:
             raise ValueError(f"taken_at is {self.taken_at!r}")
         if self.kind not in KINDS or not self.rank < self.ranks:
             raise ValueError(f"kind {self.kind}, rank {self.rank} of {self.ranks}")
-        if not _ascending(self.members) or self.group not in self.members:
+        # `_members` made them, in ascending order; a start of a thousand groups reads many thousand headers.
+        if not _among((self.group,), self.members):
             raise ValueError(f"group {self.group} is none of the members")
         if self.parity and not (
             _ascending(self.parity_group)
             and self.group in self.parity_group
-            and set(self.parity_group) <= set(self.members)
+            and _among(self.parity_group, self.members)
             and self.parity < len(self.parity_group)
         ):
             raise ValueError(f"parity {self.parity} over the groups {self.parity_group}")
@@ -185,6 +187,11 @@ def _ascending(groups: tuple[int, ...]) -> bool:
         and groups[0] >= 0
         and all(a < b for a, b in itertools.pairwise(groups))
     )
+
+
+def _among(groups: tuple[int, ...], ascending: tuple[int, ...]) -> bool:
+    places = ((group, bisect.bisect_left(ascending, group)) for group in groups)
+    return all(place < len(ascending) and ascending[place] == group for group, place in places)
 
 
 def _span(value: Any) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep import wire
+from everstep.run.events import EventLog
 from everstep.run.token import read_token
 from everstep.snapshot import peers
 from everstep.snapshot.board import Board, Channels
@@ -36,7 +37,6 @@ from everstep.snapshot.header import KINDS, Header
 from everstep.snapshot.keepers import LOCKED_EXIT
 from everstep.snapshot.peers import Place
 from everstep.snapshot.rank_watch import POLL_S, RankWatch
-from everstep.snapshot.room import BUFFERS
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 from everstep.snapshot.sweep import sweep_behind, write_owner
@@ -84,13 +84,20 @@ class Keeper:
         """Somebody has a use for this keeper."""
         self._spoken_at = time.monotonic()
 
+    def tell(self, kind: str, rank: int, step: int, **fields: Any) -> None:
+        """An event of the run, if its directory is there. Of things so rare that no file is kept open for them."""
+        if (self.run_dir / "events").is_dir():
+            with (
+                contextlib.suppress(OSError),
+                contextlib.closing(EventLog(self.run_dir, self.group, rank, "keeper")) as events,
+            ):
+                events.emit(kind, step, **fields)
+
     def run(self) -> str:
         """Until the keeper is to end. Returns why it does; the segment has been removed then."""
         why = ""
         while not self.over.wait(POLL_S if not self._watches else HEARTBEAT_S):
-            for rank in self.segment.ranks():
-                if rank not in self._watches:
-                    self._watches[rank] = RankWatch(self, rank)
+            self._watch_new_ranks()
             for watch in self._watches.values():
                 watch.note()
             why = self._reason_to_end()
@@ -108,6 +115,16 @@ class Keeper:
         with contextlib.suppress(OSError):  # the run directory may be gone, which is why we end
             peers.place_file(self.run_dir, self.group).unlink()
         return why or "the run is over"
+
+    def _watch_new_ranks(self) -> None:
+        try:
+            ranks = self.segment.ranks()
+        except OSError as error:  # no descriptor to spare: there may be one later, and what is held is of use till then
+            log.warning("%s cannot be looked at: %s", self.segment.path, error)
+            return
+        for rank in ranks:
+            if rank not in self._watches:
+                self._watches[rank] = RankWatch(self, rank)
 
     def _reason_to_end(self) -> str:
         with contextlib.suppress(OSError):  # no agent has touched it yet
@@ -186,9 +203,9 @@ class Keeper:
         findings = []
         for rank in self.segment.ranks():
             for kind in KINDS:
-                for index in range(BUFFERS):
+                for path in self.segment.files(kind, rank):
                     with contextlib.suppress(OSError, SnapshotError):  # no such buffer, or it went while we looked
-                        reader = BufferReader(self.segment.file(kind, rank, index))
+                        reader = BufferReader(path)
                         with contextlib.closing(reader):
                             header = reader.header()
                             if header is not None:
@@ -203,9 +220,9 @@ class Keeper:
         identity = message.get("identity")
         if kind not in KINDS or type(rank) is not int or rank < 0 or not isinstance(identity, list):
             raise wire.RefusedError(f"there is no buffer of kind '{kind}' and rank '{rank}'")
-        for index in range(BUFFERS):
+        for path in self.segment.files(kind, rank):
             try:
-                reader = BufferReader(self.segment.file(kind, rank, index))
+                reader = BufferReader(path)
             except OSError:
                 continue
             header = reader.header()

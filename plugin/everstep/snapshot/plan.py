@@ -56,7 +56,14 @@ class Plan:
     """Which bytes of which tensors go where; made anew when tensors or members change."""
 
     def __init__(
-        self, state: State, members: tuple[int, ...], group: int, rank: int, ranks: int, settings: Snapshot
+        self,
+        state: State,
+        members: tuple[int, ...],
+        group: int,
+        rank: int,
+        ranks: int,
+        settings: Snapshot,
+        locations: Mapping[int, int],
     ) -> None:
         """Raises SnapshotError when the group is none of the members."""
         if group not in members:
@@ -67,7 +74,7 @@ class Plan:
         self.topology = self.layout.topology(rank, ranks)
         index, count = members.index(group), len(members)
         full = settings.scope == "full"
-        self.parity_group = stripes.parity_group(members, settings.parity_group, group)
+        self.parity_group = stripes.parity_group(members, settings.parity_group, group, locations)
         self.parity = 0 if full else stripes.effective_parity(len(self.parity_group), settings.parity)
         whole = (0, self.layout.size)
         self.part = whole if full else stripes.part_bounds(self.layout.size, count, index)
@@ -76,7 +83,7 @@ class Plan:
         after = self.parity_group[(self.parity_group.index(group) + 1) % len(self.parity_group)]
         alone = full or after == group
         self.witness = (0, 0) if alone else stripes.part_bounds(self.layout.size, count, members.index(after))
-        self._key = self._key_of(state, members, settings)
+        self._key = self._key_of(state, members, settings, locations)
         self._tensors = state.tensors
         self._device = next((t.device for t in state.tensors.values() if t.is_cuda), None)
         self._chunks: list[list[np.ndarray]] = []
@@ -88,13 +95,14 @@ class Plan:
         self._stager: _Stager | None = None
 
     @staticmethod
-    def _key_of(state: State, members: tuple[int, ...], settings: Snapshot) -> tuple:
+    def _key_of(state: State, members: tuple[int, ...], settings: Snapshot, locations: Mapping[int, int]) -> tuple:
         tensors = state.tensors
-        return members, settings.scope, tuple(tensors), tuple(t.data_ptr() for t in tensors.values())
+        where = tuple(tensors), tuple(t.data_ptr() for t in tensors.values())
+        return members, settings.scope, *where, tuple(sorted(locations.items()))
 
-    def fits(self, state: State, members: tuple[int, ...], settings: Snapshot) -> bool:
+    def fits(self, state: State, members: tuple[int, ...], settings: Snapshot, locations: Mapping[int, int]) -> bool:
         """Whether it is still these tensors and members that it was made for."""
-        return self._key == self._key_of(state, members, settings)
+        return self._key == self._key_of(state, members, settings, locations)
 
     def _pieces(self, views: Mapping[str, np.ndarray], begin: int, end: int) -> list[np.ndarray]:
         """The bytes [begin, end) of the state as arrays end to end, alignment gaps as zeros."""

@@ -13,11 +13,13 @@ from everstep.snapshot.board import Board, Channels
 from everstep.snapshot.buffer import BufferReader, SnapshotError
 from everstep.snapshot.coding import Coder
 from everstep.snapshot.header import KINDS, Header, Kind
-from everstep.snapshot.room import BUFFERS
+from everstep.snapshot.repair import RepairError, repair
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Notes, Segment
 
 POLL_S = 0.05
+LOOK_S = 1.0
+"""Headers are looked at this often also while nothing says that there is a new one."""
 SCRUB_S = 60.0
 """After this long without a new snapshot everything that is held is verified again."""
 SCRUB_PAUSE_S = 0.005
@@ -45,6 +47,10 @@ class Keeps(Protocol):
         """Somebody has a use for the keeper."""
         ...
 
+    def tell(self, kind: str, rank: int, step: int, **fields: Any) -> None:
+        """An event of the run."""
+        ...
+
 
 class RankWatch:
     """Verifies and codes what one rank's trainer publishes, in a thread of its own."""
@@ -61,6 +67,7 @@ class RankWatch:
         self._holders: list[int] = []
         self.sound: dict[tuple[str, int, str], bool] = {}
         """By kind, sequence and code: what verification found, of the buffers that are there now."""
+        self._mark, self._looked = -1, 0.0
         self._thread = threading.Thread(target=self._run, name=f"rank-{rank}", daemon=True)
         self._thread.start()
 
@@ -94,7 +101,7 @@ class RankWatch:
         checked = time.monotonic()
         while not self._keeper.over.is_set():
             try:
-                newest = self._newest()
+                newest = self._look()
                 if newest is not None and newest.sequence != dealt:
                     self._keeper.spoken()
                     dealt = newest.sequence
@@ -116,7 +123,18 @@ class RankWatch:
     def _published(self) -> list[Header]:
         return [header for header in self._keeper.segment.headers("data", self.rank) if header]
 
+    def _look(self) -> Header | None:
+        """The newest snapshot, if there may be one that has not been looked at."""
+        mark, now = self._keeper.segment.mark(self.rank), time.monotonic()
+        if mark == self._mark and now - self._looked < LOOK_S:
+            return None
+        # The mark first: a snapshot that is published meanwhile has another.
+        self._mark, self._looked = mark, now
+        return self._newest()
+
     def _is_newest(self, header: Header) -> bool:
+        if self._keeper.segment.mark(self.rank) == self._mark:
+            return True
         return not any(h.sequence > header.sequence for h in self._published())
 
     def _newest(self) -> Header | None:
@@ -132,6 +150,8 @@ class RankWatch:
         damage = self._damage("data", header, lambda: None)
         if damage is None:
             return
+        if damage:  # of a part that a keeper before this one coded
+            damage = self._repaired(header, damage)
         self._found("data", header, damage)
         coding = not damage and header.parity > 0
         self.note(sequence=header.sequence, sound=not damage, coded=False, settled=not coding, reason=damage)
@@ -145,9 +165,9 @@ class RankWatch:
 
     def _damage(self, kind: Kind, header: Header, give_way: Callable[[], None]) -> str | None:
         """None: it is not there any more. "": it is there, unharmed. Else what is wrong with it."""
-        for index in range(BUFFERS):
+        for path in self._keeper.segment.files(kind, self.rank):
             try:
-                reader = BufferReader(self._keeper.segment.file(kind, self.rank, index))
+                reader = BufferReader(path)
             except OSError:
                 continue
             with contextlib.closing(reader):
@@ -162,14 +182,16 @@ class RankWatch:
         self._keeper.over.wait(SCRUB_PAUSE_S)
 
     def _scrub(self) -> None:
-        """Look at everything that is held again. Damaged parity is dropped and made again; of damaged data the trainer
-        and whoever restores are told."""
+        """Look at everything that is held again. What is damaged is made anew, data from parity and parity from data;
+        of what cannot be the trainer and whoever restores are told."""
         newest = self._newest()
         for kind in KINDS:
             for header in filter(None, self._keeper.segment.headers(kind, self.rank)):
                 damage = self._damage(kind, header, self._give_way)
                 if damage is None:
                     continue
+                if damage and kind == "data":
+                    damage = self._repaired(header, damage)
                 self._found(kind, header, damage)
                 if damage and newest is not None and header.identity == newest.identity:
                     self.note(
@@ -180,6 +202,26 @@ class RankWatch:
                         with self._keeper.changed:
                             self.sound.pop((kind, header.sequence, header.code), None)  # the new piece has its name
                         self._code(newest)
+                        if header.code in {h.code for h in self._keeper.segment.headers(kind, self.rank) if h}:
+                            self._tell_repaired(header, damage, header.payload_bytes)
+
+    def _repaired(self, header: Header, damage: str) -> str:
+        """Make a damaged part anew. Returns "", or what is wrong with it now."""
+        told = self.sound.get(("data", header.sequence, "")) is False
+        self._found("data", header, damage)  # from here on it is served to nobody
+        reserve_bytes = int(self._keeper.settings.memory_reserve_gb * 2**30)
+        try:
+            with self._keeper.turn:
+                decoded = repair(self._keeper.segment, header, self._keeper.channels, reserve_bytes, self._give_way)
+        except RepairError as error:
+            if not told:
+                self._keeper.tell("snapshot_damaged", self.rank, header.step, what="data", reason=f"{damage}; {error}")
+            return damage
+        self._tell_repaired(header, damage, decoded)
+        return ""
+
+    def _tell_repaired(self, header: Header, damage: str, nbytes: int) -> None:
+        self._keeper.tell("snapshot_repaired", self.rank, header.step, what=header.kind, reason=damage, bytes=nbytes)
 
     def _code(self, header: Header) -> None:
         if header.parity > 0:

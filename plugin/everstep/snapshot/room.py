@@ -10,9 +10,11 @@ from pathlib import Path
 import psutil
 
 from everstep.run.regular import read_regular
-from everstep.snapshot.buffer import SnapshotError, file_bytes
+from everstep.snapshot.buffer import SnapshotError, reserved_bytes
 
 BUFFERS = 2
+PARITY_BUFFERS = 3
+"""The third is made, if there is room, when a step is coded a second time, and removed afterwards."""
 BLOCK_BYTES = 2 << 20
 """What coding and decoding hold of each shard at a time."""
 
@@ -22,9 +24,9 @@ def memory_needed(payload_bytes: int, members: int, parity: int) -> int:
     coding holds. `members`: of its parity group."""
     m = min(parity, members - 1)
     if m <= 0:
-        return BUFFERS * file_bytes(payload_bytes, 1)
+        return BUFFERS * reserved_bytes(payload_bytes)
     shards = m * -(-payload_bytes // (members - m))
-    return BUFFERS * (file_bytes(payload_bytes, 1) + file_bytes(shards)) + members * min(BLOCK_BYTES, shards)
+    return BUFFERS * (reserved_bytes(payload_bytes) + reserved_bytes(shards)) + members * min(BLOCK_BYTES, shards)
 
 
 def make_room(directory: Path, segment: Path, rank: int, total_bytes: int, held_bytes: int, reserve_bytes: int) -> None:
@@ -37,7 +39,10 @@ def make_room(directory: Path, segment: Path, rank: int, total_bytes: int, held_
     with _lock(directory):
         promised = sum(max(0, wanted - held) for other, wanted, held in _reservations(directory) if other != note)
         check_room(directory, total_bytes - held_bytes, reserve_bytes, promised)
-        note.write_text(str(max(total_bytes, _number(note))))
+        try:
+            note.write_text(str(max(total_bytes, _number(note))))
+        except OSError as error:
+            raise SnapshotError(f"{note} cannot be written: {error.strerror} (snapshot.segment_dir)") from error
 
 
 def _reservations(directory: Path) -> Iterator[tuple[Path, int, int]]:

@@ -3,24 +3,36 @@
 everstep-RUN-group-K/
     lock                     held by the keeper (flock)
     rank-R.buffer-0, .buffer-1   the two newest snapshots of a rank, written by its trainer
-    rank-R.parity-0, -1      the two newest parities coded by the keeper
+    rank-R.parity-0, -1      the two newest parities coded by the keeper; parity-2 while a step is coded a second time
+    rank-R.writing           held (flock) while one of the rank's buffers is written or exchanged
+    rank-R.rebuilt           a buffer that is being made anew
     rank-R.notes             what the keeper knows about the rank's buffers, for the trainer
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import xxhash
 
 from everstep.snapshot.buffer import BufferReader, SnapshotError
 from everstep.snapshot.header import Header, Kind
-from everstep.snapshot.room import BUFFERS, is_own_directory
+from everstep.snapshot.room import BUFFERS, PARITY_BUFFERS, is_own_directory
 
+NOTES_BYTES = 4096
+REASON_CHARACTERS = 500
+"""Which fit, whatever they are."""
+READ_TRIES = 100
 _FILE_WORD: dict[Kind, str] = {"data": "buffer", "parity": "parity"}
+_COUNT: dict[Kind, int] = {"data": BUFFERS, "parity": PARITY_BUFFERS}
 
 
 def run_id(token: bytes) -> str:
@@ -77,6 +89,10 @@ class Segment:
     def file(self, kind: Kind, rank: int, index: int) -> Path:
         return self.path / f"rank-{rank}.{_FILE_WORD[kind]}-{index}"
 
+    def files(self, kind: Kind, rank: int) -> list[Path]:
+        """The rank's buffers, of which not all need be there."""
+        return [self.file(kind, rank, index) for index in range(_COUNT[kind])]
+
     def ranks(self) -> list[int]:
         """The ranks that have buffers here."""
         found = set()
@@ -88,11 +104,11 @@ class Segment:
 
     def headers(self, kind: Kind, rank: int) -> list[Header | None]:
         """What each of the rank's buffers holds; None for one that holds nothing or is not of this run."""
-        return [self._header(kind, rank, index) for index in range(BUFFERS)]
+        return [self._header(kind, rank, path) for path in self.files(kind, rank)]
 
-    def _header(self, kind: Kind, rank: int, index: int) -> Header | None:
+    def _header(self, kind: Kind, rank: int, path: Path) -> Header | None:
         try:
-            reader = BufferReader(self.file(kind, rank, index))
+            reader = BufferReader(path)
         except (FileNotFoundError, PermissionError):
             return None
         try:
@@ -111,20 +127,64 @@ class Segment:
         """Memory that the rank's buffers and parity take now."""
         total = 0
         for kind in _FILE_WORD:
-            for index in range(BUFFERS):
+            for path in self.files(kind, rank):
                 with contextlib.suppress(FileNotFoundError):  # not made yet
-                    total += self.file(kind, rank, index).stat().st_size
+                    total += path.stat().st_size
         return total
 
+    @contextlib.contextmanager
+    def writing(self, rank: int, wait_s: float) -> Iterator[None]:
+        """Alone among those who write the rank's buffers, its trainer, or put another in one's place, its keeper.
+
+        Who has written changes the `mark`. Raises SnapshotError if somebody else is at it for longer than `wait_s`: a
+        keeper that is stopped may be, and nobody waits for it.
+        """
+        path, deadline = self._writing(rank), time.monotonic() + wait_s
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise SnapshotError(f"{path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
+        try:
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        raise SnapshotError(f"{path} is held by another process") from None
+                    time.sleep(0.01)
+            yield
+            os.utime(fd, ns=(time.time_ns(),) * 2)  # finer than the clock that the kernel would take
+        finally:
+            os.close(fd)
+
+    def mark(self, rank: int) -> int:
+        """Another number whenever the rank's trainer has published; -1 before the first time. Cheaper than to read
+        headers."""
+        try:
+            return os.stat(self._writing(rank)).st_mtime_ns
+        except OSError:
+            return -1
+
+    def _writing(self, rank: int) -> str:
+        return f"{self.path}/rank-{rank}.writing"
+
     def write_notes(self, rank: int, notes: Notes) -> None:
-        path = self.path / f"rank-{rank}.notes"
-        temporary = path.with_suffix(".notes-new")
-        temporary.write_text(json.dumps(asdict(notes)))
-        temporary.replace(path)
+        """In place, so that a tmpfs that has become full does not silence a keeper. Raises OSError."""
+        body = json.dumps(replace(notes, reason=notes.reason[:REASON_CHARACTERS]).__dict__).encode()
+        record = xxhash.xxh3_64_hexdigest(body).encode() + body
+        fd = os.open(self.path / f"rank-{rank}.notes", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(fd, record.ljust(NOTES_BYTES), 0)
+        finally:
+            os.close(fd)
 
     def read_notes(self, rank: int) -> Notes:
         """The keeper's last word, or an empty one when there is none."""
-        try:
-            return Notes(**json.loads((self.path / f"rank-{rank}.notes").read_text()))
-        except (OSError, ValueError, TypeError):
-            return Notes()
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            for _ in range(READ_TRIES):  # one that is just being written is half the one and half the other
+                record = (self.path / f"rank-{rank}.notes").read_bytes()
+                digest, body = record[:16], record[16:].rstrip()
+                if xxhash.xxh3_64_hexdigest(body).encode() == digest:
+                    return Notes(**json.loads(body))
+        return Notes()

@@ -12,19 +12,26 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 ALIGNMENT = 64
 
 
-def parity_group(members: Sequence[int], size: int, group: int) -> tuple[int, ...]:
+def parity_group(
+    members: Sequence[int], size: int, group: int, locations: Mapping[int, int] = MappingProxyType({})
+) -> tuple[int, ...]:
     """The members whose parts are coded together with those of `group`: about `size` of them (at most 1.5 times as
     many), so that coding costs the same however many groups a run has.
 
-    Members are dealt out in turn. Neighbours in the list, which schedulers put on one host, switch or rack, are thus
-    in different parity groups, and the loss of a rack takes few members of each.
+    Members are dealt out in turn, in the order of their locations and then of their numbers. Those on one host, and
+    those on one switch, are thus in different parity groups, and the loss of a rack takes few members of each. Where
+    locations are not known, numbers stand for them: schedulers give neighbouring tasks to neighbouring nodes.
+
+    `locations`: by group (`location.location_of`); the same mapping in all groups.
     """
+    order = sorted(members, key=lambda member: (locations.get(member, 0), member))
     count = max(1, round(len(members) / size))
-    return tuple(members[members.index(group) % count :: count])
+    return tuple(sorted(order[order.index(group) % count :: count]))
 
 
 def effective_parity(members: int, parity: int) -> int:

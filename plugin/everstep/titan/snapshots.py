@@ -1,6 +1,7 @@
 """A rank's side of the CPU snapshots: its group's keeper, its copier, and the way back from memory."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.keepers import KeeperError, end_keepers, start_keeper, touch
 from everstep.snapshot.layout import Layout, Shard
+from everstep.snapshot.location import location_of
 from everstep.snapshot.plan import State
 from everstep.snapshot.recovery import recover
 from everstep.snapshot.section import Snapshot
@@ -67,7 +69,8 @@ class Snapshots:
         self._keeper_start = threading.Thread(target=self._start_keeper, name="keeper-start", daemon=True)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             self._keeper_start.start()
-        self._copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit, self._start_keeper)
+        where = location_of(os.environ, socket.gethostname())
+        self._copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit, self._start_keeper, where)
 
     def _start_keeper(self) -> None:
         """Start this host's keeper of the group, or find it. Training goes on without one; an event says
@@ -96,7 +99,8 @@ class Snapshots:
         everyone = torch.tensor(flags, dtype=torch.uint8, device=_group_device())
         dist.all_reduce(everyone, op=dist.ReduceOp.MIN)
         published, settled, coded, able, older_free, newest_free = map(bool, everyone.tolist())
-        return Word(published, settled, coded, able, not older_free, not newest_free).encode()
+        # Not of all ranks: those of one number are coded together, wherever the others of their groups are.
+        return Word(published, settled, coded, able, not older_free, not newest_free, word.location).encode()
 
     @property
     def agreed(self) -> list[Any]:

@@ -170,7 +170,7 @@ class WorkerFaults:
         send = wire.Channel.send_range
         void_at = time.monotonic() + order["deadline"] - time.time()
 
-        def half(channel: wire.Channel, source: wire.Bytes, offset: int, length: int) -> None:
+        def half(channel: wire.Channel, source: wire.Bytes | wire.Lender, offset: int, length: int) -> None:
             in_time = time.monotonic() <= void_at
             send(channel, source, offset, length // 2 if in_time else length)
             if in_time:

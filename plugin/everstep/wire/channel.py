@@ -5,11 +5,14 @@ import contextlib
 import json
 import math
 import queue
+import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -21,6 +24,7 @@ CHUNK_BYTES = 1 << 20  # small enough to be sealed while still in the cache that
 RANGE_BYTES = 8 << 20  # what one request asks for; the next is asked for before the last has arrived
 FRAME_LIMIT_BYTES = 64 << 20
 _MAX_IOV = 512
+_LOOK_MS = 5  # how often to see whether memory that is lent is wanted back
 _FRAME, _CHUNK = 0, 1
 _HEAD = struct.Struct("<BQI")  # what it is, offset of a chunk, bytes that follow
 
@@ -41,6 +45,20 @@ class Bytes(Protocol):
     def views(self, offset: int, length: int) -> list[memoryview]:
         """The memory of [offset, offset + length), in order."""
         ...
+
+
+class Lender(ABC):
+    """Bytes in memory that its owner may want back while they are being sent."""
+
+    size: int
+
+    @abstractmethod
+    def lend(self, offset: int, length: int) -> AbstractContextManager[list[memoryview]]:
+        """The memory of [offset, offset + length) for the time of the context, which is to end soon once it is
+        `wanted_back`."""
+
+    @abstractmethod
+    def wanted_back(self) -> bool: ...
 
 
 class Pieces:
@@ -84,6 +102,18 @@ def _timeval(timeout: timedelta) -> bytes:
     return struct.pack("@ll", int(s), int(s % 1 * 1_000_000))
 
 
+def _pending(views: Sequence[bytes | memoryview]) -> list[memoryview]:
+    return [memoryview(view).cast("B") for view in views if len(view)]
+
+
+def _drop(pending: list[memoryview], sent: int) -> None:
+    """Take so many bytes off the front."""
+    while pending and sent >= pending[0].nbytes:
+        sent -= pending.pop(0).nbytes
+    if sent:
+        pending[0] = pending[0][sent:]
+
+
 def encoded(message: dict[str, Any]) -> bytes:
     """A message as it is sent."""
     return json.dumps(message, separators=(",", ":")).encode()
@@ -120,6 +150,11 @@ class Channel:
     def begin_session(self, outgoing: Sealer, incoming: Sealer) -> None:
         """From now on records can be sent and received."""
         self._outgoing, self._incoming = outgoing, incoming
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether what is sent is a copy of its source."""
+        return self._outgoing is not None and self._outgoing.encrypts
 
     def set_deadline(self, deadline: float) -> None:
         """`time.monotonic()` at which every receive fails, however busily the peer sends; `math.inf` for none."""
@@ -167,25 +202,41 @@ class Channel:
 
     def send(self, views: Sequence[bytes | memoryview]) -> None:
         """Send the buffers in order, without joining them."""
-        pending = [memoryview(v).cast("B") for v in views if len(v)]
+        pending = _pending(views)
         while pending:
             try:
-                sent = self._sock.sendmsg(pending[:_MAX_IOV])
+                _drop(pending, self._sock.sendmsg(pending[:_MAX_IOV]))
             except BlockingIOError:
                 raise self._silent() from None
             except OSError as error:
                 raise WireError(f"the connection to {self.peer} broke: {error}") from error
-            while pending and sent >= pending[0].nbytes:
-                sent -= pending.pop(0).nbytes
-            if sent:
-                pending[0] = pending[0][sent:]
 
-    def _send_record(self, kind: int, offset: int, views: Sequence[memoryview]) -> None:
+    def _send_lent(self, views: Sequence[bytes | memoryview], wanted_back: Callable[[], bool]) -> Sequence[memoryview]:
+        """Send from memory that is lent. Returns copies of what was not sent when it was wanted back."""
+        pending, silent_at = _pending(views), time.monotonic() + self._timeout_s
+        room = select.poll()
+        room.register(self._sock, select.POLLOUT)
+        while pending:
+            try:
+                _drop(pending, self._sock.sendmsg(pending[:_MAX_IOV], [], socket.MSG_DONTWAIT))
+                silent_at = time.monotonic() + self._timeout_s
+            except BlockingIOError:
+                while not room.poll(_LOOK_MS):
+                    if wanted_back():
+                        return [memoryview(bytes(view)) for view in pending]
+                    if time.monotonic() > silent_at:
+                        raise self._silent() from None
+            except OSError as error:
+                raise WireError(f"the connection to {self.peer} broke: {error}") from error
+        return []
+
+    def _sealed(self, kind: int, offset: int, views: Sequence[memoryview]) -> list[bytes | memoryview]:
+        """A record as it is sent."""
         if self._outgoing is None:
             raise WireError(f"there is no session with {self.peer} yet")
         head = _HEAD.pack(kind, offset, sum(view.nbytes for view in views))
         body, tag = self._outgoing.seal(head, views)
-        self.send([head, *body, tag])
+        return [head, *body, tag]
 
     def _open_record(self, head: bytes, views: Sequence[memoryview]) -> None:
         """Take in the tag of a record whose body has been received, and see that all of it is right."""
@@ -201,7 +252,7 @@ class Channel:
         body = message if isinstance(message, bytes) else encoded(message)
         if len(body) > FRAME_LIMIT_BYTES:
             raise WireError(f"a message of {len(body)} bytes is over the limit of {FRAME_LIMIT_BYTES}")
-        self._send_record(_FRAME, 0, [memoryview(body)])
+        self.send(self._sealed(_FRAME, 0, [memoryview(body)]))
 
     def receive_frame(self) -> dict[str, Any]:
         """The next message. Raises RefusedError if it is a refusal, WireError if it is damaged or not a
@@ -233,15 +284,21 @@ class Channel:
         """Ask for bytes, to be taken with `receive_range`. Several may be asked for ahead."""
         self.send_frame({"op": "read", "offset": offset, "length": length})
 
-    def send_range(self, source: Bytes, offset: int, length: int) -> None:
+    def send_range(self, source: Bytes | Lender, offset: int, length: int) -> None:
         """Answer a read: the bytes as chunks. Raises RefusedError when they are not all there."""
         if offset < 0 or length < 0 or offset + length > source.size:
             raise RefusedError(f"bytes {offset} to {offset + length} were asked for, of {source.size}")
         self.send_frame({"length": length})
         for start in range(offset, offset + length, CHUNK_BYTES):
             n = min(CHUNK_BYTES, offset + length - start)
-            views = source.views(start, n)
-            self._send_record(_CHUNK, start, views)
+            if not isinstance(source, Lender):
+                self.send(self._sealed(_CHUNK, start, source.views(start, n)))
+                continue
+            with source.lend(start, n) as views:
+                record = self._sealed(_CHUNK, start, views)
+                if not self.encrypts:
+                    record = self._send_lent(record, source.wanted_back)
+            self.send(record)
 
     def receive_range(self, sink: Bytes, offset: int, length: int, base: int = 0) -> None:
         """Take the answer to a read straight into its place. `base`: the offset that is the sink's byte 0.
@@ -321,7 +378,7 @@ def pull(channels: Sequence[Channel], sink: Bytes, done: set[int] | None = None)
         raise WireError(f"{len(missing)} ranges from byte {missing[0]} on did not arrive")
 
 
-def serve_ranges(channel: Channel, source: Bytes) -> dict[str, Any] | None:
+def serve_ranges(channel: Channel, source: Bytes | Lender) -> dict[str, Any] | None:
     """Answer reads until another message comes, which is returned, or the peer leaves (None)."""
     while True:
         try:

@@ -131,7 +131,7 @@ def _shake_hands(
     magic, offered, _ = _HELLO.unpack(hello)
     if magic != MAGIC:
         raise WireError(f"{address} does not speak this protocol")
-    suite = sealing.choose(Suite(offered & 7), able)
+    suite = sealing.choose(Suite(offered), able)
     if suite is None:
         raise WireError(
             f"{address} and this process have no protection of messages in common: fault_tolerance.encrypt "
