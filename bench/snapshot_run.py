@@ -1,12 +1,15 @@
-"""Tokens per second of a real run with snapshots at every step and without, the two in turn.
+"""What snapshots at every step cost a real run: tokens per second and processor time, with them and without, in turn.
 
     python bench/snapshot_run.py [--config configs/demo.toml] [--groups 2] [--steps 40] [--rounds 2] [--json]
 
-What a step takes is the time between two commits; the first ten are left out, and of the others the median is taken.
-Both runs have the same steps and data, and no checkpoints.
+A round is four runs: without, with, with, without, so that what drifts on the machine falls on both alike. All have
+the same steps and data, and no checkpoints. What a step takes is the time between two commits; the first ten are left
+out, and of the others the median is taken. Processor time is that of launcher, agents, trainers and keepers between the
+same commits, over the number of steps.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import shutil
@@ -14,22 +17,63 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from everstep.run.events import read_events
+from everstep.snapshot import peers
 
 WARM_UP = 10
+LOOK_S = 0.2
 
 
-def measure(config: Path, groups: int, steps: int, snapshots: bool, home: Path) -> dict[str, float]:
-    """One run: median tokens per second, and what its snapshots did."""
+class Meter:
+    """Processor seconds of a run's processes, looked at again and again: those that have ended count as last seen."""
+
+    def __init__(self, run_dir: Path, launcher: int) -> None:
+        self._run_dir, self._launcher = run_dir, launcher
+        self._last: dict[tuple[str, int], float] = {}
+        self.seen: list[tuple[float, float, float]] = []
+        """Wall clock, seconds of trainers and what is around them, seconds of keepers."""
+
+    def look(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self._launcher)
+            keepers = {place.pid for place in peers.read_places(self._run_dir)}
+            pids = {process.pid for process in (launcher, *launcher.children(recursive=True))} - keepers
+            for kind, many in (("trainers", pids), ("keepers", keepers)):
+                for pid in many:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        used = psutil.Process(pid).cpu_times()
+                        self._last[kind, pid] = used.user + used.system
+        total = {kind: sum(s for (of, _), s in self._last.items() if of == kind) for kind in ("trainers", "keepers")}
+        self.seen.append((time.time(), total["trainers"], total["keepers"]))
+
+    def between(self, begin: float, end: float) -> tuple[float, float]:
+        """Seconds of trainers and of keepers between two moments."""
+        first = min(self.seen, key=lambda seen: abs(seen[0] - begin))
+        last = min(self.seen, key=lambda seen: abs(seen[0] - end))
+        return last[1] - first[1], last[2] - first[2]
+
+
+def measure(args: argparse.Namespace, snapshots: bool, home: Path) -> dict[str, float]:
+    """One run: median tokens per second, processor time of a step, and what its snapshots did."""
     run_dir = home / f"run-{snapshots}"
     shutil.rmtree(run_dir, ignore_errors=True)
-    flags = ["--groups", str(groups), "--steps", str(steps), "--checkpoint.no-enable"]
+    flags = ["--groups", str(args.groups), "--steps", str(args.steps), "--checkpoint.no-enable"]
     flags.append("--snapshot.enable" if snapshots else "--snapshot.no-enable")
-    command = [sys.executable, "-m", "everstep.cli", "run", str(config), "--run-dir", str(run_dir), *flags]
+    command = [sys.executable, "-m", "everstep.cli", "run", str(args.config), "--run-dir", str(run_dir), *flags]
     with (home / "log").open("ab") as log:
-        subprocess.run(command, stdout=log, stderr=log, check=True)
+        process = subprocess.Popen([*command, *args.flags], stdout=log, stderr=log)
+    meter = Meter(run_dir, process.pid)
+    while process.poll() is None:
+        meter.look()
+        time.sleep(LOOK_S)
+    if process.returncode:
+        raise RuntimeError((home / "log").read_text()[-2000:])
     events = list(read_events(run_dir))
     at: dict[int, float] = {}
     tokens: dict[int, float] = {}
@@ -37,17 +81,29 @@ def measure(config: Path, groups: int, steps: int, snapshots: bool, home: Path) 
         if event["kind"] == "commit":
             at[event["step"]] = min(event["t"], at.get(event["step"], event["t"]))
             tokens[event["step"]] = event["tokens"]
-    order = sorted(at)
-    rates = [tokens[b] / (at[b] - at[a]) for a, b in itertools.pairwise(order) if a > WARM_UP]
+    order = [step for step in sorted(at) if step > WARM_UP]
+    rates = [tokens[b] / (at[b] - at[a]) for a, b in itertools.pairwise(order)]
+    trainers_s, keepers_s = meter.between(at[order[0]], at[order[-1]])
     taken = [event for event in events if event["kind"] == "snapshot" and event["step"] > WARM_UP]
     blocked = [event["blocked_s"] for event in taken]
     return {
         "tokens_per_s": statistics.median(rates),
+        "cpu_ms": 1e3 * (trainers_s + keepers_s) / len(rates),
+        "keepers_cpu_ms": 1e3 * keepers_s / len(rates),
         "snapshots": len({event["step"] for event in taken}),
         "of_steps": len(rates),
         "blocked_ms": 1e3 * statistics.median(blocked) if blocked else 0.0,
         "blocked_ms_longest": 1e3 * max(blocked, default=0.0),
         "mb": statistics.median(event["bytes"] for event in taken) / 1e6 if taken else 0.0,
+    }
+
+
+def shares(rounds: list[dict[str, list[dict[str, float]]]]) -> dict[str, float]:
+    """Of all rounds: with snapshots as a share of without."""
+    middle = lambda which, what: statistics.median(run[what] for each in rounds for run in each[which])  # noqa: E731
+    return {
+        "tokens_per_s": middle("with", "tokens_per_s") / middle("without", "tokens_per_s"),
+        "by_cpu": middle("without", "cpu_ms") / middle("with", "cpu_ms"),
     }
 
 
@@ -58,21 +114,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args, args.flags = parser.parse_known_args()
     home = Path(tempfile.mkdtemp(prefix="everstep-cost-"))
-    rounds = []
+    rounds: list[dict[str, Any]] = []
     try:
         for _ in range(args.rounds):
-            without = measure(args.config, args.groups, args.steps, False, home)
-            rounds.append({"without": without, "with": measure(args.config, args.groups, args.steps, True, home)})
+            found: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
+            for which in ("without", "with", "with", "without"):
+                found[which].append(measure(args, which == "with", home))
+                if not args.json:
+                    print(which, {name: round(value, 2) for name, value in found[which][-1].items()}, flush=True)
+            rounds.append(found)
     finally:
         shutil.rmtree(home, ignore_errors=True)
     if args.json:
-        print(json.dumps(rounds))
-        return
-    for each in rounds:
-        share = each["with"]["tokens_per_s"] / each["without"]["tokens_per_s"]
-        print(f"{share:.3f} of the tokens per second without", {k: round(v, 3) for k, v in each["with"].items()})
+        print(json.dumps({"rounds": rounds, "share": shares(rounds)}))
+    else:
+        print({name: round(value, 4) for name, value in shares(rounds).items()})
 
 
 if __name__ == "__main__":

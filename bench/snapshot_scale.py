@@ -64,7 +64,7 @@ def coding(groups: int, ranks: int, steps: int, state_bytes: int, home: Path) ->
     mine = parity_group(range(groups), settings.parity_group, 0)
     for group in range(groups):
         if group not in mine:
-            place = peers.Place(group, f"host-{group}", "127.0.0.1:9", 0, "", 1.0)
+            place = peers.Place(group, f"host-{group}", "127.0.0.1:9", os.getpid(), "", 1.0)
             path = peers.places_dir(run_dir) / f"group-{group}@host-{group}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(place.__dict__))
@@ -253,7 +253,7 @@ def restoring(groups: int, ranks: int, off: int, state_bytes: int, home: Path) -
             address = addresses.get(group, f"127.0.0.1:{mute.getsockname()[1]}")
             path = peers.places_dir(run_dir) / f"group-{group}@host-{group}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(peers.Place(group, f"host-{group}", address, 0, "", 1.0).__dict__))
+            path.write_text(json.dumps(peers.Place(group, f"host-{group}", address, os.getpid(), "", 1.0).__dict__))
         topologies = [_flat(r, state_bytes)[0].topology(r, ranks) for r in range(ranks)]
         share = lambda value: topologies if isinstance(value, str) else [value]  # noqa: E731
         began, used = time.monotonic(), time.process_time()

@@ -16,6 +16,20 @@ settings.load_profile("any machine")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+LONGEST = ("tests/simulation", "tests/slurm", "tests/run")
+"""Folders whose tests begin first where several processes share the tests, so that none is left over at the end."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What shares a cluster, or what a module sets up once, is of one process."""
+    if not config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    for item in items:
+        folder = str(item.path.parent.relative_to(config.rootpath))
+        item.add_marker(pytest.mark.xdist_group(folder if folder == "tests/slurm" else str(item.path)))
+    items.sort(key=lambda item: not str(item.path.relative_to(config.rootpath)).startswith(LONGEST))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the process here, with pytest's own status. Tests leave threads behind that are inside torch or torchft, as

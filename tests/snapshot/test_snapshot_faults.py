@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import time
@@ -20,7 +21,7 @@ from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.header import Header
 from everstep.snapshot.layout import Layout
 from everstep.snapshot.plan import State
-from everstep.snapshot.room import cgroup_free_bytes, make_room
+from everstep.snapshot.room import cgroup_free_bytes, make_room, memory_needed
 from everstep.snapshot.segment import Segment
 from everstep.snapshot.stripes import parity_group
 from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, is_zombie, wait_until
@@ -63,6 +64,27 @@ def test_a_file_that_lies_where_another_belongs_is_never_restored(which):
             step = 1 if which == "swapped" else 2
             assert (found.decision.source, found.decision.step) == ("older" if which == "swapped" else "parity", step)
             assert_is_step(found.restored, step, scale=2)
+
+
+@pytest.mark.parametrize("which", ["another group's", "parity"])
+def test_a_file_that_lies_in_an_older_buffers_place_is_not_taken_for_the_newest(which):
+    with Cluster(3) as run:
+        for step in (1, 2):
+            run.commit(step, scale=2)
+            run.wait()
+            run.settled(step)
+        mine, theirs = run.segment(0), run.segment(1)
+        at = lambda segment, kind, step: next(  # noqa: E731
+            path
+            for path, header in zip(segment.files(kind, 0), segment.headers(kind, 0), strict=True)
+            if header and header.step == step
+        )
+        source = at(theirs, "data", 2) if which == "another group's" else at(mine, "parity", 2)
+        shutil.copy(source, at(mine, "data", 1))
+        for group in run.groups:
+            found = run.recover(group=group)
+            assert (found.decision.source, found.decision.step) == ("memory", 2)
+            assert_is_step(found.restored, 2, scale=2)
 
 
 def test_a_gap_between_parts_is_an_error_and_no_memory(monkeypatch):
@@ -384,6 +406,76 @@ def test_connections_and_files_of_a_keeper_stay_few_step_after_step():
         # Standard streams, lock, listener, two parity files, and at most two connections a peer in each direction.
         assert max(counts) <= 10 + 4 * 7
         assert counts[-1] <= counts[1] + 4
+
+
+def test_a_keeper_without_descriptors_to_spare_goes_on_and_codes_again_when_it_has_some():
+    with Cluster(3, coding_timeout_s=2.0) as run:
+        run.commit(1)
+        run.wait()
+        run.settled(1)
+        pids = [place.pid for place in peers.read_places(run.run_dir)]
+        before = [resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in pids]
+        for pid in pids:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (4, before[0][1]))
+        for step in (2, 3):  # nothing can be opened, not even a header
+            run.commit(step, settle=False)
+            run.wait()
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            assert all(psutil.pid_exists(pid) and not is_zombie(pid) for pid in pids)
+            time.sleep(0.1)
+        log = (run.run_dir / "logs" / "keeper-0.log").read_text()
+        assert "Too many open files" in log
+        for pid, limits in zip(pids, before, strict=True):
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        wait_until(lambda: all(run.copiers[g].word().settled for g in run.groups), 60)
+        step = 4
+        while not all(run.copiers[g].word().coded for g in run.groups):
+            run.commit(step)
+            run.wait()
+            wait_until(lambda: all(run.copiers[g].word().settled for g in run.groups), 60)
+            step += 1
+        run.lose_host(2)
+        found = run.recover(group=1)
+        assert found.decision.source == "parity"
+        assert_is_step(found.restored, found.decision.step)
+
+
+@pytest.mark.parametrize("parities", [0, 1, 2])
+def test_no_more_memory_is_taken_than_was_reserved(parities):
+    with Cluster(4, parity=parities) as run:
+        for step in (1, 2, 3):
+            run.commit(step, scale=4)
+            run.wait()
+            run.settled(step, coded=parities > 0)
+        for group in run.groups:
+            segment = run.segment(group)
+            size = max(header.payload_bytes for header in segment.headers("data", 0) if header)
+            needed = memory_needed(size, 4, parities)
+            assert needed / 2 < segment.bytes_of(0) <= needed
+
+
+def test_keepers_of_a_run_whose_directory_is_deleted_end_and_leave_nothing(monkeypatch, tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'everstep.snapshot.keeper' in ' '.join(sys.orig_argv):\n"
+        "    import threading, time\n"
+        "    def soon():\n"
+        "        main = sys.modules['__main__']\n"
+        "        while not hasattr(main, 'GONE_S'): time.sleep(0.01)\n"
+        "        main.GONE_S = 0.5\n"
+        "    threading.Thread(target=soon, daemon=True).start()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with Cluster(2) as run:
+        run.commit(1)
+        run.wait()
+        pids = [place.pid for place in peers.read_places(run.run_dir)]
+        shutil.rmtree(run.run_dir)
+        wait_until(lambda: all(not psutil.pid_exists(pid) or is_zombie(pid) for pid in pids), 60)
+        assert not any(run.segment(group).path.exists() for group in run.groups)
 
 
 def test_an_orderly_end_in_the_middle_of_coding_leaves_nothing():

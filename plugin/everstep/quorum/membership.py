@@ -19,7 +19,7 @@ from everstep.quorum.voice import LighthouseError, Voice
 from everstep.step.interfaces import QuorumUnavailable
 from everstep.step.quorum import Member, Request, decode, encode
 
-HEARTBEAT_S, HEARTBEATS = 0.25, 8
+HEARTBEAT_S, HEARTBEATS = 0.25, 4
 """The longest time between two heartbeats, and how many of them must be lost in a row before a group is."""
 ASK_AGAIN_S = 0.1
 LAST_BEAT_S = 2.0

@@ -33,6 +33,7 @@ from everstep.snapshot.header import Header
 MAGIC = b"evsbuf01"
 HEADER_BYTES = 64 << 10
 CHUNK_BYTES = 1 << 20
+SPARE_BYTES = 16 << 10
 FIRST_READ_BYTES = 4096
 """What nearly every header fits in."""
 _PREFIX = struct.Struct("<8sIQ")
@@ -55,8 +56,14 @@ def table_bytes(payload_bytes: int, split: int = 0) -> int:
 
 
 def file_bytes(payload_bytes: int, split: int = 0) -> int:
-    """Size of the file that a payload needs."""
+    """Size that a file with this payload has at least."""
     return HEADER_BYTES + payload_bytes + table_bytes(payload_bytes, split)
+
+
+def reserved_bytes(payload_bytes: int) -> int:
+    """Size of the file that is made for a payload, however it is split. Some is spare: what a snapshot carries beside
+    tensors is a few bytes longer at one step than at another, and to make room anew costs as much as the copy."""
+    return -(-(file_bytes(payload_bytes, 1) + SPARE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def chunk_digests(payload: memoryview, split: int = 0) -> np.ndarray:
@@ -191,11 +198,10 @@ class BufferWriter:
             if self._map is not None and self._still_there() and payload_bytes <= self.capacity:
                 return False
             self.release()
-            # A split adds one chunk to the table at most: `file_bytes(…, 1)` is room for any.
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             os.pwrite(self._fd, bytes(_PREFIX.size), 0)
             size = os.fstat(self._fd).st_size
-            want = -(-file_bytes(payload_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+            want = reserved_bytes(payload_bytes)
             if size < want:
                 try:
                     # Without it a full tmpfs would be SIGBUS in the middle of a copy.
@@ -210,11 +216,12 @@ class BufferWriter:
             if error.errno == errno.ENOSPC:
                 free = os.statvfs(self.path.parent)
                 raise SnapshotError(
-                    f"{self.path} needs {file_bytes(payload_bytes)} bytes, and {self.path.parent} has "
+                    f"{self.path} needs {reserved_bytes(payload_bytes)} bytes, and {self.path.parent} has "
                     f"{free.f_bavail * free.f_frsize} free: enlarge it or set snapshot.segment_dir"
                 ) from error
             raise SnapshotError(f"{self.path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
-        self.capacity = payload_bytes
+        # What is spare is one more chunk of the table at most.
+        self.capacity = payload_bytes + want - file_bytes(payload_bytes, 1) - 8
         return True
 
     def _still_there(self) -> bool:

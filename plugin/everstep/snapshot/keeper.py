@@ -97,9 +97,7 @@ class Keeper:
         """Until the keeper is to end. Returns why it does; the segment has been removed then."""
         why = ""
         while not self.over.wait(POLL_S if not self._watches else HEARTBEAT_S):
-            for rank in self.segment.ranks():
-                if rank not in self._watches:
-                    self._watches[rank] = RankWatch(self, rank)
+            self._watch_new_ranks()
             for watch in self._watches.values():
                 watch.note()
             why = self._reason_to_end()
@@ -117,6 +115,16 @@ class Keeper:
         with contextlib.suppress(OSError):  # the run directory may be gone, which is why we end
             peers.place_file(self.run_dir, self.group).unlink()
         return why or "the run is over"
+
+    def _watch_new_ranks(self) -> None:
+        try:
+            ranks = self.segment.ranks()
+        except OSError as error:  # no descriptor to spare: there may be one later, and what is held is of use till then
+            log.warning("%s cannot be looked at: %s", self.segment.path, error)
+            return
+        for rank in ranks:
+            if rank not in self._watches:
+                self._watches[rank] = RankWatch(self, rank)
 
     def _reason_to_end(self) -> str:
         with contextlib.suppress(OSError):  # no agent has touched it yet

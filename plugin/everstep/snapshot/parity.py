@@ -68,9 +68,14 @@ def decoding_rows(data: int, parity: int, lost: Sequence[int], have: Sequence[in
     """
     if len(have) < data:
         raise ParityError(f"{data} shards are needed and {len(have)} are there")
+    return [_inverse(data, parity, tuple(have[:data]))[index] for index in lost]
+
+
+@functools.lru_cache(1024)
+def _inverse(data: int, parity: int, have: tuple[int, ...]) -> list[list[int]]:
+    """A start decodes the same few patterns for thousands of stripes."""
     code = [[int(r == c) for c in range(data)] for r in range(data)] + encoding_rows(data, parity)
-    inverse = _inverted([code[index] for index in have[:data]])
-    return [inverse[index] for index in lost]
+    return _inverted([code[index] for index in have])
 
 
 def _inverted(matrix: list[list[int]]) -> list[list[int]]:

@@ -18,6 +18,8 @@ from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Notes, Segment
 
 POLL_S = 0.05
+LOOK_S = 1.0
+"""Headers are looked at this often also while nothing says that there is a new one."""
 SCRUB_S = 60.0
 """After this long without a new snapshot everything that is held is verified again."""
 SCRUB_PAUSE_S = 0.005
@@ -65,6 +67,7 @@ class RankWatch:
         self._holders: list[int] = []
         self.sound: dict[tuple[str, int, str], bool] = {}
         """By kind, sequence and code: what verification found, of the buffers that are there now."""
+        self._mark, self._looked = -1, 0.0
         self._thread = threading.Thread(target=self._run, name=f"rank-{rank}", daemon=True)
         self._thread.start()
 
@@ -98,7 +101,7 @@ class RankWatch:
         checked = time.monotonic()
         while not self._keeper.over.is_set():
             try:
-                newest = self._newest()
+                newest = self._look()
                 if newest is not None and newest.sequence != dealt:
                     self._keeper.spoken()
                     dealt = newest.sequence
@@ -120,7 +123,18 @@ class RankWatch:
     def _published(self) -> list[Header]:
         return [header for header in self._keeper.segment.headers("data", self.rank) if header]
 
+    def _look(self) -> Header | None:
+        """The newest snapshot, if there may be one that has not been looked at."""
+        mark, now = self._keeper.segment.mark(self.rank), time.monotonic()
+        if mark == self._mark and now - self._looked < LOOK_S:
+            return None
+        # The mark first: a snapshot that is published meanwhile has another.
+        self._mark, self._looked = mark, now
+        return self._newest()
+
     def _is_newest(self, header: Header) -> bool:
+        if self._keeper.segment.mark(self.rank) == self._mark:
+            return True
         return not any(h.sequence > header.sequence for h in self._published())
 
     def _newest(self) -> Header | None:

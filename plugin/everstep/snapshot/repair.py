@@ -18,7 +18,7 @@ import xxhash
 from everstep import wire
 from everstep.snapshot import parity
 from everstep.snapshot.board import Channels
-from everstep.snapshot.buffer import BufferReader, BufferWriter, SnapshotError, chunk_digests, chunks, file_bytes
+from everstep.snapshot.buffer import BufferReader, BufferWriter, SnapshotError, chunk_digests, chunks, reserved_bytes
 from everstep.snapshot.header import Header, Kind
 from everstep.snapshot.peers import header_of, wanted
 from everstep.snapshot.room import BLOCK_BYTES, check_room
@@ -54,7 +54,7 @@ def repair(
         fresh = BufferWriter(segment.path / f"rank-{header.rank}.rebuilt")
         peers = _Peers(piece, _covers(piece_path, piece), channels)
         try:
-            check_room(segment.root, file_bytes(header.payload_bytes, 1), reserve_bytes)
+            check_room(segment.root, reserved_bytes(header.payload_bytes), reserve_bytes)
             with contextlib.closing(BufferReader(path)) as damaged:
                 decoded = _rebuild(header, damaged, fresh, peers, give_way)
             _exchange(segment, header, fresh.path, path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from everstep.run.regular import read_regular
-from everstep.snapshot.buffer import SnapshotError, file_bytes
+from everstep.snapshot.buffer import SnapshotError, reserved_bytes
 
 BUFFERS = 2
 PARITY_BUFFERS = 3
@@ -24,9 +24,9 @@ def memory_needed(payload_bytes: int, members: int, parity: int) -> int:
     coding holds. `members`: of its parity group."""
     m = min(parity, members - 1)
     if m <= 0:
-        return BUFFERS * file_bytes(payload_bytes, 1)
+        return BUFFERS * reserved_bytes(payload_bytes)
     shards = m * -(-payload_bytes // (members - m))
-    return BUFFERS * (file_bytes(payload_bytes, 1) + file_bytes(shards)) + members * min(BLOCK_BYTES, shards)
+    return BUFFERS * (reserved_bytes(payload_bytes) + reserved_bytes(shards)) + members * min(BLOCK_BYTES, shards)
 
 
 def make_room(directory: Path, segment: Path, rank: int, total_bytes: int, held_bytes: int, reserve_bytes: int) -> None:
