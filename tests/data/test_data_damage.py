@@ -155,7 +155,7 @@ def fuzz_tokens(path, rounds, seed):
 
 
 def test_damaged_token_files_are_refused_or_right(packed):
-    fuzz_tokens(packed, 500, 1)
+    fuzz_tokens(packed, 2000, 1)
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def _interrupt(what, done, total):
 
 
 def test_damaged_input_and_journals_are_a_sentence(tmp_path):
-    assert fuzz_pack(tmp_path, 500, 1) > 100
+    assert fuzz_pack(tmp_path, 2000, 1) > 400
 
 
 @pytest.mark.slow

@@ -247,7 +247,7 @@ def test_two_packs_of_one_file_do_not_mix(tmp_path, jsonl):
         ("bad.parquet", b"PAR1 and then nothing", "bad.parquet: not readable as parquet"),
         (
             "bad.jsonl.gz",
-            gzip.compress(b'{"text": "a"}\n' * 100)[:-12],
+            gzip.compress(b'{"text": "a"}\n' * 100, mtime=0)[:-12],
             "bad.jsonl.gz:[0-9]+: the gzip data is damaged",
         ),
         ("empty.txt", b"", "no document with text in .*empty.txt"),

@@ -134,7 +134,7 @@ def fuzz(folder, rounds, seed):
 
 
 def test_damaged_events_stop_no_reader(tmp_path):
-    fuzz(tmp_path, 500, 1)
+    fuzz(tmp_path, 2000, 1)
 
 
 @pytest.mark.slow

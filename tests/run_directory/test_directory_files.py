@@ -55,7 +55,7 @@ def fuzz(folder, rounds, seed):
 
 
 def test_damaged_addresses_beats_and_fences_end_nobody(tmp_path):
-    fuzz(tmp_path, 500, 1)
+    fuzz(tmp_path, 2000, 1)
 
 
 @pytest.mark.slow
