@@ -169,6 +169,7 @@ def main() -> None:
         orders, theirs = context.Pipe()
         held, most, told = 0, 0, (places, published_address(run_dir), args.connections, theirs)
         context.Process(target=attack, args=told, daemon=True).start()
+        theirs.close()  # an attacker that has died is an end of file
         for number in range(args.pairs):
             for kind in list(found)[:: 1 if number % 2 == 0 else -1]:
                 if (kind == "hostile") != bool(held):
