@@ -73,7 +73,11 @@ def test_a_pickle_is_never_executed():
         plain.decode(known.state)
 
 
-@pytest.mark.parametrize("value", [object(), {1.5: 2}, {"a": {1, 2}}, Bomb(), np.array(["x"]), 1j, lambda: 0], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1.5: 2}, {"a": {1, 2}}, Bomb(), np.array(["x"]), 1j, lambda: 0],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_is_not_plain_is_named(value):
     with pytest.raises(PlainError, match=r"state.* is of type"):
         plain.encode({"place": value} if not isinstance(value, dict) else value)

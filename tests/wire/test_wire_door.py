@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from everstep import wire
-from everstep.wire import door, libcrypto, sealing
+from everstep.wire import door
 
 TOKEN = bytes(range(32))
 SOON = timedelta(seconds=10)
@@ -183,13 +183,6 @@ def test_who_was_let_in_for_one_service_is_not_for_another():
         answers(server.address, purpose="heal")
     assert answers(server.address, purpose="keeper")
     server.close()
-
-
-def test_without_openssl_there_is_a_sentence(server, monkeypatch):
-    monkeypatch.setattr(sealing, "Gcm", libcrypto.Gcm)
-    monkeypatch.setattr(libcrypto, "library", lambda: None)
-    with pytest.raises(wire.WireError, match="`pip install cryptography`"):
-        answers(server.address)
 
 
 def test_one_side_that_encrypts_and_one_that_does_not_is_a_sentence(server):

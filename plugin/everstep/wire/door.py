@@ -82,7 +82,7 @@ def connect(
         WireError: nobody listens there, the listener is none of ours, or it does not hold the same token.
     """
     host, port = parse_address(address)
-    able = _suites(encrypt)
+    able = sealing.suites(encrypt)
     deadline = time.monotonic() + min(timeout, HANDSHAKE_TIMEOUT).total_seconds()
     for left in reversed(range(TRIES)):
         try:
@@ -149,13 +149,6 @@ def _shake_hands(
     channel.begin_session(outgoing=to_server, incoming=to_client)
 
 
-def _suites(encrypt: bool | None) -> Suite:
-    try:
-        return sealing.suites(encrypt)
-    except sealing.SealError as error:
-        raise WireError(str(error)) from error
-
-
 @dataclass
 class _Stranger:
     host: str
@@ -204,7 +197,7 @@ class Door:
             raise WireError(f"cannot listen on '{host}' (fault_tolerance.bind_host): {error}") from error
         self._listener.setblocking(False)
         self.address = format_address(host, self._listener.getsockname()[1])
-        self._token, self._admit, self._purpose, self._suites = token, admit, purpose, _suites(encrypt)
+        self._token, self._admit, self._purpose, self._suites = token, admit, purpose, sealing.suites(encrypt)
         self._on_stranger = on_stranger
         self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()

@@ -5,24 +5,24 @@ the number of the messages before it, so that one which is left out, repeated, e
 it came from does not open. GCM follows NIST SP 800-38D with the counter as its 96-bit nonce; a message of which all is
 only authenticated is what that standard calls GMAC.
 
-OpenSSL is the one that the package `cryptography` brings along, or else the system's libcrypto. Versions before 3.1 do
-not use AVX-512 for GCM, and are three times as slow where there is AVX-512.
+OpenSSL is the one that the package `cryptography` brings along, during which other threads run. A system's own may be
+older than 3.1, which does not use AVX-512 for GCM and is three times as slow.
 """
 
 import enum
+import struct
 from collections.abc import Sequence
 from typing import Protocol
 
-from everstep.wire import libcrypto
-from everstep.wire.nonces import TAG_BYTES as TAG_BYTES
-from everstep.wire.nonces import SealError
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-try:
-    from everstep.wire.openssl import Gcm
-except ImportError:
-    Gcm = libcrypto.Gcm
+KEY_BYTES, TAG_BYTES = 32, 16
+_COUNTER = struct.Struct("<Q4x")
 
-KEY_BYTES = 32
+
+class SealError(ValueError):
+    """A message that is not what the other side sealed."""
 
 
 class Suite(enum.IntFlag):
@@ -45,14 +45,50 @@ class Sealer(Protocol):
         ...
 
 
-def suites(encrypt: bool | None) -> Suite:
-    """What this process can do. With `encrypt`, nothing that sends in the clear; None: whichever the other side wants.
+class Gcm:
+    """A `Sealer` of AES-128-GCM."""
 
-    Raises:
-        SealError: there is no OpenSSL.
-    """
-    if Gcm is libcrypto.Gcm and libcrypto.library() is None:
-        raise SealError("messages are sealed with OpenSSL, which is not found here: `pip install cryptography`")
+    def __init__(self, key: bytes, encrypts: bool) -> None:
+        self.encrypts = encrypts
+        self._aes, self._count = algorithms.AES(key[:16]), 0
+        self._buffer = memoryview(b"")
+
+    def seal(self, head: bytes, body: Sequence[memoryview]) -> tuple[Sequence[memoryview], bytes]:
+        context = Cipher(self._aes, self._mode()).encryptor()
+        context.authenticate_additional_data(head)
+        if self.encrypts:
+            size, at = sum(view.nbytes for view in body), 0
+            if size > self._buffer.nbytes:
+                self._buffer = memoryview(bytearray(size))
+            for view in body:
+                at += context.update_into(view, self._buffer[at:])
+            body = [self._buffer[:size]]
+        else:
+            for view in body:
+                context.authenticate_additional_data(view)
+        context.finalize()
+        return body, context.tag
+
+    def open(self, head: bytes, body: Sequence[memoryview], tag: bytes) -> None:
+        context = Cipher(self._aes, self._mode()).decryptor()
+        context.authenticate_additional_data(head)
+        for view in body:
+            if self.encrypts:
+                context.update_into(view, view)
+            else:
+                context.authenticate_additional_data(view)
+        try:
+            context.finalize_with_tag(tag)
+        except InvalidTag:
+            raise SealError("it does not match its authentication code") from None
+
+    def _mode(self) -> modes.GCM:
+        self._count += 1
+        return modes.GCM(_COUNTER.pack(self._count - 1), min_tag_length=TAG_BYTES)
+
+
+def suites(encrypt: bool | None) -> Suite:
+    """What this process may do. With `encrypt`, nothing that sends in the clear; None: what the other side wants."""
     return Suite.GMAC | Suite.GCM if encrypt is None else Suite.GCM if encrypt else Suite.GMAC
 
 
