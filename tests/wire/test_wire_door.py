@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from everstep import wire
-from everstep.wire import door
+from everstep.wire import door, sealing
 
 TOKEN = bytes(range(32))
 SOON = timedelta(seconds=10)
@@ -159,6 +159,23 @@ def test_a_listener_that_drips_does_not_hold_a_member(monkeypatch):
         wire.connect(f"127.0.0.1:{listener.getsockname()[1]}", TOKEN, SOON)
     assert time.monotonic() - begin < 3
     over.set()
+    listener.close()
+
+
+def test_who_greets_and_then_says_nothing_is_called_silent():
+    """A keeper that is starved has not refused the token."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def greet():
+        peer, _ = listener.accept()
+        peer.send(door._HELLO.pack(wire.MAGIC, sealing.Suite.GMAC, bytes(32)))
+        peer.recv(1 << 16)
+        time.sleep(3)
+        peer.close()
+
+    threading.Thread(target=greet, daemon=True).start()
+    with pytest.raises(wire.WireError, match="was silent"):
+        wire.connect(f"127.0.0.1:{listener.getsockname()[1]}", TOKEN, timedelta(seconds=0.5))
     listener.close()
 
 

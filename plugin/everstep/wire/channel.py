@@ -33,6 +33,10 @@ class WireError(ConnectionError):
     """A transfer that did not succeed, in one sentence."""
 
 
+class SilentError(WireError):
+    """The other side said nothing for as long as was waited."""
+
+
 class RefusedError(WireError):
     """The other side understood the request and refuses it; its reason is the message."""
 
@@ -172,8 +176,8 @@ class Channel:
         with contextlib.suppress(OSError):  # it may have ended by itself
             self._sock.shutdown(socket.SHUT_RDWR)
 
-    def _silent(self) -> WireError:
-        return WireError(f"{self.peer} was silent for {self._timeout_s:g} s")
+    def _silent(self) -> SilentError:
+        return SilentError(f"{self.peer} was silent for {self._timeout_s:g} s")
 
     def receive_into(self, view: memoryview) -> None:
         """Fill `view`. Raises WireError when the peer closes, dies or is silent for longer than the

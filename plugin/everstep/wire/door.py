@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from everstep.wire import sealing
-from everstep.wire.channel import Channel, RefusedError, WireError, format_address, parse_address
+from everstep.wire.channel import Channel, RefusedError, SilentError, WireError, format_address, parse_address
 from everstep.wire.sealing import Sealer, Suite
 
 MAGIC = b"everwir2"
@@ -141,6 +141,8 @@ def _shake_hands(
     channel.send([answer, _mac(token, b"client", hello, answer, purpose)])
     try:
         proof = channel.receive(PROOF_BYTES)
+    except SilentError:
+        raise
     except WireError as error:
         raise WireError(f"{address} did not accept the run's token: is it another run's?") from error
     if not hmac.compare_digest(proof, _mac(token, b"server", hello, answer, purpose)):
