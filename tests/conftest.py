@@ -20,6 +20,7 @@ LONGEST = ("tests/simulation", "tests/slurm", "tests/run")
 """Folders whose tests begin first where several processes share the tests, so that none is left over at the end."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before the processes name their tests after the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What shares a cluster, or what a module sets up once, is of one process."""
     if not config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
