@@ -17,17 +17,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 LONGEST = ("tests/simulation", "tests/slurm", "tests/run")
-"""Folders whose tests begin first where several processes share the tests, so that none is left over at the end."""
+"""Folders whose tests begin first: where two processes share the files, neither has one of these left at the end."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before the processes name their tests after the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What shares a cluster, or what a module sets up once, is of one process."""
-    if not config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        return
-    for item in items:
-        folder = str(item.path.parent.relative_to(config.rootpath))
-        item.add_marker(pytest.mark.xdist_group(folder if folder == "tests/slurm" else str(item.path)))
     items.sort(key=lambda item: not str(item.path.relative_to(config.rootpath)).startswith(LONGEST))
 
 
