@@ -3,9 +3,11 @@
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 from dataclasses import fields
 from pathlib import Path
@@ -30,6 +32,11 @@ def alive(pid):
         return False
 
 
+def short_folder():
+    """A temporary folder whose path leaves room for the names of sockets, as a user's does."""
+    return Path(tempfile.mkdtemp(prefix="tiny-", dir="/tmp"))
+
+
 class TinyAgent:
     """One agent of two ranks, in a session of its own, as a batch job starts it."""
 
@@ -41,7 +48,8 @@ sys.exit(run_agent(settings, preload=("everstep.launch.elastic", "tiny_trainer")
 """
 
     def __init__(self, folder, *flags, **settings):
-        self.run_dir, self.temporary = folder / "run", folder / "tmp"
+        self.run_dir = folder / "run"
+        self.temporary = settings.pop("temporary", None) or short_folder()
         section = {f.name for f in fields(FaultTolerance)} - {f.name for f in fields(AgentSettings)}
         arguments = {
             "config": "unused.toml", "run_dir": str(self.run_dir), "group": 0, "groups": 1, "ranks": 2,
@@ -50,7 +58,6 @@ sys.exit(run_agent(settings, preload=("everstep.launch.elastic", "tiny_trainer")
             "fault_tolerance": {"enable": True} | {name: settings.pop(name) for name in section & settings.keys()},
             **settings,
         }  # fmt: skip
-        self.temporary.mkdir(exist_ok=True)
         paths = os.pathsep.join([str(HERE), *sys.path])
         self.process = Forked(
             [sys.executable, "-c", self.CODE, json.dumps(arguments)],
@@ -69,6 +76,7 @@ sys.exit(run_agent(settings, preload=("everstep.launch.elastic", "tiny_trainer")
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(DEADLINE_S)
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def events_of(run_dir, kind, **fields):
@@ -85,8 +93,7 @@ class TinyRun:
     def __init__(self, run_dir, groups, ranks, *flags, terminal=None):
         self.run_dir = run_dir
         self.output = run_dir.with_suffix(".out")
-        self.temporary = run_dir.parent / "tmp"
-        self.temporary.mkdir(parents=True, exist_ok=True)
+        self.temporary = short_folder()
         command = [sys.executable, str(HERE / "run_tiny.py"), str(run_dir), str(groups), str(ranks), *flags]
         paths = os.pathsep.join([str(HERE), *sys.path])
         # In a session of its own; with a terminal to call its own, whose Ctrl-C reaches it alone.
@@ -141,3 +148,4 @@ class TinyRun:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         self.process.wait(DEADLINE_S)
+        shutil.rmtree(self.temporary, ignore_errors=True)

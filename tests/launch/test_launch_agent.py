@@ -3,11 +3,15 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
+import pytest
 
+from everstep.launch import machine
 from everstep.launch.agent import next_incarnation, reason_not_to_start
 from everstep.launch.watchdog import RestartLimits
+from everstep.run.directory import LaunchError
 from everstep.run.events import EventLog, last_event
 from launched import DEADLINE_S, alive, until
 
@@ -23,6 +27,23 @@ def test_it_ends_when_its_workers_are_done_and_leaves_nothing_behind(agent):
     assert one.process.wait(60) == 0
     assert one.events("agent_ended")[0]["status"] == "done"
     assert list(one.temporary.iterdir()) == []
+
+
+def test_a_temporary_folder_whose_path_is_too_long_for_sockets_ends_nobody(agent, tmp_path):
+    """As a batch job's TMPDIR may be."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    one = agent("--training.steps", "3", temporary=long)
+    assert one.process.wait(60) == 0
+    assert one.events("agent_ended")[0]["status"] == "done"
+
+
+def test_without_a_folder_for_sockets_there_is_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 100)))
+    assert machine.socket_root() == Path("/tmp")
+    monkeypatch.setattr(machine, "_SHORT_ROOTS", ())
+    with pytest.raises(LaunchError, match="set TMPDIR to a folder with at most"):
+        machine.socket_root()
 
 
 def test_a_batch_systems_sigterm_to_every_process_is_a_clean_stop(agent):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch.forkpoint import start_fork_point
+from everstep.launch.machine import PRIVATE_PREFIX, socket_root
 from everstep.launch.warm import PRELOAD
 from everstep.launch.warm import preload as import_modules
 from everstep.launch.watchdog import RestartLimits
@@ -215,7 +216,7 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = settings.devices
     if settings.job:
         os.environ[fence.ENVIRONMENT] = str(claim)
-    own_dir = "" if settings.socket_dir else tempfile.mkdtemp(prefix="everstep-")
+    own_dir = "" if settings.socket_dir else tempfile.mkdtemp(prefix=PRIVATE_PREFIX, dir=socket_root())
     socket_dir = Path(settings.socket_dir or own_dir)
     fork_point_pid = start_fork_point(socket_dir)
     tempfile.tempdir = str(socket_dir)  # where multiprocessing leaves its files, cleaned up even if we are killed
