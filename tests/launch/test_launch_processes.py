@@ -181,7 +181,7 @@ def test_nobody_needs_the_warm_process_and_it_comes_back(run):
 
 
 def test_a_run_directory_belongs_to_one_live_run(run, start):
-    second = type(run)(run.run_dir, 2, 2, *ENDLESS)
+    second = type(run)(run.run_dir, 2, 2, *ENDLESS, temporary=run.temporary)
     assert second.process.wait(30) == 2
     assert f"in use by a run that is still going (pid {run.process.pid})" in second.said()
 
@@ -214,7 +214,7 @@ def test_a_clean_stop_lets_every_worker_finish_its_step(run):
 
 
 def test_a_stopped_run_continues_in_its_directory_and_ends_by_itself(run):
-    again = type(run)(run.run_dir, 1, 1, "--training.steps", "5")
+    again = type(run)(run.run_dir, 1, 1, "--training.steps", "5", temporary=run.temporary)
     assert again.process.wait(60) == 0
     assert again.events("run_ended")[-1]["status"] == "done"
     assert again.events("workers_started", group=0)[-1]["incarnation"] > 1
@@ -231,6 +231,6 @@ def test_nothing_outlives_a_killed_supervisor(start):
     run.process.wait()
     until(lambda: not any(alive(process.pid) for process in tree), "all processes to die", deadline_s=5.0)
 
-    again = type(run)(run.run_dir, 1, 1, "--training.steps", "5")
+    again = type(run)(run.run_dir, 1, 1, "--training.steps", "5", temporary=run.temporary)
     assert again.process.wait(60) == 0
     assert list(run.temporary.iterdir()) == [], "what the killed one left behind is cleared away as well"
