@@ -27,34 +27,19 @@ from everstep import wire
 from everstep.quorum.gate import PURPOSE, Asked
 from everstep.quorum.identity import replica_id, saying_code
 from everstep.quorum.membership import CODE, DATA, HEARTBEAT_S
-from everstep.step.quorum import NO_STATE, Request, encode
+from everstep.step.quorum import encode
 from everstep.wire.channel import _HEAD
-from quorum_scale import TOKEN, start_direct, start_lighthouse
+from quorum_scale import TOKEN, request_of, start_direct, start_lighthouse
 
 TIMEOUT = timedelta(seconds=30)
 
 
 def asked_by(group: int, number: int) -> Asked:
     """What a group of a real run asks for its `number`th quorum."""
-    store, replica = f"127.0.0.1:{20000 + group}", replica_id(TOKEN, group, "bench")
-    saying = encode(
-        Request(
-            group=group,
-            life="bench",
-            number=number,
-            step=number,
-            history=1,
-            suspect=False,
-            follows=NO_STATE,
-            followed=0,
-            finishing=False,
-            connected="",
-            store=store,
-            doors=(store,),
-        )
-    )
+    request, replica = request_of(group, "bench", number, number), replica_id(TOKEN, group, "bench")
+    saying = encode(request)
     data = {DATA: saying, CODE: saying_code(TOKEN, replica, saying)}
-    return Asked("quorum", replica, store, number, 0.95 * TIMEOUT.total_seconds(), data)
+    return Asked("quorum", replica, request.store, number, 0.95 * TIMEOUT.total_seconds(), data)
 
 
 def take_unread(channel: wire.Channel) -> None:

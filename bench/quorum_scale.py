@@ -57,6 +57,25 @@ class Series:
     lighthouse_rss: int
 
 
+def request_of(group: int, life: str, number: int, step: int) -> Request:
+    """What a group that lost nothing asks for its `number`th quorum."""
+    store = f"127.0.0.1:{20000 + group}"
+    return Request(
+        group=group,
+        life=life,
+        number=number,
+        step=step,
+        history=1,
+        suspect=False,
+        follows=NO_STATE,
+        followed=0,
+        finishing=False,
+        connected="",
+        store=store,
+        doors=(store,),
+    )
+
+
 class Group(threading.Thread):
     """One simulated group. `waits` holds (step, members, seconds) of its quorums."""
 
@@ -74,21 +93,7 @@ class Group(threading.Thread):
         membership = self._live(incarnation)
         while time.monotonic() < self._end:
             number += 1
-            store = f"127.0.0.1:{20000 + self.group}"
-            request = Request(
-                group=self.group,
-                life=str(incarnation),
-                number=number,
-                step=step,
-                history=1,
-                suspect=False,
-                follows=NO_STATE,
-                followed=0,
-                finishing=False,
-                connected="",
-                store=store,
-                doors=(store,),
-            )
+            request = request_of(self.group, str(incarnation), number, step)
             asked = time.monotonic()
             try:
                 quorum = read_quorum(*membership.ask(request, TIMEOUT))

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+import textwrap
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch
 from everstep.run.token import run_token
 from everstep.snapshot import keepers, peers, recovery, restore, sources
 from everstep.snapshot.copier import Copier
+from everstep.snapshot.header import Kind
 from everstep.snapshot.layout import Layout
 from everstep.snapshot.plan import State
 from everstep.snapshot.section import Snapshot
@@ -38,6 +40,21 @@ def state_of(step: int, seed: int = 0, scale: int = 1) -> State:
         meta={"step": step, "lr": 0.5**step},
         blobs={"data": step.to_bytes(8, "little") * 5},
     )
+
+
+def in_keepers(monkeypatch, folder: Path, code: str) -> None:
+    """Have the keepers that are started from now on run `code` first."""
+    site = folder / "site"
+    site.mkdir()
+    condition = "import sys\nif 'everstep.snapshot.keeper' in ' '.join(sys.orig_argv):\n"
+    (site / "sitecustomize.py").write_text(condition + textwrap.indent(textwrap.dedent(code), "    "))
+    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+
+def file_of(segment: Segment, kind: Kind, step: int, rank: int = 0) -> Path:
+    """The buffer that holds the rank's part, or parity, of a step."""
+    held = zip(segment.files(kind, rank), segment.headers(kind, rank), strict=True)
+    return next(path for path, header in held if header and header.step == step)
 
 
 class Cluster:

@@ -24,7 +24,7 @@ from everstep.snapshot.plan import State
 from everstep.snapshot.room import cgroup_free_bytes, make_room, memory_needed
 from everstep.snapshot.segment import Segment
 from everstep.snapshot.stripes import parity_group
-from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, is_zombie, wait_until
+from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, file_of, in_keepers, is_zombie, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +48,11 @@ def test_a_file_that_lies_where_another_belongs_is_never_restored(which):
             run.wait()
             run.settled(step)
         segments = [run.segment(group) for group in run.groups]
-        at = [next(i for i, h in enumerate(s.headers("data", 0)) if h and h.step == 2) for s in segments]
-        mine, theirs = (segments[g].file("data", 0, at[g]) for g in (0, 1))
+        mine, theirs = (file_of(segments[g], "data", 2) for g in (0, 1))
         if which == "another group's":
             shutil.copy(theirs, mine)
         elif which == "parity":
-            index = next(i for i, h in enumerate(segments[0].headers("parity", 0)) if h and h.step == 2)
-            shutil.copy(segments[0].file("parity", 0, index), mine)
+            shutil.copy(file_of(segments[0], "parity", 2), mine)
         else:
             kept = mine.read_bytes()
             shutil.copy(theirs, mine)
@@ -74,13 +72,8 @@ def test_a_file_that_lies_in_an_older_buffers_place_is_not_taken_for_the_newest(
             run.wait()
             run.settled(step)
         mine, theirs = run.segment(0), run.segment(1)
-        at = lambda segment, kind, step: next(  # noqa: E731
-            path
-            for path, header in zip(segment.files(kind, 0), segment.headers(kind, 0), strict=True)
-            if header and header.step == step
-        )
-        source = at(theirs, "data", 2) if which == "another group's" else at(mine, "parity", 2)
-        shutil.copy(source, at(mine, "data", 1))
+        source = file_of(theirs, "data", 2) if which == "another group's" else file_of(mine, "parity", 2)
+        shutil.copy(source, file_of(mine, "data", 1))
         for group in run.groups:
             found = run.recover(group=group)
             assert (found.decision.source, found.decision.step) == ("memory", 2)
@@ -264,18 +257,14 @@ def test_what_comes_late_is_coded_beside_the_older_steps_parity_and_not_over_it(
 
 def test_a_group_whose_memory_is_full_holds_no_parity_and_is_protected_by_the_others(monkeypatch, tmp_path):
     """Its keeper is told that it has no room, as by a full tmpfs."""
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "if 'group-2' in os.environ.get('FULL', '') and '\"group\": 2' in ' '.join(sys.orig_argv):\n"
-        "    import everstep.snapshot.room as room\n"
-        "    from everstep.snapshot.buffer import SnapshotError\n"
-        "    def full(*a, **k): raise SnapshotError('snapshots need 1 bytes more, and there are 0 free')\n"
-        "    room.make_room = full\n"
-    )
-    monkeypatch.setenv("FULL", "group-2")
-    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    code = """
+        if '"group": 2' in ' '.join(sys.orig_argv):
+            import everstep.snapshot.room as room
+            from everstep.snapshot.buffer import SnapshotError
+            def full(*a, **k): raise SnapshotError('snapshots need 1 bytes more, and there are 0 free')
+            room.make_room = full
+    """
+    in_keepers(monkeypatch, tmp_path, code)
     with Cluster(4, coding_timeout_s=4.0) as run:
         for step in (1, 2):
             run.commit(step)
@@ -290,15 +279,7 @@ def test_a_group_whose_memory_is_full_holds_no_parity_and_is_protected_by_the_ot
 
 
 def test_what_a_watch_cannot_do_does_not_end_it(monkeypatch, tmp_path):
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(
-        "import sys\n"
-        "if 'everstep.snapshot.keeper' in ' '.join(sys.orig_argv):\n"
-        "    import everstep.snapshot.parity as p\n"
-        "    p.MAX_DATA = 1\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    in_keepers(monkeypatch, tmp_path, "import everstep.snapshot.parity as p\np.MAX_DATA = 1")
     with Cluster(3, coding_timeout_s=2.0) as run:
         for step in (1, 2):
             run.commit(step)
@@ -312,15 +293,7 @@ def test_what_a_watch_cannot_do_does_not_end_it(monkeypatch, tmp_path):
 
 
 def test_parity_that_rots_after_publication_is_found_and_made_again(monkeypatch, tmp_path):
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(
-        "import sys\n"
-        "if 'everstep.snapshot.keeper' in ' '.join(sys.orig_argv):\n"
-        "    import everstep.snapshot.rank_watch as watch\n"
-        "    watch.SCRUB_S = 0.3\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    in_keepers(monkeypatch, tmp_path, "import everstep.snapshot.rank_watch as watch\nwatch.SCRUB_S = 0.3")
     with Cluster(3) as run:
         (run.run_dir / "events").mkdir()
         run.commit(1)
@@ -456,19 +429,15 @@ def test_no_more_memory_is_taken_than_was_reserved(parities):
 
 
 def test_keepers_of_a_run_whose_directory_is_deleted_end_and_leave_nothing(monkeypatch, tmp_path):
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(
-        "import sys\n"
-        "if 'everstep.snapshot.keeper' in ' '.join(sys.orig_argv):\n"
-        "    import threading, time\n"
-        "    def soon():\n"
-        "        main = sys.modules['__main__']\n"
-        "        while not hasattr(main, 'GONE_S'): time.sleep(0.01)\n"
-        "        main.GONE_S = 0.5\n"
-        "    threading.Thread(target=soon, daemon=True).start()\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    code = """
+        import threading, time
+        def soon():
+            main = sys.modules['__main__']
+            while not hasattr(main, 'GONE_S'): time.sleep(0.01)
+            main.GONE_S = 0.5
+        threading.Thread(target=soon, daemon=True).start()
+    """
+    in_keepers(monkeypatch, tmp_path, code)
     with Cluster(2) as run:
         run.commit(1)
         run.wait()

@@ -13,7 +13,7 @@ from everstep.snapshot.board import Channels
 from everstep.snapshot.buffer import HEADER_BYTES, BufferReader, BufferWriter, SnapshotError, chunk_digests
 from everstep.snapshot.repair import RepairError, _exchange, repair
 from everstep.snapshot.segment import Segment
-from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, wait_until
+from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, file_of, in_keepers, wait_until
 from test_snapshot_faults import frozen
 from test_snapshot_publication import header_of
 
@@ -24,15 +24,7 @@ SCALE = 8
 @pytest.fixture
 def scrubbing(monkeypatch, tmp_path):
     """Keepers that look at everything again all the time."""
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(
-        "import sys\n"
-        "if 'everstep.snapshot.keeper' in ' '.join(sys.orig_argv):\n"
-        "    import everstep.snapshot.rank_watch as watch\n"
-        "    watch.SCRUB_S = 0.3\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    in_keepers(monkeypatch, tmp_path, "import everstep.snapshot.rank_watch as watch\nwatch.SCRUB_S = 0.3")
 
 
 def committed(run: Cluster, *steps: int) -> None:
@@ -47,11 +39,11 @@ def rot(run: Cluster, group: int, step: int, *places: float) -> tuple:
     """Flip a bit of a part at each of these places, from 0, its first byte, to 1, its table's last. Returns the file,
     and the payload and table that were in it."""
     segment = run.segment(group)
-    index = next(i for i, h in enumerate(segment.headers("data", 0)) if h and h.step == step)
-    path = segment.file("data", 0, index)
+    path = file_of(segment, "data", step)
     whole = path.read_bytes()
-    header = segment.headers("data", 0)[index]
-    chunks = len(BufferReader(path).table(header))
+    reader = BufferReader(path)
+    header = reader.header()
+    chunks = len(reader.table(header))
     last = header.payload_bytes + 8 * chunks - 1
     with path.open("r+b") as file:
         for place in places:

@@ -18,14 +18,12 @@ from everstep.snapshot.inspect import InspectError, describe, inspect, sound, to
 from everstep.snapshot.plan import State
 from everstep.snapshot.restore import RestoreError
 from everstep.snapshot.segment import Segment
-from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, is_zombie, wait_until
+from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, file_of, is_zombie, wait_until
 
 
 def damage(run: Cluster, group: int, kind: str, step: int, at: int) -> None:
     """Flip one bit of a buffer; `at` counts from the payload's first byte."""
-    segment = run.segment(group)
-    index = next(i for i, h in enumerate(segment.headers(kind, 0)) if h and h.step == step)
-    with segment.file(kind, 0, index).open("r+b") as file:
+    with file_of(run.segment(group), kind, step).open("r+b") as file:
         file.seek(HEADER_BYTES + at)
         byte = file.read(1)[0]
         file.seek(HEADER_BYTES + at)
@@ -341,9 +339,7 @@ def test_a_truncated_buffer_counts_as_empty():
         run.commit(1)
         run.commit(2)
         run.wait()
-        segment = run.segment(1)
-        index = next(i for i, h in enumerate(segment.headers("data", 0)) if h and h.step == 2)
-        os.truncate(segment.file("data", 0, index), HEADER_BYTES + 1000)
+        os.truncate(file_of(run.segment(1), "data", 2), HEADER_BYTES + 1000)
         found = run.recover(disk_step=0)
         assert (found.decision.source, found.decision.step) == ("older", 1)
         assert_is_step(found.restored, 1)

@@ -61,7 +61,7 @@ class Copier:
         self._revive_after = time.monotonic() + KEEPER_SILENT_S
         self._segment, self._rank, self._ranks = segment, rank, ranks
         self._settings, self._emit = settings, emit
-        self._buffers = [MappedBuffer(BufferWriter(segment.file("data", rank, i))) for i in range(BUFFERS)]
+        self._buffers = [MappedBuffer(BufferWriter(path)) for path in segment.files("data", rank)]
         self.agreed = Agreed()
         """What all groups know alike; a joiner's is replaced by that of the group it heals from."""
         self._newest: Header | None = None
