@@ -181,7 +181,9 @@ def status(run_dir: Path) -> str:
     where = published_address(run_dir) or "no address yet"
     state = lighthouse[0].state if lighthouse else "ended"
     lines = [f"step {run['step']}, groups in the last step: {run['groups']}", f"lighthouse  {state:12} {where}"]
-    lines += [f"snapshots   {run['snapshots'].line()}", ""] if run["snapshots"].line() else [""]
+    if snapshots := run["snapshots"].line():
+        lines.append(f"snapshots   {snapshots}")
+    lines.append("")
     lines.append(f"{'group':>5}  {'Slurm':12} {'nodes':16} {'starts':>6}  {'last beat':24} notes")
     beats = {group: (beat, age) for group, beat, age in beats_of_groups(run_dir)}
     numbers = sorted({*run["seen"], *(g for g in tasks if g is not None), *beats})
