@@ -86,6 +86,8 @@ MISTAKES = {
     "init demo --out none/here.toml": (2, "there is no such folder"),
     "plan good.toml --nodes 8 --mtbf-hours 100": (2, "--step-s is missing"),
     "plan good.toml --nodes 0 --mtbf-hours 100 --step-s 1": (2, "--nodes and --ranks-per-node must be at least 1"),
+    "plan good.toml --nodes 8 --step-s 1": (2, "give either --mtbf-hours or --kill-every-s"),
+    "plan good.toml --nodes 8 --step-s 1 --kill-every-s 0": (2, "--mtbf-hours or --kill-every-s more than 0"),
     "plan good.toml --nodes 8 --mtbf-hours 9 --from folder": (2, "folder: folder has no events/ folder"),
     "report nothing": (2, "nothing has no events/ folder; give the directory of a run"),
     "report folder --jsn": (2, "there is no flag --jsn, did you mean --json?"),

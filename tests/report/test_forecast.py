@@ -54,6 +54,27 @@ def test_a_small_run_under_kills_is_foreseen_within_two_points(every_s, shared):
     assert expected.kept < 1.0
 
 
+@pytest.mark.parametrize("every_s", [3.0, 10.0, 20.0, 60.0])
+def test_a_rehearsal_is_foreseen_within_two_points(every_s):
+    """Kills come at fixed times, to one of the groups that take part, never to the last."""
+    costs = Costs(step_s=1.1, notice_s=0.4, rejoin_s=14.2, shared_cores=0.4)
+    rng, back, now, done, kill = random.Random(0), [0.0] * 3, 0.0, 0.0, every_s
+    while now < 20_000.0:
+        following = min(kill if kill > now else math.inf, min((t for t in back if t > now), default=math.inf))
+        own = sum(t <= now for t in back) / 3
+        done += (following - now) * (own + (1 - own) * costs.shared_cores)
+        now = following
+        up = [group for group in range(3) if back[group] <= now]
+        if kill <= now and len(up) > 1:
+            back[rng.choice(up)] = now + costs.rejoin_s
+            own = (len(up) - 1) / 3
+            pause = costs.notice_s + costs.step_s / 2 * (1 - costs.shared_cores)
+            done -= pause * (own + (1 - own) * costs.shared_cores)
+            kill = now + every_s
+    expected = forecast(Cluster(nodes=3, node_mtbf_s=math.inf, kill_every_s=every_s), costs, Choice())
+    assert expected.kept == pytest.approx(done / now, abs=0.02)
+
+
 @pytest.mark.parametrize(("size", "spares"), [(1, 0), (4, 0), (4, 2), (16, 1)])
 def test_a_large_run_is_foreseen_within_two_points(size, spares):
     cluster = Cluster(nodes=128, node_mtbf_s=200 * 3600.0)

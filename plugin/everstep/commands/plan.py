@@ -33,8 +33,11 @@ class Plan:
     nodes: int
     """Nodes of the whole run, spares included."""
 
-    mtbf_hours: float
+    mtbf_hours: float | None = None
     """Mean time between failures of one node."""
+
+    kill_every_s: float | None = None
+    """Instead: what `everstep run --chaos-every` with so many seconds should keep, a rehearsal of the plan."""
 
     ranks_per_node: int = 8
     """Ranks (GPUs) of a node."""
@@ -74,8 +77,13 @@ def plan(command: Plan, flags: Sequence[str]) -> int:
     """Returns the exit status."""
     from everstep.launch.settings import read_sections
 
-    if command.nodes < 1 or command.mtbf_hours <= 0 or command.ranks_per_node < 1:
-        raise LaunchError("--nodes and --ranks-per-node must be at least 1, --mtbf-hours more than 0.")
+    given = [value for value in (command.mtbf_hours, command.kill_every_s) if value is not None]
+    if len(given) != 1:
+        raise LaunchError("How often nodes fail: give either --mtbf-hours or --kill-every-s.")
+    if command.nodes < 1 or command.ranks_per_node < 1 or given[0] <= 0:
+        raise LaunchError(
+            "--nodes and --ranks-per-node must be at least 1, --mtbf-hours or --kill-every-s more than 0."
+        )
     sections = read_sections(command.config, flags)
     if command.from_run is not None:
         costs = measured(command.from_run)
@@ -93,7 +101,8 @@ def plan(command: Plan, flags: Sequence[str]) -> int:
         )
     cluster = Cluster(
         nodes=command.nodes,
-        node_mtbf_s=command.mtbf_hours * HOUR_S,
+        node_mtbf_s=command.mtbf_hours * HOUR_S if command.mtbf_hours is not None else math.inf,
+        kill_every_s=command.kill_every_s or 0.0,
         hang_share=command.hang_share,
         all_gone_s=command.all_gone_days * DAY_S,
         memory_lost_share=command.memory_lost_share,

@@ -19,6 +19,9 @@ class Cluster:
     nodes: int
     node_mtbf_s: float
     """Mean time between failures of one node."""
+    kill_every_s: float = 0.0
+    """If not 0, a rehearsal instead of `node_mtbf_s`: every so many seconds one of the groups that take part dies,
+    never the last, as `everstep run --chaos-every` does it."""
     hang_share: float = 0.0
     """Of the failures, those in which processes hang or a host vanishes instead of dying: noticed by a timeout."""
     all_gone_s: float = math.inf
@@ -96,16 +99,21 @@ def forecast(cluster: Cluster, costs: Costs, choice: Choice) -> Forecast:
         raise ValueError(
             f"{cluster.nodes} nodes hold no group of {choice.nodes_per_group} beside {choice.spares} spares"
         )
-    rate = choice.nodes_per_group / cluster.node_mtbf_s
     hang = cluster.hang_share
     away_s = costs.rejoin_s + hang * choice.stall_timeout_s
-    waiting = _beyond(groups * rate * costs.replace_s, choice.spares) / groups  # for a node, with no spare left
-    absent_s = away_s + waiting / rate
-    share = rate * absent_s / (1 + rate * absent_s)
-    speed = sum(p * _speed(groups, gone, choice.slots, costs.shared_cores) for gone, p in _binomial(groups, share))
+    if cluster.kill_every_s:
+        load = min(away_s / cluster.kill_every_s, groups - 1)  # a kill that would be the last group's waits
+        faults, away = load / away_s, _in_turn(load)
+    else:
+        rate = choice.nodes_per_group / cluster.node_mtbf_s
+        waiting = _beyond(groups * rate * costs.replace_s, choice.spares) / groups  # for a node, with no spare left
+        absent_s = away_s + waiting / rate
+        share = rate * absent_s / (1 + rate * absent_s)
+        faults, away = groups * (1 - share) * rate, _binomial(groups, share)
+    speed = sum(p * _speed(groups, gone, choice.slots, costs.shared_cores) for gone, p in away)
     notice_s = (1 - hang) * costs.notice_s + hang * choice.reduce_timeout_s
     again_s = costs.step_s / max(1, groups - 1) * (1 - costs.shared_cores)
-    moment = 1 / (1 + groups * (1 - share) * rate * (notice_s + again_s))
+    moment = 1 / (1 + faults * (notice_s + again_s))
     gone_s = costs.start_s + costs.step_s * _steps_lost(cluster, choice, groups)
     intact = 1 / (1 + gone_s / cluster.all_gone_s)
     copy_s = costs.snapshot_s / choice.snapshot_interval if choice.snapshot_interval else 0.0
@@ -136,6 +144,13 @@ def _speed(groups: int, gone: int, slots: int, shared: float) -> float:
 def _binomial(n: int, p: float) -> Iterator[tuple[int, float]]:
     for k in range(n + 1):
         yield k, math.comb(n, k) * p**k * (1 - p) ** (n - k)
+
+
+def _in_turn(load: float) -> Iterator[tuple[int, float]]:
+    """How many are away at once when they go at fixed intervals, `load` of them until one is back."""
+    whole = math.floor(load)
+    yield whole, 1 - (load - whole)
+    yield whole + 1, load - whole
 
 
 def _beyond(mean_count: float, spares: int) -> float:

@@ -18,20 +18,13 @@ steps that a restore took back. `idle`: allocated and not there."""
 
 
 def productive_s(final: Sequence[Commit], runs: Sequence[Session], step_s: float | None) -> float | None:
-    """Seconds that the steps of the final state needed: each its own time, and no more than a healthy step's.
+    """Seconds that the steps of the final state need at a healthy step's pace, of each session no more than it trained.
 
     None without a healthy step to compare with.
     """
     if step_s is None:
         return None
-    spent = 0.0
-    for run in runs:
-        before: float | None = None
-        for commit in sorted((c for c in final if c.t in run), key=lambda c: c.t):
-            own = commit.took_s if commit.took_s is not None else step_s
-            spent += min(step_s, own if before is None else commit.t - before)
-            before = commit.t
-    return spent
+    return sum(min(run.training_s, step_s * sum(commit.t in run for commit in final)) for run in runs)
 
 
 def productivity(
