@@ -45,7 +45,7 @@ def asked_by(group: int, number: int) -> Asked:
 def take_unread(channel: wire.Channel) -> None:
     """Take a message in and check its code, and no more."""
     head = channel.receive(_HEAD.size)
-    channel._open_record(head, [memoryview(bytearray(channel.receive(_HEAD.unpack(head)[2])))])
+    channel._receive_body(head, [memoryview(bytearray(_HEAD.unpack(head)[2]))])
 
 
 class Gated:

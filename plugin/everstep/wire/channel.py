@@ -11,16 +11,17 @@ import struct
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
 import xxhash
 
-from everstep.wire.sealing import TAG_BYTES, Sealer, SealError
+from everstep.wire.sealing import TAG_BYTES, Opening, Sealer, SealError
 
-CHUNK_BYTES = 1 << 20  # small enough to be sealed while still in the cache that the socket filled
+CHUNK_BYTES = 1 << 20
+PIECE_BYTES = 1 << 18  # is sealed and sent, or received and opened, while it is in the processor's cache
 RANGE_BYTES = 8 << 20  # what one request asks for; the next is asked for before the last has arrived
 FRAME_LIMIT_BYTES = 64 << 20
 _MAX_IOV = 512
@@ -104,6 +105,20 @@ def format_address(host: str, port: int) -> str:
 def _timeval(timeout: timedelta) -> bytes:
     s = max(timeout.total_seconds(), 0.001)
     return struct.pack("@ll", int(s), int(s % 1 * 1_000_000))
+
+
+def _pieces(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """The same bytes in lists of at most PIECE_BYTES together."""
+    piece: list[memoryview] = []
+    room = PIECE_BYTES
+    for view in views:
+        while view.nbytes > room:
+            yield [*piece, view[:room]]
+            view, piece, room = view[room:], [], PIECE_BYTES
+        piece.append(view)
+        room -= view.nbytes
+    if piece:
+        yield piece
 
 
 def _pending(views: Sequence[bytes | memoryview]) -> list[memoryview]:
@@ -218,13 +233,13 @@ class Channel:
     def _send_lent(self, views: Sequence[bytes | memoryview], wanted_back: Callable[[], bool]) -> Sequence[memoryview]:
         """Send from memory that is lent. Returns copies of what was not sent when it was wanted back."""
         pending, silent_at = _pending(views), time.monotonic() + self._timeout_s
-        room = select.poll()
-        room.register(self._sock, select.POLLOUT)
         while pending:
             try:
                 _drop(pending, self._sock.sendmsg(pending[:_MAX_IOV], [], socket.MSG_DONTWAIT))
                 silent_at = time.monotonic() + self._timeout_s
             except BlockingIOError:
+                room = select.poll()
+                room.register(self._sock, select.POLLOUT)
                 while not room.poll(_LOOK_MS):
                     if wanted_back():
                         return [memoryview(bytes(view)) for view in pending]
@@ -234,20 +249,50 @@ class Channel:
                 raise WireError(f"the connection to {self.peer} broke: {error}") from error
         return []
 
-    def _sealed(self, kind: int, offset: int, views: Sequence[memoryview]) -> list[bytes | memoryview]:
-        """A record as it is sent."""
+    def _send_record(
+        self, kind: int, offset: int, views: Sequence[memoryview], wanted_back: Callable[[], bool] | None = None
+    ) -> Sequence[memoryview]:
+        """Send a record. With `wanted_back` the views are lent; when they are wanted back, what is left to be sent is
+        returned as copies."""
         if self._outgoing is None:
             raise WireError(f"there is no session with {self.peer} yet")
         head = _HEAD.pack(kind, offset, sum(view.nbytes for view in views))
-        body, tag = self._outgoing.seal(head, views)
-        return [head, *body, tag]
+        sealing, due, left = self._outgoing.seal(head), [memoryview(head)], []
 
-    def _open_record(self, head: bytes, views: Sequence[memoryview]) -> None:
-        """Take in the tag of a record whose body has been received, and see that all of it is right."""
+        def flush() -> None:
+            if left:
+                left.extend(memoryview(bytes(view)) for view in due)
+            elif wanted_back is None:
+                self.send(due)
+            else:
+                left.extend(self._send_lent(due, wanted_back))
+
+        for number, piece in enumerate(_pieces(views)):
+            if number:
+                flush()
+                due = []
+            due += sealing.update(piece)
+        due.append(memoryview(sealing.tag()))
+        flush()
+        return left
+
+    def _receive_body(self, head: bytes, views: Sequence[memoryview]) -> None:
+        """Receive what follows a head, and see that all of it is right."""
+        opening = self._opening(head)
+        for piece in _pieces(views):
+            for view in piece:
+                self.receive_into(view)
+            opening.update(piece)
+        self._check(opening)
+
+    def _opening(self, head: bytes) -> Opening:
         if self._incoming is None:
             raise WireError(f"there is no session with {self.peer} yet")
+        return self._incoming.open(head)
+
+    def _check(self, opening: Opening) -> None:
         try:
-            self._incoming.open(head, views, self.receive(TAG_BYTES))
+            opening.check(self.receive(TAG_BYTES))
         except SealError as error:
             raise WireError(f"what {self.peer} sent was altered on the way: {error}") from error
 
@@ -256,7 +301,7 @@ class Channel:
         body = message if isinstance(message, bytes) else encoded(message)
         if len(body) > FRAME_LIMIT_BYTES:
             raise WireError(f"a message of {len(body)} bytes is over the limit of {FRAME_LIMIT_BYTES}")
-        self.send(self._sealed(_FRAME, 0, [memoryview(body)]))
+        self._send_record(_FRAME, 0, [memoryview(body)])
 
     def receive_frame(self) -> dict[str, Any]:
         """The next message. Raises RefusedError if it is a refusal, WireError if it is damaged or not a
@@ -265,10 +310,12 @@ class Channel:
         kind, _, length = _HEAD.unpack(head)
         if kind != _FRAME or length > FRAME_LIMIT_BYTES:
             raise WireError(f"{self.peer} sent no message, or one over the limit of {FRAME_LIMIT_BYTES} bytes")
-        body = bytearray()
+        opening, body = self._opening(head), bytearray()
         while len(body) < length:  # room for what has come, whatever was announced
-            body += self.receive(min(CHUNK_BYTES, length - len(body)))
-        self._open_record(head, [memoryview(body)])
+            part = bytearray(self.receive(min(CHUNK_BYTES, length - len(body))))
+            opening.update([memoryview(part)])
+            body += part
+        self._check(opening)
         try:
             message = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -296,13 +343,11 @@ class Channel:
         for start in range(offset, offset + length, CHUNK_BYTES):
             n = min(CHUNK_BYTES, offset + length - start)
             if not isinstance(source, Lender):
-                self.send(self._sealed(_CHUNK, start, source.views(start, n)))
+                self._send_record(_CHUNK, start, source.views(start, n))
                 continue
             with source.lend(start, n) as views:
-                record = self._sealed(_CHUNK, start, views)
-                if not self.encrypts:
-                    record = self._send_lent(record, source.wanted_back)
-            self.send(record)
+                left = self._send_record(_CHUNK, start, views, source.wanted_back)
+            self.send(left)
 
     def receive_range(self, sink: Bytes, offset: int, length: int, base: int = 0) -> None:
         """Take the answer to a read straight into its place. `base`: the offset that is the sink's byte 0.
@@ -315,10 +360,7 @@ class Channel:
             head = self.receive(_HEAD.size)
             if head != _HEAD.pack(_CHUNK, start, n):
                 raise WireError(f"{self.peer} sent something else than the chunk asked for at byte {start}")
-            views = sink.views(start - base, n)
-            for view in views:
-                self.receive_into(view)
-            self._open_record(head, views)
+            self._receive_body(head, sink.views(start - base, n))
 
 
 def digest_of(views: Sequence[memoryview]) -> int:

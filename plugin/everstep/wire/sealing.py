@@ -11,11 +11,17 @@ older than 3.1, which does not use AVX-512 for GCM and is three times as slow.
 
 import enum
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import (
+    AEADDecryptionContext,
+    AEADEncryptionContext,
+    Cipher,
+    algorithms,
+    modes,
+)
 
 KEY_BYTES, TAG_BYTES = 32, 16
 _COUNTER = struct.Struct("<Q4x")
@@ -32,17 +38,77 @@ class Suite(enum.IntFlag):
     GCM = 4
 
 
+class Sealing(Protocol):
+    """A message on its way out."""
+
+    def update(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
+        """What to send for the next bytes of the body; good until the next call."""
+        ...
+
+    def tag(self) -> bytes:
+        """What to send after the body: TAG_BYTES."""
+        ...
+
+
+class Opening(Protocol):
+    """A message on its way in. Nothing of it is to be believed before `check`."""
+
+    def update(self, views: Sequence[memoryview]) -> None:
+        """Take in the next bytes of the body, and decrypt them in place."""
+        ...
+
+    def check(self, tag: bytes) -> None:
+        """Raises SealError if this is not the message that was sealed."""
+        ...
+
+
 class Sealer(Protocol):
     encrypts: bool
 
-    def seal(self, head: bytes, body: Sequence[memoryview]) -> tuple[Sequence[memoryview], bytes]:
-        """What to send for the next message, whose `head` is sent as it is: the body, and a tag of TAG_BYTES. The
-        body is good until the next call."""
+    def seal(self, head: bytes) -> Sealing:
+        """Begin the next message to be sent. `head` is sent as it is."""
         ...
 
-    def open(self, head: bytes, body: Sequence[memoryview], tag: bytes) -> None:
-        """Check the next message, and decrypt its body in place. Raises SealError."""
+    def open(self, head: bytes) -> Opening:
+        """Begin the next message that comes."""
         ...
+
+
+class _GcmSealing:
+    def __init__(self, context: AEADEncryptionContext, room: Callable[[int], memoryview] | None) -> None:
+        self._context, self._room = context, room
+
+    def update(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
+        if self._room is None:
+            for view in views:
+                self._context.authenticate_additional_data(view)
+            return views
+        sealed, at = self._room(sum(view.nbytes for view in views)), 0
+        for view in views:
+            at += self._context.update_into(view, sealed[at:])
+        return [sealed]
+
+    def tag(self) -> bytes:
+        self._context.finalize()
+        return self._context.tag
+
+
+class _GcmOpening:
+    def __init__(self, context: AEADDecryptionContext, encrypted: bool) -> None:
+        self._context, self._encrypted = context, encrypted
+
+    def update(self, views: Sequence[memoryview]) -> None:
+        for view in views:
+            if self._encrypted:
+                self._context.update_into(view, view)
+            else:
+                self._context.authenticate_additional_data(view)
+
+    def check(self, tag: bytes) -> None:
+        try:
+            self._context.finalize_with_tag(tag)
+        except InvalidTag:
+            raise SealError("it does not match its authentication code") from None
 
 
 class Gcm:
@@ -53,34 +119,20 @@ class Gcm:
         self._aes, self._count = algorithms.AES(key[:16]), 0
         self._buffer = memoryview(b"")
 
-    def seal(self, head: bytes, body: Sequence[memoryview]) -> tuple[Sequence[memoryview], bytes]:
+    def seal(self, head: bytes) -> Sealing:
         context = Cipher(self._aes, self._mode()).encryptor()
         context.authenticate_additional_data(head)
-        if self.encrypts:
-            size, at = sum(view.nbytes for view in body), 0
-            if size > self._buffer.nbytes:
-                self._buffer = memoryview(bytearray(size))
-            for view in body:
-                at += context.update_into(view, self._buffer[at:])
-            body = [self._buffer[:size]]
-        else:
-            for view in body:
-                context.authenticate_additional_data(view)
-        context.finalize()
-        return body, context.tag
+        return _GcmSealing(context, self._room if self.encrypts else None)
 
-    def open(self, head: bytes, body: Sequence[memoryview], tag: bytes) -> None:
+    def open(self, head: bytes) -> Opening:
         context = Cipher(self._aes, self._mode()).decryptor()
         context.authenticate_additional_data(head)
-        for view in body:
-            if self.encrypts:
-                context.update_into(view, view)
-            else:
-                context.authenticate_additional_data(view)
-        try:
-            context.finalize_with_tag(tag)
-        except InvalidTag:
-            raise SealError("it does not match its authentication code") from None
+        return _GcmOpening(context, self.encrypts)
+
+    def _room(self, size: int) -> memoryview:
+        if size > self._buffer.nbytes:
+            self._buffer = memoryview(bytearray(size))
+        return self._buffer[:size]
 
     def _mode(self) -> modes.GCM:
         self._count += 1
