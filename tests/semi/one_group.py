@@ -6,8 +6,8 @@ is, between calls of the step protocol that this script makes.
 Each scenario: `config` a TOML file, `dir` an empty folder, `rounds`, and `before`: round → what happens to the group
 before that round, ["moved", worker] (its own state is in no memory), ["lost", worker, round] (nor on disk after this
 round), ["torn", worker, round], ["healed"] (all of the group's memory is replaced by what a joiner gets), ["restarted"]
-(another trainer goes on from a checkpoint). What came of it is in `dir`/out.pt: parameters, losses by inner step,
-events, and after how many inner steps of its round each sum began.
+(another trainer goes on from a checkpoint), ["absent", worker] (it is not in this round). What came of it is in
+`dir`/out.pt: parameters, losses by inner step, events, and after how many inner steps of its round each sum began.
 """
 
 import json
@@ -101,12 +101,15 @@ def happens(trainer, what, scenario):
                 assert not fetch.error, fetch.error
                 time.sleep(0.01)
             trainer._door.close()
-            for tensor in (*trainer.round.trained, *trainer.round.momentum, *trainer.round.live):
+            of = trainer.round
+            for tensor in (*of.trained, *of.momentum, *of.live, *of.balances, *of._balances.values()):
                 with torch.no_grad():
                     tensor.zero_()
             trainer.round.marks, trainer._owned = {}, {}
             trainer.step = 0
             trainer.heal(state)
+        case ["absent", _]:
+            pass
         case ["restarted"]:
             trainer.save_last()
             end(trainer)
@@ -150,14 +153,16 @@ def run(scenario):
     trainer, history = begin(scenario)
     workers, begun = trainer.workers, []
     for round_ in range(1, scenario["rounds"] + 1):
-        for what in scenario.get("before", {}).get(str(round_), ()):
+        before = scenario.get("before", {}).get(str(round_), ())
+        for what in before:
             trainer = happens(trainer, what, scenario)
+        there = [worker for worker in range(workers) if ["absent", worker] not in before]
         sums = trainer.column
         sums.begun_after.clear()
         trainer._reducer.begin(sums, HOUR, round_)
-        for worker in range(workers):
+        for worker in there:
             sums.inner_steps = 0
-            trainer._reducer.begin_slot(last=worker == workers - 1)
+            trainer._reducer.begin_slot(last=worker == there[-1])
             trainer.compute(round_, worker)
             trainer._reducer.end_slot()
         trainer._reducer.finish()
@@ -167,7 +172,8 @@ def run(scenario):
         trainer.apply(
             Commit(
                 step=round_, history=history, parent=parent, tokens=of.tokens, loss=of.loss, extra=of.extra,
-                owners=(0,) * workers, groups=(0,), held=-1, once=True, saver=-1, all_leave=False, quorum_id=0,
+                owners=tuple(0 if worker in there else -1 for worker in range(workers)), groups=(0,), held=-1,
+                once=len(there) == workers, saver=-1, all_leave=False, quorum_id=0,
                 attempts=1, compute_s=0.0, reduce_s=0.0, took_s=0.0,
             )
         )  # fmt: skip
