@@ -7,7 +7,8 @@ Each scenario: `config` a TOML file, `dir` an empty folder, `rounds`, and `befor
 before that round, ["moved", worker] (its own state is in no memory), ["lost", worker, round] (nor on disk after this
 round), ["torn", worker, round], ["healed"] (all of the group's memory is replaced by what a joiner gets), ["restarted"]
 (another trainer goes on from a checkpoint), ["absent", worker] (it is not in this round). What came of it is in
-`dir`/out.pt: parameters, losses by inner step, events, and after how many inner steps of its round each sum began.
+`dir`/out.pt: parameters, losses by inner step, events, after how many inner steps of its round each sum began, and what
+was told of streams when a worker moved.
 """
 
 import json
@@ -26,13 +27,15 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
+from everstep.data.stream_states import decode_states  # noqa: E402
 from everstep.step import ledger  # noqa: E402
 from everstep.step.interfaces import Commit  # noqa: E402
+from everstep.titan.data.streams import SlotStreams  # noqa: E402
 from everstep.titan.load import load_config  # noqa: E402
 from everstep.titan.trainer import EverstepTrainer  # noqa: E402
 
 HOUR = timedelta(hours=1)
-EVENTS = []
+EVENTS, TOLD = [], []
 
 
 class Alone:
@@ -78,6 +81,15 @@ def written(trainer, worker, round_):
         time.sleep(0.01)
 
 
+def moves_streams(trainer):
+    """This group becomes one that knows of its dataloader's streams what the group before it told."""
+    notes = trainer.notes(trainer.committed + 1)
+    TOLD.append((trainer.step, {slot: state.position for slot, state in decode_states(notes).items()}))
+    trainer.source._forget()
+    trainer.source.committed(trainer.step)
+    trainer.noted([notes])
+
+
 def happens(trainer, what, scenario):
     match what:
         case ["moved", worker]:
@@ -85,6 +97,8 @@ def happens(trainer, what, scenario):
             if newest := trainer.committed // every * every:
                 written(trainer, worker, newest)
             del trainer._owned[worker]
+            if isinstance(trainer.source, SlotStreams):
+                moves_streams(trainer)
         case ["lost", worker, round_]:
             written(trainer, worker, round_).unlink()
         case ["torn", worker, round_]:
@@ -150,6 +164,7 @@ def end(trainer):
 
 def run(scenario):
     EVENTS.clear()
+    TOLD.clear()
     trainer, history = begin(scenario)
     workers, begun = trainer.workers, []
     for round_ in range(1, scenario["rounds"] + 1):
@@ -181,7 +196,7 @@ def run(scenario):
     parameters = {name: whole(t) for part in trainer.model_parts for name, t in part.state_dict().items()}
     losses = [loss for event in EVENTS if event["kind"] == "commit" for loss in event["inner_losses"]]
     torch.save(
-        {"parameters": parameters, "losses": losses, "events": list(EVENTS), "begun": begun},
+        {"parameters": parameters, "losses": losses, "events": list(EVENTS), "begun": begun, "told": list(TOLD)},
         Path(scenario["dir"]) / "out.pt",
     )
     end(trainer)

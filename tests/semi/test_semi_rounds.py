@@ -55,6 +55,8 @@ HAPPENS = {
 }
 AGAIN = {"4": [["moved", 3]], "5": [["moved", 3], ["lost", 3, 4]]}
 AWAY = {"2": [["absent", 1], ["absent", 2]], "3": [["absent", 2]], "4": [["absent", 2]], "5": [["absent", 3]]}
+MOVES = {"3": [["moved", 1]], "4": [["moved", 2], ["lost", 2, 3]], "5": [["restarted"]]}
+STREAMS = {"job": {"config": "tiny_streams"}, "data": {"source": "dataloader"}}
 CHECKED = {
     "attention_check": {"enable": True, "mode": "detect", "frequency": 1.0, "allow_injection": True},
     "attention_check.inject": {"kind": "nan", "first_step": 3, "count": 1},
@@ -65,17 +67,7 @@ CASES = {
     "experts, while workers move": Case(
         2, 1, 0.5, 4, 1, "none", HAPPENS, (0, 0, 0, 0, 0, 0, 1, 1), more={"job": {"config": "tiny_moe"}}
     ),
-    "streams of a dataloader, while workers move": Case(
-        1,
-        0,
-        0.0,
-        2,
-        1,
-        "none",
-        {"3": [["moved", 1]], "4": [["moved", 2], ["lost", 2, 3]], "5": [["restarted"]]},
-        (0, 0, 0, 0, 1),
-        more={"job": {"config": "tiny_streams"}, "data": {"source": "dataloader"}},
-    ),
+    "streams of a dataloader, while workers move": Case(1, 0, 0.0, 2, before=MOVES, again=(0, 1), more=STREAMS),
     "workers that are absent": Case(1, 0, 0.0, 2, before=AWAY, again=(0,), on_loss="shrink"),
     "an attention that is checked": Case(1, 1, 0.5, 2, more=CHECKED),
 }
@@ -200,6 +192,13 @@ def is_what_the_paper_says(found, case, reference, folder):
 @pytest.mark.parametrize("name", CASES)
 def test_streaming_is_what_the_paper_says_whoever_carries_the_workers(few, reference, tmp_path, name):
     is_what_the_paper_says(few[name], CASES[name], reference, tmp_path)
+
+
+def test_groups_tell_each_other_where_their_streams_stand(few):
+    """What a group that takes a worker over knows of its streams: all but the rounds that it makes again."""
+    assert few["streams of a dataloader, while workers move"]["told"] == [
+        (2 * rounds, dict.fromkeys(range(WORKERS), 2 * rounds)) for rounds in (2, 3)
+    ]
 
 
 def test_the_experts_balance_moves(few):
