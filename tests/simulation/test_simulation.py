@@ -38,9 +38,9 @@ def test_mixed_faults_break_no_promise() -> None:
     assert sum(outcome.commits for outcome in outcomes) > 20_000
 
 
-@pytest.mark.parametrize("adopt_after_s", [0.0, 3.0, 30.0])
+@pytest.mark.parametrize("adopt_after_s", [0.0, 30.0])
 def test_neither_do_slots_that_have_homes(adopt_after_s: float) -> None:
-    assert_promise_kept(runs(range(5000, 5200), Settings(adopt_after_s=adopt_after_s)))
+    assert_promise_kept(runs(range(5000, 5060), Settings(adopt_after_s=adopt_after_s)))
 
 
 @pytest.mark.slow
