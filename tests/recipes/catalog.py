@@ -144,6 +144,8 @@ def _sized(suite: str, name: str, config: Any) -> Recipe:
         "metrics": {"log_freq": 1},
         "debug": {"seed": 0},
     }
+    if _in_bfloat16(config):
+        sections["optimizer"] = {"lr": 1e-5}  # the recipe's lets the losses jump, and roundings with them
     if config.checkpoint.enable:
         sections["checkpoint"] = {"interval": 2}
     if type(config.dataloader).__qualname__ == "ChatDataLoader.Config":
