@@ -173,7 +173,7 @@ def table(recipes):
 def verdict(known):
     """passes / refused: why / needs a GPU: why / fails: why."""
     if known["result"] == "passes":
-        return f"passes ({known['delta']:.0e}{', bfloat16' if known['delta'] > catalog.LOSS_TOLERANCE else ''})"
+        return f"passes ({known['delta']:.0e}{', rounded' if known['delta'] > catalog.LOSS_TOLERANCE else ''})"
     why = re.sub(r"^\S+\.toml(:\d+)?: ", "", known["why"]).replace("|", "\\|")
     if "needs a GPU, and there is none here" in why:
         return f"needs a GPU: {why.replace(' needs a GPU, and there is none here', '')}"

@@ -124,8 +124,8 @@ def test_a_large_run_is_foreseen_within_two_points(size, spares):
     costs = Costs(step_s=10.0, notice_s=2.0, rejoin_s=90.0, replace_s=6 * 3600.0)
     choice = Choice(nodes_per_group=size, spares=spares)
     expected = forecast(cluster, costs, choice)
-    groups = 128 // size - spares
-    run = played(groups, costs, group_mtbf_s=cluster.node_mtbf_s / size, spares=spares, horizon_s=4e5 if size == 1 else 2e6)
+    groups, horizon_s = 128 // size - spares, 4e5 if size == 1 else 2e6
+    run = played(groups, costs, group_mtbf_s=cluster.node_mtbf_s / size, spares=spares, horizon_s=horizon_s)
     assert expected.kept == pytest.approx(run.kept * groups * size / 128, abs=0.02)
 
 
