@@ -191,6 +191,20 @@ def test_a_position_of_committed_slots_goes_on_under_plain_iteration(build):
     assert all(same(batch, source.microbatch(5, slot)) for slot, batch in enumerate(read))
 
 
+def test_data_that_a_run_turned_to_is_read_from_its_beginning(build):
+    fresh, turned = build(), build()
+    for source in (fresh, turned):
+        source.open_slots(6, 0, 1)
+    turned.began_after = 100
+    for step in (1, 2):
+        assert all(same(turned.microbatch(100 + step, slot), fresh.microbatch(step, slot)) for slot in range(6))
+        fresh.committed(step)
+        turned.committed(100 + step)
+        assert turned.state_dict() == fresh.state_dict()
+    with pytest.raises(ValueError, match="no such slot: step 100"):
+        turned.microbatch(100, 0)
+
+
 def test_a_checkpoint_of_other_data_or_another_batch_size_is_refused(build):
     source = build()
     source.open_slots(6, 0, 1)

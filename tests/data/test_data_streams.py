@@ -164,6 +164,17 @@ def test_a_batch_is_the_same_again_until_its_step_is_committed_and_after_a_rollb
     assert flat(source.microbatch(2, 2)) == later
 
 
+def test_data_that_a_run_turned_to_is_read_from_its_beginning_and_adopted_there(datasets, tokenizer):
+    fresh, turned, adopter = (streams(base(), tokenizer, 2) for _ in range(3))
+    turned.began_after = adopter.began_after = 50
+    for step in (1, 2, 3):
+        assert all(flat(turned.microbatch(50 + step, slot)) == flat(fresh.microbatch(step, slot)) for slot in range(2))
+        fresh.committed(step)
+        turned.committed(50 + step)
+    adopter.learn(turned.known_states())
+    assert flat(adopter.microbatch(54, 1)) == flat(fresh.microbatch(4, 1))
+
+
 def test_an_adopted_stream_goes_on_from_the_newest_state_that_is_known(datasets, tokenizer, monkeypatch):
     owner, heir = streams(base(), tokenizer, SLOTS), streams(base(), tokenizer, SLOTS)
     for step in range(1, 11):

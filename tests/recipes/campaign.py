@@ -28,8 +28,6 @@ from everstep.run.events import read_events  # noqa: E402
 RESULTS = HERE / "results.json"
 TABLE = HERE.parents[1] / "docs" / "recipes.md"
 BEGIN, END = "<!-- made by tests/recipes/campaign.py --table -->", "<!-- end -->"
-LOSS_TOLERANCE = 1e-5
-"""Promised is 1e-4. What differs by more than roundings do is found at a tenth of it."""
 
 
 class Server:
@@ -152,7 +150,7 @@ def compare(server, recipe, folder):
         return found | {"result": "fails", "why": f"torchtitan alone: {theirs['error']}"}
     steps = {int(step) for step in losses}
     delta = max(abs(theirs["losses"].get(step, float("inf")) - loss) for step, loss in losses.items())
-    why = "" if delta <= LOSS_TOLERANCE else f"losses differ by {delta:.1g}"
+    why = "" if delta <= recipe.tolerance else f"losses differ by {delta:.1g}"
     if max(steps) != catalog.STEPS:
         why = f"it ended at step {max(steps)}"
     return found | {"delta": delta, "alone": theirs["losses"], "result": "fails" if why else "passes", "why": why}
@@ -175,7 +173,7 @@ def table(recipes):
 def verdict(known):
     """passes / refused: why / needs a GPU: why / fails: why."""
     if known["result"] == "passes":
-        return f"passes ({known['delta']:.0e})"
+        return f"passes ({known['delta']:.0e}{', rounded' if known['delta'] > catalog.LOSS_TOLERANCE else ''})"
     why = re.sub(r"^\S+\.toml(:\d+)?: ", "", known["why"]).replace("|", "\\|")
     if "needs a GPU, and there is none here" in why:
         return f"needs a GPU: {why.replace(' needs a GPU, and there is none here', '')}"

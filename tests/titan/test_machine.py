@@ -30,12 +30,19 @@ def small_states():
     return config
 
 
+def muon():
+    config = llama3_debugmodel()
+    config.optimizer.param_groups[-1].optimizer_name = "DistMuon"
+    return config
+
+
 @pytest.mark.parametrize(
     ("make", "key"),
     [
         (overridden, ("override", "imports")),
         (symmetric, ("parallelism", "enable_fsdp_symm_mem")),
         (small_states, ("optimizer", "implementation")),
+        (muon, ("optimizer", "param_groups")),
         (overlapped, ("compile", "enable_async_tensor_parallel")),
         (llama3_debugmodel_dist_gemm, ("job", "config")),
     ],

@@ -169,11 +169,15 @@ def measured(run_dir: Path) -> Costs:
     try:
         found = measure(run_dir)
         by_groups: dict[int, list[float]] = {}
+        took: dict[float, float] = {}
         for before, commit in pairwise(found.final):
             if commit.parent is before:
-                by_groups.setdefault(len(commit.groups), []).append(commit.t - before.t)
+                took[commit.t] = commit.t - before.t
+                by_groups.setdefault(len(commit.groups), []).append(took[commit.t])
+        back = [row["t"] + row["rejoin_s"] for row in found.rows if row["rejoin_s"] is not None]
+        first_steps = [took[min(took, key=lambda end: abs(end - t))] for t in back] if took else []
         steps = {count: median(times) for count, times in by_groups.items()}
         held_up = [event.get("blocked_s") or 0.0 for event in read_events(run_dir, {"snapshot"})]
-        return calibrate(found.figures, found.rows, steps, mean(held_up) if held_up else 0.0)
+        return calibrate(found.figures, found.rows, steps, first_steps, mean(held_up) if held_up else 0.0)
     except (FileNotFoundError, ValueError) as error:
         raise LaunchError(f"{run_dir}: {error}") from None

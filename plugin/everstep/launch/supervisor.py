@@ -34,6 +34,8 @@ from everstep.run.lifeline import adopt_orphans
 from everstep.run.token import run_token
 
 TICK_S = 0.02
+SEARCH_S = 0.2
+"""How often to look for what hangs."""
 KILL_GRACE_S = 10.0
 AGENT_SILENCE_S = 30.0
 AGENT_CRASHES = 3
@@ -120,6 +122,7 @@ class Supervisor:
         self._inject: OnEvents | None = None
         self._teller: Teller | None = None
         self._page: PageServer | None = None
+        self._next_search = 0.0
         self._failure = ""
         self._given_up = ""
         self._failing: dict[int, str] = {}
@@ -373,6 +376,9 @@ class Supervisor:
 
     def _kill_what_hangs(self) -> None:
         """A lighthouse that does not answer keeps every group waiting; another one is started in its place."""
+        if time.monotonic() < self._next_search:
+            return
+        self._next_search = time.monotonic() + SEARCH_S
         if self._lighthouse.hangs and "lighthouse" in self._pids:
             self._signal("lighthouse", signal.SIGKILL)
         self._kill_silent_agents()

@@ -136,7 +136,7 @@ def normal_step_s(
     """Median duration in seconds of the healthy steps: from one commit to the next that was built on it, with
     no fault in between, undisturbed, and at full strength.
 
-    disturbed: steps with more than one attempt or a heal. groups: full strength; None: the largest number
+    disturbed: steps with more than one attempt or a heal, or after one. groups: full strength; None: the largest number
     seen. Without a step at full strength those of fewer groups count; without any healthy one what the groups
     say that their steps took; None without steps.
     """

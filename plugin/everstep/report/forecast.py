@@ -39,9 +39,11 @@ class Costs:
     step_s: float
     """A healthy step with all groups."""
     notice_s: float = 0.5
-    """From the death of a process until the others work on without it: notice, quorum, new connections."""
+    """For which the others pause when a process dies: notice, quorum, new connections."""
     rejoin_s: float = 60.0
-    """From a group's death until it takes part again, on the same node or on a spare group's."""
+    """From a group's death until it computes again, on the same node or on a spare group's."""
+    warm_s: float = 0.0
+    """By which the first step of a group that came back is longer."""
     replace_s: float = 0.0
     """Longer that it is away when nobody stands by and its node has to be replaced first."""
     start_s: float = 300.0
@@ -83,7 +85,7 @@ class Forecast:
     away: float
     """Lost to steps that are slower while groups are away."""
     faults: float
-    """Lost at the moment of faults: noticing, connecting, computing a lost share again."""
+    """Lost at the moment of faults: noticing, connecting, computing a lost share again, a slow first step."""
     all_gone: float
     """Lost when everything is gone: starting, and steps computed again."""
     snapshots: float
@@ -112,8 +114,9 @@ def forecast(cluster: Cluster, costs: Costs, choice: Choice) -> Forecast:
         faults, away = groups * (1 - share) * rate, _binomial(groups, share)
     speed = sum(p * _speed(groups, gone, choice.slots, costs.shared_cores) for gone, p in away)
     notice_s = (1 - hang) * costs.notice_s + hang * choice.reduce_timeout_s
-    again_s = costs.step_s / max(1, groups - 1) * (1 - costs.shared_cores)
-    moment = 1 / (1 + faults * (notice_s + again_s))
+    again_s = costs.step_s / (2 * groups)  # of a group's share of a step half is lost, on average
+    paused_s = notice_s * _speed(groups, 1, choice.slots, costs.shared_cores)
+    moment = max(0.0, 1 - faults * (again_s + paused_s + costs.warm_s) / speed)
     gone_s = costs.start_s + costs.step_s * _steps_lost(cluster, choice, groups)
     intact = 1 / (1 + gone_s / cluster.all_gone_s)
     copy_s = costs.snapshot_s / choice.snapshot_interval if choice.snapshot_interval else 0.0
@@ -222,10 +225,17 @@ def varied(cluster: Cluster, costs: Costs, best: Choice) -> list[tuple[str, Fore
 
 
 def calibrate(
-    figures: dict[str, Any], rows: Sequence[dict[str, Any]], by_groups: dict[int, float], snapshot_s: float = 0.0
+    figures: dict[str, Any],
+    rows: Sequence[dict[str, Any]],
+    by_groups: dict[int, float],
+    first_steps: Sequence[float] = (),
+    snapshot_s: float = 0.0,
 ) -> Costs:
-    """Costs as a run had them: its report's figures, its fault table, its median step by number of groups, and what its
-    snapshots held up.
+    """Costs as a run had them: its report's figures, its fault table, its median step by number of groups, what the
+    first steps took in which a group computed that had come back, and what snapshots held up.
+
+    `stall_s` and `rejoin_s` of the table last until commits: what has to be computed again is taken off the stall, the
+    first step off the rejoin.
 
     Raises:
         ValueError: it has no healthy step, or no fault.
@@ -239,10 +249,16 @@ def calibrate(
     if groups > 1 and (fewer := by_groups.get(groups - 1)):
         own = (groups - 1) / groups
         shared = min(1.0, max(0.0, (step_s / fewer - own) / (1 - own)))
+    warm_s = max(0.0, median(first_steps) - step_s) if first_steps else 0.0
+    # In steps: a lost share takes the others `again`, all pause for `notice`. Of that a stall shows what goes beyond
+    # the step's usual end: max(0, again + notice - x) for a fault at its moment x, any from 0 to 1.
+    stall, again = mean(stalls) / step_s, (1 - shared) / max(1, groups - 1)
+    notice = (math.sqrt(2 * stall) if stall < 0.5 else stall + 0.5) - again
     return Costs(
         step_s=step_s,
-        notice_s=mean(stalls),
-        rejoin_s=median(rejoins),
+        notice_s=max(0.0, notice) * step_s,
+        rejoin_s=max(0.0, median(rejoins) - warm_s - step_s),
+        warm_s=warm_s,
         start_s=max(0.0, figures["wall_s"] - figures["training_s"]),
         snapshot_s=snapshot_s,
         shared_cores=shared,

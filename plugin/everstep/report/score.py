@@ -167,7 +167,8 @@ def _measure(
     groups = stated(events, "groups", "run_started")
     tries = Counter(attempt.step for attempt in attempts)
     disturbed = {step for step, count in tries.items() if count > 1}
-    disturbed |= {event["step"] for event in events if event["kind"] == "heal" and "step" in event}
+    heals = {event["step"] for event in events if event["kind"] == "heal" and "step" in event}
+    disturbed |= heals | {step + 1 for step in heals}  # in which who healed computes for the first time
     step_s = normal_step_s(history.commits, faults, disturbed, groups)
     rows = fault_rows(events, faults, runs, by_session, step_s)
 

@@ -18,6 +18,8 @@ from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Notes, Segment
 
 POLL_S = 0.05
+CALM_S = 10.0
+"""After this long without a new snapshot LOOK_S is often enough."""
 LOOK_S = 1.0
 """Headers are looked at this often also while nothing says that there is a new one."""
 SCRUB_S = 60.0
@@ -98,7 +100,7 @@ class RankWatch:
 
     def _run(self) -> None:
         dealt = -1
-        checked = time.monotonic()
+        checked = dealt_at = time.monotonic()
         while not self._keeper.over.is_set():
             try:
                 newest = self._look()
@@ -109,12 +111,12 @@ class RankWatch:
                     self._verify(newest)
                     if self.sound.get(("data", newest.sequence, "")):
                         self._code(newest)
-                    checked = time.monotonic()
+                    checked = dealt_at = time.monotonic()
                 elif time.monotonic() - checked > SCRUB_S:
                     self._scrub()
                     checked = time.monotonic()
                 else:
-                    self._keeper.over.wait(POLL_S)
+                    self._keeper.over.wait(POLL_S if time.monotonic() - dealt_at < CALM_S else LOOK_S)
             except Exception as error:
                 log.exception("rank %d", self.rank)
                 self.note(sequence=dealt, settled=True, reason=f"the keeper failed: {type(error).__name__}: {error}")

@@ -34,6 +34,8 @@ def needs_gpu(config: Any) -> Iterator[Problem]:
     if config.optimizer.implementation == "fused_opt_states_bf16":
         why = "its kernel for states in bfloat16 beside parameters in float32 is CUDA's"
         yield _problem("optimizer", "implementation", config.optimizer.implementation, why)
+    if any(group.optimizer_name == "DistMuon" for group in config.optimizer.param_groups):
+        yield _problem("optimizer", "param_groups", "DistMuon", "its processes exchange parameters between GPUs")
     if config.compile.enable and config.compile.enable_async_tensor_parallel:
         yield _problem("compile", "enable_async_tensor_parallel", True, "it writes to other GPUs' symmetric memory")
     if config.parallelism.enable_fsdp_symm_mem:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan import trainer as titan
 from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer.base import DATALOADER
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.config_utils import decoder_vocab_size
@@ -34,6 +35,7 @@ from everstep.quorum.process_group import RankColumn
 from everstep.quorum.ranks import GroupRanks
 from everstep.run.address import published_address
 from everstep.run.beats import DONE, STARTUP
+from everstep.run.data_start import began_after
 from everstep.run.events import EventLog
 from everstep.run.exits import FENCED_EXIT, HOPELESS_EXIT, USAGE_EXIT
 from everstep.run.token import run_token
@@ -58,6 +60,7 @@ from everstep.titan.worker_faults import WorkerFaults
 
 OPTIMIZER_SLOT = -1
 HISTORY = "history"
+DATA_BEGAN = "data_began_after"
 WHOLE_BACKWARDS = ("1F1B", "GPipe", "Interleaved1F1B")
 """Pipeline schedules whose backwards are autograd's own."""
 VALIDATION_LOSS = "validation_metrics/loss"
@@ -235,7 +238,7 @@ class EverstepTrainer(SlotTrainer):
         self._kept_metrics = KeptMetrics()
         self.metrics_processor.logger = self._kept_metrics
         self.history = 0
-        self._loads_history = True
+        self._not_on_disk: set[str] = set()
         self._commits = 0
         self.open_step(float(self.tokens_per_step))
         if ft.allow_faults:
@@ -371,12 +374,13 @@ class EverstepTrainer(SlotTrainer):
         """No group has a state: take the newest that the keepers or the disk have, or start."""
         if not self._restore_from_memory():
             keys = self._keys_on_disk()
-            self._loads_history = keys is None or f"train_state.{HISTORY}" in keys
+            if keys is not None:
+                self._not_on_disk = {key for key in (HISTORY, DATA_BEGAN) if f"train_state.{key}" not in keys}
             found = self.checkpointer.load(step=self.config.checkpoint.load_step)
-            if not self._loads_history:
-                self.history = 0
-            self._loads_history = True
+            self._not_on_disk = set()
             self.history = self.history or ledger.extend(0, self.step, "restored")
+            if DATALOADER in self.config.checkpoint.exclude_from_loading:
+                self.source.began_after = began_after(self._run_dir, self.source.fingerprint(), self.step)
             self.source.committed(self.step)
             if self.checks is not None:
                 self.checks.weights_changed()
@@ -413,15 +417,19 @@ class EverstepTrainer(SlotTrainer):
         return FileSystemReader(folder).read_metadata().state_dict_metadata
 
     def state_dict(self) -> dict[str, Any]:
-        """torchtitan's counters, and the history of the state that they belong to."""
+        """torchtitan's counters, the history of the state that they belong to, and the step after which the data
+        began."""
         counters = super().state_dict()
-        if self.config.fault_tolerance.enable and self._loads_history:
-            counters[HISTORY] = self.history
+        if self.config.fault_tolerance.enable:
+            own = {HISTORY: self.history, DATA_BEGAN: self.source.began_after}
+            counters |= {key: value for key, value in own.items() if key not in self._not_on_disk}
         return counters
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.history = int(state_dict.get(HISTORY, 0))
+        if self.config.fault_tolerance.enable:
+            self.source.began_after = int(state_dict.get(DATA_BEGAN, 0))
 
     # A commit
 

@@ -57,6 +57,7 @@ class RowSource(BaseDataLoader):
         self._seq_len, self._local_batch_size = seq_len, local_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_world_size
         self._slots: int | None = None
+        self.began_after = 0
         self._rows_read = 0  # by all ranks together
         self._permutation = lru_cache(maxsize=2)(self._permutation_of)
 
@@ -89,13 +90,13 @@ class RowSource(BaseDataLoader):
     def microbatch(self, step: int, slot: int) -> Batch:
         if self._slots is None:
             raise RuntimeError("open_slots() comes before microbatch()")
-        if step < 1 or not 0 <= slot < self._slots:
+        if step <= self.began_after or not 0 <= slot < self._slots:
             raise ValueError(f"no such slot: step {step}, slot {slot} of {self._slots}")
-        batch_number = ((step - 1) * self._slots + slot) * self._dp_size + self._dp_rank
+        batch_number = ((step - self.began_after - 1) * self._slots + slot) * self._dp_size + self._dp_rank
         return self._batch(batch_number * self._local_batch_size)
 
     def committed(self, step: int) -> None:
-        self._rows_read = step * self._rows_per_step
+        self._rows_read = (step - self.began_after) * self._rows_per_step
 
     def fingerprint(self) -> str:
         order = f"shuffled by seed {self._seed}" if self._shuffle else "in order"

@@ -112,6 +112,7 @@ class SlotStreams(BaseDataLoader):
         self._dp_rank, self._dp_size = dp_rank, dp_world_size
         self._streams = config.streams or dp_world_size
         self._slots: int | None = None
+        self.began_after = 0
         self._complained = False
         self._lock = threading.RLock()
         self._forget()
@@ -137,18 +138,18 @@ class SlotStreams(BaseDataLoader):
     def microbatch(self, step: int, slot: int) -> Batch:
         if self._slots is None:
             raise RuntimeError("open_slots() comes before microbatch()")
-        if step < 1 or not 0 <= slot < self._slots:
+        if step <= self.began_after or not 0 <= slot < self._slots:
             raise ValueError(f"no such slot: step {step}, slot {slot} of {self._slots}")
         with self._lock:
             if (step, slot) not in self._held:
-                self._held[step, slot] = self._batch(slot * self._dp_size + self._dp_rank, step - 1)
+                self._held[step, slot] = self._batch(slot * self._dp_size + self._dp_rank, step - self.began_after - 1)
             inputs, labels = self._held[step, slot]
             copies = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
             return copies, labels.clone()
 
     def committed(self, step: int) -> None:
         with self._lock:
-            self._batches_read = step * self._streams
+            self._batches_read = (step - self.began_after) * self._streams
             self._held = {key: batch for key, batch in self._held.items() if key[0] > step}
 
     def fingerprint(self) -> str:

@@ -1,0 +1,21 @@
+"""At which step a run turned to its data, when a checkpoint is loaded without its position in the data.
+
+`RUN_DIR/state/data/DIGEST.json` is written by the first start that does so, for each data. A start after it goes on
+with the rows that come then, and does not begin with the first ones again.
+"""
+
+import hashlib
+from pathlib import Path
+
+from everstep.run.files import read_json, write_json
+
+
+def began_after(run_dir: Path, data: str, step: int) -> int:
+    """The step after which the run reads from this data's beginning: `step`, if it is the first to ask.
+
+    data: what tells it from others (`SlotSource.fingerprint`).
+    """
+    place = Path(run_dir) / "state" / "data" / f"{hashlib.sha256(data.encode()).hexdigest()[:16]}.json"
+    if read_json(place).get("began_after", step + 1) > step:  # nobody has asked, or the run went back before that
+        write_json(place, {"data": data, "began_after": step})
+    return int(read_json(place)["began_after"])
