@@ -34,10 +34,9 @@ def worker(run_dir, group, fault, at, does, identity=""):
             compute=lambda *_: None,
             inner_step=lambda *step: os.write(write, f"{step}\n".encode()),
         )
-        faults = WorkerFaults(trainer, run_dir, group, 0)
+        start, faults = RankColumn.start_on, WorkerFaults(trainer, run_dir, group, 0)
         order = {"id": identity or fault, "fault": fault, "at": at, "deadline": time.time() + 600, "duration_s": 0.0}
         write_json(order_file(run_dir, group), order)
-        start = RankColumn.start_on
         while not faults._pending and RankColumn.start_on is start:
             time.sleep(0.01)
         does(trainer, write)
