@@ -58,8 +58,6 @@ SEALER = sealing.sealer
 class Unsealed:
     """Records as they are, with an empty code: a `Sealer`, and its messages."""
 
-    encrypts = False
-
     def seal(self, head):
         return self
 

@@ -106,6 +106,11 @@ REFUSED = {
         "run.toml:13: [checkpoint] create_seed_checkpoint = true must be false with fault tolerance: one process "
         "writes it, without training; write it with [fault_tolerance] enable = false",
     ),
+    "parameters in host memory": (
+        GOOD.replace("[training]\n", "[training]\nenable_cpu_offload = true\n"),
+        "run.toml:5: [training] enable_cpu_offload = true must be false with fault tolerance: sums over groups of "
+        "gradients that are kept in host memory have never been tried",
+    ),
     "communication that is not real": (
         GOOD + '[comm]\nmode = "fake_backend"\n',
         'run.toml:13: [comm] mode = "fake_backend" must be "default" with fault tolerance: only real '

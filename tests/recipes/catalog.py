@@ -19,7 +19,7 @@ LOSS_TOLERANCE = 1e-5
 """Promised is 1e-4. What differs by more than roundings do is found at a tenth of it."""
 
 COARSE_TOLERANCE = 5e-3
-"""Of bfloat16 and float8: a rounding may fall to the other side when a sum was made in another order."""
+"""Of float8: a rounding may fall to the other side when a sum was made in another order."""
 
 FIRST_RUN = {
     "llama3_debugmodel_full_checkpoint_load": "llama3_debugmodel_full_checkpoint_save",
@@ -136,7 +136,7 @@ def _sized(suite: str, name: str, config: Any) -> Recipe:
             "local_batch_size": local,
             "global_batch_size": local * shard * slots,
             # gpt_oss's experts compute in bfloat16 whatever they are given.
-            "mixed_precision_param": "bfloat16" if _in_bfloat16(config) else "float32",
+            "mixed_precision_param": "bfloat16" if config.model_spec.name == "gpt_oss" else "float32",
         },
         "parallelism": {"data_parallel_shard_degree": shard},
         "lr_scheduler": {"total_steps": 100},  # a run that ends earlier has the same rates
@@ -144,8 +144,6 @@ def _sized(suite: str, name: str, config: Any) -> Recipe:
         "metrics": {"log_freq": 1},
         "debug": {"seed": 0},
     }
-    if _in_bfloat16(config):
-        sections["optimizer"] = {"lr": 1e-5}  # the recipe's lets the losses jump, and roundings with them
     if config.checkpoint.enable:
         sections["checkpoint"] = {"interval": 2}
     if type(config.dataloader).__qualname__ == "ChatDataLoader.Config":
@@ -163,13 +161,9 @@ def _sized(suite: str, name: str, config: Any) -> Recipe:
         groups=groups,
         ranks=shard * tensor * context * pipeline,
         replicas=replicas,
-        tolerance=COARSE_TOLERANCE if _in_bfloat16(config) or "float8" in name else LOSS_TOLERANCE,
+        tolerance=COARSE_TOLERANCE if "float8" in name else LOSS_TOLERANCE,
         sections=sections,
     )
-
-
-def _in_bfloat16(config: Any) -> bool:
-    return config.model_spec.name == "gpt_oss"
 
 
 def _describe(config: Any, shard: int) -> str:

@@ -2,7 +2,7 @@
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import pytest
@@ -107,6 +107,14 @@ def test_a_rehearsal_is_foreseen_within_two_points(every_s, shared, groups):
     expected = forecast(Cluster(nodes=groups, node_mtbf_s=math.inf, kill_every_s=every_s), known, Choice())
     assert expected.kept == pytest.approx(played(groups, costs, every_s=every_s).kept, abs=0.02)
     assert expected.kept < 1.0
+
+
+def test_kills_of_a_rehearsal_are_no_hangs_and_who_is_back_at_once_is_never_away():
+    cluster = Cluster(nodes=3, node_mtbf_s=math.inf, kill_every_s=10.0)
+    costs = Costs(step_s=1.0, notice_s=0.0, rejoin_s=3.0)
+    assert forecast(replace(cluster, hang_share=0.5), costs, Choice()) == forecast(cluster, costs, Choice())
+    at_once = forecast(cluster, replace(costs, rejoin_s=0.0), Choice())
+    assert (at_once.away, at_once.faults) == (0.0, pytest.approx(1 / 6 / 10)), "half of a share of a third, every 10 s"
 
 
 @pytest.mark.parametrize("every_s", [20.0, 60.0])

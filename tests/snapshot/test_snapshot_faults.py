@@ -370,15 +370,13 @@ def test_an_address_is_looked_up_once_and_in_its_own_file_only(tmp_path, monkeyp
 def test_connections_and_files_of_a_keeper_stay_few_step_after_step():
     with Cluster(8) as run:
         pids = [place.pid for place in peers.read_places(run.run_dir)]
-        counts = []
-        for step in range(1, 6):
+        for step in range(1, 25):
             run.commit(step)
             run.wait()
             run.settled(step)
-            counts.append(max(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids))
-        # Standard streams, lock, listener, two parity files, and at most two connections a peer in each direction.
-        assert max(counts) <= 10 + 4 * 7
-        assert counts[-1] <= counts[1] + 4
+            # Standard streams, lock, listener, two parity files, and at most two connections a peer in each direction,
+            # each made when there is use for it. One more a step would be too many by the last step.
+            assert max(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids) <= 10 + 4 * 7
 
 
 def test_a_keeper_without_descriptors_to_spare_goes_on_and_codes_again_when_it_has_some():

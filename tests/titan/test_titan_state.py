@@ -1,11 +1,13 @@
 """What healing carries, on real modules and optimizers."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from everstep.quorum.heal import HealState
 from everstep.titan.state import TrainingState, slot_seed
@@ -34,9 +36,11 @@ class Scheduler(torch.optim.lr_scheduler.LambdaLR):
         self.last_epoch = state["last_epoch"]
 
 
-def trained(steps: int, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Scheduler, TrainingState]:
+def trained(
+    steps: int, seed: int, wrap: Callable[[torch.nn.Module], torch.nn.Module] = lambda module: module
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, Scheduler, TrainingState]:
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), wrap(torch.nn.BatchNorm1d(8)), torch.nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = Scheduler(optimizer, lambda step: 1 / (step + 1))
     state = TrainingState([model], [optimizer], scheduler, Counters(steps))
@@ -52,9 +56,17 @@ def train_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None
     optimizer.step()
 
 
-def test_a_healed_rank_trains_on_exactly_as_its_source():
-    model, optimizer, _, source = trained(steps=5, seed=1)
-    joiner_model, joiner_optimizer, _, joiner = trained(steps=0, seed=2)
+def compiled(module: torch.nn.Module) -> torch.nn.Module:
+    return torch.compile(module, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, checkpoint_wrapper, compiled])
+def test_a_healed_rank_trains_on_exactly_as_its_source(wrap):
+    model, optimizer, _, source = trained(5, 1, wrap)
+    joiner_model, joiner_optimizer, _, joiner = trained(0, 2, wrap)
+    assert {name for name in source.tensors() if name.startswith("buffer/")} == {
+        f"buffer/1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
+    }
     joiner.load(copy.deepcopy(source.snapshot()))
     assert joiner_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] != 0.1
     for _ in range(3):

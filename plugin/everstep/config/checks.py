@@ -174,6 +174,12 @@ def _fault_tolerant_training(config: Any) -> Iterator[Problem]:
             "[checkpoint] create_seed_checkpoint = true must be false with fault tolerance: one process writes it, "
             "without training; write it with [fault_tolerance] enable = false",
         )
+    if config.training.enable_cpu_offload:
+        yield Problem(
+            ("training", "enable_cpu_offload"),
+            "[training] enable_cpu_offload = true must be false with fault tolerance: sums over groups of gradients "
+            "that are kept in host memory have never been tried",
+        )
     if config.comm.mode != "default":
         yield Problem(
             ("comm", "mode"),

@@ -20,8 +20,8 @@ class Cluster:
     node_mtbf_s: float
     """Mean time between failures of one node."""
     kill_every_s: float = 0.0
-    """If not 0, a rehearsal instead of `node_mtbf_s`: every so many seconds one of the groups that take part dies,
-    never the last, as `everstep run --chaos-every` does it."""
+    """If not 0, a rehearsal instead of `node_mtbf_s` and `hang_share`: every so many seconds one of the groups that
+    take part dies, never the last, as `everstep run --chaos-every` does it."""
     hang_share: float = 0.0
     """Of the failures, those in which processes hang or a host vanishes instead of dying: noticed by a timeout."""
     all_gone_s: float = math.inf
@@ -101,11 +101,12 @@ def forecast(cluster: Cluster, costs: Costs, choice: Choice) -> Forecast:
         raise ValueError(
             f"{cluster.nodes} nodes hold no group of {choice.nodes_per_group} beside {choice.spares} spares"
         )
-    hang = cluster.hang_share
+    hang = 0.0 if cluster.kill_every_s else cluster.hang_share
     away_s = costs.rejoin_s + hang * choice.stall_timeout_s
     if cluster.kill_every_s:
-        load = min(away_s / cluster.kill_every_s, groups - 1)  # a kill that would be the last group's waits
-        faults, away = load / away_s, _in_turn(load)
+        # A kill that would be the last group's waits.
+        every_s = max(cluster.kill_every_s, away_s / (groups - 1)) if groups > 1 else math.inf
+        faults, away = 1 / every_s, _in_turn(away_s / every_s)
     else:
         rate = choice.nodes_per_group / cluster.node_mtbf_s
         waiting = _beyond(groups * rate * costs.replace_s, choice.spares) / groups  # for a node, with no spare left

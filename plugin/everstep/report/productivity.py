@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from everstep.report.lineage import Commit
-from everstep.report.sessions import Session
+from everstep.report.sessions import Session, commits_by_session
 from everstep.report.times import STATES, Stretch
 
 CAUSES = ("start-up", *(state for state in STATES if state != "productive"), "lost", "idle")
@@ -24,7 +24,8 @@ def productive_s(final: Sequence[Commit], runs: Sequence[Session], step_s: float
     """
     if step_s is None:
         return None
-    return sum(min(run.training_s, step_s * sum(commit.t in run for commit in final)) for run in runs)
+    made = zip(runs, commits_by_session(runs, final), strict=True)
+    return sum(min(run.training_s, step_s * len(commits)) for run, commits in made)
 
 
 def productivity(

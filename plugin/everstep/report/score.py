@@ -167,7 +167,7 @@ def _measure(
     groups = stated(events, "groups", "run_started")
     tries = Counter(attempt.step for attempt in attempts)
     disturbed = {step for step, count in tries.items() if count > 1}
-    heals = {event["step"] for event in events if event["kind"] == "heal" and "step" in event}
+    heals = {event["step"] for event in events if event["kind"] == "heal"}
     disturbed |= heals | {step + 1 for step in heals}  # in which who healed computes for the first time
     step_s = normal_step_s(history.commits, faults, disturbed, groups)
     rows = fault_rows(events, faults, runs, by_session, step_s)
@@ -243,7 +243,8 @@ def exchanged(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     groups for each of them, the median over the rounds, `payload_share`, how much that is of one sum of its gradients,
     as each step of synchronous training makes, and `kept_bytes`, what all ranks together wrote of workers' own states
     for each inner step. None for synchronous training."""
-    rounds = [event for event in events if event["kind"] == "commit" and event.get("inner_steps")]
+    needed = ("inner_steps", "gradient_bytes")
+    rounds = [e for e in events if e["kind"] == "commit" and all(map(e.get, needed)) and "payload_bytes" in e]
     if not rounds:
         return dict.fromkeys(("inner_steps", "payload_bytes", "payload_share", "kept_bytes"))
     payload = median(event["payload_bytes"] / event["inner_steps"] for event in rounds)

@@ -5,6 +5,7 @@ with the rows that come then, and does not begin with the first ones again.
 """
 
 import hashlib
+import math
 from pathlib import Path
 
 from everstep.run.files import read_json, write_json
@@ -16,6 +17,8 @@ def began_after(run_dir: Path, data: str, step: int) -> int:
     data: what tells it from others (`SlotSource.fingerprint`).
     """
     place = Path(run_dir) / "state" / "data" / f"{hashlib.sha256(data.encode()).hexdigest()[:16]}.json"
-    if read_json(place).get("began_after", step + 1) > step:  # nobody has asked, or the run went back before that
-        write_json(place, {"data": data, "began_after": step})
-    return int(read_json(place)["began_after"])
+    known = read_json(place).get("began_after", math.inf)
+    if known <= step:
+        return known
+    write_json(place, {"data": data, "began_after": step})  # nobody has asked, or the run went back before that
+    return step

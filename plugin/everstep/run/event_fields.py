@@ -147,7 +147,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "training_started": (*_STEP, "source"),
     "attempt": (*_STEP, "attempt", "committed", "recomputed"),
     "commit": (*_STEP, "groups", "loss", "tokens", "history", "parent"),
-    "heal": (*_GROUP, "bytes", "took_s"),
+    "heal": (*_GROUP, "step", "bytes", "took_s"),
     "checkpoint_saved": _STEP,
     "validation": (*_STEP, "loss"),
     "snapshot": _STEP,

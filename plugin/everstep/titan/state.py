@@ -61,12 +61,13 @@ class TrainingState:
         self.parameters = {
             f"{i}.{name}": param for i, part in enumerate(model_parts) for name, param in part.named_parameters()
         }
-        persistent = {f"{i}.{name}" for i, part in enumerate(model_parts) for name in part.state_dict()}
+        # A state_dict() leaves out what activation checkpointing wraps around modules, named_buffers() does not.
+        persistent = {(i, canonical(f"{i}.{name}")) for i, part in enumerate(model_parts) for name in part.state_dict()}
         self.buffers = {
             f"{i}.{name}": buffer
             for i, part in enumerate(model_parts)
             for name, buffer in part.named_buffers()
-            if f"{i}.{name}" in persistent
+            if (i, canonical(f"{i}.{name}")) in persistent
         }
         for optimizer in self._optimizers:
             if not optimizer.state:

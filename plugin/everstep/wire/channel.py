@@ -170,11 +170,6 @@ class Channel:
         """From now on records can be sent and received."""
         self._outgoing, self._incoming = outgoing, incoming
 
-    @property
-    def encrypts(self) -> bool:
-        """Whether what is sent is a copy of its source."""
-        return self._outgoing is not None and self._outgoing.encrypts
-
     def set_deadline(self, deadline: float) -> None:
         """`time.monotonic()` at which every receive fails, however busily the peer sends; `math.inf` for none."""
         self._deadline = deadline

@@ -63,8 +63,6 @@ class Opening(Protocol):
 
 
 class Sealer(Protocol):
-    encrypts: bool
-
     def seal(self, head: bytes) -> Sealing:
         """Begin the next message to be sent. `head` is sent as it is."""
         ...
@@ -115,19 +113,19 @@ class Gcm:
     """A `Sealer` of AES-128-GCM."""
 
     def __init__(self, key: bytes, encrypts: bool) -> None:
-        self.encrypts = encrypts
+        self._encrypts = encrypts
         self._aes, self._count = algorithms.AES(key[:16]), 0
         self._buffer = memoryview(b"")
 
     def seal(self, head: bytes) -> Sealing:
         context = Cipher(self._aes, self._mode()).encryptor()
         context.authenticate_additional_data(head)
-        return _GcmSealing(context, self._room if self.encrypts else None)
+        return _GcmSealing(context, self._room if self._encrypts else None)
 
     def open(self, head: bytes) -> Opening:
         context = Cipher(self._aes, self._mode()).decryptor()
         context.authenticate_additional_data(head)
-        return _GcmOpening(context, self.encrypts)
+        return _GcmOpening(context, self._encrypts)
 
     def _room(self, size: int) -> memoryview:
         if size > self._buffer.nbytes:
