@@ -114,6 +114,8 @@ class StepProtocol:
         """Whether this group makes no more steps, and says so when it meets the others."""
         self._suspect = self._proven = False
         self._finished_before = files.finished_step()
+        self._missed_the_end = False
+        """Whether the others ended the run while this group asked for its last quorum."""
         self._checksum: int | None = None
         self._held = Held(NO_STATE, 0)
         self._healing: Healing | None = None
@@ -192,6 +194,8 @@ class StepProtocol:
             return turn
         begun = self._clock.now()
         quorum = self.meet()
+        if self._missed_the_end:
+            return Turn.TOO_LATE
         if quorum is None:
             return Turn.LEFT if self.leaving else Turn.RETRY
         if quorum.step == NO_STATE:
@@ -293,10 +297,12 @@ class StepProtocol:
         """The next quorum, the same on all ranks of the group; None when there is none now."""
         self._asked += 1
         begun = self._clock.now()
-        answer = {"moved": False, "reason": "", "id": 0, "members": []}
+        answer = {"moved": False, "reason": "", "id": 0, "members": [], "too_late": False}
         if self._membership is not None:
-            answer = self._ask(self._membership)
+            # Since rank 0 looked at the beginning, another rank may have stood still for longer than the run went on.
+            answer = self._ask(self._membership) | {"too_late": self._is_too_late()}
         answer = json.loads(self.decisions.first("quorum", json.dumps(answer).encode()))
+        self._missed_the_end = answer["too_late"]
         if answer["moved"]:
             self._events.emit("lighthouse_followed", self.step + 1)
         if answer["reason"]:
