@@ -18,7 +18,7 @@ from everstep.step.interfaces import SlotSums
 from everstep.step.quorum import Quorum
 
 BITS_PER_WORD = 62  # an int64 word that never touches its sign
-ROW_HEADER = 8
+ROW_HEADER = 9
 
 OnLoss = Literal["redistribute", "shrink"]
 
@@ -42,6 +42,7 @@ class Row:
         checksum: of its parameters after `step`, 63 bits, or None when no audit is due.
         proven: whether an audit has agreed with it since it last took over a state.
         held: slots of step + 1 whose gradients it holds.
+        adopts: whether slots of lost groups shall move to others now; see `plan`.
     """
 
     group: int
@@ -52,6 +53,7 @@ class Row:
     checksum: int | None = None
     proven: bool = False
     held: frozenset[int] = frozenset()
+    adopts: bool = True
 
     @staticmethod
     def words(slots: int) -> int:
@@ -64,15 +66,16 @@ class Row:
         for slot in self.held:
             packed[slot // BITS_PER_WORD] |= 1 << slot % BITS_PER_WORD
         audited, checksum = (0, 0) if self.checksum is None else (1, self.checksum)
-        flags = [int(self.computes), audited, checksum, int(self.proven)]
+        flags = [int(self.computes), audited, checksum, int(self.proven), int(self.adopts)]
         return [self.group, self.quorum, self.step, self.history, *flags, *packed]
 
     @staticmethod
     def decode(values: Sequence[int], slots: int) -> "Row":
         """The inverse of `encode`."""
-        group, quorum, step, history, computes, audited, checksum, proven, *packed = values
+        group, quorum, step, history, computes, audited, checksum, proven, adopts, *packed = values
         held = frozenset(s for s in range(slots) if packed[s // BITS_PER_WORD] >> s % BITS_PER_WORD & 1)
-        return Row(group, quorum, step, history, bool(computes), checksum if audited else None, bool(proven), held)
+        checksum = checksum if audited else None
+        return Row(group, quorum, step, history, bool(computes), checksum, bool(proven), held, bool(adopts))
 
 
 def quorum_word(key: str) -> int:
@@ -105,11 +108,13 @@ class Plan:
         shares: group id → slots it computes, in order; every group that computes has an entry, perhaps an empty one.
         drops: groups that let go of what they hold, since another group holds one of their slots as well.
         differing: groups whose parameters the audit found different; they compute nothing and heal.
+        awaited: slots of lost groups that nobody computes yet; with any, the attempt is not summed.
     """
 
     shares: dict[int, tuple[int, ...]]
     drops: frozenset[int]
     differing: frozenset[int]
+    awaited: frozenset[int] = frozenset()
 
 
 def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute", homes: int = 0) -> Plan:
@@ -120,7 +125,7 @@ def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute", home
         slots: S.
         on_loss: `shrink` computes nothing for lost slots as long as some group still holds one.
         homes: if not 0, slot s is dealt to group s mod `homes` where that computes, so that it moves only when groups
-            are lost or come back.
+            are lost or come back: to another at once if some group `adopts`, and never under `shrink`.
 
     Returns:
         the plan; `shares` and what is held after `drops` cover each slot exactly once under `redistribute`.
@@ -133,7 +138,11 @@ def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute", home
     if on_loss == "shrink" and held:
         missing = []
     if homes:
-        return Plan(_by_home(missing, [row.group for row in able], homes), drops, differing)
+        at_home = {row.group for row in able if row.group < homes}
+        moves = not at_home or (on_loss != "shrink" and any(row.adopts for row in able))
+        left = frozenset() if moves else frozenset(slot for slot in missing if slot % homes not in at_home)
+        shares = _by_home([slot for slot in missing if slot not in left], [row.group for row in able], homes)
+        return Plan(shares, drops, differing, frozenset() if on_loss == "shrink" else left)
     shares = {row.group: tuple(missing[i :: len(able)]) for i, row in enumerate(able)}
     return Plan(shares, drops, differing)
 
