@@ -29,6 +29,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, sharing its memory."""
     if not isinstance(tensor, DTensor):
         return tensor
+    if not torch.is_grad_enabled():
+        return tensor.to_local()
     with torch.no_grad():  # else it is a view that autograd follows
         return tensor.to_local()
 

@@ -54,7 +54,7 @@ class RoundState(TrainingState):
         super().__init__(model_parts, optimizers, lr_schedulers, counters)
         self._settings = settings
         live = super()._named()
-        self._live_params = {name: t for name, t in live.items() if name.startswith(PARAM)}
+        self._live_params = {name: t.detach() for name, t in live.items() if name.startswith(PARAM)}
         self._live_balances = {name: t for name, t in live.items() if name.startswith("buffer/")}
         self._global = {name: torch.empty_like(t) for name, t in self._live_params.items()}
         self._balances = {name: torch.empty_like(t) for name, t in self._live_balances.items()}
