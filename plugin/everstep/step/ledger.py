@@ -8,17 +8,21 @@ number of groups that put each slot into the sum is counted; `verdict` says whet
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from everstep.step.interfaces import SlotSums
+from everstep.step.interfaces import Doubt, SlotSums
 from everstep.step.quorum import Quorum
 
 BITS_PER_WORD = 62  # an int64 word that never touches its sign
 ROW_HEADER = 8
+SLOT_SETS = 3  # of a row
+
+WITNESS_AFTER = 2
+"""Refusals of a slot by one group in one step after which another group computes it."""
 
 OnLoss = Literal["redistribute", "shrink"]
 
@@ -42,6 +46,8 @@ class Row:
         checksum: of its parameters after `step`, 63 bits, or None when no audit is due.
         proven: whether an audit has agreed with it since it last took over a state.
         held: slots of step + 1 whose gradients it holds.
+        refused: slots of step + 1 that its checks refused.
+        disputed: those of them that they refused WITNESS_AFTER times.
     """
 
     group: int
@@ -52,17 +58,17 @@ class Row:
     checksum: int | None = None
     proven: bool = False
     held: frozenset[int] = frozenset()
+    refused: frozenset[int] = frozenset()
+    disputed: frozenset[int] = frozenset()
 
     @staticmethod
     def words(slots: int) -> int:
         """Length of an encoded row in int64 words, for S = `slots`."""
-        return ROW_HEADER + -(-slots // BITS_PER_WORD)
+        return ROW_HEADER + SLOT_SETS * -(-slots // BITS_PER_WORD)
 
     def encode(self, slots: int) -> list[int]:
         """The row as `words(slots)` integers that fit int64."""
-        packed = [0] * (Row.words(slots) - ROW_HEADER)
-        for slot in self.held:
-            packed[slot // BITS_PER_WORD] |= 1 << slot % BITS_PER_WORD
+        packed = [word for some in (self.held, self.refused, self.disputed) for word in _packed(some, slots)]
         audited, checksum = (0, 0) if self.checksum is None else (1, self.checksum)
         flags = [int(self.computes), audited, checksum, int(self.proven)]
         return [self.group, self.quorum, self.step, self.history, *flags, *packed]
@@ -71,8 +77,20 @@ class Row:
     def decode(values: Sequence[int], slots: int) -> "Row":
         """The inverse of `encode`."""
         group, quorum, step, history, computes, audited, checksum, proven, *packed = values
-        held = frozenset(s for s in range(slots) if packed[s // BITS_PER_WORD] >> s % BITS_PER_WORD & 1)
-        return Row(group, quorum, step, history, bool(computes), checksum if audited else None, bool(proven), held)
+        size = len(packed) // SLOT_SETS
+        sets = [_unpacked(packed[size * i : size * (i + 1)], slots) for i in range(SLOT_SETS)]
+        return Row(group, quorum, step, history, bool(computes), checksum if audited else None, bool(proven), *sets)
+
+
+def _packed(some: frozenset[int], slots: int) -> list[int]:
+    words = [0] * -(-slots // BITS_PER_WORD)
+    for slot in some:
+        words[slot // BITS_PER_WORD] |= 1 << slot % BITS_PER_WORD
+    return words
+
+
+def _unpacked(words: Sequence[int], slots: int) -> frozenset[int]:
+    return frozenset(s for s in range(slots) if words[s // BITS_PER_WORD] >> s % BITS_PER_WORD & 1)
 
 
 def quorum_word(key: str) -> int:
@@ -105,11 +123,13 @@ class Plan:
         shares: group id → slots it computes, in order; every group that computes has an entry, perhaps an empty one.
         drops: groups that let go of what they hold, since another group holds one of their slots as well.
         differing: groups whose parameters the audit found different; they compute nothing and heal.
+        doubts: slots to be computed that some group refused, in order.
     """
 
     shares: dict[int, tuple[int, ...]]
     drops: frozenset[int]
     differing: frozenset[int]
+    doubts: tuple[Doubt, ...] = ()
 
 
 def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute", homes: int = 0) -> Plan:
@@ -132,10 +152,31 @@ def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute", home
     missing = [slot for slot in range(slots) if slot not in held]
     if on_loss == "shrink" and held:
         missing = []
+    refused = frozenset().union(*(row.refused for row in able)) if able else frozenset()
+    certain = [slot for slot in missing if slot not in refused]
     if homes:
-        return Plan(_by_home(missing, [row.group for row in able], homes), drops, differing)
-    shares = {row.group: tuple(missing[i :: len(able)]) for i, row in enumerate(able)}
-    return Plan(shares, drops, differing)
+        shares = _by_home(certain, [row.group for row in able], homes)
+    else:
+        shares = {row.group: tuple(certain[i :: len(able)]) for i, row in enumerate(able)}
+    doubts = []
+    for slot in missing:
+        if slot in refused:
+            asked = _who_is_asked(slot, able, shares)
+            shares[asked] = tuple(sorted((*shares[asked], slot)))
+            doubts.append(Doubt(slot, asked, alone=all(slot in row.disputed for row in able)))
+    return Plan(shares, drops, differing, tuple(doubts))
+
+
+def _who_is_asked(slot: int, able: Sequence[Row], shares: Mapping[int, Sequence[int]]) -> int:
+    """The group that computes a slot which some group refused: one that refused it less than WITNESS_AFTER times, as a
+    transient error does not come twice; then one that did not compute it yet; of several the one with the smallest
+    share. Where all of them dispute it, again one of these."""
+
+    def turn(row: Row) -> tuple[int, int, int]:
+        standing = 2 if slot in row.disputed else 0 if slot in row.refused else 1
+        return standing, len(shares[row.group]), row.group
+
+    return min(able, key=turn).group
 
 
 def _by_home(missing: Sequence[int], groups: Sequence[int], homes: int) -> dict[int, tuple[int, ...]]:
