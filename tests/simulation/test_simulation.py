@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from simulation.faults import KINDS
+from simulation.faults import KINDS, REFUSALS
 from simulation.judge import Contribution, Judge, State
 from simulation.scheduler import Process, Scheduler, Signal
 from simulation.world import Outcome, Settings, simulate
@@ -36,6 +36,15 @@ def test_mixed_faults_break_no_promise() -> None:
     assert all(fell[kind] >= 20 for kind in KINDS), fell
     assert fell.total() > 10_000
     assert sum(outcome.commits for outcome in outcomes) > 20_000
+
+
+def test_a_group_that_errs_in_one_slot_is_named_and_a_narrow_bound_names_nobody() -> None:
+    """With groups that die and sums that break meanwhile."""
+    outcomes = runs(range(200), Settings(faults=12, kinds=(*REFUSALS, "kill", "group", "cut", "lose", "beats")))
+    assert_promise_kept(outcomes)
+    fell = sum((outcome.fell for outcome in outcomes), Counter())
+    assert all(fell[kind] >= 20 for kind in REFUSALS), fell
+    assert sum(outcome.unfit for outcome in outcomes) >= 50
 
 
 @pytest.mark.slow
