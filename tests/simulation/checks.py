@@ -27,9 +27,9 @@ class Checks:
         self._world, self._life = world, life
         self.wide: set[int] = set()
         """Slots whose bound was widened."""
-        self._looked: dict[int, str] = {}
+        self._looked: dict[int, list[str]] = {}
         self._of = (0, 0)
-        self._seen: defaultdict[int, list[str]] = defaultdict(list)
+        self._seen: defaultdict[int, list[list[str]]] = defaultdict(list)
         self._asked: defaultdict[int, set[int]] = defaultdict(set)
 
     def at(self, step: int, history: int) -> None:
@@ -39,17 +39,17 @@ class Checks:
             self._seen.clear()
             self._asked.clear()
 
-    def look(self, number: int, slot: int) -> str:
+    def look(self, number: int, slot: int) -> list[str]:
         """What a computation, by its number in this life, refuses; the same answer on all ranks."""
         if number not in self._looked:
             world, group = self._world, self._life.group.id
-            seen = ""
+            seen = []
             if self._life.spoiled(("refused", number), world.refusing):
-                seen = f"once {group} {number}"
-            elif world.sick.get(group) == slot:
-                seen = f"sick {group} {number}"
-            elif slot in world.narrow and slot not in self.wide:
-                seen = NARROW
+                seen.append(f"once {group} {number}")
+            if world.sick.get(group) == slot:
+                seen.append(f"sick {group} {number}")
+            if slot in world.narrow and slot not in self.wide:
+                seen.append(NARROW)
             self._looked[number] = seen
             self._seen[slot].append(seen)
         return self._looked[number]
@@ -64,13 +64,13 @@ class Checks:
             self.wide.update(wide)
         for doubt in doubts:
             self._asked[doubt.slot].add(doubt.asked)
-            seen = {group: words[str(doubt.slot)] for group, (words, _) in told.items() if str(doubt.slot) in words}
-            if list(seen.values()).count(NARROW) > 1:
+            seen = [words[str(doubt.slot)] for words, _ in told.values() if str(doubt.slot) in words]
+            if sum(NARROW in words for words in seen) > 1:
                 self.wide.add(doubt.slot)
             own = self._refusals(doubt.slot)
             if not doubt.alone or len(own) < (TWICE if len(seen) > 1 else ALONE):
                 continue
-            if len(seen) == 1 and set(own) == {NARROW}:
+            if len(seen) == 1 and all(words == [NARROW] for words in own):
                 self.wide.add(doubt.slot)
             else:
                 self._leave(own)
@@ -84,14 +84,16 @@ class Checks:
             if commit.owners[slot] in asked - {self._life.group.id} and len(own) >= TWICE:
                 self._leave(own)
 
-    def _refusals(self, slot: int) -> list[str]:
-        seen = [word for word in self._seen[slot] if word and not (word == NARROW and slot in self.wide)]
-        return seen if self._seen[slot] and self._seen[slot][-1] in seen else []
+    def _refusals(self, slot: int) -> list[list[str]]:
+        """What it refused each time, less what a bound that was widened since allows; none where the last time showed
+        nothing else."""
+        seen = [[word for word in words if word != NARROW or slot not in self.wide] for words in self._seen[slot]]
+        return list(filter(None, seen)) if seen and seen[-1] else []
 
-    def _leave(self, own: list[str]) -> None:
+    def _leave(self, own: list[list[str]]) -> None:
         """This group is at fault: it goes on on another machine."""
         world, group = self._world, self._life.group.id
-        if set(own) == {NARROW}:
+        if all(words == [NARROW] for words in own):
             world.judge.violate("named in vain", f"{self._life.name} for {own}")
         world.unfit.add(self._life.name)
         world.sick.pop(group, None)

@@ -111,7 +111,7 @@ class SimWork:
         life.checks.at(step, self.state.history)
         if refused := life.checks.look(self._computed, slot):
             self.gradient[step, GARBAGE] += 1
-            raise SlotRefused(refused)
+            raise SlotRefused(", ".join(refused))
         if life.spoiled(("not finite", self._computed), world.spoiling):
             self.gradient[step, GARBAGE] += 1
         self.done.add(slot)
