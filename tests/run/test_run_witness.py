@@ -31,7 +31,7 @@ def with_fault(start, tmp_path, monkeypatch):
             attention_check={"enable": True, **check},
             fault_tolerance={"stall_timeout_s": 300.0, "startup_timeout_s": 600.0, "reduce_timeout_s": 60.0},
         )
-        run = start(config, "--groups", "2", name=fault)
+        run = start(config, "--groups", "2")
         run.status = run.wait(DEADLINE_S)
         return run
 

@@ -30,13 +30,15 @@ class Checks:
         self._looked: dict[int, list[str]] = {}
         self._of = (0, 0)
         self._seen: defaultdict[int, list[list[str]]] = defaultdict(list)
-        self._asked: defaultdict[int, set[int]] = defaultdict(set)
+        self._doubted: set[int] = set()
+        self._asked: dict[int, int] = {}
 
     def at(self, step: int, history: int) -> None:
         """What was seen on another state, or at another step, counts no more."""
         if self._of != (step, history):
             self._of = step, history
             self._seen.clear()
+            self._doubted.clear()
             self._asked.clear()
 
     def look(self, number: int, slot: int) -> list[str]:
@@ -51,7 +53,8 @@ class Checks:
             if slot in world.narrow and slot not in self.wide:
                 seen.append(NARROW)
             self._looked[number] = seen
-            self._seen[slot].append(seen)
+            if seen or slot in self._doubted:  # else it looked at a part
+                self._seen[slot].append(seen)
         return self._looked[number]
 
     def testify(self, slots: Sequence[int]) -> bytes:
@@ -62,8 +65,11 @@ class Checks:
         told = {group: json.loads(words) for group, words in said.items()}
         for _, wide in told.values():
             self.wide.update(wide)
+        self._doubted = {doubt.slot for doubt in doubts}
+        self._asked.clear()
         for doubt in doubts:
-            self._asked[doubt.slot].add(doubt.asked)
+            if not doubt.held or told[doubt.asked][0].get(str(doubt.slot)) == []:
+                self._asked[doubt.slot] = doubt.asked
             seen = [words[str(doubt.slot)] for words, _ in told.values() if str(doubt.slot) in words]
             if sum(NARROW in words for words in seen) > 1:
                 self.wide.add(doubt.slot)
@@ -81,7 +87,7 @@ class Checks:
             return
         for slot, asked in self._asked.items():
             own = self._refusals(slot)
-            if commit.owners[slot] in asked - {self._life.group.id} and len(own) >= TWICE:
+            if commit.owners[slot] == asked != self._life.group.id and len(own) >= TWICE:
                 self._leave(own)
 
     def _refusals(self, slot: int) -> list[list[str]]:

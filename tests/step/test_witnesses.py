@@ -82,5 +82,5 @@ def test_a_group_alone_is_told_so(run):
     check(group, 5)
     assert [doubts for _, doubts, _ in group.commits[5]["heard"]] == [[(1, 0, False)]]
     assert ledger.plan([ledger.Row(0, 5, 2, 9, True, refused=frozenset({1}), disputed=frozenset({1}))], 6).doubts == (
-        ledger.Doubt(1, 0, alone=True),
+        ledger.Doubt(1, 0, held=False, alone=True),
     )

@@ -92,6 +92,7 @@ class FindingLog:
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self._step = self._slot = 0
+        self._whole = False
         self._records: list[tuple[int, str, bool, torch.Tensor]] = []
         self._findings: list[dict[str, Any]] = []
         self._seen: defaultdict[int, list[Evidence]] = defaultdict(list)
@@ -101,11 +102,11 @@ class FindingLog:
         self.last: list[dict[str, Any]] = []
         """Findings of the slot that `refused` judged last."""
 
-    def begin(self, step: int, slot: int) -> None:
-        """A slot's computation begins. What an earlier, abandoned one left is dropped."""
+    def begin(self, step: int, slot: int, *, whole: bool = True) -> None:
+        """A slot's computation begins; whole: all of it is looked at. What an earlier one left unread is dropped."""
         if step != self._step:
             self.forget()
-        self._step, self._slot = step, slot
+        self._step, self._slot, self._whole = step, slot, whole
         self._records.clear()
 
     def record(self, layer: int, section: str, vector: torch.Tensor, *, again: bool = False) -> None:
@@ -121,7 +122,8 @@ class FindingLog:
         found, evidence = self._read()
         self.last = found
         self._findings += found
-        self._seen[self._slot].append(evidence)
+        if evidence or self._whole:
+            self._seen[self._slot].append(evidence)
         return bool(evidence)
 
     def _read(self) -> tuple[list[dict[str, Any]], Evidence]:
@@ -161,7 +163,8 @@ class FindingLog:
         return Sighting(*place, finding["kind"], fields["magnitude"], ratio, fields["own"] > 0)
 
     def seen(self, slot: int) -> list[Evidence]:
-        """What each computation of a slot of the present step refused, oldest first."""
+        """What each computation of a slot of the present step refused, oldest first; without those that were looked at
+        in part, and refused nothing."""
         return list(self._seen.get(slot, []))
 
     def refusals(self) -> list[Evidence]:

@@ -65,7 +65,7 @@ class Checks:
         """A slot's forward is about to run. step counts from 1. whole: check every call of it, at whatever rate."""
         self._begun = time.perf_counter()
         self._timed.clear()
-        self.findings.begin(step, slot)
+        self.findings.begin(step, slot, whole=whole or self.schedule.fixed == 1.0)
         self.schedule.begin(step, slot, whole=whole)
         self.injector.begin(step)
 

@@ -75,12 +75,14 @@ class Doubt:
 
     Attributes:
         slot: which.
-        asked: the group that computes it in this attempt.
+        asked: the group that computes it in this attempt, or has done so.
+        held: whether it has.
         alone: whether every group that computes has refused it so often that another one would be asked.
     """
 
     slot: int
     asked: int
+    held: bool
     alone: bool
 
 

@@ -123,7 +123,8 @@ class Plan:
         shares: group id → slots it computes, in order; every group that computes has an entry, perhaps an empty one.
         drops: groups that let go of what they hold, since another group holds one of their slots as well.
         differing: groups whose parameters the audit found different; they compute nothing and heal.
-        doubts: slots to be computed that some group refused, in order.
+        doubts: slots that some group refused, in order, those included that another one holds by now: as long as the
+            step lasts, who refused a slot has to know what others saw in it.
     """
 
     shares: dict[int, tuple[int, ...]]
@@ -148,22 +149,24 @@ def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute", home
     differing = differing_groups(rows)
     able = sorted((row for row in rows if row.computes and row.group not in differing), key=lambda row: row.group)
     drops = _conflicting(able)
-    held = frozenset().union(*(row.held for row in able if row.group not in drops)) if able else frozenset()
-    missing = [slot for slot in range(slots) if slot not in held]
-    if on_loss == "shrink" and held:
+    holders = {slot: row.group for row in able if row.group not in drops for slot in row.held}
+    missing = [slot for slot in range(slots) if slot not in holders]
+    if on_loss == "shrink" and holders:
         missing = []
-    refused = frozenset().union(*(row.refused for row in able)) if able else frozenset()
+    refused = {slot for row in able for slot in row.refused}
     certain = [slot for slot in missing if slot not in refused]
     if homes:
         shares = _by_home(certain, [row.group for row in able], homes)
     else:
         shares = {row.group: tuple(certain[i :: len(able)]) for i, row in enumerate(able)}
     doubts = []
-    for slot in missing:
-        if slot in refused:
+    for slot in sorted(refused):
+        if slot in holders:
+            doubts.append(Doubt(slot, holders[slot], held=True, alone=False))
+        elif slot in missing:
             asked = _who_is_asked(slot, able, shares)
             shares[asked] = tuple(sorted((*shares[asked], slot)))
-            doubts.append(Doubt(slot, asked, alone=all(slot in row.disputed for row in able)))
+            doubts.append(Doubt(slot, asked, held=False, alone=all(slot in row.disputed for row in able)))
     return Plan(shares, drops, differing, tuple(doubts))
 
 

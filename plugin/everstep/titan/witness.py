@@ -5,12 +5,11 @@ rank of the other groups saw (`everstep.attention.evidence`), before the attempt
 refused nothing is known from the commit: the slot is in it, and the witness is its owner.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from torchtitan.tools.logging import logger
 
-from everstep.attention.evidence import Evidence, Statement, Verdict, encode
+from everstep.attention.evidence import Statement, Verdict, encode
 from everstep.attention.guard import Checks, Judgement
 from everstep.run.events import EventLog
 from everstep.run.exits import UNFIT_EXIT
@@ -29,11 +28,13 @@ class Witnesses:
     def __init__(self, checks: Checks, group: int, events: EventLog) -> None:
         self._checks, self._group, self._events = checks, group, events
         self._step = 0
-        self._asked: defaultdict[int, set[int]] = defaultdict(set)
+        self._doubted: set[int] = set()
+        self._asked: dict[int, int] = {}
+        """Slot → the group that has computed it and looked at all of it, once it is in a commit."""
 
     def doubted(self, step: int, slot: int) -> bool:
         """Whether some group refused this slot, so that all of it is looked at."""
-        return step == self._step and slot in self._asked
+        return step == self._step and slot in self._doubted
 
     def testify(self, slots: Sequence[int]) -> bytes:
         """See `Work.testify`."""
@@ -41,9 +42,9 @@ class Witnesses:
 
     def weigh(self, step: int, doubts: Sequence[Doubt], said: Mapping[int, bytes]) -> None:
         """See `Work.weigh`. Raises SystemExit where this rank is at fault and nobody is left to ask."""
-        if step != self._step:
-            self._step = step
-            self._asked.clear()
+        self._step = step
+        self._doubted = {doubt.slot for doubt in doubts}
+        self._asked.clear()
         seen: dict[int, Statement] = {}
         for group, statement in said.items():
             try:
@@ -53,27 +54,24 @@ class Witnesses:
         for statement in seen.values():
             self._checks.learn(statement.allowed)
         for doubt in doubts:
-            self._asked[doubt.slot].add(doubt.asked)
-            others = [
-                told.seen[doubt.slot]
-                for group, told in seen.items()
-                if group != self._group and doubt.slot in told.seen
-            ]
+            told = {group: said.seen[doubt.slot] for group, said in seen.items() if doubt.slot in said.seen}
+            if not doubt.held or told.get(doubt.asked) == ():
+                self._asked[doubt.slot] = doubt.asked
             # One that saw nothing while another rank of its group refused the slot counts when all have done so.
-            witnesses: list[Evidence] = [evidence for evidence in others if evidence or doubt.alone]
-            if self._follow(
-                step, doubt.slot, len(witnesses), self._checks.judge(doubt.slot, witnesses, alone=doubt.alone)
-            ):
+            witnesses = [
+                evidence for group, evidence in told.items() if group != self._group and (evidence or doubt.alone)
+            ]
+            judged = self._checks.judge(doubt.slot, witnesses, alone=doubt.alone)
+            if self._follow(step, doubt.slot, len(witnesses), judged):
                 raise SystemExit(UNFIT_EXIT)
 
     def answered(self, commit: Commit) -> bool:
-        """The slots that another group was asked for are in a commit; whether one of them shows that this rank is at
-        fault."""
+        """What other groups computed is in a commit; whether it shows that this rank is at fault."""
         if commit.step != self._step:
             return False
         leaves = False
         for slot, asked in self._asked.items():
-            if commit.owners[slot] in asked - {self._group}:
+            if commit.owners[slot] == asked != self._group:
                 leaves |= self._follow(commit.step, slot, 1, self._checks.judge(slot, [()]))
         self._asked.clear()
         return leaves
