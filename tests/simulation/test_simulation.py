@@ -47,6 +47,12 @@ def test_a_group_that_errs_in_one_slot_is_named_and_a_narrow_bound_names_nobody(
     assert sum(outcome.unfit for outcome in outcomes) >= 50
 
 
+def test_who_did_not_hear_that_a_bound_was_widened_is_not_named() -> None:
+    """The end of the exchange did not reach it; the witness computed the slot with the wider bound."""
+    outcome = simulate(524, Settings(kinds=("sick", "narrow", "refuse", "lose", "await")))
+    assert not outcome.violations
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(42))
 def test_a_million_faults_break_no_promise(part: int) -> None:
