@@ -22,14 +22,19 @@ def test_a_group_is_asked_for_after_as_many_refusals_as_a_witness_is_heard_after
 def with_fault(start, tmp_path, monkeypatch):
     """A run of two groups that meets a fault of `faulty_job`, from its begin to its end."""
 
-    def _with_fault(fault, **check):
+    def _with_fault(fault):
         monkeypatch.setenv("EVERSTEP_TEST_FAULT", fault)
         config = write_config(
             tmp_path / f"{fault}.toml",
             job={"module": "faulty_job", "config": "debugmodel"},
             training={"steps": STEPS, "global_batch_size": 4},
-            attention_check={"enable": True, **check},
-            fault_tolerance={"stall_timeout_s": 300.0, "startup_timeout_s": 600.0, "reduce_timeout_s": 60.0},
+            attention_check={"enable": True, "frequency": 1.0},
+            fault_tolerance={
+                "stall_timeout_s": 300.0,
+                "startup_timeout_s": 900.0,
+                "reduce_timeout_s": 60.0,
+                "quorum_timeout_s": 90.0,
+            },
         )
         run = start(config, "--groups", "2")
         run.status = run.wait(DEADLINE_S)
@@ -50,7 +55,7 @@ def owner(run, step):
 
 
 def test_an_error_of_one_group_names_it_and_a_bound_that_all_leave_names_nobody(with_fault):
-    """With adaptive rates: the witness looks at all of the slot. The two runs have the same losses."""
+    """The two runs have the same losses."""
     wrong = with_fault("kernel")
     assert wrong.status == 0, wrong.said()
     assert len(refusals(wrong, 0)) == ATTEMPTS
@@ -84,7 +89,7 @@ def test_an_error_of_one_group_names_it_and_a_bound_that_all_leave_names_nobody(
 @pytest.mark.slow
 def test_numbers_that_are_not_finite_anywhere_send_no_group_away(with_fault):
     """Training diverges, and says so, as it does without the check."""
-    run = with_fault("data", frequency=1.0)
+    run = with_fault("data")
     assert run.status != 0
     assert not run.events("unfit")
     assert {event["group"] for event in run.events("not_finite")} == {0, 1}
