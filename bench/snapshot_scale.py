@@ -171,7 +171,7 @@ def part_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: in
     members, mine = tuple(range(groups)), parity_group(range(groups), 8, group)
     after = mine[(mine.index(group) + 1) % len(mine)]
     part, witness = (part_bounds(layout.size, groups, g) for g in (group, after))
-    own = pack_own({"step": STEP}, {}, step=STEP, group=group, rank=rank)
+    own = pack_own({"step": STEP}, {}, run=run, step=STEP, history=1, group=group, rank=rank)
     described = json.dumps(layout.to_json(), separators=(",", ":")).encode()
     size = part[1] - part[0]
     payload = np.concatenate([flat[part[0] : part[1]], np.frombuffer(own + described, dtype=np.uint8)])

@@ -125,6 +125,8 @@ def _sized(suite: str, name: str, config: Any) -> Recipe:
     if shard == -1:
         shard = max(1, parallel.expert_parallel_degree // (tensor * context))
         shard = 2 if shard * tensor * context * pipeline * replicas == 1 else shard
+    if config.compile.enable:
+        shard = min(shard, 2)  # each rank has a compiler of its own
     groups = replicas if replicas > 1 else 2
     local = pipeline if pipeline > 1 else 1
     if parallel.pipeline_parallel_schedule_csv:

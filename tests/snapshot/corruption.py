@@ -1,23 +1,44 @@
-"""Everything that can happen to the files of a run's snapshots, at random, and what a start makes of it."""
+"""Everything that can happen to the files of a run's snapshots, at random, and what a start makes of it.
 
+An input is one to three faults and a start: `recovery.recover` asks keepers over their sockets, as it does in a run,
+what lies in the files now, fetches, decodes and verifies. What an input does not need is done once for all of them: a
+file is written again only if it was touched, and a connection on which nothing went wrong serves the next start.
+"""
+
+import functools
 import json
 import random
 import struct
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import numpy as np
+import torch
 import xxhash
 
-from everstep.snapshot import keeper, parity, recovery
-from everstep.snapshot.buffer import HEADER_BYTES, MAGIC, _unpack_header
+from everstep import wire
+from everstep.snapshot import keeper, parity, peers, recovery
+from everstep.snapshot.buffer import HEADER_BYTES, MAGIC, _unpack_header, chunk_digests, root_of
+from everstep.snapshot.header import SCHEMA_VERSION
 from everstep.snapshot.layout import Layout
-from snapshot_cluster import Cluster, assert_is_step, state_of
+from everstep.snapshot.restore import Restored
+from snapshot_cluster import Cluster, state_of
 
 _PREFIX = struct.Struct("<8sIQ")
 AT_ONCE = timedelta(0)
-TIMEOUT = timedelta(seconds=5)
+PATIENT_S = 60.0
+"""Longest silence that is borne: nobody is silent here, however busy the machine is."""
 OLDER, OLD, NEW = 3, 4, 5
 """Committed steps; the files of the first are overwritten when the faults begin."""
+SCALE = 0.1
+"""Of the state that a test's run has: parts of some 10 KB, of the same tensors."""
 
 
 def poisoned(length: int):
@@ -30,41 +51,91 @@ def poisoned(length: int):
 _aligned = parity.aligned_bytes
 
 
+class Connections:
+    """Connections to keepers, each for one start after the other, as long as nothing goes wrong on it."""
+
+    def __init__(self) -> None:
+        self._connect, self._lock = peers.connect, threading.Lock()
+        self._idle: dict[str, list[wire.Channel]] = defaultdict(list)
+
+    def connect(self, address: str, token: bytes, timeout: timedelta) -> "_Kept":
+        """As `peers.connect`."""
+        with self._lock:
+            idle = self._idle[address]
+            channel = idle.pop() if idle else None
+        return _Kept(channel or self._connect(address, token, timeout), self._give)
+
+    def _give(self, channel: wire.Channel) -> None:
+        with self._lock:
+            self._idle[channel.peer].append(channel)
+
+
+class _Kept:
+    """A channel that is given back instead of closed, if no call on it failed."""
+
+    def __init__(self, channel: wire.Channel, give: Callable[[wire.Channel], None]) -> None:
+        self._channel, self._give, self._sound = channel, give, True
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._channel, name)
+        return functools.partial(self._call, found) if callable(found) else found
+
+    def _call(self, method: Callable, *values: Any, **named: Any) -> Any:
+        try:
+            return method(*values, **named)
+        except wire.WireError:
+            self._sound = False
+            raise
+
+    def cut(self) -> None:
+        self._sound = False
+        self._channel.cut()
+
+    def close(self) -> None:
+        (self._give if self._sound else wire.Channel.close)(self._channel)
+
+
 class Site:
     """The files of a run of a few groups, and keepers that serve whatever lies there, unverified."""
 
-    def __init__(self, groups: int = 4, parities: int = 1) -> None:
-        self.files: dict[Path, bytes] = {}
+    def __init__(self, groups: int = 4, scale: float = SCALE, **settings: Any) -> None:
+        coded = settings.get("parity", 1) > 0 and settings.get("scope") != "full"
         self.strangers: list[bytes] = []
-        with Cluster(groups, parity=parities) as stranger:
+        with Cluster(groups, **settings) as stranger:
             for step in (OLD, NEW):
-                stranger.commit(step, seed=9)
+                stranger.commit(step, seed=9, scale=scale)
             stranger.wait()
-            stranger.settled(NEW)
-            self.strangers += [path.read_bytes() for g in stranger.groups for path in _files(stranger.segment(g).path)]
-        self.run = Cluster(groups, parity=parities)
+            stranger.settled(NEW, coded)
+            self.strangers += _contents(stranger).values()
+        self.run = Cluster(groups, **settings)
         for step in (OLDER, OLD, NEW):
-            self.run.commit(step)
+            self.run.commit(step, scale=scale)
             self.run.wait()
-            self.run.settled(step)
+            self.run.settled(step, coded)
             if step == OLDER:
-                older = [path.read_bytes() for g in self.run.groups for path in _files(self.run.segment(g).path)]
-        self.strangers += older
-        self.folders = [self.run.segment(group).path for group in self.run.groups]
+                self.strangers += _contents(self.run).values()
         for copier in self.run.copiers.values():
             copier.close()
         self.run.copiers.clear()
         for group in self.run.groups:
             self.run.kill_keeper(group)
-        self.files = {path: path.read_bytes() for folder in self.folders for path in _files(folder)}
-        self.keepers = [
-            keeper.Keeper(self.run.run_dir, group, "127.0.0.1", self.run.settings) for group in self.run.groups
-        ]
+        self.files = _contents(self.run)
         for place in self.run.run_dir.glob("state/keepers/*.json"):
             place.unlink()
+        settled = replace(self.run.settings, transfer_timeout_s=3600.0)  # connections may rest
+        self.keepers = [keeper.Keeper(self.run.run_dir, group, "127.0.0.1", settled) for group in self.run.groups]
         for each in self.keepers:
-            keeper.peers.write_place(self.run.run_dir, each.place())
-        self.layout = Layout.of(state_of(NEW).tensors)
+            peers.write_place(self.run.run_dir, each.place())
+        self.states = {step: state_of(step, scale=scale) for step in (OLDER, OLD, NEW)}
+        self.layout = Layout.of(self.states[NEW].tensors)
+        self.flat = {step: self._flat(step) for step in self.states}
+
+    def _flat(self, step: int) -> np.ndarray:
+        """The state's bytes, gaps between tensors included."""
+        flat = torch.zeros(self.layout.size, dtype=torch.uint8)
+        for name, view in self.layout.views(flat).items():
+            view.copy_(self.states[step].tensors[name])
+        return flat.numpy()
 
     def close(self) -> None:
         for each in self.keepers:
@@ -78,14 +149,19 @@ class Site:
         """What a start restores: its step, checked bit for bit, or 0."""
         found = recovery.recover(
             self.run.run_dir, group=group, rank=0, ranks=1, layout=self.layout, disk_step=0,
-            timeout=TIMEOUT, patience=AT_ONCE,
+            timeout=timedelta(seconds=PATIENT_S), patience=AT_ONCE,
         )  # fmt: skip
         if found.restored is None:
             assert found.decision.reasons, "without a reason"
             return 0
-        assert_is_step(found.restored, found.restored.step)
-        assert found.restored.step in (OLD, NEW), "a step that is not there any more"
+        self._check(found.restored)
         return found.restored.step
+
+    def _check(self, restored: Restored) -> None:
+        want = self.states[restored.step]
+        assert np.array_equal(restored.flat, self.flat[restored.step]), "other bytes"
+        assert (restored.meta, restored.blobs, restored.history) == (want.meta, want.blobs, 1)
+        assert Layout.from_json(restored.layout) == self.layout
 
     def restore_files(self, changed: set[Path]) -> None:
         for path in changed:
@@ -96,7 +172,7 @@ class Site:
         changed: set[Path] = set()
         told = []
         for _ in range(chance.choice((1, 1, 2, 3))):
-            path = chance.choice(list(self.files))
+            path = chance.choice([path for path in self.files if path.exists()])
             what = chance.choice(FAULTS)
             told.append(f"{what.__name__} {path.parent.name[-7:]}/{path.name}")
             for touched in what(self, chance, path):
@@ -104,8 +180,10 @@ class Site:
         return changed, told
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted([*folder.glob("rank-*.buffer-*"), *folder.glob("rank-*.parity-*")])
+def _contents(run: Cluster) -> dict[Path, bytes]:
+    """Of the run's buffers."""
+    folders = [run.segment(group).path for group in run.groups]
+    return {path: path.read_bytes() for folder in folders for path in sorted(folder.glob("rank-*.[bp]*-*"))}
 
 
 def _used(data: bytes) -> int:
@@ -143,7 +221,7 @@ def misplace(site: Site, chance: random.Random, path: Path) -> list[Path]:
 
 
 def swap(site: Site, chance: random.Random, path: Path) -> list[Path]:
-    other = chance.choice(list(site.files))
+    other = chance.choice([path for path in site.files if path.exists()])
     mine, theirs = path.read_bytes(), other.read_bytes()
     path.write_bytes(theirs)
     other.write_bytes(mine)
@@ -203,12 +281,36 @@ def behead(site: Site, chance: random.Random, path: Path) -> list[Path]:
 
 def garbage(site: Site, chance: random.Random, path: Path) -> list[Path]:
     path.write_bytes(
-        chance.choice((b"", MAGIC, MAGIC + b"\xff" * 500, _packed({}), _packed([]), _packed({"schema": 3})))
+        chance.choice(
+            (b"", MAGIC, MAGIC + b"\xff" * 500, _packed({}), _packed([]), _packed({"schema": SCHEMA_VERSION}))
+        )
     )
     return [path]
 
 
-FAULTS = (flip, flip, truncate, zero, misplace, swap, foreign, lie, lie, disguise, behead, garbage)
+def forge(site: Site, chance: random.Random, path: Path) -> list[Path]:
+    """Another byte in a part or a layout, to which table, root and header fit: all but what the trainer said of it."""
+    data = bytearray(path.read_bytes())
+    header, body = _unpack_header(bytes(data[:HEADER_BYTES])), _body(bytes(data))
+    if header is None or body is None or not header.split or HEADER_BYTES + header.payload_bytes > len(data):
+        return [path]
+    place = chance.choice([span for name, span in header.sections.items() if name in ("part", "layout")])
+    data[HEADER_BYTES + chance.randrange(*place)] ^= 1 << chance.randrange(8)
+    payload = memoryview(data)[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
+    table = chunk_digests(payload, header.split)
+    end = HEADER_BYTES + header.payload_bytes
+    del payload
+    data[end : end + table.nbytes] = table.tobytes()
+    path.write_bytes(_packed({**body, "root": root_of(table)}) + bytes(data[HEADER_BYTES:]))
+    return [path]
+
+
+def lose(site: Site, chance: random.Random, path: Path) -> list[Path]:
+    path.unlink()
+    return [path]
+
+
+FAULTS = (flip, flip, truncate, zero, misplace, swap, foreign, lie, lie, disguise, behead, garbage, forge, lose)
 
 
 def _body(data: bytes) -> dict | None:
@@ -227,24 +329,26 @@ def _packed(body) -> bytes:
     return (_PREFIX.pack(MAGIC, len(text), xxhash.xxh3_64_intdigest(text)) + text).ljust(HEADER_BYTES, b"\0")
 
 
-def fuzz(cases: int, seed: int, groups: int = 4, parities: int = 1) -> dict[int, int]:
-    """How often each step was restored (0: none). Raises AssertionError at the first wrong one."""
-    parity.aligned_bytes = poisoned
-    site = Site(groups, parities)
+def fuzz(cases: int, seed: int, groups: int = 4, **shape: Any) -> dict[int, int]:
+    """How often each step was restored (0: none). Raises AssertionError at the first wrong one. `shape`: of `Site`."""
     found: dict[int, int] = {}
-    try:
+    with ExitStack() as stack:
+        site = Site(groups, **shape)
+        stack.callback(site.close)
+        stack.enter_context(mock.patch.object(parity, "aligned_bytes", poisoned))
+        stack.enter_context(mock.patch.object(peers, "connect", Connections().connect))
+        stack.enter_context(mock.patch.object(recovery, "LOOK_S", PATIENT_S))
         assert site.start(0) == NEW
         for case in range(cases):
             chance = random.Random(f"{seed}/{case}")
             changed, told = site.corrupt(chance)
             try:
                 step = site.start(chance.randrange(groups))
+                put_back = any(what.startswith(foreign.__name__) for what in told)
+                assert step != OLDER or put_back, "a step that is not there any more"
             except BaseException as error:
                 error.add_note(f"seed {seed}, case {case}: {told}")
                 raise
             found[step] = found.get(step, 0) + 1
             site.restore_files(changed)
-    finally:
-        parity.aligned_bytes = _aligned
-        site.close()
     return found

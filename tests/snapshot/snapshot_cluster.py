@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from everstep.run.events import read_events
 from everstep.run.token import run_token
 from everstep.snapshot import keepers, peers, recovery, restore, sources
 from everstep.snapshot.copier import Copier
@@ -26,14 +27,14 @@ from everstep.snapshot.segment import Segment, run_id
 TIMEOUT = timedelta(seconds=5)
 
 
-def state_of(step: int, seed: int = 0, scale: int = 1) -> State:
+def state_of(step: int, seed: int = 0, scale: float = 1) -> State:
     """A state that is a function of its step: what a restore must give back."""
-    generator = torch.Generator().manual_seed(1000 * seed + step)
+    rows, generator = round(300 * scale), torch.Generator().manual_seed(1000 * seed + step)
     return State(
         tensors={
-            "param/w": torch.randn(300 * scale, 257, generator=generator),
+            "param/w": torch.randn(rows, 257, generator=generator),
             "param/b": torch.randn(257, generator=generator),
-            "optimizer/0/exp_avg": torch.randn(300 * scale, 257, generator=generator).to(torch.bfloat16),
+            "optimizer/0/exp_avg": torch.randn(rows, 257, generator=generator).to(torch.bfloat16),
             "optimizer/0/step": torch.tensor(float(step)),
             "buffer/none": torch.empty(0, 3),
         },
@@ -64,7 +65,7 @@ class Cluster:
         self.location_of = locations
         self.home = Path(tempfile.mkdtemp(prefix="everstep-test-", dir="/dev/shm"))
         self.run_dir = self.home / "run"
-        self.run_dir.mkdir()
+        (self.run_dir / "events").mkdir(parents=True)
         self.token = run_token(self.run_dir)
         self.settings = replace(
             Snapshot(enable=True, segment_dir=str(self.home), memory_reserve_gb=0.0, coding_timeout_s=5.0),
@@ -97,8 +98,7 @@ class Cluster:
     def start_copier(self, group: int) -> None:
         emit = lambda kind, step=None, **fields: self.events.append((group, kind, step, fields))  # noqa: E731
         self.segment(group).create()
-        where = self.location_of(group)
-        self.copiers[group] = Copier(self.segment(group), 0, 1, self.settings, emit, location=where)
+        self.copiers[group] = Copier(self.segment(group), 0, 1, self.settings, emit)
 
     def kill_keeper(self, group: int) -> None:
         for place in peers.read_places(self.run_dir):
@@ -113,7 +113,7 @@ class Cluster:
         self.segment(group).remove()
 
     def commit(
-        self, step: int, members=None, history=1, scale: int = 1, seed: int = 0, settle: bool = True, **more
+        self, step: int, members=None, history=1, scale: float = 1, seed: int = 0, settle: bool = True, **more
     ) -> None:
         """One committed step on every member: what was begun before is waited for, as before a vote, and with `settle`
         as long as that what the keepers do of it is done, as in a step that is long enough."""
@@ -122,7 +122,7 @@ class Cluster:
             self.copiers[group].wait()
         if settle:
             wait_until(lambda: all(self.copiers[group].word().settled for group in members))
-        words = {group: self.copiers[group].word() for group in members}
+        words = {group: replace(self.copiers[group].word(), location=self.location_of(group)) for group in members}
         for group in members:
             fresh = state_of(step, seed, scale)
             mine = self.tensors.setdefault(group, {n: t.clone() for n, t in fresh.tensors.items()})
@@ -132,6 +132,13 @@ class Cluster:
                 mine[name].copy_(tensor)
             what = State(mine, fresh.meta, fresh.blobs)
             self.copiers[group].committed(step, history, members, words, lambda what=what: what, **more)
+
+    def take(self, *steps: int, coded: bool = True, **how) -> None:
+        """Commit these steps, each when all that comes of the one before is done. `how`: of `commit`."""
+        for step in steps:
+            self.commit(step, **how)
+            self.wait()
+            self.settled(step, coded)
 
     def wait(self) -> None:
         for copier in self.copiers.values():
@@ -151,6 +158,14 @@ class Cluster:
             return True
 
         wait_until(done)
+
+    def all_settled(self) -> None:
+        """Until every group has done with its newest snapshot what can be done."""
+        wait_until(lambda: all(copier.word().settled for copier in self.copiers.values()))
+
+    def told(self, kind: str) -> list[tuple[int, int, int]]:
+        """Group, rank and step of what the keepers have told of this kind."""
+        return [(e["group"], e["rank"], e["step"]) for e in read_events(self.run_dir) if e["kind"] == kind]
 
     def held(self) -> list[peers.Held]:
         """What the keepers say they hold."""
@@ -174,11 +189,18 @@ class Cluster:
             patience=timedelta(seconds=patience_s),
         )
 
+    def resumes(self, source: str, step: int, group: int = 0, **state) -> recovery.Recovery:
+        """What a start finds, which must be this step, from this source. `state`: of `assert_is_step`."""
+        found = self.recover(group=group)
+        assert (found.decision.source, found.decision.step) == (source, step), found.decision.reasons
+        assert_is_step(found.restored, step, **state)
+        return found
+
     def restore(self, decision: sources.Decision, group: int = 0) -> restore.Restored:
         return restore.restore_rank(decision.columns[0], 0, group, self.token, TIMEOUT)
 
 
-def assert_is_step(restored: restore.Restored, step: int, scale: int = 1, seed: int = 0) -> None:
+def assert_is_step(restored: restore.Restored, step: int, scale: float = 1, seed: int = 0) -> None:
     """The restored state is that of the step, bit for bit, and nothing else."""
     want = state_of(step, seed, scale)
     got = Layout.from_json(restored.layout).views(torch.from_numpy(restored.flat))
@@ -200,7 +222,7 @@ def is_zombie(pid: int) -> bool:
         return True
 
 
-def wait_until(condition, timeout_s: float = 20.0) -> None:
+def wait_until(condition, timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"

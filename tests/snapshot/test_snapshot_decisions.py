@@ -222,8 +222,9 @@ def test_a_layout_of_another_model_sharding_or_rank_count_has_another_topology()
 
 def test_meta_and_blobs_come_back():
     meta, blobs = {"lr": [1e-3], "deep": {"x": None}}, {"a": b"\0\1", "empty": b""}
-    packed = pack_own(meta, blobs, step=3, group=1, rank=0)
-    assert unpack_own(packed, step=3, group=1, rank=0) == (meta, blobs)
-    for other in ({"step": 2, "group": 1, "rank": 0}, {"step": 3, "group": 0, "rank": 0}):
-        with pytest.raises(ValueError, match="it is of step, group and rank"):
-            unpack_own(packed, **other)
+    whose = {"run": "r", "step": 3, "history": 7, "group": 1, "rank": 0}
+    packed = pack_own(meta, blobs, **whose)
+    assert unpack_own(packed, **whose) == (meta, blobs)
+    for name in whose:
+        with pytest.raises(ValueError, match=r"it is of .* not of"):
+            unpack_own(packed, **{**whose, name: "another"})

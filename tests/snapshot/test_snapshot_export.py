@@ -39,9 +39,7 @@ def test_the_newest_step_is_fetched_whole_and_an_older_one_is_not_enough():
 
 def test_a_lost_host_does_not_keep_the_state_from_being_written():
     with Cluster(3) as run:
-        run.commit(4)
-        run.wait()
-        run.settled(4)
+        run.take(4)
         run.lose_host(1)
         found = whole(fetch(run.run_dir, timeout=TIMEOUT, patience=TIMEOUT))
         assert all(torch.equal(found.tensors[name], tensor) for name, tensor in state_of(4).tensors.items())

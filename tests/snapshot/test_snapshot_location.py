@@ -87,10 +87,7 @@ def test_a_word_says_where_its_host_is_and_comes_through_a_sum_of_float64():
 def test_a_rack_that_is_lost_is_decoded():
     """Two racks of four hosts: numbers alone would put a rack's hosts into one parity group."""
     with Cluster(8, lambda group: slurm(f"rack{group % 2}", f"node{group}"), parity=2, parity_group=4) as run:
-        for step in (1, 2, 3):
-            run.commit(step)
-            run.wait()
-            run.settled(step)
+        run.take(1, 2, 3)
         for group in (0, 2, 4, 6):
             run.lose_host(group)
         again = run.recover(group=1)

@@ -11,7 +11,7 @@ import pytest
 
 from everstep.report.protection import Protection
 from everstep.snapshot.buffer import HEADER_BYTES
-from snapshot_cluster import Cluster, assert_is_step, wait_until
+from snapshot_cluster import Cluster, wait_until
 from test_snapshot_faults import frozen
 
 GROUPS = 16
@@ -56,7 +56,7 @@ class Tight(Cluster):
 def step_of(run: Cluster, step: int) -> None:
     run.commit(step)
     run.wait()
-    wait_until(lambda: all(run.copiers[g].word().settled for g in run.groups), 60)
+    run.all_settled()
     run.events.append((None, "commit", step, {"groups": run.groups}))
 
 
@@ -122,9 +122,7 @@ def test_the_others_protection_goes_on_and_steps_without_it_are_counted(still, f
             there = [path for path in run.segment(group).files("parity", 0) if path.exists()]
             assert sum(path.stat().st_size > HEADER_BYTES for path in there) == 1
         run.lose_host(full[0] if full else 9)
-        again = run.recover(group=1)
-        assert (again.decision.source, again.decision.step) == ("parity", 7)
-        assert_is_step(again.restored, 7)
+        run.resumes("parity", 7, group=1)
 
 
 @pytest.mark.slow
@@ -141,9 +139,7 @@ def test_a_group_without_room_for_its_part_leaves_it_to_the_others_and_they_are_
         assert all(run.copiers[g].word().coded for g in others)
         run.lose_host(4)
         run.lose_host(2)
-        again = run.recover(group=1)
-        assert (again.decision.source, again.decision.step) == ("parity", 5)
-        assert_is_step(again.restored, 5)
+        run.resumes("parity", 5, group=1)
 
 
 def test_what_fills_up_after_the_buffers_are_there_does_no_harm():

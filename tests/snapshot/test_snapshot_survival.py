@@ -53,9 +53,7 @@ def test_each_group_copies_only_its_part():
 @pytest.mark.parametrize(("groups", "parity", "lost"), [(3, 1, 1), (2, 1, 1), (4, 2, 2), (3, 2, 2), (5, 2, 1)])
 def test_hosts_lost_within_parity_are_decoded(groups, parity, lost):
     with Cluster(groups, parity=parity) as run:
-        run.commit(7)
-        run.wait()
-        run.settled(7)
+        run.take(7)
         for group in range(lost):
             run.lose_host(group)
         decision = run.decide()
@@ -67,9 +65,7 @@ def test_hosts_lost_within_parity_are_decoded(groups, parity, lost):
 
 def test_one_host_more_than_parity_falls_to_disk_and_says_why():
     with Cluster(3, parity=1) as run:
-        run.commit(7)
-        run.wait()
-        run.settled(7)
+        run.take(7)
         run.lose_host(0)
         run.lose_host(2)
         decision = run.decide(disk_step=5)
@@ -142,9 +138,7 @@ def test_a_keeper_nobody_speaks_for_ends_and_leaves_nothing():
 def test_a_group_that_dies_in_its_copy_does_not_take_the_step_before_with_it():
     """Group 1 never publishes step 3; the survivors go on, and then everything dies."""
     with Cluster(3, parity=0) as run:
-        run.commit(1)
-        run.commit(2)
-        run.wait()
+        run.take(1, 2, coded=False)
         words = {g: run.copiers[g].word() for g in (0, 1, 2)}  # before the vote, so the same in all
         for group in (0, 2):  # group 1 is dead before it copied anything of step 3
             state = run.tensors[group]
@@ -192,12 +186,10 @@ def test_parts_of_two_histories_of_one_step_are_never_mixed():
 
 
 @pytest.mark.parametrize("where", ["part", "layout", "table", "header"])
-def test_flipped_bits_are_never_restored(where):
+def test_flipped_bits_are_never_restored(unmended, where):
     with Cluster(3, parity=1) as run:
         run.commit(1)
-        run.commit(2)
-        run.wait()
-        run.settled(2)
+        run.take(2)
         size = run.segment(1).headers("data", 0)[0].payload_bytes
         damage(
             run,
@@ -248,9 +240,7 @@ def test_what_cannot_be_decoded_gives_way_to_the_older_step():
 
 def test_a_flipped_bit_in_parity_is_an_error_and_not_a_state():
     with Cluster(3, parity=1) as run:
-        run.commit(2)
-        run.wait()
-        run.settled(2)
+        run.take(2)
         for group in (1, 2):
             damage(run, group, "parity", step=2, at=777)
         run.lose_host(0)
@@ -334,7 +324,7 @@ def test_another_token_learns_nothing_from_a_keeper():
             peers.inventory(place.address, b"y" * 32, TIMEOUT)
 
 
-def test_a_truncated_buffer_counts_as_empty():
+def test_a_truncated_buffer_counts_as_empty(unmended):
     with Cluster(2, parity=0) as run:
         run.commit(1)
         run.commit(2)
@@ -362,9 +352,7 @@ def test_buffers_of_another_run_in_the_segment_are_not_used():
 def test_inspection_shows_what_is_held_and_verification_finds_damage():
     with Cluster(3, parity=1) as run:
         run.commit(1)
-        run.commit(2)
-        run.wait()
-        run.settled(2)
+        run.take(2)
         found = inspect(run.run_dir, verify=True, timeout=TIMEOUT)
         assert sound(found)
         assert found.restored == {0: ""}
@@ -386,17 +374,13 @@ def test_a_group_that_is_left_alone_says_that_it_is_unprotected():
         told = lambda: [  # noqa: E731
             (group, kind, step) for group, kind, step, _ in run.events if kind.endswith("protected")
         ]
-        run.commit(1)
-        run.wait()
-        run.settled(1)
+        run.take(1)
         run.commit(2)
         assert sorted(told()) == [(0, "snapshot_protected", 1), (1, "snapshot_protected", 1)]
         for step in (3, 4, 5):
             run.commit(step, members=[0])
         assert told()[2:] == [(0, "snapshot_unprotected", 3)], "of three snapshots, once"
-        run.commit(6)
-        run.wait()
-        run.settled(6)
+        run.take(6)
         run.commit(7)
         assert (0, "snapshot_protected", 6) in told()
         assert [f["steps"] for g, kind, step, f in run.events if (g, kind, step) == (0, "snapshot_protected", 6)] == [3]

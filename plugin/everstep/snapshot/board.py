@@ -42,9 +42,14 @@ class Channels:
 
     def learn(self, group: int, address: str, started_at: float) -> None:
         """Where a group's keeper is, as it says itself."""
+        idle: list[wire.Channel] = []
         with self._lock:
-            if started_at >= self._places.get(group, (0.0, ""))[0]:
+            known_since, known = self._places.get(group, (0.0, ""))
+            if started_at >= known_since:
                 self._places[group] = (started_at, address)
+                idle = self._idle.pop(known, []) if known != address else []
+        for channel in idle:  # to one that is gone
+            channel.close()
 
     def address_of(self, group: int) -> str:
         """Raises wire.WireError when no keeper of the group is known."""
@@ -63,8 +68,11 @@ class Channels:
     def forget(self, group: int) -> None:
         """It could not be reached: look for it again in the run directory."""
         with self._lock:
-            self._places.pop(group, None)
+            _, address = self._places.pop(group, (0.0, ""))
             self._looked.pop(group, None)
+            idle = self._idle.pop(address, [])
+        for channel in idle:
+            channel.close()
 
     def take(self, group: int) -> wire.Channel:
         """A connection for this thread alone, until `give`. Raises wire.WireError."""

@@ -109,6 +109,12 @@ def _parsed(body: bytes) -> Header | None:
         return None  # of another schema, or a lie: nothing that this version may use
 
 
+def emptied(path: Path) -> bool:
+    """Whether the file's writer has wiped its header and not published since, which is no damage. Raises OSError."""
+    with path.open("rb", buffering=0) as file:
+        return file.read(len(MAGIC)) == bytes(len(MAGIC))
+
+
 class BufferReader:
     """Reads a buffer that another process may be overwriting or deleting. Usable from several threads."""
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from everstep.snapshot.stripes import Code, code_id, effective_parity
 
 WAIT_S = 0.25
 TELL_AGAIN_S = 1.0
-"""Between two tellings of a part to members that have not been heard of."""
+"""Between two tellings of a part: to all members until a code is whole, then to those that have not been heard of."""
 PEER_SILENT_S = 3.0
 """Longest silence of another keeper while its shards are fetched."""
 
@@ -81,19 +82,23 @@ class Coder:
         deadline, grace = began + timeout.total_seconds(), began + timeout.total_seconds() / 3
         with self._board.changed:
             heard = self._board.of(self._rank, own.identity)
-            heard.parts[own.group] = own
-            for piece in self._segment.headers("parity", self._rank):
-                if piece is not None and piece.identity == own.identity:  # of this keeper's life before
+            pieces = [piece for piece in self._segment.headers("parity", self._rank) if piece]
+            for piece in pieces:
+                if piece.identity == own.identity:  # of this keeper's life before
                     heard.coded.setdefault(piece.code, set()).add(own.group)
-        told, settled, why = 0.0, False, "no parity yet"
+            self._whole_codes &= {piece.code for piece in pieces} | {name for _, _, name in heard.codes.values()}
+            self._failed.clear()
+        told, settled, whole, why = 0.0, False, False, "no parity yet"
         while newest() and not self._over.is_set():
             now = time.monotonic()
             with self._board.changed:
                 heard = self._board.of(self._rank, own.identity)
+                heard.parts[own.group] = own  # each time: what is heard of too many others displaces it
                 absent = [g for g in group if g not in heard.parts]
                 parts = list(heard.parts.values())
             if now - told > TELL_AGAIN_S:
-                self._tell_part(own, absent if told else group)
+                # Answers bring what others have told and was lost: to a keeper that was just starting, for one.
+                self._tell_part(own, absent if whole else group)
                 told = now
             differing = difference(parts)
             if differing:
@@ -112,6 +117,7 @@ class Coder:
                     continue
                 if done and own.group in code.givers:
                     self._whole_codes.add(name)
+                    whole = True
                     if not settled or why:
                         settled, why = True, ""
                         note(coded=True, settled=True, reason="")
@@ -126,12 +132,11 @@ class Coder:
             with self._board.changed:
                 self._board.changed.wait(WAIT_S)
 
-    def drop(self, header: Header) -> None:
+    def drop(self, path: Path, header: Header) -> None:
         """Forget a piece of parity that turned out damaged, so that it is made again."""
-        for index, held in enumerate(self._segment.headers("parity", self._rank)):
-            if held == header:
-                self._writers[index].reserve(header.payload_bytes)
-                self._writers[index].begin()
+        writer = next(writer for writer in self._writers if writer.path == path)
+        writer.reserve(header.payload_bytes)
+        writer.begin()
         with self._board.changed:
             for groups in self._board.of(self._rank, header.identity).coded.values():
                 groups.discard(header.group)

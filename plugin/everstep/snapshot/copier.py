@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from everstep.snapshot.agreement import Agreed, Taken, Word, learn, members_of
-from everstep.snapshot.buffer import BufferWriter, SnapshotError, chunk_digests
+from everstep.snapshot.buffer import BufferWriter, chunk_digests
 from everstep.snapshot.header import Header
 from everstep.snapshot.mapped import MappedBuffer
 from everstep.snapshot.plan import VOLATILE, Plan, State, Throttle, meta_digest
@@ -51,12 +51,10 @@ class Copier:
         settings: Snapshot,
         emit: Emit,
         revive: Callable[[], None] = lambda: None,
-        location: int = 0,
     ) -> None:
         """`emit` receives the events snapshot, snapshot_skipped, snapshot_failed, snapshot_unprotected and
-        snapshot_protected. `revive` is called, in a thread of its own, when the keeper has fallen silent.
-        `location`: of this host (`location.location_of`)."""
-        self._revive, self._location = revive, location
+        snapshot_protected. `revive` is called, in a thread of its own, when the keeper has fallen silent."""
+        self._revive = revive
         self._reviver: threading.Thread | None = None
         self._revive_after = time.monotonic() + KEEPER_SILENT_S
         self._segment, self._rank, self._ranks = segment, rank, ranks
@@ -87,10 +85,8 @@ class Copier:
         self.agreed = Agreed(anchor=(step, history))
 
     def word(self) -> Word:
-        """What this group says of the snapshot taken last; to be told to all groups before the next commit."""
-        return replace(self._word(), location=self._location)
-
-    def _word(self) -> Word:
+        """What this group says of the snapshot taken last, but for where it is; to be told to all groups before the
+        next commit."""
         taken, header, notes = self.agreed.taken, self._newest, self._segment.read_notes(self._rank)
         able = time.monotonic() >= self._unable_until
         older, newest = self._busy(notes)
@@ -98,21 +94,22 @@ class Copier:
             under_way = self._job is not None and not self._job.done
         if taken is None or header is None or (header.step, header.history) != (taken.step, taken.history):
             return Word(settled=not under_way, able=able, older_busy=older, newest_busy=newest)
-        if header.parity == 0:
-            alone = self._settings.parity > 0 and len(header.members) == 1
-            self._note_protection(header, self._settings.parity > 0 and not alone, ALONE if alone else "")
-            return Word(published=True, coded=True, able=able, older_busy=older, newest_busy=newest)
         # A keeper that has only now been started has said nothing yet.
         alive = time.monotonic() - max(notes.heartbeat, self._published_at) < KEEPER_SILENT_S
         dealt = notes.sequence == header.sequence
         why_not = ""
         if not alive or (dealt and notes.settled):
             why_not = (notes.reason if dealt else "") or f"the keeper of group {self._segment.group} is silent"
-        self._note_protection(header, dealt and notes.coded, why_not)
+        coded = header.parity > 0 and dealt and notes.coded
+        if header.parity > 0:
+            self._note_protection(header, coded, why_not)
+        elif self._settings.parity > 0:  # alone, or whole copies
+            alone = len(header.members) == 1
+            self._note_protection(header, not alone, ALONE if alone else "")
         return Word(
             published=notes.sound if dealt else True,
             settled=not alive or (dealt and notes.settled),
-            coded=dealt and notes.coded,
+            coded=coded or header.parity == 0,
             able=able,
             older_busy=older,
             newest_busy=newest,
@@ -245,9 +242,8 @@ class Copier:
                     return
             try:
                 self._take(job)
-            except (SnapshotError, RuntimeError, OSError, ValueError, TypeError) as error:
-                # Training goes on without this snapshot; the event says so.
-                job.outcome, job.reason = "failed", str(error)
+            except Exception as error:  # noqa: BLE001 - training goes on without this snapshot; the event says so
+                job.outcome, job.reason = "failed", str(error) or type(error).__name__
                 self._unable_until = time.monotonic() + RETRY_S
             finally:
                 with self._condition:
@@ -263,7 +259,8 @@ class Copier:
         if plan is None or not plan.fits(job.state, job.members, *shared):
             plan = self._plan = Plan(job.state, job.members, group, self._rank, self._ranks, *shared)
         part_bytes = plan.part[1] - plan.part[0]
-        own = pack_own(job.state.meta, job.state.blobs, step=job.step, group=group, rank=self._rank)
+        whose = {"run": self._segment.run, "step": job.step, "history": job.history, "group": group, "rank": self._rank}
+        own = pack_own(job.state.meta, job.state.blobs, **whose)
         tail = own + plan.layout_json
         size = part_bytes + len(tail)
         self._make_room(size, plan)
@@ -372,7 +369,7 @@ class Copier:
     def _next_sequence(self) -> int:
         # By the clock, so that no number comes again after a publication that was broken off: the keeper goes
         # by it.
-        newest = max((header.sequence for header in self._headers() if header), default=0)
+        newest = max((header.sequence for header in (*self._headers(), self._newest) if header), default=0)
         return max(newest + 1, time.time_ns())
 
     def _make_room(self, size: int, plan: Plan) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import xxhash
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 Kind = Literal["data", "parity"]
 KINDS: tuple[Kind, ...] = ("data", "parity")
 
@@ -129,14 +129,14 @@ class Header:
         for name in texts:
             if type(getattr(self, name)) is not str:
                 raise ValueError(f"{name} is {getattr(self, name)!r}")
-        if type(self.taken_at) not in (int, float):
+        if type(self.taken_at) not in (int, float) or not 0 <= self.taken_at < 1 << 63:
             raise ValueError(f"taken_at is {self.taken_at!r}")
         if self.kind not in KINDS or not self.rank < self.ranks:
             raise ValueError(f"kind {self.kind}, rank {self.rank} of {self.ranks}")
         # `_members` made them, in ascending order; a start of a thousand groups reads many thousand headers.
         if not _among((self.group,), self.members):
             raise ValueError(f"group {self.group} is none of the members")
-        if self.parity and not (
+        if (self.parity or self.parity_group) and not (
             _ascending(self.parity_group)
             and self.group in self.parity_group
             and _among(self.parity_group, self.members)
@@ -226,6 +226,11 @@ def _members(text: str) -> tuple[int, ...]:
             raise ValueError(f"members {pair}")
         members += range(first, last + 1)
     return tuple(members)
+
+
+def topology_of(layout: dict[str, Any], rank: int, ranks: int) -> str:
+    """Digest that two snapshots must share to be of the same state of the same rank. `layout`: as JSON."""
+    return xxhash.xxh3_128_hexdigest(json.dumps([rank, ranks, layout], sort_keys=True).encode())
 
 
 def coverage_error(headers: Sequence[Header]) -> str:

@@ -156,7 +156,7 @@ def to_json(found: Inspection) -> dict[str, Any]:
 
 def _key(buffer: Held) -> tuple:
     header = buffer.header
-    return buffer.address, header.kind, header.rank, header.sequence
+    return buffer.address, header.kind, header.rank, header.sequence, header.code
 
 
 def _order(buffer: Held) -> tuple:

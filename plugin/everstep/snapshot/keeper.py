@@ -124,7 +124,10 @@ class Keeper:
             return
         for rank in ranks:
             if rank not in self._watches:
-                self._watches[rank] = RankWatch(self, rank)
+                try:
+                    self._watches[rank] = RankWatch(self, rank)
+                except RuntimeError as error:  # no thread to spare: there may be one later
+                    log.warning("rank %d is not looked after yet: %s", rank, error)
 
     def _reason_to_end(self) -> str:
         with contextlib.suppress(OSError):  # no agent has touched it yet
@@ -156,7 +159,7 @@ class Keeper:
     def _talk(self, channel: wire.Channel) -> None:
         message: dict[str, Any] | None = channel.receive_frame()
         while message is not None:
-            operation = message.get("op")
+            operation = str(message.get("op"))
             if operation in NEWS:
                 # Not `spoken`: keepers that only tell each other things do not keep each other alive.
                 try:

@@ -1,14 +1,13 @@
 """How one rank's tensors lie end to end in a snapshot's state."""
 
 import itertools
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import xxhash
 
+from everstep.snapshot.header import topology_of
 from everstep.snapshot.stripes import ALIGNMENT
 
 
@@ -72,8 +71,8 @@ class Layout:
         return cls(tuple(entries), at)
 
     def topology(self, rank: int, ranks: int) -> str:
-        """Digest that two snapshots must share to be of the same state of the same rank."""
-        return xxhash.xxh3_128_hexdigest(json.dumps([rank, ranks, self.to_json()], sort_keys=True).encode())
+        """`header.topology_of` it."""
+        return topology_of(self.to_json(), rank, ranks)
 
     def to_json(self) -> dict[str, Any]:
         return {"size": self.size, "entries": [asdict(entry) for entry in self.entries]}

@@ -122,12 +122,12 @@ def wanted(kind: Kind, group: int, rank: int, identity: Identity, code: str = ""
 def open_buffer(channel: wire.Channel, header: Header) -> None:
     """Make the channel serve exactly this buffer's payload and table, end to end.
 
-    Raises wire.RefusedError when the keeper does not hold it, wire.WireError when it holds another generation of it.
+    Raises wire.RefusedError when the keeper does not hold it, or another generation of it.
     """
     name = wanted(header.kind, header.group, header.rank, header.identity, header.code)
     answer = channel.ask({"op": "open", **name})
     if header_of(answer.get("header"), channel.peer) != header:
-        raise wire.WireError(f"{channel.peer} has published step {header.step} anew")
+        raise wire.RefusedError(f"{channel.peer} has published step {header.step} anew")
 
 
 def header_of(body: Any, peer: str) -> Header:

@@ -1,16 +1,18 @@
-"""A part that has rotted in a keeper's memory, made anew out of its parity group's and put in the old one's place.
+"""A part that has rotted in a keeper's memory, made anew and put in the old one's place.
 
-Only what does not match its checksums is decoded, block by block, into a fresh file beside the damaged one. The file
-takes its place when every byte of it is the published one, and not while the trainer writes, which holds a lock then.
-What the trainer has in its own memory is not looked at.
+Only what does not match its checksums is made anew, into a fresh file beside the damaged one: decoded, block by block,
+out of the parity group's, or fetched from a group that holds the same whole copy. A header is what the keeper remembers
+of it. The file takes its place when every byte of it is the published one, and not while the trainer writes, which
+holds a lock then. What the trainer has in its own memory is not looked at.
 """
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -18,7 +20,16 @@ import xxhash
 from everstep import wire
 from everstep.snapshot import parity
 from everstep.snapshot.board import Channels
-from everstep.snapshot.buffer import BufferReader, BufferWriter, SnapshotError, chunk_digests, chunks, reserved_bytes
+from everstep.snapshot.buffer import (
+    BufferReader,
+    BufferWriter,
+    SnapshotError,
+    as_table,
+    chunks,
+    emptied,
+    reserved_bytes,
+    root_of,
+)
 from everstep.snapshot.header import Header, Kind
 from everstep.snapshot.peers import header_of, wanted
 from everstep.snapshot.room import BLOCK_BYTES, check_room
@@ -33,55 +44,120 @@ class RepairError(RuntimeError):
     """A part that cannot be made anew, and why."""
 
 
+class Source(Protocol):
+    """Where bytes of a damaged payload can be had once more."""
+
+    def fill(self, payload: memoryview, begin: int, end: int, give_way: Callable[[], None]) -> None:
+        """Write bytes [begin, end) of the payload, as far as they can be had here. Raises RepairError."""
+        ...
+
+    def close(self) -> None: ...
+
+
 def repair(
-    segment: Segment, header: Header, channels: Channels, reserve_bytes: int, give_way: Callable[[], None]
+    segment: Segment,
+    path: Path,
+    header: Header,
+    channels: Channels,
+    reserve_bytes: int,
+    give_way: Callable[[], None],
 ) -> int:
-    """Make the part that `header` describes anew in the segment. Returns how many bytes were decoded.
+    """Make the part anew that `header` describes and that was published in `path`. Returns how many bytes had to be
+    decoded or fetched.
 
     `give_way` is called after each block.
 
     Raises:
-        RepairError: what is left of its code does not give it back, there is no room, or its place is being written.
+        RepairError: what is left elsewhere does not give it back, there is no room, or its place is being written.
     """
-    path = next((path for path in segment.files("data", header.rank) if _published(path) == header), None)
-    if path is None:
-        raise RepairError("it is not there any more")
-    reasons = []
-    for piece_path in segment.files("parity", header.rank):
-        piece = _published(piece_path)
-        if piece is None or piece.identity != header.identity or header.group not in piece.givers:
-            continue
-        fresh = BufferWriter(segment.path / f"rank-{header.rank}.rebuilt")
-        peers = _Peers(piece, _covers(piece_path, piece), channels)
-        try:
-            check_room(segment.root, reserved_bytes(header.payload_bytes), reserve_bytes)
-            with contextlib.closing(BufferReader(path)) as damaged:
-                decoded = _rebuild(header, damaged, fresh, peers, give_way)
-            _exchange(segment, header, fresh.path, path)
-            return decoded
-        except (RepairError, SnapshotError) as error:
-            reasons.append(str(error))
-        finally:
-            peers.close()
-            fresh.release()
-            fresh.path.unlink(missing_ok=True)
-    raise RepairError("; ".join(reasons) or "no parity over it is held here")
+    fresh = BufferWriter(segment.path / f"rank-{header.rank}.rebuilt")
+    try:
+        _check_place(segment, path, header)
+        check_room(segment.root, reserved_bytes(header.payload_bytes), reserve_bytes)
+        fresh.reserve(header.payload_bytes)
+        fresh.begin()
+        made = _rebuild(header, path, fresh, _sources(segment, header, channels), give_way)
+        _exchange(segment, header, fresh.path, path)
+        return made
+    except (SnapshotError, OSError) as error:
+        raise RepairError(str(error)) from error
+    finally:
+        fresh.release()
+        fresh.path.unlink(missing_ok=True)
 
 
 def _exchange(segment: Segment, header: Header, fresh: Path, path: Path) -> None:
     """Put the fresh file in the place of the damaged one, if that is still what it was."""
     with segment.writing(header.rank, wait_s=0.0):
-        if _published(path) != header:
-            raise RepairError("its place has been written meanwhile")
+        _check_place(segment, path, header)
         fresh.replace(path)
 
 
-def _published(path: Path) -> Header | None:
-    try:
-        with contextlib.closing(BufferReader(path)) as reader:
-            return reader.header()
-    except OSError:
-        return None
+def _check_place(segment: Segment, path: Path, header: Header) -> None:
+    """Raises RepairError if the trainer has gone on to write something else there."""
+    found = segment.header("data", header.rank, path)
+    with contextlib.suppress(FileNotFoundError):
+        if found not in (None, header) or emptied(path):
+            raise RepairError("its place has been written meanwhile")
+
+
+def _rebuild(
+    header: Header, path: Path, fresh: BufferWriter, sources: Iterable[Source], give_way: Callable[[], None]
+) -> int:
+    """The payload into the fresh file, what is sound out of the damaged one; published there."""
+    payload, spans = fresh.payload(header.payload_bytes), chunks(header.payload_bytes, header.split)
+    table, digests = _copied(header, path, payload, spans, give_way)
+
+    def wrong() -> list[int]:
+        """The chunks to be made anew: all, where it is not known which."""
+        if table is not None:
+            return [index for index, digest in enumerate(digests) if digest != table[index]]
+        return [] if root_of(as_table(digests)) == header.root else list(range(len(spans)))
+
+    made = sum(end - begin for begin, end in (spans[index] for index in wrong()))
+    why = ["nothing else is held of it, here or elsewhere"]
+    for source in sources:
+        with contextlib.closing(source):
+            try:
+                for index in wrong():
+                    begin, end = spans[index]
+                    source.fill(payload, begin, end, give_way)
+                    digests[index] = xxhash.xxh3_64_intdigest(payload[begin:end])
+                why.append("what its peers hold is not what was published")
+            except RepairError as error:
+                why.append(str(error))
+        if not wrong():
+            break
+    if wrong():
+        raise RepairError("; ".join(why[1:] or why))
+    if fresh.publish(header, as_table(digests)) != header:
+        raise RepairError("its checksums are those of another header")
+    return made
+
+
+def _copied(
+    header: Header, path: Path, payload: memoryview, spans: list[tuple[int, int]], give_way: Callable[[], None]
+) -> tuple[np.ndarray | None, list[int]]:
+    """Copy what is left of a damaged buffer into `payload`. Returns its table, if that is the published one, and the
+    digests of what `payload` has now."""
+    table = None
+    with contextlib.suppress(OSError, SnapshotError), contextlib.closing(BufferReader(path)) as damaged:
+        for begin, end in spans:
+            damaged.read_into(payload[begin:end], begin)
+            give_way()
+        table = damaged.table(header)
+    return table, [xxhash.xxh3_64_intdigest(payload[begin:end]) for begin, end in spans]
+
+
+def _sources(segment: Segment, header: Header, channels: Channels) -> Iterator[Source]:
+    for path in segment.files("parity", header.rank):
+        piece = segment.header("parity", header.rank, path)
+        if piece is not None and piece.identity == header.identity and header.group in piece.givers:
+            yield _Coded(header, piece, _covers(path, piece), channels)
+    if header.part == (0, header.state_bytes):
+        for group in header.parity_group:
+            if group != header.group:
+                yield _Copy(header, group, channels)
 
 
 def _covers(path: Path, piece: Header) -> dict[int, Header]:
@@ -97,45 +173,55 @@ def _covers(path: Path, piece: Header) -> dict[int, Header]:
     return {}
 
 
-def _rebuild(
-    header: Header, damaged: BufferReader, fresh: BufferWriter, peers: "_Peers", give_way: Callable[[], None]
-) -> int:
-    """The payload into the fresh file, what is sound from the damaged one, the rest decoded; published there."""
-    fresh.reserve(header.payload_bytes)
-    fresh.begin()
-    payload = fresh.payload(header.payload_bytes)
-    table = damaged.table(header)
-    decoded = 0
-    for index, (begin, end) in enumerate(chunks(header.payload_bytes, header.split)):
-        damaged.read_into(payload[begin:end], begin)
-        if table is None or xxhash.xxh3_64_intdigest(payload[begin:end]) != table[index]:
-            peers.decode(header, payload, begin, end, give_way)
-            decoded += end - begin
-        give_way()
-    if fresh.publish(header, chunk_digests(payload, header.split)) != header:
-        raise RepairError("what its peers and parity give is not what was published")
-    return decoded
+@dataclass
+class _Copy:
+    """Another group's whole copy, which has all but what is a group's own."""
+
+    header: Header
+    group: int
+    channels: Channels
+    _peer: "_Peer | None" = None
+
+    def fill(self, payload: memoryview, begin: int, end: int, give_way: Callable[[], None]) -> None:
+        mine = self.header
+        if self._peer is None:
+            self._peer = _Peer(self.channels, "data", self.group, mine)
+        theirs = self._peer.header
+        if theirs is None or theirs.part != mine.part:
+            raise RepairError(f"group {self.group} does not serve its copy")
+        for name in ("part", "layout"):
+            first, last = mine.sections[name]
+            for at in range(max(begin, first), min(end, last), BLOCK_BYTES):
+                target = payload[at : min(at + BLOCK_BYTES, end, last)]
+                if not self._peer.fetch(theirs.sections[name][0] + at - first, target):
+                    raise RepairError(f"group {self.group} does not serve its copy any more")
+                give_way()
+
+    def close(self) -> None:
+        if self._peer is not None:
+            self._peer.close()
 
 
 @dataclass
-class _Peers:
-    """The other keepers of a code, as far as they are needed: connections on which one buffer each is served."""
+class _Coded:
+    """A piece of parity and, as far as they are needed, the other keepers of its code."""
 
+    header: Header
     piece: Header
     covers: dict[int, Header]
     channels: Channels
-    _served: dict[tuple[Kind, int], wire.Channel | None] = field(default_factory=dict)
+    _peers: "dict[tuple[Kind, int], _Peer]" = field(default_factory=dict)
 
-    def decode(self, header: Header, payload: memoryview, begin: int, end: int, give_way: Callable[[], None]) -> None:
-        """Bytes [begin, end) of that payload. Raises RepairError."""
-        if self.covers.get(header.group) != header:
+    def fill(self, payload: memoryview, begin: int, end: int, give_way: Callable[[], None]) -> None:
+        group = self.header.group
+        if self.covers.get(group) != self.header:
             raise RepairError("the parity that is held here is over another part")
         code = Code(self.piece.givers, self.piece.holders, self.piece.parity)
-        length = code.shard_bytes({group: h.payload_bytes for group, h in self.covers.items()})
+        length = code.shard_bytes({giver: h.payload_bytes for giver, h in self.covers.items()})
         for shard, at, count in _in_shards(begin, end, length):
-            stripe = code.stripes_of(header.group)[shard]
+            stripe = code.stripes_of(group)[shard]
             start = shard * length + at
-            payload[start : start + count] = self._decoded(code, header.group, stripe, length, at, count).data
+            payload[start : start + count] = self._decoded(code, group, stripe, length, at, count).data
             give_way()
 
     def _decoded(self, code: Code, group: int, stripe: int, length: int, at: int, count: int) -> np.ndarray:
@@ -162,49 +248,61 @@ class _Peers:
 
     def _fetch(self, kind: Kind, group: int, offset: int, count: int) -> np.ndarray | None:
         """Bytes of a payload, zeros beyond its end; None if its keeper does not serve it."""
-        channel = self._channel(kind, group)
-        if channel is None:
-            return None
+        peer = self._peers.get((kind, group))
+        if peer is None:
+            code = self.piece.code if kind == "parity" else ""
+            peer = self._peers[kind, group] = _Peer(self.channels, kind, group, self.piece, code)
+            theirs = peer.header
+            if theirs is None or (theirs.code != code if kind == "parity" else theirs != self.covers[group]):
+                peer.drop()
         size = self.covers[group].payload_bytes if kind == "data" else self.piece.sections["shards"][1]
         got = max(0, min(count, size - offset))
         shard = parity.aligned_bytes(count)
         shard[got:] = 0
-        try:
-            if got:
-                channel.ask_range(offset, got)
-                channel.receive_range(wire.Pieces([shard[:got].data]), offset, got, base=offset)
-        except wire.WireError:
-            self._served[kind, group] = None
-            channel.close()
-            return None
-        return shard
-
-    def _channel(self, kind: Kind, group: int) -> wire.Channel | None:
-        if (kind, group) not in self._served:
-            self._served[kind, group] = self._open(kind, group)
-        return self._served[kind, group]
-
-    def _open(self, kind: Kind, group: int) -> wire.Channel | None:
-        channel = None
-        try:
-            channel = self.channels.take(group)
-            channel.set_timeout(PEER_SILENT)
-            code = self.piece.code if kind == "parity" else ""
-            question = wanted(kind, group, self.piece.rank, self.piece.identity, code)
-            answer = header_of(channel.ask({"op": "open", **question}).get("header"), channel.peer)
-        except wire.WireError:
-            if channel is not None:
-                channel.close()
-            return None
-        if answer == self.covers[group] if kind == "data" else answer.code == self.piece.code:
-            return channel
-        channel.close()
-        return None
+        return shard if peer.fetch(offset, shard[:got].data) else None
 
     def close(self) -> None:
-        for channel in filter(None, self._served.values()):
-            self.channels.give(channel)
-        self._served.clear()
+        for peer in self._peers.values():
+            peer.close()
+
+
+class _Peer:
+    """A connection to another keeper, on which one buffer of the same snapshot is served."""
+
+    def __init__(self, channels: Channels, kind: Kind, group: int, like: Header, code: str = "") -> None:
+        """`like`: of the same snapshot and rank."""
+        self._channels = channels
+        self._channel: wire.Channel | None = None
+        self.header: Header | None = None
+        """Of the buffer that is served; None if none is, or none any more."""
+        try:
+            self._channel = channels.take(group)
+            self._channel.set_timeout(PEER_SILENT)
+            answer = self._channel.ask({"op": "open", **wanted(kind, group, like.rank, like.identity, code)})
+            self.header = header_of(answer.get("header"), self._channel.peer)
+        except wire.WireError:
+            self.drop()
+
+    def fetch(self, offset: int, target: memoryview) -> bool:
+        """Fill `target` with the payload's bytes from `offset` on. False if they cannot be had."""
+        try:
+            if self._channel is not None and len(target):
+                self._channel.ask_range(offset, len(target))
+                self._channel.receive_range(wire.Pieces([target]), offset, len(target), base=offset)
+        except wire.WireError:
+            self.drop()
+        return self._channel is not None
+
+    def drop(self) -> None:
+        """Have nothing more of it."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = self.header = None
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channels.give(self._channel)
+        self._channel = self.header = None
 
 
 def _in_shards(begin: int, end: int, length: int) -> Iterator[tuple[int, int, int]]:

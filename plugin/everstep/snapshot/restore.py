@@ -18,7 +18,7 @@ import numpy as np
 from everstep import wire
 from everstep.snapshot import parity, peers
 from everstep.snapshot.buffer import as_table, chunks, root_of, table_bytes
-from everstep.snapshot.header import Header, Identity, Kind, coverage_error, difference
+from everstep.snapshot.header import Header, Identity, Kind, coverage_error, difference, topology_of
 from everstep.snapshot.peers import Held
 from everstep.snapshot.room import BLOCK_BYTES
 from everstep.snapshot.sources import Column, code_of
@@ -156,10 +156,16 @@ def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: t
     chosen = group if group in payloads else sorted(payloads)[group % len(payloads)]
     header = payloads[chosen].header
     try:
-        meta, blobs = unpack_own(payloads[chosen].section("own"), step=step, group=chosen, rank=rank)
+        own = payloads[chosen].section("own")
+        whose = {"run": header.run, "step": step, "history": header.history, "group": chosen, "rank": rank}
+        meta, blobs = unpack_own(own, **whose)
         layout = json.loads(payloads[chosen].section("layout"))
+        if topology_of(layout, rank, header.ranks) != header.topology:
+            raise ValueError("its layout is not the one that its header names")
     except ValueError as error:
-        blame = Blame("data" if chosen in data else "parity", rank, column.identity, None)
+        blame = Blame("data", rank, column.identity, chosen)
+        if chosen in column.missing:
+            blame = Blame("parity", rank, column.identity, None)
         raise RestoreError(f"step {step} of rank {rank}: the part of group {chosen}: {error}", blame) from error
     return Restored(step, header.history, flat, layout, meta, blobs, source.fetched_bytes, column.missing)
 
@@ -305,19 +311,20 @@ def _write_clipped(pieces: wire.Pieces, offset: int, source: np.ndarray) -> None
         at += len(view)
 
 
-def pack_own(meta: dict[str, Any], blobs: dict[str, bytes], *, step: int, group: int, rank: int) -> bytes:
-    """A JSON object and named byte strings as one byte string that says whose it is."""
+def pack_own(meta: dict[str, Any], blobs: dict[str, bytes], **whose: int | str) -> bytes:
+    """A JSON object and named byte strings as one byte string that says whose it is: of which run, step, history,
+    group and rank."""
     named = [[name, len(blob)] for name, blob in blobs.items()]
-    head = json.dumps({"of": [step, group, rank], "meta": meta, "blobs": named}).encode()
+    head = json.dumps({"of": whose, "meta": meta, "blobs": named}).encode()
     return len(head).to_bytes(8, "little") + head + b"".join(blobs.values())
 
 
-def unpack_own(data: bytes, *, step: int, group: int, rank: int) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The inverse of `pack_own`. Raises ValueError if it is not that step's, group's and rank's."""
+def unpack_own(data: bytes, **whose: int | str) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The inverse of `pack_own`. Raises ValueError if it is somebody else's."""
     at = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:at])
-    if not isinstance(head, dict) or head.get("of") != [step, group, rank]:
-        raise ValueError(f"it is of step, group and rank {head.get('of') if isinstance(head, dict) else head}")
+    if not isinstance(head, dict) or head.get("of") != whose:
+        raise ValueError(f"it is of {head.get('of') if isinstance(head, dict) else head}, not of {whose}")
     blobs = {}
     for name, size in head["blobs"]:
         blobs[name] = data[at : at + size]

@@ -104,9 +104,10 @@ class Segment:
 
     def headers(self, kind: Kind, rank: int) -> list[Header | None]:
         """What each of the rank's buffers holds; None for one that holds nothing or is not of this run."""
-        return [self._header(kind, rank, path) for path in self.files(kind, rank)]
+        return [self.header(kind, rank, path) for path in self.files(kind, rank)]
 
-    def _header(self, kind: Kind, rank: int, path: Path) -> Header | None:
+    def header(self, kind: Kind, rank: int, path: Path) -> Header | None:
+        """What one of them holds. Raises OSError when it is there and cannot be read."""
         try:
             reader = BufferReader(path)
         except (FileNotFoundError, PermissionError):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,8 @@ class Snapshots:
         self._keeper_start = threading.Thread(target=self._start_keeper, name="keeper-start", daemon=True)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             self._keeper_start.start()
-        where = location_of(os.environ, socket.gethostname())
-        self._copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit, self._start_keeper, where)
+        self._location = location_of(os.environ, socket.gethostname())
+        self._copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit, self._start_keeper)
 
     def _start_keeper(self) -> None:
         """Start this host's keeper of the group, or find it. Training goes on without one; an event says
@@ -93,14 +94,10 @@ class Snapshots:
     def word(self) -> int:
         """What this group says of its newest snapshot to the others, as a number; a collective of the group."""
         word = self._copier.word()
-        if self._ranks == 1:
-            return word.encode()
-        flags = [word.published, word.settled, word.coded, word.able, not word.older_busy, not word.newest_busy]
-        everyone = torch.tensor(flags, dtype=torch.uint8, device=_group_device())
-        dist.all_reduce(everyone, op=dist.ReduceOp.MIN)
-        published, settled, coded, able, older_free, newest_free = map(bool, everyone.tolist())
-        # Not of all ranks: those of one number are coded together, wherever the others of their groups are.
-        return Word(published, settled, coded, able, not older_free, not newest_free, word.location).encode()
+        if self._ranks > 1:
+            word = _of_all_ranks(word)
+        # Each rank's own: ranks of one number are coded together, wherever the others of their groups are.
+        return replace(word, location=self._location).encode()
 
     @property
     def agreed(self) -> list[Any]:
@@ -174,6 +171,15 @@ class Snapshots:
         self._copier.close()
         if over and int(os.environ.get("LOCAL_RANK", "0")) == 0:
             end_keepers(self._run_dir, {self.group})
+
+
+def _of_all_ranks(word: Word) -> Word:
+    """What is true of a group if its ranks say these; a collective."""
+    flags = [word.published, word.settled, word.coded, word.able, not word.older_busy, not word.newest_busy]
+    everyone = torch.tensor(flags, dtype=torch.uint8, device=_group_device())
+    dist.all_reduce(everyone, op=dist.ReduceOp.MIN)
+    published, settled, coded, able, older_free, newest_free = map(bool, everyone.tolist())
+    return Word(published, settled, coded, able, not older_free, not newest_free)
 
 
 def _share(value: Any) -> list[Any]:
