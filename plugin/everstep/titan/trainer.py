@@ -235,7 +235,7 @@ class EverstepTrainer(SlotTrainer):
             self._streams,
             hooks=self._backward_runs_hooks(),
         )
-        if self.checks is not None:
+        if self.checks is not None and self.may_refuse:
             self.witnesses = Witnesses(self.checks, ft.group_id, self.events)
         self.skips_poison = ft.on_poison == "skip"
         self._kept_metrics = KeptMetrics()
@@ -454,13 +454,13 @@ class EverstepTrainer(SlotTrainer):
             logger.error(f"The loss of step {commit.step} is {mean_loss}: training diverged and stops here")
             # Every group sees the same, and would again after a restart.
             raise SystemExit(HOPELESS_EXIT)
+        unfit = self.witnesses is not None and self.witnesses.answered(commit)
         grad_norm = self.update(commit, tokens)
         self.history = commit.history
         self.source.committed(self.step)
         if self.snapshots is not None:
             words, keep = self.words(commit.extra), self._checkpoint_from_memory(commit)
             self.snapshots.committed(commit, words, self.serve, keep)
-        unfit = self.witnesses is not None and self.witnesses.answered(commit)
         if self.checks is not None:
             self.checks.committed()
             if plan := self.checks.news():

@@ -62,7 +62,7 @@ class Witnesses:
                 evidence for group, evidence in told.items() if group != self._group and (evidence or doubt.alone)
             ]
             judged = self._checks.judge(doubt.slot, witnesses, alone=doubt.alone)
-            if self._follow(step, doubt.slot, len(witnesses), judged):
+            if tell(self._events, step, doubt.slot, judged, len(witnesses)):
                 raise SystemExit(UNFIT_EXIT)
 
     def answered(self, commit: Commit) -> bool:
@@ -72,18 +72,19 @@ class Witnesses:
         leaves = False
         for slot, asked in self._asked.items():
             if commit.owners[slot] == asked != self._group:
-                leaves |= self._follow(commit.step, slot, 1, self._checks.judge(slot, [()]))
+                leaves |= tell(self._events, commit.step, slot, self._checks.judge(slot, [()]), witnesses=1)
         self._asked.clear()
         return leaves
 
-    def _follow(self, step: int, slot: int, witnesses: int, judged: Judgement) -> bool:
-        """Tell of a judgement; whether this rank leaves."""
-        if judged.leaves:
-            logger.error(judged.reason)
-            self._events.emit("unfit", step, slot=slot, reason=judged.reason, witnesses=witnesses)
-        elif judged.reason:
-            logger.warning(judged.reason)
-            kind = "bound_suspect" if judged.verdict is Verdict.BOUND else "not_finite"
-            evidence = encode(judged.evidence)
-            self._events.emit(kind, step, slot=slot, reason=judged.reason, witnesses=witnesses, evidence=evidence)
-        return judged.leaves
+
+def tell(events: EventLog, step: int, slot: int, judged: Judgement, witnesses: int = 0) -> bool:
+    """Tell of a judgement; whether this rank leaves."""
+    if judged.leaves:
+        logger.error(judged.reason)
+        events.emit("unfit", step, slot=slot, reason=judged.reason, witnesses=witnesses)
+    elif judged.reason:
+        logger.warning(judged.reason)
+        kind = "bound_suspect" if judged.verdict is Verdict.BOUND else "not_finite"
+        evidence = encode(judged.evidence)
+        events.emit(kind, step, slot=slot, reason=judged.reason, witnesses=witnesses, evidence=evidence)
+    return judged.leaves

@@ -14,6 +14,7 @@ from everstep.attention.guard import Checks
 from everstep.data.slots import Batch, SlotSource
 from everstep.quorum.heal import HealState
 from everstep.run.events import EventLog
+from everstep.run.exits import UNFIT_EXIT
 from everstep.step.interfaces import Doubt, OutOfData, SlotRefused, SlotSums
 from everstep.step.reduction import local
 from everstep.titan import private
@@ -22,7 +23,7 @@ from everstep.titan.export import DATALOADER_BLOB, pack_dataloader
 from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import AGREED_SNAPSHOTS, Snapshots
 from everstep.titan.state import TrainingState, slot_seed
-from everstep.titan.witness import Witnesses
+from everstep.titan.witness import Witnesses, tell
 
 DATA_BLOB = "data"
 NOTES_INTERVAL = 10
@@ -40,7 +41,7 @@ class SlotTrainer(titan.Trainer):
     snapshots: Snapshots | None
     checks: Checks | None
     witnesses: Witnesses | None
-    """There where `checks` are."""
+    """There where refused slots are another attempt's, which another group may compute."""
     seed: int
     slots: int
     """S."""
@@ -110,8 +111,9 @@ class SlotTrainer(titan.Trainer):
         valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in batches)
         inputs, labels = zip(*(self._on_device(batch) for batch in batches), strict=True)
         seen, loads = self.ntokens_seen, [load.clone() for load in self.expert_loads] if self.may_refuse else []
-        if self.checks is not None and self.witnesses is not None:
-            self.checks.begin(step, slot, whole=self.witnesses.doubted(step, slot))
+        if self.checks is not None:
+            doubted = self.witnesses is not None and self.witnesses.doubted(step, slot)
+            self.checks.begin(step, slot, whole=doubted)
         pipelined = self.parallel_dims.pp_enabled
         loss = self.forward_backward_step(
             input_dict=list(inputs) if pipelined else inputs[0],
@@ -121,7 +123,7 @@ class SlotTrainer(titan.Trainer):
         self.metrics_processor.ntokens_since_last_log += tokens
         self.ntokens_seen = seen  # counts committed slots only
         if self.checks is not None:
-            self._require_sound(self.checks, step, loads)
+            self._judge(self.checks, step, slot, loads)
         self._slot_tokens[slot] = valid
         # Of a pipeline's stages only the last one knows the loss; the others give -1.
         known = not pipelined or self.pp_has_last_stage
@@ -134,14 +136,16 @@ class SlotTrainer(titan.Trainer):
         }
         return moved, labels.to(self.device)
 
-    def _require_sound(self, checks: Checks, step: int, loads: list[torch.Tensor]) -> None:
-        """Report what the attention checks saw. Raises SlotRefused if some rank of the group has what is not
-        repaired."""
+    def _judge(self, checks: Checks, step: int, slot: int, loads: list[torch.Tensor]) -> None:
+        """Report what the attention checks saw. Raises SlotRefused if some rank of the group has what is not repaired,
+        and ends the group when it recurs and there is no witness to hear."""
         refused = checks.refused()
         for finding in checks.drain():
             # Step and rank are every event's own, and so is the word kind.
             fields = {name: value for name, value in finding.items() if name not in ("step", "rank", "kind")}
             self.events.emit("finding", step, anomaly=finding["kind"], **fields)
+        if self.witnesses is None and tell(self.events, step, slot, checks.judge(slot, alone=True)):
+            raise SystemExit(UNFIT_EXIT)
         if all_in_group(not refused):
             return
         for load, before in zip(self.expert_loads, loads, strict=True):
