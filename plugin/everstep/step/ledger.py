@@ -153,12 +153,11 @@ def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute", home
     missing = [slot for slot in range(slots) if slot not in holders]
     if on_loss == "shrink" and holders:
         missing = []
+    if homes:
+        return Plan(_by_home(missing, [row.group for row in able], homes), drops, differing)
     refused = {slot for row in able for slot in row.refused}
     certain = [slot for slot in missing if slot not in refused]
-    if homes:
-        shares = _by_home(certain, [row.group for row in able], homes)
-    else:
-        shares = {row.group: tuple(certain[i :: len(able)]) for i, row in enumerate(able)}
+    shares = {row.group: tuple(certain[i :: len(able)]) for i, row in enumerate(able)}
     doubts = []
     for slot in sorted(refused):
         if slot in holders:
