@@ -11,6 +11,16 @@ from semi_runs import WARMUP
 from watched import Watched
 
 
+class Streams:
+    """Batches by slot, each slot a data-parallel rank of torchtitan's own dataloader. They are read in turn."""
+
+    def __init__(self, loader, slots, shape):
+        self._loaders = [iter(loader.build(dp_world_size=slots, dp_rank=slot, **shape)) for slot in range(slots)]
+
+    def microbatch(self, step, slot):
+        return next(self._loaders[slot])
+
+
 @pytest.fixture
 def start(tmp_path):
     """Starts `everstep run` on a config; ends with the test."""
@@ -30,19 +40,22 @@ def reference():
     """What the papers' formulas give for a config of `semi_config`."""
     known = {}
 
-    def _reference(path):
-        text = path.read_text()
+    def _reference(path, absent=None):
+        text = path.read_text() + str(absent)
         if text not in known:
             config = load_config(path, EverstepTrainer.Config)
-            data = StdlibText.Config(shuffle=True, seed=0).build(
-                dp_world_size=1, dp_rank=0, seq_len=32, local_batch_size=1, tokenizer=ByteTokenizer.Config().build()
-            )
             slots = config.training.global_batch_size  # of one row each
-            data.open_slots(slots, 0, 1)
+            shape = {"seq_len": 32, "local_batch_size": 1, "tokenizer": ByteTokenizer.Config().build()}
+            if config.data.source == "dataloader":
+                data = Streams(config.dataloader, slots, shape)
+            else:
+                data = StdlibText.Config(shuffle=True, seed=0).build(dp_world_size=1, dp_rank=0, **shape)
+                data.open_slots(slots, 0, 1)
             semi, adam = config.semi_sync, config.optimizer.param_groups[0].optimizer_kwargs
             known[text] = simulate(
                 config,
                 data,
+                absent=absent or {},
                 method=semi.method,
                 workers=semi.workers,
                 sync_steps=semi.sync_steps,

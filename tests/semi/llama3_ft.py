@@ -56,4 +56,4 @@ steps = 10
 """
 
 STDLIB = '[data]\nsource = "stdlib"\n'
-"""What it needs besides: streams of a dataloader cannot be read again, as workers that move would."""
+"""What a machine without its dataset needs besides."""

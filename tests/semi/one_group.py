@@ -6,8 +6,9 @@ is, between calls of the step protocol that this script makes.
 Each scenario: `config` a TOML file, `dir` an empty folder, `rounds`, and `before`: round → what happens to the group
 before that round, ["moved", worker] (its own state is in no memory), ["lost", worker, round] (nor on disk after this
 round), ["torn", worker, round], ["healed"] (all of the group's memory is replaced by what a joiner gets), ["restarted"]
-(another trainer goes on from a checkpoint). What came of it is in `dir`/out.pt: parameters, losses by inner step,
-events, and after how many inner steps of its round each sum began.
+(another trainer goes on from a checkpoint), ["absent", worker] (it is not in this round). What came of it is in
+`dir`/out.pt: parameters, losses by inner step, events, after how many inner steps of its round each sum began, and what
+was told of streams when a worker moved.
 """
 
 import json
@@ -26,13 +27,15 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
+from everstep.data.stream_states import decode_states  # noqa: E402
 from everstep.step import ledger  # noqa: E402
 from everstep.step.interfaces import Commit  # noqa: E402
+from everstep.titan.data.streams import SlotStreams  # noqa: E402
 from everstep.titan.load import load_config  # noqa: E402
 from everstep.titan.trainer import EverstepTrainer  # noqa: E402
 
 HOUR = timedelta(hours=1)
-EVENTS = []
+EVENTS, TOLD = [], []
 
 
 class Alone:
@@ -78,6 +81,15 @@ def written(trainer, worker, round_):
         time.sleep(0.01)
 
 
+def moves_streams(trainer):
+    """This group becomes one that knows of its dataloader's streams what the group before it told."""
+    notes = trainer.notes(trainer.committed + 1)
+    TOLD.append((trainer.step, {slot: state.position for slot, state in decode_states(notes).items()}))
+    trainer.source._forget()
+    trainer.source.committed(trainer.step)
+    trainer.noted([notes])
+
+
 def happens(trainer, what, scenario):
     match what:
         case ["moved", worker]:
@@ -85,6 +97,8 @@ def happens(trainer, what, scenario):
             if newest := trainer.committed // every * every:
                 written(trainer, worker, newest)
             del trainer._owned[worker]
+            if isinstance(trainer.source, SlotStreams):
+                moves_streams(trainer)
         case ["lost", worker, round_]:
             written(trainer, worker, round_).unlink()
         case ["torn", worker, round_]:
@@ -101,12 +115,15 @@ def happens(trainer, what, scenario):
                 assert not fetch.error, fetch.error
                 time.sleep(0.01)
             trainer._door.close()
-            for tensor in (*trainer.round.trained, *trainer.round.momentum, *trainer.round.live):
+            of = trainer.round
+            for tensor in (*of.trained, *of.momentum, *of.live, *of.balances, *of._balances.values()):
                 with torch.no_grad():
                     tensor.zero_()
             trainer.round.marks, trainer._owned = {}, {}
             trainer.step = 0
             trainer.heal(state)
+        case ["absent", _]:
+            pass
         case ["restarted"]:
             trainer.save_last()
             end(trainer)
@@ -147,17 +164,20 @@ def end(trainer):
 
 def run(scenario):
     EVENTS.clear()
+    TOLD.clear()
     trainer, history = begin(scenario)
     workers, begun = trainer.workers, []
     for round_ in range(1, scenario["rounds"] + 1):
-        for what in scenario.get("before", {}).get(str(round_), ()):
+        before = scenario.get("before", {}).get(str(round_), ())
+        for what in before:
             trainer = happens(trainer, what, scenario)
+        there = [worker for worker in range(workers) if ["absent", worker] not in before]
         sums = trainer.column
         sums.begun_after.clear()
         trainer._reducer.begin(sums, HOUR, round_)
-        for worker in range(workers):
+        for worker in there:
             sums.inner_steps = 0
-            trainer._reducer.begin_slot(last=worker == workers - 1)
+            trainer._reducer.begin_slot(last=worker == there[-1])
             trainer.compute(round_, worker)
             trainer._reducer.end_slot()
         trainer._reducer.finish()
@@ -167,7 +187,8 @@ def run(scenario):
         trainer.apply(
             Commit(
                 step=round_, history=history, parent=parent, tokens=of.tokens, loss=of.loss, extra=of.extra,
-                owners=(0,) * workers, groups=(0,), held=-1, once=True, saver=-1, all_leave=False, quorum_id=0,
+                owners=tuple(0 if worker in there else -1 for worker in range(workers)), groups=(0,), held=-1,
+                once=len(there) == workers, saver=-1, all_leave=False, quorum_id=0,
                 attempts=1, compute_s=0.0, reduce_s=0.0, took_s=0.0,
             )
         )  # fmt: skip
@@ -175,7 +196,7 @@ def run(scenario):
     parameters = {name: whole(t) for part in trainer.model_parts for name, t in part.state_dict().items()}
     losses = [loss for event in EVENTS if event["kind"] == "commit" for loss in event["inner_losses"]]
     torch.save(
-        {"parameters": parameters, "losses": losses, "events": list(EVENTS), "begun": begun},
+        {"parameters": parameters, "losses": losses, "events": list(EVENTS), "begun": begun, "told": list(TOLD)},
         Path(scenario["dir"]) / "out.pt",
     )
     end(trainer)

@@ -3,9 +3,10 @@ Everstep's arithmetic.
 
 Local SGD: arXiv 1805.09767. DiLoCo: arXiv 2311.08105, algorithm 1. Streaming DiLoCo: arXiv 2501.18512, algorithm 2,
 with the offsets t_p such that fragment p is sent at the end of its turn less τ steps and taken over at the end of it. A
-worker's inner optimizer is torch's AdamW, kept throughout; gradients are clipped as in torch.nn.utils. Model: the
-config's, as torchtitan builds it. Data: the rows that Everstep's source gives for (step, slot), which is not what is
-tested here.
+worker's inner optimizer is torch's AdamW, kept throughout; gradients are clipped as in torch.nn.utils. Experts' biases
+move with each worker's own loads (arXiv 2408.15664, the variant that torchtitan has) and are averaged in every round.
+Model: the config's, as torchtitan builds it. Data: the rows that Everstep's source gives for (step, slot), which is not
+what is tested here.
 """
 
 import copy
@@ -57,10 +58,15 @@ def rounded(changes, to):
     return {name: piece.view_as(changes[name]) for name, piece in zip(changes, pieces, strict=True)}
 
 
+def balances(model):
+    return [module for module in model.modules() if getattr(module, "expert_bias_E", None) is not None]
+
+
 def simulate(
     config,
     data,
     *,
+    absent,
     method,
     workers,
     sync_steps,
@@ -80,13 +86,20 @@ def simulate(
     theta = {name: p.detach().clone() for name, p in model.named_parameters()}
     velocity = {name: torch.zeros_like(p) for name, p in theta.items()}
     models = [copy.deepcopy(model) for _ in range(workers)]
-    adams = [
-        torch.optim.AdamW(m.parameters(), lr=lr, betas=(0.9, 0.95), eps=eps, weight_decay=0.1) for m in models
-    ]  # fmt: skip
+
+    def adam_of(m):
+        return torch.optim.AdamW(m.parameters(), lr=lr, betas=(0.9, 0.95), eps=eps, weight_decay=0.1)
+
+    adams, away = [adam_of(m) for m in models], [0] * workers
     turn, each, losses, delta = sync_steps // fragments, slots // workers, [], {}
     for step in range(1, steps + 1):
         losses.append(0.0)
-        for worker, (local, adam) in enumerate(zip(models, adams, strict=True)):
+        there = [worker for worker in range(workers) if worker not in absent.get((step - 1) // turn + 1, ())]
+        for worker in there:
+            if away[worker] > 2:  # rounds: as a run that keeps states of three knows it
+                adams[worker] = adam_of(models[worker])
+            away[worker] = 0
+            local, adam = models[worker], adams[worker]
             for group in adam.param_groups:
                 group["lr"] = lr * min(1.0, step / warmup)
             adam.zero_grad()
@@ -95,10 +108,15 @@ def simulate(
                 logits = local(inputs["input"], positions=inputs["positions"])
                 loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) / each
                 loss.backward()
-                losses[-1] += loss.item() / workers
+                losses[-1] += loss.item() / len(there)
             torch.nn.utils.clip_grad_norm_(local.parameters(), 1.0)
             adam.step()
-        now = [dict(local.named_parameters()) for local in models]
+            for moe in balances(local):
+                load = moe.tokens_per_expert_E
+                moved = moe.load_balance_coeff * torch.sign(load.mean() - load)
+                moe.expert_bias_E += moved - moved.mean()
+                load.zero_()
+        now = [dict(models[worker].named_parameters()) for worker in there]
         part = ((step + overlap) // turn - 1) % fragments
         mine = [name for name in theta if parts[name] == part]
         with torch.no_grad():
@@ -107,6 +125,11 @@ def simulate(
                 delta = {name: torch.stack([change[name] for change in sent]).mean(0) for name in mine}
             if step % turn:
                 continue
+            away = [0 if worker in there else rounds + 1 for worker, rounds in enumerate(away)]
+            for same in zip(*(balances(models[worker]) for worker in there), strict=True):
+                mean = torch.stack([moe.expert_bias_E for moe in same]).double().mean(0)
+                for moe in same:
+                    moe.expert_bias_E.copy_(mean)
             for name in delta:
                 if method == "local_sgd":
                     theta[name] = torch.stack([w[name] for w in now]).mean(0)
@@ -115,9 +138,11 @@ def simulate(
                     velocity[name] = momentum * velocity[name] + delta[name]
                     change = delta[name] + momentum * velocity[name] if nesterov else velocity[name]
                     theta[name] = theta[name] - rate * change
-                for w in now:
+                for w in (dict(local.named_parameters()) for local in models):
                     w[name].copy_(mixing * w[name].double() + (1 - mixing) * theta[name].double())
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(theta[name])
+        for moe, mine in zip(balances(model), balances(models[there[0]]), strict=True):
+            moe.expert_bias_E.copy_(mine.expert_bias_E)
     return Simulation({name: tensor.clone() for name, tensor in model.state_dict().items()}, losses)

@@ -1,6 +1,8 @@
 """What tests of semi-synchronous runs share: a config, and what a run left behind."""
 
+import json
 import time
+from collections import Counter
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -58,3 +60,36 @@ def losses_of(run):
     """The losses by inner step, as one group tells them."""
     told = {event["step"]: event["inner_losses"] for event in run.events("commit", rank=0)}
     return [loss for round_ in sorted(told) for loss in told[round_]]
+
+
+def worst(run, expected, step=ROUNDS * SYNC_STEPS):
+    """Largest difference of any parameter at the end of the run."""
+    found = final_parameters(run.run_dir, expected.parameters, step)
+    return max(float((found[name] - tensor).abs().max()) for name, tensor in expected.parameters.items())
+
+
+def worst_loss(run, expected):
+    return float((torch.tensor(losses_of(run)) - torch.tensor(expected.losses)).abs().max())
+
+
+def rounds_in_the_final_state(run_dir, sync_steps=SYNC_STEPS):
+    """(round, worker, inner step) → how often, counted from the log files alone: back from the newest commit through
+    the parents that commits name, each worker's round where the tally says that it was computed."""
+    lines = [
+        line for file in (run_dir / "events").glob("group-*.rank-0.jsonl") for line in file.read_text().split("\n")
+    ]
+    events = [json.loads(line) for line in lines if line]
+    commits = {event["history"]: event for event in events if event["kind"] == "commit"}
+    found, at = Counter(), max(commits.values(), key=lambda event: event["step"])
+    while at is not None:
+        for worker, owner in enumerate(at["owners"]):
+            whole = any(
+                event["kind"] == "worker_round"
+                and (event["group"], event["step"], event["worker"]) == (owner, at["step"], worker)
+                and event["t"] <= at["t"]
+                for event in events
+            )
+            steps = range((at["step"] - 1) * sync_steps + 1, at["step"] * sync_steps + 1) if whole else ()
+            found.update((at["step"], worker, step) for step in steps)
+        at = commits.get(at["parent"])
+    return found

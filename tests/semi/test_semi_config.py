@@ -6,7 +6,7 @@ from everstep.config.errors import ConfigError
 from everstep.config.resolved import config_identity
 from everstep.titan.load import load_config
 from everstep.titan.trainer import EverstepTrainer
-from llama3_ft import LLAMA3_FT, STDLIB
+from llama3_ft import LLAMA3_FT
 
 GOOD = """\
 [job]
@@ -121,24 +121,28 @@ REFUSED = {
         GOOD + "[snapshot]\nenable = true\n",
         '[snapshot] enable must be false with [semi_sync] method = "diloco": the other is not built yet',
     ),
-    "a dataloader's streams": (
-        GOOD.replace("stdlib", "dataloader"),
-        '[data] source must be "stdlib" or "tokens" with [semi_sync] method = "diloco": the other is not built yet',
-    ),
     "a pipeline": (
         GOOD + "[parallelism]\npipeline_parallel_degree = 2\n",
         '[parallelism] pipeline_parallel_degree must be 1 with [semi_sync] method = "diloco": the other is not '
         "built yet",
     ),
-    "shrinking": (
+    "shrinking by slots": (
         GOOD.replace("groups = 3", 'groups = 3\non_loss = "shrink"'),
-        '[fault_tolerance] on_loss must be "redistribute" with [semi_sync] method = "diloco": the other is not '
-        "built yet",
+        '[fault_tolerance] on_loss = "shrink" is about slots: with [semi_sync] method = "diloco" set [semi_sync] '
+        "on_loss",
     ),
-    "experts": (
-        GOOD.replace('"llama3"', '"deepseek_v3"').replace("llama3_debugmodel", "deepseek_v3_debugmodel"),
-        '[semi_sync] method = "diloco" and mixtures of experts do not go together yet: their balance is in no '
-        "optimizer's state",
+    "an unknown way to lose": (
+        GOOD + 'on_loss = "redistribute"\n',
+        '[semi_sync] on_loss must be one of "resume", "shrink", got "redistribute"',
+    ),
+    "waiting for what is not adopted": (
+        GOOD + 'on_loss = "shrink"\nadopt_after_s = 5.0\n',
+        '[semi_sync] adopt_after_s is read with on_loss = "resume" only: "shrink" moves no workers',
+    ),
+    "waiting for longer than anything": (
+        GOOD + "adopt_after_s = 3600.0\n",
+        "[semi_sync] adopt_after_s = 3600.0 must be at least 0 and less than [fault_tolerance] give_up_after_s = "
+        "3600.0",
     ),
 }
 
@@ -156,9 +160,7 @@ def test_a_good_one_is_accepted_and_counts_rounds(load):
 
 
 def test_the_debug_model_of_02s_ft_trainer_loads(load):
-    with pytest.raises(ConfigError, match='source must be "stdlib" or "tokens"'):
-        load(LLAMA3_FT)
-    config = load(LLAMA3_FT + STDLIB)
+    config = load(LLAMA3_FT)
     semi = config.semi_sync
     assert (semi.method, semi.sync_steps, semi.fragments, semi.overlap_steps) == ("diloco", 10, 2, 0)
     assert semi.commits(config.training.steps) == 20
@@ -168,6 +170,7 @@ def test_the_debug_model_of_02s_ft_trainer_loads(load):
 def test_a_run_directory_belongs_to_one_number_of_workers_and_not_of_groups(load):
     identity = config_identity(load(GOOD))
     assert config_identity(load(GOOD.replace("groups = 3", "groups = 2"))) == identity
+    assert config_identity(load(GOOD + "adopt_after_s = 5.0\n")) == identity
     assert config_identity(load(GOOD.replace("workers = 4", "workers = 3"))) != identity
     by_groups = GOOD.replace("workers = 4\n", "").replace("global_batch_size = 24", "global_batch_size = 12")
     assert config_identity(load(by_groups)) != config_identity(load(by_groups.replace("groups = 3", "groups = 2")))

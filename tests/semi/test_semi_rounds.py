@@ -28,11 +28,21 @@ class Case:
     quantize: str = "none"
     before: dict = field(default_factory=dict)
     again: tuple = ()
+    on_loss: str = "resume"
+    more: dict = field(default_factory=dict)
+    """Other sections."""
 
     @property
     def semi_sync(self):
-        keys = ("fragments", "overlap_steps", "mixing", "sync_steps", "keep_every", "quantize")
+        keys = ("fragments", "overlap_steps", "mixing", "sync_steps", "keep_every", "quantize", "on_loss")
         return {key: getattr(self, key) for key in keys}
+
+    @property
+    def absent(self):
+        """By round the workers that are not in it."""
+        return {
+            int(round_): [what[1] for what in found if what[0] == "absent"] for round_, found in self.before.items()
+        }
 
 
 HAPPENS = {
@@ -44,9 +54,22 @@ HAPPENS = {
     "9": [["moved", 2], ["torn", 2, 8]],
 }
 AGAIN = {"4": [["moved", 3]], "5": [["moved", 3], ["lost", 3, 4]]}
+AWAY = {"2": [["absent", 1], ["absent", 2]], "3": [["absent", 2]], "4": [["absent", 2]], "5": [["absent", 3]]}
+MOVES = {"3": [["moved", 1]], "4": [["moved", 2], ["lost", 2, 3]], "5": [["restarted"]]}
+STREAMS = {"job": {"config": "tiny_streams"}, "data": {"source": "dataloader"}}
+CHECKED = {
+    "attention_check": {"enable": True, "mode": "detect", "frequency": 1.0, "allow_injection": True},
+    "attention_check.inject": {"kind": "nan", "first_step": 3, "count": 1},
+}
 CASES = {
     "the whole, late, states written now and then": Case(1, 2, 0.25, 4, 3, "none", {"5": [["moved", 0]]}, (1,)),
     "halves, late, while workers move": Case(2, 1, 0.5, 4, 1, "none", HAPPENS, (0, 0, 0, 0, 0, 0, 1, 1)),
+    "experts, while workers move": Case(
+        2, 1, 0.5, 4, 1, "none", HAPPENS, (0, 0, 0, 0, 0, 0, 1, 1), more={"job": {"config": "tiny_moe"}}
+    ),
+    "streams of a dataloader, while workers move": Case(1, 0, 0.0, 2, before=MOVES, again=(0, 1), more=STREAMS),
+    "workers that are absent": Case(1, 0, 0.0, 2, before=AWAY, again=(0,), on_loss="shrink"),
+    "an attention that is checked": Case(1, 1, 0.5, 2, more=CHECKED),
 }
 MORE = {
     "quarters, late": Case(4, 1, 0.5, 8),
@@ -58,16 +81,16 @@ MORE = {
 }
 
 
-def config(path, semi_sync):
+def config(path, semi_sync, more=()):
     steps = OUTER_ROUNDS * semi_sync["sync_steps"]
-    return semi_config(
-        path,
-        job={"config": "tiny_4" if semi_sync.get("fragments", 1) > 2 else "tiny"},
-        training={"steps": steps, "global_batch_size": WORKERS},
-        semi_sync=semi_sync,
-        optimizer={"lr": 3e-4, "eps": 1e-4},
-        checkpoint={"interval": 1000 * semi_sync["sync_steps"]},
-    )
+    sections = {
+        "job": {"config": "tiny_4" if semi_sync.get("fragments", 1) > 2 else "tiny"},
+        "training": {"steps": steps, "global_batch_size": WORKERS},
+        "semi_sync": semi_sync,
+        "optimizer": {"lr": 3e-4, "eps": 1e-4},
+        "checkpoint": {"interval": 1000 * semi_sync["sync_steps"]},
+    }
+    return semi_config(path, **sections | dict(more))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +108,7 @@ def carried_out(tmp_path_factory):
                 path.write_text(case)
                 todo.append({"config": str(path), "dir": str(place), "rounds": 4})
                 continue
-            config(path, case.semi_sync)
+            config(path, case.semi_sync, case.more)
             todo.append(
                 {"config": str(path), "dir": str(place), "rounds": OUTER_ROUNDS * case.fragments, "before": case.before}
             )
@@ -156,11 +179,11 @@ def worst(parameters, expected):
 
 
 def is_what_the_paper_says(found, case, reference, folder):
-    expected = reference(config(folder / "run.toml", case.semi_sync))
+    expected = reference(config(folder / "run.toml", case.semi_sync, case.more), case.absent)
     assert worst(found["parameters"], expected) <= 1e-6
     assert max(abs(a - b) for a, b in zip(found["losses"], expected.losses, strict=True)) <= 1e-5
-    plain = reference(config(folder / "plain.toml", {"sync_steps": case.sync_steps}))
-    if case.fragments > 1 or case.mixing:
+    plain = reference(config(folder / "plain.toml", {"sync_steps": case.sync_steps}, case.more))
+    if case.fragments > 1 or case.mixing or any(case.absent.values()):
         assert worst(plain.parameters, expected) > 1e-4
     moves = [event["rounds_again"] for event in found["events"] if event["kind"] == "worker_moved"]
     assert tuple(moves) == case.again
@@ -169,6 +192,36 @@ def is_what_the_paper_says(found, case, reference, folder):
 @pytest.mark.parametrize("name", CASES)
 def test_streaming_is_what_the_paper_says_whoever_carries_the_workers(few, reference, tmp_path, name):
     is_what_the_paper_says(few[name], CASES[name], reference, tmp_path)
+
+
+def test_groups_tell_each_other_where_their_streams_stand(few):
+    """What a group that takes a worker over knows of its streams: all but the rounds that it makes again."""
+    assert few["streams of a dataloader, while workers move"]["told"] == [
+        (2 * rounds, dict.fromkeys(range(WORKERS), 2 * rounds)) for rounds in (2, 3)
+    ]
+
+
+def test_the_experts_balance_moves(few):
+    biases = [t for name, t in few["experts, while workers move"]["parameters"].items() if "expert_bias" in name]
+    assert len(biases) == 2  # layers
+    assert all(float(bias.abs().max()) > 1e-3 for bias in biases)
+
+
+def test_a_slot_that_is_refused_is_computed_again_within_its_round(few):
+    events = few["an attention that is checked"]["events"]
+    refused = [event for event in events if event["kind"] == "slot_refused"]
+    assert [(event["step"], event["slot"]) for event in refused] == [(2, 0)], "the third inner step"
+    assert {event["step"] for event in events if event["kind"] == "finding"} == {2}
+
+
+def test_a_commit_says_what_each_worker_weighed(few):
+    name = "workers that are absent"
+    told = [event["weights"] for event in few[name]["events"] if event["kind"] == "commit"]
+    for round_, weights in enumerate(told, 1):
+        absent = CASES[name].absent.get(round_, [])
+        assert weights == [0 if worker in absent else 1 / (WORKERS - len(absent)) for worker in range(WORKERS)]
+    begun = [(event["step"], event["worker"]) for event in few[name]["events"] if event["kind"] == "worker_begun"]
+    assert begun == [(5, 2)], "its state was of a round that nobody knows any more"
 
 
 @pytest.mark.slow

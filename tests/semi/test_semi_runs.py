@@ -1,47 +1,21 @@
 """Runs of `everstep run` beside the papers' formulas, without failures and with them."""
 
-import json
 from collections import Counter
 
 import pytest
-import torch
 
 from everstep.report import score
 from everstep.run.beats import beat_path, read_beat
-from semi_runs import DEADLINE_S, ROUNDS, SYNC_STEPS, WORKERS, final_parameters, losses_of, semi_config, soon
-
-
-def worst(run, expected, step=ROUNDS * SYNC_STEPS):
-    """Largest difference of any parameter at the end of the run."""
-    found = final_parameters(run.run_dir, expected.parameters, step)
-    return max(float((found[name] - tensor).abs().max()) for name, tensor in expected.parameters.items())
-
-
-def worst_loss(run, expected):
-    return float((torch.tensor(losses_of(run)) - torch.tensor(expected.losses)).abs().max())
-
-
-def rounds_in_the_final_state(run_dir, sync_steps=SYNC_STEPS):
-    """(round, worker, inner step) → how often, counted from the log files alone: back from the newest commit through
-    the parents that commits name, each worker's round where the tally says that it was computed."""
-    lines = [
-        line for file in (run_dir / "events").glob("group-*.rank-0.jsonl") for line in file.read_text().split("\n")
-    ]
-    events = [json.loads(line) for line in lines if line]
-    commits = {event["history"]: event for event in events if event["kind"] == "commit"}
-    found, at = Counter(), max(commits.values(), key=lambda event: event["step"])
-    while at is not None:
-        for worker, owner in enumerate(at["owners"]):
-            whole = any(
-                event["kind"] == "worker_round"
-                and (event["group"], event["step"], event["worker"]) == (owner, at["step"], worker)
-                and event["t"] <= at["t"]
-                for event in events
-            )
-            steps = range((at["step"] - 1) * sync_steps + 1, at["step"] * sync_steps + 1) if whole else ()
-            found.update((at["step"], worker, step) for step in steps)
-        at = commits.get(at["parent"])
-    return found
+from semi_runs import (
+    DEADLINE_S,
+    SYNC_STEPS,
+    WORKERS,
+    rounds_in_the_final_state,
+    semi_config,
+    soon,
+    worst,
+    worst_loss,
+)
 
 
 def computes(run, group):

@@ -1,11 +1,28 @@
-"""A registry with Llamas of 0.2 and 0.3 million parameters, for `[job] module = "tiny_llama"`."""
+"""A registry with models of 0.2 and 0.3 million parameters, for `[job] module = "tiny_llama"`: Llamas, one that reads
+streams of a dataloader, and one with experts."""
 
-from torchtitan.models import llama3
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torchtitan.hf_datasets.text_datasets as text_datasets
+from datasets import Dataset
+from torchtitan.config.override import derive
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models import llama3, qwen3
+from torchtitan.models.common import CosSinRoPE
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.llama3 import ComplexRoPE
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 from torchtitan.trainer import Trainer
 
+from everstep.titan.data.byte_tokenizer import ByteTokenizer
+
 DIM, HEADS, VOCAB = 64, 4, 512
+TEXTS = "source of the json package"
 
 
 def tiny() -> Trainer.Config:
@@ -16,13 +33,65 @@ def tiny_4() -> Trainer.Config:
     return _llama(4)
 
 
-def _llama(layers: int) -> Trainer.Config:
-    config = llama3_debugmodel()
+def tiny_streams() -> Trainer.Config:
+    """For `[data] source = "dataloader"`."""
+    lines = [line for path in sorted(Path(json.__file__).parent.glob("*.py")) for line in path.read_text().splitlines()]
+    documents = [{"text": "\n".join(lines[at : at + 10])} for at in range(0, len(lines), 10)]
+    text_datasets.DATASETS[TEXTS] = DatasetConfig(
+        path="", loader=lambda path: Dataset.from_list(documents), sample_processor=lambda row: row["text"]
+    )
+    config = _llama(2)
+    config.dataloader, config.tokenizer = HuggingFaceTextDataLoader.Config(dataset=TEXTS), ByteTokenizer.Config()
+    return config
+
+
+def tiny_moe() -> Trainer.Config:
+    config = _small(qwen3_moe_debug())
+    config.model_spec.model.layers = qwen3._build_qwen3_moe_layers(
+        n_layers=2,
+        dim=DIM,
+        n_heads=HEADS,
+        n_kv_heads=HEADS,
+        head_dim=DIM // HEADS,
+        moe_hidden_dim=DIM // 2,
+        num_experts=8,
+        top_k=2,
+        rope=CosSinRoPE.Config(dim=DIM // HEADS, max_seq_len=1024, theta=500000),
+        attn_backend="flex",
+        moe_comm_backend="standard",
+    )
+    for layer in config.model_spec.model.layers:
+        routed = layer.moe.routed_experts
+        routed.inner_experts = derive(routed.inner_experts, Float32Experts.Config)
+    return config
+
+
+class Float32Experts(GroupedExperts):
+    """torchtitan's round to bfloat16, whatever the model computes in: too coarse to be compared by."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        parts = x_RD.split(num_tokens_per_expert_E.long().tolist())
+        each = zip(parts, self.w1_EFD, self.w2_EDF, self.w3_EFD, strict=True)
+        return torch.cat([(torch.nn.functional.silu(x @ w1.T) * (x @ w3.T)) @ w2.T for x, w1, w2, w3 in each])
+
+
+def _small(config: Trainer.Config) -> Trainer.Config:
     model = config.model_spec.model
     model.dim, model.vocab_size = DIM, VOCAB
     model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim = VOCAB, DIM
     model.norm.normalized_shape = DIM
     model.lm_head.in_features, model.lm_head.out_features = DIM, VOCAB
+    config.loss.loss_fn.global_vocab_size = VOCAB
+    return config
+
+
+def _llama(layers: int) -> Trainer.Config:
+    config = _small(llama3_debugmodel())
+    model = config.model_spec.model
     model.lm_head.param_init = llama3._output_linear_init(DIM)
     model.layers = llama3._build_llama3_layers(
         fuse_qkv=True,
@@ -33,5 +102,4 @@ def _llama(layers: int) -> Trainer.Config:
         rope=ComplexRoPE.Config(dim=DIM // HEADS, max_seq_len=1024, theta=500000),
         attn_backend="flex",
     )
-    config.loss.loss_fn.global_vocab_size = VOCAB
     return config

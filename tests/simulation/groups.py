@@ -195,6 +195,8 @@ class Rank:
                 clock=clock,
                 files=files,
                 events=events,
+                homes=plan.homes,
+                adopt_after_s=plan.adopt_after_s,
             )
             driver = Driver(
                 group=life.group.id,

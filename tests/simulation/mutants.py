@@ -235,8 +235,8 @@ MUTANTS = (
     Mutant(
         "who comes after the end goes on",
         "protocol.py",
-        "        if any(rank.too_late for rank in ranks):\n",
-        "        if False:\n",
+        "if finished == self._finished_before or not NO_STATE < self.step < finished:",
+        "if True:",
     ),
     Mutant(
         "each column's snapshots decide about the step",

@@ -6,15 +6,18 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from everstep.step.driver import End
 from simulation.faults import KINDS, REFUSALS
 from simulation.judge import Contribution, Judge, State
 from simulation.scheduler import Process, Scheduler, Signal
-from simulation.world import Outcome, Settings, simulate
+from simulation.world import Outcome, Settings, World, draw_plan, simulate
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,6 +56,11 @@ def test_who_did_not_hear_that_a_bound_was_widened_is_not_named() -> None:
     assert not outcome.violations
 
 
+@pytest.mark.parametrize("adopt_after_s", [0.0, 30.0])
+def test_neither_do_slots_that_have_homes(adopt_after_s: float) -> None:
+    assert_promise_kept(runs(range(5000, 5060), Settings(adopt_after_s=adopt_after_s)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(42))
 def test_a_million_faults_break_no_promise(part: int) -> None:
@@ -80,6 +88,29 @@ def test_a_run_without_faults_does_every_step_once_in_one_history() -> None:
 def test_seeds_of_dense_faults_that_once_broke_it(seed: int, faults: int, what: str) -> None:
     outcome = simulate(seed, Settings(faults=faults))
     assert not outcome.violations, what
+
+
+class StandsStill(World):
+    """Rank 1 of group 0 stands still for a minute at the end of its attempt at `step`, as soon as it waits."""
+
+    step = 0
+
+    def note(self, who: str, kind: str, step: int | None, fields: dict[str, Any]) -> None:
+        super().note(who, kind, step, fields)
+        if (who, kind, step) == ("0.0/1", "attempt", self.step):
+            self.stop(self.groups[0].lives[0].ranks[1].process, 60.0)
+
+
+@pytest.mark.parametrize("step", range(1, 6))
+def test_a_rank_that_stood_still_while_the_others_ended_the_run_makes_no_step_again(step: int) -> None:
+    plan = draw_plan(0, Settings(groups=(3, 3), ranks=(2, 2), faults=0))
+    quick = {"steps": 6, "slots": 3, "slot_s": 0.2, "data_ends": (10**9, 0), "on_loss": "redistribute", "save_s": 0.3}
+    world = StandsStill(0, replace(plan, **quick))
+    world.step = step
+    outcome = world.run()
+    assert not outcome.violations
+    assert world.groups[0].lives[0].endings == [End.COMPLETE] * 2
+    assert outcome.virtual_s > 60.0 > world.finished_at
 
 
 def digest(seed: int, hash_seed: str) -> str:

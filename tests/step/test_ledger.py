@@ -11,8 +11,8 @@ from everstep.step.interfaces import SlotSums
 from everstep.step.ledger import Row
 
 
-def row(group, step=4, computes=True, checksum=None, held=frozenset(), proven=False, history=9):
-    return Row(group, 5, step, history, computes, checksum, proven, frozenset(held))
+def row(group, step=4, computes=True, checksum=None, held=frozenset(), proven=False, history=9, adopts=True):
+    return Row(group, 5, step, history, computes, checksum, proven, frozenset(held), adopts)
 
 
 @st.composite
@@ -27,7 +27,7 @@ def quorums(draw):
         some = st.frozensets(st.integers(0, slots - 1), max_size=slots)
         held, refused = (draw(some) if computes else frozenset() for _ in range(2))
         disputed = draw(some) & refused
-        said = row(group, 7 if computes else 3, computes, held=held)
+        said = row(group, 7 if computes else 3, computes, held=held, adopts=draw(st.booleans()) or computes)
         rows.append(replace(said, refused=refused, disputed=disputed))
     return slots, draw(st.permutations(rows))
 
@@ -111,6 +111,24 @@ def test_a_slot_moves_only_while_its_home_is_away():
     assert ledger.plan(without_1, 4, homes=3).shares == {0: (0, 3), 2: (1, 2)}
     without_0 = [row(1), row(2)]
     assert ledger.plan(without_0, 4, homes=3).shares == {1: (0, 1), 2: (2, 3)}
+
+
+def test_a_lost_groups_slots_are_awaited_until_some_group_adopts():
+    waiting = [row(0, adopts=False), row(2, adopts=False)]
+    plan = ledger.plan(waiting, 4, homes=3)
+    assert (plan.shares, plan.awaited) == ({0: (0, 3), 2: (2,)}, {1})
+    holding = [row(0, held={0, 3}, adopts=False), row(2, held={2}, adopts=False)]
+    assert ledger.plan(holding, 4, homes=3).shares == {0: (), 2: ()}
+    assert ledger.plan([holding[0], row(2, held={2})], 4, homes=3).shares == {0: (1,), 2: ()}
+    back = [*holding, row(1, adopts=False)]
+    assert (ledger.plan(back, 4, homes=3).shares[1], ledger.plan(back, 4, homes=3).awaited) == ((1,), frozenset())
+    assert ledger.plan([row(7, adopts=False)], 2, homes=3).shares == {7: (0, 1)}, "no group that they are at home in"
+
+
+def test_shrinking_with_homes_leaves_lost_slots_out():
+    plan = ledger.plan([row(0), row(2)], 4, "shrink", homes=3)
+    assert (plan.shares, plan.awaited) == ({0: (0, 3), 2: (2,)}, frozenset())
+    assert ledger.verdict([1, 0, 1, 1], "shrink") == ""
 
 
 @given(quorums())

@@ -34,22 +34,28 @@ class Ordered(Fault):
 
     def plan(self, target: Target, choose: random.Random) -> Injection:
         group = self.victim(target.run, choose)
-        taker = self.taker(target.run, group)
+        takers = self.takers(target.run, group)
         workers = target.run.workers(group) if self.kills_first else []
 
         def strike() -> None:
             now = time.time()
             order = {"id": f"{self.name}-{now:.6f}", "fault": self.name, "at": self.at, "deadline": now + TAKE_WITHIN_S}
             target.signal(workers, SIGKILL)  # first: the order is not for these
-            write_json(order_file(target.run_dir, taker), order | {"duration_s": self.duration_s})
+            for taker in takers:
+                write_json(order_file(target.run_dir, taker), order | {"duration_s": self.duration_s})
 
         fields = {"at_phase": self.at} if self.at else {}
-        hit = group if taker == group else sorted((group, taker))
-        return Injection(strike=strike, target_group=hit, pids=[w.pid for w in workers], fields=fields)
+        return Injection(
+            strike=strike, target_group=self.hit(group, takers), pids=[w.pid for w in workers], fields=fields
+        )
 
-    def taker(self, run: View, group: int) -> int:
-        """The group that the order is for, when `group` is hit."""
-        return group
+    def takers(self, run: View, group: int) -> list[int]:
+        """The groups that the order is for, when `group` is hit."""
+        return [group]
+
+    def hit(self, group: int, takers: list[int]) -> int | list[int]:
+        """The groups that are hit for certain."""
+        return group if takers == [group] else sorted((group, *takers))
 
 
 class RaiseException(Ordered):
@@ -179,13 +185,13 @@ class KillHealSource(Ordered):
     def victim(self, run: View, choose: random.Random) -> int:
         return choose.choice(self._joiners(run)) if self.group is None else self.group
 
-    def taker(self, run: View, group: int) -> int:
+    def takers(self, run: View, group: int) -> list[int]:
         # torchft heals the first that is behind from the first that is not, in the order of group ids.
-        return min(run.taking_part - {group})
+        return [min(run.taking_part - {group})]
 
     def _joiners(self, run: View) -> list[int]:
         allowed = run.candidates(2)
-        return [group for group in allowed if self.taker(run, group) in allowed]
+        return [group for group in allowed if self.takers(run, group)[0] in allowed]
 
 
 class KillDuringConnect(Ordered):
@@ -195,6 +201,13 @@ class KillDuringConnect(Ordered):
     expected = "The others build another one without it."
     at = "connect"
     kills_first = True
+
+
+class KillDuringSum(Ordered):
+    name = "kill-during-sum"
+    breaks = "A worker is killed when its next sum over the groups has begun."
+    undone = "An instant."
+    expected = "As kill-worker; nobody has that sum, and the others make another one of what they hold."
 
 
 class KillDuringSnapshot(Ordered):
@@ -238,6 +251,7 @@ KINDS: tuple[type[Fault], ...] = (
     KillDuringHeal,
     KillHealSource,
     KillDuringConnect,
+    KillDuringSum,
     KillDuringSnapshot,
     KillDuringCheckpoint,
 )

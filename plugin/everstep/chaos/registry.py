@@ -3,11 +3,17 @@
 import difflib
 from collections.abc import Iterable
 
-from everstep.chaos import hosts, orders, processes, storage
+from everstep.chaos import hosts, orders, processes, rounds, storage
 from everstep.chaos.fault import Fault
 from everstep.run.directory import LaunchError
 
-KINDS: tuple[type[Fault], ...] = (*processes.KINDS, *hosts.KINDS, *orders.KINDS, *storage.KINDS)
+KINDS: tuple[type[Fault], ...] = (
+    *processes.KINDS,
+    *hosts.KINDS,
+    *orders.KINDS,
+    *storage.KINDS,
+    *rounds.KINDS,
+)
 
 FAULTS: dict[str, type[Fault]] = {kind.name: kind for kind in KINDS}
 

@@ -129,8 +129,10 @@ def _await_end(target: Target, started: subprocess.Popen[bytes], stop: bool) -> 
 
 def _run_again(command: Trial, run_dir: Path, flags: Sequence[str]) -> Path:
     """The same run without faults, as far as that one came."""
-    steps = score(run_dir)["last_step"] or 1
-    config = read_toml(run_dir / "config.toml")
+    figures, config = score(run_dir), read_toml(run_dir / "config.toml")
+    # Of a semi-synchronous run the score counts rounds; it ends with a whole turn of all fragments.
+    whole = config.get("semi_sync", {}).get("sync_steps", 1) if figures["inner_steps"] else 1
+    steps = -(-(figures["last_step"] or 1) * (figures["inner_steps"] or 1) // whole) * whole
     total = config.get("lr_scheduler", {}).get("total_steps")
     total = total if isinstance(total, int) else config["training"]["steps"]
     reference = run_dir.with_name(run_dir.name + "-reference")

@@ -294,19 +294,25 @@ def _semi_sync(config: Any) -> Iterator[Problem]:
                 f"= {value} must be a multiple of [semi_sync] sync_steps = {semi.sync_steps}: between two rounds "
                 "there are no global parameters",
             )
-    layers = getattr(getattr(config.model_spec, "model", None), "layers", ())
-    if any(getattr(layer, "moe", None) is not None for layer in layers):
+    if semi.adopt_after_s and semi.on_loss == "shrink":
+        yield wrong("semi_sync", "adopt_after_s", 'is read with on_loss = "resume" only: "shrink" moves no workers')
+    elif not 0 <= semi.adopt_after_s < ft.give_up_after_s:
         yield wrong(
-            "semi_sync", "method", f'= "{semi.method}" and mixtures of experts do not go together yet: their balance '
-            "is in no optimizer's state"
-        )  # fmt: skip
+            "semi_sync",
+            "adopt_after_s",
+            f"= {semi.adopt_after_s} must be at least 0 and less than [fault_tolerance] give_up_after_s = "
+            f"{ft.give_up_after_s}: a group that could not commit for so long gives up",
+        )
+    if ft.on_loss != "redistribute":
+        yield wrong(
+            "fault_tolerance",
+            "on_loss",
+            f'= "{ft.on_loss}" is about slots: with [semi_sync] method = "{semi.method}" set [semi_sync] on_loss',
+        )
     with_semi = f'with [semi_sync] method = "{semi.method}"'
     for is_wrong, section, key, message in (
-        (ft.on_loss != "redistribute", "fault_tolerance", "on_loss", 'must be "redistribute"'),
         (ft.on_poison == "skip", "fault_tolerance", "on_poison", 'must be "stop"'),
         (config.snapshot.enable, "snapshot", "enable", "must be false"),
-        (config.attention_check.enable, "attention_check", "enable", "must be false"),
-        (config.data.source == "dataloader", "data", "source", 'must be "stdlib" or "tokens"'),
         (not training.disable_cuda_graphs, "training", "disable_cuda_graphs", "must be true"),
         (config.parallelism.pipeline_parallel_degree > 1, "parallelism", "pipeline_parallel_degree", "must be 1"),
         (

@@ -28,6 +28,8 @@ from everstep.step.streams import HostStreams, Streams
 
 CONNECT_POLL_S = 0.01
 STORES_KEPT = 4
+PROTOCOL, GRADIENTS = 0, -1
+"""Which line of a column."""
 
 logger = logging.getLogger(__name__)
 
@@ -177,17 +179,18 @@ class RankColumn:
         Raises:
             SumsBroken: the process group is broken already.
         """
-        return self._start(-1, tensor, timeout)
+        return self.start_on(GRADIENTS, tensor, timeout)
 
     def exchange(self, tensor: torch.Tensor, timeout: timedelta) -> list[torch.Tensor]:
         """What every group gave, in rank order: tensors alike, over the gradients' backend. Raises SumsBroken."""
         parts = [torch.empty_like(tensor) for _ in range(self._members())]
-        self.finish(self._start(-1, tensor, timeout, parts))
+        self.finish(self.start_on(GRADIENTS, tensor, timeout, parts))
         return parts
 
-    def _start(
+    def start_on(
         self, which: int, tensor: torch.Tensor, timeout: timedelta, parts: list[torch.Tensor] | None = None
     ) -> Sum:
+        """Start a sum, or with `parts` an exchange, for `PROTOCOL` or of `GRADIENTS`. Raises SumsBroken."""
         with self._lock:
             lines = self._lines
         if not lines:
@@ -211,7 +214,7 @@ class RankColumn:
     def total(self, values: torch.Tensor, timeout: timedelta) -> torch.Tensor:
         """See `Sums.total`."""
         total = values.clone()
-        self.finish(self._start(0, total, timeout))
+        self.finish(self.start_on(PROTOCOL, total, timeout))
         return total
 
     def gather(self, words: Sequence[int]) -> list[list[int]]:

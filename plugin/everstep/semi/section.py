@@ -48,6 +48,14 @@ class SemiSync:
     """Rounds between two writes of each worker's own state to the run directory. Of a worker that moves to another
     group the rounds since are made again."""
 
+    on_loss: Literal["resume", "shrink"] = "resume"
+    """When a group is lost: `resume` has its workers' rounds computed by others, so that all workers are in each
+    synchronisation; `shrink` synchronises those whose groups are there (torchft's behaviour)."""
+
+    adopt_after_s: float = 0.0
+    """Resume only: how long the others wait for a lost group before one of them takes its workers over. Whatever it is,
+    the result is the same."""
+
     @property
     def enabled(self) -> bool:
         return self.method != "none"

@@ -30,6 +30,20 @@ class Place:
     history: int
 
 
+def folder_of(run_dir: Path) -> Path:
+    """Where a run's states of workers are."""
+    return run_dir / "state" / "workers"
+
+
+def files_by_round(folder: Path, worker: int) -> dict[int, list[Path]]:
+    """The files of a worker's states, of all ranks."""
+    found: dict[int, list[Path]] = {}
+    for path in folder.glob(f"worker-{worker}.rank-*"):
+        if of := re.search(r"\.round-(\d+)\.", path.name):
+            found.setdefault(int(of[1]), []).append(path)
+    return found
+
+
 class WorkerFiles:
     """One rank's states of workers, of whatever group.
 

@@ -37,6 +37,7 @@ class Beginning(NamedTuple):
     lost_peers: int
     state_is_here: int
     heal_failed: int
+    adopts: int
 
 
 @dataclass(slots=True)

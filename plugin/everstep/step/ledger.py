@@ -18,7 +18,7 @@ from everstep.step.interfaces import Doubt, SlotSums
 from everstep.step.quorum import Quorum
 
 BITS_PER_WORD = 62  # an int64 word that never touches its sign
-ROW_HEADER = 8
+ROW_HEADER = 9
 SLOT_SETS = 3  # of a row
 
 WITNESS_AFTER = 2
@@ -46,6 +46,7 @@ class Row:
         checksum: of its parameters after `step`, 63 bits, or None when no audit is due.
         proven: whether an audit has agreed with it since it last took over a state.
         held: slots of step + 1 whose gradients it holds.
+        adopts: whether slots of lost groups shall move to others now; see `plan`.
         refused: slots of step + 1 that its checks refused.
         disputed: those of them that they refused WITNESS_AFTER times.
     """
@@ -58,6 +59,7 @@ class Row:
     checksum: int | None = None
     proven: bool = False
     held: frozenset[int] = frozenset()
+    adopts: bool = True
     refused: frozenset[int] = frozenset()
     disputed: frozenset[int] = frozenset()
 
@@ -70,16 +72,17 @@ class Row:
         """The row as `words(slots)` integers that fit int64."""
         packed = [word for some in (self.held, self.refused, self.disputed) for word in _packed(some, slots)]
         audited, checksum = (0, 0) if self.checksum is None else (1, self.checksum)
-        flags = [int(self.computes), audited, checksum, int(self.proven)]
+        flags = [int(self.computes), audited, checksum, int(self.proven), int(self.adopts)]
         return [self.group, self.quorum, self.step, self.history, *flags, *packed]
 
     @staticmethod
     def decode(values: Sequence[int], slots: int) -> "Row":
         """The inverse of `encode`."""
-        group, quorum, step, history, computes, audited, checksum, proven, *packed = values
+        group, quorum, step, history, computes, audited, checksum, proven, adopts, *packed = values
         size = len(packed) // SLOT_SETS
-        sets = [_unpacked(packed[size * i : size * (i + 1)], slots) for i in range(SLOT_SETS)]
-        return Row(group, quorum, step, history, bool(computes), checksum if audited else None, bool(proven), *sets)
+        held, *refused = (_unpacked(packed[size * i : size * (i + 1)], slots) for i in range(SLOT_SETS))
+        checksum = checksum if audited else None
+        return Row(group, quorum, step, history, bool(computes), checksum, bool(proven), held, bool(adopts), *refused)
 
 
 def _packed(some: frozenset[int], slots: int) -> list[int]:
@@ -123,6 +126,7 @@ class Plan:
         shares: group id → slots it computes, in order; every group that computes has an entry, perhaps an empty one.
         drops: groups that let go of what they hold, since another group holds one of their slots as well.
         differing: groups whose parameters the audit found different; they compute nothing and heal.
+        awaited: slots of lost groups that nobody computes yet; with any, the attempt is not summed.
         doubts: slots that some group refused, in order, those included that another one holds by now: as long as the
             step lasts, who refused a slot has to know what others saw in it.
     """
@@ -130,6 +134,7 @@ class Plan:
     shares: dict[int, tuple[int, ...]]
     drops: frozenset[int]
     differing: frozenset[int]
+    awaited: frozenset[int] = frozenset()
     doubts: tuple[Doubt, ...] = ()
 
 
@@ -141,7 +146,7 @@ def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute", home
         slots: S.
         on_loss: `shrink` computes nothing for lost slots as long as some group still holds one.
         homes: if not 0, slot s is dealt to group s mod `homes` where that computes, so that it moves only when groups
-            are lost or come back.
+            are lost or come back: to another at once if some group `adopts`, and never under `shrink`.
 
     Returns:
         the plan; `shares` and what is held after `drops` cover each slot exactly once under `redistribute`.
@@ -154,7 +159,11 @@ def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute", home
     if on_loss == "shrink" and holders:
         missing = []
     if homes:
-        return Plan(_by_home(missing, [row.group for row in able], homes), drops, differing)
+        at_home = {row.group for row in able if row.group < homes}
+        moves = not at_home or (on_loss != "shrink" and any(row.adopts for row in able))
+        left = frozenset() if moves else frozenset(slot for slot in missing if slot % homes not in at_home)
+        shares = _by_home([slot for slot in missing if slot not in left], [row.group for row in able], homes)
+        return Plan(shares, drops, differing, frozenset() if on_loss == "shrink" else left)
     refused = {slot for row in able for slot in row.refused}
     certain = [slot for slot in missing if slot not in refused]
     shares = {row.group: tuple(certain[i :: len(able)]) for i, row in enumerate(able)}
@@ -166,7 +175,7 @@ def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute", home
             asked = _who_is_asked(slot, able, shares)
             shares[asked] = tuple(sorted((*shares[asked], slot)))
             doubts.append(Doubt(slot, asked, held=False, alone=all(slot in row.disputed for row in able)))
-    return Plan(shares, drops, differing, tuple(doubts))
+    return Plan(shares, drops, differing, doubts=tuple(doubts))
 
 
 def _who_is_asked(slot: int, able: Sequence[Row], shares: Mapping[int, Sequence[int]]) -> int:

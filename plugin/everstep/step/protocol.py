@@ -63,6 +63,7 @@ class StepProtocol:
         life: differs after every start of the group; the same on all its ranks.
         slots: S.
         on_loss, homes: see `ledger.plan`.
+        adopt_after_s: how long the slots of a lost group wait for it, where they have homes.
         work, reducer: the trainer's side.
         ranks: the group's own collectives.
         membership: rank 0's voice at the lighthouse; None on the other ranks.
@@ -92,9 +93,13 @@ class StepProtocol:
         files: RunFiles,
         events: Events,
         homes: int = 0,
+        adopt_after_s: float = 0.0,
     ) -> None:
         self._group, self._life, self._slots, self._on_loss = group, life, slots, on_loss
-        self._homes = homes
+        self._homes, self._adopt_after_s = homes, adopt_after_s
+        self._lost_since: float | None = None
+        """Since when some group that slots are at home in has not computed."""
+        self._adopts = True
         self._work, self._reducer, self._sums, self._door = work, reducer, sums, door
         self.decisions = Decisions(ranks)
         self._ranks, self._membership, self._store = ranks, membership, store
@@ -110,6 +115,8 @@ class StepProtocol:
         """Whether this group makes no more steps, and says so when it meets the others."""
         self._suspect = self._proven = False
         self._finished_before = files.finished_step()
+        self._missed_the_end = False
+        """Whether the others ended the run while this group asked for its last quorum."""
         self._checksum: int | None = None
         self._held = Held(NO_STATE, 0)
         self._healing: Healing | None = None
@@ -188,6 +195,8 @@ class StepProtocol:
             return turn
         begun = self._clock.now()
         quorum = self.meet()
+        if self._missed_the_end:
+            return Turn.TOO_LATE
         if quorum is None:
             return Turn.LEFT if self.leaving else Turn.RETRY
         if quorum.step == NO_STATE:
@@ -221,6 +230,8 @@ class StepProtocol:
         if reason := self._hear_witnesses(attempt):
             return Turn.RETRY, reason
         self._compute(attempt)
+        if attempt.plan.awaited:
+            return Turn.RETRY, self._await_lost(attempt)
         tally, reason = self._sum(attempt)
         if reason:
             return Turn.RETRY, reason
@@ -249,6 +260,7 @@ class StepProtocol:
             lost_peers=self._connected != "" and not self._sums.connected,
             state_is_here=healing is not None and healing.fetch.state() is not None,
             heal_failed=healing is not None and healing.fetch.error != "",
+            adopts=self._waited_for_lost(),
         )
         ranks = [Beginning(*said) for said in self.decisions.gather("begin", [int(word) for word in mine])]
         if len({(rank.step, rank.history) for rank in ranks}) > 1:
@@ -260,6 +272,7 @@ class StepProtocol:
         if any(rank.gives_up for rank in ranks):
             raise GaveUp(f"no step could be committed for {waited_s:.0f} s; see this group's events for the reasons")
         self.leaving = any(rank.asked_to_leave for rank in ranks)
+        self._adopts = all(rank.adopts for rank in ranks)
         if any(rank.lost_peers for rank in ranks):
             self._disconnect()
         if healing is not None and all(rank.state_is_here for rank in ranks):
@@ -269,6 +282,11 @@ class StepProtocol:
             self._events.emit("heal_failed", healing.step + 1, source_group=healing.source, reason=healing.fetch.error)
             self._stop_healing()
         return None
+
+    def _waited_for_lost(self) -> bool:
+        """Whether lost groups have been waited for long enough."""
+        waited_s = 0.0 if self._lost_since is None else self._clock.now() - self._lost_since
+        return waited_s >= self._adopt_after_s
 
     def _is_too_late(self) -> bool:
         """Whether the others ended the run, while this group was busy, with a later state than it has. A group that
@@ -282,10 +300,12 @@ class StepProtocol:
         """The next quorum, the same on all ranks of the group; None when there is none now."""
         self._asked += 1
         begun = self._clock.now()
-        answer = {"moved": False, "reason": "", "id": 0, "members": []}
+        answer = {"moved": False, "reason": "", "id": 0, "members": [], "too_late": False}
         if self._membership is not None:
-            answer = self._ask(self._membership)
+            # Since rank 0 looked at the beginning, another rank may have stood still for longer than the run went on.
+            answer = self._ask(self._membership) | {"too_late": self._is_too_late()}
         answer = json.loads(self.decisions.first("quorum", json.dumps(answer).encode()))
+        self._missed_the_end = answer["too_late"]
         if answer["moved"]:
             self._events.emit("lighthouse_followed", self.step + 1)
         if answer["reason"]:
@@ -380,6 +400,7 @@ class StepProtocol:
             checksum=self._checksum if computes else None,
             proven=self._proven,
             held=frozenset(self._held.slots),
+            adopts=self._adopts,
             refused=frozenset(self._held.refused),
             disputed=frozenset(s for s, times in self._held.refused.items() if times >= ledger.WITNESS_AFTER),
         )
@@ -393,6 +414,10 @@ class StepProtocol:
             self._disconnect()
             return error or "another rank of this group could not reach its peers"
         attempt.rows, attempt.plan = rows, ledger.plan(rows, self._slots, self._on_loss, self._homes)
+        if set(range(self._homes)) <= {row.group for row in rows if row.computes}:
+            self._lost_since = None
+        elif self._lost_since is None:
+            self._lost_since = self._clock.now()
         self._events.emit(
             "quorum",
             attempt.step,
@@ -453,7 +478,8 @@ class StepProtocol:
             self._files.beat("compute", step)
             if self._work.may_refuse:
                 self._reducer.keep()
-            self._reducer.begin_slot(last=slot == share[-1] and not self._work.may_refuse)
+            summed = not self._work.may_refuse and not attempt.plan.awaited
+            self._reducer.begin_slot(last=slot == share[-1] and summed)
             try:
                 self._work.compute(step, slot)
             except OutOfData:
@@ -469,6 +495,21 @@ class StepProtocol:
             self._slot_s = (self._clock.now() - begun) / len(attempt.computed)
         self._held.slots.update(attempt.computed)
         attempt.compute_s = self._clock.now() - begun
+
+    def _await_lost(self, attempt: Attempt) -> str:
+        """Meet the others, who have computed their shares as well, to ask for a quorum with the lost groups again; what
+        the attempt came to."""
+        error = ""
+        try:
+            self._sums.gather([self._group])
+        except SumsBroken as broken:
+            error = str(broken)
+        if not self.decisions.all_true("awaited", not error):
+            self._disconnect()
+            return error or "another rank of this group could not reach its peers"
+        if not any(attempt.plan.shares.values()):
+            self._clock.sleep(ASK_AGAIN_S)
+        return f"slots {sorted(attempt.plan.awaited)} wait for their groups"
 
     def _patience(self, share: Sequence[int], plan: ledger.Plan) -> timedelta:
         """For the gradients' sums: groups with a smaller share than others are there earlier. Never so long that this

@@ -26,8 +26,8 @@ PARAM = "param/"
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a round's commit left behind: the history, and the parameters of its fragment as bytes. With these a worker
-    can be brought from the round's end to the next one's, at any later time."""
+    """What a round's commit left behind: the history, and the parameters of its fragment and the balances as bytes.
+    With these a worker can be brought from the round's end to the next one's, at any later time."""
 
     history: int
     merged: bytes
@@ -55,8 +55,9 @@ class RoundState(TrainingState):
         self._settings = settings
         live = super()._named()
         self._live_params = {name: t for name, t in live.items() if name.startswith(PARAM)}
-        self._buffers = {name: t for name, t in live.items() if name.startswith("buffer/")}
+        self._live_balances = {name: t for name, t in live.items() if name.startswith("buffer/")}
         self._global = {name: torch.empty_like(t) for name, t in self._live_params.items()}
+        self._balances = {name: torch.empty_like(t) for name, t in self._live_balances.items()}
         self._trained = [f"{PARAM}{canonical(name)}" for name, param in self.parameters.items() if param.requires_grad]
         fragment = fragments_of(self._trained, settings.fragments)
         self.fragments = [[at for at, f in enumerate(fragment) if f == p] for p in range(settings.fragments)]
@@ -83,6 +84,19 @@ class RoundState(TrainingState):
         """The same of the outer momentum; empty without."""
         return [local(tensor) for tensor in self._momentum.values()]
 
+    @property
+    def balances(self) -> list[torch.Tensor]:
+        """This rank's part of the persistent buffers that the model has now: experts' biases, which no optimizer knows.
+        All of them are synchronised in every round: they become their mean over the workers."""
+        return [local(tensor) for tensor in self._live_balances.values()]
+
+    @torch.no_grad()
+    def balance(self, flat: torch.Tensor) -> None:
+        """Make the global balances these values, float64 [n], end to end."""
+        tensors = [local(tensor) for tensor in self._balances.values()]
+        for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(piece.view_as(tensor))
+
     def fragment(self, round_: int) -> list[int]:
         """The places of the parameters that a round synchronises."""
         return self.fragments[fragment_of(round_, self._settings.fragments)]
@@ -105,6 +119,15 @@ class RoundState(TrainingState):
         return _packed(self._own().values())
 
     @torch.no_grad()
+    def anew(self) -> bytes:
+        """The own state of a worker that begins now: the global parameters, and no step of the optimizer yet."""
+        self.rest()
+        for name, tensor in self._own().items():
+            if name.startswith(OPTIMIZER):
+                tensor.zero_()
+        return self.leave()
+
+    @torch.no_grad()
     def enter(self, own: bytes, round_: int) -> None:
         """Make model, optimizer and learning rate what a worker begins the round after `round_` with, whose own state
         after it is given: the fragment that was synchronised becomes α times its own, and 1 − α times the global one's.
@@ -116,7 +139,7 @@ class RoundState(TrainingState):
         live = self.live
         merged = [live[at] for at in self.fragment(round_)]
         mine = [tensor.clone() for tensor in merged]
-        _unpack(self.marks[round_].merged, merged)
+        _unpack(self.marks[round_].merged, [*merged, *self.balances])
         for tensor, kept in zip(merged, mine, strict=True) if self._settings.mixing else ():
             tensor.lerp_(kept, self._settings.mixing)
         self._set_rate(round_ * self._settings.round_steps)
@@ -125,6 +148,7 @@ class RoundState(TrainingState):
     def rest(self) -> None:
         """Make model and learning rate what they are between computations."""
         _copy(self._live_params.values(), self._global.values())
+        _copy(self._live_balances.values(), self._balances.values())
         self._set_rate(self._counters.step)
 
     def _set_rate(self, step: int) -> None:
@@ -138,14 +162,16 @@ class RoundState(TrainingState):
     def mark(self, round_: int, history: int) -> None:
         """The global parameters are those after a round of `history`; what is needed of earlier rounds is kept."""
         trained = self.trained
-        self.marks[round_] = Mark(history, _packed(trained[at] for at in self.fragment(round_)))
+        synchronised = [trained[at] for at in self.fragment(round_)]
+        self.marks[round_] = Mark(history, _packed([*synchronised, *self._balances.values()]))
         oldest = round_ - 2 * self._settings.keep_every
         self.marks = {known: mark for known, mark in self.marks.items() if oldest <= known <= round_}
 
     @torch.no_grad()
     def begin(self) -> None:
-        """The model's parameters become the global ones, as after loading."""
+        """The model's parameters and balances become the global ones, as after loading."""
         _copy(self._global.values(), self._live_params.values())
+        _copy(self._balances.values(), self._live_balances.values())
 
     @torch.no_grad()
     def forget_momentum(self) -> None:
@@ -153,7 +179,7 @@ class RoundState(TrainingState):
             tensor.zero_()
 
     def _named(self) -> dict[str, torch.Tensor]:
-        return {**self._global, **self._buffers, **self._momentum}
+        return {**self._global, **self._balances, **self._momentum}
 
     def load(self, state: HealState) -> None:
         super().load(state)

@@ -18,14 +18,16 @@ import torch
 import torch.distributed as dist
 from torchtitan.components.checkpointer import CheckpointManager
 
+from everstep.attention.guard import Checks
 from everstep.quorum.heal import HealState
 from everstep.run.exits import HOPELESS_EXIT, USAGE_EXIT
 from everstep.semi.outer import OuterSGD
 from everstep.semi.quantize import encode
 from everstep.semi.rounds import slots_of, steps_of
-from everstep.semi.worker_files import Place, WorkerFiles
+from everstep.semi.worker_files import Place, WorkerFiles, folder_of
 from everstep.snapshot.segment import run_id
-from everstep.step.interfaces import Commit, SlotSums
+from everstep.step.interfaces import Commit, SlotRefused, SlotSums
+from everstep.step.ledger import OnLoss
 from everstep.step.reduction import GradientReducer, local
 from everstep.titan import private
 from everstep.titan.fragments import FragmentReducer, QuantizedReducer
@@ -46,11 +48,13 @@ class WorkerRound:
 
     Attributes:
         tokens, loss: valid tokens and sum of their losses by optimizer step, float64 [h].
+        balances: what the worker would have experts' biases be, float64 [n].
         own: this rank's part of the worker's own state after it.
     """
 
     tokens: torch.Tensor
     loss: torch.Tensor
+    balances: torch.Tensor
     own: bytes
 
 
@@ -76,8 +80,6 @@ class SemiSyncTrainer(EverstepTrainer):
         self.round_steps = settings.round_steps
         if self.slots % self.workers:
             self._refuse(f"the {self.slots} slots of a step cannot be split among {self.workers} workers")
-        if self.expert_loads:
-            self._refuse("models with experts are not supported: their balance is no optimizer's")
         self.open_step(self.tokens_per_step / self.workers)
         self._outer = OuterSGD.of(settings)
         parts = (self.model_parts, self.optimizers, self.lr_schedulers, self)
@@ -93,9 +95,11 @@ class SemiSyncTrainer(EverstepTrainer):
         self._held: dict[int, WorkerRound] = {}
         self._owned: dict[int, Owned] = {}
         """By worker the newest own state that this rank has."""
+        self._absent: set[int] = set()
+        """Workers that are not in the last commit, as their groups were lost; only with on_loss = "shrink"."""
         self._round_s = 0.0
         self._store = WorkerFiles(
-            self._run_dir / "state" / "workers",
+            folder_of(self._run_dir),
             rank=dist.get_rank(),
             whose=f"{run_id(self._token)} {asdict(self._whose(config))}",
             nbytes=self.round.own_bytes,
@@ -147,8 +151,20 @@ class SemiSyncTrainer(EverstepTrainer):
         return self.workers
 
     @property
+    def on_loss(self) -> OnLoss:
+        return "shrink" if self.settings.on_loss == "shrink" else "redistribute"
+
+    @property
     def homes(self) -> int:
         return self._ft.groups
+
+    @property
+    def may_refuse(self) -> bool:
+        return False  # what a check refuses is computed again within the round
+
+    @property
+    def notes_interval(self) -> int:
+        return 1
 
     @property
     def samples(self) -> int:
@@ -167,14 +183,26 @@ class SemiSyncTrainer(EverstepTrainer):
         self.checkpointer.maybe_wait_for_staging()  # it reads what changes now
         own, begun = self._own_state(worker), time.monotonic()
         try:
-            self.round.enter(own, round_ - 1)
+            self._enter(own, round_ - 1)
             tokens, loss = self._inner_steps(round_, worker, synchronises=True)
-            self._held[worker] = WorkerRound(tokens, loss, self.round.leave())
+            self._held[worker] = WorkerRound(tokens, loss, _flat(self.round.balances), self.round.leave())
         finally:
-            self.round.rest()
+            self._rest()
         self._offer(round_)
         self._round_s = time.monotonic() - begun
         self.events.emit("worker_round", round_, worker=worker, losses=(loss / tokens).tolist())
+
+    def _enter(self, own: bytes, round_: int) -> None:
+        """See `RoundState.enter`."""
+        self.round.enter(own, round_)
+        if self.checks is not None:
+            self.checks.weights_changed()
+
+    def _rest(self) -> None:
+        """See `RoundState.rest`."""
+        self.round.rest()
+        if self.checks is not None:
+            self.checks.weights_changed()
 
     def _inner_steps(self, round_: int, worker: int, *, synchronises: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """A worker's optimizer steps of a round, tokens and losses by step; `synchronises`: what it changed is added to
@@ -182,7 +210,7 @@ class SemiSyncTrainer(EverstepTrainer):
         tokens, loss = torch.zeros(2, self.round_steps, dtype=torch.float64)
         steps = steps_of(round_, self.round_steps)
         for index, inner_step in enumerate(steps):
-            tokens[index], loss[index] = self._inner_step(round_, inner_step, worker)
+            tokens[index], loss[index] = self.inner_step(round_, inner_step, worker)
             if synchronises and inner_step == steps[-1] - self.settings.overlap_steps:
                 self._take_changes(round_, worker)
         return tokens, loss
@@ -209,12 +237,21 @@ class SemiSyncTrainer(EverstepTrainer):
         for at in self.round.fragment(round_):
             self.trainable[at].grad = self._changed[at]
 
-    def _inner_step(self, round_: int, inner_step: int, worker: int) -> tuple[float, float]:
-        """One optimizer step of a worker; its valid tokens and the sum of their losses."""
-        self.optimizers.zero_grad()
-        for slot in slots_of(worker, self.slots, self.workers):
-            self.files.computes(round_, worker)
-            self.compute_slot(inner_step, slot)
+    def inner_step(self, round_: int, inner_step: int, worker: int) -> tuple[float, float]:
+        """One optimizer step of a worker; its valid tokens and the sum of their losses. If an attention check refuses a
+        slot, the step's gradients are computed again."""
+        refused = True
+        while refused:
+            refused = False
+            super().discard()
+            for slot in slots_of(worker, self.slots, self.workers):
+                self.files.computes(round_, worker)
+                try:
+                    self.compute_slot(inner_step, slot)
+                except SlotRefused as refusal:  # on all ranks of the group
+                    self.events.emit("slot_refused", round_, slot=worker, reason=str(refusal))
+                    refused = True
+                    break
         sums = super().results()
         self._slot_tokens.clear()
         self._slot_losses.clear()
@@ -226,20 +263,25 @@ class SemiSyncTrainer(EverstepTrainer):
         self.step_optimizer(inner_step, OPTIMIZER_SLOT - worker)
         return tokens, float(sums.loss.sum())
 
+    def _judge(self, checks: Checks, step: int, slot: int, loads: list[torch.Tensor]) -> None:
+        super()._judge(checks, -(-step // self.round_steps), slot, loads)  # events count rounds
+
     def results(self) -> SlotSums:
         tokens, loss = torch.zeros(2, self.workers, dtype=torch.float64)
         by_step = torch.zeros(2, self.round_steps, dtype=torch.float64)
+        balances = torch.zeros_like(_flat(self.round.balances))
         for worker, done in self._held.items():
             tokens[worker], loss[worker] = done.tokens.sum(), done.loss.sum()
             by_step += torch.stack([done.tokens, done.loss])
-        return SlotSums(tokens, loss, by_step.flatten(), frozenset(self._held))
+            balances += done.balances
+        return SlotSums(tokens, loss, torch.cat([by_step.flatten(), balances]), frozenset(self._held))
 
     def discard(self) -> None:
         self._held.clear()
         self._sent.clear()
         for changed in self._changed:
             local(changed).zero_()
-        self.optimizers.zero_grad()
+        super().discard()
 
     # The workers' own states
 
@@ -248,15 +290,22 @@ class SemiSyncTrainer(EverstepTrainer):
 
     def _own_state(self, worker: int) -> bytes:
         """A worker's own state after the last commit, on all ranks of the group: what this group has, what another
-        group has written, or one of an earlier round with the rounds since made again. A collective of the group."""
-        self._await(worker)
+        group has written, or one of an earlier round with the rounds since made again. Where workers may be absent
+        (`on_loss`) they are not made again, and one that was absent for longer begins anew. A collective of the
+        group."""
+        shrinks = self.settings.on_loss == "shrink"
+        if worker not in self._absent:
+            self._await(worker)
         for round_ in range(self.committed, min(self.round.marks) - 1, -1):
             found = self._found(worker, round_)
             if all_in_group(found is not None):
                 break
         else:
+            if shrinks:
+                self.events.emit("worker_begun", self.committed + 1, worker=worker)
+                return self.round.anew()
             logger.error(
-                f"The state of worker {worker} is in no memory and not in {self._run_dir}/state/workers: start the run "
+                f"The state of worker {worker} is in no memory and not in {folder_of(self._run_dir)}: start the run "
                 "again, and it goes on from its last checkpoint"
             )
             raise SystemExit(HOPELESS_EXIT)
@@ -266,11 +315,12 @@ class SemiSyncTrainer(EverstepTrainer):
             return found
         begun = time.monotonic()
         for later in range(round_ + 1, self.committed + 1):
-            self.round.enter(found, later - 1)
-            self._inner_steps(later, worker, synchronises=False)
+            self._enter(found, later - 1)
+            if not shrinks:
+                self._inner_steps(later, worker, synchronises=False)
             found = self.round.leave()
         self._owned[worker] = Owned(self.committed, found)
-        again, took_s = self.committed - round_, round(time.monotonic() - begun, 3)
+        again, took_s = 0 if shrinks else self.committed - round_, round(time.monotonic() - begun, 3)
         self.events.emit("worker_moved", self.committed + 1, worker=worker, rounds_again=again, took_s=took_s)
         return found
 
@@ -283,6 +333,11 @@ class SemiSyncTrainer(EverstepTrainer):
             if here or not in_time:
                 return
             time.sleep(POLL_S)
+
+    def carries(self, worker: int) -> bool:
+        """Whether this group has the worker's state after the last commit in memory."""
+        owned = self._owned.get(worker)
+        return owned is not None and owned.round == self.committed
 
     def _has(self, worker: int, round_: int) -> bool:
         owned = self._owned.get(worker)
@@ -316,7 +371,9 @@ class SemiSyncTrainer(EverstepTrainer):
     def update(self, commit: Commit, tokens: float) -> float:
         self.checkpointer.maybe_wait_for_staging()
         self._offer(commit.step)  # for its memory
-        self._reducer.assign(1 / self.workers)
+        weights = self._weights(commit)
+        self._absent = {worker for worker, weight in enumerate(weights) if not weight}
+        self._reducer.assign(max(weights))
         norm = self.clip_gradients(float("inf"))
         places, trained, momentum = self.round.fragment(commit.step), self.round.trained, self.round.momentum
         self._outer.step(
@@ -328,18 +385,25 @@ class SemiSyncTrainer(EverstepTrainer):
             self._owned[worker] = Owned(commit.step, done.own)
         self.step = commit.step * self.round_steps
         self.ntokens_seen += self.tokens_per_step * self.round_steps
+        self.round.balance(commit.extra[2 * self.round_steps :] * max(weights))
         self.round.mark(commit.step, commit.history)
-        self.round.rest()
+        self._rest()
         self._keep()
         return float(norm)
 
+    def _weights(self, commit: Commit) -> list[float]:
+        """Of each worker's change in the outer step: equal for all workers that are in the commit."""
+        there = [owner >= 0 for owner in commit.owners]
+        return [float(is_there) / sum(there) for is_there in there]
+
     def told_of(self, commit: Commit) -> dict[str, Any]:
-        tokens, loss = commit.extra.view(2, self.round_steps)
+        tokens, loss = commit.extra[: 2 * self.round_steps].view(2, self.round_steps)
         before, self._counted_bytes = self._counted_bytes, self.column.payload_bytes
         saved, self._counted_saved = self._counted_saved, self._store.written_bytes
         return {
             "inner_losses": (loss / tokens).tolist(),
             "inner_steps": self.round_steps,
+            "weights": self._weights(commit),
             "payload_bytes": self._counted_bytes - before,
             "kept_bytes": self._counted_saved - saved,
             "gradient_bytes": sum(local(param).nbytes for param in self.trainable),
@@ -373,8 +437,8 @@ class SemiSyncTrainer(EverstepTrainer):
         if due:
             for worker in range(self.workers):
                 self._owned[worker] = Owned(self.committed, self._own_state(worker))
-            self.round.enter(self._owned[0].state, self.committed)
-            self.round.rest()
+            self._enter(self._owned[0].state, self.committed)
+            self._rest()
         super()._save(last=last)
         self._owned = known
 
@@ -399,7 +463,7 @@ class SemiSyncTrainer(EverstepTrainer):
         self._owned = {worker: Owned(self.committed, state) for worker, state in states.items()}
         self.round.marks.clear()
         self.round.mark(self.committed, self.history)
-        self.round.rest()
+        self._rest()
         return restored
 
     def serve(self) -> HealState:
@@ -422,3 +486,8 @@ class SemiSyncTrainer(EverstepTrainer):
             round_: Mark(history, state.blobs[f"mark/{round_}"]) for round_, history in state.meta[MARKS]
         }
         self._owned = {worker: Owned(round_, state.blobs[f"own/{worker}"]) for worker, round_ in state.meta[OWN]}
+
+
+def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Their values end to end, float64 on the CPU."""
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *(t.detach().flatten().double().cpu() for t in tensors)])

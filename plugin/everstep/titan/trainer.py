@@ -324,7 +324,7 @@ class EverstepTrainer(SlotTrainer):
             group=ft.group_id,
             life=life,
             slots=self.shares,
-            on_loss=ft.on_loss,
+            on_loss=self.on_loss,
             work=self,
             reducer=self._reducer,
             ranks=ranks,
@@ -343,6 +343,7 @@ class EverstepTrainer(SlotTrainer):
             files=self.files,
             events=self.events,
             homes=self.homes,
+            adopt_after_s=self.config.semi_sync.adopt_after_s,
         )
         driver = Driver(
             group=ft.group_id,
@@ -354,6 +355,11 @@ class EverstepTrainer(SlotTrainer):
             give_up=timedelta(seconds=ft.give_up_after_s),
         )
         return driver, membership
+
+    @property
+    def on_loss(self) -> ledger.OnLoss:
+        """Of `ledger.plan`."""
+        return self._ft.on_loss
 
     @property
     def homes(self) -> int:
@@ -457,14 +463,12 @@ class EverstepTrainer(SlotTrainer):
         unfit = self.witnesses is not None and self.witnesses.answered(commit)
         grad_norm = self.update(commit, tokens)
         self.history = commit.history
-        self.source.committed(self.step)
+        self.data_read(commit.step)
         if self.snapshots is not None:
             words, keep = self.words(commit.extra), self._checkpoint_from_memory(commit)
             self.snapshots.committed(commit, words, self.serve, keep)
-        if self.checks is not None:
-            self.checks.committed()
-            if plan := self.checks.news():
-                self.events.emit("attention_schedule", self.step, coverage=str(self.checks.coverage), **plan)
+        if self.checks is not None and (plan := self.checks.news()):
+            self.events.emit("attention_schedule", self.committed, coverage=str(self.checks.coverage), **plan)
         self.events.emit(
             "commit",
             commit.step,
@@ -514,6 +518,8 @@ class EverstepTrainer(SlotTrainer):
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step()
         self.lr_schedulers.step()
+        if self.checks is not None:
+            self.checks.committed()
         return grad_norm
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:

@@ -27,7 +27,7 @@ from everstep.titan.witness import Witnesses, tell
 
 DATA_BLOB = "data"
 NOTES_INTERVAL = 10
-"""Committed steps between two exchanges of dataloader positions; what an adopter has to skip at most."""
+"""Commits between two exchanges of dataloader positions; what an adopter has to skip at most, and one more."""
 
 
 class SlotTrainer(titan.Trainer):
@@ -110,7 +110,7 @@ class SlotTrainer(titan.Trainer):
         tokens = sum(labels.numel() for _, labels in batches)
         valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in batches)
         inputs, labels = zip(*(self._on_device(batch) for batch in batches), strict=True)
-        seen, loads = self.ntokens_seen, [load.clone() for load in self.expert_loads] if self.may_refuse else []
+        seen, loads = self.ntokens_seen, [load.clone() for load in self.expert_loads] if self.checks is not None else []
         if self.checks is not None:
             doubted = self.witnesses is not None and self.witnesses.doubted(step, slot)
             self.checks.begin(step, slot, whole=doubted)
@@ -224,9 +224,20 @@ class SlotTrainer(titan.Trainer):
             if groups == 0:
                 param.grad = None
 
+    @property
+    def notes_interval(self) -> int:
+        """Commits between two `notes`."""
+        return NOTES_INTERVAL
+
+    def data_read(self, step: int) -> None:
+        """`step` is committed: where the streams stand now is what the next notes tell, as then they will be ahead."""
+        self.source.committed(self.step)
+        if (step + 1) % self.notes_interval == 0:
+            self.source.known_states()
+
     def notes(self, step: int) -> bytes | None:
         """Where this group's dataloader streams stand, so that any group can adopt them."""
-        if step % NOTES_INTERVAL or not isinstance(self.source, SlotStreams):
+        if step % self.notes_interval or not isinstance(self.source, SlotStreams):
             return None
         return self.source.known_states()
 

@@ -21,6 +21,7 @@ from torchtitan.components.checkpointer import CheckpointManager
 
 from everstep import wire
 from everstep.attention.injection import Fault as AttentionFault
+from everstep.quorum.process_group import PROTOCOL, RankColumn
 from everstep.run.files import order_file, read_json
 from everstep.snapshot.buffer import BufferWriter
 from everstep.step.reduction import local
@@ -50,6 +51,10 @@ class WorkerFaults:
         """Of faults that last: when they end, on the monotonic clock."""
         self._wrap(trainer.files, "beat", self._at_beat)
         self._wrap(trainer, "compute", self._around_compute)
+        self._adopts = False
+        """Whether it computes the round of a worker that it did not carry."""
+        if hasattr(trainer, "inner_step"):
+            self._wrap(trainer, "inner_step", self._around_inner_step)
         threading.Thread(target=self._look, name="worker-faults", daemon=True).start()
 
     def _wrap(self, owner: Any, name: str, around: Callable) -> None:
@@ -95,7 +100,29 @@ class WorkerFaults:
         elif fault == "flipped-weight":
             self._flip_weight()
 
+    def _around_inner_step(self, inner_step: Callable, round_: int, step: int, worker: int) -> tuple[float, float]:
+        """Of a worker, in semi-synchronous training."""
+        done = inner_step(round_, step, worker)
+        steps = self._trainer.round_steps
+        if (step - 1) % steps == (steps - 1) // 2 and self._take("half-round"):
+            _die()
+        if self._adopts and self._pending.get("at") == "adopt" and self._is_first():
+            group, fault = self._trainer.config.fault_tolerance.group_id, self._take("adopt")
+            self._trainer.events.emit("fault", round_, fault=fault, target_group=group, pids=[os.getpid()])
+            _die()
+        return done
+
+    def _is_first(self) -> bool:
+        """Whether no other group has carried out the order yet that several have."""
+        try:
+            self._file.with_name(f"{Path(self._seen).name}.taken").touch(exist_ok=False)
+        except FileExistsError:
+            self._pending = {}
+            return False
+        return True
+
     def _around_compute(self, compute: Callable, step: int, slot: int) -> None:
+        self._adopts = hasattr(self._trainer, "carries") and not self._trainer.carries(slot)
         if self._lasts("straggler"):
             time.sleep(STRAGGLE_S)
         fault = self._take("compute")
@@ -179,10 +206,20 @@ class WorkerFaults:
         setattr(wire.Channel, "send_range", half)  # noqa: B010
 
     def _kill_during_snapshot(self, order: dict[str, Any]) -> None:
-        def killed(*_: object) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
+        setattr(BufferWriter, "publish", _die)  # noqa: B010
 
-        setattr(BufferWriter, "publish", killed)  # noqa: B010
+    def _kill_during_sum(self, order: dict[str, Any]) -> None:
+        start = RankColumn.start_on
+
+        def begun(column: RankColumn, which: int, *args: Any) -> Any:
+            one = start(column, which, *args)
+            return one if which == PROTOCOL else _die()
+
+        setattr(RankColumn, "start_on", begun)  # noqa: B010
+
+
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _filter_sockets(loss: float) -> None:
