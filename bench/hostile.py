@@ -168,7 +168,8 @@ def main() -> None:
         context = multiprocessing.get_context("spawn")
         orders, theirs = context.Pipe()
         held, most, told = 0, 0, (places, published_address(run_dir), args.connections, theirs)
-        context.Process(target=attack, args=told, daemon=True).start()
+        attacker = context.Process(target=attack, args=told, daemon=True)
+        attacker.start()
         theirs.close()  # an attacker that has died is an end of file
         for number in range(args.pairs):
             for kind in list(found)[:: 1 if number % 2 == 0 else -1]:
@@ -179,6 +180,7 @@ def main() -> None:
                 found[kind].append(look(run_dir, args.window))
             quiet, hostile = (found[kind][-1].per_s for kind in found)
             print(f"alone {quiet:.2f}, hostile {hostile:.2f} steps/s, ratio {hostile / quiet:.3f}; {most}", flush=True)
+        attacker.kill()
         ended = Counter(event["kind"] for event in read_events(run_dir, ENDINGS)) - began
         told = [event["reason"] for event in read_events(run_dir, {"stranger_refused"})]
         pairs = list(zip(*found.values(), strict=True))
