@@ -275,7 +275,7 @@ MUTANTS = (
         "protocol.py",
         'if not self.decisions.all_true("witnesses", not error):',
         "if error:",
-        kinds="sick,narrow,refuse,lose,await",
+        kinds="sick,narrow,refuse,lose,cut",
     ),
 )
 

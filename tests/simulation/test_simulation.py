@@ -43,11 +43,11 @@ def test_mixed_faults_break_no_promise() -> None:
 
 def test_a_group_that_errs_in_one_slot_is_named_and_a_narrow_bound_names_nobody() -> None:
     """With groups that die and sums that break meanwhile."""
-    outcomes = runs(range(200), Settings(faults=12, kinds=(*REFUSALS, "kill", "group", "cut", "lose", "beats")))
+    outcomes = runs(range(120), Settings(faults=12, kinds=(*REFUSALS, "kill", "group", "cut", "lose", "beats")))
     assert_promise_kept(outcomes)
     fell = sum((outcome.fell for outcome in outcomes), Counter())
     assert all(fell[kind] >= 20 for kind in REFUSALS), fell
-    assert sum(outcome.unfit for outcome in outcomes) >= 50
+    assert sum(outcome.unfit for outcome in outcomes) >= 20
 
 
 def test_who_did_not_hear_that_a_bound_was_widened_is_not_named() -> None:

@@ -456,7 +456,7 @@ class EverstepTrainer(SlotTrainer):
             raise SystemExit(HOPELESS_EXIT)
         mean_loss = loss / tokens
         if not math.isfinite(mean_loss):
-            self.events.emit("diverged", commit.step, loss=str(mean_loss))
+            self.events.emit("diverged", commit.step, loss=mean_loss)
             logger.error(f"The loss of step {commit.step} is {mean_loss}: training diverged and stops here")
             # Every group sees the same, and would again after a restart.
             raise SystemExit(HOPELESS_EXIT)
