@@ -104,7 +104,7 @@ def main() -> None:
             if checks.refused():
                 alarms[name] += 1
                 print("ALARM", name, path, length, dtype, scale, checks.drain()[:2], file=sys.stderr, flush=True)
-            leavers[name] += checks.judge(alone=True).reason != ""
+            leavers[name] += checks.judge(0, alone=True).reason != ""
     print(json.dumps({"runs": runs, "alarms": sum(alarms.values()), "evictions": sum(leavers.values())}))
 
 

@@ -60,7 +60,7 @@ class CheckedTrainer(Trainer):
                 loss = super().forward_backward_step(**batch)
                 if not self.checks.refused():
                     break
-                if reason := self.checks.judge(alone=True).reason:
+                if reason := self.checks.judge(0, alone=True).reason:
                     raise RuntimeError(reason)
                 self.optimizers.zero_grad()
                 self.again += 1

@@ -7,7 +7,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
-from simulation.faults import KINDS
+from simulation.faults import BREAKERS, KINDS
 from simulation.world import Outcome, Settings, kinds_of, simulate
 
 SHOWN = 5
@@ -32,7 +32,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trace", type=int, metavar="SEED", help="show this seed's run as a timeline")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args(args)
-    unknown = sorted(set(options.kinds.split(",")) - set(KINDS))
+    unknown = sorted(set(options.kinds.split(",")) - set(BREAKERS))
     if unknown:
         parser.error(f"--kinds: no such faults: {', '.join(unknown)}")
     return options

@@ -284,6 +284,23 @@ def _refuse(world: World, life: Life, rank: Rank, size: float) -> bool:
     return True
 
 
+def _sick(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """A group computes one slot wrongly from now on, and its checks refuse it each time."""
+    others = [other for other in world.groups if other != life.group.id and other not in world.sick]
+    if not world.plan.may_refuse or not others:
+        return False
+    world.sick[life.group.id] = int(size * world.plan.slots)
+    return True
+
+
+def _narrow(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """The bound of a check is too narrow for one slot's numbers from now on, on every group."""
+    if not world.plan.may_refuse:
+        return False
+    world.narrow.add(int(size * world.plan.slots))
+    return True
+
+
 def _not_finite(world: World, life: Life, rank: Rank, size: float) -> bool:
     if world.spoiling:
         return False
@@ -350,8 +367,12 @@ BREAKERS: dict[str, Callable[[World, Life, Rank, float], bool]] = {
     "stray": _stray,
     "twin": _twin,
     "slow": _slow,
+    "sick": _sick,
+    "narrow": _narrow,
 }
-KINDS = tuple(BREAKERS)
+REFUSALS = ("refuse", "sick", "narrow")
+KINDS = tuple(kind for kind in BREAKERS if kind not in ("sick", "narrow"))
+"""What falls where nothing else is asked for."""
 WEIGHTS = {
     "flip": 2.0,
     "kill": 3.0,

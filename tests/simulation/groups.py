@@ -10,6 +10,7 @@ from everstep.step.driver import Driver, End
 from everstep.step.interfaces import GroupBroken
 from everstep.step.protocol import StepProtocol
 from everstep.step.quorum import Member
+from simulation.checks import Checks
 from simulation.files import DONE, STARTUP, SimClock, SimEvents, SimFiles
 from simulation.healing import Door
 from simulation.judge import State
@@ -78,6 +79,7 @@ class Life:
         self.chosen: list[State] | None = None
         """What its ranks restored, where no group had a state."""
         self.thrown: dict[tuple[int, int, int], str] = {}
+        self.checks = Checks(world, self)
         self._spoiled: dict[tuple[str, int], bool] = {}
         self.ranks = [Rank(world, self, number) for number in range(self.size)]
 

@@ -256,6 +256,27 @@ MUTANTS = (
         "                self._files.mark_finished(step, for_all=not some_leave)\n",
         "",
     ),
+    Mutant(
+        "a refused slot is anybody's",
+        "ledger.py",
+        "        standing = 2 if slot in row.disputed else 0 if slot in row.refused else 1\n",
+        "        standing = 0\n",
+        kinds="sick,kill",
+    ),
+    Mutant(
+        "a slot that was refused twice counts as refused once",
+        "protocol.py",
+        "if times >= ledger.WITNESS_AFTER",
+        "if times > 999",
+        kinds="sick,kill",
+    ),
+    Mutant(
+        "each rank decides by itself whether it heard the witnesses",
+        "protocol.py",
+        'if not self.decisions.all_true("witnesses", not error):',
+        "if error:",
+        kinds="sick,narrow,refuse,lose,cut",
+    ),
 )
 
 SEARCH = """

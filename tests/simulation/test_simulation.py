@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from everstep.step.driver import End
-from simulation.faults import KINDS
+from simulation.faults import KINDS, REFUSALS
 from simulation.judge import Contribution, Judge, State
 from simulation.scheduler import Process, Scheduler, Signal
 from simulation.world import Outcome, Settings, World, draw_plan, simulate
@@ -39,6 +39,21 @@ def test_mixed_faults_break_no_promise() -> None:
     assert all(fell[kind] >= 20 for kind in KINDS), fell
     assert fell.total() > 10_000
     assert sum(outcome.commits for outcome in outcomes) > 20_000
+
+
+def test_a_group_that_errs_in_one_slot_is_named_and_a_narrow_bound_names_nobody() -> None:
+    """With groups that die and sums that break meanwhile."""
+    outcomes = runs(range(120), Settings(faults=12, kinds=(*REFUSALS, "kill", "group", "cut", "lose", "beats")))
+    assert_promise_kept(outcomes)
+    fell = sum((outcome.fell for outcome in outcomes), Counter())
+    assert all(fell[kind] >= 20 for kind in REFUSALS), fell
+    assert sum(outcome.unfit for outcome in outcomes) >= 20
+
+
+def test_who_did_not_hear_that_a_bound_was_widened_is_not_named() -> None:
+    """The end of the exchange did not reach it; the witness computed the slot with the wider bound."""
+    outcome = simulate(524, Settings(kinds=("sick", "narrow", "refuse", "lose", "await")))
+    assert not outcome.violations
 
 
 @pytest.mark.parametrize("adopt_after_s", [0.0, 30.0])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from everstep.step.interfaces import Commit, OutOfData, SlotRefused, SlotSums
+from everstep.step.interfaces import Commit, Doubt, OutOfData, SlotRefused, SlotSums
 from simulation.judge import START, Contribution, State, fold
 from simulation.network import ColumnSums
 
@@ -108,9 +108,10 @@ class SimWork:
         self._together("sharded", step, slot)
         self.gradient[step, slot] += 1
         self._computed += 1
-        if life.spoiled(("refused", self._computed), world.refusing):
+        life.checks.at(step, self.state.history)
+        if refused := life.checks.look(self._computed, slot):
             self.gradient[step, GARBAGE] += 1
-            raise SlotRefused("a fault")
+            raise SlotRefused(", ".join(refused))
         if life.spoiled(("not finite", self._computed), world.spoiling):
             self.gradient[step, GARBAGE] += 1
         self.done.add(slot)
@@ -120,6 +121,15 @@ class SimWork:
         if thrown:
             text = f"{self.rank.name} computes slot {slot} of step {step} again, thrown away {thrown}"
             self._world.judge.violate("thrown away", text)
+
+    def testify(self, slots: Sequence[int]) -> bytes:
+        self._world.scheduler.check()
+        self.rank.life.checks.at(self.state.step + 1, self.state.history)
+        return self.rank.life.checks.testify(slots)
+
+    def weigh(self, step: int, doubts: Sequence[Doubt], said: Mapping[int, bytes]) -> None:
+        self._same("weigh", step, tuple(doubts))
+        self.rank.life.checks.weigh(doubts, said)
 
     def results(self) -> SlotSums:
         slots = self._world.plan.slots
@@ -194,6 +204,7 @@ class SimWork:
         world.applied(self.rank, commit)
         if commit.saver == life.group.id and commit.step % world.plan.save_every == 0:
             self._save()
+        life.checks.answered(commit)
 
     def _save(self) -> None:
         world = self._world

@@ -131,6 +131,8 @@ class Outcome:
     trace: list[tuple[float, str, str, int | None, str]]
     fell: Counter[str] = field(default_factory=Counter)
     """Faults that found something to break, by kind."""
+    unfit: int = 0
+    """How often a group was found at fault."""
 
     def digest(self) -> str:
         """Equal for equal runs."""
@@ -159,6 +161,12 @@ class World:
         self.finished_for_all = False
         self.finished_at = 0.0
         self.refusing: dict[int, int] = {}
+        self.sick: dict[int, int] = {}
+        """Group → the slot that it computes wrongly each time."""
+        self.narrow: set[int] = set()
+        """Slots whose bound is too narrow for what is computed in them."""
+        self.unfit: set[str] = set()
+        """Starts of groups that were found at fault."""
         self.spoiling: dict[int, int] = {}
         self.slow: dict[int, float] = {}
         self.fell: Counter[str] = Counter()
@@ -449,6 +457,7 @@ class World:
             self.applied_count,
             self.trace,
             self.fell,
+            len(self.unfit),
         )
 
     def _judge_the_end(self) -> None:

@@ -42,8 +42,9 @@ TOKEN = b"t" * 32
 
 @dataclass(frozen=True)
 class Options:
-    """One rank. With `pause_after`, rank 0 waits after that commit for a word from the test. Without `lighthouse` it
-    asks the one whose address is in the run directory."""
+    """One rank. `refuse`: a step and slot that is refused once; `refuses`: each time. With `pause_after`, rank 0 waits
+    after that commit for a word from the test. Without `lighthouse` it asks the one whose address is in the run
+    directory."""
 
     group: int
     lighthouse: str
@@ -57,6 +58,7 @@ class Options:
     on_loss: str = "redistribute"
     crash_at: str = ""
     refuse: tuple[int, int] = (-1, -1)
+    refuses: tuple[int, int] = (-1, -1)
     flip_at: int = -1
     audit: int = 5
     give_up_s: float = 60
@@ -93,6 +95,7 @@ class ToyWork:
         self.refuse = options.refuse
         self.step = self.history = 0
         self.done: list[int] = []
+        self.heard: list[tuple] = []
 
     def compute(self, step: int, slot: int) -> None:
         time.sleep(self.options.slot_s)
@@ -101,11 +104,23 @@ class ToyWork:
         self.files.reach("backward", step)
         crash_if(self.options.crash_at, f"compute:{step}:{len(self.done)}")
         self.param.backward(gradient(step, slot))
-        if (step, slot) == self.refuse:
+        if (step, slot) in (self.refuse, self.options.refuses):
             self.refuse = (-1, -1)
             self.param.backward(torch.full((4,), float("nan")))
             raise SlotRefused("the test says so")
         self.done.append(slot)
+
+    def testify(self, slots):
+        return f"rank {self.options.rank} of group {self.options.group}: {list(slots)}".encode()
+
+    def weigh(self, step, doubts, said):
+        self.heard.append(
+            (
+                step,
+                [(doubt.slot, doubt.asked, doubt.alone) for doubt in doubts],
+                {group: told.decode() for group, told in said.items()},
+            )
+        )
 
     def results(self) -> SlotSums:
         tokens = torch.zeros(self.options.slots, dtype=torch.float64)
@@ -155,6 +170,7 @@ class ToyWork:
                 "parent": commit.parent,
                 "groups": commit.groups,
                 "time": time.monotonic(),
+                "heard": self.heard,
             }
         )
         self.files.reach("applied", commit.step)

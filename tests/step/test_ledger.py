@@ -1,5 +1,7 @@
 """Which slots are whose: laws that hold for any quorum."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,14 +17,18 @@ def row(group, step=4, computes=True, checksum=None, held=frozenset(), proven=Fa
 
 @st.composite
 def quorums(draw):
-    """Rows of a quorum with S slots. Held slots may overlap, as after a false alarm about a live group."""
+    """Rows of a quorum with S slots. Held slots may overlap, as after a false alarm about a live group; any may have
+    been refused."""
     slots = draw(st.integers(1, 200))
     groups = draw(st.lists(st.integers(0, 40), min_size=1, max_size=8, unique=True))
     rows = []
     for group in groups:
         computes = draw(st.booleans()) or group == groups[0]
-        held = draw(st.frozensets(st.integers(0, slots - 1), max_size=slots)) if computes else frozenset()
-        rows.append(row(group, 7 if computes else 3, computes, held=held, adopts=draw(st.booleans()) or computes))
+        some = st.frozensets(st.integers(0, slots - 1), max_size=slots)
+        held, refused = (draw(some) if computes else frozenset() for _ in range(2))
+        disputed = draw(some) & refused
+        said = row(group, 7 if computes else 3, computes, held=held, adopts=draw(st.booleans()) or computes)
+        rows.append(replace(said, refused=refused, disputed=disputed))
     return slots, draw(st.permutations(rows))
 
 
@@ -55,8 +61,36 @@ def test_work_is_spread_evenly_over_those_that_compute(quorum):
     slots, rows = quorum
     plan = ledger.plan(rows, slots)
     assert set(plan.shares) == {said.group for said in rows if said.computes}
-    sizes = [len(share) for share in plan.shares.values()]
+    doubted = {doubt.slot for doubt in plan.doubts}
+    sizes = [len(set(share) - doubted) for share in plan.shares.values()]
     assert max(sizes) - min(sizes) <= 1
+
+
+@given(quorums())
+def test_a_refused_slot_goes_to_who_may_have_erred_once_then_to_who_has_not_computed_it(quorum):
+    slots, rows = quorum
+    plan = ledger.plan(rows, slots)
+    able = {said.group: said for said in rows if said.computes}
+    computed = {slot: group for group, share in plan.shares.items() for slot in share}
+    refused = {slot for said in able.values() for slot in said.refused}
+    assert [doubt.slot for doubt in plan.doubts] == sorted(refused)
+    for doubt in plan.doubts:
+        slot, asked, alone = doubt.slot, doubt.asked, doubt.alone
+        if doubt.held:
+            assert slot in able[asked].held
+            assert asked not in plan.drops
+            continue
+        assert computed[slot] == asked
+        once = {group for group, said in able.items() if slot in said.refused - said.disputed}
+        never = {group for group, said in able.items() if slot not in said.refused}
+        assert asked in (once or never or able)
+        assert alone == (not once and not never)
+
+
+def test_of_two_witnesses_the_one_with_less_to_do_is_asked():
+    rows = [row(group) for group in range(3)]
+    rows[0] = replace(rows[0], refused=frozenset({0, 3}), disputed=frozenset({0, 3}))
+    assert ledger.plan(rows, 6).shares == {0: (1, 5), 1: (0, 2), 2: (3, 4)}
 
 
 @given(quorums(), st.integers(1, 12))

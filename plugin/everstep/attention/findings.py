@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .evidence import Evidence, Sighting
+from .evidence import UNBOUNDED, Allowance, Evidence, Place, Sighting
 
 KINDS = ("nan", "inf", "near-inf", "moderate", "checksum")
 """What a finding looked like, worst first. `near-inf`: finite, but larger than the operands allow.
@@ -21,9 +21,6 @@ KINDS = ("nan", "inf", "near-inf", "moderate", "checksum")
 _FIELDS = ("corrected", "recomputed", "refused", *KINDS, "own", "magnitude", "ratio")
 _LARGEST = 2
 """So many of the last fields are maxima; the others are counts."""
-
-_MOST = 1e30
-"""Stands for the ratio of a residual to a bound of 0."""
 
 
 class Deviation:
@@ -72,7 +69,7 @@ def outcome(
     actions = [_on(x, residual) for x in (corrected, recomputed, refused)]
     largest = finite.max() if finite.numel() else finite.sum()
     own = (bad & seen.scale.isfinite() & seen.bound.isfinite()).sum().double()
-    ratio = (finite / seen.bound).nan_to_num(nan=0.0, posinf=_MOST)
+    ratio = (finite / seen.bound).nan_to_num(nan=0.0, posinf=UNBOUNDED)
     ratio = ratio.max() if ratio.numel() else ratio.sum()
     rest = torch.stack([torch.where(broken > 0, total, 0.0), own, largest.double(), ratio.double()])
     return torch.cat([torch.stack(actions), kinds, rest])
@@ -95,17 +92,21 @@ class FindingLog:
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self._step = self._slot = 0
+        self._whole = False
         self._records: list[tuple[int, str, bool, torch.Tensor]] = []
         self._findings: list[dict[str, Any]] = []
-        self._refusals: defaultdict[tuple[int, int], list[Evidence]] = defaultdict(list)
+        self._seen: defaultdict[int, list[Evidence]] = defaultdict(list)
+        self._accepted: set[tuple[int, Place]] = set()
+        self.allowance: dict[Place, Allowance] = {}
+        """By how much the bounds of sections were widened in this run."""
         self.last: list[dict[str, Any]] = []
         """Findings of the slot that `refused` judged last."""
 
-    def begin(self, step: int, slot: int) -> None:
-        """A slot's computation begins. What an earlier, abandoned one left is dropped."""
+    def begin(self, step: int, slot: int, *, whole: bool = True) -> None:
+        """A slot's computation begins; whole: all of it is looked at. What an earlier one left unread is dropped."""
         if step != self._step:
-            self._refusals.clear()
-        self._step, self._slot = step, slot
+            self.forget()
+        self._step, self._slot, self._whole = step, slot, whole
         self._records.clear()
 
     def record(self, layer: int, section: str, vector: torch.Tensor, *, again: bool = False) -> None:
@@ -118,9 +119,17 @@ class FindingLog:
 
         One host synchronisation when anything was recorded, none otherwise. Call once, after the backward.
         """
-        self.last = []
+        found, evidence = self._read()
+        self.last = found
+        self._findings += found
+        if evidence or self._whole:
+            self._seen[self._slot].append(evidence)
+        return bool(evidence)
+
+    def _read(self) -> tuple[list[dict[str, Any]], Evidence]:
+        """The records as findings, and what of them refuses the slot."""
         if not self._records:
-            return False
+            return [], ()
         by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
         for i, (_, _, _, vector) in enumerate(self._records):
             by_device[vector.device].append(i)
@@ -139,32 +148,64 @@ class FindingLog:
         found = [
             self._finding(layer, section, passes[min(passes)]) for (layer, section), passes in sorted(merged.items())
         ]
-        self.last = found
-        self._findings += found
-        refusing = [f for f in found if f["action"] == "refused"]
-        if refusing:
-            fields = {place: dict(zip(_FIELDS, passes[min(passes)], strict=True)) for place, passes in merged.items()}
-            self._refusals[self._step, self._slot].append(
-                tuple(_sighting(f, fields[f["layer"], f["section"]]) for f in refusing)
-            )
-        return bool(refusing)
+        for finding in found:
+            place = finding["layer"], finding["section"]
+            if finding["action"] == "refused" and (self._slot, place) in self._accepted:
+                finding["action"] = "accepted"
+        refusing = [finding for finding in found if finding["action"] == "refused"]
+        fields = {place: dict(zip(_FIELDS, passes[min(passes)], strict=True)) for place, passes in merged.items()}
+        return found, tuple(self._sighting(f, fields[f["layer"], f["section"]]) for f in refusing)
+
+    def _sighting(self, finding: dict[str, Any], fields: dict[str, float]) -> Sighting:
+        place, ratio = (finding["layer"], finding["section"]), fields["ratio"]
+        if ratio < UNBOUNDED:
+            ratio *= self.allowance.get(place, Allowance()).factor
+        return Sighting(*place, finding["kind"], fields["magnitude"], ratio, fields["own"] > 0)
+
+    def seen(self, slot: int) -> list[Evidence]:
+        """What each computation of a slot of the present step refused, oldest first; without those that were looked at
+        in part, and refused nothing."""
+        return list(self._seen.get(slot, []))
 
     def refusals(self) -> list[Evidence]:
         """What every refusal of the present slot on this rank showed, oldest first."""
-        return list(self._refusals.get((self._step, self._slot), []))
+        return [evidence for evidence in self.seen(self._slot) if evidence]
 
-    def judged(self) -> None:
-        """The present slot's refusals were judged: what comes is judged anew."""
-        self._refusals.pop((self._step, self._slot), None)
+    def accept(self, slot: int, evidence: Evidence) -> Evidence:
+        """What is not finite in these places refuses this slot of the present step no more; those that are new."""
+        new = [s for s in evidence if not s.finite and (slot, s.place) not in self._accepted]
+        self._accepted.update((slot, s.place) for s in new)
+        return tuple(new)
 
-    def describe(self) -> str:
+    def unexplained(self, slot: int) -> list[Evidence]:
+        """`seen`, less what bounds that were widened since allow, and what was accepted."""
+        return [
+            tuple(
+                s
+                for s in evidence
+                if (slot, s.place) not in self._accepted
+                and not (s.place in self.allowance and self.allowance[s.place].explains(s))
+            )
+            for evidence in self.seen(slot)
+        ]
+
+    def judged(self, slot: int) -> None:
+        """A slot's refusals were judged: what comes is judged anew."""
+        self._seen.pop(slot, None)
+
+    def forget(self) -> None:
+        """What was seen in the present step was of another state than the one that counts now."""
+        self._seen.clear()
+        self._accepted.clear()
+
+    def describe(self, slot: int) -> str:
         """Rank, host, slot, and where it was refused each time."""
-        times = self.refusals()
+        times = [evidence for evidence in self.seen(slot) if evidence]
         where = "; then ".join(
             ", ".join(f"layer {s.layer} {s.section} ({s.kind})" for s in evidence) for evidence in times
         )
         return (
-            f"rank {self.rank} on host {socket.gethostname()} refused slot {self._slot} of step {self._step} "
+            f"rank {self.rank} on host {socket.gethostname()} refused slot {slot} of step {self._step} "
             f"{len(times)} times: {where}"
         )
 
@@ -194,9 +235,3 @@ def _merge(a: list[float] | None, b: list[float]) -> list[float]:
         return b
     counts = [x + y for x, y in zip(a[:-_LARGEST], b[:-_LARGEST], strict=True)]
     return counts + [max(x, y) for x, y in zip(a[-_LARGEST:], b[-_LARGEST:], strict=True)]
-
-
-def _sighting(finding: dict[str, Any], fields: dict[str, float]) -> Sighting:
-    return Sighting(
-        finding["layer"], finding["section"], finding["kind"], fields["magnitude"], fields["ratio"], fields["own"] > 0
-    )

@@ -2,14 +2,15 @@
 
 import contextlib
 import itertools
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 
-from .evidence import Evidence, Verdict, judge
+from .evidence import SAME, Allowance, Evidence, Place, Statement, Verdict, judge, shared
 from .findings import Deviation, FindingLog
 from .injection import Fault, Injector, inject
 from .private import recomputing
@@ -18,11 +19,15 @@ from .section import AttentionCheck
 
 
 class Judgement(NamedTuple):
-    """A verdict, in words for an event, and the evidence whose bounds were widened."""
+    """What became of a slot's refusals on this rank.
+
+    reason: for an event. evidence: what it follows from. leaves: whether this rank must not go on.
+    """
 
     verdict: Verdict
-    reason: str
-    widened: Evidence = ()
+    reason: str = ""
+    evidence: Evidence = ()
+    leaves: bool = False
 
 
 class Checks:
@@ -45,8 +50,7 @@ class Checks:
         self._timed: list[tuple[int, str, Any, Any]] = []
         self._told: Plan | None = None
         self.injector = Injector(section.inject, rank)
-        self.allowance: dict[tuple[int, str], float] = {}
-        """By how much the bounds of sections were widened in this run."""
+        self.allowance = self.findings.allowance
         self.coverage: Any = None
         """What of the model is guarded, where that was counted."""
         self.doubts = 0
@@ -57,12 +61,12 @@ class Checks:
         self.injector.register(layer, sections)
         return Guard(self, layer, name)
 
-    def begin(self, step: int, slot: int) -> None:
-        """A slot's forward is about to run. step counts from 1."""
+    def begin(self, step: int, slot: int, *, whole: bool = False) -> None:
+        """A slot's forward is about to run. step counts from 1. whole: check every call of it, at whatever rate."""
         self._begun = time.perf_counter()
         self._timed.clear()
-        self.findings.begin(step, slot)
-        self.schedule.begin(step, slot)
+        self.findings.begin(step, slot, whole=whole or self.schedule.fixed == 1.0)
+        self.schedule.begin(step, slot, whole=whole)
         self.injector.begin(step)
 
     def refused(self) -> bool:
@@ -80,40 +84,65 @@ class Checks:
             self.doubts += 1
         return refused
 
-    def evidence(self) -> Evidence:
-        """What the present slot's last refusal here showed, empty where there was none: what a witness hands over."""
-        refusals = self.findings.refusals()
-        return refusals[-1] if refusals else ()
+    def statement(self, slots: Iterable[int] = ()) -> Statement:
+        """What other groups should know of these slots of the present step, and of the bounds widened here."""
+        seen = {slot: self.findings.seen(slot) for slot in slots}
+        return Statement({slot: times[-1] for slot, times in seen.items() if times}, dict(self.allowance))
 
-    def judge(self, witnesses: Sequence[Evidence] = (), *, alone: bool = False) -> Judgement:
-        """Whose fault it is that the present slot was refused here; see `evidence.judge`. Call after `refused`.
+    def learn(self, allowed: dict[Place, Allowance]) -> None:
+        """Another rank of this rank's column has widened these bounds."""
+        for place, allowance in allowed.items():
+            self.allowance[place] = allowance.wider(self.allowance.get(place, Allowance()))
 
-        Where the bound is at fault it is widened here, for the rest of the run, to twice what was seen.
+    def judge(self, slot: int, witnesses: Sequence[Evidence] = (), *, alone: bool = False) -> Judgement:
+        """Whose fault it is that this slot of the present step was refused; see `everstep.attention.evidence`.
+
+        Where the bound is at fault it is widened here, for the rest of the run, to twice what was seen, and what is
+        not finite on another group either refuses this slot no more: also on a rank that did not compute it itself.
+
+        Args:
+            witnesses: what the same rank of other groups saw. An empty one looked at all of it and saw nothing.
+            alone: no other group can be asked, or none that has not refused the slot as often as this one.
         """
-        refusals = self.findings.refusals()
-        verdict = judge(refusals, witnesses, alone=alone)
+        times = self.findings.seen(slot)
+        story = self.findings.describe(slot)
+        common = shared([*times[-1:], *filter(None, witnesses)], math.inf if alone else SAME)
+        widened, accepted = self.widen(common), self.findings.accept(slot, common)
+        own = self.findings.unexplained(slot)
+        witnessed = any(not evidence for evidence in witnesses) or (alone and bool(witnesses))
+        verdict = judge(own, witnessed=witnessed, alone=alone)
         if verdict in (Verdict.AGAIN, Verdict.WITNESS):
-            return Judgement(verdict, "")
-        story = self.findings.describe()
-        self.findings.judged()
+            if not times or not (accepted or widened):
+                return Judgement(verdict)
+            if accepted:
+                reason = f"{story}. On another group the same is not finite: it is let pass."
+                return Judgement(Verdict.NOT_FINITE, reason, accepted + widened)
+            return Judgement(Verdict.BOUND, f"{story}. Another group got the same: bounds are widened.", widened)
+        self.findings.judged(slot)
         if verdict is Verdict.BOUND:
-            self.widen(refusals[-1])
-            why = "computed the same" if witnesses else "was not there to ask, and every attempt gave the same"
-            return Judgement(verdict, f"{story}. Another group {why}: the bounds are widened.", refusals[-1])
-        if verdict is Verdict.NOT_FINITE or not any(s.own for evidence in refusals for s in evidence):
+            why = "It is too little to name this rank" if witnessed else "No other group could be asked, and it stays"
+            return Judgement(verdict, f"{story}. {why}: bounds are widened.", self.widen(own[-1]))
+        if verdict is Verdict.NOT_FINITE:
             return Judgement(
-                Verdict.NOT_FINITE,
-                f"{story}. The values were not finite when the checks were given them, or on another group as well: "
-                "look for the error outside attention, or on another rank of this group.",
+                verdict,
+                f"{story}. The values were not finite when the checks were given them: look for the error outside "
+                "attention, or on another rank of this group.",
+                own[-1],
+                leaves=True,
             )
-        return Judgement(verdict, f"{story}. The error is this device's alone: take it out of service.")
+        why = "Another group computed the slot and saw none of it" if witnessed else "It is another error each time"
+        return Judgement(
+            verdict, f"{story}. {why}: the error is this device's, take it out of service.", own[-1], leaves=True
+        )
 
-    def widen(self, evidence: Evidence) -> None:
-        """Widen the bounds of these sections, on this rank and for this run, to twice what was seen."""
-        for s in evidence:
-            if s.finite:
-                allowed = self.allowance.get((s.layer, s.section), 1.0)
-                self.allowance[s.layer, s.section] = allowed * max(2.0 * s.ratio, 1.0)
+    def widen(self, evidence: Evidence) -> Evidence:
+        """Widen the bounds of these sections, on this rank and for this run, to twice what was seen; what of it they
+        did not allow before."""
+        new = tuple(
+            s for s in evidence if s.finite and not (s.place in self.allowance and self.allowance[s.place].explains(s))
+        )
+        self.learn({s.place: Allowance.of(s) for s in new})
+        return new
 
     def drain(self) -> list[dict[str, Any]]:
         """Findings since the last call, as the fields of `finding` events."""
@@ -132,10 +161,12 @@ class Checks:
 
     def committed(self) -> None:
         """The step's optimizer has run: weights changed, and rates are derived anew."""
+        self.findings.forget()
         self.schedule.committed()
 
     def weights_changed(self) -> None:
         """Weights changed otherwise: a heal, a checkpoint."""
+        self.findings.forget()
         self.schedule.weights_changed()
 
 
@@ -193,7 +224,9 @@ class Guard:
     def widened(self, section: str, seen: Deviation) -> Deviation:
         """`seen`, its bounds widened where they were found to be at fault."""
         allowed = self.checks.allowance.get((self.layer, section))
-        return seen if allowed is None else Deviation(seen.residual, seen.bound * allowed, seen.scale)
+        if allowed is None:
+            return seen
+        return Deviation(seen.residual, seen.bound * allowed.factor + allowed.floor, seen.scale)
 
     @property
     def reruns(self) -> bool:

@@ -146,13 +146,13 @@ class Schedule:
         self.weights_version = 0
         self.errors = 0.0
         self.checked_flops = 0.0
-        self._step, self._slot = 1, 0
+        self._step, self._slot, self._whole = 1, 0, False
         self._sections: dict[tuple[int, str], _Section] = {}
         self._found: dict[int, int] = {}
 
-    def begin(self, step: int, slot: int) -> None:
-        """A slot's forward is about to run."""
-        self._step, self._slot = step, slot
+    def begin(self, step: int, slot: int, *, whole: bool = False) -> None:
+        """A slot's forward is about to run; whole: every call is checked, unless none ever is."""
+        self._step, self._slot, self._whole = step, slot, whole
 
     def checking(self, layer: int, section: str, *, flops: float, cost: float) -> bool:
         """Whether this call is checked: a pure function of seed, step, slot, layer, section and the current
@@ -176,7 +176,7 @@ class Schedule:
         if self.fixed is not None and self.fixed in (0.0, 1.0):
             return self.fixed == 1.0
         entry = self._sections.get((layer, section))
-        if entry is None:
+        if entry is None or self._whole:
             return True
         return uniform(self.seed, self._step, self._slot, entry.index) < self.rate(layer, section)
 

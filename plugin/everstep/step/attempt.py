@@ -1,6 +1,7 @@
 """What the parts of an attempt pass to each other."""
 
 import enum
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -41,12 +42,13 @@ class Beginning(NamedTuple):
 
 @dataclass(slots=True)
 class Held:
-    """What this group's gradients contain, of the step after one state."""
+    """What this group's gradients contain, of the step after one state, and how often its checks refused a slot."""
 
     step: int
     history: int
     slots: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
+    refused: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ that a simulation can stand in for all of it. The real ones live in `everstep.qu
 Ranks) and `everstep.titan` (Work, RunFiles).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -67,6 +67,23 @@ class SlotSums:
     loss: torch.Tensor
     extra: torch.Tensor
     slots: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """A slot of the step in progress that the checks of some group refused.
+
+    Attributes:
+        slot: which.
+        asked: the group that computes it in this attempt, or has done so.
+        held: whether it has.
+        alone: whether every group that computes has refused it so often that another one would be asked.
+    """
+
+    slot: int
+    asked: int
+    held: bool
+    alone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +258,14 @@ class Work(Protocol):
             OutOfData: there is none for this slot; on all ranks of the group. Nothing was added.
             SlotRefused: what was added to `param.grad` is wrong; on all ranks of the group.
         """
+
+    def testify(self, slots: Sequence[int]) -> bytes:
+        """What the same rank of the other groups should know of this rank's refusals of these slots of the step in
+        progress. Not on all ranks of the group, if the rows of one did not come."""
+
+    def weigh(self, step: int, doubts: Sequence[Doubt], said: Mapping[int, bytes]) -> None:
+        """By group what the ranks of this column testified, before the attempt's slots are computed. A rank that is at
+        fault ends here, or after the commit in which a witness's slot is."""
 
     def results(self) -> SlotSums:
         """Of all slots computed since `discard`, summed over the group's ranks."""

@@ -8,17 +8,21 @@ number of groups that put each slot into the sum is counted; `verdict` says whet
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from everstep.step.interfaces import SlotSums
+from everstep.step.interfaces import Doubt, SlotSums
 from everstep.step.quorum import Quorum
 
 BITS_PER_WORD = 62  # an int64 word that never touches its sign
 ROW_HEADER = 9
+SLOT_SETS = 3  # of a row
+
+WITNESS_AFTER = 2
+"""Refusals of a slot by one group in one step after which another group computes it."""
 
 OnLoss = Literal["redistribute", "shrink"]
 
@@ -43,6 +47,8 @@ class Row:
         proven: whether an audit has agreed with it since it last took over a state.
         held: slots of step + 1 whose gradients it holds.
         adopts: whether slots of lost groups shall move to others now; see `plan`.
+        refused: slots of step + 1 that its checks refused.
+        disputed: those of them that they refused WITNESS_AFTER times.
     """
 
     group: int
@@ -54,17 +60,17 @@ class Row:
     proven: bool = False
     held: frozenset[int] = frozenset()
     adopts: bool = True
+    refused: frozenset[int] = frozenset()
+    disputed: frozenset[int] = frozenset()
 
     @staticmethod
     def words(slots: int) -> int:
         """Length of an encoded row in int64 words, for S = `slots`."""
-        return ROW_HEADER + -(-slots // BITS_PER_WORD)
+        return ROW_HEADER + SLOT_SETS * -(-slots // BITS_PER_WORD)
 
     def encode(self, slots: int) -> list[int]:
         """The row as `words(slots)` integers that fit int64."""
-        packed = [0] * (Row.words(slots) - ROW_HEADER)
-        for slot in self.held:
-            packed[slot // BITS_PER_WORD] |= 1 << slot % BITS_PER_WORD
+        packed = [word for some in (self.held, self.refused, self.disputed) for word in _packed(some, slots)]
         audited, checksum = (0, 0) if self.checksum is None else (1, self.checksum)
         flags = [int(self.computes), audited, checksum, int(self.proven), int(self.adopts)]
         return [self.group, self.quorum, self.step, self.history, *flags, *packed]
@@ -73,9 +79,21 @@ class Row:
     def decode(values: Sequence[int], slots: int) -> "Row":
         """The inverse of `encode`."""
         group, quorum, step, history, computes, audited, checksum, proven, adopts, *packed = values
-        held = frozenset(s for s in range(slots) if packed[s // BITS_PER_WORD] >> s % BITS_PER_WORD & 1)
+        size = len(packed) // SLOT_SETS
+        held, *refused = (_unpacked(packed[size * i : size * (i + 1)], slots) for i in range(SLOT_SETS))
         checksum = checksum if audited else None
-        return Row(group, quorum, step, history, bool(computes), checksum, bool(proven), held, bool(adopts))
+        return Row(group, quorum, step, history, bool(computes), checksum, bool(proven), held, bool(adopts), *refused)
+
+
+def _packed(some: frozenset[int], slots: int) -> list[int]:
+    words = [0] * -(-slots // BITS_PER_WORD)
+    for slot in some:
+        words[slot // BITS_PER_WORD] |= 1 << slot % BITS_PER_WORD
+    return words
+
+
+def _unpacked(words: Sequence[int], slots: int) -> frozenset[int]:
+    return frozenset(s for s in range(slots) if words[s // BITS_PER_WORD] >> s % BITS_PER_WORD & 1)
 
 
 def quorum_word(key: str) -> int:
@@ -109,12 +127,15 @@ class Plan:
         drops: groups that let go of what they hold, since another group holds one of their slots as well.
         differing: groups whose parameters the audit found different; they compute nothing and heal.
         awaited: slots of lost groups that nobody computes yet; with any, the attempt is not summed.
+        doubts: slots that some group refused, in order, those included that another one holds by now: as long as the
+            step lasts, who refused a slot has to know what others saw in it.
     """
 
     shares: dict[int, tuple[int, ...]]
     drops: frozenset[int]
     differing: frozenset[int]
     awaited: frozenset[int] = frozenset()
+    doubts: tuple[Doubt, ...] = ()
 
 
 def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute", homes: int = 0) -> Plan:
@@ -133,9 +154,9 @@ def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute", home
     differing = differing_groups(rows)
     able = sorted((row for row in rows if row.computes and row.group not in differing), key=lambda row: row.group)
     drops = _conflicting(able)
-    held = frozenset().union(*(row.held for row in able if row.group not in drops)) if able else frozenset()
-    missing = [slot for slot in range(slots) if slot not in held]
-    if on_loss == "shrink" and held:
+    holders = {slot: row.group for row in able if row.group not in drops for slot in row.held}
+    missing = [slot for slot in range(slots) if slot not in holders]
+    if on_loss == "shrink" and holders:
         missing = []
     if homes:
         at_home = {row.group for row in able if row.group < homes}
@@ -143,8 +164,30 @@ def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute", home
         left = frozenset() if moves else frozenset(slot for slot in missing if slot % homes not in at_home)
         shares = _by_home([slot for slot in missing if slot not in left], [row.group for row in able], homes)
         return Plan(shares, drops, differing, frozenset() if on_loss == "shrink" else left)
-    shares = {row.group: tuple(missing[i :: len(able)]) for i, row in enumerate(able)}
-    return Plan(shares, drops, differing)
+    refused = {slot for row in able for slot in row.refused}
+    certain = [slot for slot in missing if slot not in refused]
+    shares = {row.group: tuple(certain[i :: len(able)]) for i, row in enumerate(able)}
+    doubts = []
+    for slot in sorted(refused):
+        if slot in holders:
+            doubts.append(Doubt(slot, holders[slot], held=True, alone=False))
+        elif slot in missing:
+            asked = _who_is_asked(slot, able, shares)
+            shares[asked] = tuple(sorted((*shares[asked], slot)))
+            doubts.append(Doubt(slot, asked, held=False, alone=all(slot in row.disputed for row in able)))
+    return Plan(shares, drops, differing, doubts=tuple(doubts))
+
+
+def _who_is_asked(slot: int, able: Sequence[Row], shares: Mapping[int, Sequence[int]]) -> int:
+    """The group that computes a slot which some group refused: one that refused it less than WITNESS_AFTER times, as a
+    transient error does not come twice; then one that did not compute it yet; of several the one with the smallest
+    share. Where all of them dispute it, again one of these."""
+
+    def turn(row: Row) -> tuple[int, int, int]:
+        standing = 2 if slot in row.disputed else 0 if slot in row.refused else 1
+        return standing, len(shares[row.group]), row.group
+
+    return min(able, key=turn).group
 
 
 def _by_home(missing: Sequence[int], groups: Sequence[int], homes: int) -> dict[int, tuple[int, ...]]:

@@ -6,7 +6,8 @@ An attempt (`StepProtocol.attempt`) is a fixed sequence of decisions of the whol
 2. quorum: rank 0 asks the lighthouse, the others learn from it who the members are. From that alone follows who has
    the state that counts, and who takes it over from whom (`everstep.step.quorum`).
 3. connect: a process group between the members, built anew if they changed or the last one broke.
-4. rows: who holds what, in which quorum, at which step of which history. Then the plan (`ledger.plan`).
+4. rows: who holds what, in which quorum, at which step of which history. Then the plan (`ledger.plan`). Where a check
+   refused a slot: what every group saw in it.
 5. compute the own share; gradients accumulate in `param.grad`, losses as sums; then the sums of the gradients.
 6. tally: how often each slot is in the sum, tokens, losses. All ranks that saw the same tally, with every slot in it
    exactly once, commit; if not, the next attempt keeps what is held: a retry.
@@ -226,6 +227,8 @@ class StepProtocol:
             return Turn.RETRY, reason
         if reason := self._exchange_rows(attempt):
             return Turn.RETRY, reason
+        if reason := self._hear_witnesses(attempt):
+            return Turn.RETRY, reason
         self._compute(attempt)
         if attempt.plan.awaited:
             return Turn.RETRY, self._await_lost(attempt)
@@ -398,6 +401,8 @@ class StepProtocol:
             proven=self._proven,
             held=frozenset(self._held.slots),
             adopts=self._adopts,
+            refused=frozenset(self._held.refused),
+            disputed=frozenset(s for s, times in self._held.refused.items() if times >= ledger.WITNESS_AFTER),
         )
         rows: list[ledger.Row] = []
         try:
@@ -426,6 +431,23 @@ class StepProtocol:
         self._heed_audit(attempt)
         if self._group in attempt.plan.drops:
             self._drop()
+        return ""
+
+    def _hear_witnesses(self, attempt: Attempt) -> str:
+        """Where a slot was refused, learn what every group saw in it; why that failed, or nothing."""
+        doubts, error = attempt.plan.doubts, ""
+        if not doubts:
+            return ""
+        said: list[bytes] = []
+        try:
+            computes = self._group in attempt.plan.shares
+            said = self._sums.gather_bytes(self._work.testify([doubt.slot for doubt in doubts] if computes else []))
+        except SumsBroken as broken:
+            error = str(broken)
+        if not self.decisions.all_true("witnesses", not error):
+            self._disconnect()
+            return error or "another rank of this group could not hear its peers"
+        self._work.weigh(attempt.step, doubts, dict(zip(attempt.quorum.groups, said, strict=True)))
         return ""
 
     def _heed_audit(self, attempt: Attempt) -> None:
@@ -466,6 +488,7 @@ class StepProtocol:
             except SlotRefused as refusal:
                 self._events.emit("slot_refused", step, slot=slot, reason=str(refusal))
                 self._reducer.take_back()
+                self._held.refused[slot] += 1
                 continue
             self._reducer.end_slot()
             attempt.computed.append(slot)

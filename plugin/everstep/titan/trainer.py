@@ -37,7 +37,7 @@ from everstep.run.address import published_address
 from everstep.run.beats import DONE, STARTUP
 from everstep.run.data_start import began_after
 from everstep.run.events import EventLog
-from everstep.run.exits import FENCED_EXIT, HOPELESS_EXIT, USAGE_EXIT
+from everstep.run.exits import FENCED_EXIT, HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
 from everstep.run.token import run_token
 from everstep.semi.section import SemiSync
 from everstep.snapshot.section import Snapshot
@@ -55,6 +55,7 @@ from everstep.titan.fragments import FragmentReducer
 from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import Snapshots
 from everstep.titan.state import TrainingState, slot_seed
+from everstep.titan.witness import Witnesses
 from everstep.titan.work import SlotTrainer, all_in_group, sum_in_group
 from everstep.titan.worker_faults import WorkerFaults
 
@@ -153,7 +154,7 @@ class EverstepTrainer(SlotTrainer):
         super().__init__(config)
         if on_cpu:
             cpu.sum_only_collectives(self.model_parts)
-        self.checks = None
+        self.checks = self.witnesses = None
         if config.attention_check.enable:
             self.checks = attention.attach(
                 self.model_parts, config.attention_check, rank=int(os.environ["RANK"]), seed=config.debug.seed or 0
@@ -234,6 +235,8 @@ class EverstepTrainer(SlotTrainer):
             self._streams,
             hooks=self._backward_runs_hooks(),
         )
+        if self.checks is not None and self.may_refuse:
+            self.witnesses = Witnesses(self.checks, ft.group_id, self.events)
         self.skips_poison = ft.on_poison == "skip"
         self._kept_metrics = KeptMetrics()
         self.metrics_processor.logger = self._kept_metrics
@@ -453,10 +456,11 @@ class EverstepTrainer(SlotTrainer):
             raise SystemExit(HOPELESS_EXIT)
         mean_loss = loss / tokens
         if not math.isfinite(mean_loss):
-            self.events.emit("diverged", commit.step, loss=str(mean_loss))
+            self.events.emit("diverged", commit.step, loss=mean_loss)
             logger.error(f"The loss of step {commit.step} is {mean_loss}: training diverged and stops here")
             # Every group sees the same, and would again after a restart.
             raise SystemExit(HOPELESS_EXIT)
+        unfit = self.witnesses is not None and self.witnesses.answered(commit)
         grad_norm = self.update(commit, tokens)
         self.history = commit.history
         self.data_read(commit.step)
@@ -489,6 +493,8 @@ class EverstepTrainer(SlotTrainer):
             self._save()
         if config.validator.enable and self.validator.should_validate(self.step):
             self._validate(tell=commit.saver == self._ft.group_id)
+        if unfit:  # what it computed of this step is in the commit, and nothing it computes is needed now
+            raise SystemExit(UNFIT_EXIT)
         self._commits += 1
         self._profiler.step()
         if self._commits == 1:

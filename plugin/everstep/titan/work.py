@@ -1,6 +1,7 @@
 """How a torchtitan trainer computes a slot, sums, and hands over its state: its side of the step protocol."""
 
 import time
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -8,15 +9,13 @@ from torchtitan import trainer as titan
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.logging import logger
 
-from everstep.attention.evidence import Verdict, encode
 from everstep.attention.guard import Checks
 from everstep.data.slots import Batch, SlotSource
 from everstep.quorum.heal import HealState
 from everstep.run.events import EventLog
 from everstep.run.exits import UNFIT_EXIT
-from everstep.step.interfaces import OutOfData, SlotRefused, SlotSums
+from everstep.step.interfaces import Doubt, OutOfData, SlotRefused, SlotSums
 from everstep.step.reduction import local
 from everstep.titan import private
 from everstep.titan.data.streams import SlotStreams
@@ -24,6 +23,7 @@ from everstep.titan.export import DATALOADER_BLOB, pack_dataloader
 from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import AGREED_SNAPSHOTS, Snapshots
 from everstep.titan.state import TrainingState, slot_seed
+from everstep.titan.witness import Witnesses, tell
 
 DATA_BLOB = "data"
 NOTES_INTERVAL = 10
@@ -40,6 +40,8 @@ class SlotTrainer(titan.Trainer):
     source: SlotSource
     snapshots: Snapshots | None
     checks: Checks | None
+    witnesses: Witnesses | None
+    """There where refused slots are another attempt's, which another group may compute."""
     seed: int
     slots: int
     """S."""
@@ -110,7 +112,8 @@ class SlotTrainer(titan.Trainer):
         inputs, labels = zip(*(self._on_device(batch) for batch in batches), strict=True)
         seen, loads = self.ntokens_seen, [load.clone() for load in self.expert_loads] if self.checks is not None else []
         if self.checks is not None:
-            self.checks.begin(step, slot)
+            doubted = self.witnesses is not None and self.witnesses.doubted(step, slot)
+            self.checks.begin(step, slot, whole=doubted)
         pipelined = self.parallel_dims.pp_enabled
         loss = self.forward_backward_step(
             input_dict=list(inputs) if pipelined else inputs[0],
@@ -135,28 +138,26 @@ class SlotTrainer(titan.Trainer):
 
     def _judge(self, checks: Checks, step: int, slot: int, loads: list[torch.Tensor]) -> None:
         """Report what the attention checks saw. Raises SlotRefused if some rank of the group has what is not repaired,
-        and ends the group when it recurs."""
+        and ends the group when it recurs and there is no witness to hear."""
         refused = checks.refused()
         for finding in checks.drain():
             # Step and rank are every event's own, and so is the word kind.
             fields = {name: value for name, value in finding.items() if name not in ("step", "rank", "kind")}
             self.events.emit("finding", step, anomaly=finding["kind"], **fields)
-        # No witness is asked yet: the slot's refusals on this rank are all there is to judge by.
-        judged = checks.judge(alone=True)
-        if judged.verdict is Verdict.BOUND:
-            logger.warning(judged.reason)
-            self.events.emit(
-                "bound_suspect", step, slot=slot, reason=judged.reason, witnesses=0, evidence=encode(judged.widened)
-            )
-        elif judged.verdict in (Verdict.UNFIT, Verdict.NOT_FINITE):
-            logger.error(judged.reason)
-            self.events.emit("unfit", step, reason=judged.reason)
+        if self.witnesses is None and tell(self.events, step, slot, checks.judge(slot, alone=True)):
             raise SystemExit(UNFIT_EXIT)
         if all_in_group(not refused):
             return
         for load, before in zip(self.expert_loads, loads, strict=True):
             load.copy_(before)
         raise SlotRefused("attention findings that were not repaired, on this rank or another of the group")
+
+    def testify(self, slots: Sequence[int]) -> bytes:
+        return b"" if self.witnesses is None else self.witnesses.testify(slots)
+
+    def weigh(self, step: int, doubts: Sequence[Doubt], said: Mapping[int, bytes]) -> None:
+        if self.witnesses is not None:
+            self.witnesses.weigh(step, doubts, said)
 
     def _fetch(self, step: int, slot: int) -> list[Batch]:
         """The slot's batches, one for each microbatch of a pipeline; none on all ranks of the group if one of them has
