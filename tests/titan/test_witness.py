@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from everstep.attention.evidence import Sighting, Statement
+from everstep.attention.evidence import Allowance, Sighting, Statement
 from everstep.attention.guard import Checks
 from everstep.attention.section import AttentionCheck
 from everstep.run.exits import UNFIT_EXIT
@@ -65,6 +65,13 @@ def test_nobody_is_named_by_a_commit_with_the_slot_of_somebody_else(asked, owner
     rank = Rank(SEEN, SEEN)
     rank.weigh(asked=asked)
     assert not rank.committed(owner, step)
+
+
+def test_a_bound_that_another_group_widened_is_widened_here_and_not_narrowed():
+    rank = Rank()
+    for factor in (40.0, 3.0):
+        rank.witnesses.weigh(STEP, [], {1: Statement(allowed={(3, "wo.dx"): Allowance(factor)}).encode()})
+        assert rank.checks.allowance == {(3, "wo.dx"): Allowance(40.0)}
 
 
 def test_one_refusal_names_nobody():
