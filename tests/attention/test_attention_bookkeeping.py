@@ -119,16 +119,16 @@ def test_a_clean_slot_has_neither_finding_nor_refusal():
 def test_every_refusal_of_a_slot_is_kept_as_evidence_with_rank_and_host():
     log = FindingLog(rank=9)
     for count in range(2):
-        assert len(log.refusals()) == count
+        assert len(log.refusals(1)) == count
         log.begin(4, 1)
         record(log, refused=1, layer=11)
         assert log.refused()
-    assert log.refusals() == [(Sighting(11, "scores", "moderate", 3.0, 3.0, True),)] * 2
+    assert log.refusals(1) == [(Sighting(11, "scores", "moderate", 3.0, 3.0, True),)] * 2
     assert "rank 9 on host" in log.describe(1)
     assert "slot 1 of step 4" in log.describe(1)
     assert "layer 11 scores" in log.describe(1)
     log.begin(4, 2)
-    assert log.refusals() == [], "of another slot"
+    assert log.refusals(2) == [], "of another slot"
     assert not log.refused()
     assert log.seen(2) == [()]
     assert len(log.seen(1)) == 2

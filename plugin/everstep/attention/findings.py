@@ -167,9 +167,9 @@ class FindingLog:
         in part, and refused nothing."""
         return list(self._seen.get(slot, []))
 
-    def refusals(self) -> list[Evidence]:
-        """What every refusal of the present slot on this rank showed, oldest first."""
-        return [evidence for evidence in self.seen(self._slot) if evidence]
+    def refusals(self, slot: int) -> list[Evidence]:
+        """What every refusal of a slot of the present step on this rank showed, oldest first."""
+        return [evidence for evidence in self.seen(slot) if evidence]
 
     def accept(self, slot: int, evidence: Evidence) -> Evidence:
         """What is not finite in these places refuses this slot of the present step no more; those that are new."""
@@ -200,7 +200,7 @@ class FindingLog:
 
     def describe(self, slot: int) -> str:
         """Rank, host, slot, and where it was refused each time."""
-        times = [evidence for evidence in self.seen(slot) if evidence]
+        times = self.refusals(slot)
         where = "; then ".join(
             ", ".join(f"layer {s.layer} {s.section} ({s.kind})" for s in evidence) for evidence in times
         )

@@ -105,15 +105,16 @@ class Checks:
             alone: no other group can be asked, or none that has not refused the slot as often as this one.
         """
         times = self.findings.seen(slot)
-        story = self.findings.describe(slot)
         common = shared([*times[-1:], *filter(None, witnesses)], math.inf if alone else SAME)
         widened, accepted = self.widen(common), self.findings.accept(slot, common)
         own = self.findings.unexplained(slot)
         witnessed = any(not evidence for evidence in witnesses) or (alone and bool(witnesses))
         verdict = judge(own, witnessed=witnessed, alone=alone)
-        if verdict in (Verdict.AGAIN, Verdict.WITNESS):
-            if not times or not (accepted or widened):
-                return Judgement(verdict)
+        undecided = verdict in (Verdict.AGAIN, Verdict.WITNESS)
+        if undecided and not (times and (accepted or widened)):
+            return Judgement(verdict)
+        story = self.findings.describe(slot)
+        if undecided:
             if accepted:
                 reason = f"{story}. On another group the same is not finite: it is let pass."
                 return Judgement(Verdict.NOT_FINITE, reason, accepted + widened)

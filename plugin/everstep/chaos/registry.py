@@ -7,13 +7,7 @@ from everstep.chaos import hosts, orders, processes, rounds, storage
 from everstep.chaos.fault import Fault
 from everstep.run.directory import LaunchError
 
-KINDS: tuple[type[Fault], ...] = (
-    *processes.KINDS,
-    *hosts.KINDS,
-    *orders.KINDS,
-    *storage.KINDS,
-    *rounds.KINDS,
-)
+KINDS: tuple[type[Fault], ...] = (*processes.KINDS, *hosts.KINDS, *orders.KINDS, *storage.KINDS, *rounds.KINDS)
 
 FAULTS: dict[str, type[Fault]] = {kind.name: kind for kind in KINDS}
 

@@ -15,31 +15,29 @@ AGAIN = (
 )
 
 
-def _why_no_rounds(run: View) -> str | None:
-    return "it makes no rounds (semi_sync)" if run.section("semi_sync").get("method", "none") == "none" else None
+class OfRounds(Fault):
+    """Of semi-synchronous runs alone."""
+
+    def never(self, run: View) -> str | None:
+        makes_none = run.section("semi_sync").get("method", "none") == "none"
+        return super().never(run) or ("it makes no rounds (semi_sync)" if makes_none else None)
 
 
-class KillMidRound(Ordered):
+class KillMidRound(OfRounds, Ordered):
     name = "kill-mid-round"
     breaks = "A worker process is killed when it has made half of the optimizer steps of a round."
     undone = "An instant."
     expected = f"As kill-worker. {AGAIN}"
     at = "half-round"
 
-    def never(self, run: View) -> str | None:
-        return super().never(run) or _why_no_rounds(run)
 
-
-class KillAdopter(Ordered):
+class KillAdopter(OfRounds, Ordered):
     name = "kill-adopter"
     breaks = "A group is killed, and the first group that takes one of its workers over, within that worker's round."
     undone = "An instant."
     expected = "A third group takes the workers of both over; both come back and heal."
     at = "adopt"
     kills_first = True
-
-    def never(self, run: View) -> str | None:
-        return super().never(run) or _why_no_rounds(run)
 
     def why_not(self, run: View) -> str | None:
         return self.why_no_group(run, 2)
@@ -55,16 +53,13 @@ class KillAdopter(Ordered):
         return group  # the adopter says itself that it dies
 
 
-class KillHostAndStates(KillHost):
+class KillHostAndStates(OfRounds, KillHost):
     name = "kill-host-and-states"
     breaks = (
         "As kill-host, and the newest states of its workers are lost with it, as if they had not reached the file "
         "server yet."
     )
     expected = f"Who takes the workers over makes their last round again, from the state before. {AGAIN}"
-
-    def never(self, run: View) -> str | None:
-        return super().never(run) or _why_no_rounds(run)
 
     def why_not(self, run: View) -> str | None:
         if (why := super().why_not(run)) is not None:

@@ -30,6 +30,10 @@ class Place:
     history: int
 
 
+_NAME = re.compile(r"\.?worker-(?P<worker>\d+)\.rank-(?P<rank>\d+)\.round-(?P<round>\d+)\.")
+"""Of a state's file, or of its draft."""
+
+
 def folder_of(run_dir: Path) -> Path:
     """Where a run's states of workers are."""
     return run_dir / "state" / "workers"
@@ -39,8 +43,8 @@ def files_by_round(folder: Path, worker: int) -> dict[int, list[Path]]:
     """The files of a worker's states, of all ranks."""
     found: dict[int, list[Path]] = {}
     for path in folder.glob(f"worker-{worker}.rank-*"):
-        if of := re.search(r"\.round-(\d+)\.", path.name):
-            found.setdefault(int(of[1]), []).append(path)
+        if of := _NAME.match(path.name):
+            found.setdefault(int(of["round"]), []).append(path)
     return found
 
 
@@ -105,7 +109,11 @@ class WorkerFiles:
     def _write(self, place: Place, state: bytes, keep_from: int) -> None:
         write_whole(self.path(place), self._digest(place, state), state)
         self.written_bytes += len(state)
-        old = re.compile(rf"\.?worker-{place.worker}\.rank-{self._rank}\.round-(\d+)\.")
         for path in self._folder.iterdir():
-            if (found := old.match(path.name)) and int(found[1]) < keep_from:
+            of = _NAME.match(path.name)
+            if (
+                of
+                and (int(of["worker"]), int(of["rank"])) == (place.worker, self._rank)
+                and int(of["round"]) < keep_from
+            ):
                 path.unlink(missing_ok=True)

@@ -29,7 +29,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, sharing its memory."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():  # to enter no_grad takes longer than all the rest
         return tensor.to_local()
     with torch.no_grad():  # else it is a view that autograd follows
         return tensor.to_local()

@@ -232,8 +232,8 @@ class SlotTrainer(titan.Trainer):
     def data_read(self, step: int) -> None:
         """`step` is committed: where the streams stand now is what the next notes tell, as then they will be ahead."""
         self.source.committed(self.step)
-        if (step + 1) % self.notes_interval == 0:
-            self.source.known_states()
+        if (step + 1) % self.notes_interval == 0 and isinstance(self.source, SlotStreams):
+            self.source.note_live()
 
     def notes(self, step: int) -> bytes | None:
         """Where this group's dataloader streams stand, so that any group can adopt them."""

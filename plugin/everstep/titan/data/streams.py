@@ -178,6 +178,11 @@ class SlotStreams(BaseDataLoader):
             self._told.update({stream: known.position for stream, known in states.items()})
             return states
 
+    def note_live(self) -> None:
+        """Remember where this process's own streams stand, as far as they are not beyond the last committed step."""
+        with self._lock:
+            self._note_live()
+
     def known_states(self) -> bytes:
         """The newest known state of every stream, own and others', none beyond the last committed step."""
         with self._lock:
