@@ -20,7 +20,7 @@ ENDLESS = ("--steps", "1000000")
 def stop(run):
     """Stop a run cleanly; the number of steps it made."""
     run.process.send_signal(signal.SIGINT)
-    assert run.wait() == 0
+    assert run.wait() == 0, run.said()
     return run.events("commit")[-1]["step"]
 
 

@@ -68,7 +68,9 @@ class Cluster:
         (self.run_dir / "events").mkdir(parents=True)
         self.token = run_token(self.run_dir)
         self.settings = replace(
-            Snapshot(enable=True, segment_dir=str(self.home), memory_reserve_gb=0.0, coding_timeout_s=5.0),
+            Snapshot(
+                enable=True, segment_dir=str(self.home), memory_reserve_gb=0.0, coding_timeout_s=5.0, coding_share=1.0
+            ),
             **settings,
         )
         self.groups = list(range(groups))

@@ -369,14 +369,15 @@ def test_a_keeper_without_descriptors_to_spare_goes_on_and_codes_again_when_it_h
         assert_is_step(found.restored, found.decision.step)
 
 
-@pytest.mark.parametrize("parities", [0, 1, 2])
-def test_no_more_memory_is_taken_than_was_reserved(parities):
-    with Cluster(4, parity=parities) as run:
-        run.take(1, 2, 3, scale=4, coded=parities > 0)
+@pytest.mark.parametrize(("parities", "share"), [(0, 1.0), (1, 1.0), (2, 1.0), (1, 1e-6)])
+def test_no_more_memory_is_taken_than_was_reserved(parities, share):
+    with Cluster(4, parity=parities, coding_share=share) as run:
+        run.take(1, scale=4, coded=parities > 0)
+        run.take(2, 3, 4, scale=4, coded=parities > 0 and share == 1.0)
         for group in run.groups:
             segment = run.segment(group)
             size = max(header.payload_bytes for header in segment.headers("data", 0) if header)
-            needed = memory_needed(size, 4, parities)
+            needed = memory_needed(size, 4, parities, run.settings.buffers)
             assert needed / 2 < segment.bytes_of(0) <= needed
 
 

@@ -139,6 +139,7 @@ def without_gradient(rank, sums, params, reducer):
 
 def broken(rank, sums, params, reducer):
     """One rank gives up; the others' sums fail at once, and keep their gradients."""
+    sums.gather([rank])  # all are connected
     backward(params, 1.0)
     reducer.begin(sums, WAIT)
     if rank == 0:

@@ -62,6 +62,8 @@ class Coder:
         self._writers = [BufferWriter(path) for path in segment.files("parity", rank)]
         self._whole_codes: set[str] = set()
         self._failed: dict[str, float] = {}
+        self.worked_s = 0.0
+        """In all, on making pieces."""
 
     def code(
         self,
@@ -191,7 +193,11 @@ class Coder:
                 raise CodingError("the parts that its code is over are not known here yet")
             known = {giver: header for giver, header in sources.items() if header is not None}
             with self._turn:
-                self._combine(own, code, name, known, newest)
+                begun = time.monotonic()
+                try:
+                    self._combine(own, code, name, known, newest)
+                finally:
+                    self.worked_s += time.monotonic() - begun
         except SnapshotError as error:
             with self._board.changed:
                 heard.roomless.add(own.group)

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from everstep.snapshot.agreement import Agreed, Taken, Word, learn, members_of
+from everstep.snapshot.agreement import Agreed, Word, learn, members_of
 from everstep.snapshot.buffer import BufferWriter, chunk_digests
 from everstep.snapshot.header import Header
 from everstep.snapshot.mapped import MappedBuffer
 from everstep.snapshot.plan import VOLATILE, Plan, State, Throttle, meta_digest
 from everstep.snapshot.restore import pack_own
-from everstep.snapshot.room import BUFFERS, make_room, memory_needed
+from everstep.snapshot.room import make_room, memory_needed
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Notes, Segment
 
@@ -59,7 +59,7 @@ class Copier:
         self._revive_after = time.monotonic() + KEEPER_SILENT_S
         self._segment, self._rank, self._ranks = segment, rank, ranks
         self._settings, self._emit = settings, emit
-        self._buffers = [MappedBuffer(BufferWriter(path)) for path in segment.files("data", rank)]
+        self._buffers = [MappedBuffer(BufferWriter(path)) for path in segment.files("data", rank)[: settings.buffers]]
         self.agreed = Agreed()
         """What all groups know alike; a joiner's is replaced by that of the group it heals from."""
         self._newest: Header | None = None
@@ -82,18 +82,22 @@ class Copier:
 
     def learn_complete(self, step: int, history: int) -> None:
         """The run was restored from this snapshot: it is not overwritten before a newer one is complete and coded."""
-        self.agreed = Agreed(anchor=(step, history))
+        self.agreed = Agreed(anchor=(step, history), whole=(step, history))
 
     def word(self) -> Word:
         """What this group says of the snapshot taken last, but for where it is; to be told to all groups before the
         next commit."""
         taken, header, notes = self.agreed.taken, self._newest, self._segment.read_notes(self._rank)
         able = time.monotonic() >= self._unable_until
-        older, newest = self._busy(notes)
+        if_anchor, if_not = self._busy(notes)
         with self._condition:
             under_way = self._job is not None and not self._job.done
+        rested = time.monotonic() >= notes.rests_until
+        spoken = Word(settled=not under_way, able=able, busy_if_anchor=if_anchor, busy_if_not=if_not, rested=rested)
         if taken is None or header is None or (header.step, header.history) != (taken.step, taken.history):
-            return Word(settled=not under_way, able=able, older_busy=older, newest_busy=newest)
+            return spoken
+        if taken.interim:
+            return replace(spoken, published=True)
         # A keeper that has only now been started has said nothing yet.
         alive = time.monotonic() - max(notes.heartbeat, self._published_at) < KEEPER_SILENT_S
         dealt = notes.sequence == header.sequence
@@ -106,13 +110,11 @@ class Copier:
         elif self._settings.parity > 0:  # alone, or whole copies
             alone = len(header.members) == 1
             self._note_protection(header, not alone, ALONE if alone else "")
-        return Word(
+        return replace(
+            spoken,
             published=notes.sound if dealt else True,
             settled=not alive or (dealt and notes.settled),
             coded=coded or header.parity == 0,
-            able=able,
-            older_busy=older,
-            newest_busy=newest,
         )
 
     def committed(
@@ -145,7 +147,7 @@ class Copier:
             return False
         began = time.perf_counter()
         members = members_of(groups, words)
-        self.agreed = replace(self.agreed, taken=Taken(step, history, members))
+        self.agreed = self.agreed.take(step, history, members, words)
         if self._segment.group not in members:
             self._emit("snapshot_skipped", step, reason="this group had no room for its last snapshot")
             return False
@@ -156,7 +158,8 @@ class Copier:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(device))
         locations = {group: words[group].location for group in members if group in words}
-        job = _Job(step, history, members, locations, what, device, ready, keep)
+        assert self.agreed.taken is not None
+        job = _Job(step, history, members, self.agreed.taken.interim, locations, what, device, ready, keep)
         job.blocked_s = time.perf_counter() - began
         with self._condition:
             self._job = job
@@ -276,7 +279,7 @@ class Copier:
         part_bytes = plan.part[1] - plan.part[0]
         size = part_bytes + len(tail)
         sequence = self._next_sequence()
-        buffer = self._buffers[self._target()]
+        buffer = self._buffers[self._target(self._kept_ones(self.agreed.anchor, self.agreed.whole))]
         buffer.reserve(size, job.device)
         buffer.writer.begin()
         copied = plan.copy(buffer.payload(), job.ready, self._pause)
@@ -291,8 +294,9 @@ class Copier:
             step=job.step,
             history=job.history,
             members=job.members,
-            parity=plan.parity,
+            parity=0 if job.interim else plan.parity,
             parity_group=plan.parity_group,
+            interim=job.interim,
             topology=plan.topology,
             state_bytes=plan.layout.size,
             part=plan.part,
@@ -328,11 +332,14 @@ class Copier:
             self._reviver.start()
 
     def _headers(self) -> list[Header | None]:
-        return self._segment.headers("data", self._rank)
+        return self._segment.headers("data", self._rank)[: len(self._buffers)]
 
-    def _target(self) -> int:
-        """The buffer to write: any but the anchor's; one that holds nothing or is damaged first, else the younger one
-        that is not the anchor, since only an anchor is whole everywhere."""
+    def _kept_ones(self, anchor: tuple[int, int] | None, whole: tuple[int, int] | None) -> set[tuple[int, int] | None]:
+        """Steps and histories that are not overwritten, if these are the newest of their kind."""
+        return {anchor, whole} if len(self._buffers) > 2 else {anchor}
+
+    def _target(self, keep: set[tuple[int, int] | None]) -> int:
+        """The buffer to write: one that holds nothing or is damaged first, else the oldest that need not be kept."""
         headers = self._headers()
         for index, header in enumerate(headers):
             if header is None:
@@ -342,21 +349,22 @@ class Copier:
         unsound = [i for i, h in enumerate(known) if notes.sequence == h.sequence and not notes.sound]
         if unsound:
             return unsound[0]
-        free = [i for i, h in enumerate(known) if (h.step, h.history) != self.agreed.anchor]
-        if len(free) == len(known):
-            # No anchor here: what this process found is older than what it wrote itself.
-            return min(free, key=lambda i: known[i].sequence)
-        return free[0] if free else min(range(BUFFERS), key=lambda i: known[i].sequence)
+        free = [i for i, h in enumerate(known) if (h.step, h.history) not in keep]
+        return min(free or range(len(known)), key=lambda i: known[i].sequence)
 
     def _busy(self, notes: Notes) -> tuple[bool, bool]:
-        """Whether somebody reads the older buffer, or the newest snapshot's; see `Word`."""
-        headers, taken = self._headers(), self.agreed.taken
-        if taken is None:
-            target = headers[self._target()]
-            return target is not None and self._held(target, notes), False
-        newest = [h for h in headers if h is not None and (h.step, h.history) == (taken.step, taken.history)]
-        older = [h for h in headers if h is not None and h not in newest]
-        return any(self._held(h, notes) for h in older), any(self._held(h, notes) for h in newest)
+        """See `Word`."""
+        headers, anchor, whole = self._headers(), self.agreed.anchor, self.agreed.whole
+
+        def busy(keep: set[tuple[int, int] | None]) -> bool:
+            target = headers[self._target(keep)]
+            return target is not None and self._held(target, notes)
+
+        as_it_is = busy(self._kept_ones(anchor, whole))
+        if self.agreed.taken is None:
+            return as_it_is, False
+        taken = self.agreed.taken.step, self.agreed.taken.history
+        return busy(self._kept_ones(taken, taken)), as_it_is or busy(self._kept_ones(anchor, taken))
 
     def _alive(self, notes: Notes) -> bool:
         return time.monotonic() - notes.heartbeat < KEEPER_SILENT_S
@@ -375,7 +383,7 @@ class Copier:
     def _make_room(self, size: int, plan: Plan) -> None:
         self._segment.create()  # it is there, unless somebody removed it
         if any(buffer.writer.capacity < size for buffer in self._buffers):
-            total = memory_needed(size, len(plan.parity_group), plan.parity)
+            total = memory_needed(size, len(plan.parity_group), plan.parity, len(self._buffers))
             held, reserve = self._segment.bytes_of(self._rank), int(self._settings.memory_reserve_gb * 2**30)
             make_room(self._segment.root, self._segment.path, self._rank, total, held, reserve)
 
@@ -385,6 +393,7 @@ class _Job:
     step: int
     history: int
     members: tuple[int, ...]
+    interim: bool
     locations: dict[int, int]
     state: State
     device: torch.device | None

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import xxhash
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 Kind = Literal["data", "parity"]
 KINDS: tuple[Kind, ...] = ("data", "parity")
 
@@ -50,6 +50,8 @@ class Header:
     """Parity shards per stripe: members of a parity group that may be lost. 0 for a snapshot that is not coded."""
     parity_group: tuple[int, ...] = ()
     """The members whose parts are coded together with this one's, in ascending order."""
+    interim: bool = False
+    """Keepers neither verify nor code it; whoever restores it verifies it."""
     topology: str
     """Digest of the layout of the rank's state and of ranks per group."""
     state_bytes: int
@@ -67,7 +69,7 @@ class Header:
     sections: dict[str, tuple[int, int]]
     """Where in the payload each section begins and ends."""
     sequence: int
-    """The file's generation: counts a rank's publications; the higher of two buffers is the younger."""
+    """The file's generation: counts a rank's publications; of two buffers the higher is the younger."""
     taken_at: float
     """Wall clock, seconds."""
     payload_bytes: int = 0
@@ -131,6 +133,8 @@ class Header:
                 raise ValueError(f"{name} is {getattr(self, name)!r}")
         if type(self.taken_at) not in (int, float) or not 0 <= self.taken_at < 1 << 63:
             raise ValueError(f"taken_at is {self.taken_at!r}")
+        if type(self.interim) is not bool or (self.interim and (self.parity or self.kind == "parity")):
+            raise ValueError(f"interim is {self.interim!r} with parity {self.parity}")
         if self.kind not in KINDS or not self.rank < self.ranks:
             raise ValueError(f"kind {self.kind}, rank {self.rank} of {self.ranks}")
         # `_members` made them, in ascending order; a start of a thousand groups reads many thousand headers.

@@ -73,6 +73,8 @@ class RankWatch:
         self._mark, self._looked = -1, 0.0
         self._dealt: Header | None = None
         """The snapshot that was verified last."""
+        self._verified_s, self._coder_s = 0.0, 0.0
+        """What verifying it took, and what the coder had worked before."""
         self._known: dict[Path, Header] = {}
         """What each file held when that was done: what it should hold now, unless its writer has emptied it."""
         self._thread = threading.Thread(target=self._run, name=f"rank-{rank}", daemon=True)
@@ -174,9 +176,13 @@ class RankWatch:
             self._note_failure(damage)
 
     def _deal(self, newest: Header) -> None:
-        """Verify and code."""
+        """Verify and code, unless it is an interim snapshot."""
         self._dealt = newest
         self._remember()
+        if newest.interim:
+            self.note(sequence=newest.sequence, sound=True, coded=False, settled=True, reason="")
+            return
+        begun, self._coder_s = time.monotonic(), self._coder.worked_s
         path = self._place_of(newest)
         damage = self._damage("data", path, newest, lambda: None) if path else None
         if path is None or damage is None:  # it is not there any more
@@ -186,7 +192,8 @@ class RankWatch:
             damage = self._repaired(path, newest, damage)
         self._found("data", newest, damage)
         coding = not damage and newest.parity > 0
-        self.note(sequence=newest.sequence, sound=not damage, coded=False, settled=not coding, reason=damage)
+        self._verified_s = time.monotonic() - begun
+        self._note_work(sequence=newest.sequence, sound=not damage, coded=False, settled=not coding, reason=damage)
         if not damage:
             self._code(newest)
         self._remember()
@@ -286,4 +293,10 @@ class RankWatch:
     def _code(self, header: Header) -> None:
         if header.parity > 0:
             timeout = timedelta(seconds=self._keeper.settings.coding_timeout_s)
-            self._coder.code(header, timeout, lambda: self._is_newest(header), self.note)
+            self._coder.code(header, timeout, lambda: self._is_newest(header), self._note_work)
+
+    def _note_work(self, **changes: Any) -> None:
+        """Note how far a snapshot's verification and coding is, and for how long to rest from it."""
+        worked_s = self._verified_s + self._coder.worked_s - self._coder_s
+        rest_s = worked_s * (1 / self._keeper.settings.coding_share - 1)
+        self.note(rests_until=time.monotonic() + rest_s, **changes)

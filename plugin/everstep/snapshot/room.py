@@ -12,21 +12,22 @@ import psutil
 from everstep.run.regular import read_regular
 from everstep.snapshot.buffer import SnapshotError, reserved_bytes
 
-BUFFERS = 2
+BUFFERS = 3
+"""At most; the third is for interim snapshots."""
 PARITY_BUFFERS = 3
 """The third is made, if there is room, when a step is coded a second time, and removed afterwards."""
 BLOCK_BYTES = 2 << 20
 """What coding and decoding hold of each shard at a time."""
 
 
-def memory_needed(payload_bytes: int, members: int, parity: int) -> int:
-    """Bytes for one rank: its buffers and the parity buffers that its keeper codes, in tmpfs, and the blocks that
+def memory_needed(payload_bytes: int, members: int, parity: int, buffers: int) -> int:
+    """Bytes for one rank: its buffers and the two parity buffers that its keeper codes, in tmpfs, and the blocks that
     coding holds. `members`: of its parity group."""
-    m = min(parity, members - 1)
+    m, data = min(parity, members - 1), buffers * reserved_bytes(payload_bytes)
     if m <= 0:
-        return BUFFERS * reserved_bytes(payload_bytes)
+        return data
     shards = m * -(-payload_bytes // (members - m))
-    return BUFFERS * (reserved_bytes(payload_bytes) + reserved_bytes(shards)) + members * min(BLOCK_BYTES, shards)
+    return data + 2 * reserved_bytes(shards) + members * min(BLOCK_BYTES, shards)
 
 
 def make_room(directory: Path, segment: Path, rank: int, total_bytes: int, held_bytes: int, reserve_bytes: int) -> None:

@@ -21,7 +21,11 @@ class Snapshot:
 
     parity_group: int = 8
     """Groups whose parts are coded together, about: what coding costs depends on this and not on the number of groups.
-    With n in a parity group, parity costs a parity / (n - parity)-th part more memory."""
+    With n in a parity group, parity costs a parity / (n - parity)-th part of two buffers' memory."""
+
+    coding_share: float = 0.01
+    """The most of a keeper's time that goes into verifying and coding one rank's snapshots. Those in between are kept
+    as they are: they survive the death of all trainers, not that of their host. 1: every snapshot is coded."""
 
     scope: Literal["sharded", "full"] = "sharded"
     """`sharded`: of G groups each copies its 1/G of the state. `full`: each copies all of it; costs G times
@@ -52,6 +56,12 @@ class Snapshot:
     """The longest wait for the other keepers to have verified a step before its parity is given up. While a
     step's parity is under way, later steps are not copied over the last step that has one."""
 
+    @property
+    def buffers(self) -> int:
+        """Snapshots of a rank that there is room for: the newest that is coded, the one being written, and the newest
+        that all groups have where that may be another."""
+        return 2 if self.coding_share == 1 else 3
+
     def __post_init__(self) -> None:
         if self.interval < 1:
             raise ValueError("snapshot.interval must be at least 1 step")
@@ -59,3 +69,5 @@ class Snapshot:
             raise ValueError("snapshot.parity must be 0, 1 or 2")
         if not 2 <= self.parity_group <= 128:
             raise ValueError("snapshot.parity_group must be 2 to 128 groups")
+        if not 0 < self.coding_share <= 1:
+            raise ValueError("snapshot.coding_share must be above 0 and at most 1")

@@ -2,7 +2,7 @@
 
 everstep-RUN-group-K/
     lock                     held by the keeper (flock)
-    rank-R.buffer-0, .buffer-1   the two newest snapshots of a rank, written by its trainer
+    rank-R.buffer-0, -1, -2  the newest snapshots of a rank, written by its trainer
     rank-R.parity-0, -1      the two newest parities coded by the keeper; parity-2 while a step is coded a second time
     rank-R.writing           held (flock) while one of the rank's buffers is written or exchanged
     rank-R.rebuilt           a buffer that is being made anew
@@ -56,6 +56,8 @@ class Notes:
     """No parity work on it is under way or to come."""
     reason: str = ""
     """Why it is settled without being coded."""
+    rests_until: float = 0.0
+    """time.monotonic() until which the next snapshots are not to be verified and coded."""
     holding: int = -1
     """A buffer that somebody reads and that must not be overwritten meanwhile."""
     held: int = -1

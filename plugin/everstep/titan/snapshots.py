@@ -175,11 +175,12 @@ class Snapshots:
 
 def _of_all_ranks(word: Word) -> Word:
     """What is true of a group if its ranks say these; a collective."""
-    flags = [word.published, word.settled, word.coded, word.able, not word.older_busy, not word.newest_busy]
+    free = not word.busy_if_anchor, not word.busy_if_not
+    flags = [word.published, word.settled, word.coded, word.able, *free, word.rested]
     everyone = torch.tensor(flags, dtype=torch.uint8, device=_group_device())
     dist.all_reduce(everyone, op=dist.ReduceOp.MIN)
-    published, settled, coded, able, older_free, newest_free = map(bool, everyone.tolist())
-    return Word(published, settled, coded, able, not older_free, not newest_free)
+    published, settled, coded, able, free_if_anchor, free_if_not, rested = map(bool, everyone.tolist())
+    return Word(published, settled, coded, able, not free_if_anchor, not free_if_not, rested)
 
 
 def _share(value: Any) -> list[Any]:
