@@ -45,6 +45,15 @@ class Held:
     sound: bool | None
     """Whether its bytes match its checksums; None when the keeper has not got round to it."""
 
+    def to_json(self) -> list[Any]:
+        return [self.address, self.header.to_json(), self.sound]
+
+    @classmethod
+    def from_json(cls, body: Sequence[Any]) -> "Held":
+        """Raises ValueError for a header that is none."""
+        address, header, sound = body
+        return cls(address, Header.from_json(header), sound)
+
 
 def places_dir(run_dir: Path) -> Path:
     return run_dir / "state" / "keepers"

@@ -26,7 +26,7 @@ from everstep.snapshot.segment import run_id
 
 _NOTHING = np.zeros(0, dtype=np.uint8)
 Share = Callable[[Any], list[Any]]
-"""Gathers one value from every rank of the group, in rank order, on every rank."""
+"""Gathers one JSON value from every rank of the group, in rank order, on every rank."""
 
 
 @dataclass(frozen=True)
@@ -100,21 +100,22 @@ def recover(
             held, silent = gather(run_dir, token, timeout, patience if not blamed else timedelta(0), enough)
             known = last[0][1] if last and last[0][0] == len(held) else choose(held)
             decision = _with_reasons(known, silent, notes)
-        decision = share(decision)[0]
+        told = share(decision and decision.to_json())[0]
+        decision = decision or sources.Decision.from_json(told, rank)
         if not decision.from_memory:
             return Recovery(decision, None, time.monotonic() - began)
         restored: Restored | None = None
-        failure: tuple[Blame | None, str] | None = None
+        failure: tuple[list[Any] | None, str] | None = None
         try:
             if decision.reshaped:
                 restored = restore_reshaped(decision, rank, group, layout, token, timeout)
             else:
                 restored = restore_rank(decision.columns[rank], rank, group, token, timeout)
         except RestoreError as error:
-            failure = (error.blame, str(error))
+            failure = (error.blame.to_json(), str(error))
         except ShapeError as error:
             failure = (None, f"step {decision.step} does not fit: {error}")
-        failures = [f for f in share(failure) if f]
+        failures = [(blame and Blame.from_json(blame), why) for blame, why in filter(None, share(failure))]
         if not failures:
             return Recovery(decision, restored, time.monotonic() - began)
         blamed += [blame for blame, _ in failures if blame] or [

@@ -7,7 +7,7 @@ decoded payload: the root of that table, which the parity's publishers kept) and
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -39,6 +39,14 @@ class Blame:
     """None: whichever group's."""
     code: str | None = None
     """Of parity: the code whose pieces they are; None: whichever."""
+
+    def to_json(self) -> list[Any]:
+        return [self.kind, self.rank, self.identity, self.group, self.code]
+
+    @classmethod
+    def from_json(cls, body: Sequence[Any]) -> "Blame":
+        kind, rank, identity, group, code = body
+        return cls(kind, rank, Identity(*identity), group, code)
 
     def hits(self, header: Header) -> bool:
         return (

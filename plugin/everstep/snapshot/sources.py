@@ -8,9 +8,9 @@ Every rank of a run reaches the same decision from the same headers, so one may 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from everstep.snapshot.header import Header, Identity, coverage_error, difference
 from everstep.snapshot.peers import Held
@@ -31,6 +31,18 @@ class Column:
     missing: tuple[int, ...]
     """Groups whose part must be decoded."""
 
+    def to_json(self) -> list[Any]:
+        data = [held.to_json() for held in self.data.values()]
+        return [self.identity, data, [[held.to_json() for held in pieces] for pieces in self.parity], self.missing]
+
+    @classmethod
+    def from_json(cls, body: Sequence[Any]) -> "Column":
+        """Raises ValueError for a header that is none."""
+        identity, data, parity, missing = body
+        parts = [Held.from_json(held) for held in data]
+        pieces = tuple(tuple(Held.from_json(held) for held in pieces) for pieces in parity)
+        return cls(Identity(*identity), {held.header.group: held for held in parts}, pieces, tuple(missing))
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -46,6 +58,18 @@ class Decision:
     """Why each newer or better source was passed over, newest first."""
     reshaped: bool = False
     """The columns are those of groups of another shape: their shards must be cut anew."""
+
+    def to_json(self) -> list[Any]:
+        columns = {str(rank): column.to_json() for rank, column in self.columns.items()}
+        return [self.source, self.step, self.history, columns, self.reasons, self.reshaped]
+
+    @classmethod
+    def from_json(cls, body: Sequence[Any], rank: int) -> "Decision":
+        """With the columns that this rank restores from: its own, or all if they must be cut anew. Raises ValueError
+        for a header that is none."""
+        source, step, history, columns, reasons, reshaped = body
+        wanted = {int(of): Column.from_json(column) for of, column in columns.items() if reshaped or int(of) == rank}
+        return cls(source, step, history, wanted, tuple(reasons), reshaped)
 
     @property
     def from_memory(self) -> bool:

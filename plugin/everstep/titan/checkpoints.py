@@ -37,7 +37,7 @@ from torchtitan.trainer import Trainer
 
 from everstep.foreign import overrides
 from everstep.titan import private
-from everstep.titan.work import sum_in_group
+from everstep.titan.group import sum_in_group
 
 StartExport = Callable[[int, str], subprocess.Popen]
 """Starts the process that writes the newest state at or after a step below a folder, as `step-N`."""

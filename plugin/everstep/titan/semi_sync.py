@@ -31,9 +31,9 @@ from everstep.step.ledger import OnLoss
 from everstep.step.reduction import GradientReducer, local
 from everstep.titan import private
 from everstep.titan.fragments import FragmentReducer, QuantizedReducer
+from everstep.titan.group import all_in_group
 from everstep.titan.rounds import Mark, RoundState
 from everstep.titan.trainer import OPTIMIZER_SLOT, EverstepTrainer, logger
-from everstep.titan.work import all_in_group
 
 CHECKPOINT = "semi_sync"
 MARKS, OWN = "marks", "own"

@@ -27,12 +27,7 @@ from everstep.snapshot.recovery import recover
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 from everstep.step.interfaces import Commit
-
-
-def _group_device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator()
-    return torch.device("cpu") if dist.get_backend() == "gloo" or accelerator is None else accelerator
-
+from everstep.titan.group import gather_json, group_device
 
 AGREED_SNAPSHOTS = "agreed_snapshots"
 """Where in a served state's meta a joiner finds what all groups know of their snapshots."""
@@ -145,7 +140,7 @@ class Snapshots:
             disk_step=disk_step,
             timeout=timeout,
             patience=timedelta(seconds=self._settings.restore_wait_s),
-            share=_share,
+            share=gather_json,
         )
         self._events.emit("recovery", found.decision.step, **found.event)
         if found.restored is None:
@@ -177,13 +172,7 @@ def _of_all_ranks(word: Word) -> Word:
     """What is true of a group if its ranks say these; a collective."""
     free = not word.busy_if_anchor, not word.busy_if_not
     flags = [word.published, word.settled, word.coded, word.able, *free, word.rested]
-    everyone = torch.tensor(flags, dtype=torch.uint8, device=_group_device())
+    everyone = torch.tensor(flags, dtype=torch.uint8, device=group_device())
     dist.all_reduce(everyone, op=dist.ReduceOp.MIN)
     published, settled, coded, able, free_if_anchor, free_if_not, rested = map(bool, everyone.tolist())
     return Word(published, settled, coded, able, not free_if_anchor, not free_if_not, rested)
-
-
-def _share(value: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone

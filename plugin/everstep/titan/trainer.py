@@ -52,11 +52,12 @@ from everstep.titan import attention, cpu, private
 from everstep.titan.checkpoints import RunCheckpointManager, SnapshotCheckpointManager, of_run
 from everstep.titan.data.binding import bind_data
 from everstep.titan.fragments import FragmentReducer
+from everstep.titan.group import all_in_group, sum_in_group
 from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import Snapshots
 from everstep.titan.state import TrainingState, slot_seed
 from everstep.titan.witness import Witnesses
-from everstep.titan.work import SlotTrainer, all_in_group, sum_in_group
+from everstep.titan.work import SlotTrainer
 from everstep.titan.worker_faults import WorkerFaults
 
 OPTIMIZER_SLOT = -1

@@ -20,6 +20,7 @@ from everstep.step.reduction import local
 from everstep.titan import private
 from everstep.titan.data.streams import SlotStreams
 from everstep.titan.export import DATALOADER_BLOB, pack_dataloader
+from everstep.titan.group import all_in_group
 from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import AGREED_SNAPSHOTS, Snapshots
 from everstep.titan.state import TrainingState, slot_seed
@@ -282,26 +283,3 @@ class SlotTrainer(titan.Trainer):
             global_batch_size=self.samples,
             ranks=dist.get_world_size(),
         )
-
-
-def sum_in_group(value: int) -> int:
-    """Sum of an integer over the group's ranks, modulo 2^62; a collective of the group."""
-    if dist.get_world_size() > 1:
-        total = torch.tensor([value], dtype=torch.int64, device=_group_device())
-        dist.all_reduce(total)
-        value = int(total)
-    return value & (1 << 62) - 1
-
-
-def all_in_group(flag: bool) -> bool:
-    """Whether `flag` holds on all ranks of the group; a collective of the group."""
-    if dist.get_world_size() == 1:
-        return flag
-    everyone = torch.tensor([int(flag)], device=_group_device())
-    dist.all_reduce(everyone, op=dist.ReduceOp.MIN)
-    return bool(everyone)
-
-
-def _group_device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator()
-    return torch.device("cpu") if dist.get_backend() == "gloo" or accelerator is None else accelerator
