@@ -6,16 +6,19 @@ is, between calls of the step protocol that this script makes.
 Each scenario: `config` a TOML file, `dir` an empty folder, `rounds`, and `before`: round → what happens to the group
 before that round, ["moved", worker] (its own state is in no memory), ["lost", worker, round] (nor on disk after this
 round), ["torn", worker, round], ["healed"] (all of the group's memory is replaced by what a joiner gets), ["restarted"]
-(another trainer goes on from a checkpoint), ["absent", worker] (it is not in this round). What came of it is in
-`dir`/out.pt: parameters, losses by inner step, events, after how many inner steps of its round each sum began, and what
-was told of streams when a worker moved.
+(another trainer goes on from a checkpoint), ["cut", worker, steps, *damage] (the worker's round was begun, so many
+steps were made and written, and the newest state became what `damaged` says), ["absent", worker] (it is not in this
+round). What came of it is in `dir`/out.pt: parameters, losses by inner step, events, after how many inner steps of its
+round each sum began, and what was told of streams when a worker moved.
 """
 
+import contextlib
 import json
 import os
 import socket
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,6 +31,7 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from everstep.data.stream_states import decode_states  # noqa: E402
+from everstep.semi.worker_files import files_by_round, folder_of  # noqa: E402
 from everstep.step import ledger  # noqa: E402
 from everstep.step.interfaces import Commit  # noqa: E402
 from everstep.titan.data.streams import SlotStreams  # noqa: E402
@@ -71,12 +75,9 @@ class Alone:
 
 
 def written(trainer, worker, round_):
-    """The file of a worker's state, once it is there."""
+    """The file of a worker's state after a round, once it is there."""
     while True:
-        found = list(
-            (Path(trainer.config.dump_folder) / "state/workers").glob(f"worker-{worker}.rank-0.round-{round_}.*")
-        )
-        if found:
+        if found := files_by_round(folder_of(Path(trainer.config.dump_folder)), worker).get(round_):
             return found[0]
         time.sleep(0.01)
 
@@ -88,6 +89,50 @@ def moves_streams(trainer):
     trainer.source._forget()
     trainer.source.committed(trainer.step)
     trainer.noted([notes])
+
+
+class CutError(Exception):
+    pass
+
+
+def cut_short(trainer, worker, steps):
+    """A worker's round ends after so many steps, each written before the next."""
+    made, step = [], trainer.step_optimizer
+
+    def counted(*args):
+        trainer._store.settle()
+        if len(made) == steps:
+            raise CutError
+        made.append(args)
+        return step(*args)
+
+    trainer.step_optimizer = counted
+    trainer._reducer.begin(trainer.column, HOUR, trainer.committed + 1)
+    trainer._reducer.begin_slot(last=False)
+    with contextlib.suppress(CutError):
+        trainer.compute(trainer.committed + 1, worker)
+    assert len(made) == steps
+    trainer.step_optimizer = step
+    trainer.discard()
+    trainer._store.settle()
+    assert not trainer._store.failures()
+
+
+def damaged(trainer, worker, how):
+    place = trainer._place_within(worker, trainer.committed + 1)
+    newest = max(trainer._store.steps_within(place), default=0)
+    path = trainer._store.path(replace(place, steps=newest))
+    match how:
+        case []:
+            pass
+        case ["torn"]:
+            path.write_bytes(path.read_bytes()[:-1])
+        case ["of another history"]:
+            path.rename(trainer._store.path(replace(place, steps=newest, history=place.history ^ 1)))
+        case ["under a foreign name"]:
+            path.rename(trainer._store.path(replace(place, steps=newest + 1)))
+        case _:
+            raise ValueError(how)
 
 
 def happens(trainer, what, scenario):
@@ -122,6 +167,9 @@ def happens(trainer, what, scenario):
             trainer.round.marks, trainer._owned = {}, {}
             trainer.step = 0
             trainer.heal(state)
+        case ["cut", worker, steps, *damage]:
+            cut_short(trainer, worker, steps)
+            damaged(trainer, worker, damage)
         case ["absent", _]:
             pass
         case ["restarted"]:

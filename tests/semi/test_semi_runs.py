@@ -67,10 +67,13 @@ def test_kills_change_nothing(start, reference, tmp_path):
 
 
 STREAMED = {"fragments": 2, "overlap_steps": 2, "mixing": 0.5}
+KEPT = {"keep_steps": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streamed", [{}, STREAMED], ids=["at once", "streamed"])
+@pytest.mark.parametrize(
+    "streamed", [{}, KEPT, STREAMED, STREAMED | {"keep_steps": 1}], ids=["at once", "kept", "streamed", "both"]
+)
 def test_a_kill_every_eight_seconds_changes_nothing(start, reference, tmp_path, streamed):
     rounds, sync_steps = 40, 10
     turn = sync_steps // streamed.get("fragments", 1)
@@ -87,7 +90,10 @@ def test_a_kill_every_eight_seconds_changes_nothing(start, reference, tmp_path, 
     figures = score.score(run.run_dir)
     differences = worst(run, expected, rounds * sync_steps), worst_loss(run, expected)
     print("kills", figures["kills"], "parameters, losses differ by", differences, "rounds", figures["steps"])
+    went_on = [event["from_step"] for event in run.events("worker_round", rank=0) if event["from_step"]]
+    print("rounds that went on after so many of their steps", went_on)
     assert figures["kills"] >= 5
+    assert bool(went_on) == ("keep_steps" in streamed)
     assert max(differences) <= 1e-5
     assert rounds_in_the_final_state(run.run_dir, turn) == Counter(
         (step // turn + 1, worker, step + 1) for step in range(rounds * sync_steps) for worker in range(WORKERS)

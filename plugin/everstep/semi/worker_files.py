@@ -1,8 +1,8 @@
 """The workers' own states in the run directory: what a worker that moves to another group is taken from.
 
-One file for each worker, rank of a group and round, written by the group that computed the round, in a thread of its
-own, while training goes on. In front of the state stands a digest, with the run's token as key, over the state and what
-it is the state of: a file that was torn, altered, moved or written by somebody else is no state.
+One file for each worker, rank of a group and round, or steps of a round, written by the group that computed them, in a
+thread of its own, while training goes on. In front of the state stands a digest, with the run's token as key, over the
+state and what it is the state of: a file that was torn, altered, moved or written by somebody else is no state.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from everstep.run.files import write_whole
@@ -23,14 +23,23 @@ DIGEST_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a state is of: this rank's part of a worker's own state, after a round of a history."""
+    """What a state is of: this rank's part of a worker's own state, after a round, or after some steps of it.
+
+    Attributes:
+        history: after the round, or if `steps` is not 0 before it.
+        steps: that the worker has made of the round; 0: all, and it is committed.
+    """
 
     worker: int
     round: int
     history: int
+    steps: int = 0
 
 
-_NAME = re.compile(r"\.?worker-(?P<worker>\d+)\.rank-(?P<rank>\d+)\.round-(?P<round>\d+)\.")
+_NAME = re.compile(
+    r"\.?worker-(?P<worker>\d+)\.rank-(?P<rank>\d+)\.round-(?P<round>\d+)\."
+    r"(steps-(?P<steps>\d+)\.)?(?P<history>[0-9a-f]+)"
+)
 """Of a state's file, or of its draft."""
 
 
@@ -40,12 +49,17 @@ def folder_of(run_dir: Path) -> Path:
 
 
 def files_by_round(folder: Path, worker: int) -> dict[int, list[Path]]:
-    """The files of a worker's states, of all ranks."""
+    """The files of a worker's states after rounds, of all ranks."""
     found: dict[int, list[Path]] = {}
     for path in folder.glob(f"worker-{worker}.rank-*"):
-        if of := _NAME.match(path.name):
+        if (of := _NAME.fullmatch(path.name)) and of["steps"] is None:
             found.setdefault(int(of["round"]), []).append(path)
     return found
+
+
+def files_within_rounds(folder: Path, worker: int) -> list[Path]:
+    """The files of a worker's states within rounds, of all ranks."""
+    return list(folder.glob(f"worker-{worker}.rank-*.steps-*"))
 
 
 class WorkerFiles:
@@ -55,24 +69,34 @@ class WorkerFiles:
         folder: of all workers.
         rank: of this process in its group.
         whose: further words that a state is bound to: the run, and how its groups are laid out.
-        nbytes: of every state.
+        nbytes: of every state after a round.
         token: the run's.
+        most: bytes of a state within a round at most.
     """
 
-    def __init__(self, folder: Path, *, rank: int, whose: str, nbytes: int, token: bytes) -> None:
+    def __init__(self, folder: Path, *, rank: int, whose: str, nbytes: int, token: bytes, most: int = 0) -> None:
         self._folder, self._rank, self._whose, self._nbytes, self._token = folder, rank, whose, nbytes, token
+        self._most = most
         self._writer = ThreadPoolExecutor(1, "worker-files")
         self._writing: dict[Place, Future[None]] = {}
         self.written_bytes = 0
         """What this rank has written so far."""
 
     def path(self, place: Place) -> Path:
-        return self._folder / f"worker-{place.worker}.rank-{self._rank}.round-{place.round}.{place.history:x}"
+        within = f"steps-{place.steps}." if place.steps else ""
+        return self._folder / f"worker-{place.worker}.rank-{self._rank}.round-{place.round}.{within}{place.history:x}"
 
     def save(self, states: Mapping[Place, bytes], *, keep_from: int) -> None:
-        """Begin to write these states, and to remove those of the same workers of rounds before `keep_from`."""
+        """Begin to write these states, and to remove those of the same workers that they make useless: those after
+        rounds before `keep_from`, and those within rounds that are over. If they are themselves within a round:
+        all that are not of it or of fewer steps than `keep_from`."""
         for place, state in states.items():
             self._writing[place] = self._writer.submit(self._write, place, state, keep_from)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being written."""
+        return all(future.done() for future in self._writing.values())
 
     def settle(self) -> None:
         """Wait for what is being written."""
@@ -90,15 +114,21 @@ class WorkerFiles:
             return self.path(place).stat().st_size == DIGEST_BYTES + self._nbytes
         return False
 
+    def steps_within(self, place: Place) -> list[int]:
+        """After how many steps of a round there are states; `place.steps` is not read."""
+        first = self.path(replace(place, steps=1))
+        found = (_NAME.fullmatch(path.name) for path in self._folder.glob(first.name.replace("steps-1", "steps-*")))
+        return [int(of["steps"]) for of in found if of]
+
     def read(self, place: Place) -> bytes | None:
         """The state; None if it is not there whole and authentic."""
         try:
-            found = read_regular(self.path(place), DIGEST_BYTES + self._nbytes)
+            found = read_regular(self.path(place), DIGEST_BYTES + (self._most if place.steps else self._nbytes))
         except OSError:
             return None
         digest, state = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
-        whole = len(state) == self._nbytes and hmac.compare_digest(digest, self._digest(place, state))
-        return state if whole else None
+        whole = place.steps or len(state) == self._nbytes
+        return state if whole and hmac.compare_digest(digest, self._digest(place, state)) else None
 
     def _digest(self, place: Place, state: bytes) -> bytes:
         of = json.dumps([self._whose, self._rank, self._nbytes, asdict(place)]).encode()
@@ -111,9 +141,13 @@ class WorkerFiles:
         self.written_bytes += len(state)
         for path in self._folder.iterdir():
             of = _NAME.match(path.name)
-            if (
-                of
-                and (int(of["worker"]), int(of["rank"])) == (place.worker, self._rank)
-                and int(of["round"]) < keep_from
-            ):
+            if of is None or (int(of["worker"]), int(of["rank"])) != (place.worker, self._rank):
+                continue
+            round_, history, within = int(of["round"]), int(of["history"], 16), of["steps"]
+            if place.steps:
+                this = (round_, history) == (place.round, place.history)
+                useless = within is not None and not (this and int(within) >= keep_from)
+            else:
+                useless = round_ <= place.round if within is not None else round_ < keep_from
+            if useless:
                 path.unlink(missing_ok=True)

@@ -295,11 +295,16 @@ def sum_in_group(value: int) -> int:
 
 def all_in_group(flag: bool) -> bool:
     """Whether `flag` holds on all ranks of the group; a collective of the group."""
+    return bool(least_in_group(int(flag)))
+
+
+def least_in_group(value: int) -> int:
+    """The least value of all ranks of the group, of int64; a collective of the group."""
     if dist.get_world_size() == 1:
-        return flag
-    everyone = torch.tensor([int(flag)], device=_group_device())
-    dist.all_reduce(everyone, op=dist.ReduceOp.MIN)
-    return bool(everyone)
+        return value
+    least = torch.tensor([value], dtype=torch.int64, device=_group_device())
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return int(least)
 
 
 def _group_device() -> torch.device:
