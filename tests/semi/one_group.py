@@ -127,8 +127,6 @@ def damaged(trainer, worker, how):
             pass
         case ["torn"]:
             path.write_bytes(path.read_bytes()[:-1])
-        case ["of another history"]:
-            path.rename(trainer._store.path(replace(place, steps=newest, history=place.history ^ 1)))
         case ["under a foreign name"]:
             path.rename(trainer._store.path(replace(place, steps=newest + 1)))
         case _:
@@ -167,6 +165,12 @@ def happens(trainer, what, scenario):
             trainer.round.marks, trainer._owned = {}, {}
             trainer.step = 0
             trainer.heal(state)
+        case ["cut", worker, steps, "of another history"]:
+            marks = trainer.round.marks
+            mark = marks[trainer.committed]
+            marks[trainer.committed] = replace(mark, history=mark.history ^ 1)
+            cut_short(trainer, worker, steps)
+            marks[trainer.committed] = mark
         case ["cut", worker, steps, *damage]:
             cut_short(trainer, worker, steps)
             damaged(trainer, worker, damage)

@@ -69,7 +69,7 @@ CUTS = {
     "8": [["cut", 3, 3, "of another history"]],
     "9": [["cut", 0, 1, "under a foreign name"]],
 }
-WENT_ON = ((2, 1, 1), (3, 0, 3), (4, 3, 2), (5, 2, 4), (6, 3, 3), (7, 3, 2), (8, 3, 2))
+WENT_ON = ((2, 1, 1), (3, 0, 3), (4, 3, 2), (5, 2, 4), (6, 3, 3), (7, 3, 2))
 STREAMS = {"job": {"config": "tiny_streams"}, "data": {"source": "dataloader"}}
 CHECKED = {
     "attention_check": {"enable": True, "mode": "detect", "frequency": 1.0, "allow_injection": True},

@@ -1,9 +1,14 @@
 """Runs of `everstep run` beside the papers' formulas, without failures and with them."""
 
+import subprocess
+import sys
 from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from everstep.chaos.campaign import read_campaign
 from everstep.report import score
 from everstep.run.beats import beat_path, read_beat
 from semi_runs import (
@@ -16,6 +21,7 @@ from semi_runs import (
     worst,
     worst_loss,
 )
+from watched import environment
 
 
 def computes(run, group):
@@ -66,39 +72,79 @@ def test_kills_change_nothing(start, reference, tmp_path):
     assert score.verdict(score.score(run.run_dir)) == []
 
 
-STREAMED = {"fragments": 2, "overlap_steps": 2, "mixing": 0.5}
-KEPT = {"keep_steps": 2}
+STREAMED = {"sync_steps": 10, "fragments": 2, "overlap_steps": 2, "mixing": 0.5}
+QUARTERS = {"sync_steps": 12, "fragments": 4, "overlap_steps": 1, "mixing": 0.5}
+WAYS = {
+    "at once": {"sync_steps": 10},
+    "kept": {"sync_steps": 10, "keep_steps": 2},
+    "streamed": STREAMED,
+    "streamed, kept": STREAMED | {"keep_steps": 1},
+    "quarters, kept": QUARTERS | {"keep_steps": 1},
+}
+ROUNDS_CAMPAIGN = Path(__file__).resolve().parents[2] / "configs/chaos/rounds.toml"
+
+
+@dataclass(frozen=True)
+class Long:
+    """A run of three groups, and what is compared in the end."""
+
+    semi: dict
+    outer_rounds: int
+
+    def config(self, path):
+        return semi_config(
+            path,
+            job={"config": "tiny_4" if self.semi.get("fragments", 1) > 2 else "tiny"},
+            training={"steps": self.steps},
+            semi_sync=self.semi,
+            checkpoint={"interval": 5 * self.semi["sync_steps"]},
+            fault_tolerance={"groups": 3, "allow_faults": True},
+        )
+
+    @property
+    def steps(self):
+        return self.outer_rounds * self.semi["sync_steps"]
+
+    def is_as_without_failures(self, run, expected):
+        turn = self.semi["sync_steps"] // self.semi.get("fragments", 1)
+        figures = score.score(run.run_dir)
+        differences = worst(run, expected, self.steps), worst_loss(run, expected)
+        print("kills", figures["kills"], "parameters, losses differ by", differences, "rounds", figures["steps"])
+        begun = Counter(event["from_step"] for event in run.events("worker_round", rank=0))
+        print("rounds that went on after so many of their steps", sorted(begun.items()))
+        assert max(differences) <= 1e-5
+        assert rounds_in_the_final_state(run.run_dir, turn) == Counter(
+            (step // turn + 1, worker, step + 1) for step in range(self.steps) for worker in range(WORKERS)
+        )
+        assert score.verdict(figures) == []
+        assert (len(begun) > 1) == ("keep_steps" in self.semi)
+        return figures
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "streamed", [{}, KEPT, STREAMED, STREAMED | {"keep_steps": 1}], ids=["at once", "kept", "streamed", "both"]
-)
-def test_a_kill_every_eight_seconds_changes_nothing(start, reference, tmp_path, streamed):
-    rounds, sync_steps = 40, 10
-    turn = sync_steps // streamed.get("fragments", 1)
-    config = semi_config(
-        tmp_path / "run.toml",
-        training={"steps": rounds * sync_steps},
-        semi_sync={"sync_steps": sync_steps, **streamed},
-        checkpoint={"interval": 5 * sync_steps},
-        fault_tolerance={"groups": 3},
-    )
-    run = start(config, "--chaos-every", "8")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_kill_every_eight_seconds_changes_nothing(start, reference, tmp_path, way):
+    long = Long(WAYS[way], 40)
+    run = start(config := long.config(tmp_path / "run.toml"), "--chaos-every", "8")
     assert run.wait(DEADLINE_S) == 0, run.said()
-    expected = reference(config)
-    figures = score.score(run.run_dir)
-    differences = worst(run, expected, rounds * sync_steps), worst_loss(run, expected)
-    print("kills", figures["kills"], "parameters, losses differ by", differences, "rounds", figures["steps"])
-    went_on = [event["from_step"] for event in run.events("worker_round", rank=0) if event["from_step"]]
-    print("rounds that went on after so many of their steps", went_on)
-    assert figures["kills"] >= 5
-    assert bool(went_on) == ("keep_steps" in streamed)
-    assert max(differences) <= 1e-5
-    assert rounds_in_the_final_state(run.run_dir, turn) == Counter(
-        (step // turn + 1, worker, step + 1) for step in range(rounds * sync_steps) for worker in range(WORKERS)
-    )
-    assert score.verdict(figures) == []
+    assert long.is_as_without_failures(run, reference(config))["kills"] >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["kept", "streamed", "quarters, kept"])
+def test_each_fault_of_rounds_changes_nothing(start, reference, tmp_path, way):
+    """Groups die in the middle of a round, during a sum, with their host and the newest states of their workers, and
+    with the group that takes their workers over."""
+    long = Long(WAYS[way], 60)
+    run = start(config := long.config(tmp_path / "run.toml"))
+    soon(run, lambda: run.events("commit"))
+    command = [sys.executable, "-m", "everstep.cli", "chaos", str(run.run_dir), "--campaign", str(ROUNDS_CAMPAIGN)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert run.wait(DEADLINE_S) == 0, run.said()
+    figures = long.is_as_without_failures(run, reference(config))
+    assert figures["faults"].keys() - {"died"} == {entry.fault.name for entry in read_campaign(ROUNDS_CAMPAIGN).entries}
+    assert figures["deaths_unprovoked"] == 0
 
 
 @pytest.mark.slow
