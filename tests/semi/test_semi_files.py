@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from everstep.semi.worker_files import Place, WorkerFiles
+from everstep.semi.worker_files import HEAD_BYTES, Place, WorkerFiles
 
 TOKEN, SIZE = b"t" * 32, 5000
 PLACE = Place(worker=1, round=7, history=0xABC)
@@ -18,6 +18,13 @@ def wrote(store, states, keep_from=0):
     store.save(states, keep_from=keep_from)
     store.settle()
     return store.failures()
+
+
+def wrote_within(store, place, *parts, keep_from=0):
+    assert store.idle
+    store.save_within(place, [memoryview(part) for part in parts], keep_from=keep_from)
+    store.settle()
+    assert store.failures() == []
 
 
 @pytest.fixture
@@ -79,7 +86,8 @@ WITHIN = replace(PLACE, steps=5)
 
 def test_a_state_within_a_round_is_read_for_its_steps_of_its_round_of_its_history(tmp_path, state):
     longer = state + b"where streams stand"
-    assert wrote(files(tmp_path), {PLACE: state, WITHIN: longer}) == []
+    wrote(files(tmp_path), {PLACE: state})
+    wrote_within(files(tmp_path), WITHIN, state, b"where streams stand")
     store = files(tmp_path, most=len(longer))
     assert (store.read(PLACE), store.read(WITHIN), store.steps_within(PLACE)) == (state, longer, [5])
     for change in ({"worker": 2}, {"round": 8}, {"history": 0xABD}, {"steps": 50}, {"steps": 0}):
@@ -92,7 +100,7 @@ def test_a_state_within_a_round_is_read_for_its_steps_of_its_round_of_its_histor
     assert files(tmp_path, most=len(longer) - 1).read(WITHIN) is None, "longer than any"
     for damaged in (longer[:-1], longer + b"x", b"x" + longer[1:]):
         path = store.path(WITHIN)
-        path.write_bytes(path.read_bytes()[:32] + damaged)
+        path.write_bytes(path.read_bytes()[:HEAD_BYTES] + damaged)
         assert store.read(WITHIN) is None
 
 
@@ -103,9 +111,11 @@ def test_of_states_within_rounds_those_are_left_that_somebody_may_go_on_from(tmp
         return {path.name.partition(".rank-0.")[2] for path in tmp_path.iterdir() if path.name.startswith("worker-1.")}
 
     other = replace(WITHIN, worker=11, steps=2)
-    wrote(store, {replace(WITHIN, round=6): state, replace(WITHIN, history=1): state, other: state})
+    for place in (other, replace(WITHIN, round=6), replace(WITHIN, history=1)):
+        wrote_within(store, place, state)
+    assert left() == {"round-7.steps-5.1"}
     for steps in (5, 10, 15):
-        wrote(store, {replace(WITHIN, steps=steps): state}, keep_from=steps - 5)
+        wrote_within(store, replace(WITHIN, steps=steps), state, keep_from=steps - 5)
     assert left() == {"round-7.steps-10.abc", "round-7.steps-15.abc"}
     wrote(store, {replace(PLACE, round=6): state}, keep_from=4)
     assert left() == {"round-6.abc", "round-7.steps-10.abc", "round-7.steps-15.abc"}

@@ -1,24 +1,27 @@
 """The workers' own states in the run directory: what a worker that moves to another group is taken from.
 
 One file for each worker, rank of a group and round, or steps of a round, written by the group that computed them, in a
-thread of its own, while training goes on. In front of the state stands a digest, with the run's token as key, over the
-state and what it is the state of: a file that was torn, altered, moved or written by somebody else is no state.
+thread of its own, while training goes on. In front of the state stands an authentication code (GMAC, under a key that
+is the file's alone and made from the run's token) of the state and of what it is the state of: a file that was torn,
+altered, moved or written by somebody else is no state.
 """
 
 import contextlib
 import hashlib
-import hmac
 import json
 import re
-from collections.abc import Mapping
+import secrets
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from everstep.run.files import write_whole
 from everstep.run.regular import read_regular
+from everstep.wire.sealing import KEY_BYTES, TAG_BYTES, Gcm, SealError
 
-DIGEST_BYTES = 32
+SALT_BYTES = 32
+HEAD_BYTES = SALT_BYTES + TAG_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +90,15 @@ class WorkerFiles:
         return self._folder / f"worker-{place.worker}.rank-{self._rank}.round-{place.round}.{within}{place.history:x}"
 
     def save(self, states: Mapping[Place, bytes], *, keep_from: int) -> None:
-        """Begin to write these states, and to remove those of the same workers that they make useless: those after
-        rounds before `keep_from`, and those within rounds that are over. If they are themselves within a round:
-        all that are not of it or of fewer steps than `keep_from`."""
+        """Begin to write these states after rounds, and to remove those of the same workers after rounds before
+        `keep_from`, and within rounds that are over."""
         for place, state in states.items():
-            self._writing[place] = self._writer.submit(self._write, place, state, keep_from)
+            self._writing[place] = self._writer.submit(self._write, place, [memoryview(state)], keep_from)
+
+    def save_within(self, place: Place, parts: Sequence[memoryview], *, keep_from: int) -> None:
+        """Begin to write a state within a round, in parts, which must stay as they are until it is written. Of the
+        same worker's states within rounds those of this round after `keep_from` steps and more are left."""
+        self._writing[place] = self._writer.submit(self._write, place, parts, keep_from)
 
     @property
     def idle(self) -> bool:
@@ -111,7 +118,7 @@ class WorkerFiles:
     def has(self, place: Place) -> bool:
         """Whether there is a file of the right size for it."""
         with contextlib.suppress(OSError):
-            return self.path(place).stat().st_size == DIGEST_BYTES + self._nbytes
+            return self.path(place).stat().st_size == HEAD_BYTES + self._nbytes
         return False
 
     def steps_within(self, place: Place) -> list[int]:
@@ -123,22 +130,34 @@ class WorkerFiles:
     def read(self, place: Place) -> bytes | None:
         """The state; None if it is not there whole and authentic."""
         try:
-            found = read_regular(self.path(place), DIGEST_BYTES + (self._most if place.steps else self._nbytes))
+            found = read_regular(self.path(place), HEAD_BYTES + (self._most if place.steps else self._nbytes))
         except OSError:
             return None
-        digest, state = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
-        whole = place.steps or len(state) == self._nbytes
-        return state if whole and hmac.compare_digest(digest, self._digest(place, state)) else None
+        salt, tag, state = found[:SALT_BYTES], found[SALT_BYTES:HEAD_BYTES], found[HEAD_BYTES:]
+        if len(tag) < TAG_BYTES or not (place.steps or len(state) == self._nbytes):
+            return None
+        opening = self._cipher(salt).open(self._of(place))
+        opening.update([memoryview(state)])
+        try:
+            opening.check(tag)
+        except SealError:
+            return None
+        return state
 
-    def _digest(self, place: Place, state: bytes) -> bytes:
+    def _cipher(self, salt: bytes) -> Gcm:
+        """Of one file."""
+        return Gcm(hashlib.blake2b(salt, key=self._token[:64], digest_size=KEY_BYTES).digest(), encrypts=False)
+
+    def _of(self, place: Place) -> bytes:
         of = json.dumps([self._whose, self._rank, self._nbytes, asdict(place)]).encode()
-        hashed = hashlib.blake2b(len(of).to_bytes(8, "little") + of, key=self._token[:64], digest_size=DIGEST_BYTES)
-        hashed.update(state)
-        return hashed.digest()
+        return len(of).to_bytes(8, "little") + of
 
-    def _write(self, place: Place, state: bytes, keep_from: int) -> None:
-        write_whole(self.path(place), self._digest(place, state), state)
-        self.written_bytes += len(state)
+    def _write(self, place: Place, parts: Sequence[memoryview], keep_from: int) -> None:
+        salt = secrets.token_bytes(SALT_BYTES)
+        sealing = self._cipher(salt).seal(self._of(place))
+        sealing.update(parts)
+        write_whole(self.path(place), salt, sealing.tag(), *parts)
+        self.written_bytes += sum(part.nbytes for part in parts)
         for path in self._folder.iterdir():
             of = _NAME.match(path.name)
             if of is None or (int(of["worker"]), int(of["rank"])) != (place.worker, self._rank):

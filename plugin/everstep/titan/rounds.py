@@ -153,12 +153,19 @@ class RoundState(TrainingState):
 
     @property
     def within_bytes(self) -> int:
-        """Size of `leave_within` with nothing more."""
+        """What `leave_within` fills with nothing more."""
         return sum(local(tensor).nbytes for tensor in self._within())
 
-    def leave_within(self, more: Iterable[torch.Tensor]) -> bytes:
-        """This rank's part of what the worker has now that the model and the optimizer compute, and of `more`."""
-        return _packed([*self._within(), *more])
+    @torch.no_grad()
+    def leave_within(self, into: torch.Tensor, more: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Copy this rank's part of what the worker has now that the model and the optimizer compute, and of `more`, to
+        bytes in host memory; the part of `into` that they fill."""
+        at = 0
+        for tensor in (*self._within(), *more):
+            part = local(tensor).detach().contiguous().flatten().view(torch.uint8)
+            into[at : at + part.nbytes].copy_(part)
+            at += part.nbytes
+        return into[:at]
 
     @torch.no_grad()
     def enter_within(self, state: bytes, step: int, more: Iterable[torch.Tensor]) -> None:

@@ -131,6 +131,12 @@ class SemiSyncTrainer(EverstepTrainer):
             token=self._token,
             most=self._within_bytes + MOST_STREAMS_BYTES,
         )
+        self._room = torch.empty(
+            self._within_bytes if self.settings.keep_steps else 0,
+            dtype=torch.uint8,
+            pin_memory=self.device.type == "cuda",
+        )
+        """Where a state within a round is until it is written."""
         self._counted_bytes = self._counted_saved = 0
         # pyrefly: ignore[missing-attribute] every manager of torchtitan has states, if it is enabled
         self._saved = self.checkpointer.states if config.checkpoint.enable else {}
@@ -356,19 +362,19 @@ class SemiSyncTrainer(EverstepTrainer):
             return
         if not all_in_group(self._store.idle):
             return
-        state = self.round.leave_within([progress.sums, *(progress.changes if progress.steps > self._taken_at else ())])
+        more = [progress.sums, *(progress.changes if progress.steps > self._taken_at else ())]
+        state = self.round.leave_within(self._room, more)
+        streams = b""
         if isinstance(self.source, SlotStreams):
-            state += self.source.states_now(self._streams_of(worker))
+            slots = slots_of(worker, self.slots, self.workers)
+            streams = self.source.states_now(map(self.source.stream_of, slots))
         place = self._place_within(worker, round_, progress.steps)
         told = {"worker": worker, "steps": progress.steps, "from_step": progress.began_at}
         self.events.emit("worker_kept", round_, **told, parent=f"{place.history:x}")
         # Of the last two one is whole on all ranks, whenever the group dies.
-        self._store.save({place: state}, keep_from=progress.kept_at)
+        parts = [state.numpy().data, memoryview(streams)]
+        self._store.save_within(place, parts, keep_from=progress.kept_at)
         progress.kept_at = progress.steps
-
-    def _streams_of(self, worker: int) -> list[int]:
-        slots = slots_of(worker, self.slots, self.workers)
-        return [self.source.stream_of(slot) for slot in slots] if isinstance(self.source, SlotStreams) else []
 
     def _newest_within(self, round_: int, worker: int) -> tuple[int, bytes] | None:
         """After how many steps of the worker's round there is a state of it, the newest that all ranks of the group
