@@ -4,12 +4,20 @@ is, between calls of the step protocol that this script makes.
     python one_group.py SCENARIOS.json
 
 Each scenario: `config` a TOML file, `dir` an empty folder, `rounds`, and `before`: round → what happens to the group
-before that round, ["moved", worker] (its own state is in no memory), ["lost", worker, round] (nor on disk after this
-round), ["torn", worker, round], ["healed"] (all of the group's memory is replaced by what a joiner gets), ["restarted"]
-(another trainer goes on from a checkpoint), ["cut", worker, steps, *damage] (the worker's round was begun, so many
-steps were made and written, and the newest state became what `damaged` says), ["absent", worker] (it is not in this
-round). What came of it is in `dir`/out.pt: parameters, losses by inner step, events, after how many inner steps of its
-round each sum began, and what was told of streams when a worker moved.
+before that round:
+
+    ["moved", worker]                   its own state is in no memory
+    ["lost", worker, round]             nor on disk after this round
+    ["torn", worker, round]             there it is torn
+    ["healed"]                          all of the group's memory is replaced by what a joiner gets
+    ["replaced"]                        another trainer goes on with that
+    ["restarted"]                       another trainer goes on from a checkpoint
+    ["cut", worker, steps, *damage]     the worker's round was begun, so many steps were made and written, and the
+                                        newest state became what `damaged` says
+    ["absent", worker]                  it is not in this round
+
+What came of it is in `dir`/out.pt: parameters, losses by inner step, events, after how many inner steps of its round
+each sum began, and what was told of streams when a worker moved.
 """
 
 import contextlib
@@ -150,14 +158,7 @@ def happens(trainer, what, scenario):
             data[-1] ^= 1
             path.write_bytes(data)
         case ["healed"]:
-            for worker in range(trainer.workers) if trainer.committed else ():
-                written(trainer, worker, trainer.committed)
-            trainer._door.serve(trainer.committed, trainer.history, trainer.serve())
-            fetch = trainer._door.fetch(trainer._door.address, trainer.committed, trainer.history)
-            while (state := fetch.state()) is None:
-                assert not fetch.error, fetch.error
-                time.sleep(0.01)
-            trainer._door.close()
+            state = fetched(trainer)
             of = trainer.round
             for tensor in (*of.trained, *of.momentum, *of.live, *of.balances, *of._balances.values()):
                 with torch.no_grad():
@@ -174,15 +175,34 @@ def happens(trainer, what, scenario):
         case ["cut", worker, steps, *damage]:
             cut_short(trainer, worker, steps)
             damaged(trainer, worker, damage)
+        case ["replaced"]:
+            state = fetched(trainer)
+            end(trainer)
+            trainer = begin(scenario)
+            trainer.heal(state)
         case ["absent", _]:
             pass
         case ["restarted"]:
             trainer.save_last()
             end(trainer)
-            return begin(scenario)[0]
+            trainer = begin(scenario)
+            trainer.restore()
         case _:
             raise ValueError(what)
     return trainer
+
+
+def fetched(trainer):
+    """What a joiner gets, through the group's own door, when all states are written."""
+    for worker in range(trainer.workers) if trainer.committed else ():
+        written(trainer, worker, trainer.committed)
+    trainer._door.serve(trainer.committed, trainer.history, trainer.serve())
+    fetch = trainer._door.fetch(trainer._door.address, trainer.committed, trainer.history)
+    while (state := fetch.state()) is None:
+        assert not fetch.error, fetch.error
+        time.sleep(0.01)
+    trainer._door.close()
+    return state
 
 
 def whole(tensor):
@@ -190,7 +210,7 @@ def whole(tensor):
 
 
 def begin(scenario):
-    """A trainer with a state, and the history of that."""
+    """A trainer without a state."""
     config = load_config(Path(scenario["config"]), EverstepTrainer.Config)
     config.dump_folder = scenario["dir"]
     with socket.socket() as free:
@@ -206,7 +226,7 @@ def begin(scenario):
         return emit(kind, step, **fields)
 
     trainer.events.emit = told
-    return trainer, trainer.restore()[1]
+    return trainer
 
 
 def end(trainer):
@@ -217,7 +237,8 @@ def end(trainer):
 def run(scenario):
     EVENTS.clear()
     TOLD.clear()
-    trainer, history = begin(scenario)
+    trainer = begin(scenario)
+    _, history = trainer.restore()
     workers, begun = trainer.workers, []
     for round_ in range(1, scenario["rounds"] + 1):
         before = scenario.get("before", {}).get(str(round_), ())

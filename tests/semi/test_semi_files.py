@@ -124,6 +124,12 @@ def test_of_states_within_rounds_those_are_left_that_somebody_may_go_on_from(tmp
     assert left() == {"round-6.abc", "round-7.abc"}
     assert not list(tmp_path.glob(".*"))
     assert store.steps_within(other) == [2]
+    wrote_within(store, WITHIN, state)
+    files(tmp_path, rank=1).forget_within()
+    assert store.steps_within(other) == [2]
+    store.forget_within()
+    assert store.steps_within(other) == []
+    assert left() == {"round-6.abc", "round-7.abc"}
 
 
 def test_a_state_that_cannot_be_written_is_told_of_and_stops_nothing(tmp_path, state):

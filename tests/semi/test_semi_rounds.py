@@ -58,16 +58,16 @@ HAPPENS = {
 }
 AGAIN = {"4": [["moved", 3]], "5": [["moved", 3], ["lost", 3, 4]]}
 AWAY = {"2": [["absent", 1], ["absent", 2]], "3": [["absent", 2]], "4": [["absent", 2]], "5": [["absent", 3]]}
-MOVES = {"3": [["moved", 1]], "4": [["moved", 2], ["lost", 2, 3]], "5": [["cut", 1, 1], ["restarted"]]}
+MOVES = {"3": [["moved", 1]], "4": [["moved", 2], ["lost", 2, 3]], "5": [["cut", 1, 1], ["replaced"]]}
 CUTS = {
     "2": [["cut", 1, 1], ["healed"]],
-    "3": [["cut", 0, 3], ["restarted"]],
+    "3": [["cut", 0, 3], ["replaced"]],
     "4": [["cut", 3, 2]],
     "5": [["cut", 2, 4]],
     "6": [["cut", 3, 3], ["moved", 3]],
     "7": [["cut", 3, 3, "torn"]],
     "8": [["cut", 3, 3, "of another history"]],
-    "9": [["cut", 0, 1, "under a foreign name"]],
+    "9": [["cut", 0, 1, "under a foreign name"], ["cut", 1, 3], ["restarted"]],
 }
 WENT_ON = ((2, 1, 1), (3, 0, 3), (4, 3, 2), (5, 2, 4), (6, 3, 3), (7, 3, 2))
 STREAMS = {"job": {"config": "tiny_streams"}, "data": {"source": "dataloader"}}
@@ -90,10 +90,10 @@ CASES = {
         went_on=((10, 2, 1),),
     ),
     "streams of a dataloader, while workers move": Case(
-        1, 0, 0.0, 2, before=MOVES, again=(0, 1), more=STREAMS, keep_steps=1, went_on=((5, 1, 1),)
+        1, 0, 0.0, 2, before=MOVES, again=(0, 1, 0, 0, 0, 0), more=STREAMS, keep_steps=1, went_on=((5, 1, 1),)
     ),
     "workers that are absent": Case(1, 0, 0.0, 2, before=AWAY, again=(0,), on_loss="shrink"),
-    "cut within rounds": Case(2, 2, 0.5, 8, before=CUTS, again=(0,) * 5, keep_steps=1, went_on=WENT_ON),
+    "cut within rounds": Case(2, 2, 0.5, 8, before=CUTS, again=(0,) * 9, keep_steps=1, went_on=WENT_ON),
     "not cut": Case(2, 2, 0.5, 8),
     "an attention that is checked": Case(1, 1, 0.5, 2, more=CHECKED),
 }

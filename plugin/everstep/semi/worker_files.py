@@ -121,6 +121,11 @@ class WorkerFiles:
             return self.path(place).stat().st_size == HEAD_BYTES + self._nbytes
         return False
 
+    def forget_within(self) -> None:
+        """Remove this rank's states within rounds, of all workers."""
+        for path in self._folder.glob(f"worker-*.rank-{self._rank}.round-*.steps-*"):
+            path.unlink(missing_ok=True)
+
     def steps_within(self, place: Place) -> list[int]:
         """After how many steps of a round there are states; `place.steps` is not read."""
         first = self.path(replace(place, steps=1))

@@ -597,6 +597,8 @@ class SemiSyncTrainer(EverstepTrainer):
         self.round.marks.clear()
         self.round.mark(self.committed, self.history)
         self._rest()
+        # No group has a state: these are of a life before, of which only the checkpoint is believed.
+        self._store.forget_within()
         return restored
 
     def serve(self) -> HealState:
