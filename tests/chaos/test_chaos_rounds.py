@@ -42,7 +42,7 @@ def states(run_dir, *rounds):
 def left(run_dir):
     """(worker, round) of the files that are left."""
     names = [path.name.split(".") for path in folder_of(run_dir).iterdir()]
-    return {(int(worker.removeprefix("worker-")), int(of.removeprefix("round-"))) for worker, _, of, _ in names}
+    return {(int(worker.removeprefix("worker-")), int(of.removeprefix("round-"))) for worker, _, of, *_ in names}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,11 +77,20 @@ def test_a_host_is_lost_with_the_newest_states_of_its_own_workers(target, tmp_pa
     fault = KillHostAndStates(group=0)
     states(tmp_path, 2)
     assert fault.why_not(target.run) == "not every worker has a state of an earlier round yet"
+    within = [folder_of(tmp_path) / f"worker-{worker}.rank-0.round-3.steps-5.abc" for worker in (0, 1)]
+    within[0].touch()
+    assert fault.why_not(target.run) == "not every worker has a state of an earlier round yet"
     states(tmp_path, 1)
     assert fault.why_not(target.run) is None
     injection = fault.plan(target, random.Random(0))
-    assert left(tmp_path) == {(worker, round_) for worker in range(4) for round_ in (1, 2)}, "planned, not done"
+    assert left(tmp_path) == {(0, 3), *((worker, round_) for worker in range(4) for round_ in (1, 2))}, (
+        "planned, not done"
+    )
+    within[1].touch()
     injection.strike()
+    assert not within[0].exists()
+    assert within[1].exists()
+    within[1].unlink()
     assert left(tmp_path) == {(0, 1), (3, 1), *((worker, round_) for worker in (1, 2) for round_ in (1, 2))}
 
 

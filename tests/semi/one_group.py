@@ -4,18 +4,29 @@ is, between calls of the step protocol that this script makes.
     python one_group.py SCENARIOS.json
 
 Each scenario: `config` a TOML file, `dir` an empty folder, `rounds`, and `before`: round → what happens to the group
-before that round, ["moved", worker] (its own state is in no memory), ["lost", worker, round] (nor on disk after this
-round), ["torn", worker, round], ["healed"] (all of the group's memory is replaced by what a joiner gets), ["restarted"]
-(another trainer goes on from a checkpoint), ["absent", worker] (it is not in this round). What came of it is in
-`dir`/out.pt: parameters, losses by inner step, events, after how many inner steps of its round each sum began, and what
-was told of streams when a worker moved.
+before that round:
+
+    ["moved", worker]                   its own state is in no memory
+    ["lost", worker, round]             nor on disk after this round
+    ["torn", worker, round]             there it is torn
+    ["healed"]                          all of the group's memory is replaced by what a joiner gets
+    ["replaced"]                        another trainer goes on with that
+    ["restarted"]                       another trainer goes on from a checkpoint
+    ["cut", worker, steps, *damage]     the worker's round was begun, so many steps were made and written, and the
+                                        newest state became what `damaged` says
+    ["absent", worker]                  it is not in this round
+
+What came of it is in `dir`/out.pt: parameters, losses by inner step, events, after how many inner steps of its round
+each sum began, and what was told of streams when a worker moved.
 """
 
+import contextlib
 import json
 import os
 import socket
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,6 +39,7 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from everstep.data.stream_states import decode_states  # noqa: E402
+from everstep.semi.worker_files import files_by_round, folder_of  # noqa: E402
 from everstep.step import ledger  # noqa: E402
 from everstep.step.interfaces import Commit  # noqa: E402
 from everstep.titan.data.streams import SlotStreams  # noqa: E402
@@ -71,12 +83,9 @@ class Alone:
 
 
 def written(trainer, worker, round_):
-    """The file of a worker's state, once it is there."""
+    """The file of a worker's state after a round, once it is there."""
     while True:
-        found = list(
-            (Path(trainer.config.dump_folder) / "state/workers").glob(f"worker-{worker}.rank-0.round-{round_}.*")
-        )
-        if found:
+        if found := files_by_round(folder_of(Path(trainer.config.dump_folder)), worker).get(round_):
             return found[0]
         time.sleep(0.01)
 
@@ -88,6 +97,48 @@ def moves_streams(trainer):
     trainer.source._forget()
     trainer.source.committed(trainer.step)
     trainer.noted([notes])
+
+
+class CutError(Exception):
+    pass
+
+
+def cut_short(trainer, worker, steps):
+    """A worker's round ends after so many steps, each written before the next."""
+    made, step = [], trainer.step_optimizer
+
+    def counted(*args):
+        trainer._store.settle()
+        if len(made) == steps:
+            raise CutError
+        made.append(args)
+        return step(*args)
+
+    trainer.step_optimizer = counted
+    trainer._reducer.begin(trainer.column, HOUR, trainer.committed + 1)
+    trainer._reducer.begin_slot(last=False)
+    with contextlib.suppress(CutError):
+        trainer.compute(trainer.committed + 1, worker)
+    assert len(made) == steps
+    trainer.step_optimizer = step
+    trainer.discard()
+    trainer._store.settle()
+    assert not trainer._store.failures()
+
+
+def damaged(trainer, worker, how):
+    place = trainer._place_within(worker, trainer.committed + 1)
+    newest = max(trainer._store.steps_within(place), default=0)
+    path = trainer._store.path(replace(place, steps=newest))
+    match how:
+        case []:
+            pass
+        case ["torn"]:
+            path.write_bytes(path.read_bytes()[:-1])
+        case ["under a foreign name"]:
+            path.rename(trainer._store.path(replace(place, steps=newest + 1)))
+        case _:
+            raise ValueError(how)
 
 
 def happens(trainer, what, scenario):
@@ -107,14 +158,7 @@ def happens(trainer, what, scenario):
             data[-1] ^= 1
             path.write_bytes(data)
         case ["healed"]:
-            for worker in range(trainer.workers) if trainer.committed else ():
-                written(trainer, worker, trainer.committed)
-            trainer._door.serve(trainer.committed, trainer.history, trainer.serve())
-            fetch = trainer._door.fetch(trainer._door.address, trainer.committed, trainer.history)
-            while (state := fetch.state()) is None:
-                assert not fetch.error, fetch.error
-                time.sleep(0.01)
-            trainer._door.close()
+            state = fetched(trainer)
             of = trainer.round
             for tensor in (*of.trained, *of.momentum, *of.live, *of.balances, *of._balances.values()):
                 with torch.no_grad():
@@ -122,15 +166,43 @@ def happens(trainer, what, scenario):
             trainer.round.marks, trainer._owned = {}, {}
             trainer.step = 0
             trainer.heal(state)
+        case ["cut", worker, steps, "of another history"]:
+            marks = trainer.round.marks
+            mark = marks[trainer.committed]
+            marks[trainer.committed] = replace(mark, history=mark.history ^ 1)
+            cut_short(trainer, worker, steps)
+            marks[trainer.committed] = mark
+        case ["cut", worker, steps, *damage]:
+            cut_short(trainer, worker, steps)
+            damaged(trainer, worker, damage)
+        case ["replaced"]:
+            state = fetched(trainer)
+            end(trainer)
+            trainer = begin(scenario)
+            trainer.heal(state)
         case ["absent", _]:
             pass
         case ["restarted"]:
             trainer.save_last()
             end(trainer)
-            return begin(scenario)[0]
+            trainer = begin(scenario)
+            trainer.restore()
         case _:
             raise ValueError(what)
     return trainer
+
+
+def fetched(trainer):
+    """What a joiner gets, through the group's own door, when all states are written."""
+    for worker in range(trainer.workers) if trainer.committed else ():
+        written(trainer, worker, trainer.committed)
+    trainer._door.serve(trainer.committed, trainer.history, trainer.serve())
+    fetch = trainer._door.fetch(trainer._door.address, trainer.committed, trainer.history)
+    while (state := fetch.state()) is None:
+        assert not fetch.error, fetch.error
+        time.sleep(0.01)
+    trainer._door.close()
+    return state
 
 
 def whole(tensor):
@@ -138,7 +210,7 @@ def whole(tensor):
 
 
 def begin(scenario):
-    """A trainer with a state, and the history of that."""
+    """A trainer without a state."""
     config = load_config(Path(scenario["config"]), EverstepTrainer.Config)
     config.dump_folder = scenario["dir"]
     with socket.socket() as free:
@@ -154,7 +226,7 @@ def begin(scenario):
         return emit(kind, step, **fields)
 
     trainer.events.emit = told
-    return trainer, trainer.restore()[1]
+    return trainer
 
 
 def end(trainer):
@@ -165,7 +237,8 @@ def end(trainer):
 def run(scenario):
     EVENTS.clear()
     TOLD.clear()
-    trainer, history = begin(scenario)
+    trainer = begin(scenario)
+    _, history = trainer.restore()
     workers, begun = trainer.workers, []
     for round_ in range(1, scenario["rounds"] + 1):
         before = scenario.get("before", {}).get(str(round_), ())

@@ -74,22 +74,33 @@ def worst_loss(run, expected):
 
 def rounds_in_the_final_state(run_dir, sync_steps=SYNC_STEPS):
     """(round, worker, inner step) → how often, counted from the log files alone: back from the newest commit through
-    the parents that commits name, each worker's round where the tally says that it was computed."""
+    the parents that commits name, each worker's round where the tally says that it was computed; of what was taken up
+    within the round, the steps of those who wrote it."""
+    events = events_of(run_dir)
+    commits = {event["history"]: event for event in events if event["kind"] == "commit"}
+    rounds, kept = {}, {}
+    for event in events:
+        if event["kind"] == "worker_round":
+            rounds.setdefault((event["group"], event["step"], event["worker"]), []).append(event)
+        elif event["kind"] == "worker_kept":
+            kept.setdefault((event["parent"], event["step"], event["worker"], event["steps"]), event)
+    found, at = Counter(), max(commits.values(), key=lambda event: event["step"])
+    while at is not None:
+        round_, before = at["step"], (at["step"] - 1) * sync_steps
+        for worker, owner in enumerate(at["owners"]):
+            done = [event for event in rounds.get((owner, round_, worker), ()) if event["t"] <= at["t"]]
+            part, end = max(done, key=lambda event: event["t"], default=None), sync_steps
+            while part is not None:
+                found.update((round_, worker, before + step) for step in range(part["from_step"] + 1, end + 1))
+                end = part["from_step"]
+                part = kept.get((at["parent"], round_, worker, end))
+        at = commits.get(at["parent"])
+    return found
+
+
+def events_of(run_dir):
+    """All that rank 0 of each group told."""
     lines = [
         line for file in (run_dir / "events").glob("group-*.rank-0.jsonl") for line in file.read_text().split("\n")
     ]
-    events = [json.loads(line) for line in lines if line]
-    commits = {event["history"]: event for event in events if event["kind"] == "commit"}
-    found, at = Counter(), max(commits.values(), key=lambda event: event["step"])
-    while at is not None:
-        for worker, owner in enumerate(at["owners"]):
-            whole = any(
-                event["kind"] == "worker_round"
-                and (event["group"], event["step"], event["worker"]) == (owner, at["step"], worker)
-                and event["t"] <= at["t"]
-                for event in events
-            )
-            steps = range((at["step"] - 1) * sync_steps + 1, at["step"] * sync_steps + 1) if whole else ()
-            found.update((at["step"], worker, step) for step in steps)
-        at = commits.get(at["parent"])
-    return found
+    return [json.loads(line) for line in lines if line]

@@ -109,6 +109,11 @@ REFUSED = {
         "over",
     ),
     "states that are never written": (GOOD + "keep_every = 0\n", "[semi_sync] keep_every = 0 must be at least 1"),
+    "states within rounds that are never written": (
+        GOOD + "fragments = 2\nkeep_steps = 6\n",
+        "[semi_sync] keep_steps = 6 must be at most the sync_steps / fragments = 5 steps of a round",
+    ),
+    "states within rounds too often": (GOOD + "keep_steps = -1\n", "[semi_sync] keep_steps = -1 must be at least 0"),
     "unknown numbers": (
         GOOD + 'quantize = "fp4"\n',
         '[semi_sync] quantize must be one of "none", "bf16", "int8", got "fp4"',
@@ -170,7 +175,7 @@ def test_the_debug_model_of_02s_ft_trainer_loads(load):
 def test_a_run_directory_belongs_to_one_number_of_workers_and_not_of_groups(load):
     identity = config_identity(load(GOOD))
     assert config_identity(load(GOOD.replace("groups = 3", "groups = 2"))) == identity
-    assert config_identity(load(GOOD + "adopt_after_s = 5.0\n")) == identity
+    assert config_identity(load(GOOD + "adopt_after_s = 5.0\nkeep_steps = 5\n")) == identity
     assert config_identity(load(GOOD.replace("workers = 4", "workers = 3"))) != identity
     by_groups = GOOD.replace("workers = 4\n", "").replace("global_batch_size = 24", "global_batch_size = 12")
     assert config_identity(load(by_groups)) != config_identity(load(by_groups.replace("groups = 3", "groups = 2")))

@@ -8,10 +8,11 @@ from everstep.chaos.hosts import KillHost
 from everstep.chaos.orders import Ordered
 from everstep.chaos.target import Target
 from everstep.chaos.view import View
-from everstep.semi.worker_files import files_by_round, folder_of
+from everstep.semi.worker_files import files_by_round, files_within_rounds, folder_of
 
 AGAIN = (
-    "Another group computes the worker's round from its beginning, the others wait for it; the curve stays as it is."
+    "Another group computes the worker's round from its beginning, or with keep_steps from its newest state within "
+    "it, the others wait for it; the curve stays as it is."
 )
 
 
@@ -86,7 +87,7 @@ class KillHostAndStates(OfRounds, KillHost):
             kill()
             for worker in workers:
                 written = files_by_round(folder, worker)
-                for path in written[max(written)]:
+                for path in [*written[max(written)], *files_within_rounds(folder, worker)]:
                     path.unlink(missing_ok=True)
 
         injection.strike = strike

@@ -368,6 +368,10 @@ def _fragments(semi: Any, layers: int) -> Iterator[Problem]:
         yield wrong("mixing", "at least 0 and less than 1: a worker that keeps all of its own takes nothing over")
     if semi.keep_every < 1:
         yield wrong("keep_every", "at least 1")
+    if semi.keep_steps < 0:
+        yield wrong("keep_steps", "at least 0")
+    elif semi.fragments > 0 and semi.keep_steps > max(0, semi.round_steps):
+        yield wrong("keep_steps", f"at most the sync_steps / fragments = {semi.round_steps} steps of a round")
 
 
 _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (

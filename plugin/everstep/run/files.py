@@ -16,7 +16,7 @@ def write_json(path: Path, value: dict) -> None:
     write_whole(path, typed.dumps(value))
 
 
-def write_whole(path: Path, *data: bytes) -> None:
+def write_whole(path: Path, *data: bytes | memoryview) -> None:
     """Replace a file, whole or not at all; what stood there is let go, not written to, also where it was a link."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # A name that nobody can have guessed, and that is nobody's link.

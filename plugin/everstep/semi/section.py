@@ -48,6 +48,10 @@ class SemiSync:
     """Rounds between two writes of each worker's own state to the run directory. Of a worker that moves to another
     group the rounds since are made again."""
 
+    keep_steps: int = 0
+    """Optimizer steps between two writes of a worker's state within a round to the run directory: whoever makes the
+    round of a lost worker goes on from there. 0: it begins the round anew."""
+
     on_loss: Literal["resume", "shrink"] = "resume"
     """When a group is lost: `resume` has its workers' rounds computed by others, so that all workers are in each
     synchronisation; `shrink` synchronises those whose groups are there (torchft's behaviour)."""

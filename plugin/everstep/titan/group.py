@@ -23,6 +23,15 @@ def all_in_group(flag: bool) -> bool:
     return bool(everyone)
 
 
+def least_in_group(value: int) -> int:
+    """The least value of all ranks of the group, of int64; a collective of the group."""
+    if dist.get_world_size() == 1:
+        return value
+    least = torch.tensor([value], dtype=torch.int64, device=group_device())
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return int(least)
+
+
 def sum_in_group(value: int) -> int:
     """Sum of an integer over the group's ranks, modulo 2^62; a collective of the group."""
     if dist.get_world_size() > 1:

@@ -144,6 +144,37 @@ class RoundState(TrainingState):
             tensor.lerp_(kept, self._settings.mixing)
         self._set_rate(round_ * self._settings.round_steps)
 
+    # A worker's state within a round
+
+    def _within(self) -> list[torch.Tensor]:
+        """What a worker changes in every step: the optimizer's states, its parameters, its balances."""
+        own = [t for name, t in super()._named().items() if name.startswith(OPTIMIZER)]
+        return [*own, *(self._live_params[name] for name in self._trained), *self._live_balances.values()]
+
+    @property
+    def within_bytes(self) -> int:
+        """What `leave_within` fills with nothing more."""
+        return sum(local(tensor).nbytes for tensor in self._within())
+
+    @torch.no_grad()
+    def leave_within(self, into: torch.Tensor, more: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Copy this rank's part of what the worker has now that the model and the optimizer compute, and of `more`, to
+        bytes in host memory; the part of `into` that they fill."""
+        at = 0
+        for tensor in (*self._within(), *more):
+            part = local(tensor).detach().contiguous().flatten().view(torch.uint8)
+            into[at : at + part.nbytes].copy_(part)
+            at += part.nbytes
+        return into[:at]
+
+    @torch.no_grad()
+    def enter_within(self, state: bytes, step: int, more: Iterable[torch.Tensor]) -> None:
+        """Make model, optimizer, learning rate and `more` what they were when a worker left this state, after a step
+        of the run."""
+        _copy(self._live_params.values(), self._global.values())
+        _unpack(state, [*self._within(), *more])
+        self._set_rate(step)
+
     @torch.no_grad()
     def rest(self) -> None:
         """Make model and learning rate what they are between computations."""
@@ -215,8 +246,8 @@ def _copy(into: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> None:
 
 def _packed(tensors: Iterable[torch.Tensor]) -> bytes:
     """This rank's part of tensors as bytes, end to end."""
-    flat = [local(t).detach().cpu().contiguous().flatten().view(torch.uint8) for t in tensors]
-    return torch.cat(flat).numpy().tobytes()
+    flat = (local(t).detach().cpu().contiguous().flatten().view(torch.uint8) for t in tensors)
+    return b"".join(part.numpy().data for part in flat)
 
 
 @torch.no_grad()

@@ -6,11 +6,13 @@ commit is the outer step. What a worker computes depends on nothing else, so it 
 
 A worker's own state stays with the group that carries the worker, and is written to the run directory while training
 goes on. A group that gets a worker it did not carry takes the state from there. If it lacks the last rounds (its writer
-was killed first) it makes them again: of these each group still knows the global parameters (`rounds.Mark`).
+was killed first) it makes them again: of these each group still knows the global parameters (`rounds.Mark`). With
+`keep_steps` a worker's state is also written within its round, and whoever makes the round goes on from the newest.
 """
 
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -30,8 +32,9 @@ from everstep.step.interfaces import Commit, SlotRefused, SlotSums
 from everstep.step.ledger import OnLoss
 from everstep.step.reduction import GradientReducer, local
 from everstep.titan import private
+from everstep.titan.data.streams import SlotStreams
 from everstep.titan.fragments import FragmentReducer, QuantizedReducer
-from everstep.titan.group import all_in_group
+from everstep.titan.group import all_in_group, least_in_group
 from everstep.titan.rounds import Mark, RoundState
 from everstep.titan.trainer import OPTIMIZER_SLOT, EverstepTrainer, logger
 
@@ -40,6 +43,8 @@ MARKS, OWN = "marks", "own"
 POLL_S = 0.02
 PATIENCE_S = 2.0
 """Least wait for a state that its group is just writing."""
+MOST_STREAMS_BYTES = 64 << 20
+"""Of where a worker's streams stand, in a state within a round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,24 @@ class WorkerRound:
     own: bytes
 
 
+@dataclass(slots=True)
+class Progress:
+    """How far a worker is within a round.
+
+    Attributes:
+        sums: valid tokens and sum of their losses by optimizer step, float64 [2, h].
+        steps: how many are made.
+        changes: what the worker changed of the round's fragment when that was taken, kept to be written; else empty.
+        began_at, kept_at: after how many steps this group began, and the newest state stands in the run directory.
+    """
+
+    sums: torch.Tensor
+    steps: int = 0
+    changes: list[torch.Tensor] = field(default_factory=list)
+    began_at: int = 0
+    kept_at: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Owned:
     """A worker's own state on this rank, after a round."""
@@ -72,6 +95,8 @@ class SemiSyncTrainer(EverstepTrainer):
     `self.step` counts optimizer steps of a worker, as torchtitan does: learning rate, checkpoints and validation go by
     it. Commits and events count rounds.
     """
+
+    _reducer: FragmentReducer  # pyrefly: ignore[bad-override-mutable-attribute] of one fragment at a time
 
     def _prepare(self, config: EverstepTrainer.Config) -> None:
         super()._prepare(config)
@@ -104,7 +129,14 @@ class SemiSyncTrainer(EverstepTrainer):
             whose=f"{run_id(self._token)} {asdict(self._whose(config))}",
             nbytes=self.round.own_bytes,
             token=self._token,
+            most=self._within_bytes + MOST_STREAMS_BYTES,
         )
+        self._room = torch.empty(
+            self._within_bytes if self.settings.keep_steps else 0,
+            dtype=torch.uint8,
+            pin_memory=self.device.type == "cuda",
+        )
+        """Where a state within a round is until it is written."""
         self._counted_bytes = self._counted_saved = 0
         # pyrefly: ignore[missing-attribute] every manager of torchtitan has states, if it is enabled
         self._saved = self.checkpointer.states if config.checkpoint.enable else {}
@@ -128,6 +160,9 @@ class SemiSyncTrainer(EverstepTrainer):
         # Global parameters, momentum, changes and their sums; a checkpoint has all workers.
         needed = 4 * params + (self.workers * own if self.config.checkpoint.enable else 0)
         needed += 2 * carried * own + marks if on_cpu else 0
+        if self.settings.keep_steps:
+            needed += self._within_bytes if on_cpu else 0
+            needed += params // self.settings.fragments if self.settings.overlap_steps else 0
         free = psutil.virtual_memory().available if on_cpu else torch.cuda.mem_get_info(self.device)[0]
         if needed > free:
             self._refuse(
@@ -181,16 +216,25 @@ class SemiSyncTrainer(EverstepTrainer):
     def compute(self, step: int, slot: int) -> None:
         round_, worker = step, slot
         self.checkpointer.maybe_wait_for_staging()  # it reads what changes now
-        own, begun = self._own_state(worker), time.monotonic()
+        within = self._newest_within(round_, worker)
+        own = self._own_state(worker) if within is None else b""
+        begun = time.monotonic()
         try:
-            self._enter(own, round_ - 1)
-            tokens, loss = self._inner_steps(round_, worker, synchronises=True)
+            if within is None:
+                self._enter(own, round_ - 1)
+                progress = self._progress()
+            else:
+                progress = self._go_on(round_, worker, *within)
+            self._inner_steps(round_, worker, progress, synchronises=True)
+            tokens, loss = progress.sums
             self._held[worker] = WorkerRound(tokens, loss, _flat(self.round.balances), self.round.leave())
         finally:
             self._rest()
         self._offer(round_)
-        self._round_s = time.monotonic() - begun
-        self.events.emit("worker_round", round_, worker=worker, losses=(loss / tokens).tolist())
+        if not progress.began_at:
+            self._round_s = time.monotonic() - begun
+        losses = (loss / tokens).tolist()
+        self.events.emit("worker_round", round_, worker=worker, losses=losses, from_step=progress.began_at)
 
     def _enter(self, own: bytes, round_: int) -> None:
         """See `RoundState.enter`."""
@@ -204,29 +248,44 @@ class SemiSyncTrainer(EverstepTrainer):
         if self.checks is not None:
             self.checks.weights_changed()
 
-    def _inner_steps(self, round_: int, worker: int, *, synchronises: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """A worker's optimizer steps of a round, tokens and losses by step; `synchronises`: what it changed is added to
-        what is summed, τ steps before the end."""
-        tokens, loss = torch.zeros(2, self.round_steps, dtype=torch.float64)
-        steps = steps_of(round_, self.round_steps)
-        for index, inner_step in enumerate(steps):
-            tokens[index], loss[index] = self.inner_step(round_, inner_step, worker)
-            if synchronises and inner_step == steps[-1] - self.settings.overlap_steps:
-                self._take_changes(round_, worker)
-        return tokens, loss
+    def _progress(self) -> Progress:
+        return Progress(torch.zeros(2, self.round_steps, dtype=torch.float64))
+
+    @property
+    def _taken_at(self) -> int:
+        """After how many of a round's steps its changes are taken: τ before the end."""
+        return self.round_steps - self.settings.overlap_steps
+
+    def _inner_steps(self, round_: int, worker: int, progress: Progress, *, synchronises: bool) -> None:
+        """The rest of a worker's optimizer steps of a round; `synchronises`: what it changed is added to what is
+        summed, τ steps before the end, and its state is written now and then."""
+        for inner_step in steps_of(round_, self.round_steps)[progress.steps :]:
+            sums = self.inner_step(round_, inner_step, worker)
+            progress.sums[:, progress.steps] = torch.tensor(sums, dtype=torch.float64)
+            progress.steps += 1
+            if synchronises:
+                if progress.steps == self._taken_at:
+                    self._take_changes(round_, worker, progress)
+                self._keep_within(round_, worker, progress)
 
     @torch.no_grad()
-    def _take_changes(self, round_: int, worker: int) -> None:
-        """What the worker has changed of the round's fragment joins what is summed. The sum begins if this is the
-        group's last worker, and goes on while the worker makes its last steps."""
-        before, now, places = self.round.trained, self.round.live, self.round.fragment(round_)
+    def _take_changes(self, round_: int, worker: int, progress: Progress) -> None:
+        """What the worker has changed of the round's fragment so far is what it synchronises."""
+        before, now = self.round.trained, self.round.live
+        changes: Iterable[torch.Tensor] = (before[at] - now[at] for at in self.round.fragment(round_))
+        if self.settings.keep_steps and self.settings.overlap_steps:
+            changes = progress.changes = list(changes)
+        self._synchronise(round_, worker, changes)
+
+    @torch.no_grad()
+    def _synchronise(self, round_: int, worker: int, changes: Iterable[torch.Tensor]) -> None:
+        """A worker's changes join what is summed. The sum begins if this is the group's last worker, and goes on while
+        the worker makes its last steps."""
         if self.settings.quantize != "none":
-            self._sent[worker] = encode(
-                torch.cat([(before[at] - now[at]).flatten() for at in places]), self.settings.quantize
-            )
+            self._sent[worker] = encode(torch.cat([change.flatten() for change in changes]), self.settings.quantize)
             return
-        for at in places:
-            local(self._changed[at]).add_(before[at] - now[at])
+        for at, change in zip(self.round.fragment(round_), changes, strict=True):
+            local(self._changed[at]).add_(change)
         if self.settings.overlap_steps:
             self._offer(round_)
             self._reducer.start()
@@ -283,6 +342,78 @@ class SemiSyncTrainer(EverstepTrainer):
             local(changed).zero_()
         super().discard()
 
+    # The workers' states within rounds
+
+    def _place_within(self, worker: int, round_: int, steps: int = 0) -> Place:
+        return Place(worker, round_, self.round.marks[round_ - 1].history, steps)
+
+    @property
+    def _within_bytes(self) -> int:
+        """Largest size of a state within a round, without what is told of streams."""
+        params = max(sum(self.round.trained[at].nbytes for at in places) for places in self.round.fragments)
+        return self.round.within_bytes + 16 * self.round_steps + (params if self.settings.overlap_steps else 0)
+
+    def _keep_within(self, round_: int, worker: int, progress: Progress) -> None:
+        """Every `keep_steps` steps: begin to write how far the worker is, unless the write before is not done on some
+        rank. What is finished with the group's last worker of an attempt is summed at once and not written. A
+        collective of the group."""
+        every, ended = self.settings.keep_steps, progress.steps == self.round_steps
+        if not every or progress.steps % every or (ended and self._reducer.in_last_slot):
+            return
+        if not all_in_group(self._store.idle):
+            return
+        more = [progress.sums, *(progress.changes if progress.steps > self._taken_at else ())]
+        state = self.round.leave_within(self._room, more)
+        streams = b""
+        if isinstance(self.source, SlotStreams):
+            slots = slots_of(worker, self.slots, self.workers)
+            streams = self.source.states_now(map(self.source.stream_of, slots))
+        place = self._place_within(worker, round_, progress.steps)
+        told = {"worker": worker, "steps": progress.steps, "from_step": progress.began_at}
+        self.events.emit("worker_kept", round_, **told, parent=f"{place.history:x}")
+        # Of the last two one is whole on all ranks, whenever the group dies.
+        parts = [state.numpy().data, memoryview(streams)]
+        self._store.save_within(place, parts, keep_from=progress.kept_at)
+        progress.kept_at = progress.steps
+
+    def _newest_within(self, round_: int, worker: int) -> tuple[int, bytes] | None:
+        """After how many steps of the worker's round there is a state of it, the newest that all ranks of the group
+        have, and this rank's part of it; of this round of this history. A collective of the group."""
+        if not self.settings.keep_steps:
+            return None
+        place, most = self._place_within(worker, round_), self.round_steps
+        while True:
+            here = (steps for steps in self._store.steps_within(place) if steps <= most)
+            steps = least_in_group(max(here, default=0))
+            if steps <= 0:
+                return None
+            found = self._store.read(replace(place, steps=steps))
+            if all_in_group(found is not None):
+                assert found is not None
+                return steps, found
+            most = steps - 1
+
+    def _go_on(self, round_: int, worker: int, steps: int, state: bytes) -> Progress:
+        """The worker is where this state of it within a round was left."""
+        progress = self._progress()
+        progress.steps = progress.began_at = progress.kept_at = steps
+        if steps > self._taken_at:
+            progress.changes = [torch.empty_like(self.round.trained[at]) for at in self.round.fragment(round_)]
+        more = [progress.sums, *progress.changes]
+        size = self.round.within_bytes + sum(tensor.nbytes for tensor in more)
+        self.round.enter_within(state[:size], (round_ - 1) * self.round_steps + steps, more)
+        if self.checks is not None:
+            self.checks.weights_changed()
+        if isinstance(self.source, SlotStreams):
+            self.source.go_on_from(state[size:])
+        if not self.carries(worker):
+            self.events.emit("worker_moved", round_, worker=worker, rounds_again=0, from_step=steps, took_s=0.0)
+        if steps > self._taken_at:
+            self._synchronise(round_, worker, progress.changes)
+        elif steps == self._taken_at:
+            self._take_changes(round_, worker, progress)
+        return progress
+
     # The workers' own states
 
     def _place(self, worker: int, round_: int) -> Place:
@@ -317,11 +448,13 @@ class SemiSyncTrainer(EverstepTrainer):
         for later in range(round_ + 1, self.committed + 1):
             self._enter(found, later - 1)
             if not shrinks:
-                self._inner_steps(later, worker, synchronises=False)
+                self._inner_steps(later, worker, self._progress(), synchronises=False)
             found = self.round.leave()
         self._owned[worker] = Owned(self.committed, found)
         again, took_s = 0 if shrinks else self.committed - round_, round(time.monotonic() - begun, 3)
-        self.events.emit("worker_moved", self.committed + 1, worker=worker, rounds_again=again, took_s=took_s)
+        self.events.emit(
+            "worker_moved", self.committed + 1, worker=worker, rounds_again=again, from_step=0, took_s=took_s
+        )
         return found
 
     def _await(self, worker: int) -> None:
@@ -464,6 +597,8 @@ class SemiSyncTrainer(EverstepTrainer):
         self.round.marks.clear()
         self.round.mark(self.committed, self.history)
         self._rest()
+        # No group has a state: these are of a life before, of which only the checkpoint is believed.
+        self._store.forget_within()
         return restored
 
     def serve(self) -> HealState:

@@ -11,11 +11,12 @@ states from time to time: more often costs traffic, less often costs skipping, n
 is plain values (`everstep.data.plain`), never a pickle. A batch is kept until its step is committed, because an attempt
 that failed asks for it again."""
 
+import contextlib
 import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,7 +143,7 @@ class SlotStreams(BaseDataLoader):
             raise ValueError(f"no such slot: step {step}, slot {slot} of {self._slots}")
         with self._lock:
             if (step, slot) not in self._held:
-                self._held[step, slot] = self._batch(slot * self._dp_size + self._dp_rank, step - self.began_after - 1)
+                self._held[step, slot] = self._batch(self.stream_of(slot), step - self.began_after - 1)
             inputs, labels = self._held[step, slot]
             copies = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
             return copies, labels.clone()
@@ -182,6 +183,24 @@ class SlotStreams(BaseDataLoader):
         """Remember where this process's own streams stand, as far as they are not beyond the last committed step."""
         with self._lock:
             self._note_live()
+
+    def stream_of(self, slot: int) -> int:
+        """The stream that a slot reads on this rank."""
+        return slot * self._dp_size + self._dp_rank
+
+    def states_now(self, streams: Iterable[int]) -> bytes:
+        """Where these streams of this process stand, be it beyond the last committed step, for `go_on_from`."""
+        with self._lock, contextlib.suppress(PlainError):
+            return encode_states({k: self._live[k].state() for k in streams if k in self._live})
+        return b""
+
+    def go_on_from(self, states: bytes) -> None:
+        """Open streams where `states_now` of another process left them."""
+        with self._lock:
+            for stream, state in decode_states(states).items():
+                live = self._live.get(stream)
+                if live is None or live.position != state.position:
+                    self._live[stream] = self._open(stream, state, state.position)
 
     def known_states(self) -> bytes:
         """The newest known state of every stream, own and others', none beyond the last committed step."""
