@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from everstep.run.files import write_whole
-from everstep.run.regular import read_regular
+from everstep.run.regular import open_regular
 from everstep.wire.sealing import KEY_BYTES, TAG_BYTES, Gcm, SealError
 
 SALT_BYTES = 32
@@ -134,11 +134,12 @@ class WorkerFiles:
 
     def read(self, place: Place) -> bytes | None:
         """The state; None if it is not there whole and authentic."""
+        most = self._most if place.steps else self._nbytes
         try:
-            found = read_regular(self.path(place), HEAD_BYTES + (self._most if place.steps else self._nbytes))
+            with open_regular(self.path(place), links=False, limit=HEAD_BYTES + most) as file:
+                salt, tag, state = file.read(SALT_BYTES), file.read(TAG_BYTES), file.read(most)
         except OSError:
             return None
-        salt, tag, state = found[:SALT_BYTES], found[SALT_BYTES:HEAD_BYTES], found[HEAD_BYTES:]
         if len(tag) < TAG_BYTES or not (place.steps or len(state) == self._nbytes):
             return None
         opening = self._cipher(salt).open(self._of(place))

@@ -161,7 +161,7 @@ class SemiSyncTrainer(EverstepTrainer):
         needed = 4 * params + (self.workers * own if self.config.checkpoint.enable else 0)
         needed += 2 * carried * own + marks if on_cpu else 0
         if self.settings.keep_steps:
-            needed += self._within_bytes if on_cpu else 0
+            needed += 2 * self._within_bytes if on_cpu else 0  # one is written, one may be read
             needed += params // self.settings.fragments if self.settings.overlap_steps else 0
         free = psutil.virtual_memory().available if on_cpu else torch.cuda.mem_get_info(self.device)[0]
         if needed > free:
@@ -401,7 +401,7 @@ class SemiSyncTrainer(EverstepTrainer):
             progress.changes = [torch.empty_like(self.round.trained[at]) for at in self.round.fragment(round_)]
         more = [progress.sums, *progress.changes]
         size = self.round.within_bytes + sum(tensor.nbytes for tensor in more)
-        self.round.enter_within(state[:size], (round_ - 1) * self.round_steps + steps, more)
+        self.round.enter_within(memoryview(state)[:size], (round_ - 1) * self.round_steps + steps, more)
         if self.checks is not None:
             self.checks.weights_changed()
         if isinstance(self.source, SlotStreams):
