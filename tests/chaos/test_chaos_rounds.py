@@ -77,7 +77,7 @@ def test_a_host_is_lost_with_the_newest_states_of_its_own_workers(target, tmp_pa
     fault = KillHostAndStates(group=0)
     states(tmp_path, 2)
     assert fault.why_not(target.run) == "not every worker has a state of an earlier round yet"
-    within = [folder_of(tmp_path) / f"worker-{worker}.rank-0.round-3.steps-5.abc" for worker in (0, 1)]
+    within = [folder_of(tmp_path) / f"worker-{worker}.rank-0.round-3.steps-5.by-e.abc" for worker in (0, 1)]
     within[0].touch()
     assert fault.why_not(target.run) == "not every worker has a state of an earlier round yet"
     states(tmp_path, 1)

@@ -128,15 +128,15 @@ def cut_short(trainer, worker, steps):
 
 def damaged(trainer, worker, how):
     place = trainer._place_within(worker, trainer.committed + 1)
-    newest = max(trainer._store.steps_within(place), default=0)
-    path = trainer._store.path(replace(place, steps=newest))
+    newest = max(trainer._store.within(place), key=lambda found: found.steps)
+    path = trainer._store.path(newest)
     match how:
         case []:
             pass
         case ["torn"]:
             path.write_bytes(path.read_bytes()[:-1])
         case ["under a foreign name"]:
-            path.rename(trainer._store.path(replace(place, steps=newest + 1)))
+            path.rename(trainer._store.path(replace(newest, steps=newest.steps + 1)))
         case _:
             raise ValueError(how)
 

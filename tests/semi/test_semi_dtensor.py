@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from everstep.semi.section import SemiSync
 from everstep.titan.rounds import RoundState
@@ -34,9 +35,10 @@ class Schedule(torch.optim.lr_scheduler.LambdaLR):
         self.last_epoch = state["last_epoch"]
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+@pytest.fixture(params=[0, 1])
+def one_of_two_ranks(request):
+    """Nothing here needs the other one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=2)
     yield
     dist.destroy_process_group()
 
@@ -50,12 +52,12 @@ class Layers(torch.nn.Module):
 def sharded():
     torch.manual_seed(0)
     model = Layers()
-    fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
     return model
 
 
 @pytest.fixture
-def state(one_rank):
+def state(one_of_two_ranks):
     model = sharded()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     settings = SemiSync(method="diloco", workers=2, sync_steps=4, fragments=2, mixing=0.25)
@@ -65,13 +67,14 @@ def state(one_rank):
 
 def test_a_worker_takes_over_its_part_of_what_was_synchronised(state):
     assert all(isinstance(param, DTensor) for param in state.parameters.values())
+    assert all(param.shape != whole.shape for param, whole in zip(state.live, state.parameters.values(), strict=True))
     first, second = state.fragments
     assert (first, second) == ([0, 1], [2, 3])
     with torch.no_grad():
-        for at, param in enumerate(state.live):
-            param.fill_(10.0 + at)
+        for param in state.live:
+            param.copy_(torch.arange(10.0, 10.0 + param.numel()).view_as(param))
         for param in state.trained:
-            param.fill_(-2.0)
+            param.copy_(torch.arange(-2.0, -2.0 - param.numel(), -1.0).view_as(param))
     own = state.leave()
     state.mark(1, history=5)
     with torch.no_grad():
@@ -79,10 +82,11 @@ def test_a_worker_takes_over_its_part_of_what_was_synchronised(state):
             param.zero_()
     state.enter(own, 1)
     for at, param in enumerate(state.live):
-        expected = 0.25 * (10.0 + at) + 0.75 * -2.0 if at in first else 10.0 + at
-        torch.testing.assert_close(param, torch.full_like(param, expected))
+        index = torch.arange(param.numel(), dtype=torch.float32).view_as(param)
+        expected = 0.25 * (10.0 + index) + 0.75 * (-2.0 - index) if at in first else 10.0 + index
+        torch.testing.assert_close(param, expected)
     state.rest()
-    assert all(bool((param == -2.0).all()) for param in state.live)
+    assert all(bool((param == trained).all()) for param, trained in zip(state.live, state.trained, strict=True))
 
 
 def test_a_workers_state_comes_back_from_a_checkpoint_sharded_as_it_was(state):

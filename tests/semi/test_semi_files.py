@@ -81,7 +81,7 @@ def test_states_of_rounds_that_nobody_needs_are_removed_and_no_others(tmp_path, 
     assert not torn.exists()
 
 
-WITHIN = replace(PLACE, steps=5)
+WITHIN = replace(PLACE, steps=5, writer=0xE)
 
 
 def test_a_state_within_a_round_is_read_for_its_steps_of_its_round_of_its_history(tmp_path, state):
@@ -89,14 +89,14 @@ def test_a_state_within_a_round_is_read_for_its_steps_of_its_round_of_its_histor
     wrote(files(tmp_path), {PLACE: state})
     wrote_within(files(tmp_path), WITHIN, state, b"where streams stand")
     store = files(tmp_path, most=len(longer))
-    assert (store.read(PLACE), store.read(WITHIN), store.steps_within(PLACE)) == (state, longer, [5])
-    for change in ({"worker": 2}, {"round": 8}, {"history": 0xABD}, {"steps": 50}, {"steps": 0}):
+    assert (store.read(PLACE), store.read(WITHIN), store.within(PLACE)) == (state, longer, [WITHIN])
+    for change in ({"worker": 2}, {"round": 8}, {"history": 0xABD}, {"steps": 50}, {"steps": 0}, {"writer": 0xEE}):
         other = replace(WITHIN, **change)
-        assert store.steps_within(other) == ([5] if "steps" in change else [])
+        assert store.within(other) == ([WITHIN] if change.keys() & {"steps", "writer"} else [])
         store.path(WITHIN).rename(store.path(other))
         assert store.read(other) is None
         store.path(other).rename(store.path(WITHIN))
-    assert files(tmp_path, rank=1).steps_within(PLACE) == []
+    assert files(tmp_path, rank=1).within(PLACE) == []
     assert files(tmp_path, most=len(longer) - 1).read(WITHIN) is None, "longer than any"
     for damaged in (longer[:-1], longer + b"x", b"x" + longer[1:]):
         path = store.path(WITHIN)
@@ -113,22 +113,22 @@ def test_of_states_within_rounds_those_are_left_that_somebody_may_go_on_from(tmp
     other = replace(WITHIN, worker=11, steps=2)
     for place in (other, replace(WITHIN, round=6), replace(WITHIN, history=1)):
         wrote_within(store, place, state)
-    assert left() == {"round-7.steps-5.1"}
+    assert left() == {"round-7.steps-5.by-e.1"}
     for steps in (5, 10, 15):
         wrote_within(store, replace(WITHIN, steps=steps), state, keep_from=steps - 5)
-    assert left() == {"round-7.steps-10.abc", "round-7.steps-15.abc"}
+    assert left() == {"round-7.steps-10.by-e.abc", "round-7.steps-15.by-e.abc"}
     wrote(store, {replace(PLACE, round=6): state}, keep_from=4)
-    assert left() == {"round-6.abc", "round-7.steps-10.abc", "round-7.steps-15.abc"}
+    assert left() == {"round-6.abc", "round-7.steps-10.by-e.abc", "round-7.steps-15.by-e.abc"}
     (tmp_path / f".{store.path(WITHIN).name}-0123.tmp").write_bytes(b"torn")
     wrote(store, {PLACE: state}, keep_from=5)
     assert left() == {"round-6.abc", "round-7.abc"}
     assert not list(tmp_path.glob(".*"))
-    assert store.steps_within(other) == [2]
+    assert store.within(other) == [other]
     wrote_within(store, WITHIN, state)
     files(tmp_path, rank=1).forget_within()
-    assert store.steps_within(other) == [2]
+    assert store.within(other) == [other]
     store.forget_within()
-    assert store.steps_within(other) == []
+    assert store.within(other) == []
     assert left() == {"round-6.abc", "round-7.abc"}
 
 

@@ -60,6 +60,7 @@ AGAIN = {"4": [["moved", 3]], "5": [["moved", 3], ["lost", 3, 4]]}
 AWAY = {"2": [["absent", 1], ["absent", 2]], "3": [["absent", 2]], "4": [["absent", 2]], "5": [["absent", 3]]}
 MOVES = {"3": [["moved", 1]], "4": [["moved", 2], ["lost", 2, 3]], "5": [["cut", 1, 1], ["replaced"]]}
 CUTS = {
+    "1": [["cut", 1, 2]],  # while the learning rate rises
     "2": [["cut", 1, 1], ["healed"]],
     "3": [["cut", 0, 3], ["replaced"]],
     "4": [["cut", 3, 2]],
@@ -69,7 +70,7 @@ CUTS = {
     "8": [["cut", 3, 3, "of another history"]],
     "9": [["cut", 0, 1, "under a foreign name"], ["cut", 1, 3], ["restarted"]],
 }
-WENT_ON = ((2, 1, 1), (3, 0, 3), (4, 3, 2), (5, 2, 4), (6, 3, 3), (7, 3, 2))
+WENT_ON = ((1, 1, 2), (2, 1, 1), (3, 0, 3), (4, 3, 2), (5, 2, 4), (6, 3, 3), (7, 3, 2))
 STREAMS = {"job": {"config": "tiny_streams"}, "data": {"source": "dataloader"}}
 CHECKED = {
     "attention_check": {"enable": True, "mode": "detect", "frequency": 1.0, "allow_injection": True},

@@ -224,7 +224,9 @@ def test_the_debug_model_of_02s_ft_trainer_trains_and_survives(start, tmp_path):
     """Two groups, as the file says but for what a CPU lacks; its run with a kill in the middle of a round beside the
     one without."""
     config = tmp_path / "debug_model.toml"
-    small = LLAMA3_FT.replace("seq_len = 2048", "seq_len = 64").replace('"nccl"', '"gloo"\ngroups = 2')
+    small = LLAMA3_FT.replace("seq_len = 2048", "seq_len = 64\nglobal_batch_size = 16").replace(
+        '"nccl"', '"gloo"\ngroups = 2'
+    )
     config.write_text(small.replace("enable_profiling = true", "enable_profiling = false") + STDLIB)
     clean, run = (start(config, name=name) for name in ("clean", "run"))
     rounds, steps, workers = 20, 5, 2

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from everstep.run.files import write_whole
-from everstep.run.regular import read_regular
+from everstep.run.regular import open_regular
 from everstep.wire.sealing import KEY_BYTES, TAG_BYTES, Gcm, SealError
 
 SALT_BYTES = 32
@@ -31,17 +31,19 @@ class Place:
     Attributes:
         history: after the round, or if `steps` is not 0 before it.
         steps: that the worker has made of the round; 0: all, and it is committed.
+        writer: who made them, 32 bits, the same on all ranks of a group; 0 if `steps` is.
     """
 
     worker: int
     round: int
     history: int
     steps: int = 0
+    writer: int = 0
 
 
 _NAME = re.compile(
     r"\.?worker-(?P<worker>\d+)\.rank-(?P<rank>\d+)\.round-(?P<round>\d+)\."
-    r"(steps-(?P<steps>\d+)\.)?(?P<history>[0-9a-f]+)"
+    r"(steps-(?P<steps>\d+)\.by-(?P<writer>[0-9a-f]+)\.)?(?P<history>[0-9a-f]+)"
 )
 """Of a state's file, or of its draft."""
 
@@ -86,7 +88,7 @@ class WorkerFiles:
         """What this rank has written so far."""
 
     def path(self, place: Place) -> Path:
-        within = f"steps-{place.steps}." if place.steps else ""
+        within = f"steps-{place.steps}.by-{place.writer:x}." if place.steps else ""
         return self._folder / f"worker-{place.worker}.rank-{self._rank}.round-{place.round}.{within}{place.history:x}"
 
     def save(self, states: Mapping[Place, bytes], *, keep_from: int) -> None:
@@ -126,19 +128,20 @@ class WorkerFiles:
         for path in self._folder.glob(f"worker-*.rank-{self._rank}.round-*.steps-*"):
             path.unlink(missing_ok=True)
 
-    def steps_within(self, place: Place) -> list[int]:
-        """After how many steps of a round there are states; `place.steps` is not read."""
-        first = self.path(replace(place, steps=1))
-        found = (_NAME.fullmatch(path.name) for path in self._folder.glob(first.name.replace("steps-1", "steps-*")))
-        return [int(of["steps"]) for of in found if of]
+    def within(self, place: Place) -> list[Place]:
+        """The states within a round that are there; of `place` steps and writer are not read."""
+        beginning, _, end = self.path(replace(place, steps=1, writer=1)).name.partition("steps-1.by-1.")
+        found = (_NAME.fullmatch(path.name) for path in self._folder.glob(f"{beginning}steps-*.by-*.{end}"))
+        return [replace(place, steps=int(of["steps"]), writer=int(of["writer"], 16)) for of in found if of]
 
     def read(self, place: Place) -> bytes | None:
         """The state; None if it is not there whole and authentic."""
+        most = self._most if place.steps else self._nbytes
         try:
-            found = read_regular(self.path(place), HEAD_BYTES + (self._most if place.steps else self._nbytes))
+            with open_regular(self.path(place), links=False, limit=HEAD_BYTES + most) as file:
+                salt, tag, state = file.read(SALT_BYTES), file.read(TAG_BYTES), file.read(most)
         except OSError:
             return None
-        salt, tag, state = found[:SALT_BYTES], found[SALT_BYTES:HEAD_BYTES], found[HEAD_BYTES:]
         if len(tag) < TAG_BYTES or not (place.steps or len(state) == self._nbytes):
             return None
         opening = self._cipher(salt).open(self._of(place))

@@ -16,11 +16,7 @@ def group_device() -> torch.device:
 
 def all_in_group(flag: bool) -> bool:
     """Whether `flag` holds on all ranks of the group; a collective of the group."""
-    if dist.get_world_size() == 1:
-        return flag
-    everyone = torch.tensor([int(flag)], device=group_device())
-    dist.all_reduce(everyone, op=dist.ReduceOp.MIN)
-    return bool(everyone)
+    return bool(least_in_group(int(flag)))
 
 
 def least_in_group(value: int) -> int:

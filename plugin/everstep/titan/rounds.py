@@ -168,7 +168,7 @@ class RoundState(TrainingState):
         return into[:at]
 
     @torch.no_grad()
-    def enter_within(self, state: bytes, step: int, more: Iterable[torch.Tensor]) -> None:
+    def enter_within(self, state: memoryview, step: int, more: Iterable[torch.Tensor]) -> None:
         """Make model, optimizer, learning rate and `more` what they were when a worker left this state, after a step
         of the run."""
         _copy(self._live_params.values(), self._global.values())
@@ -251,7 +251,7 @@ def _packed(tensors: Iterable[torch.Tensor]) -> bytes:
 
 
 @torch.no_grad()
-def _unpack(data: bytes, tensors: Iterable[torch.Tensor]) -> None:
+def _unpack(data: bytes | memoryview, tensors: Iterable[torch.Tensor]) -> None:
     """The inverse of `_packed`, in place. Raises ValueError for bytes of another size."""
     parts = [local(tensor) for tensor in tensors]
     if len(data) != sum(part.nbytes for part in parts):

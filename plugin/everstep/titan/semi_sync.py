@@ -10,9 +10,10 @@ was killed first) it makes them again: of these each group still knows the globa
 `keep_steps` a worker's state is also written within its round, and whoever makes the round goes on from the newest.
 """
 
+import secrets
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import psutil
@@ -34,7 +35,7 @@ from everstep.step.reduction import GradientReducer, local
 from everstep.titan import private
 from everstep.titan.data.streams import SlotStreams
 from everstep.titan.fragments import FragmentReducer, QuantizedReducer
-from everstep.titan.group import all_in_group, least_in_group
+from everstep.titan.group import all_in_group, least_in_group, sum_in_group
 from everstep.titan.rounds import Mark, RoundState
 from everstep.titan.trainer import OPTIMIZER_SLOT, EverstepTrainer, logger
 
@@ -43,6 +44,7 @@ MARKS, OWN = "marks", "own"
 POLL_S = 0.02
 PATIENCE_S = 2.0
 """Least wait for a state that its group is just writing."""
+WRITER_BITS = 32
 MOST_STREAMS_BYTES = 64 << 20
 """Of where a worker's streams stand, in a state within a round."""
 
@@ -137,6 +139,7 @@ class SemiSyncTrainer(EverstepTrainer):
             pin_memory=self.device.type == "cuda",
         )
         """Where a state within a round is until it is written."""
+        self._writer = sum_in_group(secrets.randbits(WRITER_BITS - 1)) % (1 << WRITER_BITS)
         self._counted_bytes = self._counted_saved = 0
         # pyrefly: ignore[missing-attribute] every manager of torchtitan has states, if it is enabled
         self._saved = self.checkpointer.states if config.checkpoint.enable else {}
@@ -161,7 +164,7 @@ class SemiSyncTrainer(EverstepTrainer):
         needed = 4 * params + (self.workers * own if self.config.checkpoint.enable else 0)
         needed += 2 * carried * own + marks if on_cpu else 0
         if self.settings.keep_steps:
-            needed += self._within_bytes if on_cpu else 0
+            needed += 2 * self._within_bytes if on_cpu else 0  # one is written, one may be read
             needed += params // self.settings.fragments if self.settings.overlap_steps else 0
         free = psutil.virtual_memory().available if on_cpu else torch.cuda.mem_get_info(self.device)[0]
         if needed > free:
@@ -345,7 +348,7 @@ class SemiSyncTrainer(EverstepTrainer):
     # The workers' states within rounds
 
     def _place_within(self, worker: int, round_: int, steps: int = 0) -> Place:
-        return Place(worker, round_, self.round.marks[round_ - 1].history, steps)
+        return Place(worker, round_, self.round.marks[round_ - 1].history, steps, self._writer)
 
     @property
     def _within_bytes(self) -> int:
@@ -377,21 +380,21 @@ class SemiSyncTrainer(EverstepTrainer):
         progress.kept_at = progress.steps
 
     def _newest_within(self, round_: int, worker: int) -> tuple[int, bytes] | None:
-        """After how many steps of the worker's round there is a state of it, the newest that all ranks of the group
-        have, and this rank's part of it; of this round of this history. A collective of the group."""
+        """After how many steps of the worker's round there is a state of it, the newest of one writer that all ranks of
+        the group have, and this rank's part of it; of this round of this history. A collective of the group."""
         if not self.settings.keep_steps:
             return None
-        place, most = self._place_within(worker, round_), self.round_steps
+        place, below = self._place_within(worker, round_), 1 << 62
         while True:
-            here = (steps for steps in self._store.steps_within(place) if steps <= most)
-            steps = least_in_group(max(here, default=0))
-            if steps <= 0:
+            here = {found.steps << WRITER_BITS | found.writer: found for found in self._store.within(place)}
+            newest = least_in_group(max((at for at in here if at < below), default=0))
+            if not newest:
                 return None
-            found = self._store.read(replace(place, steps=steps))
+            found = self._store.read(here[newest]) if newest in here else None
             if all_in_group(found is not None):
                 assert found is not None
-                return steps, found
-            most = steps - 1
+                return newest >> WRITER_BITS, found
+            below = newest
 
     def _go_on(self, round_: int, worker: int, steps: int, state: bytes) -> Progress:
         """The worker is where this state of it within a round was left."""
@@ -401,7 +404,7 @@ class SemiSyncTrainer(EverstepTrainer):
             progress.changes = [torch.empty_like(self.round.trained[at]) for at in self.round.fragment(round_)]
         more = [progress.sums, *progress.changes]
         size = self.round.within_bytes + sum(tensor.nbytes for tensor in more)
-        self.round.enter_within(state[:size], (round_ - 1) * self.round_steps + steps, more)
+        self.round.enter_within(memoryview(state)[:size], (round_ - 1) * self.round_steps + steps, more)
         if self.checks is not None:
             self.checks.weights_changed()
         if isinstance(self.source, SlotStreams):
