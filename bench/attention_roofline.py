@@ -165,7 +165,7 @@ def checks() -> dict[str, Count]:
 
     def backward() -> None:
         side = identities.output_side(q, k, v, out, out, None, None, scale)
-        identities.backward_deviation(q, k, v, q, k, v, side, scale, wide_groups=True).bad()
+        identities.backward_deviation(q, k, v, q, k, v, side, scale, wide_sums=True).bad()
 
     found["attention.backward"] = counted(backward)
     return found

@@ -222,6 +222,16 @@ def _stored(dtype: torch.dtype, device: torch.device) -> float:
     return unit_roundoff(dtype) * (4 if operand_roundoff(dtype, device) else 1)
 
 
+def _roundings(length: int, groups: int, like: torch.Tensor) -> float:
+    """How often dK and dV are rounded, where not once: for each query head of a group, and once more when those are
+    added up. PyTorch's CPU kernel adds up blocks of queries in the narrow dtype as well; the sums of half of them are
+    about half as large in the mean of squares."""
+    blocks = 1.0
+    if like.device.type == "cpu" and like.dtype != accumulator(like.dtype):
+        blocks = length / (256 if length >= 768 else 64 if length >= 192 else 32)
+    return max(1.0, (blocks + 1) / 2) + (groups / 2 if groups > 1 else 0.0)
+
+
 def _root(squares: torch.Tensor, terms: int, dtype: torch.dtype) -> torch.Tensor:
     """Root of a sum of so many squares, not below the true one."""
     return squares.sqrt() + underflow(terms, dtype)
@@ -316,7 +326,7 @@ def backward_deviation(
     scale: float,
     *,
     plain_scores: bool = True,
-    wide_groups: bool = False,
+    wide_sums: bool = False,
 ) -> Deviation:
     """The backward identities; residual (B, N_kv, columns).
 
@@ -327,7 +337,8 @@ def backward_deviation(
         q, dq: (B, L, N, H); k, dk: (B, L, N_kv, H); v, dv: (B, L, N_kv, H_v).
         side: of dO and O.
         plain_scores: False where the scores are changed further (a score_mod): only what is about V holds.
-        wide_groups: whether the kernel adds up the query heads of a group in its accumulators.
+        wide_sums: whether the kernel adds up dK and dV, over all queries and the query heads of a group, in its
+            accumulators.
     """
     n_kv, dtype = k.shape[2], q.dtype
     groups = q.shape[2] // n_kv
@@ -337,9 +348,8 @@ def backward_deviation(
     unit32 = unit_roundoff(q_.dtype)
     q_norm2, k_norm2, v_norm2 = (x.square().sum(-1) for x in (q_, k_, v_))
     q_most, k_most, v_most = (x.amax(-1, keepdim=True).sqrt() for x in (q_norm2, k_norm2, v_norm2))
-    # The forward's S and the backward's agree to a few units of the largest score, and P with them. What is stored is
-    # rounded once, or for each query head of a group and once more when they are added.
-    stored = _stored(dtype, q.device) * (1.0 if groups == 1 or wide_groups else math.sqrt(1 + groups / 2))
+    # The forward's S and the backward's agree to a few units of the largest score, and P with them.
+    stored = _stored(dtype, q.device) * (1.0 if wide_sums else math.sqrt(_roundings(length, groups, q)))
     unit = stored + 8 * unit32 * (1 + scale * q_most * k_most) + unit32 * math.sqrt(count)
     # Sums in fp32 of terms of one sign; and of equal terms, rounded the same way at every step.
     summed = growth(count, dtype)

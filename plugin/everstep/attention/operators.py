@@ -162,7 +162,7 @@ def _watch_inputs(
     ticket: torch.Tensor,
     scale: float,
     plain_scores: bool,
-    wide_groups: bool,
+    wide_sums: bool,
 ) -> None:
     guard = _used(ticket)
     checking = guard.will_check(BACKWARD)
@@ -170,7 +170,7 @@ def _watch_inputs(
     flops = 2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1])
     guard.checking(BACKWARD, flops=flops, cost=10.0 * q.numel(), backward=True)
     if checking:
-        watch_inputs(guard, q, k, v, dq, dk, dv, packed, scale, plain_scores, wide_groups)
+        watch_inputs(guard, q, k, v, dq, dk, dv, packed, scale, plain_scores, wide_sums)
 
 
 class _Touched(torch.autograd.Function):
@@ -188,10 +188,10 @@ class _Touched(torch.autograd.Function):
 
 class _Inputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, ticket, scale, plain_scores, wide_groups, injecting):
+    def forward(ctx, q, k, v, ticket, scale, plain_scores, wide_sums, injecting):
         ctx.save_for_backward(q, k, v)
         ctx.ticket, ctx.injecting = ticket, injecting
-        ctx.known = scale, plain_scores, wide_groups
+        ctx.known = scale, plain_scores, wide_sums
         return q.view_as(q), k.view_as(k), v.view_as(v), _packed(q, k, v).zero_()
 
     @staticmethod
@@ -231,7 +231,7 @@ def attention(
     scale: float | None,
     guard: Guard,
     plain_scores: bool = True,
-    wide_groups: bool = False,
+    wide_sums: bool = False,
 ) -> tuple[torch.Tensor, Any]:
     """`fused.attention` for a graph. A finding of the forward refuses the slot there: nothing in a graph can run the
     kernel again, and no second run is made."""
@@ -240,7 +240,7 @@ def attention(
     watched = torch.is_grad_enabled()
     link = None
     if watched:
-        q, k, v, link = _Inputs.apply(q, k, v, ticket, scale, plain_scores, wide_groups, injecting)
+        q, k, v, link = _Inputs.apply(q, k, v, ticket, scale, plain_scores, wide_sums, injecting)
     out, lse = attend(q, k, v)
     if injecting:
         out = _Touched.apply(out, ticket)
