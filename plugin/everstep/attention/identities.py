@@ -255,13 +255,11 @@ def output_side(
         d_lse: gradient of lse (B, L, N), or None.
     """
     n_kv, dtype = k.shape[2], out.dtype
-    q_, o_, do_ = _by_group(q, n_kv), _by_group(out, n_kv), _by_group(d_out, n_kv)
+    seen = d_out if lse is None else torch.where((lse > -torch.inf).unsqueeze(-1), d_out, 0)
+    product = _outer(out, seen, n_kv)  # first: what is between two products can be one pass
+    q_, o_, do_ = _by_group(q, n_kv), _by_group(out, n_kv), _by_group(seen, n_kv)
     k_, v_ = _by_group(k, n_kv), _by_group(v, n_kv)
     count = do_.shape[2]
-    seen = d_out
-    if lse is not None:
-        seen = torch.where((lse > -torch.inf).unsqueeze(-1), d_out, 0)
-        do_ = _by_group(seen, n_kv)
     unit = _stored(dtype, out.device) + 4 * unit_roundoff(do_.dtype)
     do_squares, o_squares = do_.square(), o_.square()
     do_norm2, o_norm2 = do_squares.sum(-1), o_squares.sum(-1)
@@ -300,7 +298,7 @@ def output_side(
         together=together,
         from_lse=scale * from_lse,
         square=do_norm2.sum(-1, keepdim=True),
-        product=_outer(out, seen, n_kv),
+        product=product,
         of_rows=(o_squares * do_norm2.unsqueeze(-1)).sum(2) + shared_norm2 * v_.square().mean(2),
         of_columns=(do_squares * o_norm2.unsqueeze(-1)).sum(2) + terms * v_norm2,
         pairs=(do_norm2 * q_.square().sum(-1)).sum(-1, keepdim=True),
@@ -342,6 +340,8 @@ def backward_deviation(
     """
     n_kv, dtype = k.shape[2], q.dtype
     groups = q.shape[2] // n_kv
+    of_v = _outer(v, dv, n_kv)
+    of_q, of_k = (_outer(dq, q, n_kv), _outer(k, dk, n_kv)) if plain_scores else (of_v, of_v)
     q_, k_, v_ = _by_group(q, n_kv), _by_group(k, n_kv), _by_group(v, n_kv)
     dq_, dk_, dv_ = _by_group(dq, n_kv), _by_group(dk, n_kv), _by_group(dv, n_kv)
     length, count = k.shape[1], q_.shape[2]
@@ -364,7 +364,7 @@ def backward_deviation(
             most_v,
         ),
         _matrix(
-            *(_outer(v, dv, n_kv), v_, dv_, side.product, side.of_rows, side.of_columns, unit),
+            *(of_v, v_, dv_, side.product, side.of_rows, side.of_columns, unit),
             summed + 2 * unit * torch.maximum(_alike(dv_), _alike(v_)),
             most_v * math.sqrt(length) * v_most,
         ),
@@ -382,13 +382,12 @@ def backward_deviation(
         sigma = unit * noise + scale * side.rows.sqrt()
         # Terms of dQ = dS K that cancel, where rows of K are much alike, leave what fp32 lost of them.
         cancelled = (4 + math.sqrt(length)) * unit32 * scale * side.pairs.sqrt() * v_most * k_most
-        product = _outer(dq, q, n_kv)
         of_rows = (dq_.square() * q_norm2.unsqueeze(-1)).sum(2)
         of_columns = (dq_norm2.unsqueeze(-1) * q_.square()).sum(2)
         limit = most_q * math.sqrt(count) * q_norm2.sum(-1, keepdim=True).sqrt()
         parts += [
             _sums(dk_.sum(2) - side.from_lse, DK * sigma, scale * side.together + summed * side.from_lse.abs(), most_k),
-            _matrix(*(_outer(k, dk, n_kv), k_, dk_, product, of_rows, of_columns, unit, summed, limit, cancelled)),
+            _matrix(*(of_k, k_, dk_, of_q, of_rows, of_columns, unit, summed, limit, cancelled)),
             _largest(dk_, most_k),
             _largest(dq_, most_q),
         ]
