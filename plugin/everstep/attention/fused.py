@@ -108,16 +108,19 @@ def watch_output(q, k, v, out, d_out, lse, d_lse, scale: float) -> torch.Tensor:
     return output_side(q, k, v, out, d_out, lse, d_lse, scale).pack()
 
 
+def compare_inputs(q, k, v, dq, dk, dv, packed, scale: float, plain_scores: bool, wide_sums: bool) -> Deviation:
+    """`backward_deviation` of what `watch_output` packed."""
+    side = OutputSide.unpack(packed, q.shape[-1], v.shape[-1])
+    return backward_deviation(*(q, k, v, dq, dk, dv, side, scale), plain_scores=plain_scores, wide_sums=wide_sums)
+
+
 def watch_inputs(
-    guard: Guard, q, k, v, dq, dk, dv, packed: torch.Tensor, scale: float, plain_scores: bool, wide_sums: bool
+    guard: Guard, q, k, v, dq, dk, dv, packed: torch.Tensor, scale: float, plain_scores: bool, wide_sums: bool,
+    compare: Callable[..., Deviation] = compare_inputs,
 ) -> None:
-    """Compare and report; see `backward_deviation`."""
+    """Compare and report. compare: `compare_inputs`, or the same compiled."""
     with guard.timing(BACKWARD, q.device):
-        side = OutputSide.unpack(packed, q.shape[-1], v.shape[-1])
-        found = backward_deviation(
-            *(q, k, v, dq, dk, dv, side, scale), plain_scores=plain_scores, wide_sums=wide_sums
-        )
-        found = guard.widened(BACKWARD, found)
+        found = guard.widened(BACKWARD, compare(q, k, v, dq, dk, dv, packed, scale, plain_scores, wide_sums))
         bad = found.bad()
         if bad.device.type != "cpu" or bad.any():
             guard.report(BACKWARD, outcome(found, refused=bad.sum()), backward=True)
