@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from attention_coverage import sdpa
-from everstep.attention import explicit, fused, linear
+from everstep.attention import explicit, fused, linear, operators
 from everstep.attention.guard import Checks
 from everstep.attention.masks import Visible
 from everstep.attention.section import AttentionCheck
@@ -71,6 +71,8 @@ class Block:
     def project(self, name: str, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         if self.checks is None:
             return F.linear(x, w)
+        if torch.compiler.is_compiling():
+            return operators.linear(x, w, None, self.guards[name])
         return linear.linear(x, w, None, self.guards[name], self.sums[name])
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -79,7 +81,8 @@ class Block:
             return explicit.attention(q, k, v, Visible(), guard=guard)[0]
         if guard is None:
             return CAUSAL(q, k, v)[0]
-        return fused.attention(CAUSAL, q, k, v, scale=None, guard=guard)[0]
+        attend = operators.attention if torch.compiler.is_compiling() else fused.attention
+        return attend(CAUSAL, q, k, v, scale=None, guard=guard)[0]
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
         """A module of torchtitan's kind: projections and what is between them."""
@@ -167,6 +170,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)
     parser.add_argument("--paths", default="explicit,fused")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--slots", type=int, default=1, help="of a step, in which sums of weights are made once")
+    parser.add_argument("--compile", action="store_true", help="every variant is compiled, the fused path alone")
+    parser.add_argument("--parts", default="block,attention module,between projections")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
@@ -175,17 +181,21 @@ def main() -> None:
     results = {}
     for path in args.paths.split(","):
         blocks = {variant: Block(args, device, path, section) for variant, section in VARIANTS.items()}
-        if path == "explicit":
+        if path == "explicit" or args.compile:  # neither makes a second run
             blocks.pop("rate 1, no second run")
+        for block in blocks.values() if args.compile else ():
+            for part in ("forward", "attention", "attend"):
+                setattr(block, part, torch.compile(getattr(block, part), fullgraph=True))
 
         def slot(block: Block, step: int, forward: Callable[[torch.Tensor], torch.Tensor], weights: list) -> None:
-            if block.checks is not None:
-                block.checks.begin(step, 0)
-            inputs = x.detach().requires_grad_()
-            torch.autograd.grad(forward(inputs), [inputs, *weights], x)
-            if block.checks is not None:
-                if block.checks.refused() or block.checks.drain():
+            for number in range(args.slots):
+                if block.checks is not None:
+                    block.checks.begin(step, number)
+                inputs = x.detach().requires_grad_()
+                torch.autograd.grad(forward(inputs), [inputs, *weights], x)
+                if block.checks is not None and (block.checks.refused() or block.checks.drain()):
                     raise AssertionError("an alarm on clean data")
+            if block.checks is not None:
                 block.checks.committed()
 
         def whole(block: Block, step: int) -> None:
@@ -208,7 +218,8 @@ def main() -> None:
             if block.checks is not None:
                 block.checks.refused()
 
-        for part, run in (("block", whole), ("attention module", module), ("between projections", alone)):
+        runs = {"block": whole, "attention module": module, "between projections": alone}
+        for part, run in ((part, runs[part]) for part in args.parts.split(",")):
             measured = compare(
                 {variant: lambda step, b=block, run=run: run(b, step) for variant, block in blocks.items()},
                 args.rounds,

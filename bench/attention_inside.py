@@ -56,7 +56,7 @@ def computed(inputs, hook, guard=None) -> list[torch.Tensor]:
     if guard is None:
         out, _ = kernel(q, k, v)
     else:
-        out, _ = fused.attention(kernel, q, k, v, scale=None, guard=guard, wide_groups=True)
+        out, _ = fused.attention(kernel, q, k, v, scale=None, guard=guard, wide_sums=True)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3])]
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -52,7 +53,8 @@ class Count(TorchDispatchMode):
     fused_bytes: float = 0.0
     fused_seconds: float = 0.0
     _open: dict[int, torch.Tensor] = field(default_factory=dict)
-    _made: dict[int, torch.Tensor] = field(default_factory=dict)
+    _made: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
+    """What this run of fusable operations made: its storage, and its bytes."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -67,7 +69,7 @@ class Count(TorchDispatchMode):
             for a in tree_leaves(args):  # a view of what is made in this run is made in it, too
                 if isinstance(a, torch.Tensor) and self._base(a) in self._made:
                     for o in tree_leaves(out):
-                        self._made[self._base(o)] = o
+                        self._take(o)
             return out
         if name.startswith(FREE):
             return out
@@ -91,8 +93,11 @@ class Count(TorchDispatchMode):
                 if self._base(x) not in self._made:
                     self._open[self._base(x)] = x
             for x in written:
-                self._made[self._base(x)] = x
+                self._take(x)
         return out
+
+    def _take(self, x: torch.Tensor) -> None:
+        self._made.setdefault(self._base(x), (StorageWeakRef(x.untyped_storage()), size(x)))
 
     @staticmethod
     def _base(x: torch.Tensor) -> int:
@@ -106,11 +111,11 @@ class Count(TorchDispatchMode):
         return 2.0 * a.numel() * b.shape[-1]
 
     def close(self) -> None:
-        """A run of fusable operations ends: it read what was there before it, and wrote what is small of its results.
-        Large intermediates stay in registers."""
+        """A run of fusable operations ends: it read what was there before it, and wrote what somebody still refers to.
+        All else stays in registers."""
         if self._made:
-            small = sum(size(x) for x in self._made.values() if x.numel() <= 1 << 20)
-            moved = sum(map(size, self._open.values())) + small
+            moved = sum(map(size, self._open.values()))
+            moved += sum(count for kept, count in self._made.values() if not kept.expired())
             kernels = max(1, len({tuple(x.shape) for x in self._open.values() if x.numel() > 1 << 20}))
             self.fused_kernels, self.fused_bytes = self.fused_kernels + kernels, self.fused_bytes + moved
             self.fused_seconds += max(moved / BYTES_A_SECOND, kernels * LAUNCH_S)
@@ -132,16 +137,10 @@ def on_meta(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, device="meta", dtype=torch.bfloat16)
 
 
-def sums_in_halves(a: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-    """`apply_sums` as CUDA runs it: `a` stays narrow and the sums are split in two."""
-    high, low = torch.ops.aten.mm.dtype(a, product.halves(plain, a.dtype), plain.dtype).chunk(2, dim=-1)
-    return high + low
-
-
 def checks() -> dict[str, Count]:
     """Every check of one layer at rate 1, forward and backward; the weights' sums, made once a step, by themselves."""
-    product.apply_sums = sums_in_halves
-    identities.narrow_product = torch.ops.aten.bmm.dtype  # whose Python form knows CUDA alone
+    # The Python forms of these know CUDA alone.
+    product.narrow_product, identities.narrow_product = torch.ops.aten.mm.dtype, torch.ops.aten.bmm.dtype
     for module in (product, fused):
         setattr(module, "unseen_by_checkpointing", contextlib.nullcontext)  # noqa: B010
     found = {}
@@ -150,6 +149,8 @@ def checks() -> dict[str, Count]:
         ("wo", HEADS * HEAD, DIM),
     ):
         x, dy, w = on_meta(LENGTH, inner), on_meta(LENGTH, outer), on_meta(outer, inner)
+        for length in (LENGTH, inner, outer):
+            product.signs(length, x.dtype, x.device)  # made once in a run
         rows, columns = product.tile_sums(w.t()), product.tile_sums(w)
         for part, call in (
             ("y", lambda x=x, dy=dy, rows=rows: product.row_deviation(dy, x, rows).bad()),
@@ -158,14 +159,14 @@ def checks() -> dict[str, Count]:
             ("sums of weights, once a step", lambda w=w: linear.WeightSums().rows(w, 0)),
         ):
             found[f"{name}.{part}"] = counted(call)
-    q, out = on_meta(1, LENGTH, HEADS, HEAD), on_meta(1, LENGTH, HEADS, HEAD)
-    k, v = on_meta(1, LENGTH, KV_HEADS, HEAD), on_meta(1, LENGTH, KV_HEADS, HEAD)
+    q, out, dq, d_out = (on_meta(1, LENGTH, HEADS, HEAD) for _ in range(4))
+    k, v, dk, dv = (on_meta(1, LENGTH, KV_HEADS, HEAD) for _ in range(4))
     scale = HEAD**-0.5
     found["attention.forward"] = counted(lambda: identities.forward_deviation(out, v).bad())
 
     def backward() -> None:
-        side = identities.output_side(q, k, v, out, out, None, None, scale)
-        identities.backward_deviation(q, k, v, q, k, v, side, scale, wide_groups=True).bad()
+        side = identities.output_side(q, k, v, out, d_out, None, None, scale)
+        identities.backward_deviation(q, k, v, dq, dk, dv, side, scale, wide_sums=True).bad()
 
     found["attention.backward"] = counted(backward)
     return found

@@ -2,11 +2,13 @@
 step.
 
     python bench/attention_training.py --steps 60 --kinds nan,inf,near-inf --json RESULT.json
+    python bench/attention_training.py --steps 60 --path fused --compile
 
 Trains the same model on the same batches without errors, with one injected error every `--every` steps and
 checks, and with the same errors and no check; prints the largest difference of the loss to the first. Errors in whose
 step nothing was found are injected once more, alone and with no check: what they do to the loss says whether they
-were missed or did no harm.
+were missed or did no harm. With --compile every block is compiled, as torchtitan does it, and the same errors are put
+into a run in eager mode, to compare what is found. Wrong scores inside the kernel can be put into eager mode alone.
 """
 
 import argparse
@@ -26,12 +28,13 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.config import TrainingConfig
+from torchtitan.config import CompileConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
+from everstep.attention.fused import SCORES
 from everstep.attention.injection import Injector
 from everstep.attention.section import AttentionCheck, Inject
 from everstep.titan import attention as override
@@ -43,6 +46,8 @@ class CheckedTrainer(Trainer):
     """torchtitan's trainer with the attention check around each slot."""
 
     def __init__(self, config: Trainer.Config, section: AttentionCheck) -> None:
+        if section.path == "fused" and not cpu.has_accelerator():
+            cpu.prepare(config)
         override.apply(config, section)
         super().__init__(config)
         cpu.sum_only_collectives(self.model_parts)
@@ -69,7 +74,7 @@ class CheckedTrainer(Trainer):
         return loss
 
 
-def config(folder: str, steps: int, checkpointing: str) -> Trainer.Config:
+def config(folder: str, steps: int, checkpointing: str, compiled: bool = False) -> Trainer.Config:
     """The debug model on the standard library's sources: 2 rows of 128 bytes a step."""
     spec = model_registry("debugmodel")
     return Trainer.Config(
@@ -81,6 +86,7 @@ def config(folder: str, steps: int, checkpointing: str) -> Trainer.Config:
         optimizer=default_adamw(lr=8e-4),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
         training=TrainingConfig(local_batch_size=2, seq_len=128, steps=steps, disable_cuda_graphs=True),
+        compile=CompileConfig(enable=compiled, components=["model"]),
         metrics=MetricsProcessor.Config(log_freq=1000),
         checkpoint=CheckpointManager.Config(enable=False),
         activation_checkpoint={"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}[checkpointing],
@@ -93,10 +99,12 @@ def inject_only(injector: Injector, steps: set[int]) -> None:
     injector.begin = lambda step: begin(step) if step in steps else None
 
 
-def train(section: AttentionCheck, steps: int, checkpointing: str, only: set[int] | None = None) -> dict:
+def train(
+    section: AttentionCheck, steps: int, checkpointing: str, only: set[int] | None = None, *, compiled: bool = False
+) -> dict:
     """Loss of every step, until the loss is not finite, and what was seen. only: the steps that are hit."""
     with TemporaryDirectory() as folder:
-        options = config(folder, steps, checkpointing)
+        options = config(folder, steps, checkpointing, compiled)
         options.debug.seed = 0
         begin = time.process_time()
         trainer = CheckedTrainer(options, section)
@@ -124,6 +132,7 @@ def train(section: AttentionCheck, steps: int, checkpointing: str, only: set[int
         "hits": len(hits),
         "not_found": [hit for hit in hits if hit[0] not in found],
         "findings": actions,
+        "found": [hit for hit in hits if hit[0] in found],
         "slots_again": trainer.again,
         "cpu_s": round(took, 1),
     }
@@ -145,6 +154,7 @@ def main() -> None:
     parser.add_argument("--path", default="explicit")
     parser.add_argument("--section", default="*")
     parser.add_argument("--checkpointing", default="none", choices=("none", "full", "selective"))
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     for name, value in {
@@ -160,16 +170,21 @@ def main() -> None:
         inject = Inject(kind=kind, every=args.every, section=args.section) if kind else Inject()
         return AttentionCheck(enable=True, frequency=frequency, path=args.path, allow_injection=True, inject=inject)
 
-    results = {"clean": train(section("", 0.0), args.steps, args.checkpointing)}
-    results["clean, checked"] = train(section("", 1.0), args.steps, args.checkpointing)
+    def run(kind: str, frequency: float, only: set[int] | None = None, compiled: bool = args.compile) -> dict:
+        return train(section(kind, frequency), args.steps, args.checkpointing, only, compiled=compiled)
+
+    results = {"clean": run("", 0.0), "clean, checked": run("", 1.0)}
     for kind in args.kinds.split(","):
-        results[f"{kind}, checked"] = train(section(kind, 1.0), args.steps, args.checkpointing)
-        results[f"{kind}, unchecked"] = train(section(kind, 0.0), args.steps, args.checkpointing)
+        results[f"{kind}, checked"] = run(kind, 1.0)
+        if args.compile:
+            eager = results[f"{kind}, checked, eager"] = run(kind, 1.0, compiled=False)
+            alike = [[hit for hit in run["found"] if hit[2] != SCORES] for run in (results[f"{kind}, checked"], eager)]
+            print(f"{kind}: found compiled {len(alike[0])}, eager {len(alike[1])}; the same: {alike[0] == alike[1]}")
+        results[f"{kind}, unchecked"] = run(kind, 0.0)
         not_found = results[f"{kind}, checked"]["not_found"]
         if not_found:
             only = {step for step, _, _ in not_found}
-            alone = train(section(kind, 0.0), args.steps, args.checkpointing, only)
-            results[f"{kind}, unchecked, only what was not found"] = alone
+            results[f"{kind}, unchecked, only what was not found"] = run(kind, 0.0, only)
             for step, layer, name in not_found:
                 print(f"{kind}: nothing was found of the error of step {step} in layer {layer}, {name}")
     print(f"path {args.path}, checkpointing {args.checkpointing}, an error every {args.every} steps")

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from attention_coverage import sdpa as sdpa_under
 from everstep.attention import explicit, fused
+from everstep.attention.identities import backward_deviation, output_side
 from everstep.attention.linear import WeightSums, linear
 from everstep.attention.masks import Visible
 from everstep.attention.product import row_deviation, tile_sums
@@ -55,6 +56,23 @@ def test_a_saturated_softmax_and_vanishing_gradients_raise_no_alarm(bench, path,
     _, refused, findings = bench.run(compute)
     assert not refused
     assert not findings
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kernel_that_adds_up_gradients_in_bf16_stays_within_its_bounds(seed):
+    """PyTorch's on a CPU, block of queries by block of queries; dO has a few large rows."""
+    draw = torch.Generator().manual_seed(seed)
+    q, k, v, d_out = (torch.randn(1, 512, 8, 16, generator=draw) for _ in range(4))
+    d_out *= torch.exp(2 * torch.randn(1, 512, 1, 1, generator=draw))
+    q, k, v, d_out = (x.bfloat16() for x in (0.3 * q, k, v, d_out))
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in inputs), is_causal=True).transpose(1, 2)
+    grads = torch.autograd.grad(out, inputs, d_out)
+    side = output_side(q, k, v, out.detach(), d_out, None, None, 0.25)
+    found = backward_deviation(q, k, v, *grads, side, 0.25)
+    assert (found.residual.abs() / found.bound).max() < 0.8
+    once = backward_deviation(q, k, v, *grads, side, 0.25, wide_sums=True)
+    assert (once.bound < 0.8 * found.bound).any(), "what a kernel is held to that rounds its sums once"
 
 
 def test_norms_bound_what_their_squares_lose():

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from everstep.attention import linear
+from everstep.attention import linear, product
 from everstep.attention.injection import Fault
 from everstep.attention.product import _settle_rows_on_device, apply_sums, bias_sums, halves, row_deviation, tile_sums
 
@@ -138,6 +138,27 @@ def test_gradients_pass_gradcheck(bench):
         lambda x, w, b: linear.linear(x, w, b, bench.guard, linear.WeightSums()), (x, w, b), fast_mode=True
     )
     assert not bench.checks.refused()
+
+
+@pytest.mark.parametrize("inner", [256, 4096])
+@pytest.mark.parametrize("style", ["normal", "constant", "alternating", "ramp", "outliers", "few", "signs"])
+def test_norms_that_an_accelerator_estimates_are_above_the_true_ones_and_not_far(monkeypatch, inner, style):
+    monkeypatch.setattr(product, "narrow_product", lambda a, b, dtype: a.to(dtype) @ b.to(dtype))
+    a = torch.randn(300, inner)
+    if style == "outliers":
+        a[:, :3] *= 1000
+    a = {
+        "constant": a[:, :1].expand_as(a),
+        "alternating": a[:, :1] * torch.tensor([1.0, -1.0]).repeat(inner // 2),
+        "ramp": torch.arange(inner) + a,
+        "few": a * (torch.rand_like(a) < 2 / inner),
+        "signs": a.sign(),
+    }.get(style, a)
+    a = a[a.abs().amax(-1) > 0].bfloat16()
+    expected, size = product.sums_and_norms(a, torch.ones(inner, 2))
+    ratio = size / a.double().norm(dim=-1)
+    assert 1.0 < ratio.min() <= ratio.max() < 10.0
+    assert (expected[:, 0] - a.double().sum(-1)).abs().max() < 1e-4 * a.double().norm(dim=-1).max()
 
 
 def test_two_narrow_halves_hold_twice_the_digits():

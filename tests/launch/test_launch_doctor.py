@@ -181,6 +181,8 @@ enable = true
 groups = 3
 [snapshot]
 enable = true
+[attention_check]
+enable = true
 """
 
 
@@ -199,6 +201,12 @@ def test_the_command_ends_with_1_for_an_error_and_knows_the_models_size(tmp_path
     assert by_check["timeouts"]["verdict"] == by_check["config"]["verdict"] == "ok"
     assert "6.2 M parameters, 0.07 GB" in by_check["config"]["found"]
     assert "snapshots" in by_check
+    assert by_check["attention"]["found"] == "18 of 18 linear layers and kernels are checked"
+
+
+def test_a_model_that_would_be_checked_in_part_is_an_error():
+    line = doctor.attention("16 of 17", ["layers.0.attention.extra"])
+    assert (line.verdict, "layers.0.attention.extra" in line.found) == ("error", True)
 
 
 def test_a_product_of_whole_numbers_tells_a_processor_that_computes_wrongly(monkeypatch):

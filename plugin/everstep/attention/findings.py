@@ -8,7 +8,7 @@ whether the slot must be computed again. `drain()` then hands out the findings a
 import math
 import socket
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,17 +23,16 @@ _LARGEST = 2
 """So many of the last fields are maxima; the others are counts."""
 
 
-class Deviation:
+class Deviation(NamedTuple):
     """How results compare with their checksums, on the device.
 
     residual: checksum less sum, any shape. bound: what round-off explains. scale: the largest that the sum of
     a correct result can be. bound and scale broadcast against residual.
     """
 
-    __slots__ = ("bound", "residual", "scale")
-
-    def __init__(self, residual: torch.Tensor, bound: torch.Tensor, scale: torch.Tensor) -> None:
-        self.residual, self.bound, self.scale = residual, bound, scale
+    residual: torch.Tensor
+    bound: torch.Tensor
+    scale: torch.Tensor
 
     def bad(self) -> torch.Tensor:
         """True where round-off does not explain the residual. NaN is bad."""

@@ -52,7 +52,7 @@ class _Watch:
     guard: Guard
     scale: float
     plain_scores: bool
-    wide_groups: bool
+    wide_sums: bool
     checking: bool
 
 
@@ -78,7 +78,7 @@ class _Inputs(torch.autograd.Function):
         dv = guard.touch("dv", dv, backward=True)
         if watch.checking:
             q, k, v = ctx.saved_tensors
-            watch_inputs(*(guard, q, k, v, dq, dk, dv, packed), watch.scale, watch.plain_scores, watch.wide_groups)
+            watch_inputs(*(guard, q, k, v, dq, dk, dv, packed), watch.scale, watch.plain_scores, watch.wide_sums)
         return dq, dk, dv, None
 
 
@@ -108,16 +108,19 @@ def watch_output(q, k, v, out, d_out, lse, d_lse, scale: float) -> torch.Tensor:
     return output_side(q, k, v, out, d_out, lse, d_lse, scale).pack()
 
 
+def compare_inputs(q, k, v, dq, dk, dv, packed, scale: float, plain_scores: bool, wide_sums: bool) -> Deviation:
+    """`backward_deviation` of what `watch_output` packed."""
+    side = OutputSide.unpack(packed, q.shape[-1], v.shape[-1])
+    return backward_deviation(*(q, k, v, dq, dk, dv, side, scale), plain_scores=plain_scores, wide_sums=wide_sums)
+
+
 def watch_inputs(
-    guard: Guard, q, k, v, dq, dk, dv, packed: torch.Tensor, scale: float, plain_scores: bool, wide_groups: bool
+    guard: Guard, q, k, v, dq, dk, dv, packed: torch.Tensor, scale: float, plain_scores: bool, wide_sums: bool,
+    compare: Callable[..., Deviation] = compare_inputs,
 ) -> None:
-    """Compare and report; see `backward_deviation`."""
+    """Compare and report. compare: `compare_inputs`, or the same compiled."""
     with guard.timing(BACKWARD, q.device):
-        side = OutputSide.unpack(packed, q.shape[-1], v.shape[-1])
-        found = backward_deviation(
-            *(q, k, v, dq, dk, dv, side, scale), plain_scores=plain_scores, wide_groups=wide_groups
-        )
-        found = guard.widened(BACKWARD, found)
+        found = guard.widened(BACKWARD, compare(q, k, v, dq, dk, dv, packed, scale, plain_scores, wide_sums))
         bad = found.bad()
         if bad.device.type != "cpu" or bad.any():
             guard.report(BACKWARD, outcome(found, refused=bad.sum()), backward=True)
@@ -132,7 +135,7 @@ def attention(
     scale: float | None,
     guard: Guard,
     plain_scores: bool = True,
-    wide_groups: bool = False,
+    wide_sums: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`attend(q, k, v)`, watched.
 
@@ -141,7 +144,8 @@ def attention(
             every call where the guard asks for a second run.
         scale: of the scores; None: H ** -0.5.
         plain_scores: False where `attend` changes scores other than by the scale and the mask.
-        wide_groups: whether `attend` adds up the query heads of a group in its accumulators, rounding dK and dV once.
+        wide_sums: whether `attend` adds up dK and dV, over all queries and the query heads of a group, in its
+            accumulators, and rounds them once.
 
     Returns:
         What `attend` returns. The gradients are the kernel's, unchanged.
@@ -153,7 +157,7 @@ def attention(
     rerun = guard.reruns and guard.checking(RERUN, flops=flops, cost=flops / FLOPS_PER_READ + 2.0 * q.numel())
     backward = guard.checking(BACKWARD, flops=2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1]), cost=10.0 * q.numel())
     watched = torch.is_grad_enabled() and (backward or guard.injecting)
-    watch = _Watch(guard, scale, plain_scores, wide_groups, backward)
+    watch = _Watch(guard, scale, plain_scores, wide_sums, backward)
     link = None
     if watched:
         q, k, v, link = _Inputs.apply(q, k, v, watch)

@@ -49,6 +49,7 @@ class Checks:
         self._begun = 0.0
         self._timed: list[tuple[int, str, Any, Any]] = []
         self._told: Plan | None = None
+        self._fixed = self.schedule.fixed
         self.injector = Injector(section.inject, rank)
         self.allowance = self.findings.allowance
         self.coverage: Any = None
@@ -151,8 +152,11 @@ class Checks:
 
     def news(self) -> dict[str, float] | None:
         """What the checks take and leave, as the fields of an event, where that changed by a quarter since it was last
-        told; else None."""
+        told; else None. Of a fixed rate, once."""
         plan, told = self.schedule.plan, self._told
+        if self.schedule.fixed is not None:
+            fixed, self._fixed = self._fixed, None
+            return None if fixed is None else {"least_rate": fixed}
         if plan is None or (
             told is not None and all(0.8 < (x + 1e-30) / (y + 1e-30) < 1.25 for x, y in zip(plan, told, strict=True))
         ):

@@ -222,6 +222,16 @@ def _stored(dtype: torch.dtype, device: torch.device) -> float:
     return unit_roundoff(dtype) * (4 if operand_roundoff(dtype, device) else 1)
 
 
+def _roundings(length: int, groups: int, like: torch.Tensor) -> float:
+    """How often dK and dV are rounded, where not once: for each query head of a group, and once more when those are
+    added up. PyTorch's CPU kernel adds up blocks of queries in the narrow dtype as well; the sums of half of them are
+    about half as large in the mean of squares."""
+    blocks = 1.0
+    if like.device.type == "cpu" and like.dtype != accumulator(like.dtype):
+        blocks = length / (256 if length >= 768 else 64 if length >= 192 else 32)
+    return max(1.0, (blocks + 1) / 2) + (groups / 2 if groups > 1 else 0.0)
+
+
 def _root(squares: torch.Tensor, terms: int, dtype: torch.dtype) -> torch.Tensor:
     """Root of a sum of so many squares, not below the true one."""
     return squares.sqrt() + underflow(terms, dtype)
@@ -245,13 +255,11 @@ def output_side(
         d_lse: gradient of lse (B, L, N), or None.
     """
     n_kv, dtype = k.shape[2], out.dtype
-    q_, o_, do_ = _by_group(q, n_kv), _by_group(out, n_kv), _by_group(d_out, n_kv)
+    seen = d_out if lse is None else torch.where((lse > -torch.inf).unsqueeze(-1), d_out, 0)
+    product = _outer(out, seen, n_kv)  # first: what is between two products can be one pass
+    q_, o_, do_ = _by_group(q, n_kv), _by_group(out, n_kv), _by_group(seen, n_kv)
     k_, v_ = _by_group(k, n_kv), _by_group(v, n_kv)
     count = do_.shape[2]
-    seen = d_out
-    if lse is not None:
-        seen = torch.where((lse > -torch.inf).unsqueeze(-1), d_out, 0)
-        do_ = _by_group(seen, n_kv)
     unit = _stored(dtype, out.device) + 4 * unit_roundoff(do_.dtype)
     do_squares, o_squares = do_.square(), o_.square()
     do_norm2, o_norm2 = do_squares.sum(-1), o_squares.sum(-1)
@@ -290,7 +298,7 @@ def output_side(
         together=together,
         from_lse=scale * from_lse,
         square=do_norm2.sum(-1, keepdim=True),
-        product=_outer(out, seen, n_kv),
+        product=product,
         of_rows=(o_squares * do_norm2.unsqueeze(-1)).sum(2) + shared_norm2 * v_.square().mean(2),
         of_columns=(do_squares * o_norm2.unsqueeze(-1)).sum(2) + terms * v_norm2,
         pairs=(do_norm2 * q_.square().sum(-1)).sum(-1, keepdim=True),
@@ -316,7 +324,7 @@ def backward_deviation(
     scale: float,
     *,
     plain_scores: bool = True,
-    wide_groups: bool = False,
+    wide_sums: bool = False,
 ) -> Deviation:
     """The backward identities; residual (B, N_kv, columns).
 
@@ -327,19 +335,21 @@ def backward_deviation(
         q, dq: (B, L, N, H); k, dk: (B, L, N_kv, H); v, dv: (B, L, N_kv, H_v).
         side: of dO and O.
         plain_scores: False where the scores are changed further (a score_mod): only what is about V holds.
-        wide_groups: whether the kernel adds up the query heads of a group in its accumulators.
+        wide_sums: whether the kernel adds up dK and dV, over all queries and the query heads of a group, in its
+            accumulators.
     """
     n_kv, dtype = k.shape[2], q.dtype
     groups = q.shape[2] // n_kv
+    of_v = _outer(v, dv, n_kv)
+    of_q, of_k = (_outer(dq, q, n_kv), _outer(k, dk, n_kv)) if plain_scores else (of_v, of_v)
     q_, k_, v_ = _by_group(q, n_kv), _by_group(k, n_kv), _by_group(v, n_kv)
     dq_, dk_, dv_ = _by_group(dq, n_kv), _by_group(dk, n_kv), _by_group(dv, n_kv)
     length, count = k.shape[1], q_.shape[2]
     unit32 = unit_roundoff(q_.dtype)
     q_norm2, k_norm2, v_norm2 = (x.square().sum(-1) for x in (q_, k_, v_))
     q_most, k_most, v_most = (x.amax(-1, keepdim=True).sqrt() for x in (q_norm2, k_norm2, v_norm2))
-    # The forward's S and the backward's agree to a few units of the largest score, and P with them. What is stored is
-    # rounded once, or for each query head of a group and once more when they are added.
-    stored = _stored(dtype, q.device) * (1.0 if groups == 1 or wide_groups else math.sqrt(1 + groups / 2))
+    # The forward's S and the backward's agree to a few units of the largest score, and P with them.
+    stored = _stored(dtype, q.device) * (1.0 if wide_sums else math.sqrt(_roundings(length, groups, q)))
     unit = stored + 8 * unit32 * (1 + scale * q_most * k_most) + unit32 * math.sqrt(count)
     # Sums in fp32 of terms of one sign; and of equal terms, rounded the same way at every step.
     summed = growth(count, dtype)
@@ -354,7 +364,7 @@ def backward_deviation(
             most_v,
         ),
         _matrix(
-            *(_outer(v, dv, n_kv), v_, dv_, side.product, side.of_rows, side.of_columns, unit),
+            *(of_v, v_, dv_, side.product, side.of_rows, side.of_columns, unit),
             summed + 2 * unit * torch.maximum(_alike(dv_), _alike(v_)),
             most_v * math.sqrt(length) * v_most,
         ),
@@ -372,13 +382,12 @@ def backward_deviation(
         sigma = unit * noise + scale * side.rows.sqrt()
         # Terms of dQ = dS K that cancel, where rows of K are much alike, leave what fp32 lost of them.
         cancelled = (4 + math.sqrt(length)) * unit32 * scale * side.pairs.sqrt() * v_most * k_most
-        product = _outer(dq, q, n_kv)
         of_rows = (dq_.square() * q_norm2.unsqueeze(-1)).sum(2)
         of_columns = (dq_norm2.unsqueeze(-1) * q_.square()).sum(2)
         limit = most_q * math.sqrt(count) * q_norm2.sum(-1, keepdim=True).sqrt()
         parts += [
             _sums(dk_.sum(2) - side.from_lse, DK * sigma, scale * side.together + summed * side.from_lse.abs(), most_k),
-            _matrix(*(_outer(k, dk, n_kv), k_, dk_, product, of_rows, of_columns, unit, summed, limit, cancelled)),
+            _matrix(*(of_k, k_, dk_, of_q, of_rows, of_columns, unit, summed, limit, cancelled)),
             _largest(dk_, most_k),
             _largest(dq_, most_q),
         ]

@@ -7,6 +7,7 @@ number would be compiled in, once for every layer. Every operator changes its ti
 merged with another one, nor put into another order.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch.library import custom_op
 
 from .findings import outcome
-from .fused import BACKWARD, FORWARD, look, watch_inputs, watch_output
+from .fused import BACKWARD, FORWARD, compare_inputs, look, watch_inputs, watch_output
 from .guard import Guard, guard_of
 from .identities import packed_size
 from .linear import WeightSums, input_gradient, project, weight_gradient
@@ -27,6 +28,16 @@ def _used(ticket: torch.Tensor) -> Guard:
     """The guard that a ticket stands for, and one use more on it."""
     ticket[1] += 1
     return guard_of(ticket)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
+
+
+def _in_one_pass(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """`function` compiled: where a model is, a compiler is there. On a CPU only, since it was tried on no other."""
+    return _compiled(function) if device.type == "cpu" else function
 
 
 def _sums(guard: Guard) -> WeightSums:
@@ -119,7 +130,9 @@ def _watch_forward(
     if guard.checking(FORWARD, flops=flops, cost=float(q.numel() + v.numel())):
         with torch.no_grad(), unseen_by_checkpointing():
             found = look(q, k, v, out, lse, None, guard, scale, plain_scores).all()
-            guard.report(FORWARD, outcome(found, refused=found.bad().sum()))
+            bad = found.bad()
+            if bad.device.type != "cpu" or bad.any():
+                guard.report(FORWARD, outcome(found, refused=bad.sum()))
 
 
 @custom_op("everstep::watch_output", mutates_args=("ticket",))
@@ -136,7 +149,8 @@ def _watch_output(
 ) -> torch.Tensor:
     guard = _used(ticket)
     if guard.will_check(BACKWARD):
-        return watch_output(q, k, v, out, d_out, lse, d_lse, scale)
+        with torch.no_grad():
+            return _in_one_pass(watch_output, q.device)(q, k, v, out, d_out, lse, d_lse, scale)
     return _packed(q, k, v).zero_()
 
 
@@ -162,7 +176,7 @@ def _watch_inputs(
     ticket: torch.Tensor,
     scale: float,
     plain_scores: bool,
-    wide_groups: bool,
+    wide_sums: bool,
 ) -> None:
     guard = _used(ticket)
     checking = guard.will_check(BACKWARD)
@@ -170,7 +184,9 @@ def _watch_inputs(
     flops = 2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1])
     guard.checking(BACKWARD, flops=flops, cost=10.0 * q.numel(), backward=True)
     if checking:
-        watch_inputs(guard, q, k, v, dq, dk, dv, packed, scale, plain_scores, wide_groups)
+        compare = _in_one_pass(compare_inputs, q.device)
+        with torch.no_grad():
+            watch_inputs(guard, q, k, v, dq, dk, dv, packed, scale, plain_scores, wide_sums, compare)
 
 
 class _Touched(torch.autograd.Function):
@@ -188,10 +204,10 @@ class _Touched(torch.autograd.Function):
 
 class _Inputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, ticket, scale, plain_scores, wide_groups, injecting):
+    def forward(ctx, q, k, v, ticket, scale, plain_scores, wide_sums, injecting):
         ctx.save_for_backward(q, k, v)
         ctx.ticket, ctx.injecting = ticket, injecting
-        ctx.known = scale, plain_scores, wide_groups
+        ctx.known = scale, plain_scores, wide_sums
         return q.view_as(q), k.view_as(k), v.view_as(v), _packed(q, k, v).zero_()
 
     @staticmethod
@@ -231,7 +247,7 @@ def attention(
     scale: float | None,
     guard: Guard,
     plain_scores: bool = True,
-    wide_groups: bool = False,
+    wide_sums: bool = False,
 ) -> tuple[torch.Tensor, Any]:
     """`fused.attention` for a graph. A finding of the forward refuses the slot there: nothing in a graph can run the
     kernel again, and no second run is made."""
@@ -240,7 +256,7 @@ def attention(
     watched = torch.is_grad_enabled()
     link = None
     if watched:
-        q, k, v, link = _Inputs.apply(q, k, v, ticket, scale, plain_scores, wide_groups, injecting)
+        q, k, v, link = _Inputs.apply(q, k, v, ticket, scale, plain_scores, wide_sums, injecting)
     out, lse = attend(q, k, v)
     if injecting:
         out = _Touched.apply(out, ticket)

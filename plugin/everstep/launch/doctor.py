@@ -375,6 +375,17 @@ def config_and_model(state: Mapping[str, Any]) -> Iterator[Line]:
         yield Line("config", "ok", f"{count / 1e6:,.1f} M parameters, {_gb(size)} of state in each group")
         for warning in state.get("warnings", ()):
             yield Line("config", "warning", warning)
+        if state.get("attention"):
+            yield attention(*state["attention"])
+
+
+def attention(coverage: str, missing: Sequence[str]) -> Line:
+    """Whether `[attention_check]` sees all of the model's attention."""
+    found = f"{coverage} linear layers and kernels are checked"
+    if not missing:
+        return Line("attention", "ok", found)
+    advice = "set [attention_check] enable = false: a model that is checked in part does not start"
+    return Line("attention", "error", f"{found}; {', '.join(missing)} would not be", advice)
 
 
 def memory_of(segment_dir: Path) -> SimpleNamespace:

@@ -18,7 +18,8 @@ ADAM_STATES = 2
 
 def state_of(config: Path, flags: Sequence[str], ranks: int = 1, allow_dropped: bool = False) -> dict:
     """{"parameters": how many, "state_bytes": parameters and optimizer state of one group, over all its ranks,
-    "device_bytes": memory of each GPU here, "warnings"}, or {"error": sentence} for a config that cannot work."""
+    "device_bytes": memory of each GPU here, "warnings",
+    "attention": what of it is checked ("12 of 12") and what is not, or None}, or {"error": sentence} for a config that cannot work."""
     from everstep.titan import cpu
 
     if not cpu.has_accelerator():
@@ -26,19 +27,24 @@ def state_of(config: Path, flags: Sequence[str], ranks: int = 1, allow_dropped: 
     import torch
 
     from everstep.launch.prepare import judge
-    from everstep.titan.machine import trained_parameters
+    from everstep.titan.attention import coverage
+    from everstep.titan.machine import built_on_meta, choose_attention, trained_parameters
 
     try:
         loaded, warnings = judge(config, flags, ranks, allow_dropped=allow_dropped)
-    except ConfigError as error:
+        choose_attention(loaded)
+    except ValueError as error:
         return {"error": str(error)}
-    parameters, size = trained_parameters(loaded)
+    model = built_on_meta(loaded)
+    parameters, size = trained_parameters(model, loaded)
+    checked = coverage([model]) if loaded.attention_check.enable else None
     devices = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
     return {
         "parameters": parameters,
         "state_bytes": parameters * size * (1 + ADAM_STATES),
         "device_bytes": devices,
         "warnings": warnings,
+        "attention": None if checked is None else [str(checked), checked.missing[:3]],
     }
 
 

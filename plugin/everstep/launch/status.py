@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 from everstep.launch.view import RunState, duration
+from everstep.report.checking import covered, judged
 from everstep.report.protection import Protection
 from everstep.run.beats import beats_of_groups
 from everstep.run.directory import LaunchError, holder_of, stop_file
@@ -33,6 +34,9 @@ def local_status(run_dir: Path) -> str:
     lines.append(f"groups  {state.names()} in the last step; {state.kills} kills, {state.deaths} deaths so far")
     if snapshots := protection.line():
         lines.append(f"memory  snapshots {snapshots}")
+    checks = state.checking.figures()
+    if told := "; ".join(filter(None, (covered(checks), judged(checks)))):
+        lines.append(f"checks  attention: {told}")
     for group, beat, age_s in beats_of_groups(run_dir) if holder is not None else ():
         lines.append(f"        group {group}: {beat.phase} of step {beat.step}, {age_s:.0f} s ago")
     if state.recent:

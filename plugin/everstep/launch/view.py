@@ -18,6 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from everstep.report.checking import Checking, covered, wrong
+
 RATE_WINDOW = 20
 """Committed steps over which tokens/s and the time of a step are taken."""
 KEPT_EVENTS = 8
@@ -98,8 +100,12 @@ def describe(event: dict) -> str:
             return f"step {event['step']}: validation loss {event['loss']:.5f}"
         case "audit" if not event.get("agreed", True):
             return f"step {event['step']}: groups {event['differing']} differ and heal"
-        case "finding" if not event.get("rank"):
-            return f"group {group}: finding {event.get('outcome', '')}"
+        case "finding":
+            return wrong(event)
+        case "slot_refused" if not event.get("rank"):
+            return f"group {group}: slot {event['slot']} of step {event['step']} was refused: {event['reason']}"
+        case "unfit" | "bound_suspect" | "not_finite":
+            return f"group {group}: {event['reason']}"
         case _:
             return ""
 
@@ -118,6 +124,7 @@ class RunState:
     ended: str = ""
     """How the run ended; empty while it goes."""
     taking_part: set[int] = field(default_factory=set)
+    checking: Checking = field(default_factory=Checking)
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
     _began: float | None = None
     _newest: float | None = None
@@ -137,6 +144,10 @@ class RunState:
             self._commits.append((event["t"], event.get("tokens") or 0.0))
             return self.progress()
         line = describe(event)
+        known = self.checking.coverage
+        self.checking.take(event)
+        if self.checking.coverage not in (None, known):
+            line = f"attention: {covered(self.checking.figures())}"
         if line:
             line = f"{time.strftime('%H:%M:%S', time.localtime(event['t']))} {line}"
             self.recent.append(line)
@@ -231,6 +242,8 @@ def panel(state: RunState) -> Table:
     )
     whole = Table.grid()
     whole.add_row(facts)
+    if checked := covered(state.checking.figures()):
+        whole.add_row(f"attention: {checked}")
     whole.add_row(ProgressBar(total=state.steps or 1, completed=state.step if state.steps else 0, width=60))
     for line in state.recent:
         whole.add_row(Text(line, style="dim", no_wrap=True, overflow="ellipsis"))

@@ -6,11 +6,11 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from everstep.report.checking import EVENTS, Checking
 from everstep.report.once import Commits
 from everstep.report.protection import Protection
+from everstep.report.score import ACTIONS
 from everstep.report.times import Lane, group_of
-
-ACTIONS = ("corrected", "recomputed", "refused")
 
 
 class Metrics:
@@ -46,6 +46,12 @@ class Metrics:
         self._heal_s = counter("heal_seconds", "Time spent receiving states")
         self._refused = counter("slots_refused", "Slots computed again", "group")
         self._findings = counter("findings", "What the attention check saw and did", "action")
+        self._unfit = counter("ranks_unfit", "Ranks that the attention check sent away")
+        self._widened = gauge("attention_bounds_widened", "Bounds of the attention check that were widened")
+        self._not_finite = counter("slots_not_finite", "Slots let pass: not finite on any group")
+        self._covered = gauge("attention_parts_checked", "Parts of a model's attention that are checked")
+        self._overhead = gauge("attention_overhead", "Time of the attention check by that of the slots")
+        self._risk = gauge("attention_residual_risk", "Harmful errors expected to pass unseen in 10^6 steps")
         self._skipped = counter("snapshots_skipped", "Snapshots not taken", "group")
         self._unprotected = gauge("snapshot_unprotected", "1 while a group's snapshots are not coded", "group")
         self._unprotected_steps = gauge(
@@ -54,6 +60,7 @@ class Metrics:
             "group",
         )
         self._protection = Protection()
+        self._checking = Checking()
         self._known: set[int] = set()
         self._repairs = counter("snapshot_repairs", "Damaged buffers in memory that were made anew", "group")
         self._damages = counter("snapshot_damages", "Damaged buffers in memory that could not be", "group")
@@ -84,7 +91,7 @@ class Metrics:
             if self._begin is None or event["kind"] == "run_started":
                 self._begin = event["t"]
             self._protection.take(event)
-            if event["kind"] in ("finding", "audit"):  # every rank has its own
+            if event["kind"] in (*EVENTS, "audit"):  # every rank has its own
                 self._take_check(event)
             elif event["kind"] == "snapshot_repaired":
                 self._repairs.labels(str(event["group"])).inc()
@@ -148,12 +155,29 @@ class Metrics:
                 self._faults.labels(event["fault"]).inc()
 
     def _take_check(self, event: dict[str, Any]) -> None:
-        if event["kind"] == "finding":
-            self._findings.labels(event["action"]).inc()
+        if event["kind"] != "audit":
+            self._take_attention(event)
         elif not event["agreed"]:
             # Every group says of every one that differs.
             new = [group for group in event["differing"] if self._first("audit", event["step"], group)]
             self._diverged.inc(len(new))
+
+    def _take_attention(self, event: dict[str, Any]) -> None:
+        checking = self._checking
+        checking.take(event)
+        match event["kind"]:
+            case "finding":
+                self._findings.labels(event["action"]).inc()
+            case "unfit":
+                self._unfit.inc()
+            case "bound_suspect":
+                self._widened.set(len(checking.widened))
+            case "not_finite" if self._first("not_finite", event["step"], event["slot"]):
+                self._not_finite.inc()
+            case "attention_schedule":
+                self._covered.set(int((checking.coverage or "0").partition(" ")[0]))
+                self._overhead.set(checking.overhead or 0.0)
+                self._risk.set(checking.residual_risk or 0.0)
 
     def _take_time(self, event: dict[str, Any], begin: float) -> None:
         group = group_of(event)

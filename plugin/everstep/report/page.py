@@ -12,7 +12,8 @@ from typing import Any
 import jinja2
 
 from everstep.report import plots
-from everstep.report.score import Measured, curve, loss_delta, measure, verdict
+from everstep.report.checking import covered, judged
+from everstep.report.score import ACTIONS, Measured, checking_of, curve, loss_delta, measure, verdict
 from everstep.report.sessions import stated
 from everstep.report.times import STATES
 from everstep.run.files import LARGEST, write_whole
@@ -49,6 +50,10 @@ def render(run_dir: Path, against: Path | None = None, *, live: bool = False) ->
         name=run_dir.resolve().name,
         facts=_facts(run_dir, found),
         failures=_failures(found),
+        checked=covered(figures),
+        judged=judged(figures),
+        doubts=list(checking_of(found.events).doubts)[-MOST_FAILURES:],
+        actions=ACTIONS,
         live=live,
         live_ms=LIVE_MS,
         causes=plots.STATE_COLOURS | {"start-up": "#9d7bd8", "lost": "#7a1f1f", "idle": "#c9ced6"},
@@ -150,6 +155,8 @@ def _failures(found: Measured) -> list[str]:
             said[str(event.get("reason"))] = None
         elif event["kind"] == "workers_stacks":
             said[f"group {event['group']} hung: {event.get('summary')}"] = None
+        elif event["kind"] == "unfit":
+            said[event["reason"]] = None
     if found.figures["error"] and not found.figures["give_ups"]:
         said[found.figures["error"]] = None
     return list(said)[-MOST_FAILURES:]

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from everstep.report.checking import Checking
 from everstep.report.once import Commits
 from everstep.report.wandb_files import newest_step
 
@@ -147,6 +148,7 @@ class Scalars:
     def __init__(self, sinks: Iterable[Sink]) -> None:
         self._sinks = list(sinks)
         self._commits = Commits()
+        self._checking = Checking()
         self._newest = 0
         self._past = True
 
@@ -154,6 +156,7 @@ class Scalars:
         """Take note of new events, in order; the first time, of all that are there."""
         written = False
         for event in events:
+            self._checking.take(event)
             if event["kind"] == "validation":
                 written |= self._write_validation(event)
                 continue
@@ -162,6 +165,7 @@ class Scalars:
             step, t = event["step"], event["t"]
             scalars = {tag: float(value) for tag, value in event.get("metrics", {}).items()}
             scalars |= {tag: float(event[field]) for field, tag in SCALARS.items() if event.get(field) is not None}
+            scalars |= self._of_checks()
             for sink in self._sinks:
                 if self._past and t <= sink.until:
                     continue
@@ -174,6 +178,16 @@ class Scalars:
         if written:
             for sink in self._sinks:
                 sink.flush()
+
+    def _of_checks(self) -> dict[str, float]:
+        """What the attention checks found so far, and what they cost and leave now."""
+        checking = self._checking
+        if checking.coverage is None:
+            return {}
+        known = {"overhead": checking.overhead, "residual_risk": checking.residual_risk}
+        told = {"findings": float(checking.findings), "ranks_unfit": float(len(checking.unfit))}
+        told |= {name: value for name, value in known.items() if value is not None}
+        return {f"attention/{name}": value for name, value in told.items()}
 
     def _write_validation(self, event: dict[str, Any]) -> bool:
         """A validation's loss, beside its commit's figures; whether some sink wanted it."""

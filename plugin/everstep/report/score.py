@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from everstep.report.attempts import collect_attempts, slots_recomputed, thrown_away
+from everstep.report.checking import Checking, covered, judged
 from everstep.report.faults import UNPROVOKED, collect_faults, cost_of_faults, fault_rows, normal_step_s
 from everstep.report.lineage import Commit, trace
 from everstep.report.productivity import productivity
@@ -60,13 +61,17 @@ READ_FIELDS: dict[str, tuple[str, ...]] = {
     "audit": ("agreed", "differing"),
     "slot_skipped": ("slot",),
     "finding": ("action",),
+    "unfit": ("reason",),
+    "bound_suspect": ("reason", "evidence"),
+    "not_finite": ("slot", "reason"),
+    "attention_schedule": ("coverage", "overhead", "residual_risk"),
 }
 """The events that are read, with the fields used besides t, group, rank and step."""
 
 GOODPUT_DEFINITION = "time in steps of the final state, of all time that the groups had (Google's)"
 
-ACTIONS = ("corrected", "recomputed", "refused")
-"""What the attention check can do about what it finds."""
+ACTIONS = ("corrected", "recomputed", "refused", "accepted")
+"""What the attention check can do about what it finds; accepted: let pass, as it is not finite on any group."""
 
 LOSS_TOLERANCE = 1e-4
 """Largest difference of a loss to the other run's that `verdict` accepts: sums in another order stay far
@@ -212,6 +217,7 @@ def _measure(
         **split(lanes),
         "replicas_diverged": replicas_diverged(events),
         **findings(events),
+        **checking_of(events).figures(),
         **exchanged(events),
     }
     return figures, rows, final
@@ -308,6 +314,14 @@ def findings(events: Iterable[dict[str, Any]]) -> dict[str, int]:
     return {f"findings_{action}": seen[action] for action in ACTIONS}
 
 
+def checking_of(events: Iterable[dict[str, Any]]) -> Checking:
+    """What attention checks cover, and what became of what they refused. Reads all ranks."""
+    found = Checking()
+    for event in events:
+        found.take(event)
+    return found
+
+
 def verdict(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
     """What breaks the promise, one sentence each, from the figures of `score`. Empty: it was kept.
 
@@ -376,8 +390,11 @@ def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
     if f["loss_delta_steps"]:
         largest = "unknown" if f["loss_delta_max"] is None else f"{f['loss_delta_max']:.3g}"
         lines.append(("loss", f"differs by at most {largest} over {_count(f['loss_delta_steps'], 'step')}"))
-    if any(f[f"findings_{action}"] for action in ACTIONS):
-        lines.append(("findings", ", ".join(f"{f[f'findings_{action}']} {action}" for action in ACTIONS)))
+    if attention := covered(f):
+        lines.append(("attention", attention))
+    if any(f[f"findings_{action}"] for action in ACTIONS) or judged(f):
+        counts = ", ".join(f"{f[f'findings_{action}']} {action}" for action in ACTIONS)
+        lines.append(("findings", "; ".join(filter(None, (counts, judged(f))))))
     text = [f"{name:<9} {value}" for name, value in lines]
     return "\n".join([*text, *(verdict(f, may_stop) or ["Every step happened with its whole batch, exactly once."])])
 

@@ -71,6 +71,13 @@ def _numbers(value: Any) -> bool:
     return type(value) is dict and all(map(_number, value.values()))
 
 
+def _evidence(value: Any) -> bool:
+    """What attention checks saw, place by place."""
+    return type(value) is list and all(
+        type(seen) is dict and _int(seen.get("layer")) and _text(seen.get("section")) for seen in value
+    )
+
+
 def _name(value: Any) -> bool:
     return _text(value) or _int(value)
 
@@ -102,6 +109,10 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         ("action", "outcome", "version", "checksum", "at_phase", "folder", "file", "history", "parent"), _or_none(_text)
     ),
+    **dict.fromkeys(("section", "anomaly", "coverage"), _text),
+    **dict.fromkeys(("overhead", "residual_risk"), _or_none(lambda value: _finite(value) and value >= 0)),
+    "layer": _int,
+    "evidence": _evidence,
     **dict.fromkeys(("committed", "agreed", "coverage_ok", "by_itself"), _flag),
     **dict.fromkeys(("summary", "text", "error"), _or_none(_text)),
     **dict.fromkeys(("slot", "at_step", "at_slot"), _or_none(_int)),
@@ -156,6 +167,11 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "snapshot_repaired": (*_STEP, "reason", "bytes"),
     "snapshot_damaged": (*_STEP, "reason"),
     "finding": ("action",),
+    "slot_refused": (*_STEP, "slot", "reason"),
+    "unfit": (*_GROUP, "reason"),
+    "bound_suspect": (*_GROUP, "reason", "evidence"),
+    "not_finite": (*_STEP, "slot", "reason"),
+    "attention_schedule": (*_GROUP, "coverage"),
     "audit": (*_STEP, "agreed", "differing"),
     "fault": ("fault",),
 }

@@ -90,8 +90,8 @@ class _CheckedInner:
     guard: Guard | None = None
     hands_out_lse: ClassVar[bool] = True
     """Whether the stock forward gives lse to an `out_transform`."""
-    wide_groups: ClassVar[bool] = False
-    """Whether the kernel adds up the query heads of a group in its accumulators."""
+    wide_sums: ClassVar[bool] = False
+    """Whether the kernel adds up dK and dV, over all queries and the query heads of a group, in its accumulators."""
     reads: ClassVar[torch.dtype | None] = None
     """The dtype that the kernel casts its operands to; None: theirs. The identities hold for what it reads."""
 
@@ -135,7 +135,7 @@ class _CheckedInner:
         plain = kwargs.get("score_mod") is None
         attention = operators.attention if torch.compiler.is_compiling() else fused.attention
         out, lse = attention(
-            attend, q, k, v, scale=scale, guard=guard, plain_scores=plain, wide_groups=self.wide_groups
+            attend, q, k, v, scale=scale, guard=guard, plain_scores=plain, wide_sums=self.wide_sums
         )
         out = out.to(q_BLNH.dtype)
         return out if out_transform is None else out_transform(out, lse)
@@ -144,7 +144,7 @@ class _CheckedInner:
 class CheckedFlexAttention(_CheckedInner, FlexAttention):
     """FlexAttention, watched, or replaced by attention as matrices."""
 
-    wide_groups = True
+    wide_sums = True
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):

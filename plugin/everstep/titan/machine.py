@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config.override import apply_overrides
 from torchtitan.models.common import dist_gemm, token_dispatcher
 
 from everstep.config.checks import Problem
+from everstep.titan import attention, cpu
 
 _KERNELS = {
     "torchtitan.overrides.fused_swiglu": "Triton",
@@ -48,13 +51,30 @@ def needs_gpu(config: Any) -> Iterator[Problem]:
             yield Problem(("job", "config"), message)
 
 
-def trained_parameters(config: Any) -> tuple[int, int]:
-    """How many parameters of a trainer config's model are trained, and the bytes of each. The model is built on the
-    meta device."""
+def choose_attention(config: Any) -> None:
+    """Give a trainer config's model, in place, an attention that this machine runs, checked where that is asked for.
+
+    Raises:
+        ValueError: it cannot be checked.
+    """
+    check = config.attention_check
+    if not cpu.has_accelerator() and not (check.enable and check.path == "explicit"):  # which brings its own
+        cpu.prepare(config)
+    attention.apply(config, check)
+
+
+def built_on_meta(config: Any) -> nn.Module:
+    """The model of a trainer config, without values."""
     model_config = config.model_spec.model
     model_config.update_from_config(config=config)
+    if config.override.imports:
+        apply_overrides(config.override, config)
     with torch.device("meta"):
-        model = model_config.build()
+        return model_config.build()
+
+
+def trained_parameters(model: nn.Module, config: Any) -> tuple[int, int]:
+    """How many parameters of a trainer config's model are trained, and the bytes of each."""
     number = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return number, TORCH_DTYPE_MAP[config.training.dtype].itemsize
 

@@ -53,6 +53,7 @@ from everstep.titan.checkpoints import RunCheckpointManager, SnapshotCheckpointM
 from everstep.titan.data.binding import bind_data
 from everstep.titan.fragments import FragmentReducer
 from everstep.titan.group import all_in_group, sum_in_group
+from everstep.titan.machine import choose_attention
 from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import Snapshots
 from everstep.titan.state import TrainingState, slot_seed
@@ -139,12 +140,7 @@ class EverstepTrainer(SlotTrainer):
         begin = time.monotonic()
         bind_data(config)
         on_cpu = not cpu.has_accelerator()
-        if on_cpu:
-            assert config.model_spec is not None
-            check = config.attention_check
-            if not check.enable or check.path != "explicit":  # which brings an attention of its own
-                cpu.prepare(config)
-        attention.apply(config, config.attention_check)
+        choose_attention(config)
         if config.fault_tolerance.enable:
             # Curves are drawn from the run's events, by one process for all groups: report/scalars.py.
             config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
