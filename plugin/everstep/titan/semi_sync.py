@@ -398,7 +398,7 @@ class SemiSyncTrainer(EverstepTrainer):
 
     def _go_on(self, round_: int, worker: int, steps: int, state: bytes) -> Progress:
         """The worker is where this state of it within a round was left."""
-        progress = self._progress()
+        begun, progress = time.monotonic(), self._progress()
         progress.steps = progress.began_at = progress.kept_at = steps
         if steps > self._taken_at:
             progress.changes = [torch.empty_like(self.round.trained[at]) for at in self.round.fragment(round_)]
@@ -410,7 +410,8 @@ class SemiSyncTrainer(EverstepTrainer):
         if isinstance(self.source, SlotStreams):
             self.source.go_on_from(state[size:])
         if not self.carries(worker):
-            self.events.emit("worker_moved", round_, worker=worker, rounds_again=0, from_step=steps, took_s=0.0)
+            took_s = round(time.monotonic() - begun, 3)
+            self.events.emit("worker_moved", round_, worker=worker, rounds_again=0, from_step=steps, took_s=took_s)
         if steps > self._taken_at:
             self._synchronise(round_, worker, progress.changes)
         elif steps == self._taken_at:
