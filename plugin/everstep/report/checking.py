@@ -34,7 +34,9 @@ def judged(figures: Mapping[str, Any]) -> str:
         ("bounds_widened", "bound widened", "bounds widened"),
         ("slots_not_finite", "slot let pass as not finite", "slots let pass as not finite"),
     )
-    return ", ".join(f"{figures[name]} {one if figures[name] == 1 else many}" for name, one, many in counts if figures[name])
+    return ", ".join(
+        f"{figures[name]} {one if figures[name] == 1 else many}" for name, one, many in counts if figures[name]
+    )
 
 
 @dataclass
