@@ -198,3 +198,16 @@ def test_no_error_of_a_product_passes_or_is_repaired_wrongly_be_it_one_of_the_ch
     extreme = [told[f"{dtype}, {kind}"] for kind in EXTREME]
     assert all(count["found"] == count["faults"] > 0 for count in extreme)
     assert torch.equal(torch.eye(3) @ torch.eye(3), torch.eye(3)), "the kernels are as they were"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_that_is_not_finite_does_not_excuse_itself(monkeypatch, dtype):
+    a, b = torch.randn(8, 64).to(dtype), torch.randn(64, 64).to(dtype)
+
+    def broken(a, plain):
+        sums = apply_sums(a, plain)
+        sums[3, 0] = torch.inf
+        return sums
+
+    monkeypatch.setattr(product, "apply_sums", broken)
+    assert row_deviation(a @ b, a, tile_sums(b)).bad().flatten().tolist() == [row == 3 for row in range(8)]
