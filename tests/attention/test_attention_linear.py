@@ -200,7 +200,7 @@ def test_no_error_of_a_product_passes_or_is_repaired_wrongly_be_it_one_of_the_ch
     assert torch.equal(torch.eye(3) @ torch.eye(3), torch.eye(3)), "the kernels are as they were"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_checksum_that_is_not_finite_does_not_excuse_itself(monkeypatch, dtype):
     a, b = torch.randn(8, 64).to(dtype), torch.randn(64, 64).to(dtype)
 
