@@ -45,7 +45,10 @@ def run_dir(tmp_path):
     for group in (0, 1):
         story.add(1.5, "bound_suspect", group, 2, slot=1, reason=NARROW, witnesses=1, evidence=SEEN)
         story.add(1.6, "not_finite", group, 2, slot=2, reason="it is let pass", witnesses=1, evidence=[])
-    return story.commit(2, 2, [0, 1]).write(tmp_path)
+    story.commit(2, 2, [0, 1])
+    for group in (0, 1):
+        story.add(3, "agent_ended", group, role="agent", status="done", reason="")
+    return story.write(tmp_path)
 
 
 def test_the_report_counts_what_was_found_and_says_what_is_checked(run_dir):
@@ -120,8 +123,9 @@ def test_a_group_that_is_gone_leaves_no_risk_behind():
     for group in (0, 1):
         seen.take({"kind": "attention_schedule", "group": group, "rank": 0, "coverage": "1 of 1", "residual_risk": 1.0})
     assert seen.residual_risk == 2.0
-    seen.take({"kind": "agent_ended", "group": 1})
-    assert (seen.residual_risk, seen.overhead) == (1.0, None)
+    for group in (1, 0):
+        seen.take({"kind": "agent_ended", "group": group, "status": "failed"})
+        assert (seen.residual_risk, seen.overhead) == (1.0, None), "what was true when the last one ended"
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,9 @@ class Checking:
         match event["kind"]:
             case "run_started":
                 self._plans.clear()
-            case "agent_ended":
-                self._plans = {place: plan for place, plan in self._plans.items() if place[0] != event.get("group")}
+            case "agent_ended" if event.get("status") == "failed":  # others go on without it
+                others = {place: plan for place, plan in self._plans.items() if place[0] != event.get("group")}
+                self._plans = others or self._plans
             case "attention_schedule":
                 self._plans[event["group"], event.get("rank") or 0] = event
             case "finding":
