@@ -71,7 +71,10 @@ def blocks_of(model) -> list:
 @torch.no_grad()
 def draw_weights(model, name: str, draw: random.Random) -> None:
     """Other weights of what is run: as initialised, or as trained by chance."""
-    parts = [model.tok_embeddings, *(part for block in blocks_of(model) for part in (block.attention_norm, block.attention))]
+    parts = [
+        model.tok_embeddings,
+        *(part for block in blocks_of(model) for part in (block.attention_norm, block.attention)),
+    ]
     trained = draw.random() < 0.6
     for part in parts:
         part.init_states(buffer_device=torch.device("cpu"))

@@ -1,12 +1,12 @@
-"""Faults in the arithmetic itself: CPU kernels of matrix products are replaced in PyTorch's dispatcher, so that any product
-can come out wrong, the checks' own included, and not only what our injector knows.
+"""Faults in the arithmetic itself: CPU kernels of matrix products are replaced in PyTorch's dispatcher, so that any
+product can come out wrong, the checks' own included, and not only what our injector knows.
 
     python bench/attention_products.py --faults 4000
 
-A checked projection, forward and backward, with inner lengths of up to 8192 in y and dX or in dW; fp32, bf16 and fp16. One
-element (or tile, or two bits) of one product's result is hit. Harm: y, dX or dW, as training would go on with it, is off by
-more than its root mean square somewhere, or not finite. Missed: harm, and neither a finding nor a refused slot. Wrongly
-repaired: harm, though a repair was reported and no slot refused.
+A checked projection, forward and backward, with inner lengths of up to 8192 in y and dX or in dW; fp32, bf16 and fp16.
+One element (or tile, or two bits) of one product is hit. Harm: y, dX or dW, as training would go on with it, is
+off by more than its root mean square somewhere, or not finite. Missed: harm, and neither a finding nor a refused slot.
+Wrongly repaired: harm, though a repair was reported and no slot refused.
 """
 
 import argparse
@@ -106,7 +106,8 @@ def campaign(faults: int, seed: int, inner: tuple[int, ...], dtypes: tuple[str, 
 
             products.arm(None)
             clean, refused, findings = run(1)
-            assert not refused and not findings, "an alarm on clean data"
+            assert not refused, "an alarm on clean data"
+            assert not findings, "an alarm on clean data"
             products.arm(draw.randrange(products.made), drawn(kind, dtype, draw))
             got, refused, findings = run(2)
             products.arm(None)
@@ -116,7 +117,9 @@ def campaign(faults: int, seed: int, inner: tuple[int, ...], dtypes: tuple[str, 
             )
             count = told.setdefault(f"{name}, {kind}", Counter())
             count["faults"] += 1
-            count["refused" if refused else "harmless" if not harm else "repaired wrongly" if findings else "missed"] += 1
+            count[
+                "refused" if refused else "harmless" if not harm else "repaired wrongly" if findings else "missed"
+            ] += 1
             count["found"] += bool(findings)
             if harm and not refused:
                 print("HARM", name, kind, length, "dW" if of_dw else "y", findings[:1], flush=True)

@@ -1,9 +1,9 @@
-"""What the attention check costs a whole step: torchtitan's Llama 3 debug model, checked and not, taking turns in one run.
+"""What the attention check costs a whole step: torchtitan's Llama 3 debug model, checked and not, taking turns.
 
     python bench/attention_step.py --rounds 30
 
-Each round is a step of every variant: its slots forward and backward, and AdamW. One thread, processor time; medians of the
-rounds' own ratios to the unchecked model. What is between groups is left out: the ratio is the check's own.
+Each round is a step of every variant: its slots forward and backward, and AdamW. One thread, processor time; medians of
+the rounds' own ratios to the unchecked model. What is between groups is left out: the ratio is the check's own.
 """
 
 import argparse

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from attention_products import EXTREME, campaign
 from everstep.attention import linear, product
 from everstep.attention.injection import Fault
 from everstep.attention.product import _settle_rows_on_device, apply_sums, bias_sums, halves, row_deviation, tile_sums
@@ -187,3 +188,26 @@ def test_a_bias_raises_no_alarm_though_its_sum_is_nothing_or_takes_the_product_b
         for b in (bias, against):
             y = F.linear(x, w, b)
             assert not row_deviation(y, x, tile_sums(w.t()), bias_sums(b)).bad().any()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_no_error_of_a_product_passes_or_is_repaired_wrongly_be_it_one_of_the_checks_own(dtype):
+    """Put into the results of PyTorch's own kernels."""
+    told = campaign(40, 3, (256,), (dtype,))
+    assert not sum(count["missed"] + count["repaired wrongly"] for count in told.values())
+    extreme = [told[f"{dtype}, {kind}"] for kind in EXTREME]
+    assert all(count["found"] == count["faults"] > 0 for count in extreme)
+    assert torch.equal(torch.eye(3) @ torch.eye(3), torch.eye(3)), "the kernels are as they were"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_checksum_that_is_not_finite_does_not_excuse_itself(monkeypatch, dtype):
+    a, b = torch.randn(8, 64).to(dtype), torch.randn(64, 64).to(dtype)
+
+    def broken(a, plain):
+        sums = apply_sums(a, plain)
+        sums[3, 0] = torch.inf
+        return sums
+
+    monkeypatch.setattr(product, "apply_sums", broken)
+    assert row_deviation(a @ b, a, tile_sums(b)).bad().flatten().tolist() == [row == 3 for row in range(8)]

@@ -35,7 +35,9 @@ def run_dir(tmp_path):
     story.start(0.5, 0, 1).commit(1, 1, [0, 1])
     for rank, (overhead, risk) in enumerate(((0.01, 3e-6), (0.015, 4e-6))):
         story.add(1.1, "attention_schedule", 0, 1, rank=rank, coverage="12 of 12", overhead=0.5, residual_risk=1.0)
-        story.add(1.2, "attention_schedule", 0, 1, rank=rank, coverage="12 of 12", overhead=overhead, residual_risk=risk)
+        story.add(
+            1.2, "attention_schedule", 0, 1, rank=rank, coverage="12 of 12", overhead=overhead, residual_risk=risk
+        )
     for action in ("recomputed", "refused", "accepted"):
         story.add(1.3, "finding", 0, 2, **found(action))
     story.add(1.3, "slot_refused", 0, 2, slot=3, reason="attention findings")
@@ -43,7 +45,10 @@ def run_dir(tmp_path):
     for group in (0, 1):
         story.add(1.5, "bound_suspect", group, 2, slot=1, reason=NARROW, witnesses=1, evidence=SEEN)
         story.add(1.6, "not_finite", group, 2, slot=2, reason="it is let pass", witnesses=1, evidence=[])
-    return story.commit(2, 2, [0, 1]).write(tmp_path)
+    story.commit(2, 2, [0, 1])
+    for group in (0, 1):
+        story.add(3, "agent_ended", group, role="agent", status="done", reason="")
+    return story.write(tmp_path)
 
 
 def test_the_report_counts_what_was_found_and_says_what_is_checked(run_dir):
@@ -73,7 +78,9 @@ def test_status_and_view_tell_of_it(run_dir):
     assert [line for line in lines if line.startswith("attention: 12 of 12")], "once it is known"
     assert "group 0 rank 1: layer 4 wq.y, slot 3 of step 2: nan, accepted" in lines
     assert "group 0: slot 3 of step 2 was refused: attention findings" in lines
-    assert [f"group 0: {UNFIT}", f"group 1: {NARROW}"] == [line for line in lines if line.endswith((UNFIT, f"1: {NARROW}"))]
+    assert [f"group 0: {UNFIT}", f"group 1: {NARROW}"] == [
+        line for line in lines if line.endswith((UNFIT, f"1: {NARROW}"))
+    ]
     out = io.StringIO()
     Console(file=out, width=200).print(panel(state))
     assert f"attention: {COVERED}" in out.getvalue()
@@ -116,11 +123,14 @@ def test_a_group_that_is_gone_leaves_no_risk_behind():
     for group in (0, 1):
         seen.take({"kind": "attention_schedule", "group": group, "rank": 0, "coverage": "1 of 1", "residual_risk": 1.0})
     assert seen.residual_risk == 2.0
-    seen.take({"kind": "agent_ended", "group": 1})
-    assert (seen.residual_risk, seen.overhead) == (1.0, None)
+    for group in (1, 0):
+        seen.take({"kind": "agent_ended", "group": group, "status": "failed"})
+        assert (seen.residual_risk, seen.overhead) == (1.0, None), "what was true when the last one ended"
 
 
-@pytest.mark.parametrize("damage", [{"evidence": [1]}, {"evidence": [{"layer": "x", "section": "y"}]}, {"reason": None}])
+@pytest.mark.parametrize(
+    "damage", [{"evidence": [1]}, {"evidence": [{"layer": "x", "section": "y"}]}, {"reason": None}]
+)
 def test_an_event_that_somebody_else_wrote_is_passed_over(tmp_path, damage):
     event = {"slot": 1, "reason": NARROW, "witnesses": 1, "evidence": SEEN} | damage
     story = Timeline().start(0, 0).commit(1, 1, [0]).add(2, "bound_suspect", 0, 2, **event)

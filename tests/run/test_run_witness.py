@@ -84,6 +84,10 @@ def test_an_error_of_one_group_names_it_and_a_bound_that_all_leave_names_nobody(
     assert_nothing_lost(narrow.run_dir, wrong.run_dir, STEPS)
     figures = score.score(wrong.run_dir)
     assert (figures["samples_lost"], figures["samples_repeated"], figures["attempts_thrown_away"]) == (0, 0, 0)
+    guarded, there = figures["attention_coverage"].split(" of ")
+    assert guarded == there > "0"
+    told = [score.score(run.run_dir) for run in (wrong, narrow)]
+    assert [(figures["ranks_unfit"], figures["bounds_widened"] > 0) for figures in told] == [(1, False), (0, True)]
 
 
 @pytest.mark.slow

@@ -115,7 +115,17 @@ def compare_inputs(q, k, v, dq, dk, dv, packed, scale: float, plain_scores: bool
 
 
 def watch_inputs(
-    guard: Guard, q, k, v, dq, dk, dv, packed: torch.Tensor, scale: float, plain_scores: bool, wide_sums: bool,
+    guard: Guard,
+    q,
+    k,
+    v,
+    dq,
+    dk,
+    dv,
+    packed: torch.Tensor,
+    scale: float,
+    plain_scores: bool,
+    wide_sums: bool,
     compare: Callable[..., Deviation] = compare_inputs,
 ) -> None:
     """Compare and report. compare: `compare_inputs`, or the same compiled."""

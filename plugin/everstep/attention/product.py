@@ -153,8 +153,8 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSu
         expected, size = apply_sums(a, sums.plain), norms(a, -1)
     size = size.unsqueeze(-1)
     product = reach = size * sums.reach
-    # Errors of terms whose signs vary grow with the root of their squares, those of terms alike with the result, which is
-    # no larger than `reach`: a broken checksum must not excuse itself.
+    # Errors of terms whose signs vary grow with the root of their squares, those of terms alike with the result, which
+    # is no larger than `reach`: a broken checksum must not excuse itself.
     terms = size * sums.step + torch.minimum(expected.abs(), 1.01 * reach)
     # A CPU that sums fp16 in fp16 rounds every partial sum that coarsely; TF32 rounds the terms alone.
     loss = growth(inner, y.dtype) * terms

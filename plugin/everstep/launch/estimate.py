@@ -10,16 +10,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from everstep.config.errors import ConfigError
-
 ADAM_STATES = 2
 """What the optimizers of torchtitan keep for each parameter, of its own type."""
 
 
 def state_of(config: Path, flags: Sequence[str], ranks: int = 1, allow_dropped: bool = False) -> dict:
     """{"parameters": how many, "state_bytes": parameters and optimizer state of one group, over all its ranks,
-    "device_bytes": memory of each GPU here, "warnings",
-    "attention": what of it is checked ("12 of 12") and what is not, or None}, or {"error": sentence} for a config that cannot work."""
+    "device_bytes": memory of each GPU here, "warnings", "attention": what of it is checked ("12 of 12") and what is
+    not, or None}, or {"error": sentence} for a config that cannot work."""
     from everstep.titan import cpu
 
     if not cpu.has_accelerator():

@@ -34,7 +34,9 @@ def judged(figures: Mapping[str, Any]) -> str:
         ("bounds_widened", "bound widened", "bounds widened"),
         ("slots_not_finite", "slot let pass as not finite", "slots let pass as not finite"),
     )
-    return ", ".join(f"{figures[name]} {one if figures[name] == 1 else many}" for name, one, many in counts if figures[name])
+    return ", ".join(
+        f"{figures[name]} {one if figures[name] == 1 else many}" for name, one, many in counts if figures[name]
+    )
 
 
 @dataclass
@@ -58,8 +60,9 @@ class Checking:
         match event["kind"]:
             case "run_started":
                 self._plans.clear()
-            case "agent_ended":
-                self._plans = {place: plan for place, plan in self._plans.items() if place[0] != event.get("group")}
+            case "agent_ended" if event.get("status") == "failed":  # others go on without it
+                others = {place: plan for place, plan in self._plans.items() if place[0] != event.get("group")}
+                self._plans = others or self._plans
             case "attention_schedule":
                 self._plans[event["group"], event.get("rank") or 0] = event
             case "finding":
