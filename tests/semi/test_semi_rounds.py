@@ -107,10 +107,15 @@ MORE = {
 }
 
 
+def model_of(semi_sync):
+    """One with a layer for each fragment."""
+    return "tiny_4" if semi_sync.get("fragments", 1) > 2 else "tiny"
+
+
 def config(path, semi_sync, more=()):
     steps = OUTER_ROUNDS * semi_sync["sync_steps"]
     sections = {
-        "job": {"config": "tiny_4" if semi_sync.get("fragments", 1) > 2 else "tiny"},
+        "job": {"config": model_of(semi_sync)},
         "training": {"steps": steps, "global_batch_size": WORKERS},
         "semi_sync": semi_sync,
         "optimizer": {"lr": 3e-4, "eps": 1e-4},
@@ -208,7 +213,8 @@ def is_what_the_paper_says(found, case, reference, folder):
     expected = reference(config(folder / "run.toml", case.semi_sync, case.more), case.absent)
     assert worst(found["parameters"], expected) <= 1e-6
     assert max(abs(a - b) for a, b in zip(found["losses"], expected.losses, strict=True)) <= 1e-5
-    plain = reference(config(folder / "plain.toml", {"sync_steps": case.sync_steps}, case.more))
+    model = {"job": {"config": model_of(case.semi_sync)}, **dict(case.more)}
+    plain = reference(config(folder / "plain.toml", {"sync_steps": case.sync_steps}, model))
     if case.fragments > 1 or case.mixing or any(case.absent.values()):
         assert worst(plain.parameters, expected) > 1e-4
     moves = [event["rounds_again"] for event in found["events"] if event["kind"] == "worker_moved"]
