@@ -230,6 +230,20 @@ def test_nothing_is_told_that_is_not_asked_for(tmp_path):
     assert (asked.tensorboard, asked.tensorboard_folder, asked.wandb) == (True, "curves", False)
 
 
+def test_rounds_of_workers_are_counted_by_group():
+    story = Timeline()
+    for group in (0, 1):
+        story.add(1.0, "commit", group, 1, groups=[0, 1], loss=2.0, tokens=10, history="1", parent="0",
+                  payload_bytes=100 + group, kept_bytes=50)  # fmt: skip
+    story.add(2.0, "worker_moved", 1, 2, worker=2, rounds_again=2, from_step=0)
+    story.add(3.0, "worker_moved", 1, 3, worker=3, rounds_again=0, from_step=4)
+    of = figures_after(story)
+    assert (of("bytes_across_groups_total", group="0"), of("bytes_across_groups_total", group="1")) == (100, 101)
+    assert of("worker_bytes_kept_total", group="1") == 50
+    assert of("workers_moved_total", group="1") == 2
+    assert of("worker_rounds_again_total", group="1") == 2
+
+
 def known_names():
     names = set()
     for family in Metrics(1, 1).registry.collect():

@@ -44,6 +44,12 @@ class Metrics:
         self._heals = counter("heals", "States received from a living group", "group")
         self._heal_bytes = counter("heal_bytes", "Bytes received by healing")
         self._heal_s = counter("heal_seconds", "Time spent receiving states")
+        self._payload = counter("bytes_across_groups", "Semi-synchronous: what one rank gave into sums", "group")
+        self._kept = counter("worker_bytes_kept", "Semi-synchronous: states of workers written by one rank", "group")
+        self._moved = counter("workers_moved", "Semi-synchronous: workers taken over from another group", "group")
+        self._again = counter(
+            "worker_rounds_again", "Semi-synchronous: rounds made again for a worker's state", "group"
+        )
         self._refused = counter("slots_refused", "Slots computed again", "group")
         self._findings = counter("findings", "What the attention check saw and did", "action")
         self._unfit = counter("ranks_unfit", "Ranks that the attention check sent away")
@@ -130,6 +136,9 @@ class Metrics:
                     "attempt", event["step"], event.get("quorum_id"), event["attempt"]
                 ):
                     self._thrown_away.inc()
+            case "worker_moved":
+                self._moved.labels(group).inc()
+                self._again.labels(group).inc(event["rounds_again"])
             case "workers_stalled":
                 self._stalled.add(event["group"])
             case "workers_died":
@@ -202,6 +211,11 @@ class Metrics:
         self._given_up.set(len(self._down_for_good))
 
     def _commit(self, event: dict[str, Any]) -> None:
+        group = str(event["group"])
+        if event.get("payload_bytes") is not None:
+            self._payload.labels(group).inc(event["payload_bytes"])
+        if event.get("kept_bytes") is not None:
+            self._kept.labels(group).inc(event["kept_bytes"])
         if not self._commits.new(event):
             return
         self._step.set(event["step"])
