@@ -17,6 +17,7 @@ import torch
 from everstep.run.events import read_events
 from everstep.run.token import run_token
 from everstep.snapshot import keepers, peers, recovery, restore, sources
+from everstep.snapshot.buffer import HEADER_BYTES
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.header import Kind
 from everstep.snapshot.layout import Layout
@@ -222,6 +223,15 @@ def is_zombie(pid: int) -> bool:
         return True
     except psutil.NoSuchProcess:
         return True
+
+
+def damage(run: Cluster, group: int, kind: str, step: int, at: int) -> None:
+    """Flip one bit of a buffer; `at` counts from the payload's first byte."""
+    with file_of(run.segment(group), kind, step).open("r+b") as file:
+        file.seek(HEADER_BYTES + at)
+        byte = file.read(1)[0]
+        file.seek(HEADER_BYTES + at)
+        file.write(bytes([byte ^ 4]))
 
 
 def wait_until(condition, timeout_s: float = 120.0) -> None:

@@ -5,8 +5,7 @@ import time
 import pytest
 
 from everstep.snapshot.agreement import Agreed, Word, learn
-from everstep.snapshot.buffer import HEADER_BYTES
-from snapshot_cluster import Cluster, assert_is_step, file_of, wait_until
+from snapshot_cluster import Cluster, assert_is_step, damage, wait_until
 
 RARE = 1e-6
 """So small a share that a keeper rests for the rest of the test."""
@@ -46,9 +45,7 @@ def test_an_interim_snapshot_that_is_damaged_gives_way_to_the_coded_one():
         run.take(1)
         run.commit(2)
         run.wait()
-        with file_of(run.segment(0), "data", 2).open("r+b") as file:
-            file.seek(HEADER_BYTES + 100)
-            file.write(bytes(range(200)))
+        damage(run, 0, "data", step=2, at=100)
         found = run.recover()
         assert found.restored is not None
         assert found.decision.step == 1

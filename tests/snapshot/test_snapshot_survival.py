@@ -18,16 +18,7 @@ from everstep.snapshot.inspect import InspectError, describe, inspect, sound, to
 from everstep.snapshot.plan import State
 from everstep.snapshot.restore import RestoreError
 from everstep.snapshot.segment import Segment
-from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, file_of, is_zombie, wait_until
-
-
-def damage(run: Cluster, group: int, kind: str, step: int, at: int) -> None:
-    """Flip one bit of a buffer; `at` counts from the payload's first byte."""
-    with file_of(run.segment(group), kind, step).open("r+b") as file:
-        file.seek(HEADER_BYTES + at)
-        byte = file.read(1)[0]
-        file.seek(HEADER_BYTES + at)
-        file.write(bytes([byte ^ 4]))
+from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, damage, file_of, is_zombie, wait_until
 
 
 def test_the_newest_step_is_restored_bit_for_bit_on_every_group():

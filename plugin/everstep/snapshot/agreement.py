@@ -120,10 +120,9 @@ def learn(agreed: Agreed, words: Mapping[int, Word]) -> tuple[Agreed, str]:
     # What is neither is what the next one overwrites.
     if len(spoke) == len(taken.members) and all(word.published for word in spoke.values()):
         whole = (taken.step, taken.history)
-        uncoded = frozenset(group for group, word in spoke.items() if not word.coded)
-        if not taken.interim and uncoded <= unprotected:
-            anchor = whole
         if not taken.interim:
+            uncoded = frozenset(group for group, word in spoke.items() if not word.coded)
+            anchor = whole if uncoded <= unprotected else anchor
             unprotected = uncoded
     moved = anchor != agreed.anchor
     busy = [group for group, word in words.items() if (word.busy_if_anchor if moved else word.busy_if_not)]

@@ -279,7 +279,8 @@ class Copier:
         part_bytes = plan.part[1] - plan.part[0]
         size = part_bytes + len(tail)
         sequence = self._next_sequence()
-        buffer = self._buffers[self._target(self._kept_ones(self.agreed.anchor, self.agreed.whole))]
+        kept, notes = self._kept_ones(self.agreed.anchor, self.agreed.whole), self._segment.read_notes(self._rank)
+        buffer = self._buffers[self._target(kept, self._headers(), notes)]
         buffer.reserve(size, job.device)
         buffer.writer.begin()
         copied = plan.copy(buffer.payload(), job.ready, self._pause)
@@ -338,13 +339,12 @@ class Copier:
         """Steps and histories that are not overwritten, if these are the newest of their kind."""
         return {anchor, whole} if len(self._buffers) > 2 else {anchor}
 
-    def _target(self, keep: set[tuple[int, int] | None]) -> int:
+    @staticmethod
+    def _target(keep: set[tuple[int, int] | None], headers: Sequence[Header | None], notes: Notes) -> int:
         """The buffer to write: one that holds nothing or is damaged first, else the oldest that need not be kept."""
-        headers = self._headers()
         for index, header in enumerate(headers):
             if header is None:
                 return index
-        notes = self._segment.read_notes(self._rank)
         known = [header for header in headers if header is not None]
         unsound = [i for i, h in enumerate(known) if notes.sequence == h.sequence and not notes.sound]
         if unsound:
@@ -357,7 +357,7 @@ class Copier:
         headers, anchor, whole = self._headers(), self.agreed.anchor, self.agreed.whole
 
         def busy(keep: set[tuple[int, int] | None]) -> bool:
-            target = headers[self._target(keep)]
+            target = headers[self._target(keep, headers, notes)]
             return target is not None and self._held(target, notes)
 
         as_it_is = busy(self._kept_ones(anchor, whole))
