@@ -122,7 +122,7 @@ MUTANTS = (
     Mutant(
         "what was computed is not written down",
         "protocol.py",
-        "        self._held.slots.update(attempt.computed)\n",
+        "        self._held.slots.update(computed)\n",
         "",
     ),
     Mutant(
@@ -276,6 +276,12 @@ MUTANTS = (
         'if not self.decisions.all_true("witnesses", not error):',
         "if error:",
         kinds="sick,narrow,refuse,lose,cut",
+    ),
+    Mutant(
+        "each rank decides by itself which groups ended",
+        "protocol.py",
+        "for words in said))\n        ended",
+        "for words in said[self.decisions.rank : self.decisions.rank + 1]))\n        ended",
     ),
 )
 

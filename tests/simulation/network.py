@@ -307,9 +307,10 @@ class ColumnSums:
     """Sums of one rank over its column."""
 
     def __init__(self, world: World, rank: Rank, *, connect_s: float, reduce_s: float) -> None:
-        self._world, self._rank = world, rank
+        self._world, self.rank = world, rank
         self._connect_s, self._reduce_s = connect_s, reduce_s
         self._wire: Wire | None = None
+        self._last: Wire | None = None
         self._place = self._calls = 0
         self._used: set[str] = set()
         self.lose_next = False
@@ -327,9 +328,9 @@ class ColumnSums:
     def connect(self, *, key: str, store: str, rank: int, size: int) -> None:
         world, scheduler = self._world, self._world.scheduler
         self.abort()
-        column = self._rank.number
+        column = self.rank.number
         if key in self._used:
-            world.judge.violate("key used twice", f"{self._rank.name} connects with key {key} again")
+            world.judge.violate("key used twice", f"{self.rank.name} connects with key {key} again")
         self._used.add(key)
         scheduler.pause(0.001, 0.02)
         if not world.store_answers(store):
@@ -343,13 +344,24 @@ class ColumnSums:
             wire.cut()
             raise SumsBroken("its peers gave up, or another is in this place")
         wire.members[rank] = self
-        self._wire, self._place, self._calls = wire, rank, 0
+        self._wire = self._last = wire
+        self._place, self._calls = rank, 0
         if len(wire.members) == size:
             wire.changed.fire(scheduler)
         scheduler.wait(wire.changed, lambda: len(wire.members) == size or wire.noticed, self._connect_s)
         if len(wire.members) < size or wire.broken_at is not None:
             self.abort()
             raise SumsBroken("not all peers came")
+
+    def ended(self) -> frozenset[int]:
+        """Now and then it lacks one, or names one that is well."""
+        members = {} if self._last is None else self._last.members
+        rumour = self._world.rumour
+        return frozenset(
+            place
+            for place, member in members.items()
+            if (rumour.random() < 0.9 if not member.rank.process.alive else rumour.random() < 0.1)
+        )
 
     def abort(self) -> None:
         self._world.scheduler.check()
@@ -393,7 +405,7 @@ class ColumnSums:
         number, self._calls = self._calls, self._calls + 1
         op = wire.ops.setdefault(number, _Op(signature))
         if op.signature != signature:
-            text = f"{self._rank.name}: {signature} meets {op.signature}, call {number} of {wire.name}"
+            text = f"{self.rank.name}: {signature} meets {op.signature}, call {number} of {wire.name}"
             world.judge.violate("sums paired", text)
         op.values[self._place] = value
         if len(op.values) == wire.size:

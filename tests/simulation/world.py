@@ -145,6 +145,8 @@ class World:
     def __init__(self, seed: int, plan: Plan, *, trace: bool = False) -> None:
         self.seed, self.plan = seed, plan
         self.scheduler = Scheduler(f"world {seed}")
+        self.rumour = random.Random(f"rumour {seed}")
+        """Draws of who seems to have ended, apart from all others."""
         self.judge = Judge(plan.slots, lambda: self.scheduler.now)
         self.trace: list[tuple[float, str, str, int | None, str]] = []
         self._tracing = trace

@@ -254,3 +254,37 @@ def test_snapshots_of_different_steps_have_none_in_common():
         for group, step in enumerate((4, 6))
     ]
     assert ledger.Tally.decode(parts[0] + parts[1], 1).common_snapshot(2) == -1
+
+
+@given(quorums(), st.data())
+def test_what_ended_groups_leave_is_computed_ahead_once_and_by_whoever_is_done_first(quorum, data):
+    slots, rows = quorum
+    rows = [replace(said, refused=frozenset(), disputed=frozenset()) for said in rows]
+    done = ledger.plan(rows, slots)
+    ended = data.draw(st.frozensets(st.sampled_from([said.group for said in rows])))
+    alive = [said for said in rows if said.group not in ended]
+    ahead = ledger.plan_without(ended, rows, done, slots, "redistribute", 0)
+    if not any(said.computes for said in alive):
+        assert not ahead
+        return
+    both = replace(done, shares={group: (*done.shares[group], *share) for group, share in ahead.items()})
+    assert times_covered(both, alive, slots) == [1] * slots
+    for group, share in ahead.items():
+        assert not share or len(both.shares[group]) <= min(map(len, both.shares.values())) + 1
+
+
+def test_nobody_goes_ahead_where_a_slot_was_refused_or_its_group_is_waited_for():
+    rows = [row(0), replace(row(1), refused=frozenset({1})), row(2)]
+    ended = frozenset({2})
+    assert not ledger.plan_without(ended, rows, ledger.plan(rows, 6), 6, "redistribute", 0)
+    rows = [row(0, adopts=False), row(1, adopts=False), row(2, adopts=False)]
+    done = ledger.plan(rows, 6, homes=3)
+    assert not any(ledger.plan_without(ended, rows, done, 6, "redistribute", 3).values())
+    assert not any(ledger.plan_without(ended, rows, ledger.plan(rows, 6), 6, "shrink", 0).values())
+
+
+def test_a_lost_workers_round_goes_to_the_group_with_one_worker_and_not_to_the_one_with_two():
+    rows = [row(0), row(1), row(2)]
+    done = ledger.plan(rows, 4, homes=3)
+    assert done.shares == {0: (0, 3), 1: (1,), 2: (2,)}
+    assert ledger.plan_without(frozenset({1}), rows, done, 4, "redistribute", 3) == {0: (), 2: (1,)}

@@ -32,6 +32,26 @@ def test_survivors_keep_what_they_hold_when_a_group_dies(run):
     assert not any(event["recomputed"] for event in run.events("attempt"))
 
 
+def test_who_is_done_computes_what_an_ended_group_leaves_while_others_are_busy(run):
+    """Of 4 slots group 0 has two: group 2 is done first, and does not wait for it to be given slot 1."""
+    first = run.group(0, steps=7, slots=4, slot_s=0.2, pause_after=2)
+    first.until(2)
+    third = run.group(2, steps=7, slots=4, slot_s=0.2)
+    victim = run.group(1, steps=7, slots=4, slot_s=0.2, crash_at="compute:5:0")
+    third.ready()
+    victim.ready()
+    first.go()
+    assert victim.death() == -signal.SIGKILL
+    for group in (first, third):
+        check(group, 7, slots=4)
+    assert first.commits[5]["owners"] == (0, 2, 2, 0)
+    last = [event for event in run.events("attempt") if event["step"] == 5 and event["committed"]]
+    assert {event["group"]: (event["held_before"], event["computed"]) for event in last} == {
+        0: ([0, 3], []),
+        2: ([2], [1]),
+    }
+
+
 @pytest.mark.parametrize("phase", ["quorum:7", "compute:7:0", "reduce:7", "vote:7"])
 def test_a_group_may_die_in_any_phase(run, phase):
     survivor = run.group(0, steps=12, slot_s=0.02, pause_after=2)

@@ -96,7 +96,7 @@ class RankColumn:
         and the store answers nobody meanwhile: with a slow name server that alone is longer than a quorum."""
         self._lock = threading.Lock()
         self._watch = PeerWatch(host, self._on_loss, token)
-        self._key = b""
+        self._key = self._last_key = b""
         self._rank = 0
         self._token, self._place = token, b""
         self._gathered = 0
@@ -107,6 +107,10 @@ class RankColumn:
     @property
     def connected(self) -> bool:
         return self.size > 0
+
+    def ended(self) -> frozenset[int]:
+        """See `Sums.ended`."""
+        return self._watch.ended(self._last_key)
 
     def connect(self, *, key: str, store: str, rank: int, size: int) -> None:
         """Build the process groups anew.
@@ -125,7 +129,7 @@ class RankColumn:
         # Taken, so that one that a thread was left behind with is not used again.
         reached = self._stores.pop(store, None)
         building = _Building(self._new_lines, self._watch, self._connect_timeout, store, reached, place, rank, size)
-        self._key = building.key
+        self._key = self._last_key = building.key
         building.start()
         # Members may use up the timeout once while they wait for each other, and once for each line they connect.
         give_up = time.monotonic() + (1 + self._line_count()) * self._connect_timeout.total_seconds()
@@ -337,7 +341,7 @@ class _Building(threading.Thread):
                 self.reached = reach(self._store, self._timeout)
             board = dist.PrefixStore(self._place, self.reached)
             board.set(f"watch/{self._rank}", self._watch.address)
-            others = [board.get(f"watch/{peer}").decode() for peer in range(self._size) if peer != self._rank]
+            others = {peer: board.get(f"watch/{peer}").decode() for peer in range(self._size) if peer != self._rank}
             self._watch.begin(self.key, others, self._timeout)
             self._lines = self._make(board, self._rank, self._size)
             for number, line in enumerate(self._lines):

@@ -3,7 +3,8 @@
 A collective tells of a dead peer only if it happens to need that peer just then; a survivor that waits for another
 survivor, which has already given up, would wait for its whole timeout. So every member keeps one silent TCP connection
 to every other member for as long as a process group lasts. The kernel closes it when the peer's process ends, and a
-peer that breaks the process group closes it itself: one broken member breaks them all, within a millisecond.
+peer that breaks the process group closes it itself, with one byte before: one broken member breaks them all, within a
+millisecond, and those whose process ended are known from those that gave up.
 
 Only members are let in: a connection proves the run's token and names its process group before it is kept, and is given
 up when its other side closes it.
@@ -14,7 +15,8 @@ import selectors
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from everstep import wire
@@ -26,6 +28,9 @@ GRACE_S = 0.1
 """Between a loss and its announcement. A sum that the lost member had finished with may still complete between the
 others, and then nobody has to compute anything again."""
 
+GAVE_UP = b"-"
+"""Said by a process that closes a connection; one that ended says nothing."""
+
 PURPOSE = "watch"
 REMEMBERED = 64
 """Process groups whose end is remembered, for callers that come late."""
@@ -33,6 +38,21 @@ REMEMBERED = 64
 
 class PeerLost(ConnectionError):
     """A member of the quorum could not be reached."""
+
+
+@dataclass(slots=True)
+class _Peers:
+    """The members of one process group, as far as they are watched.
+
+    Attributes:
+        connections: those made to them, by their place.
+        ended: places of those whose process ended.
+        lost: whether any has been lost, or the process group is over.
+    """
+
+    connections: dict[int, socket.socket]
+    ended: set[int] = field(default_factory=set)
+    lost: bool = False
 
 
 class PeerWatch:
@@ -51,7 +71,7 @@ class PeerWatch:
         self._on_loss, self._token = on_loss, token
         self._lock = threading.Lock()
         self._accepted: dict[bytes, list[socket.socket]] = {}
-        self._watched: dict[bytes, list[socket.socket]] = {}
+        self._watched: dict[bytes, _Peers] = {}
         self._over: deque[bytes] = deque(maxlen=REMEMBERED)
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -63,63 +83,83 @@ class PeerWatch:
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
 
-    def begin(self, key: bytes, peers: Sequence[str], timeout: timedelta) -> None:
+    def begin(self, key: bytes, peers: Mapping[int, str], timeout: timedelta) -> None:
         """Watch the members of a process group.
 
         Args:
             key: KEY_BYTES bytes that name the process group on all members.
-            peers: addresses of the other members.
+            peers: addresses of the other members, by their place.
             timeout: to reach each of them.
 
         Raises:
             PeerLost: one of them cannot be reached, or `end` was called for this process group meanwhile.
         """
-        connections = []
-        for peer in peers:
+        connections: dict[int, socket.socket] = {}
+        for place, peer in peers.items():
             try:
                 channel = wire.connect(peer, self._token, timeout, purpose=PURPOSE, subject=key)
             except wire.WireError as error:
-                for connection in connections:
+                for connection in connections.values():
                     connection.close()
                 raise PeerLost(f"{peer} does not answer: {error}") from error
-            connections.append(channel.detach())
+            connections[place] = channel.detach()
         with self._lock:
             if self._closed or key in self._over:
-                for connection in connections:
+                for connection in connections.values():
                     connection.close()
                 raise PeerLost("the process group was broken while it was being built")
-            self._watched[key] = connections
-            for connection in connections:
+            for over in self._over:
+                if over in self._watched:
+                    self._drop(self._watched.pop(over).connections.values())
+            self._watched[key] = _Peers(connections)
+            for place, connection in connections.items():
                 connection.setblocking(False)
-                self._selector.register(connection, selectors.EVENT_READ, (key, True))
+                self._selector.register(connection, selectors.EVENT_READ, (key, place))
         self._wake()
 
     def end(self, key: bytes) -> None:
         """The process group is over for this rank; members that still use it lose this rank. Idempotent."""
         with self._lock:
             self._over.append(key)
-            self._drop(self._watched.pop(key, []))
-            self._drop(self._accepted.pop(key, []))
+            self._give_up(self._accepted.pop(key, []))
+            if peers := self._watched.get(key):
+                peers.lost = True
+                for connection in peers.connections.values():
+                    with contextlib.suppress(OSError):
+                        connection.shutdown(socket.SHUT_WR)  # whether its other side is alive, it says then
         self._wake()
+
+    def ended(self, key: bytes) -> frozenset[int]:
+        """Places of the members of a process group whose process was seen to end, until the next one begins."""
+        with self._lock:
+            return frozenset(self._watched[key].ended) if key in self._watched else frozenset()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # closed meanwhile
             self._wake_write.send(b"+")
 
-    def _drop(self, connections: Sequence[socket.socket]) -> None:
+    def _drop(self, connections: Iterable[socket.socket]) -> None:
         for connection in connections:
             self._selector.unregister(connection)
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # also for what a forked child has of it
             connection.close()
 
+    def _give_up(self, accepted: Sequence[socket.socket]) -> None:
+        for connection in accepted:
+            with contextlib.suppress(OSError):
+                connection.send(GAVE_UP)
+        self._drop(accepted)
+
     def close(self) -> None:
         """End all watches and stop listening."""
         self._door.close()
         with self._lock:
             self._closed = True
-            for connections in (*self._watched.values(), *self._accepted.values()):
-                self._drop(connections)
+            for peers in self._watched.values():
+                self._drop(peers.connections.values())
+            for accepted in self._accepted.values():
+                self._give_up(accepted)
             self._watched.clear()
             self._accepted.clear()
         self._wake()
@@ -130,10 +170,12 @@ class PeerWatch:
         with self._lock:
             # The caller may be late for a process group that this rank has broken already.
             if self._closed or member.subject in self._over:
+                with contextlib.suppress(OSError):
+                    member.sock.send(GAVE_UP)
                 member.sock.close()
                 return
             self._accepted.setdefault(member.subject, []).append(member.sock)
-            self._selector.register(member.sock, selectors.EVENT_READ, (member.subject, False))
+            self._selector.register(member.sock, selectors.EVENT_READ, (member.subject, None))
         self._wake()
 
     def _watch(self) -> None:
@@ -149,13 +191,22 @@ class PeerWatch:
         if ready.data is None:
             self._wake_read.recv(4096)
             return
-        # Peers never speak: readable means closed.
-        key, ours = ready.data
+        # Peers say nothing until they are lost.
+        key, place = ready.data
         with self._lock:
-            if not ours:
+            if place is None:
                 self._forget(key, ready.fileobj)
                 return
-            self._drop(self._watched.pop(key, []))
+            peers = self._watched.get(key)
+            connection = peers.connections.pop(place, None) if peers is not None else None
+            if peers is None or connection is None:
+                return
+            if not _says(connection, GAVE_UP):
+                peers.ended.add(place)
+            self._drop([connection])
+            if peers.lost:
+                return
+            peers.lost = True
         timer = threading.Timer(GRACE_S, self._lose, (key,))
         timer.daemon = True
         timer.start()
@@ -163,7 +214,7 @@ class PeerWatch:
     def _forget(self, key: bytes, connection: object) -> None:
         """The member that made this connection has closed it; that it is lost is told by the one to it."""
         left = self._accepted.get(key, [])
-        self._drop([c for c in left if c is connection])
+        self._give_up([c for c in left if c is connection])
         self._accepted[key] = [c for c in left if c is not connection]
         if not self._accepted[key]:
             del self._accepted[key]
@@ -171,3 +222,10 @@ class PeerWatch:
     def _lose(self, key: bytes) -> None:
         self.end(key)
         self._on_loss(key)
+
+
+def _says(connection: socket.socket, what: bytes) -> bool:
+    try:
+        return connection.recv(1) == what
+    except OSError:
+        return False

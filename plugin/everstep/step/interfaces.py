@@ -176,6 +176,10 @@ class Sums(Protocol):
     def abort(self) -> None:
         """Break the process group: every pending sum fails, here and at once on the peers."""
 
+    def ended(self) -> frozenset[int]:
+        """Places of those members of the last process group whose process was seen to end. A guess: it may lack some
+        and name others."""
+
     def gather(self, words: Sequence[int]) -> list[list[int]]:
         """Every group's int64 words, in rank order; equally many on each. Raises SumsBroken."""
 

@@ -7,9 +7,10 @@ number of groups that put each slot into the sum is counted; `verdict` says whet
 """
 
 import hashlib
+import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -70,7 +71,7 @@ class Row:
 
     def encode(self, slots: int) -> list[int]:
         """The row as `words(slots)` integers that fit int64."""
-        packed = [word for some in (self.held, self.refused, self.disputed) for word in _packed(some, slots)]
+        packed = [word for some in (self.held, self.refused, self.disputed) for word in pack(some, slots)]
         audited, checksum = (0, 0) if self.checksum is None else (1, self.checksum)
         flags = [int(self.computes), audited, checksum, int(self.proven), int(self.adopts)]
         return [self.group, self.quorum, self.step, self.history, *flags, *packed]
@@ -80,20 +81,22 @@ class Row:
         """The inverse of `encode`."""
         group, quorum, step, history, computes, audited, checksum, proven, adopts, *packed = values
         size = len(packed) // SLOT_SETS
-        held, *refused = (_unpacked(packed[size * i : size * (i + 1)], slots) for i in range(SLOT_SETS))
+        held, *refused = (unpack(packed[size * i : size * (i + 1)], slots) for i in range(SLOT_SETS))
         checksum = checksum if audited else None
         return Row(group, quorum, step, history, bool(computes), checksum, bool(proven), held, bool(adopts), *refused)
 
 
-def _packed(some: frozenset[int], slots: int) -> list[int]:
-    words = [0] * -(-slots // BITS_PER_WORD)
-    for slot in some:
-        words[slot // BITS_PER_WORD] |= 1 << slot % BITS_PER_WORD
+def pack(some: frozenset[int], size: int) -> list[int]:
+    """A set of numbers below `size` as int64 words."""
+    words = [0] * -(-size // BITS_PER_WORD)
+    for number in some:
+        words[number // BITS_PER_WORD] |= 1 << number % BITS_PER_WORD
     return words
 
 
-def _unpacked(words: Sequence[int], slots: int) -> frozenset[int]:
-    return frozenset(s for s in range(slots) if words[s // BITS_PER_WORD] >> s % BITS_PER_WORD & 1)
+def unpack(words: Sequence[int], size: int) -> frozenset[int]:
+    """The inverse of `pack`."""
+    return frozenset(n for n in range(size) if words[n // BITS_PER_WORD] >> n % BITS_PER_WORD & 1)
 
 
 def quorum_word(key: str) -> int:
@@ -138,7 +141,13 @@ class Plan:
     doubts: tuple[Doubt, ...] = ()
 
 
-def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute", homes: int = 0) -> Plan:
+def plan(
+    rows: Sequence[Row],
+    slots: int,
+    on_loss: OnLoss = "redistribute",
+    homes: int = 0,
+    busy: Mapping[int, Sequence[int]] | None = None,
+) -> Plan:
     """Split the slots that nobody holds among the groups that compute.
 
     Args:
@@ -147,6 +156,7 @@ def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute", home
         on_loss: `shrink` computes nothing for lost slots as long as some group still holds one.
         homes: if not 0, slot s is dealt to group s mod `homes` where that computes, so that it moves only when groups
             are lost or come back: to another at once if some group `adopts`, and never under `shrink`.
+        busy: by group slots that it computes before those dealt here.
 
     Returns:
         the plan; `shares` and what is held after `drops` cover each slot exactly once under `redistribute`.
@@ -162,11 +172,13 @@ def plan(rows: Sequence[Row], slots: int, on_loss: OnLoss = "redistribute", home
         at_home = {row.group for row in able if row.group < homes}
         moves = not at_home or (on_loss != "shrink" and any(row.adopts for row in able))
         left = frozenset() if moves else frozenset(slot for slot in missing if slot % homes not in at_home)
-        shares = _by_home([slot for slot in missing if slot not in left], [row.group for row in able], homes)
+        here = [slot for slot in missing if slot not in left]
+        at = {row.group: [slot for slot in here if slot % homes == row.group] for row in able}
+        shares = _deal([slot for slot in here if slot % homes not in at], at, busy or {})
         return Plan(shares, drops, differing, frozenset() if on_loss == "shrink" else left)
     refused = {slot for row in able for slot in row.refused}
     certain = [slot for slot in missing if slot not in refused]
-    shares = {row.group: tuple(certain[i :: len(able)]) for i, row in enumerate(able)}
+    shares = _deal(certain, {row.group: [] for row in able}, busy or {})
     doubts = []
     for slot in sorted(refused):
         if slot in holders:
@@ -190,16 +202,35 @@ def _who_is_asked(slot: int, able: Sequence[Row], shares: Mapping[int, Sequence[
     return min(able, key=turn).group
 
 
-def _by_home(missing: Sequence[int], groups: Sequence[int], homes: int) -> dict[int, tuple[int, ...]]:
-    """Each slot to its home, those whose home does not compute to whoever has fewest, the lower group id in a tie."""
-    shares: dict[int, list[int]] = {group: [] for group in groups}
-    homeless = [slot for slot in missing if slot % homes not in shares]
-    for slot in missing:
-        if slot not in homeless:
-            shares[slot % homes].append(slot)
-    for slot in homeless if groups else ():
-        min(shares.values(), key=len).append(slot)
+def _deal(
+    slots: Sequence[int], at: Mapping[int, Sequence[int]], busy: Mapping[int, Sequence[int]]
+) -> dict[int, tuple[int, ...]]:
+    """Each slot to whoever has fewest of those `at` it already and of those it is `busy` with, the lower group id in a
+    tie; all that is at a group then, in order."""
+    shares = {group: list(own) for group, own in at.items()}
+    fewest = [(len(own) + len(busy.get(group, ())), group) for group, own in at.items()]
+    heapq.heapify(fewest)
+    for slot in slots if shares else ():
+        count, group = fewest[0]
+        heapq.heapreplace(fewest, (count + 1, group))
+        shares[group].append(slot)
     return {group: tuple(sorted(share)) for group, share in shares.items()}
+
+
+def plan_without(
+    ended: frozenset[int], rows: Sequence[Row], done: Plan, slots: int, on_loss: OnLoss, homes: int
+) -> dict[int, tuple[int, ...]]:
+    """What each group will have to compute once the groups that `ended` are gone and the others have computed their
+    shares of the plan `done`: while some are still busy with those, the others can go ahead. Empty where checks refused
+    slots: who computes those depends on what is not known yet."""
+    if done.doubts or done.awaited:
+        return {}
+    left = [
+        replace(row, held=(frozenset() if row.group in done.drops else row.held) | set(done.shares.get(row.group, ())))
+        for row in rows
+        if row.group not in ended
+    ]
+    return plan(left, slots, on_loss, homes, busy=done.shares).shares
 
 
 def _conflicting(rows: Sequence[Row]) -> frozenset[int]:

@@ -10,7 +10,9 @@ An attempt (`StepProtocol.attempt`) is a fixed sequence of decisions of the whol
    refused a slot: what every group saw in it.
 5. compute the own share; gradients accumulate in `param.grad`, losses as sums; then the sums of the gradients.
 6. tally: how often each slot is in the sum, tokens, losses. All ranks that saw the same tally, with every slot in it
-   exactly once, commit; if not, the next attempt keeps what is held: a retry.
+   exactly once, commit; if not, the next attempt keeps what is held: a retry. Where the process of a member was seen to
+   end, who is done with its share does not wait idly for a quorum with those who are not: it goes ahead with its part
+   of the lost slots (`ledger.plan_without`).
 
 Whoever has no state yet never makes others wait: it takes part in the sums with zeros and keeps the summed gradients
 of each step, until the state is there that the first of them belongs to; then it applies them one after the other. A
@@ -119,6 +121,8 @@ class StepProtocol:
         """Whether the others ended the run while this group asked for its last quorum."""
         self._checksum: int | None = None
         self._held = Held(NO_STATE, 0)
+        self._unsummed: Attempt | None = None
+        """The last attempt, where the sum failed."""
         self._healing: Healing | None = None
         self._connected = ""
         self._column: tuple[int, ...] = ()
@@ -194,6 +198,8 @@ class StepProtocol:
         if turn := self._begin():
             return turn
         begun = self._clock.now()
+        ahead = self._compute_ahead()
+        asked = self._clock.now()
         quorum = self.meet()
         if self._missed_the_end:
             return Turn.TOO_LATE
@@ -203,9 +209,10 @@ class StepProtocol:
             return Turn.BLANK
         if quorum.is_finishing():
             return Turn.OVER if self._group in quorum.able else Turn.RETRY
-        attempt = Attempt(self._tries, begun, quorum, self._clock.now() - begun)
+        attempt = Attempt(self._tries, begun, quorum, self._clock.now() - asked, compute_s=asked - begun)
         self._take_sides(quorum)
-        attempt.held_before = sorted(self._held.slots)
+        attempt.computed = [slot for slot in ahead if slot in self._held.slots]
+        attempt.held_before = sorted(self._held.slots - set(ahead))
         outcome, reason = self._carry_out(attempt)
         self._events.emit(
             "attempt",
@@ -234,6 +241,7 @@ class StepProtocol:
             return Turn.RETRY, self._await_lost(attempt)
         tally, reason = self._sum(attempt)
         if reason:
+            self._unsummed = attempt
             return Turn.RETRY, reason
         if tally.exhausted:
             has_state = self._group in attempt.plan.shares
@@ -471,19 +479,29 @@ class StepProtocol:
 
     def _compute(self, attempt: Attempt) -> None:
         """Compute the share; what comes of it is held."""
-        step, share = attempt.step, attempt.plan.shares.get(self._group, ())
-        self._reducer.begin(self._sums, self._patience(share, attempt.plan), step)
-        begun = self._clock.now()
+        share, begun = attempt.plan.shares.get(self._group, ()), self._clock.now()
+        self._reducer.begin(self._sums, self._patience(share, attempt.plan), attempt.step)
+        computed, attempt.exhausted = self._compute_slots(attempt.step, share, summed=not attempt.plan.awaited)
+        attempt.computed += computed
+        attempt.compute_s += self._clock.now() - begun
+
+    def _compute_slots(self, step: int, share: Sequence[int], *, summed: bool) -> tuple[list[int], bool]:
+        """Those of the slots that were computed and are held now, and whether the data ended.
+
+        Args:
+            summed: whether the sums begin with the last of them.
+        """
+        computed: list[int] = []
+        exhausted, begun = False, self._clock.now()
         for slot in share:
             self._files.beat("compute", step)
             if self._work.may_refuse:
                 self._reducer.keep()
-            summed = not self._work.may_refuse and not attempt.plan.awaited
-            self._reducer.begin_slot(last=slot == share[-1] and summed)
+            self._reducer.begin_slot(last=slot == share[-1] and summed and not self._work.may_refuse)
             try:
                 self._work.compute(step, slot)
             except OutOfData:
-                attempt.exhausted = True
+                exhausted = True
                 break
             except SlotRefused as refusal:
                 self._events.emit("slot_refused", step, slot=slot, reason=str(refusal))
@@ -491,10 +509,27 @@ class StepProtocol:
                 self._held.refused[slot] += 1
                 continue
             self._reducer.end_slot()
-            attempt.computed.append(slot)
-            self._slot_s = (self._clock.now() - begun) / len(attempt.computed)
-        self._held.slots.update(attempt.computed)
-        attempt.compute_s = self._clock.now() - begun
+            computed.append(slot)
+            self._slot_s = (self._clock.now() - begun) / len(computed)
+        self._held.slots.update(computed)
+        return computed, exhausted
+
+    def _compute_ahead(self) -> list[int]:
+        """After a sum that failed as groups ended, compute this group's part of what they leave; what came of it."""
+        failed, self._unsummed = self._unsummed, None
+        if failed is None or (self._held.step, self._held.history) != (failed.step, failed.quorum.history):
+            return []
+        members = failed.quorum.groups
+        said = self.decisions.gather("ended", ledger.pack(self._sums.ended(), len(members)))
+        places = frozenset().union(*(ledger.unpack(words, len(members)) for words in said))
+        ended = frozenset(members[place] for place in places) - {self._group}
+        if not ended or not self._held.slots >= set(failed.plan.shares.get(self._group, ())):
+            return []
+        shares = ledger.plan_without(ended, failed.rows, failed.plan, self._slots, self._on_loss, self._homes)
+        share = shares.get(self._group, ())
+        self._reducer.begin(self._sums, self._timeouts.reduce, failed.step)
+        computed, _ = self._compute_slots(failed.step, share, summed=False)
+        return computed
 
     def _await_lost(self, attempt: Attempt) -> str:
         """Meet the others, who have computed their shares as well, to ask for a quorum with the lost groups again; what
