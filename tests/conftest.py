@@ -8,6 +8,10 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Before anything imports torch. Its pool of threads spins while it waits: two of them on two cores, and a test of small
+# tensors takes ten times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A loaded machine takes longer for an example than any limit that a quiet one needs.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
