@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -12,10 +11,10 @@ import pytest
 from everstep.launch import slurm
 from everstep.run.directory import over_file
 from everstep.run.events import EventTail
+from forked import ran
 from slurm_cluster import Cluster, missing
 from watched import Watched, assert_nothing_lost, write_config
 
-EVERSTEP = Path(sys.executable).with_name("everstep")
 ENDLESS = ("--training.steps", "100000")
 
 
@@ -46,7 +45,10 @@ class Submitted:
         )
 
     def everstep(self, *words, check=True):
-        return self.cluster.call(EVERSTEP, *words, check=check)
+        command = [sys.executable, "-m", "everstep.cli", *words]
+        done = ran(command, env=self.cluster.environment, timeout=600.0)
+        assert not check or done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        return done.stdout + done.stderr
 
     @property
     def jobs(self):
@@ -74,7 +76,7 @@ class Submitted:
             commits = self.events("commit", after)
             return [e for e in commits if wanted <= set(e["groups"]) and e["group"] in wanted]
 
-        return self.cluster.until(common, f"a step of {groups}; {self.status()}", deadline_s)[0]
+        return self.cluster.until(common, f"a step of {groups}", deadline_s)[0]
 
     def task(self, group):
         return f"{self.jobs['groups']}_{group}"

@@ -33,17 +33,16 @@ def test_the_printed_commands_are_what_sbatch_takes(cluster, tmp_path):
 
 
 def test_a_killed_step_comes_back_and_nothing_is_lost(submit):
-    run = submit()
+    run = submit(training={"global_batch_size": 3})
     run.wait_for_step((0, 1, 2))
     killed = time.time()
     run.cluster.call("scancel", "-s", "KILL", f"{run.task(1)}.0")
     run.wait_for_step((0, 2), after=killed)
-    assert run.wait_for("agent_up", after=killed, group=1)["restart"] == 1
-    run.wait_for_step((0, 1, 2), after=killed)
     again = run.everstep("submit", run.config, "--groups", "3", "--run-dir", run.run_dir, check=False)
     assert "is submitted already" in again
-    status = run.status()
-    assert "RUNNING" in status
+    assert run.wait_for("agent_up", after=killed, group=1)["restart"] == 1
+    run.wait_for_step((0, 1, 2), after=run.wait_for("workers_started", after=killed, group=1)["t"])
+    assert "RUNNING" in run.status()
     run.assert_as_without_failures()
     run.cluster.until(lambda: not run.cluster.jobs().strip(), "the jobs to end by themselves")
 
