@@ -240,3 +240,34 @@ def test_a_port_that_is_taken_and_a_directory_without_trust_are_a_sentence(light
     tmp_path.chmod(0o777)
     assert main(words) == 1
     assert "chmod go-w" in capsys.readouterr().err
+
+
+def test_nobody_is_put_into_a_quorum_with_one_that_died_while_it_waited(tmp_path):
+    """Its heart has beaten a moment ago: without the gate the others would try to connect to it."""
+    one = Lighthouse(tmp_path, min_groups=2)
+    replicas = [replica_id(one.token, group, LIFE) for group in range(3)]
+
+    def ask(replica):
+        channel = wire.connect(f"127.0.0.1:{one.port}", one.token, SOON, purpose=PURPOSE)
+        channel.send_frame(
+            {"op": "quorum", "replica": replica, "store": "s", "step": 0, "timeout_s": 8.0, "data": {"said": "x"}}
+        )
+        return channel
+
+    beating = [wire.connect(f"127.0.0.1:{one.port}", one.token, SOON, purpose=PURPOSE) for _ in replicas]
+    for channel, replica in zip(beating, replicas, strict=True):
+        channel.send_frame({"op": "beat", "replica": replica})
+        channel.receive_frame()
+    dying, first = ask(replicas[2]), ask(replicas[0])
+    time.sleep(0.3)
+    dying.close()
+    second = ask(replicas[1])
+    assert [channel.receive_frame() for channel in (first, second)] == [
+        {"failed": "1 of 3 members ended while they waited"}
+    ] * 2
+    again = [ask(replica) for replica in replicas[:2]]
+    members = [channel.receive_frame()["members"] for channel in again]
+    assert [[replica for replica, _ in said] for said in members] == [replicas[:2]] * 2
+    for channel in (*beating, first, second, *again):
+        channel.close()
+    one.end()

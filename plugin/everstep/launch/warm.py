@@ -27,11 +27,13 @@ PRELOAD = (
     "torchtitan.train",
     "everstep.train",
     "everstep.config_registry",
+    "everstep.semi.worker_files",
     "everstep.titan.load",
     "everstep.titan.data.byte_tokenizer",
     "everstep.titan.data.stdlib_text",
     "everstep.titan.data.streams",
     "everstep.titan.data.tokens",
+    "everstep.titan.semi_sync",
     "everstep.titan.trainer",
     "everstep.launch.elastic",
     "everstep.launch.worker",
@@ -59,6 +61,11 @@ def preload(modules: Sequence[str] = PRELOAD) -> None:
                 cpu.stand_in()  # torchtitan asks for its device while it is imported
         for module in modules:
             importlib.import_module(module)
+        if "torchtitan.train" in modules:
+            from torchtitan.config.manager import ConfigManager
+
+            # What the parser of the command line imports and remembers when it is first used.
+            ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel"])
         gc.freeze()  # nor should a forked process look at them, and so copy their pages
     finally:
         gc.enable()

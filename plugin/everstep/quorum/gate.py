@@ -106,6 +106,8 @@ class Gate:
         self._numbers = itertools.count()
         self._said: dict[str, dict[str, dict[str, str]]] = {}
         """By replica: what it said of itself in its last requests, by their numbers."""
+        self._asking: dict[str, wire.Channel] = {}
+        """By replica: where it waits for the answer to its newest request."""
         self._turns = Turns(
             lambda replica: time.monotonic() - self._heard.get(replica, -math.inf) < heartbeat_timeout_s
         )
@@ -165,6 +167,7 @@ class Gate:
                 asked = typed.parse(Asked, message)
             except typed.UnfitError as error:
                 raise wire.RefusedError(f"the request is not understood: {error}") from error
+            self._asking[replica] = channel
             channel.send_frame(self._quorum(asked))
 
     def _beat(self, replica: str) -> None:
@@ -210,7 +213,7 @@ class Gate:
         """What replicas said that have gone."""
         gone_at = time.monotonic() - SILENCE.total_seconds()
         for replica in [replica for replica in self._said if self._heard[replica] < gone_at]:
-            del self._said[replica]
+            del self._said[replica], self._asking[replica]
 
     def _wait_for_turn(self, asked: Asked) -> float:
         """Returns how long that took, in seconds: as long as the request's time at most."""
@@ -242,6 +245,9 @@ class Gate:
                     return {"failed": "the lighthouse names a request that did not come through its gate"}
                 self._forget()
                 told = wire.encoded({"quorum_id": int(quorum.quorum_id), "members": members})
+                if left := [replica for replica, _ in members if self._asking[replica].hung_up()]:
+                    # It would be waited for in vain; the lighthouse leaves it out once it has not beaten for a while.
+                    told = wire.encoded({"failed": f"{len(left)} of {len(members)} members ended while they waited"})
                 if self._newest is not None and self._newest[0] > when:
                     return told  # to one whose answer was on its way for long
                 self._newest = when, told

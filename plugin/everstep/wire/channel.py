@@ -186,6 +186,15 @@ class Channel:
         with contextlib.suppress(OSError):  # it may have ended by itself
             self._sock.shutdown(socket.SHUT_RDWR)
 
+    def hung_up(self) -> bool:
+        """Whether the other side has closed the connection, or died. May be asked by another thread."""
+        try:
+            return self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def _silent(self) -> SilentError:
         return SilentError(f"{self.peer} was silent for {self._timeout_s:g} s")
 
