@@ -226,9 +226,9 @@ def plan_without(
     if done.doubts or done.awaited:
         return {}
     left = [
-        replace(row, held=(frozenset() if row.group in done.drops else row.held) | set(done.shares.get(row.group, ())))
+        replace(row, held=(frozenset() if row.group in done.drops else row.held) | set(done.shares[row.group]))
         for row in rows
-        if row.group not in ended
+        if row.group in done.shares and row.group not in ended
     ]
     return plan(left, slots, on_loss, homes, busy=done.shares).shares
 

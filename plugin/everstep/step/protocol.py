@@ -529,6 +529,7 @@ class StepProtocol:
         share = shares.get(self._group, ())
         self._reducer.begin(self._sums, self._timeouts.reduce, failed.step)
         computed, _ = self._compute_slots(failed.step, share, summed=False)
+        self._files.beat("quorum", failed.step)
         return computed
 
     def _await_lost(self, attempt: Attempt) -> str:
