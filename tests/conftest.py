@@ -28,6 +28,7 @@ FIRST = (
     "test_run_faults.py",
     "test_slurm_runs.py",
     "test_run_torchrun.py",
+    "test_recipes.py",
     "test_snapshot_faults.py",
     "test_snapshot_survival.py",
     "test_semi_rounds.py",
@@ -35,7 +36,6 @@ FIRST = (
     "test_semi_runs.py",
     "test_snapshot_lost.py",
     "test_attention_override.py",
-    "test_recipes.py",
 )
 """The files that take longest. Where two processes share the files, neither has one of these left at the end; and those
 that wait most go with those that compute most."""

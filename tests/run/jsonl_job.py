@@ -1,11 +1,11 @@
-"""A user's own module for `[job] module`: torchtitan's debug Llama 3 on their own dataset, a JSONL file."""
+"""A user's own module for `[job] module`: a small Llama 3 on their own dataset, a JSONL file."""
 
 from datasets import load_dataset
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
-from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
+import small_job
 from everstep.titan.data.byte_tokenizer import ByteTokenizer
 
 DATASETS["notes"] = DatasetConfig(
@@ -16,7 +16,7 @@ DATASETS["notes"] = DatasetConfig(
 
 
 def debugmodel() -> Trainer.Config:
-    config = llama3_debugmodel()
+    config = small_job.debugmodel()
     config.tokenizer = ByteTokenizer.Config()
     config.dataloader = HuggingFaceTextDataLoader.Config(dataset="notes")
     return config

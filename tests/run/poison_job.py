@@ -1,9 +1,7 @@
-"""A user's own module for `[job] module`: torchtitan's debug Llama 3, whose forward ends the process in one slot."""
-
-from torchtitan.models.llama3.config_registry import llama3_debugmodel
-from torchtitan.trainer import Trainer
+"""A user's own module for `[job] module`: a small Llama 3, whose forward ends the process in one slot."""
 
 from everstep.titan.work import SlotTrainer
+from small_job import debugmodel as debugmodel
 
 STEP, SLOT = 4, 2
 
@@ -17,7 +15,3 @@ def _fetch_or_die(trainer, step, slot):
 
 
 SlotTrainer._fetch = _fetch_or_die
-
-
-def debugmodel() -> Trainer.Config:
-    return llama3_debugmodel()

@@ -22,7 +22,7 @@ DEADLINE_S = 120.0
 LOSS_TOLERANCE = 1e-4
 
 BASE = {
-    "job": {"module": "llama3", "config": "llama3_debugmodel"},
+    "job": {"module": "small_job", "config": "debugmodel"},
     "training": {
         "steps": 30,
         "seq_len": 64,

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from watched import environment
+
 NODES = ("n1", "n2", "n3", "n4")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "mungekey")
 UP_S = 60.0
@@ -74,7 +76,7 @@ class Cluster:
         self.home.chmod(0o755)  # munge wants to know who can write here
         for folder in ("state", *(f"spool/{node}" for node in NODES)):
             (self.home / folder).mkdir(parents=True)
-        self.environment = os.environ | {"SLURM_CONF": str(self.home / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+        self.environment = environment(SLURM_CONF=str(self.home / "slurm.conf"))
 
     def start(self) -> None:
         conf = CONF.format(home=self.home, host=socket.gethostname(), ports=free_ports(5))

@@ -5,7 +5,6 @@ import os
 import shlex
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -246,9 +245,7 @@ def test_a_bad_node_is_left_and_not_used_again(submit):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_poison", ["skip", "stop"])
-def test_a_slot_that_ends_every_group_is_left_out_or_ends_the_run(cluster, submit, monkeypatch, on_poison):
-    paths = [str(Path(__file__).parents[1] / "run"), cluster.environment.get("PYTHONPATH")]  # of poison_job
-    monkeypatch.setitem(cluster.environment, "PYTHONPATH", os.pathsep.join(filter(None, paths)))
+def test_a_slot_that_ends_every_group_is_left_out_or_ends_the_run(submit, on_poison):
     run = submit(
         groups=3,
         job={"module": "poison_job", "config": "debugmodel"},

@@ -90,6 +90,7 @@ class KillLighthouse(Fault):
     breaks = "SIGKILL to the lighthouse."
     undone = "An instant."
     expected = "It is started again at the same address; no group dies, and no step is tried twice."
+    signum = SIGKILL
 
     def why_not(self, run: View) -> str | None:
         return None if run.lighthouse else "there is no lighthouse now"
@@ -97,7 +98,8 @@ class KillLighthouse(Fault):
     def plan(self, target: Target, choose: random.Random) -> Injection:
         lighthouse = target.run.lighthouse
         procs = [lighthouse] if lighthouse else []
-        return Injection(strike=lambda: target.signal(procs, SIGKILL), pids=[proc.pid for proc in procs])
+        undo = target.go_on_later(procs) if self.signum == SIGSTOP else None
+        return Injection(strike=lambda: target.signal(procs, self.signum), pids=[p.pid for p in procs], undo=undo)
 
 
 @dataclass(kw_only=True)
@@ -106,17 +108,9 @@ class StopLighthouse(KillLighthouse):
     breaks = "SIGSTOP to the lighthouse: it takes connections and answers nothing, as behind a broken network."
     undone = "SIGCONT after duration_s, or whoever runs it replaces it before that."
     expected = "No quorum forms until it answers or is replaced; nothing is lost."
+    signum = SIGSTOP
 
     duration_s: float = 8.0
-
-    def plan(self, target: Target, choose: random.Random) -> Injection:
-        lighthouse = target.run.lighthouse
-        procs = [lighthouse] if lighthouse else []
-        return Injection(
-            strike=lambda: target.signal(procs, SIGSTOP),
-            pids=[proc.pid for proc in procs],
-            undo=target.go_on_later(procs),
-        )
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Faults that a worker makes itself when it is ordered to; `training.saboteur` is the other side.
+"""Faults that a worker makes itself when it is ordered to; `titan.worker_faults` is the other side.
 
 An order is a file in the run directory, so it reaches workers on any host. Workers look for orders only if their run
 was started with `fault_tolerance.allow_faults`. An order that nobody took by its deadline is void, and what lasts is

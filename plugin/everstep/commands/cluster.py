@@ -119,6 +119,7 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
         print(slurm.describe_commands(submission))
         return slurm.say_what_is_missing()
     slurm.require_slurm()
+    slurm.alive_jobs(run_dir)  # who submits twice is told at once
     with leaves_nothing(run_dir):
         _look_first(command, sections, groups, run_dir, titan_flags)
         ranks = command.ranks_per_node * command.nodes_per_group

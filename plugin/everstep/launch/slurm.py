@@ -82,19 +82,25 @@ def job_file(run_dir: Path) -> Path:
     return Path(run_dir) / "state" / "slurm.json"
 
 
-def submit(submission: Submission) -> dict[str, int]:
-    """Give the run to Slurm; job ids by job. What of it is queued or running already is left as it is.
-
-    Raises:
-        LaunchError: Slurm refuses, or the run is there as a whole.
-    """
-    run_dir, known = submission.run_dir, read_json(job_file(submission.run_dir))
+def alive_jobs(run_dir: Path) -> dict[str, int]:
+    """The run's jobs that are queued or running, by name. Raises LaunchError if the run is there as a whole."""
+    known = read_json(job_file(run_dir))
     alive = {name: job for name, job in known.items() if name in ("lighthouse", "groups") and states_of(job)}
     if len(alive) == 2:
         raise LaunchError(
             f"{run_dir} is submitted already: jobs {alive['groups']} (groups) and {alive['lighthouse']} (lighthouse). "
             f"Watch it with `everstep status {run_dir}`, end it with `everstep stop {run_dir}`."
         )
+    return alive
+
+
+def submit(submission: Submission) -> dict[str, int]:
+    """Give the run to Slurm; job ids by job. What of it is queued or running already is left as it is.
+
+    Raises:
+        LaunchError: Slurm refuses, or the run is there as a whole.
+    """
+    run_dir, alive = submission.run_dir, alive_jobs(submission.run_dir)
     stop_file(run_dir).unlink(missing_ok=True)
     for group in range(submission.groups):
         (run_dir / "logs" / f"group-{group}").mkdir(parents=True, exist_ok=True)

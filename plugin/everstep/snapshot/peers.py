@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -45,14 +45,13 @@ class Held:
     sound: bool | None
     """Whether its bytes match its checksums; None when the keeper has not got round to it."""
 
-    def to_json(self) -> list[Any]:
-        return [self.address, self.header.to_json(), self.sound]
+    def to_json(self) -> dict[str, Any]:
+        return {"address": self.address, "header": self.header.to_json(), "sound": self.sound}
 
     @classmethod
-    def from_json(cls, body: Sequence[Any]) -> "Held":
+    def from_json(cls, body: Mapping[str, Any]) -> "Held":
         """Raises ValueError for a header that is none."""
-        address, header, sound = body
-        return cls(address, Header.from_json(header), sound)
+        return cls(body["address"], Header.from_json(body["header"]), body["sound"])
 
 
 def places_dir(run_dir: Path) -> Path:
@@ -118,7 +117,7 @@ def inventory(address: str, token: bytes, timeout: timedelta) -> list[Held]:
 
 def _listed(address: str, answer: dict[str, Any]) -> list[Held]:
     try:
-        return [Held(address, Header.from_json(buffer["header"]), buffer["sound"]) for buffer in answer["buffers"]]
+        return [Held.from_json({**buffer, "address": address}) for buffer in answer["buffers"]]
     except (TypeError, KeyError, ValueError) as error:
         raise wire.WireError(f"{address} keeps buffers of another version: {error}") from error
 

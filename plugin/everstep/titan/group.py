@@ -16,16 +16,16 @@ def group_device() -> torch.device:
 
 def all_in_group(flag: bool) -> bool:
     """Whether `flag` holds on all ranks of the group; a collective of the group."""
-    return bool(least_in_group(int(flag)))
+    return bool(least_in_group(flag)[0])
 
 
-def least_in_group(value: int) -> int:
-    """The least value of all ranks of the group, of int64; a collective of the group."""
+def least_in_group(*values: int) -> list[int]:
+    """The least of each value of all ranks of the group, of int64; a collective of the group."""
     if dist.get_world_size() == 1:
-        return value
-    least = torch.tensor([value], dtype=torch.int64, device=group_device())
+        return list(values)
+    least = torch.tensor(values, dtype=torch.int64, device=group_device())
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return int(least)
+    return least.tolist()
 
 
 def sum_in_group(value: int) -> int:

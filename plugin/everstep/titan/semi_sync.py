@@ -387,7 +387,7 @@ class SemiSyncTrainer(EverstepTrainer):
         place, below = self._place_within(worker, round_), 1 << 62
         while True:
             here = {found.steps << WRITER_BITS | found.writer: found for found in self._store.within(place)}
-            newest = least_in_group(max((at for at in here if at < below), default=0))
+            [newest] = least_in_group(max((at for at in here if at < below), default=0))
             if not newest:
                 return None
             found = self._store.read(here[newest]) if newest in here else None

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from everstep.quorum.heal import HealState
 from everstep.run.events import EventLog
@@ -27,7 +26,7 @@ from everstep.snapshot.recovery import recover
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 from everstep.step.interfaces import Commit
-from everstep.titan.group import gather_json, group_device
+from everstep.titan.group import gather_json, least_in_group
 
 AGREED_SNAPSHOTS = "agreed_snapshots"
 """Where in a served state's meta a joiner finds what all groups know of their snapshots."""
@@ -88,9 +87,7 @@ class Snapshots:
 
     def word(self) -> int:
         """What this group says of its newest snapshot to the others, as a number; a collective of the group."""
-        word = self._copier.word()
-        if self._ranks > 1:
-            word = _of_all_ranks(word)
+        word = _of_all_ranks(self._copier.word())
         # Each rank's own: ranks of one number are coded together, wherever the others of their groups are.
         return replace(word, location=self._location).encode()
 
@@ -171,8 +168,6 @@ class Snapshots:
 def _of_all_ranks(word: Word) -> Word:
     """What is true of a group if its ranks say these; a collective."""
     free = not word.busy_if_anchor, not word.busy_if_not
-    flags = [word.published, word.settled, word.coded, word.able, *free, word.rested]
-    everyone = torch.tensor(flags, dtype=torch.uint8, device=group_device())
-    dist.all_reduce(everyone, op=dist.ReduceOp.MIN)
-    published, settled, coded, able, free_if_anchor, free_if_not, rested = map(bool, everyone.tolist())
+    everyone = least_in_group(word.published, word.settled, word.coded, word.able, *free, word.rested)
+    published, settled, coded, able, free_if_anchor, free_if_not, rested = map(bool, everyone)
     return Word(published, settled, coded, able, not free_if_anchor, not free_if_not, rested)

@@ -8,21 +8,28 @@ from typing import Any
 import numpy as np
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.tokenizer import BaseTokenizer
 
 from everstep.data.documents import Documents
 from everstep.data.permutation import Permutation
 from everstep.data.slots import Batch
 
 
-class RowSource(BaseDataLoader):
-    """A torchtitan dataloader and a SlotSource over the rows of `Documents`. Subclasses bring the documents.
+@dataclass(frozen=True)
+class Text:
+    """What there is to read."""
 
-    Args:
-        documents: the tokens.
-        content: a digest of the tokens, equal where they are.
-        name: how errors name the data.
-        vocab_size: the smallest vocabulary that has all ids.
-    """
+    documents: Documents
+    content: str
+    """A digest of the tokens, equal where they are."""
+    name: str
+    """How errors name the data."""
+    vocab_size: int
+    """The smallest vocabulary that has all ids."""
+
+
+class RowSource(BaseDataLoader):
+    """A torchtitan dataloader and a SlotSource over the rows of a `Text`, which subclasses open."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -35,24 +42,23 @@ class RowSource(BaseDataLoader):
     def __init__(
         self,
         config: Config,
-        documents: Documents,
         *,
-        content: str,
-        name: str,
-        vocab_size: int,
         dp_world_size: int,
         dp_rank: int,
+        tokenizer: BaseTokenizer,
         seq_len: int,
         local_batch_size: int,
+        **kwargs,
     ):
-        self.documents = documents
-        self.rows = documents.rows(seq_len)
+        text = self._open(config, tokenizer)
+        self.documents, self._name = text.documents, text.name
+        self.rows = self.documents.rows(seq_len)
         if self.rows == 0:
             raise ValueError(
-                f"{name} has {documents.pairs} tokens to learn from, too few for one row of "
+                f"{self._name} has {self.documents.pairs} tokens to learn from, too few for one row of "
                 f"training.seq_len = {seq_len}: lower seq_len or bring more text."
             )
-        self._name, self._content, self._vocab_size = name, content, vocab_size
+        self._content, self._vocab_size = text.content, text.vocab_size
         self._shuffle, self._seed = config.shuffle, config.seed
         self._seq_len, self._local_batch_size = seq_len, local_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_world_size
@@ -60,6 +66,9 @@ class RowSource(BaseDataLoader):
         self.began_after = 0
         self._rows_read = 0  # by all ranks together
         self._permutation = lru_cache(maxsize=2)(self._permutation_of)
+
+    def _open(self, config: Any, tokenizer: BaseTokenizer) -> Text:
+        raise NotImplementedError
 
     def _permutation_of(self, epoch: int) -> Permutation:
         return Permutation(self.rows, self._seed, epoch)

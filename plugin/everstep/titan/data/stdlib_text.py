@@ -13,7 +13,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from everstep.data.byte_ids import VOCAB_SIZE, document_ids
 from everstep.data.documents import Documents
-from everstep.titan.data.rows import RowSource
+from everstep.titan.data.rows import RowSource, Text
 
 _TEST_FOLDERS = {"test", "tests", "idle_test"}  # large, repetitive, and left out by some distributions
 
@@ -40,17 +40,7 @@ class StdlibText(RowSource):
     class Config(RowSource.Config):
         pass
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        dp_world_size: int,
-        dp_rank: int,
-        tokenizer: BaseTokenizer,
-        seq_len: int,
-        local_batch_size: int,
-        **kwargs,
-    ):
+    def _open(self, config: Config, tokenizer: BaseTokenizer) -> Text:
         root = Path(sysconfig.get_paths()["stdlib"])
         pieces = [document_ids(path.read_bytes()) for path in stdlib_sources(root)]
         if not pieces:
@@ -65,15 +55,10 @@ class StdlibText(RowSource):
             )
         tokens = np.concatenate(pieces)
         starts = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])])
-        super().__init__(
-            config,
+        digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()
+        return Text(
             Documents(tokens, starts),
-            content=f"Python {sys.version_info.major}.{sys.version_info.minor} standard library "
-            + hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest(),
+            content=f"Python {sys.version_info.major}.{sys.version_info.minor} standard library {digest}",
             name=f"the standard library's text ({root})",
             vocab_size=VOCAB_SIZE,
-            dp_world_size=dp_world_size,
-            dp_rank=dp_rank,
-            seq_len=seq_len,
-            local_batch_size=local_batch_size,
         )

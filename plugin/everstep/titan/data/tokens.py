@@ -7,7 +7,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from everstep.data.documents import Documents
 from everstep.data.token_format import TokenFileError, map_tokens, read_footer
-from everstep.titan.data.rows import RowSource
+from everstep.titan.data.rows import RowSource, Text
 
 
 class TokenFile(RowSource):
@@ -19,17 +19,7 @@ class TokenFile(RowSource):
         path: str = ""
         """The token file."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        dp_world_size: int,
-        dp_rank: int,
-        tokenizer: BaseTokenizer,
-        seq_len: int,
-        local_batch_size: int,
-        **kwargs,
-    ):
+    def _open(self, config: Config, tokenizer: BaseTokenizer) -> Text:
         if not config.path:
             raise TokenFileError("data.path is empty: name the token file that `everstep pack` made.")
         path = Path(config.path)
@@ -41,14 +31,5 @@ class TokenFile(RowSource):
                 "packed with another tokenizer. Set hf_assets_path to that one, or pack the text again."
             )
         tokens, starts = map_tokens(path, footer)
-        super().__init__(
-            config,
-            Documents(tokens, starts, max_id=footer.max_id),
-            content=f"token file {digest[:16]}",
-            name=str(path),
-            vocab_size=footer.max_id + 1,
-            dp_world_size=dp_world_size,
-            dp_rank=dp_rank,
-            seq_len=seq_len,
-            local_batch_size=local_batch_size,
-        )
+        documents = Documents(tokens, starts, max_id=footer.max_id)
+        return Text(documents, f"token file {digest[:16]}", str(path), footer.max_id + 1)
