@@ -15,9 +15,9 @@ import torch
 from torch.library import custom_op
 
 from .findings import outcome
-from .fused import BACKWARD, FORWARD, compare_inputs, look, watch_inputs, watch_output
+from .fused import BACKWARD, FORWARD, compare_backward, links, look
 from .guard import Guard, guard_of
-from .identities import packed_size
+from .identities import backward_deviation
 from .linear import WeightSums, input_gradient, project, weight_gradient
 from .private import unseen_by_checkpointing
 
@@ -135,44 +135,18 @@ def _watch_forward(
                 guard.report(FORWARD, outcome(found, refused=bad.sum()))
 
 
-@custom_op("everstep::watch_output", mutates_args=("ticket",))
-def _watch_output(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    d_out: torch.Tensor,
-    lse: torch.Tensor | None,
-    d_lse: torch.Tensor | None,
-    ticket: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    guard = _used(ticket)
-    if guard.will_check(BACKWARD):
-        with torch.no_grad():
-            return _in_one_pass(watch_output, q.device)(q, k, v, out, d_out, lse, d_lse, scale)
-    return _packed(q, k, v).zero_()
-
-
-def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape[0], k.shape[2], packed_size(q.shape[-1], v.shape[-1]), dtype=dtype)
-
-
-@_watch_output.register_fake
-def _(q, k, v, out, d_out, lse, d_lse, ticket, scale):
-    return _packed(q, k, v)
-
-
-@custom_op("everstep::watch_inputs", mutates_args=("ticket",))
-def _watch_inputs(
+@custom_op("everstep::watch_backward", mutates_args=("ticket",))
+def _watch_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
-    packed: torch.Tensor,
+    d_out: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
     ticket: torch.Tensor,
     scale: float,
     plain_scores: bool,
@@ -184,9 +158,9 @@ def _watch_inputs(
     flops = 2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1])
     guard.checking(BACKWARD, flops=flops, cost=10.0 * q.numel(), backward=True)
     if checking:
-        compare = _in_one_pass(compare_inputs, q.device)
+        compare, seen = _in_one_pass(backward_deviation, q.device), (d_out, out, lse, d_lse)
         with torch.no_grad():
-            watch_inputs(guard, q, k, v, dq, dk, dv, packed, scale, plain_scores, wide_sums, compare)
+            compare_backward(guard, compare, q, k, v, dq, dk, dv, seen, scale, plain_scores, wide_sums)
 
 
 class _Touched(torch.autograd.Function):
@@ -204,38 +178,36 @@ class _Touched(torch.autograd.Function):
 
 class _Inputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, ticket, scale, plain_scores, wide_sums, injecting):
+    def forward(ctx, q, k, v, ticket, injecting, with_lse, scale, plain_scores, wide_sums):
         ctx.save_for_backward(q, k, v)
-        ctx.ticket, ctx.injecting = ticket, injecting
+        ctx.ticket, ctx.injecting, ctx.with_lse = ticket, injecting, with_lse
         ctx.known = scale, plain_scores, wide_sums
-        return q.view_as(q), k.view_as(k), v.view_as(v), _packed(q, k, v).zero_()
+        return q.view_as(q), k.view_as(k), v.view_as(v), *links(q, v)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dq, dk, dv, packed):
+    def backward(ctx, dq, dk, dv, d_out, out, lse, d_lse):
         q, k, v = ctx.saved_tensors
         if ctx.injecting:
             dq = _touch(dq, ctx.ticket, "dq", True)
             dk = _touch(dk, ctx.ticket, "dk", True)
             dv = _touch(dv, ctx.ticket, "dv", True)
-        _watch_inputs(q, k, v, dq, dk, dv, packed, ctx.ticket, *ctx.known)
-        return dq, dk, dv, None, None, None, None, None
+        of_lse = (lse, d_lse) if ctx.with_lse else (None, None)
+        _watch_backward(q, k, v, dq, dk, dv, d_out, out, *of_lse, ctx.ticket, *ctx.known)
+        return dq, dk, dv, None, None, None, None, None, None
 
 
 class _Output(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, out, lse, q, k, v, link, ticket, scale):
-        ctx.save_for_backward(out, lse, q, k, v)
-        ctx.ticket, ctx.scale = ticket, scale
+    def forward(ctx, out, lse, link, link_out, link_lse, link_d_lse):
+        ctx.save_for_backward(out, lse)
         return out.view_as(out), None if lse is None else lse.view_as(lse)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out, d_lse):
-        out, lse, q, k, v = ctx.saved_tensors
-        given = None if lse is None else d_lse
-        packed = _watch_output(q, k, v, out, d_out, lse, given, ctx.ticket, ctx.scale)
-        return d_out, d_lse, None, None, None, packed, None, None
+        out, lse = ctx.saved_tensors
+        return d_out, d_lse, d_out, out, lse, None if lse is None else d_lse
 
 
 def attention(
@@ -248,20 +220,21 @@ def attention(
     guard: Guard,
     plain_scores: bool = True,
     wide_sums: bool = False,
+    hands_out_lse: bool = False,
 ) -> tuple[torch.Tensor, Any]:
     """`fused.attention` for a graph. A finding of the forward refuses the slot there: nothing in a graph can run the
-    kernel again, and no second run is made."""
+    kernel again, and no second run is made. hands_out_lse: whether `attend` returns one."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     ticket, injecting = guard.ticket, guard.injecting
     watched = torch.is_grad_enabled()
-    link = None
+    link: list[torch.Tensor] = []
     if watched:
-        q, k, v, link = _Inputs.apply(q, k, v, ticket, scale, plain_scores, wide_sums, injecting)
+        q, k, v, *link = _Inputs.apply(q, k, v, ticket, injecting, hands_out_lse, scale, plain_scores, wide_sums)
     out, lse = attend(q, k, v)
     if injecting:
         out = _Touched.apply(out, ticket)
     still = tuple(None if x is None else x.detach() for x in (q, k, v, out, lse))
     _watch_forward(*still, ticket, scale, plain_scores)
     if watched:
-        out, lse = _Output.apply(out, lse, *still[:3], link, ticket, scale)
+        out, lse = _Output.apply(out, lse, *link)
     return out, lse
