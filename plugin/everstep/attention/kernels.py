@@ -340,9 +340,8 @@ output_sums.register_fake(_outputs_empty)
 
 
 def fits(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether these kernels sum operands such as q (B, L, N, H) and v (B, L, N_kv, V)."""
-    narrow = q.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return q.device.type != "cpu" and narrow and max(q.shape[3], v.shape[3]) <= WIDEST
+    """Whether these kernels sum operands such as q (B, L, N, H) and v (B, L, N_kv, V), on an accelerator."""
+    return q.dtype in (torch.bfloat16, torch.float16, torch.float32) and max(q.shape[3], v.shape[3]) <= WIDEST
 
 
 def identity_sums(

@@ -3,8 +3,8 @@
 Python cannot run inside a graph, and what a check decides changes from slot to slot. So the graph holds one opaque
 operator for each checked result, with a fake kernel for its shapes; what runs in it is the code that eager mode runs.
 Its guard is found by the guard's `ticket`, a small tensor on the host, which is an input of the graph like any other: a
-number would be compiled in, once for every layer. Every operator changes its ticket, and so is neither dropped, nor
-merged with another one, nor put into another order.
+number would be compiled in, once for every layer. Every operator says that it changes its ticket, and so is neither
+dropped, nor merged with another one, nor put into another order.
 """
 
 import functools
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.library import custom_op
+from torch.library import Library, infer_schema, register_fake
 
 from .findings import outcome
 from .fused import BACKWARD, FORWARD, compare_backward, links, look
@@ -21,13 +21,26 @@ from .identities import backward_deviation
 from .linear import WeightSums, input_gradient, project, weight_gradient
 from .private import unseen_by_checkpointing
 
+_LIBRARY = Library("everstep", "FRAGMENT")
+
+
+def _operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """An operator of that name, which says that it changes its ticket; fake: makes its result without values.
+
+    `torch.library.custom_op` would do, and take twice as long in each call, for autograd that is not needed here.
+    """
+
+    def made(function: Callable[..., Any]) -> Callable[..., Any]:
+        schema = infer_schema(function, mutates_args=("ticket",))
+        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        register_fake(f"everstep::{name}", fake, lib=_LIBRARY)
+        return getattr(torch.ops.everstep, name).default
+
+    return made
+
+
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
-
-
-def _used(ticket: torch.Tensor) -> Guard:
-    """The guard that a ticket stands for, and one use more on it."""
-    ticket[1] += 1
-    return guard_of(ticket)
 
 
 @functools.cache
@@ -46,36 +59,21 @@ def _sums(guard: Guard) -> WeightSums:
     return guard.kept
 
 
-@custom_op("everstep::project", mutates_args=("ticket",))
+@_operator("project", lambda x, weight, bias, ticket: x.new_empty(x.shape[0], weight.shape[0]))
 def _project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ticket: torch.Tensor) -> torch.Tensor:
-    guard = _used(ticket)
+    guard = guard_of(ticket)
     return project(guard, _sums(guard), x, weight, bias)
 
 
-@_project.register_fake
-def _(x, weight, bias, ticket):
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@custom_op("everstep::input_gradient", mutates_args=("ticket",))
+@_operator("input_gradient", lambda dy, weight, ticket: dy.new_empty(dy.shape[0], weight.shape[1]))
 def _input_gradient(dy: torch.Tensor, weight: torch.Tensor, ticket: torch.Tensor) -> torch.Tensor:
-    guard = _used(ticket)
+    guard = guard_of(ticket)
     return input_gradient(guard, _sums(guard), dy, weight)
 
 
-@_input_gradient.register_fake
-def _(dy, weight, ticket):
-    return dy.new_empty(dy.shape[0], weight.shape[1])
-
-
-@custom_op("everstep::weight_gradient", mutates_args=("ticket",))
+@_operator("weight_gradient", lambda dy, x, ticket: dy.new_empty(dy.shape[1], x.shape[1]))
 def _weight_gradient(dy: torch.Tensor, x: torch.Tensor, ticket: torch.Tensor) -> torch.Tensor:
-    return weight_gradient(_used(ticket), dy, x)
-
-
-@_weight_gradient.register_fake
-def _(dy, x, ticket):
-    return dy.new_empty(dy.shape[1], x.shape[1])
+    return weight_gradient(guard_of(ticket), dy, x)
 
 
 class _Linear(torch.autograd.Function):
@@ -102,18 +100,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gua
     return _Linear.apply(x, weight, bias, guard.ticket)
 
 
-@custom_op("everstep::touch", mutates_args=("ticket",))
+@_operator("touch", lambda x, ticket, section, backward: torch.empty_like(x))
 def _touch(x: torch.Tensor, ticket: torch.Tensor, section: str, backward: bool) -> torch.Tensor:
-    touched = _used(ticket).touch(section, x, backward=backward)
+    touched = guard_of(ticket).touch(section, x, backward=backward)
     return touched.clone() if touched is x else touched
 
 
-@_touch.register_fake
-def _(x, ticket, section, backward):
-    return torch.empty_like(x)
-
-
-@custom_op("everstep::watch_forward", mutates_args=("ticket",))
+@_operator("watch_forward", lambda *_: None)
 def _watch_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -124,7 +117,7 @@ def _watch_forward(
     scale: float,
     plain_scores: bool,
 ) -> None:
-    guard = _used(ticket)
+    guard = guard_of(ticket)
     pairs = q.shape[0] * q.shape[2] * float(q.shape[1]) ** 2 / 2
     flops = 2 * pairs * (q.shape[-1] + v.shape[-1])
     if guard.checking(FORWARD, flops=flops, cost=float(q.numel() + v.numel())):
@@ -135,7 +128,7 @@ def _watch_forward(
                 guard.report(FORWARD, outcome(found, refused=bad.sum()))
 
 
-@custom_op("everstep::watch_backward", mutates_args=("ticket",))
+@_operator("watch_backward", lambda *_: None)
 def _watch_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -152,7 +145,7 @@ def _watch_backward(
     plain_scores: bool,
     wide_sums: bool,
 ) -> None:
-    guard = _used(ticket)
+    guard = guard_of(ticket)
     checking = guard.will_check(BACKWARD)
     pairs = q.shape[0] * q.shape[2] * float(q.shape[1]) ** 2 / 2
     flops = 2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1])

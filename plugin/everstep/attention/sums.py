@@ -139,76 +139,104 @@ def kernel_roundoff(dtype: torch.dtype, device: torch.device) -> float:
     return unit_roundoff(dtype) * (4 if operand_roundoff(dtype, device) else 1)
 
 
+class _Rows(NamedTuple):
+    """Rows of a matrix (B, N_kv, rows, H) in the accumulator dtype, their squares, and the sums of these (B, N_kv, rows)."""
+
+    wide: torch.Tensor
+    squares: torch.Tensor
+    norm2: torch.Tensor
+
+    @staticmethod
+    def of(x: torch.Tensor, n_kv: int) -> "_Rows":
+        """Of x (B, L, N, H)."""
+        wide = _by_group(x, n_kv)
+        squares = wide.square()
+        return _Rows(wide, squares, squares.sum(-1))
+
+    def most(self) -> torch.Tensor:
+        """The largest magnitude (B, N_kv, 1)."""
+        return self.wide.abs().amax(-1).amax(-1, keepdim=True)
+
+
+def _weighed(rows: torch.Tensor, *weights: torch.Tensor) -> list[torch.Tensor]:
+    """Sums of rows (B, N_kv, rows, H), each with its weight (B, N_kv, rows), for every one of `weights`: (B, N_kv, H).
+
+    A matrix product, which a compiler makes one pass of and a CPU is fast at. It may take its operands rounded, where
+    PyTorch is told to: for what bounds are made of, and not for what is compared.
+    """
+    return list((torch.stack(weights, -2) @ rows).unbind(-2))
+
+
 def pair_sums(x: torch.Tensor, dx: torch.Tensor, n_kv: int) -> PairSums:
     """PairSums of x and dx (B, L, N, H)."""
     product = _outer(x, dx, n_kv)  # first: what is between two products can be one pass
-    x_, dx_ = _by_group(x, n_kv), _by_group(dx, n_kv)
-    squares, d_squares = x_.square(), dx_.square()
-    norm2, d_norm2 = squares.sum(-1), d_squares.sum(-1)
+    return _pair_sums(product, _Rows.of(x, n_kv), _Rows.of(dx, n_kv))
+
+
+def _pair_sums(product: torch.Tensor, x: _Rows, dx: _Rows) -> PairSums:
+    one = torch.ones_like(x.norm2)
+    squares, of_rows = _weighed(x.squares, one, dx.norm2)
+    d_squares, of_columns = _weighed(dx.squares, one, x.norm2)
     return PairSums(
         product=product,
-        total=x_.sum(2),
-        squares=squares.sum(2),
-        d_total=dx_.sum(2),
-        d_squares=d_squares.sum(2),
-        of_rows=(squares * d_norm2.unsqueeze(-1)).sum(2),
-        of_columns=(norm2.unsqueeze(-1) * d_squares).sum(2),
-        most2=norm2.amax(-1, keepdim=True),
-        d_most=dx_.abs().amax((2, 3)).unsqueeze(-1),
+        total=x.wide.sum(2),
+        squares=squares,
+        d_total=dx.wide.sum(2),
+        d_squares=d_squares,
+        of_rows=of_rows,
+        of_columns=of_columns,
+        most2=x.norm2.amax(-1, keepdim=True),
+        d_most=dx.most(),
     )
 
 
 def output_sums(
-    q: torch.Tensor,
-    out: torch.Tensor,
-    d_out: torch.Tensor,
-    lse: torch.Tensor | None,
+    product: torch.Tensor,
+    q: _Rows,
+    out: _Rows,
+    d_out: _Rows,
     d_lse: torch.Tensor | None,
     spread: torch.Tensor,
     keys: PairSums,
     values: PairSums,
     known: Rounding,
 ) -> OutputSums:
-    """OutputSums of q (B, L, N, H), out and d_out (B, L, N, H_v), lse and its gradient (B, L, N) or None."""
-    n_kv = keys.total.shape[1]
-    seen = d_out if lse is None else torch.where((lse > -torch.inf).unsqueeze(-1), d_out, 0)
-    product = _outer(out, seen, n_kv)
-    q_, o_, do_ = _by_group(q, n_kv), _by_group(out, n_kv), _by_group(seen, n_kv)
-    do_squares, o_squares, q_squares = do_.square(), o_.square(), q_.square()
-    do_norm2, o_norm2, q_norm2 = (x.sum(-1) for x in (do_squares, o_squares, q_squares))
-    do_norm, q_norm = do_norm2.sqrt() + known.lost, q_norm2.sqrt()
+    """OutputSums of the rows of Q, O and dO, of Oᵀ dO, and of lse's gradient (B, N_kv, rows) or None."""
+    do_norm, q_norm, width = d_out.norm2.sqrt() + known.lost, q.norm2.sqrt(), out.wide.shape[-1]
+    one = torch.ones_like(do_norm)
 
     # A row of P whose scores are all but equal is rounded alike; else its roundings are as many as it has large terms,
     # and |O|² / mean |V|² is about Σ_j P_ij².
     flat = known.scale * q_norm * spread < FLAT
     v_norm2 = mean_norm2(values, known.keys)
-    share = torch.where(flat, 1.0, (o_norm2 / v_norm2 + 1.0 / known.keys).clamp_max(1.0))
+    share = torch.where(flat, 1.0, (out.norm2 / v_norm2 + 1.0 / known.keys).clamp_max(1.0))
 
     # delta = rowsum(dO ∘ O) takes O rounded, and O was made of a rounded P: what a row of dS then sums to.
-    delta = (do_ * o_).sum(-1).abs()
-    of_p = share.sqrt() * (do_norm * (v_norm2 / out.shape[-1]).sqrt() + delta)
+    delta = (d_out.wide * out.wide).sum(-1).abs()
+    of_p = share.sqrt() * (do_norm * (v_norm2 / width).sqrt() + delta)
     of_scores = 8 * known.wide * known.scale * q_norm * keys.most2.sqrt()
-    crossed = (do_squares * o_squares).sum(-1).sqrt() + known.lost
+    crossed = (d_out.squares * out.squares).sum(-1).sqrt() + known.lost
     row = known.unit * (crossed + of_p) + of_scores * of_p
-    by_group = torch.zeros_like(do_norm) if d_lse is None else _by_group(d_lse, n_kv)
+    terms, of_columns = _weighed(d_out.squares, share, out.norm2)
+    out_squares, of_rows = _weighed(out.squares, one, d_out.norm2)
     return OutputSums(
         product=product,
-        total=do_.sum(2),
-        out_total=o_.sum(2),
-        out_squares=o_squares.sum(2),
-        alike=(do_ * flat.unsqueeze(-1)).sum(2),
-        terms=(share.unsqueeze(-1) * do_squares).sum(2),
-        of_rows=(o_squares * do_norm2.unsqueeze(-1)).sum(2),
-        of_columns=(do_squares * o_norm2.unsqueeze(-1)).sum(2),
-        rows=(row.square().unsqueeze(-1) * q_squares).sum(2),
-        from_lse=(by_group.unsqueeze(-1) * q_).sum(2),
-        square=do_norm2.sum(-1, keepdim=True),
-        alike_rows=(math.sqrt(out.shape[-1]) * row + known.grown * delta).sum(-1, keepdim=True),
-        shared=(share * do_norm2).sum(-1, keepdim=True),
-        pairs=(do_norm2 * q_norm2).sum(-1, keepdim=True),
-        varied=1.0 - flat.to(do_.dtype).amin(-1, keepdim=True),
-        largest2=do_norm2.amax(-1, keepdim=True),
-        largest_lse=by_group.abs().amax(-1, keepdim=True),
+        total=d_out.wide.sum(2),
+        out_total=_weighed(out.wide, one)[0],
+        out_squares=out_squares,
+        alike=_weighed(d_out.wide, flat.to(one.dtype))[0],
+        terms=terms,
+        of_rows=of_rows,
+        of_columns=of_columns,
+        rows=_weighed(q.squares, row.square())[0],
+        from_lse=torch.zeros_like(q.wide[:, :, 0]) if d_lse is None else (d_lse.unsqueeze(-1) * q.wide).sum(2),
+        square=d_out.norm2.sum(-1, keepdim=True),
+        alike_rows=(math.sqrt(width) * row + known.grown * delta).sum(-1, keepdim=True),
+        shared=(share * d_out.norm2).sum(-1, keepdim=True),
+        pairs=(d_out.norm2 * q.norm2).sum(-1, keepdim=True),
+        varied=1.0 - flat.to(one.dtype).amin(-1, keepdim=True),
+        largest2=d_out.norm2.amax(-1, keepdim=True),
+        largest_lse=torch.zeros_like(spread) if d_lse is None else d_lse.abs().amax(-1, keepdim=True),
     )
 
 
@@ -219,14 +247,21 @@ def mean_norm2(values: PairSums, count: int) -> torch.Tensor:
 
 def identity_sums(q, k, v, out, d_out, dq, dk, dv, lse, d_lse, scale: float) -> Sums:
     """Sums of what `identities.backward_deviation` is given."""
-    kernels = _kernels()
+    kernels = None if q.device.type == "cpu" else _kernels()
     if kernels is not None and kernels.fits(q, v):
         return kernels.identity_sums(q, k, v, out, d_out, dq, dk, dv, lse, d_lse, scale)
     n_kv, known = k.shape[2], Rounding.of(out, k, scale)
-    queries, keys, values = (pair_sums(x, dx, n_kv) for x, dx in ((q, dq), (k, dk), (v, dv)))
-    k_ = _by_group(k, n_kv)
-    spread = (k_ - k_.mean(2, keepdim=True)).abs().mean((2, 3)).unsqueeze(-1)
-    return Sums(queries, keys, values, output_sums(q, out, d_out, lse, d_lse, spread, keys, values, known), spread)
+    seen = d_out if lse is None else torch.where((lse > -torch.inf).unsqueeze(-1), d_out, 0)
+    product, of_q = _outer(out, seen, n_kv), _outer(q, dq, n_kv)
+    keys, values = pair_sums(k, dk, n_kv), pair_sums(v, dv, n_kv)
+    q_rows, k_ = _Rows.of(q, n_kv), _by_group(k, n_kv)
+    spread = (k_ - k_.mean(2, keepdim=True)).abs().mean(-1).mean(-1, keepdim=True)
+    outputs = output_sums(
+        *(product, q_rows, _Rows.of(out, n_kv), _Rows.of(seen, n_kv)),
+        None if d_lse is None else _by_group(d_lse, n_kv),
+        *(spread, keys, values, known),
+    )
+    return Sums(_pair_sums(of_q, q_rows, _Rows.of(dq, n_kv)), keys, values, outputs, spread)
 
 
 @functools.cache
