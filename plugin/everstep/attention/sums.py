@@ -140,7 +140,7 @@ def kernel_roundoff(dtype: torch.dtype, device: torch.device) -> float:
 
 
 class _Rows(NamedTuple):
-    """Rows of a matrix (B, N_kv, rows, H) in the accumulator dtype, their squares, and the sums of these (B, N_kv, rows)."""
+    """Rows of a matrix (B, N_kv, rows, H) in the accumulator dtype, their squares, and the sums of those by row."""
 
     wide: torch.Tensor
     squares: torch.Tensor
