@@ -13,6 +13,9 @@ import torch
 
 from .roundoff import accumulator, growth, operand_roundoff, underflow, unit_roundoff
 
+WITH_KERNELS = ("cuda", "xpu", "meta")
+"""Devices that Triton compiles for; meta stands for them where only shapes are looked at."""
+
 FLAT = 1 / 16
 """Scores, or rows, that differ by less than this share may be rounded alike in bf16."""
 
@@ -247,7 +250,7 @@ def mean_norm2(values: PairSums, count: int) -> torch.Tensor:
 
 def identity_sums(q, k, v, out, d_out, dq, dk, dv, lse, d_lse, scale: float) -> Sums:
     """Sums of what `identities.backward_deviation` is given."""
-    kernels = None if q.device.type == "cpu" else _kernels()
+    kernels = _kernels() if q.device.type in WITH_KERNELS else None
     if kernels is not None and kernels.fits(q, v):
         return kernels.identity_sums(q, k, v, out, d_out, dq, dk, dv, lse, d_lse, scale)
     n_kv, known = k.shape[2], Rounding.of(out, k, scale)
