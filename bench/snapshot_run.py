@@ -1,6 +1,7 @@
 """What snapshots at every step cost a real run: tokens per second and processor time, with them and without, in turn.
 
     python bench/snapshot_run.py [--config configs/demo.toml] [--groups 2] [--steps 40] [--rounds 2] [--json]
+    python bench/snapshot_run.py --section attention_check --snapshot.no-enable   # the same of another section
 
 A round is four runs: without, with, with, without, so that what drifts on the machine falls on both alike. All have
 the same steps and data, and no checkpoints. What a step takes is the time between two commits; the first ten are left
@@ -59,12 +60,12 @@ class Meter:
         return last[1] - first[1], last[2] - first[2]
 
 
-def measure(args: argparse.Namespace, snapshots: bool, home: Path) -> dict[str, float]:
+def measure(args: argparse.Namespace, on: bool, home: Path) -> dict[str, float]:
     """One run: median tokens per second, processor time of a step, and what its snapshots did."""
-    run_dir = home / f"run-{snapshots}"
+    run_dir = home / f"run-{on}"
     shutil.rmtree(run_dir, ignore_errors=True)
     flags = ["--groups", str(args.groups), "--steps", str(args.steps), "--checkpoint.no-enable"]
-    flags.append("--snapshot.enable" if snapshots else "--snapshot.no-enable")
+    flags.append(f"--{args.section}.{'enable' if on else 'no-enable'}")
     command = [sys.executable, "-m", "everstep.cli", "run", str(args.config), "--run-dir", str(run_dir), *flags]
     with (home / "log").open("ab") as log:
         process = subprocess.Popen([*command, *args.flags], stdout=log, stderr=log)
@@ -99,7 +100,7 @@ def measure(args: argparse.Namespace, snapshots: bool, home: Path) -> dict[str, 
 
 
 def shares(rounds: list[dict[str, list[dict[str, float]]]]) -> dict[str, float]:
-    """Of all rounds: with snapshots as a share of without."""
+    """Of all rounds: with the section as a share of without."""
     middle = lambda which, what: statistics.median(run[what] for each in rounds for run in each[which])  # noqa: E731
     return {
         "tokens_per_s": middle("with", "tokens_per_s") / middle("without", "tokens_per_s"),
@@ -113,6 +114,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--section", default="snapshot", help="of the config, whose `enable` is switched")
     parser.add_argument("--json", action="store_true")
     args, args.flags = parser.parse_known_args()
     home = Path(tempfile.mkdtemp(prefix="everstep-cost-"))

@@ -13,7 +13,6 @@ from everstep.attention.identities import (
     backward_deviation,
     forward_deviation,
     lse_deviation,
-    output_side,
 )
 from everstep.attention.injection import Fault
 from everstep.attention.masks import Visible
@@ -303,21 +302,14 @@ def test_each_gradient_is_seen_wherever_it_moves(hit):
     q, k, v, do = operands(length=128)
     out, _ = sdpa(q, k, v)
     gradients = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), do), strict=True))
-    side = output_side(q, k, v, out.detach(), do, None, None, 0.25)
-    assert not backward_deviation(q, k, v, *gradients.values(), side, 0.25).bad().any()
+    given = q, k, v, out.detach(), do
+    assert not backward_deviation(*given, *gradients.values(), None, None, 0.25).bad().any()
     moved = 1e-3 * torch.randn(16)
     for other in (q, k):
         row = other.detach()[1, 20, 0]
         moved = moved - row * (moved @ row) / row.square().sum()
     gradients[hit][1, 20, 0] += moved
-    bad = backward_deviation(q, k, v, *gradients.values(), side, 0.25).bad()
+    bad = backward_deviation(*given, *gradients.values(), None, None, 0.25).bad()
     assert bad[1, 0].any()
     bad[1, 0] = False
     assert not bad.any()
-
-
-def test_what_the_output_side_packs_it_unpacks():
-    q, k, v, do = operands()
-    side = output_side(q, k, v, v.repeat_interleave(2, 2), do, torch.zeros(2, 64, 4), torch.randn(2, 64, 4), 0.25)
-    for part, again in zip(side, type(side).unpack(side.pack(), 16, 16), strict=True):
-        assert torch.equal(part, again)

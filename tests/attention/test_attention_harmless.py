@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from attention_coverage import sdpa as sdpa_under
 from everstep.attention import explicit, fused
-from everstep.attention.identities import backward_deviation, output_side
+from everstep.attention.identities import backward_deviation
 from everstep.attention.linear import WeightSums, linear
 from everstep.attention.masks import Visible
 from everstep.attention.product import row_deviation, tile_sums
@@ -68,10 +68,10 @@ def test_a_kernel_that_adds_up_gradients_in_bf16_stays_within_its_bounds(seed):
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in inputs), is_causal=True).transpose(1, 2)
     grads = torch.autograd.grad(out, inputs, d_out)
-    side = output_side(q, k, v, out.detach(), d_out, None, None, 0.25)
-    found = backward_deviation(q, k, v, *grads, side, 0.25)
+    given = q, k, v, out.detach(), d_out, *grads, None, None, 0.25
+    found = backward_deviation(*given)
     assert (found.residual.abs() / found.bound).max() < 0.8
-    once = backward_deviation(q, k, v, *grads, side, 0.25, wide_sums=True)
+    once = backward_deviation(*given, wide_sums=True)
     assert (once.bound < 0.8 * found.bound).any(), "what a kernel is held to that rounds its sums once"
 
 

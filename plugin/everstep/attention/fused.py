@@ -1,9 +1,10 @@
 """A stock attention kernel, left as it is and watched.
 
 Before the kernel q, k and v pass through a node that sees dQ, dK and dV; behind it the output passes through
-one that sees dO. The first is the last to run in the backward and compares. What the forward can see, values
-that no average of V can have, is repaired by running the kernel again; what only the backward shows refuses
-the slot. A wrong score that round-off hides from the backward is found by running the kernel's forward twice.
+one that sees dO. The first is the last to run in the backward and compares all of them, in one pass over each. What the
+forward can see, values that no average of V can have, is repaired by running the kernel again; what only the backward
+shows refuses the slot. A wrong score that round-off hides from the backward is found by running the kernel's forward
+twice.
 """
 
 from collections.abc import Callable
@@ -15,14 +16,11 @@ import torch
 from .findings import Deviation, outcome
 from .guard import Guard
 from .identities import (
-    OutputSide,
     agreement_deviation,
     backward_deviation,
     forward_deviation,
     joined,
     lse_deviation,
-    output_side,
-    packed_size,
 )
 from .injection import Fault, inject
 from .private import kept_logsumexp, unseen_by_checkpointing, watched
@@ -57,28 +55,29 @@ class _Watch:
 
 
 class _Inputs(torch.autograd.Function):
-    """Before the kernel; last in the backward, where it sees dQ, dK, dV and, as the gradient of `link`, what
-    `_Output` has to say."""
+    """Before the kernel; last in the backward, where it sees dQ, dK, dV and, as gradients of `links`, what `_Output`
+    saw."""
 
     @staticmethod
     def forward(ctx, q, k, v, watch: _Watch):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v)
         ctx.watch = watch
-        size = packed_size(q.shape[-1], v.shape[-1]) if watch.checking else 0
-        link = q.new_zeros(q.shape[0], k.shape[2], size, dtype=accumulator(q.dtype))
-        return q.view_as(q), k.view_as(k), v.view_as(v), link
+        return q.view_as(q), k.view_as(k), v.view_as(v), *links(q, v)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dq, dk, dv, packed):
+    def backward(ctx, dq, dk, dv, *seen):
         watch: _Watch = ctx.watch
         guard = watch.guard
+        q, k, v = ctx.saved_tensors
+        dq, dk, dv = (torch.zeros_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv)))
         dq = guard.touch("dq", dq, backward=True)
         dk = guard.touch("dk", dk, backward=True)
         dv = guard.touch("dv", dv, backward=True)
-        if watch.checking:
-            q, k, v = ctx.saved_tensors
-            watch_inputs(*(guard, q, k, v, dq, dk, dv, packed), watch.scale, watch.plain_scores, watch.wide_sums)
+        if watch.checking and seen[0] is not None:
+            known = watch.scale, watch.plain_scores, watch.wide_sums
+            compare_backward(guard, backward_deviation, q, k, v, dq, dk, dv, seen, *known)
         return dq, dk, dv, None
 
 
@@ -86,51 +85,42 @@ class _Output(torch.autograd.Function):
     """Behind the kernel; first in the backward, where it sees dO."""
 
     @staticmethod
-    def forward(ctx, out, lse, q, k, v, link, watch: _Watch):
+    def forward(ctx, out, lse, link, link_out, link_lse, link_d_lse, watch: _Watch):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(out, lse, q, k, v)
+        ctx.save_for_backward(out, lse)
         ctx.watch = watch
         return out.view_as(out), None if lse is None else lse.view_as(lse)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out, d_lse):
-        packed = None
-        if ctx.watch.checking:
-            out, lse, q, k, v = ctx.saved_tensors
-            d_out = torch.zeros_like(out) if d_out is None else d_out
-            packed = watch_output(q, k, v, out, d_out, lse, d_lse, ctx.watch.scale)
-        return d_out, d_lse, None, None, None, packed, None
+        if not ctx.watch.checking:
+            return d_out, d_lse, None, None, None, None, None
+        out, lse = ctx.saved_tensors
+        return d_out, d_lse, torch.zeros_like(out) if d_out is None else d_out, out, lse, d_lse, None
 
 
-def watch_output(q, k, v, out, d_out, lse, d_lse, scale: float) -> torch.Tensor:
-    """What the output's side of the backward has to say (B, N_kv, `packed_size`); see `output_side`."""
-    return output_side(q, k, v, out, d_out, lse, d_lse, scale).pack()
+def links(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors without memory, of the shapes of O, O, lse and lse: as gradients of these what the output's side saw
+    reaches the inputs' side, dO, O, lse and dlse."""
+    acc = accumulator(q.dtype)
+    of_out = (q.new_empty(1).expand(*q.shape[:3], v.shape[-1]) for _ in range(2))
+    return *of_out, *(q.new_empty(1, dtype=acc).expand(q.shape[:3]) for _ in range(2))
 
 
-def compare_inputs(q, k, v, dq, dk, dv, packed, scale: float, plain_scores: bool, wide_sums: bool) -> Deviation:
-    """`backward_deviation` of what `watch_output` packed."""
-    side = OutputSide.unpack(packed, q.shape[-1], v.shape[-1])
-    return backward_deviation(*(q, k, v, dq, dk, dv, side, scale), plain_scores=plain_scores, wide_sums=wide_sums)
+def compare_backward(guard: Guard, compare, q, k, v, dq, dk, dv, seen, scale, plain_scores, wide_sums) -> None:
+    """Compare and report.
 
-
-def watch_inputs(
-    guard: Guard,
-    q,
-    k,
-    v,
-    dq,
-    dk,
-    dv,
-    packed: torch.Tensor,
-    scale: float,
-    plain_scores: bool,
-    wide_sums: bool,
-    compare: Callable[..., Deviation] = compare_inputs,
-) -> None:
-    """Compare and report. compare: `compare_inputs`, or the same compiled."""
+    Args:
+        compare: `backward_deviation`, or the same compiled.
+        seen: dO, O, lse or None, and its gradient or None.
+    """
+    d_out, out, lse, d_lse = seen
     with guard.timing(BACKWARD, q.device):
-        found = guard.widened(BACKWARD, compare(q, k, v, dq, dk, dv, packed, scale, plain_scores, wide_sums))
+        found = compare(
+            *(q, k, v, out, d_out, dq, dk, dv, lse, d_lse, scale), plain_scores=plain_scores, wide_sums=wide_sums
+        )
+        found = guard.widened(BACKWARD, found)
         bad = found.bad()
         if bad.device.type != "cpu" or bad.any():
             guard.report(BACKWARD, outcome(found, refused=bad.sum()), backward=True)
@@ -168,16 +158,16 @@ def attention(
     backward = guard.checking(BACKWARD, flops=2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1]), cost=10.0 * q.numel())
     watched = torch.is_grad_enabled() and (backward or guard.injecting)
     watch = _Watch(guard, scale, plain_scores, wide_sums, backward)
-    link = None
+    link: list[torch.Tensor] = []
     if watched:
-        q, k, v, link = _Inputs.apply(q, k, v, watch)
+        q, k, v, *link = _Inputs.apply(q, k, v, watch)
     out, lse = attend(q, k, v)
     _strike(guard, out, q, k, v, scale)
     if forward or rerun:
         with guard.timing(RERUN if rerun else FORWARD, out.device):
             out, lse = _forward_check(attend, q, k, v, out, lse, watch, rerun)
     if watched:
-        out, lse = _Output.apply(out, lse, q.detach(), k.detach(), v.detach(), link, watch)
+        out, lse = _Output.apply(out, lse, *link, watch)
     return out, lse
 
 

@@ -181,7 +181,7 @@ _guards: WeakValueDictionary[int, "Guard"] = WeakValueDictionary()
 
 def guard_of(ticket: torch.Tensor) -> "Guard":
     """The guard whose ticket this is."""
-    return _guards[int(ticket[0])]
+    return _guards[int(ticket)]
 
 
 class Guard:
@@ -190,11 +190,11 @@ class Guard:
     def __init__(self, checks: Checks, layer: int, name: str) -> None:
         self.checks, self.layer, self.name = checks, layer, name
         self.correct = checks.mode == "correct"
-        self.ticket = torch.tensor([next(_numbers), 0])
-        """This guard's number, and how often operators used it: what stands for the guard in a compiled graph."""
+        self.ticket = torch.tensor(next(_numbers))
+        """This guard's number, which stands for it in a compiled graph."""
         self.kept: Any = None
         """What an operator keeps from call to call."""
-        _guards[int(self.ticket[0])] = self
+        _guards[int(self.ticket)] = self
 
     def checking(self, section: str, *, flops: float, cost: float, backward: bool = False) -> bool:
         """Whether this call's `section` is to be checked.

@@ -28,12 +28,12 @@ share (a constant input is rounded the same way everywhere) grows with plain sum
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 
 from .findings import Deviation
-from .roundoff import accumulator, growth, operand_roundoff, underflow, unit_roundoff, vanishing
+from .roundoff import accumulator, growth, underflow, unit_roundoff, vanishing
+from .sums import FLAT, Sums, identity_sums, kernel_roundoff, mean_norm2
 
 COLUMN = 6.5
 """Rounding errors of one column stay below so many times the estimate, which takes every rounding for the largest
@@ -48,9 +48,6 @@ DK = 0.4
 
 MATRIX = 3.0
 """The same for the norm of one row or column of a matrix."""
-
-_FLAT = 1 / 16
-"""Scores, or rows, that differ by less than this share may be rounded alike in bf16."""
 
 
 def forward_deviation(out: torch.Tensor, v: torch.Tensor) -> Deviation:
@@ -140,88 +137,6 @@ def joined(*parts: Deviation) -> Deviation:
     )
 
 
-class OutputSide(NamedTuple):
-    """What the backward identities need of dO, O and lse's gradient: sums over queries and the group's query heads.
-
-    Of each sequence and key head, in the accumulator dtype; H of the keys, V of the values.
-
-    total: Σ dO (V). alike: Σ dO of rows whose P may be rounded alike, magnitudes (V). terms: Σ π dO², squares of what
-    rounding P does to a column of dV (V). rows: Σ r² Q², likewise of dK (H). together: |Σ r Q| where outputs are alike
-    (H). from_lse: Σ dlse Q (H). square: the sum of squares of dO (1). product: Oᵀ dO (V, V). of_rows, of_columns: sums
-    of squares of the terms of its rows and columns (V). pairs: Σ |dO_i|² |Q_i|² (1). largest, largest_lse: the largest
-    |dO_i| and |dlse_i| (1).
-    """
-
-    total: torch.Tensor
-    alike: torch.Tensor
-    terms: torch.Tensor
-    rows: torch.Tensor
-    together: torch.Tensor
-    from_lse: torch.Tensor
-    square: torch.Tensor
-    product: torch.Tensor
-    of_rows: torch.Tensor
-    of_columns: torch.Tensor
-    pairs: torch.Tensor
-    largest: torch.Tensor
-    largest_lse: torch.Tensor
-
-    def pack(self) -> torch.Tensor:
-        """All of it in one tensor (B, N_kv, `packed_size`)."""
-        return torch.cat([part.flatten(2) for part in self], -1)
-
-    @staticmethod
-    def unpack(packed: torch.Tensor, key_dim: int, value_dim: int) -> "OutputSide":
-        """What `pack` packed."""
-        sizes = _sizes(key_dim, value_dim)
-        parts = list(packed.split(sizes, -1))
-        parts[7] = parts[7].unflatten(-1, (value_dim, value_dim))
-        return OutputSide(*parts)
-
-
-def _sizes(h: int, v: int) -> list[int]:
-    return [v, v, v, h, h, h, 1, v * v, v, v, 1, 1, 1]
-
-
-def packed_size(key_dim: int, value_dim: int) -> int:
-    """Numbers of one OutputSide."""
-    return sum(_sizes(key_dim, value_dim))
-
-
-def _by_group(x: torch.Tensor, n_kv: int) -> torch.Tensor:
-    """(B, L, N, ...) as (B, N_kv, L·G, ...), in the accumulator dtype: a group's query heads are rows of one matrix."""
-    b, length, n = x.shape[:3]
-    wide = x.to(accumulator(x.dtype)).reshape(b, length, n_kv, n // n_kv, *x.shape[3:])
-    return wide.transpose(1, 2).flatten(2, 3)
-
-
-def narrow_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Batches of a @ b, of narrow operands, in the wide dtype that they are summed in."""
-    return torch.bmm(a, b, out_dtype=dtype)
-
-
-def _outer(a: torch.Tensor, b: torch.Tensor, n_kv: int) -> torch.Tensor:
-    """aᵀ b of every head, added up over the query heads of a group: a, b (B, L, N, ·) to (B, N_kv, ·, ·), in the
-    accumulator dtype. Where a device multiplies narrow operands into wide sums, no wide copy is made."""
-    acc = accumulator(a.dtype)
-
-    def product(a_LNH: torch.Tensor, b_LNH: torch.Tensor) -> torch.Tensor:
-        left, right = a_LNH.permute(1, 2, 0), b_LNH.permute(1, 0, 2)
-        if a.dtype != acc and a.device.type != "cpu":
-            return narrow_product(left, right, acc)
-        return left.to(acc) @ right.to(acc)
-
-    by_head = torch.stack([product(x, y) for x, y in zip(a, b, strict=True)])
-    return by_head.unflatten(1, (n_kv, -1)).sum(2)
-
-
-def _stored(dtype: torch.dtype, device: torch.device) -> float:
-    """Relative error of what a kernel stores in `dtype`; partial sums included where they are rounded as well."""
-    if dtype == accumulator(dtype):
-        return 4 * unit_roundoff(dtype)
-    return unit_roundoff(dtype) * (4 if operand_roundoff(dtype, device) else 1)
-
-
 def _roundings(length: int, groups: int, like: torch.Tensor) -> float:
     """How often dK and dV are rounded, where not once: for each query head of a group, and once more when those are
     added up. PyTorch's CPU kernel adds up blocks of queries in the narrow dtype as well; the sums of half of them are
@@ -237,90 +152,25 @@ def _root(squares: torch.Tensor, terms: int, dtype: torch.dtype) -> torch.Tensor
     return squares.sqrt() + underflow(terms, dtype)
 
 
-def output_side(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    d_out: torch.Tensor,
-    lse: torch.Tensor | None,
-    d_lse: torch.Tensor | None,
-    scale: float,
-) -> OutputSide:
-    """Sums over dO and O.
-
-    Args:
-        q: (B, L, N, H); k (B, L, N_kv, H); v (B, L, N_kv, H_v); out, d_out: (B, L, N, H_v).
-        lse: (B, L, N), -inf where a query sees no key; None: every query sees one.
-        d_lse: gradient of lse (B, L, N), or None.
-    """
-    n_kv, dtype = k.shape[2], out.dtype
-    seen = d_out if lse is None else torch.where((lse > -torch.inf).unsqueeze(-1), d_out, 0)
-    product = _outer(out, seen, n_kv)  # first: what is between two products can be one pass
-    q_, o_, do_ = _by_group(q, n_kv), _by_group(out, n_kv), _by_group(seen, n_kv)
-    k_, v_ = _by_group(k, n_kv), _by_group(v, n_kv)
-    count = do_.shape[2]
-    unit = _stored(dtype, out.device) + 4 * unit_roundoff(do_.dtype)
-    do_squares, o_squares = do_.square(), o_.square()
-    do_norm2, o_norm2 = do_squares.sum(-1), o_squares.sum(-1)
-    do_norm = _root(do_norm2, v.shape[-1], dtype)
-
-    # A row of P whose scores are all but equal is rounded alike; else its roundings are as many as it has large terms,
-    # and |O|² / mean |V|² is about Σ_j P_ij².
-    spread = (k_ - k_.mean(2, keepdim=True)).abs().mean((2, 3)).unsqueeze(-1)
-    q_norm = q_.square().sum(-1).sqrt()
-    flat = scale * q_norm * spread < _FLAT
-    v_norm2 = v_.square().sum(-1).mean(-1, keepdim=True) + torch.finfo(do_.dtype).tiny
-    share = torch.where(flat, 1.0, (o_norm2 / v_norm2 + 1.0 / k.shape[1]).clamp_max(1.0))
-    terms = (share.unsqueeze(-1) * do_squares).sum(2)
-    shared_norm2 = (share * do_norm2).sum(-1, keepdim=True)
-
-    # delta = rowsum(dO ∘ O) takes O rounded, and O was made of a rounded P: what a row of dS then sums to.
-    v_usual = (v_norm2 / v.shape[-1]).sqrt()
-    delta = (do_ * o_).sum(-1).abs()
-    of_p = share.sqrt() * (do_norm * v_usual + delta)
-    of_scores = 8 * unit_roundoff(do_.dtype) * scale * q_norm * k_.square().sum(-1).amax(-1, keepdim=True).sqrt()
-    row = unit * (_root((do_squares * o_squares).sum(-1), v.shape[-1], dtype) + of_p) + of_scores * of_p
-    rows = (row.square().unsqueeze(-1) * q_.square()).sum(2)
-    same = torch.maximum(_alike(o_), flat.all(-1, keepdim=True).to(o_.dtype))
-    alike_row = math.sqrt(v.shape[-1]) * row + growth(count, dtype) * delta
-    together = alike_row.sum(-1, keepdim=True) * q_.mean(2).abs() * same
-    if d_lse is None:
-        from_lse, largest_lse = torch.zeros_like(rows), do_norm.new_zeros(*do_norm.shape[:2], 1)
-    else:
-        by_group = _by_group(d_lse, n_kv)
-        from_lse, largest_lse = (by_group.unsqueeze(-1) * q_).sum(2), by_group.abs().amax(-1, keepdim=True)
-    return OutputSide(
-        total=do_.sum(2),
-        alike=(do_ * flat.unsqueeze(-1)).sum(2).abs() + do_.sum(2).abs() * _alike(v_),
-        terms=terms + count * torch.finfo(do_.dtype).tiny,
-        rows=rows + count * torch.finfo(do_.dtype).tiny,
-        together=together,
-        from_lse=scale * from_lse,
-        square=do_norm2.sum(-1, keepdim=True),
-        product=product,
-        of_rows=(o_squares * do_norm2.unsqueeze(-1)).sum(2) + shared_norm2 * v_.square().mean(2),
-        of_columns=(do_squares * o_norm2.unsqueeze(-1)).sum(2) + terms * v_norm2,
-        pairs=(do_norm2 * q_.square().sum(-1)).sum(-1, keepdim=True),
-        largest=do_norm.amax(-1, keepdim=True),
-        largest_lse=largest_lse,
-    )
-
-
-def _alike(x: torch.Tensor) -> torch.Tensor:
-    """1 where the rows of x (B, N_kv, rows, H) differ so little that all may be rounded alike, else 0; (B, N_kv, 1)."""
-    apart = x.var(2, correction=0).sum(-1, keepdim=True)
-    return (apart <= _FLAT**2 * x.square().mean(2).sum(-1, keepdim=True)).to(x.dtype)
+def _alike(total: torch.Tensor, squares: torch.Tensor, count: int) -> torch.Tensor:
+    """1 where so many rows, of these sums (B, N_kv, H), differ so little that all may be rounded alike, else 0;
+    (B, N_kv, 1)."""
+    mean2 = squares.sum(-1, keepdim=True) / count
+    apart = mean2 - (total / count).square().sum(-1, keepdim=True)
+    return (apart <= FLAT**2 * mean2).to(squares.dtype)
 
 
 def backward_deviation(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    out: torch.Tensor,
+    d_out: torch.Tensor,
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
-    side: OutputSide,
+    lse: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
     scale: float,
     *,
     plain_scores: bool = True,
@@ -332,67 +182,92 @@ def backward_deviation(
     with plain scores the same of Σ dK, and of dQᵀ Q - Kᵀ dK; the largest of |dK| and of |dQ|.
 
     Args:
-        q, dq: (B, L, N, H); k, dk: (B, L, N_kv, H); v, dv: (B, L, N_kv, H_v).
-        side: of dO and O.
+        q, dq: (B, L, N, H); k, dk: (B, L, N_kv, H); v, dv: (B, L, N_kv, H_v); out, d_out: (B, L, N, H_v).
+        lse: (B, L, N), -inf where a query sees no key; None: every query sees one.
+        d_lse: gradient of lse (B, L, N), or None.
         plain_scores: False where the scores are changed further (a score_mod): only what is about V holds.
         wide_sums: whether the kernel adds up dK and dV, over all queries and the query heads of a group, in its
             accumulators.
     """
-    n_kv, dtype = k.shape[2], q.dtype
-    groups = q.shape[2] // n_kv
-    of_v = _outer(v, dv, n_kv)
-    of_q, of_k = (_outer(dq, q, n_kv), _outer(k, dk, n_kv)) if plain_scores else (of_v, of_v)
-    q_, k_, v_ = _by_group(q, n_kv), _by_group(k, n_kv), _by_group(v, n_kv)
-    dq_, dk_, dv_ = _by_group(dq, n_kv), _by_group(dk, n_kv), _by_group(dv, n_kv)
-    length, count = k.shape[1], q_.shape[2]
-    unit32 = unit_roundoff(q_.dtype)
-    q_norm2, k_norm2, v_norm2 = (x.square().sum(-1) for x in (q_, k_, v_))
-    q_most, k_most, v_most = (x.amax(-1, keepdim=True).sqrt() for x in (q_norm2, k_norm2, v_norm2))
+    groups = q.shape[2] // k.shape[2]
+    rounded = 1.0 if wide_sums else math.sqrt(_roundings(k.shape[1], groups, q))
+    stored = kernel_roundoff(q.dtype, q.device) * rounded
+    sums = identity_sums(q, k, v, out, d_out, dq, dk, dv, lse, d_lse, scale)
+    return compared(sums, k.shape[1], q.shape[1] * groups, q.dtype, scale, stored, plain_scores=plain_scores)
+
+
+def compared(
+    sums: Sums, length: int, count: int, dtype: torch.dtype, scale: float, stored: float, *, plain_scores: bool
+) -> Deviation:
+    """What the sums over `length` keys and `count` queries of a group say; see `backward_deviation`.
+
+    stored: relative error of dK and dV as the kernel stores them.
+    """
+    queries, keys, values, side, _ = sums
+    acc = keys.total.dtype
+    tiny, unit32 = torch.finfo(acc).tiny, unit_roundoff(acc)
+    q_most, k_most, v_most = (x.most2.sqrt() for x in (queries, keys, values))
     # The forward's S and the backward's agree to a few units of the largest score, and P with them.
-    stored = _stored(dtype, q.device) * (1.0 if wide_sums else math.sqrt(_roundings(length, groups, q)))
     unit = stored + 8 * unit32 * (1 + scale * q_most * k_most) + unit32 * math.sqrt(count)
     # Sums in fp32 of terms of one sign; and of equal terms, rounded the same way at every step.
     summed = growth(count, dtype)
-    do_norm = _root(side.square, count * v.shape[-1], dtype)
+    value_dim, key_dim = values.total.shape[-1], keys.total.shape[-1]
+    alike_v = _alike(values.total, values.squares, length)
+    terms = side.terms + count * tiny
+    v_norm2 = mean_norm2(values, length)
+    do_norm = _root(side.square, count * value_dim, dtype)
 
     most_v = do_norm * math.sqrt(count)
     parts = [
         _sums(
-            dv_.sum(2) - side.total,
-            unit * _capped(torch.maximum(dv_.square().sum(2), side.terms), most_v * math.sqrt(length)),
-            (unit * side.alike + summed * side.total.abs()),
+            values.d_total - side.total,
+            unit * _capped(torch.maximum(values.d_squares, terms), most_v * math.sqrt(length)),
+            unit * (side.alike.abs() + side.total.abs() * alike_v) + summed * side.total.abs(),
             most_v,
         ),
         _matrix(
-            *(of_v, v_, dv_, side.product, side.of_rows, side.of_columns, unit),
-            summed + 2 * unit * torch.maximum(_alike(dv_), _alike(v_)),
+            side.product - values.product,
+            side.product,
+            side.of_rows + side.shared * values.squares / length + values.of_rows,
+            side.of_columns + terms * v_norm2 + values.of_columns,
+            unit,
+            summed + 2 * unit * torch.maximum(_alike(values.d_total, values.d_squares, length), alike_v),
             most_v * math.sqrt(length) * v_most,
         ),
-        _largest(dv_, most_v),
+        _largest(values.d_most, most_v),
     ]
     if plain_scores:
-        row_most = 2 * side.largest * v_most + side.largest_lse
+        row_most = 2 * (side.largest2.sqrt() + underflow(value_dim, dtype)) * v_most + side.largest_lse
         most_q = scale * row_most * k_most
-        most_k = scale * row_most * math.sqrt(count) * q_norm2.sum(-1, keepdim=True).sqrt()
-        dq_norm2 = dq_.square().sum(-1)
+        q_norm = queries.squares.sum(-1, keepdim=True).sqrt()
+        most_k = scale * row_most * math.sqrt(count) * q_norm
         # What rounding dS does to a column of dK, by dK itself and by dQ, which dS made as well.
-        k_usual = k_norm2.mean(-1, keepdim=True) + torch.finfo(q_.dtype).tiny
-        through_q = (dq_norm2.unsqueeze(-1) * q_.square()).sum(2) / k_usual
-        noise = _capped(torch.maximum(dk_.square().sum(2), through_q), most_k * math.sqrt(length))
-        sigma = unit * noise + scale * side.rows.sqrt()
+        through_q = queries.of_rows / mean_norm2(keys, length)
+        noise = _capped(torch.maximum(keys.d_squares, through_q), most_k * math.sqrt(length))
+        sigma = unit * noise + scale * (side.rows + count * tiny).sqrt()
+        same = torch.maximum(_alike(side.out_total, side.out_squares, count), 1.0 - side.varied)
+        together = scale * side.alike_rows * (queries.total / count).abs() * same
+        from_lse = scale * side.from_lse
         # Terms of dQ = dS K that cancel, where rows of K are much alike, leave what fp32 lost of them.
         cancelled = (4 + math.sqrt(length)) * unit32 * scale * side.pairs.sqrt() * v_most * k_most
-        of_rows = (dq_.square() * q_norm2.unsqueeze(-1)).sum(2)
-        of_columns = (dq_norm2.unsqueeze(-1) * q_.square()).sum(2)
-        limit = most_q * math.sqrt(count) * q_norm2.sum(-1, keepdim=True).sqrt()
+        product = queries.product.mT
         parts += [
-            _sums(dk_.sum(2) - side.from_lse, DK * sigma, scale * side.together + summed * side.from_lse.abs(), most_k),
-            _matrix(*(of_k, k_, dk_, of_q, of_rows, of_columns, unit, summed, limit, cancelled)),
-            _largest(dk_, most_k),
-            _largest(dq_, most_q),
+            _sums(keys.d_total - from_lse, DK * sigma, together + summed * from_lse.abs(), most_k),
+            _matrix(
+                product - keys.product,
+                product,
+                queries.of_columns + keys.of_rows,
+                queries.of_rows + keys.of_columns,
+                unit,
+                summed,
+                most_q * math.sqrt(count) * q_norm,
+                cancelled,
+            ),
+            _largest(keys.d_most, most_k),
+            _largest(queries.d_most, most_q),
         ]
     # What squares lose below the least normal number, and values of the narrow dtype do.
-    lost = unit * underflow(count * (q.shape[-1] + v.shape[-1]), dtype) + count * vanishing(dtype)
+    lost = unit * underflow(count * (key_dim + value_dim), dtype) + count * vanishing(dtype)
     found = joined(*parts)
     return Deviation(found.residual, found.bound + (1 + q_most + k_most + v_most) * lost, found.scale)
 
@@ -420,23 +295,21 @@ def _sums(residual: torch.Tensor, sigma: torch.Tensor, shared: torch.Tensor, sca
     )
 
 
-def _matrix(other, x, dx, product, of_rows, of_columns, unit, summed, limit, lost=0.0) -> Deviation:
-    """Norms of the rows and of the columns of product - other (B, N_kv, 2 H), with other = xᵀ dx.
+def _matrix(apart, product, of_rows, of_columns, unit, summed, limit, lost=0.0) -> Deviation:
+    """Norms of the rows and of the columns of a difference of two products (B, N_kv, 2 H).
 
     Args:
-        of_rows, of_columns: sums of squares of the terms of product, by row and by column.
+        product: one of the two.
+        of_rows, of_columns: sums of squares of the terms of both, by row and by column.
         lost: what may be lost besides, of a whole row or column.
     """
     norm = torch.linalg.vector_norm
-    apart = product - other
-    of_rows = of_rows + (x.square() * dx.square().sum(-1, keepdim=True)).sum(2)
-    of_columns = of_columns + (x.square().sum(-1, keepdim=True) * dx.square()).sum(2)
     residual = torch.cat([norm(apart, dim=-1), norm(apart, dim=-2)], -1)
     sigma = unit * _capped(torch.cat([of_rows, of_columns], -1), limit)
     shared = summed * torch.minimum(torch.cat([norm(product, dim=-1), norm(product, dim=-2)], -1), limit)
     return Deviation(residual, MATRIX * sigma + shared + lost, limit.expand_as(residual))
 
 
-def _largest(x: torch.Tensor, most: torch.Tensor) -> Deviation:
-    """The largest magnitude of x (B, N_kv, rows, H) against the most there can be (B, N_kv, 1)."""
-    return Deviation(x.abs().amax((2, 3)).unsqueeze(-1), 1.01 * most, 1.01 * most)
+def _largest(found: torch.Tensor, most: torch.Tensor) -> Deviation:
+    """The largest magnitude of a gradient against the most there can be (B, N_kv, 1)."""
+    return Deviation(found, 1.01 * most, 1.01 * most)

@@ -3,8 +3,8 @@
 Python cannot run inside a graph, and what a check decides changes from slot to slot. So the graph holds one opaque
 operator for each checked result, with a fake kernel for its shapes; what runs in it is the code that eager mode runs.
 Its guard is found by the guard's `ticket`, a small tensor on the host, which is an input of the graph like any other: a
-number would be compiled in, once for every layer. Every operator changes its ticket, and so is neither dropped, nor
-merged with another one, nor put into another order.
+number would be compiled in, once for every layer. Every operator says that it changes its ticket, and so is neither
+dropped, nor merged with another one, nor put into another order.
 """
 
 import functools
@@ -12,22 +12,35 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.library import custom_op
+from torch.library import Library, infer_schema, register_fake
 
 from .findings import outcome
-from .fused import BACKWARD, FORWARD, compare_inputs, look, watch_inputs, watch_output
+from .fused import BACKWARD, FORWARD, compare_backward, links, look
 from .guard import Guard, guard_of
-from .identities import packed_size
+from .identities import backward_deviation
 from .linear import WeightSums, input_gradient, project, weight_gradient
 from .private import unseen_by_checkpointing
 
+_LIBRARY = Library("everstep", "FRAGMENT")
+
+
+def _operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """An operator of that name, which says that it changes its ticket; fake: makes its result without values.
+
+    `torch.library.custom_op` would do, and take twice as long in each call, for autograd that is not needed here.
+    """
+
+    def made(function: Callable[..., Any]) -> Callable[..., Any]:
+        schema = infer_schema(function, mutates_args=("ticket",))
+        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        register_fake(f"everstep::{name}", fake, lib=_LIBRARY)
+        return getattr(torch.ops.everstep, name).default
+
+    return made
+
+
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
-
-
-def _used(ticket: torch.Tensor) -> Guard:
-    """The guard that a ticket stands for, and one use more on it."""
-    ticket[1] += 1
-    return guard_of(ticket)
 
 
 @functools.cache
@@ -46,36 +59,21 @@ def _sums(guard: Guard) -> WeightSums:
     return guard.kept
 
 
-@custom_op("everstep::project", mutates_args=("ticket",))
+@_operator("project", lambda x, weight, bias, ticket: x.new_empty(x.shape[0], weight.shape[0]))
 def _project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ticket: torch.Tensor) -> torch.Tensor:
-    guard = _used(ticket)
+    guard = guard_of(ticket)
     return project(guard, _sums(guard), x, weight, bias)
 
 
-@_project.register_fake
-def _(x, weight, bias, ticket):
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@custom_op("everstep::input_gradient", mutates_args=("ticket",))
+@_operator("input_gradient", lambda dy, weight, ticket: dy.new_empty(dy.shape[0], weight.shape[1]))
 def _input_gradient(dy: torch.Tensor, weight: torch.Tensor, ticket: torch.Tensor) -> torch.Tensor:
-    guard = _used(ticket)
+    guard = guard_of(ticket)
     return input_gradient(guard, _sums(guard), dy, weight)
 
 
-@_input_gradient.register_fake
-def _(dy, weight, ticket):
-    return dy.new_empty(dy.shape[0], weight.shape[1])
-
-
-@custom_op("everstep::weight_gradient", mutates_args=("ticket",))
+@_operator("weight_gradient", lambda dy, x, ticket: dy.new_empty(dy.shape[1], x.shape[1]))
 def _weight_gradient(dy: torch.Tensor, x: torch.Tensor, ticket: torch.Tensor) -> torch.Tensor:
-    return weight_gradient(_used(ticket), dy, x)
-
-
-@_weight_gradient.register_fake
-def _(dy, x, ticket):
-    return dy.new_empty(dy.shape[1], x.shape[1])
+    return weight_gradient(guard_of(ticket), dy, x)
 
 
 class _Linear(torch.autograd.Function):
@@ -102,18 +100,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gua
     return _Linear.apply(x, weight, bias, guard.ticket)
 
 
-@custom_op("everstep::touch", mutates_args=("ticket",))
+@_operator("touch", lambda x, ticket, section, backward: torch.empty_like(x))
 def _touch(x: torch.Tensor, ticket: torch.Tensor, section: str, backward: bool) -> torch.Tensor:
-    touched = _used(ticket).touch(section, x, backward=backward)
+    touched = guard_of(ticket).touch(section, x, backward=backward)
     return touched.clone() if touched is x else touched
 
 
-@_touch.register_fake
-def _(x, ticket, section, backward):
-    return torch.empty_like(x)
-
-
-@custom_op("everstep::watch_forward", mutates_args=("ticket",))
+@_operator("watch_forward", lambda *_: None)
 def _watch_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -124,7 +117,7 @@ def _watch_forward(
     scale: float,
     plain_scores: bool,
 ) -> None:
-    guard = _used(ticket)
+    guard = guard_of(ticket)
     pairs = q.shape[0] * q.shape[2] * float(q.shape[1]) ** 2 / 2
     flops = 2 * pairs * (q.shape[-1] + v.shape[-1])
     if guard.checking(FORWARD, flops=flops, cost=float(q.numel() + v.numel())):
@@ -135,58 +128,32 @@ def _watch_forward(
                 guard.report(FORWARD, outcome(found, refused=bad.sum()))
 
 
-@custom_op("everstep::watch_output", mutates_args=("ticket",))
-def _watch_output(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    d_out: torch.Tensor,
-    lse: torch.Tensor | None,
-    d_lse: torch.Tensor | None,
-    ticket: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    guard = _used(ticket)
-    if guard.will_check(BACKWARD):
-        with torch.no_grad():
-            return _in_one_pass(watch_output, q.device)(q, k, v, out, d_out, lse, d_lse, scale)
-    return _packed(q, k, v).zero_()
-
-
-def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape[0], k.shape[2], packed_size(q.shape[-1], v.shape[-1]), dtype=dtype)
-
-
-@_watch_output.register_fake
-def _(q, k, v, out, d_out, lse, d_lse, ticket, scale):
-    return _packed(q, k, v)
-
-
-@custom_op("everstep::watch_inputs", mutates_args=("ticket",))
-def _watch_inputs(
+@_operator("watch_backward", lambda *_: None)
+def _watch_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
-    packed: torch.Tensor,
+    d_out: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
     ticket: torch.Tensor,
     scale: float,
     plain_scores: bool,
     wide_sums: bool,
 ) -> None:
-    guard = _used(ticket)
+    guard = guard_of(ticket)
     checking = guard.will_check(BACKWARD)
     pairs = q.shape[0] * q.shape[2] * float(q.shape[1]) ** 2 / 2
     flops = 2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1])
     guard.checking(BACKWARD, flops=flops, cost=10.0 * q.numel(), backward=True)
     if checking:
-        compare = _in_one_pass(compare_inputs, q.device)
+        compare, seen = _in_one_pass(backward_deviation, q.device), (d_out, out, lse, d_lse)
         with torch.no_grad():
-            watch_inputs(guard, q, k, v, dq, dk, dv, packed, scale, plain_scores, wide_sums, compare)
+            compare_backward(guard, compare, q, k, v, dq, dk, dv, seen, scale, plain_scores, wide_sums)
 
 
 class _Touched(torch.autograd.Function):
@@ -204,38 +171,36 @@ class _Touched(torch.autograd.Function):
 
 class _Inputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, ticket, scale, plain_scores, wide_sums, injecting):
+    def forward(ctx, q, k, v, ticket, injecting, with_lse, scale, plain_scores, wide_sums):
         ctx.save_for_backward(q, k, v)
-        ctx.ticket, ctx.injecting = ticket, injecting
+        ctx.ticket, ctx.injecting, ctx.with_lse = ticket, injecting, with_lse
         ctx.known = scale, plain_scores, wide_sums
-        return q.view_as(q), k.view_as(k), v.view_as(v), _packed(q, k, v).zero_()
+        return q.view_as(q), k.view_as(k), v.view_as(v), *links(q, v)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dq, dk, dv, packed):
+    def backward(ctx, dq, dk, dv, d_out, out, lse, d_lse):
         q, k, v = ctx.saved_tensors
         if ctx.injecting:
             dq = _touch(dq, ctx.ticket, "dq", True)
             dk = _touch(dk, ctx.ticket, "dk", True)
             dv = _touch(dv, ctx.ticket, "dv", True)
-        _watch_inputs(q, k, v, dq, dk, dv, packed, ctx.ticket, *ctx.known)
-        return dq, dk, dv, None, None, None, None, None
+        of_lse = (lse, d_lse) if ctx.with_lse else (None, None)
+        _watch_backward(q, k, v, dq, dk, dv, d_out, out, *of_lse, ctx.ticket, *ctx.known)
+        return dq, dk, dv, None, None, None, None, None, None
 
 
 class _Output(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, out, lse, q, k, v, link, ticket, scale):
-        ctx.save_for_backward(out, lse, q, k, v)
-        ctx.ticket, ctx.scale = ticket, scale
+    def forward(ctx, out, lse, link, link_out, link_lse, link_d_lse):
+        ctx.save_for_backward(out, lse)
         return out.view_as(out), None if lse is None else lse.view_as(lse)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out, d_lse):
-        out, lse, q, k, v = ctx.saved_tensors
-        given = None if lse is None else d_lse
-        packed = _watch_output(q, k, v, out, d_out, lse, given, ctx.ticket, ctx.scale)
-        return d_out, d_lse, None, None, None, packed, None, None
+        out, lse = ctx.saved_tensors
+        return d_out, d_lse, d_out, out, lse, None if lse is None else d_lse
 
 
 def attention(
@@ -248,20 +213,21 @@ def attention(
     guard: Guard,
     plain_scores: bool = True,
     wide_sums: bool = False,
+    hands_out_lse: bool = False,
 ) -> tuple[torch.Tensor, Any]:
     """`fused.attention` for a graph. A finding of the forward refuses the slot there: nothing in a graph can run the
-    kernel again, and no second run is made."""
+    kernel again, and no second run is made. hands_out_lse: whether `attend` returns one."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     ticket, injecting = guard.ticket, guard.injecting
     watched = torch.is_grad_enabled()
-    link = None
+    link: list[torch.Tensor] = []
     if watched:
-        q, k, v, link = _Inputs.apply(q, k, v, ticket, scale, plain_scores, wide_sums, injecting)
+        q, k, v, *link = _Inputs.apply(q, k, v, ticket, injecting, hands_out_lse, scale, plain_scores, wide_sums)
     out, lse = attend(q, k, v)
     if injecting:
         out = _Touched.apply(out, ticket)
     still = tuple(None if x is None else x.detach() for x in (q, k, v, out, lse))
     _watch_forward(*still, ticket, scale, plain_scores)
     if watched:
-        out, lse = _Output.apply(out, lse, *still[:3], link, ticket, scale)
+        out, lse = _Output.apply(out, lse, *link)
     return out, lse

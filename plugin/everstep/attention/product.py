@@ -158,7 +158,9 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSu
     terms = size * sums.step + torch.minimum(expected.abs(), 1.01 * reach)
     # A CPU that sums fp16 in fp16 rounds every partial sum that coarsely; TF32 rounds the terms alone.
     loss = growth(inner, y.dtype) * terms
-    loss = loss + operand_roundoff(y.dtype, y.device) * (reach if y.dtype == torch.float16 else terms)
+    operands = operand_roundoff(y.dtype, y.device)
+    if operands:
+        loss = loss + operands * (reach if y.dtype == torch.float16 else terms)
     if bias is not None:
         expected = expected + bias.plain
         reach = product + bias.magnitudes

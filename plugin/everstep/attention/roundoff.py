@@ -14,7 +14,6 @@ u_store·Σ|y_ij|, which no input can exceed. Checksums are kept over tiles of 6
 because that sum, and with it the smallest error that can be seen, grows with the number of elements.
 """
 
-import functools
 import math
 
 import torch
@@ -69,12 +68,13 @@ def store_roundoff(dtype: torch.dtype, device: torch.device) -> float:
     return unit_roundoff(dtype) * (2 if twice else 1)
 
 
-@functools.cache
 def tile_width(length: int) -> int:
     """Elements under one checksum: the largest divisor of `length` up to TILE, or all where only a small one
     divides."""
-    best = max(width for width in range(1, min(length, TILE) + 1) if length % width == 0)
-    return best if best >= min(32, length) else length
+    for width in range(min(length, TILE), min(32, length) - 1, -1):
+        if length % width == 0:
+            return width
+    return length
 
 
 def tiles(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -100,6 +100,8 @@ def tile_totals(x: torch.Tensor) -> torch.Tensor:
 
 def tile_energies(x: torch.Tensor) -> torch.Tensor:
     """Sums of squares over tiles of the last dimension: (..., N) to (..., T), in the accumulator dtype."""
+    if x.device.type == "cpu" and x.is_contiguous():  # no squares in memory
+        return torch.linalg.vector_norm(tiles(x), dim=-1, dtype=accumulator(x.dtype)).square()
     return tile_totals(x.to(accumulator(x.dtype)).square())
 
 

@@ -133,8 +133,11 @@ class _CheckedInner:
 
         q, k, v = (x if self.reads is None else x.to(self.reads) for x in (q_BLNH, k_BLNH, v_BLNH))
         plain = kwargs.get("score_mod") is None
-        attention = operators.attention if torch.compiler.is_compiling() else fused.attention
-        out, lse = attention(attend, q, k, v, scale=scale, guard=guard, plain_scores=plain, wide_sums=self.wide_sums)
+        known = {"scale": scale, "guard": guard, "plain_scores": plain, "wide_sums": self.wide_sums}
+        if torch.compiler.is_compiling():
+            out, lse = operators.attention(attend, q, k, v, hands_out_lse=self.hands_out_lse, **known)
+        else:
+            out, lse = fused.attention(attend, q, k, v, **known)
         out = out.to(q_BLNH.dtype)
         return out if out_transform is None else out_transform(out, lse)
 
