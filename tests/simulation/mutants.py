@@ -49,14 +49,14 @@ MUTANTS = (
     Mutant(
         "each rank decides by itself whether the rows came",
         "protocol.py",
-        'if not self.decisions.all_true("rows", not error):',
-        "if error:",
+        "if not self.decisions.all_true(point, bool(met)):",
+        'if not (met if point == "rows" else self.decisions.all_true(point, bool(met))):',
     ),
     Mutant(
         "each rank decides by itself whether it is connected",
         "protocol.py",
-        'if not self.decisions.all_true("connect", not error):',
-        "if error:",
+        "if not self.decisions.all_true(point, bool(met)):",
+        'if not (met if point == "connect" else self.decisions.all_true(point, bool(met))):',
     ),
     Mutant(
         "each rank votes for itself",
@@ -273,8 +273,8 @@ MUTANTS = (
     Mutant(
         "each rank decides by itself whether it heard the witnesses",
         "protocol.py",
-        'if not self.decisions.all_true("witnesses", not error):',
-        "if error:",
+        "if not self.decisions.all_true(point, bool(met)):",
+        'if not (met if point == "witnesses" else self.decisions.all_true(point, bool(met))):',
         kinds="sick,narrow,refuse,lose,cut",
     ),
     Mutant(

@@ -22,9 +22,9 @@ Nothing here knows torchtitan or torchft; see `everstep.step.interfaces`.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from everstep.step import ledger
 from everstep.step.attempt import Attempt, Beginning, Healing, Held, Turn
@@ -49,12 +49,18 @@ from everstep.step.interfaces import (
 )
 from everstep.step.quorum import NO_STATE, Quorum, Request, decode, encode, read_quorum
 
+T = TypeVar("T")
+
 ASK_AGAIN_S = 0.2
 """A quorum that cannot be used is not asked for again sooner."""
 
 
 class GaveUp(RuntimeError):
     """No step could be committed for `Timeouts.give_up`."""
+
+
+class AttemptFailed(Exception):
+    """All ranks of the group know that this attempt commits nothing; says why, as far as this rank does."""
 
 
 class StepProtocol:
@@ -230,19 +236,18 @@ class StepProtocol:
 
     def _carry_out(self, attempt: Attempt) -> tuple[Commit | Turn, str]:
         """What the attempt came to, and why if it failed."""
-        if reason := self._connect(attempt.quorum):
-            return Turn.RETRY, reason
-        if reason := self._exchange_rows(attempt):
-            return Turn.RETRY, reason
-        if reason := self._hear_witnesses(attempt):
-            return Turn.RETRY, reason
-        self._compute(attempt)
-        if attempt.plan.awaited:
-            return Turn.RETRY, self._await_lost(attempt)
-        tally, reason = self._sum(attempt)
-        if reason:
+        try:
+            self._connect(attempt.quorum)
+            self._exchange_rows(attempt)
+            self._hear_witnesses(attempt)
+            self._compute(attempt)
+            if attempt.plan.awaited:
+                self._await_lost(attempt)
             self._unsummed = attempt
-            return Turn.RETRY, reason
+            tally = self._sum(attempt)
+            self._unsummed = None
+        except AttemptFailed as failed:
+            return Turn.RETRY, str(failed)
         if tally.exhausted:
             has_state = self._group in attempt.plan.shares
             return Turn.OUT_OF_DATA if has_state else Turn.TOO_LATE, "the data ended"
@@ -376,28 +381,32 @@ class StepProtocol:
         if self._group in quorum.sources.values():
             self._door.serve(quorum.step, quorum.history, self._work.serve())
 
-    def _connect(self, quorum: Quorum) -> str:
-        """Build the process group anew if need be; why it failed, or nothing."""
+    def _with_peers(self, point: str, meet: Callable[[], T]) -> T:
+        """What `meet` returned, on ranks of this group that all met their peers of the other groups."""
+        met: list[T] = []
+        reason = "another rank of this group could not reach its peers"
+        try:
+            met.append(meet())
+        except SumsBroken as broken:
+            reason = str(broken)
+        if not self.decisions.all_true(point, bool(met)):
+            self._disconnect()
+            raise AttemptFailed(reason)
+        return met[0]
+
+    def _connect(self, quorum: Quorum) -> None:
+        """Build the process group anew if need be."""
         if self._connected and quorum.connected_in() == self._connected and quorum.groups == self._column:
-            return ""
+            return
         self._disconnect()
         self._files.beat("connect", quorum.step + 1)
-        error = ""
-        try:
-            self._sums.connect(
-                key=quorum.key, store=quorum.store(), rank=quorum.rank(self._group), size=len(quorum.members)
-            )
-        except SumsBroken as broken:
-            error = str(broken)
-        if not self.decisions.all_true("connect", not error):
-            self._disconnect()
-            return error or "another rank of this group could not connect to its peers"
+        place = {"rank": quorum.rank(self._group), "size": len(quorum.members)}
+        self._with_peers("connect", lambda: self._sums.connect(key=quorum.key, store=quorum.store(), **place))
         self._connected, self._column = quorum.key, quorum.groups
-        return ""
 
-    def _exchange_rows(self, attempt: Attempt) -> str:
-        """Learn what the groups hold and plan; why that failed, or nothing."""
-        quorum, error = attempt.quorum, ""
+    def _exchange_rows(self, attempt: Attempt) -> None:
+        """Learn what the groups hold and plan."""
+        quorum = attempt.quorum
         computes = self._group in quorum.able
         mine = ledger.Row(
             group=self._group,
@@ -412,15 +421,7 @@ class StepProtocol:
             refused=frozenset(self._held.refused),
             disputed=frozenset(s for s, times in self._held.refused.items() if times >= ledger.WITNESS_AFTER),
         )
-        rows: list[ledger.Row] = []
-        try:
-            rows = [ledger.Row.decode(row, self._slots) for row in self._sums.gather(mine.encode(self._slots))]
-            error = ledger.objection(rows, quorum)
-        except SumsBroken as broken:
-            error = str(broken)
-        if not self.decisions.all_true("rows", not error):
-            self._disconnect()
-            return error or "another rank of this group could not reach its peers"
+        rows = self._with_peers("rows", lambda: self._gather_rows(mine, quorum))
         attempt.rows, attempt.plan = rows, ledger.plan(rows, self._slots, self._on_loss, self._homes)
         if set(range(self._homes)) <= {row.group for row in rows if row.computes}:
             self._lost_since = None
@@ -439,24 +440,21 @@ class StepProtocol:
         self._heed_audit(attempt)
         if self._group in attempt.plan.drops:
             self._drop()
-        return ""
 
-    def _hear_witnesses(self, attempt: Attempt) -> str:
-        """Where a slot was refused, learn what every group saw in it; why that failed, or nothing."""
-        doubts, error = attempt.plan.doubts, ""
+    def _gather_rows(self, mine: ledger.Row, quorum: Quorum) -> list[ledger.Row]:
+        rows = [ledger.Row.decode(row, self._slots) for row in self._sums.gather(mine.encode(self._slots))]
+        if objection := ledger.objection(rows, quorum):
+            raise SumsBroken(objection)
+        return rows
+
+    def _hear_witnesses(self, attempt: Attempt) -> None:
+        """Where a slot was refused, learn what every group saw in it."""
+        doubts = attempt.plan.doubts
         if not doubts:
-            return ""
-        said: list[bytes] = []
-        try:
-            computes = self._group in attempt.plan.shares
-            said = self._sums.gather_bytes(self._work.testify([doubt.slot for doubt in doubts] if computes else []))
-        except SumsBroken as broken:
-            error = str(broken)
-        if not self.decisions.all_true("witnesses", not error):
-            self._disconnect()
-            return error or "another rank of this group could not hear its peers"
+            return
+        seen = [doubt.slot for doubt in doubts] if self._group in attempt.plan.shares else []
+        said = self._with_peers("witnesses", lambda: self._sums.gather_bytes(self._work.testify(seen)))
         self._work.weigh(attempt.step, doubts, dict(zip(attempt.quorum.groups, said, strict=True)))
-        return ""
 
     def _heed_audit(self, attempt: Attempt) -> None:
         """Draw this group's conclusions from the checksums in the rows."""
@@ -532,20 +530,12 @@ class StepProtocol:
         self._files.beat("quorum", failed.step)
         return computed
 
-    def _await_lost(self, attempt: Attempt) -> str:
-        """Meet the others, who have computed their shares as well, to ask for a quorum with the lost groups again; what
-        the attempt came to."""
-        error = ""
-        try:
-            self._sums.gather([self._group])
-        except SumsBroken as broken:
-            error = str(broken)
-        if not self.decisions.all_true("awaited", not error):
-            self._disconnect()
-            return error or "another rank of this group could not reach its peers"
+    def _await_lost(self, attempt: Attempt) -> NoReturn:
+        """Meet the others, who have computed their shares as well, to ask for a quorum with the lost groups again."""
+        self._with_peers("awaited", lambda: self._sums.gather([self._group]))
         if not any(attempt.plan.shares.values()):
             self._clock.sleep(ASK_AGAIN_S)
-        return f"slots {sorted(attempt.plan.awaited)} wait for their groups"
+        raise AttemptFailed(f"slots {sorted(attempt.plan.awaited)} wait for their groups")
 
     def _patience(self, share: Sequence[int], plan: ledger.Plan) -> timedelta:
         """For the gradients' sums: groups with a smaller share than others are there earlier. Never so long that this
@@ -558,8 +548,8 @@ class StepProtocol:
             return longest
         return min(self._timeouts.reduce + 2 * ahead * timedelta(seconds=self._slot_s), longest)
 
-    def _sum(self, attempt: Attempt) -> tuple[ledger.Tally, str]:
-        """Sum gradients and tally over the groups; the tally, and why it is not the step, or nothing."""
+    def _sum(self, attempt: Attempt) -> ledger.Tally:
+        """Sum gradients and tally over the groups; the tally of the step."""
         begun, step = self._clock.now(), attempt.step
         results = self._work.results()
         snapshot = self._work.settle()
@@ -578,8 +568,7 @@ class StepProtocol:
             self._reducer.finish()
         except SumsBroken as broken:
             error = str(broken)
-        if reason := self._judge_sums(step, error, results.slots):
-            return mine, reason
+        self._judge_sums(step, error, results.slots)
         tally = mine
         try:
             total = self._sums.total(mine.encode(), self._timeouts.reduce)
@@ -597,11 +586,11 @@ class StepProtocol:
         votes = self.decisions.gather("vote", [int(not error), tally.digest()])
         if not all(yes for yes, _ in votes) or len({digest for _, digest in votes}) > 1:
             self._disconnect()
-            return tally, error or "another rank of this group did not see the same sum"
-        return tally, ""
+            raise AttemptFailed(error or "another rank of this group did not see the same sum")
+        return tally
 
-    def _judge_sums(self, step: int, error: str, computed: frozenset[int]) -> str:
-        """Why the sums of the gradients cannot be used, or nothing; drops what this group holds where it is to blame.
+    def _judge_sums(self, step: int, error: str, computed: frozenset[int]) -> None:
+        """Fail the attempt if the sums of the gradients cannot be used; drop what is held where this group is to blame.
 
         A group whose own part is not finite gives its slots up once, to compute them again: something may have gone
         wrong. When that changes nothing the step goes on, and training diverges.
@@ -616,16 +605,16 @@ class StepProtocol:
         if not whole:
             raise GroupBroken(f"the ledger says slots {sorted(self._held.slots)} and the trainer {sorted(computed)}")
         if summed and sound:
-            return ""
+            return
         # The sums of other columns, and the tally of other groups, may still go on.
         self._disconnect()
         if not summed:
-            return error or "another rank of this group did not get its sum"
+            raise AttemptFailed(error or "another rank of this group did not get its sum")
         self._doubted = step
         for slot in sorted(self._held.slots):
             self._events.emit("slot_refused", step, slot=slot, reason="a gradient is not finite")
         self._drop()
-        return "a gradient of this group is not finite"
+        raise AttemptFailed("a gradient of this group is not finite")
 
     def _commit(self, attempt: Attempt, tally: ledger.Tally) -> Commit | Turn:
         """The commit; who has no state to apply it to keeps it for later."""
