@@ -61,11 +61,10 @@ def preload(modules: Sequence[str] = PRELOAD) -> None:
                 cpu.stand_in()  # torchtitan asks for its device while it is imported
         for module in modules:
             importlib.import_module(module)
-        if "torchtitan.train" in modules:
-            from torchtitan.config.manager import ConfigManager
+        if "everstep.titan.load" in modules:
+            from everstep.titan.load import parse_any
 
-            # What the parser of the command line imports and remembers when it is first used.
-            ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel"])
+            parse_any()
         gc.freeze()  # nor should a forked process look at them, and so copy their pages
     finally:
         gc.enable()

@@ -67,6 +67,12 @@ def load_config(
     return config
 
 
+def parse_any() -> None:
+    """Have torchtitan parse a command line, for what its parser imports and remembers when it is first used: a process
+    that is forked from this one finds it."""
+    ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel"])
+
+
 def config_from_source(
     source: Source, config_class: type[C], *, allow_dropped: bool = False, warnings: list[str] | None = None
 ) -> C:
