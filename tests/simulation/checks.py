@@ -50,7 +50,7 @@ class Checks:
                 seen.append(f"once {group} {number}")
             if world.sick.get(group) == slot:
                 seen.append(f"sick {group} {number}")
-            if slot in world.narrow and slot not in self.wide:
+            if slot in world.narrow and self._of[0] >= world.narrow[slot] and slot not in self.wide:
                 seen.append(NARROW)
             self._looked[number] = seen
             if seen or slot in self._doubted:  # else it looked at a part

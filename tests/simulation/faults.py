@@ -294,10 +294,12 @@ def _sick(world: World, life: Life, rank: Rank, size: float) -> bool:
 
 
 def _narrow(world: World, life: Life, rank: Rank, size: float) -> bool:
-    """The bound of a check is too narrow for one slot's numbers from now on, on every group."""
+    """The bound of a check is too narrow for one slot's numbers, on every group: from a step on that nobody has begun,
+    as a step's numbers do not change while it is made."""
     if not world.plan.may_refuse:
         return False
-    world.narrow.add(int(size * world.plan.slots))
+    begun = max(rank.work.state.step for life in world.lives() for rank in life.ranks if rank.work is not None) + 1
+    world.narrow.setdefault(int(size * world.plan.slots), begun + 1)
     return True
 
 

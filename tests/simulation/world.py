@@ -165,8 +165,8 @@ class World:
         self.refusing: dict[int, int] = {}
         self.sick: dict[int, int] = {}
         """Group → the slot that it computes wrongly each time."""
-        self.narrow: set[int] = set()
-        """Slots whose bound is too narrow for what is computed in them."""
+        self.narrow: dict[int, int] = {}
+        """Slots whose bound is too narrow for what is computed in them, and from which step on."""
         self.unfit: set[str] = set()
         """Starts of groups that were found at fault."""
         self.spoiling: dict[int, int] = {}
