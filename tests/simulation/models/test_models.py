@@ -9,10 +9,12 @@ import pytest
 from everstep.step import protocol
 from simulation.models import groups, ranks
 
+MEETS = "if not self.decisions.all_true(point, bool(met)):"
 DECISIONS = {
     "gradients": ("        if summed and sound:\n", "        if not error and sound:\n"),
-    "rows": ('if not self.decisions.all_true("rows", not error):', "if error:"),
-    "connect": ('if not self.decisions.all_true("connect", not error):', "if error:"),
+    "rows": (MEETS, MEETS.replace("not self", 'not met if point == "rows" else not self')),
+    "connect": (MEETS, MEETS.replace("not self", 'not met if point == "connect" else not self')),
+    "ended": ("for words in said))\n", "for words in said[self.decisions.rank : self.decisions.rank + 1]))\n"),
     "vote": ("if not all(yes for yes, _ in votes) or len({digest for _, digest in votes}) > 1:", "if error:"),
 }
 
