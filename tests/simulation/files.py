@@ -74,6 +74,11 @@ class SimEvents:
         self._world.scheduler.check()
         if kind == "attempt" and fields["committed"] and self._rank.number == 0:
             self._world.judge_commit(self._rank, step or 0, fields["took_s"])
+        if kind == "attempt":
+            truly, self._rank.work.recomputed = self._rank.work.recomputed, set()
+            if not truly.issuperset(fields["recomputed"]):
+                text = f"{self._rank.name}, step {step}: {fields['recomputed']} where {sorted(truly)} were"
+                self._world.judge.violate("not recomputed", text)
         self._world.note(self._rank.name, kind, step, fields)
 
 

@@ -81,6 +81,9 @@ class SimWork:
         self.done: set[int] = set()
         self.reducer = SimReducer(self)
         self._computed = 0
+        self._given_up: set[tuple[int, int, int]] = set()
+        self.recomputed: set[int] = set()
+        """Slots of this step that were given up and computed again since the last event `attempt`."""
 
     @property
     def may_refuse(self) -> bool:
@@ -115,6 +118,8 @@ class SimWork:
         if life.spoiled(("not finite", self._computed), world.spoiling):
             self.gradient[step, GARBAGE] += 1
         self.done.add(slot)
+        if (self.state.history, step, slot) in self._given_up:
+            self.recomputed.add(slot)
 
     def _recomputed(self, step: int, slot: int) -> None:
         thrown = self.rank.life.thrown.get((self.state.history, step, slot))
@@ -145,6 +150,9 @@ class SimWork:
         self._same("discard")
         if self.rank.number == 0 and self.done:
             self._world.thrown_away(self)
+        self._given_up.update(
+            (self.state.history, step, slot) for step, slot in self.gradient if step > self.state.step
+        )
         self.gradient.clear()
         self.done.clear()
 

@@ -42,9 +42,9 @@ TOKEN = b"t" * 32
 
 @dataclass(frozen=True)
 class Options:
-    """One rank. `refuse`: a step and slot that is refused once; `refuses`: each time. With `pause_after`, rank 0 waits
-    after that commit for a word from the test. Without `lighthouse` it asks the one whose address is in the run
-    directory."""
+    """One rank. `refuse`: a step and slot that is refused once; `refuses`: each time; `poison`: one that leaves a
+    gradient that is not finite once, and says nothing. With `pause_after`, rank 0 waits after that commit for a word
+    from the test. Without `lighthouse` it asks the one whose address is in the run directory."""
 
     group: int
     lighthouse: str
@@ -59,6 +59,7 @@ class Options:
     crash_at: str = ""
     refuse: tuple[int, int] = (-1, -1)
     refuses: tuple[int, int] = (-1, -1)
+    poison: tuple[int, int] = (-1, -1)
     flip_at: int = -1
     audit: int = 5
     give_up_s: float = 60
@@ -92,7 +93,7 @@ class ToyWork:
         self.options, self.files, self.connection = options, files, connection
         self.param = torch.nn.Parameter(torch.zeros(4))
         self.reducer = GradientReducer([self.param], 1 << 20)
-        self.refuse = options.refuse
+        self.refuse, self.poison = options.refuse, options.poison
         self.step = self.history = 0
         self.done: list[int] = []
         self.heard: list[tuple] = []
@@ -108,6 +109,9 @@ class ToyWork:
             self.refuse = (-1, -1)
             self.param.backward(torch.full((4,), float("nan")))
             raise SlotRefused("the test says so")
+        if (step, slot) == self.poison:
+            self.poison = (-1, -1)
+            self.param.backward(torch.full((4,), float("nan")))
         self.done.append(slot)
 
     def testify(self, slots):

@@ -172,6 +172,20 @@ def test_a_refused_slot_is_computed_again_and_nothing_else_is(run):
     assert not any(event["recomputed"] for event in again)
 
 
+def test_what_is_not_finite_is_given_up_and_counted_where_the_same_group_computes_it_again(run):
+    groups = run.together(2, steps=9, slot_s=0.02, poison=(6, 3))
+    for group in groups:
+        check(group, 9)
+    attempts = {(event["attempt"], event["group"]): event for event in run.events("attempt") if event["step"] == 6}
+    told = {key: (event["held_before"], event["computed"], event["recomputed"]) for key, event in attempts.items()}
+    assert told == {
+        (1, 0): ([], [0, 2, 4], []),
+        (1, 1): ([], [1, 3, 5], []),
+        (2, 0): ([0, 2, 4], [1, 5], []),
+        (2, 1): ([], [3], [3]),
+    }
+
+
 def test_a_group_that_is_asked_to_leave_finishes_its_step_and_the_others_go_on(run):
     first, second = run.together(2, steps=40, slot_s=0.02)
     second.until(6)

@@ -42,12 +42,21 @@ class Beginning(NamedTuple):
 
 @dataclass(slots=True)
 class Held:
-    """What this group's gradients contain, of the step after one state, and how often its checks refused a slot."""
+    """What this group's gradients contain, of the step after one state, and how often its checks refused a slot.
+
+    Attributes:
+        slots: what they contain.
+        lost: slots that they contained and that were given up.
+        computed: slots computed since the last event `attempt`, in order.
+        recomputed: those of them that were in `lost`.
+    """
 
     step: int
     history: int
     slots: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
+    computed: list[int] = field(default_factory=list)
+    recomputed: set[int] = field(default_factory=set)
     refused: Counter[int] = field(default_factory=Counter)
 
 
@@ -80,8 +89,6 @@ class Attempt:
     waited_s: float
     rows: list[ledger.Row] = field(default_factory=list)
     plan: ledger.Plan = field(default_factory=lambda: ledger.Plan({}, frozenset(), frozenset()))
-    held_before: list[int] = field(default_factory=list)
-    computed: list[int] = field(default_factory=list)
     exhausted: bool = False
     compute_s: float = 0.0
     reduce_s: float = 0.0

@@ -204,7 +204,7 @@ class StepProtocol:
         if turn := self._begin():
             return turn
         begun = self._clock.now()
-        ahead = self._compute_ahead()
+        self._compute_ahead()
         asked = self._clock.now()
         quorum = self.meet()
         if self._missed_the_end:
@@ -217,8 +217,8 @@ class StepProtocol:
             return Turn.OVER if self._group in quorum.able else Turn.RETRY
         attempt = Attempt(self._tries, begun, quorum, self._clock.now() - asked, compute_s=asked - begun)
         self._take_sides(quorum)
-        attempt.computed = [slot for slot in ahead if slot in self._held.slots]
-        attempt.held_before = sorted(self._held.slots - set(ahead))
+        held = self._held
+        held_before = sorted(held.slots.difference(held.computed))
         outcome, reason = self._carry_out(attempt)
         self._events.emit(
             "attempt",
@@ -227,11 +227,13 @@ class StepProtocol:
             quorum_id=quorum.id,
             committed=isinstance(outcome, Commit) or outcome is Turn.FOLLOWED,
             reason=reason,
-            computed=attempt.computed,
-            held_before=attempt.held_before,
-            recomputed=sorted(self._held.lost & set(attempt.computed)),
+            computed=list(held.computed),
+            held_before=held_before,
+            recomputed=sorted(held.recomputed),
             took_s=round(self._clock.now() - begun, 4),
         )
+        held.computed.clear()
+        held.recomputed.clear()
         return outcome
 
     def _carry_out(self, attempt: Attempt) -> tuple[Commit | Turn, str]:
@@ -479,12 +481,11 @@ class StepProtocol:
         """Compute the share; what comes of it is held."""
         share, begun = attempt.plan.shares.get(self._group, ()), self._clock.now()
         self._reducer.begin(self._sums, self._patience(share, attempt.plan), attempt.step)
-        computed, attempt.exhausted = self._compute_slots(attempt.step, share, summed=not attempt.plan.awaited)
-        attempt.computed += computed
+        attempt.exhausted = self._compute_slots(attempt.step, share, summed=not attempt.plan.awaited)
         attempt.compute_s += self._clock.now() - begun
 
-    def _compute_slots(self, step: int, share: Sequence[int], *, summed: bool) -> tuple[list[int], bool]:
-        """Those of the slots that were computed and are held now, and whether the data ended.
+    def _compute_slots(self, step: int, share: Sequence[int], *, summed: bool) -> bool:
+        """Compute slots, which are held then; whether the data ended.
 
         Args:
             summed: whether the sums begin with the last of them.
@@ -510,25 +511,26 @@ class StepProtocol:
             computed.append(slot)
             self._slot_s = (self._clock.now() - begun) / len(computed)
         self._held.slots.update(computed)
-        return computed, exhausted
+        self._held.computed += computed
+        self._held.recomputed |= self._held.lost.intersection(computed)
+        return exhausted
 
-    def _compute_ahead(self) -> list[int]:
-        """After a sum that failed as groups ended, compute this group's part of what they leave; what came of it."""
+    def _compute_ahead(self) -> None:
+        """After a sum that failed as groups ended, compute this group's part of what they leave."""
         failed, self._unsummed = self._unsummed, None
         if failed is None or (self._held.step, self._held.history) != (failed.step, failed.quorum.history):
-            return []
+            return
         members = failed.quorum.groups
         said = self.decisions.gather("ended", ledger.pack(self._sums.ended(), len(members)))
         places = frozenset().union(*(ledger.unpack(words, len(members)) for words in said))
         ended = frozenset(members[place] for place in places) - {self._group}
         if not ended or not self._held.slots >= set(failed.plan.shares.get(self._group, ())):
-            return []
+            return
         shares = ledger.plan_without(ended, failed.rows, failed.plan, self._slots, self._on_loss, self._homes)
         share = shares.get(self._group, ())
         self._reducer.begin(self._sums, self._timeouts.reduce, failed.step)
-        computed, _ = self._compute_slots(failed.step, share, summed=False)
+        self._compute_slots(failed.step, share, summed=False)
         self._files.beat("quorum", failed.step)
-        return computed
 
     def _await_lost(self, attempt: Attempt) -> NoReturn:
         """Meet the others, who have computed their shares as well, to ask for a quorum with the lost groups again."""
