@@ -1,11 +1,17 @@
 """File systems that are full, and which may be filled: only those that nobody but the run uses."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
 from everstep.chaos import storage
-from everstep.chaos.storage import LEFT_BYTES, _fill, why_shared
+from everstep.chaos.storage import LEFT_BYTES, FullSharedMemory, _fill, why_shared
+from everstep.chaos.view import View
+from everstep.run.token import run_token
+from everstep.snapshot.peers import Place, write_place
+from everstep.snapshot.room import make_room
+from everstep.snapshot.segment import Segment, run_id
 from watched import Watched, write_config
 
 
@@ -18,6 +24,17 @@ def test_one_that_only_the_run_uses_may_be_filled(mount):
     segment = mount("segment", "8m")
     (segment / "everstep-1-0").mkdir()
     assert why_shared(segment, "everstep-1-") is None
+
+
+def test_a_tmpfs_in_which_the_runs_own_ranks_found_room_may_be_filled(mount, tmp_path):
+    tmpfs = mount("segment", "8m")
+    segment = Segment(tmpfs, run_id(run_token(tmp_path)), 0)
+    segment.create()
+    make_room(tmpfs, segment.path, 0, 1 << 20, 0, 0)
+    write_place(tmp_path, Place(0, "localhost", "127.0.0.1:1", os.getpid(), str(segment.path), 0.0))
+    assert FullSharedMemory().never(View(tmp_path)) is None
+    Segment(tmpfs, "another", 0).create()
+    assert "others use as well" in FullSharedMemory().never(View(tmp_path))
 
 
 def test_the_machines_own_place_is_not_filled_though_it_is_empty(mount, monkeypatch):

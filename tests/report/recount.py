@@ -1,12 +1,13 @@
 """The main figures of a run computed a second time, in another way, to check the score against.
 
 The score walks back from the newest commit and finds attempts by their times. Here every group's whole
-history is carried forward through heals, checkpoints and restarts, and quorums tell the attempts apart.
+history is carried forward through heals, checkpoints and restarts, and quorums tell the attempts apart, and how often
+a group tried in one.
 `python tests/report/recount.py RUN_DIR` compares both on a real run.
 """
 
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from everstep.report.score import score_events
@@ -15,9 +16,9 @@ from everstep.run.events import read_events
 
 
 def quorums(events):
-    """(event, quorum) of each commit and attempt of rank 0: the step, its group's newest quorum id, and which of the
-    run's lighthouses gave it, each of which counts from 1."""
-    newest, lighthouses = {}, 0
+    """(event, quorum) of each commit and attempt of rank 0: the step, its group's newest quorum id, which of the run's
+    lighthouses gave it, each of which counts from 1, and for an attempt how many the group had made in this quorum."""
+    newest, lighthouses, tries = {}, 0, Counter()
     for event in events:
         if event["kind"] == "lighthouse_started":
             lighthouses += 1
@@ -25,7 +26,10 @@ def quorums(events):
             newest[event["group"]] = event["quorum_id"], lighthouses
         elif event["kind"] in ("commit", "attempt") and event["rank"] == 0:
             quorum_id, lighthouse = newest.get(event["group"], (None, 0))
-            yield event, (event["step"], event.get("quorum_id", quorum_id), lighthouse)
+            quorum = event["step"], event.get("quorum_id", quorum_id), lighthouse
+            earlier = tries[event["group"], quorum] if event["kind"] == "attempt" else 0
+            tries[event["group"], quorum] += event["kind"] == "attempt"
+            yield event, (*quorum, earlier)
 
 
 def final_history(events):

@@ -19,6 +19,7 @@ from everstep.run import typed
 from everstep.run.token import read_token
 from everstep.snapshot.buffer import HEADER_BYTES
 from everstep.snapshot.peers import Place, read_places
+from everstep.snapshot.room import lock_file
 from everstep.snapshot.segment import BUFFERS, Segment, run_id
 
 LEFT_BYTES = 64 << 10
@@ -83,13 +84,13 @@ class _Filled(Fault):
         """A folder on the file system in question, once there is one."""
         raise NotImplementedError
 
-    def prefix(self, run: View) -> str:
+    def prefixes(self, run: View) -> tuple[str, ...]:
         """What the names of the run's own entries in `place` begin with."""
-        return ""
+        return ()
 
     def never(self, run: View) -> str | None:
         place = self.place(run)
-        return None if place is None else why_shared(place, self.prefix(run))
+        return None if place is None else why_shared(place, *self.prefixes(run))
 
     def why_not(self, run: View) -> str | None:
         return None if self.place(run) else "nothing is there yet"
@@ -132,8 +133,8 @@ class FullSharedMemory(_Filled):
     def place(self, run: View) -> Path | None:
         return next((Path(place.segment).parent for place in read_places(run.run_dir)), None)
 
-    def prefix(self, run: View) -> str:
-        return f"everstep-{run_id(read_token(run.run_dir))}-"
+    def prefixes(self, run: View) -> tuple[str, ...]:
+        return f"everstep-{run_id(read_token(run.run_dir))}-", lock_file(Path()).name
 
 
 class FullDisk(_Filled):
@@ -147,10 +148,10 @@ class FullDisk(_Filled):
         return folder if section.get("enable") and folder.is_dir() else None
 
 
-def why_shared(place: Path, prefix: str = "") -> str | None:
+def why_shared(place: Path, *prefixes: str) -> str | None:
     """Why filling the file system of `place` could harm others than the run; None: nothing else is on it.
 
-    prefix: what the names of the run's own entries in `place` begin with.
+    prefixes: what the names of the run's own entries in `place` begin with.
     """
     above, folder, own = [place], place, {FILLER, "lost+found"}
     while not folder.is_mount():
@@ -159,7 +160,7 @@ def why_shared(place: Path, prefix: str = "") -> str | None:
         above.append(folder)
     for directory in above:
         for name in os.listdir(directory):
-            if name not in own and not (directory == place and name.startswith(prefix)):
+            if name not in own and not (directory == place and name.startswith(prefixes)):
                 return f"{folder} is a file system that others use as well: {directory / name} is on it"
     device = os.stat(folder).st_dev
     rows = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]

@@ -77,10 +77,15 @@ def _held(segment: Path, rank: str) -> int:
     return total
 
 
+def lock_file(directory: Path) -> Path:
+    """What all of this user's processes lock while they look for room and take it; it stays."""
+    return directory / f"everstep-room-{os.geteuid()}.lock"
+
+
 @contextlib.contextmanager
 def _lock(directory: Path) -> Iterator[None]:
     """One at a time among this user's processes on this host."""
-    path = directory / f"everstep-room-{os.geteuid()}.lock"
+    path = lock_file(directory)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
