@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from everstep.chaos import storage
-from everstep.chaos.storage import LEFT_BYTES, FullSharedMemory, _fill, why_shared
+from everstep.chaos.storage import LEFT_BYTES, FullDisk, FullSharedMemory, _fill, why_shared
 from everstep.chaos.view import View
 from everstep.run.token import run_token
 from everstep.snapshot.peers import Place, write_place
@@ -17,13 +17,13 @@ from watched import Watched, write_config
 
 def test_the_systems_own_file_systems_are_never_filled(tmp_path):
     assert "others use as well" in why_shared(tmp_path)
-    assert "others use as well" in why_shared(Path("/dev/shm"), "everstep-")
+    assert "others use as well" in why_shared(Path("/dev/shm"), ("everstep-",))
 
 
 def test_one_that_only_the_run_uses_may_be_filled(mount):
     segment = mount("segment", "8m")
     (segment / "everstep-1-0").mkdir()
-    assert why_shared(segment, "everstep-1-") is None
+    assert why_shared(segment, ("everstep-1-",)) is None
 
 
 def test_a_tmpfs_in_which_the_runs_own_ranks_found_room_may_be_filled(mount, tmp_path):
@@ -37,6 +37,15 @@ def test_a_tmpfs_in_which_the_runs_own_ranks_found_room_may_be_filled(mount, tmp
     assert "others use as well" in FullSharedMemory().never(View(tmp_path))
 
 
+def test_a_disk_with_checkpoints_of_the_run_may_be_filled(mount, tmp_path):
+    folder = mount("disk", "8m") / "checkpoint"
+    (folder / "step-10").mkdir(parents=True)
+    (tmp_path / "config.toml").write_text(f'[checkpoint]\nenable = true\nfolder = "{folder}"\n')
+    view = View(tmp_path)
+    assert FullDisk().place(view) == folder
+    assert FullDisk().never(view) is None
+
+
 def test_the_machines_own_place_is_not_filled_though_it_is_empty(mount, monkeypatch):
     place = mount("shm", "8m")
     assert why_shared(place) is None
@@ -48,7 +57,7 @@ def test_one_that_holds_anything_else_is_named(mount):
     place = mount("place", "8m")
     (place / "everstep-1-0").mkdir()
     (place / "everstep-2-0").mkdir()
-    assert "everstep-2-0 is on it" in why_shared(place, "everstep-1-")
+    assert "everstep-2-0 is on it" in why_shared(place, ("everstep-1-",))
     run = place / "run"
     run.mkdir()
     assert "is on it" in why_shared(run)

@@ -86,11 +86,11 @@ class _Filled(Fault):
 
     def prefixes(self, run: View) -> tuple[str, ...]:
         """What the names of the run's own entries in `place` begin with."""
-        return ()
+        return ("",)
 
     def never(self, run: View) -> str | None:
         place = self.place(run)
-        return None if place is None else why_shared(place, *self.prefixes(run))
+        return None if place is None else why_shared(place, self.prefixes(run))
 
     def why_not(self, run: View) -> str | None:
         return None if self.place(run) else "nothing is there yet"
@@ -148,7 +148,7 @@ class FullDisk(_Filled):
         return folder if section.get("enable") and folder.is_dir() else None
 
 
-def why_shared(place: Path, *prefixes: str) -> str | None:
+def why_shared(place: Path, prefixes: tuple[str, ...] = ("",)) -> str | None:
     """Why filling the file system of `place` could harm others than the run; None: nothing else is on it.
 
     prefixes: what the names of the run's own entries in `place` begin with.

@@ -19,7 +19,6 @@ import contextlib
 import ctypes
 import itertools
 import math
-import os
 import socket
 import struct
 import threading
@@ -93,7 +92,6 @@ class Gate:
     ) -> None:
         self._token, self._every_s, self._tell = token, every_s, tell
         self._refused, self._told = 0, -TELL_EVERY_S
-        os.environ["TOKIO_WORKER_THREADS"] = "1"  # each client has a runtime of its own
         try:
             self._heartbeat, *clients = [LighthouseClient(inner, CONNECT_TIMEOUT) for _ in range(CLIENTS + 1)]
         except Exception as error:  # the Rust client raises several unrelated types

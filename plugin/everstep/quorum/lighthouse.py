@@ -52,6 +52,9 @@ def run(
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # a descriptor for each group, and for strangers
     every_s = min(HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS)  # by so much later may a silent group be noticed
+    # The server and each of the gate's clients have a runtime of their own. Set before there is any: their threads read
+    # the environment, which must not move under them.
+    os.environ["TOKIO_WORKER_THREADS"] = "1"
     inner = LighthouseServer(
         bind=f"{LOOPBACK}:0",
         min_replicas=min_groups,
