@@ -2,17 +2,23 @@
 
     python bench/snapshot_run.py [--config configs/demo.toml] [--groups 2] [--steps 40] [--rounds 2] [--json]
     python bench/snapshot_run.py --section attention_check --snapshot.no-enable   # the same of another section
+    python bench/snapshot_run.py --alternate [--steps 200]     # one run with a snapshot at every second step
 
 A round is four runs: without, with, with, without, so that what drifts on the machine falls on both alike. All have
 the same steps and data, and no checkpoints. What a step takes is the time between two commits; the first ten are left
 out, and of the others the median is taken. Processor time is that of launcher, agents, trainers and keepers between the
 same commits, over the number of steps.
+
+Whole runs differ by one or two percent on the same machine. `--alternate` compares neighbouring steps of one run:
+those in which a snapshot is copied with those in which none is. What keepers do falls on both; their processor time is
+given as a share of all cores', to be counted in addition.
 """
 
 import argparse
 import contextlib
 import itertools
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -60,13 +66,13 @@ class Meter:
         return last[1] - first[1], last[2] - first[2]
 
 
-def measure(args: argparse.Namespace, on: bool, home: Path) -> dict[str, float]:
-    """One run: median tokens per second, processor time of a step, and what its snapshots did."""
+def run_once(args: argparse.Namespace, on: bool, home: Path, *more: str) -> tuple[list[dict[str, Any]], Meter]:
+    """The events of one run, and what its processes took."""
     run_dir = home / f"run-{on}"
     shutil.rmtree(run_dir, ignore_errors=True)
     flags = ["--groups", str(args.groups), "--steps", str(args.steps), "--checkpoint.no-enable"]
     flags.append(f"--{args.section}.{'enable' if on else 'no-enable'}")
-    command = [sys.executable, "-m", "everstep.cli", "run", str(args.config), "--run-dir", str(run_dir), *flags]
+    command = [sys.executable, "-m", "everstep.cli", "run", str(args.config), "--run-dir", str(run_dir), *flags, *more]
     with (home / "log").open("ab") as log:
         process = subprocess.Popen([*command, *args.flags], stdout=log, stderr=log)
     meter = Meter(run_dir, process.pid)
@@ -75,14 +81,44 @@ def measure(args: argparse.Namespace, on: bool, home: Path) -> dict[str, float]:
         time.sleep(LOOK_S)
     if process.returncode:
         raise RuntimeError((home / "log").read_text()[-2000:])
-    events = list(read_events(run_dir))
+    return list(read_events(run_dir)), meter
+
+
+def commits_of(events: list[dict[str, Any]]) -> tuple[dict[int, float], dict[int, float]]:
+    """By step after the first ones: when the first group committed it, and its tokens."""
     at: dict[int, float] = {}
     tokens: dict[int, float] = {}
     for event in events:
-        if event["kind"] == "commit":
+        if event["kind"] == "commit" and event["step"] > WARM_UP:
             at[event["step"]] = min(event["t"], at.get(event["step"], event["t"]))
             tokens[event["step"]] = event["tokens"]
-    order = [step for step in sorted(at) if step > WARM_UP]
+    return at, tokens
+
+
+def alternate(args: argparse.Namespace, home: Path) -> dict[str, float]:
+    """Steps with a snapshot and without, of one run."""
+    events, meter = run_once(args, True, home, "--snapshot.interval", "2")
+    at, _ = commits_of(events)
+    copied = {event["step"] for event in events if event["kind"] == "snapshot"}
+    took = {step: at[step + 1] - at[step] for step in at if step + 1 in at}
+    pairs = [(took[step - 1], took[step]) for step in sorted(copied) if step in took and step - 1 in took]
+    _, keepers_s = meter.between(min(at.values()), max(at.values()))
+    ratios = statistics.quantiles([without / with_one for without, with_one in pairs], n=4)
+    return {
+        "pairs": len(pairs),
+        "tokens_per_s": ratios[1],
+        "lower_quartile": ratios[0],
+        "upper_quartile": ratios[2],
+        "of_medians": statistics.median(a for a, _ in pairs) / statistics.median(b for _, b in pairs),
+        "keepers_of_all_cores": keepers_s / (max(at.values()) - min(at.values())) / (os.cpu_count() or 1),
+    }
+
+
+def measure(args: argparse.Namespace, on: bool, home: Path) -> dict[str, float]:
+    """One run: median tokens per second, processor time of a step, and what its snapshots did."""
+    events, meter = run_once(args, on, home)
+    at, tokens = commits_of(events)
+    order = sorted(at)
     rates = [tokens[b] / (at[b] - at[a]) for a, b in itertools.pairwise(order)]
     trainers_s, keepers_s = meter.between(at[order[0]], at[order[-1]])
     taken = [event for event in events if event["kind"] == "snapshot" and event["step"] > WARM_UP]
@@ -115,11 +151,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--section", default="snapshot", help="of the config, whose `enable` is switched")
+    parser.add_argument("--alternate", action="store_true")
     parser.add_argument("--json", action="store_true")
     args, args.flags = parser.parse_known_args()
     home = Path(tempfile.mkdtemp(prefix="everstep-cost-"))
     rounds: list[dict[str, Any]] = []
     try:
+        if args.alternate:
+            found_here = alternate(args, home)
+            print(json.dumps(found_here) if args.json else {name: round(v, 4) for name, v in found_here.items()})
+            return
         for _ in range(args.rounds):
             found: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
             for which in ("without", "with", "with", "without"):

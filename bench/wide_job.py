@@ -1,0 +1,36 @@
+"""Modules for `[job] module`: torchtitan's debug Llama 3, as wide and deep as gives a state of so many bytes (fp32, Adam).
+
+    PYTHONPATH=bench python bench/snapshot_run.py --alternate --job.module wide_job --job.config half_gigabyte
+"""
+
+from torchtitan.models.common import ComplexRoPE, compute_ffn_hidden_dim
+from torchtitan.models.llama3 import _build_llama3_layers
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.trainer import Trainer
+
+
+def _widened(dim: int, layers: int) -> Trainer.Config:
+    config = llama3_debugmodel()
+    assert config.model_spec is not None
+    model = config.model_spec.model
+    heads = dim // 64
+    model.dim = model.norm.normalized_shape = model.lm_head.in_features = model.tok_embeddings.embedding_dim = dim
+    model.layers = _build_llama3_layers(
+        n_layers=layers,
+        dim=dim,
+        n_heads=heads,
+        hidden_dim=compute_ffn_hidden_dim(dim, multiple_of=256),
+        rope=ComplexRoPE.Config(dim=dim // heads, max_seq_len=131072, theta=500000, scaling="llama"),
+        attn_backend="flex",
+    )
+    return config
+
+
+def half_gigabyte() -> Trainer.Config:
+    """43 million parameters."""
+    return _widened(512, 12)
+
+
+def four_gigabytes() -> Trainer.Config:
+    """346 million parameters."""
+    return _widened(1536, 12)
