@@ -526,7 +526,7 @@ class StepProtocol:
         ended = frozenset(members[place] for place in places) - {self._group}
         if not ended or not self._held.slots >= set(failed.plan.shares.get(self._group, ())):
             return
-        shares = ledger.plan_without(ended, failed.rows, failed.plan, self._slots, self._on_loss, self._homes)
+        shares = ledger.plan_without(ended, failed.rows, failed.plan, self._on_loss, self._homes)
         share = shares.get(self._group, ())
         self._reducer.begin(self._sums, self._timeouts.reduce, failed.step)
         self._compute_slots(failed.step, share, summed=False)
