@@ -250,7 +250,7 @@ class Gate:
                     return told  # to one whose answer was on its way for long
                 self._newest = when, told
                 with self._turn:
-                    self._turns.formed([member.replica_id for member in quorum.participants])
+                    self._turns.formed({member.replica_id: member.step for member in quorum.participants})
             return self._newest[1]
 
     def _look_at(self, error: Exception) -> None:

@@ -43,12 +43,14 @@ class Timeouts:
         quorum: for one quorum.
         reduce: for one sum over the groups, once all of them have computed their share.
         compute: longest that a group with nothing to compute waits for the others' share.
+        join: for how long a quorum waits for a group that lives and does not ask.
         give_up: without a commit for this long the group ends.
     """
 
     quorum: timedelta
     reduce: timedelta
     compute: timedelta
+    join: timedelta
     give_up: timedelta
 
 

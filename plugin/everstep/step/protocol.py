@@ -54,6 +54,10 @@ T = TypeVar("T")
 ASK_AGAIN_S = 0.2
 """A quorum that cannot be used is not asked for again sooner."""
 
+AHEAD = 0.5
+"""Of the time for which a quorum waits for a group: how much of it that computes before it asks."""
+UNKNOWN_MS = 1 << 62
+
 
 class GaveUp(RuntimeError):
     """No step could be committed for `Timeouts.give_up`."""
@@ -521,13 +525,16 @@ class StepProtocol:
         if failed is None or (self._held.step, self._held.history) != (failed.step, failed.quorum.history):
             return
         members = failed.quorum.groups
-        said = self.decisions.gather("ended", ledger.pack(self._sums.ended(), len(members)))
-        places = frozenset().union(*(ledger.unpack(words, len(members)) for words in said))
+        slot_ms = UNKNOWN_MS if self._slot_s is None else 1 + int(1000 * self._slot_s)
+        said = self.decisions.gather("ended", [slot_ms, *ledger.pack(self._sums.ended(), len(members))])
+        places = frozenset().union(*(ledger.unpack(words, len(members)) for _, *words in said))
         ended = frozenset(members[place] for place in places) - {self._group}
         if not ended or not self._held.slots >= set(failed.plan.shares.get(self._group, ())):
             return
         shares = ledger.plan_without(ended, failed.rows, failed.plan, self._on_loss, self._homes)
-        share = shares.get(self._group, ())
+        # The others may ask for a quorum at once: those that it makes without this group compute all that it has again.
+        in_time = int(AHEAD * 1000 * self._timeouts.join.total_seconds() / max(ms for ms, *_ in said))
+        share = shares.get(self._group, ())[:in_time]
         self._reducer.begin(self._sums, self._timeouts.reduce, failed.step)
         self._compute_slots(failed.step, share, summed=False)
         self._files.beat("quorum", failed.step)
