@@ -132,7 +132,7 @@ class StepProtocol:
         self._checksum: int | None = None
         self._held = Held(NO_STATE, 0)
         self._unsummed: Attempt | None = None
-        """The last attempt, where the sum failed."""
+        """The last attempt, where the sums of the gradients failed."""
         self._healing: Healing | None = None
         self._connected = ""
         self._column: tuple[int, ...] = ()
@@ -251,7 +251,6 @@ class StepProtocol:
                 self._await_lost(attempt)
             self._unsummed = attempt
             tally = self._sum(attempt)
-            self._unsummed = None
         except AttemptFailed as failed:
             return Turn.RETRY, str(failed)
         if tally.exhausted:
@@ -578,6 +577,8 @@ class StepProtocol:
         except SumsBroken as broken:
             error = str(broken)
         self._judge_sums(step, error, results.slots)
+        # Nobody is busy any more, and others may have a tally that fails here.
+        self._unsummed = None
         tally = mine
         try:
             total = self._sums.total(mine.encode(), self._timeouts.reduce)
