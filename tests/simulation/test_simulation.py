@@ -158,6 +158,31 @@ def test_nothing_that_survivors_computed_is_thrown_away(slot_s: float, slots: in
             assert len(set(computed)) == len(computed), f"{what}: seed {seed}, step {step}"
 
 
+class SeesLateWork(World):
+    """What a group computes of a step that another one, which lives, has committed."""
+
+    def __init__(self, seed: int, plan: Plan) -> None:
+        self.late: list[str] = []
+        super().__init__(seed, plan)
+
+    def slowness(self, group: int) -> float:
+        """Asked for each slot that is computed."""
+        step = self.groups[group].life.ranks[0].work.state.step
+        if any(other.ranks[0].work.state.step > step for other in self.with_state()):
+            self.late.append(f"group {group} computes step {step + 1} at {self.scheduler.now:.2f} s")
+        return super().slowness(group)
+
+
+def test_who_missed_only_the_end_of_a_tally_does_not_go_ahead_with_a_step_that_others_have() -> None:
+    kinds = Settings(groups=(3, 5), ranks=(1, 2), faults=10, kinds=("kill", "await"))
+    lighthouse = Options(min_replicas=1, join_timeout_s=30.0, heartbeat_timeout_s=2.0)
+    for seed in range(60):
+        plan = replace(draw_plan(seed, kinds), slots=8, slot_s=0.5, on_loss="redistribute", lighthouse=lighthouse)
+        world = SeesLateWork(seed, plan)
+        assert not world.run().violations
+        assert not world.late, f"seed {seed}: {world.late}"
+
+
 def digest(seed: int, hash_seed: str) -> str:
     """Of a whole run, in a process of its own."""
     code = f"from simulation.world import simulate; print(simulate({seed}, trace=True).digest())"
@@ -219,7 +244,7 @@ def test_a_stopped_process_goes_on_later_and_a_wait_ends_in_time() -> None:
 
 
 class _Commit:
-    step, history, parent, groups, owners, once = 1, 11, 0, (0, 1), (0, 1), True
+    step, history, parent, groups, able, owners, once = 1, 11, 0, (0, 1), (0,), (0, 1), True
 
 
 def part(group: int, slot: int, history: int = 0) -> Contribution:

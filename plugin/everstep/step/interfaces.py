@@ -101,6 +101,7 @@ class Commit:
         extra: `SlotSums.extra` over all groups.
         owners: for each slot the group that computed it, -1 if none did.
         groups: groups taking part, in rank order.
+        able: those of them that have the state before this step; the others heal.
         held: the step whose snapshot all groups held when they voted; -1 if they differed.
         once: whether every slot is in the sum exactly once; a slot may be missing under `shrink`.
         saver: the group that writes what a run writes once.
@@ -118,6 +119,7 @@ class Commit:
     extra: torch.Tensor
     owners: tuple[int, ...]
     groups: tuple[int, ...]
+    able: tuple[int, ...]
     held: int
     once: bool
     saver: int

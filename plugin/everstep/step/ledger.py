@@ -202,8 +202,8 @@ def _who_is_asked(slot: int, able: Sequence[Row], shares: Mapping[int, Sequence[
 
 
 def _deal(slots: Sequence[int], at: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """Each slot to whoever has fewest of those `at` it already, the lower group id in a tie; all that is at a group then,
-    in order."""
+    """Each slot to whoever has fewest of those `at` it already, the lower group id in a tie; all that is at a group
+    then, in order."""
     shares = {group: list(own) for group, own in at.items()}
     fewest = [(len(own), group) for group, own in at.items()]
     heapq.heapify(fewest)

@@ -638,6 +638,7 @@ class StepProtocol:
             extra=tally.sums.extra,
             owners=tuple(tally.owner(slot) for slot in range(self._slots)),
             groups=quorum.groups,
+            able=tuple(sorted(attempt.plan.shares)),
             held=tally.common_snapshot(len(quorum.members)),
             once=all(count == 1 for count in tally.coverage),
             saver=min(attempt.plan.shares),
