@@ -242,6 +242,30 @@ def test_a_port_that_is_taken_and_a_directory_without_trust_are_a_sentence(light
     assert "chmod go-w" in capsys.readouterr().err
 
 
+def test_one_that_died_while_it_waited_for_its_turn_is_in_no_quorum(tmp_path):
+    """Nor is a quorum refused because of it."""
+    one = Lighthouse(tmp_path)
+    replicas = [replica_id(one.token, group, LIFE) for group in range(2)]
+
+    def ask(replica):
+        channel = wire.connect(f"127.0.0.1:{one.port}", one.token, SOON, purpose=PURPOSE)
+        channel.send_frame(
+            {"op": "quorum", "replica": replica, "store": "s", "step": 0, "timeout_s": 8.0, "data": {"said": "x"}}
+        )
+        return channel
+
+    first = ask(replicas[0])
+    first.receive_frame()
+    dying = ask(replicas[1])
+    time.sleep(0.5)
+    dying.close()
+    again = ask(replicas[0])
+    assert [replica for replica, _ in again.receive_frame()["members"]] == replicas[:1]
+    for channel in (first, again):
+        channel.close()
+    one.end()
+
+
 def test_nobody_is_put_into_a_quorum_with_one_that_died_while_it_waited(tmp_path):
     """Its heart has beaten a moment ago: without the gate the others would try to connect to it."""
     one = Lighthouse(tmp_path, min_groups=2)

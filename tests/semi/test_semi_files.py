@@ -116,9 +116,11 @@ def test_of_states_within_rounds_those_are_left_that_somebody_may_go_on_from(tmp
     assert left() == {"round-7.steps-5.by-e.1"}
     for steps in (5, 10, 15):
         wrote_within(store, replace(WITHIN, steps=steps), state, keep_from=steps - 5)
-    assert left() == {"round-7.steps-10.by-e.abc", "round-7.steps-15.by-e.abc"}
+    wrote_within(store, replace(WITHIN, round=6), state)  # by one that has missed a commit
+    kept = {"round-7.steps-10.by-e.abc", "round-7.steps-15.by-e.abc", "round-7.steps-5.by-e.1"}
+    assert left() == {"round-6.steps-5.by-e.abc", *kept}
     wrote(store, {replace(PLACE, round=6): state}, keep_from=4)
-    assert left() == {"round-6.abc", "round-7.steps-10.by-e.abc", "round-7.steps-15.by-e.abc"}
+    assert left() == {"round-6.abc", *kept}
     (tmp_path / f".{store.path(WITHIN).name}-0123.tmp").write_bytes(b"torn")
     wrote(store, {PLACE: state}, keep_from=5)
     assert left() == {"round-6.abc", "round-7.abc"}

@@ -105,6 +105,9 @@ class Judge:
             counted.update(dict(part.slots))
             if part.slots and (part.state.step, part.state.history) != (commit.step - 1, commit.parent):
                 self.violate("two histories summed", f"{where}: group {part.group} gave gradients of {part.state}")
+        having = {p.group for p in parts if (p.state.step, p.state.history) == (before.step, before.history)}
+        if not having.issuperset(commit.able):
+            self.violate("able without a state", f"{where}: {commit.able}, of that state are {sorted(having)}")
         expected = {(commit.step, slot) for slot in range(self.slots) if commit.once or commit.owners[slot] >= 0}
         if set(counted) != expected or any(count != 1 for count in counted.values()):
             self.violate("slots not once", f"{where}: {sorted(counted.items())}, once={commit.once}")

@@ -280,8 +280,8 @@ MUTANTS = (
     Mutant(
         "each rank decides by itself which groups ended",
         "protocol.py",
-        "for words in said))\n        ended",
-        "for words in said[self.decisions.rank : self.decisions.rank + 1]))\n        ended",
+        "for _, *words in said))\n        ended",
+        "for _, *words in said[self.decisions.rank : self.decisions.rank + 1]))\n        ended",
     ),
 )
 

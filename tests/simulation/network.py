@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 
 from everstep.quorum.turns import HEAD_START_S, LOOK_S, Turns
 from everstep.step.interfaces import QuorumUnavailable, SumsBroken
-from everstep.step.quorum import Member, Request, decode, encode
+from everstep.step.quorum import NO_STATE, Member, Request, decode, encode
 from simulation.judge import Contribution
 from simulation.lighthouse import Announced, Lighthouse, Listener, Options
 from simulation.scheduler import Process, Signal
@@ -49,6 +50,13 @@ class Beacon:
     def look(self) -> None:
         if self.node is not None:
             self.node.look()
+
+
+def step_of(said: str) -> int:
+    """Of a request; something that is no group tells the lighthouse nothing."""
+    with contextlib.suppress(ValueError):
+        return decode(said).step
+    return NO_STATE
 
 
 @dataclass(slots=True)
@@ -119,7 +127,7 @@ class LighthouseNode:
         asked, epoch = Asked(), self.epoch
 
         def hear(quorum: Announced) -> None:
-            self.turns.formed(name for name, _ in quorum.members)
+            self.turns.formed({name: step_of(said) for name, said in quorum.members})
             answer(quorum)
 
         def enter() -> None:

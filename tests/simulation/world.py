@@ -79,6 +79,7 @@ class Plan:
             quorum=timedelta(seconds=self.quorum_s),
             reduce=timedelta(seconds=self.reduce_s),
             compute=timedelta(seconds=0.8 * self.stall_s),
+            join=timedelta(seconds=self.lighthouse.join_timeout_s),
             give_up=timedelta(seconds=3600),
         )
 

@@ -78,6 +78,25 @@ def test_when_members_come_or_go_the_next_one_is_coded():
             assert (newest.step, newest.interim, newest.members) == (3, False, (0, 2))
 
 
+def test_while_a_group_heals_the_others_snapshots_are_whole_without_it():
+    """It applies what they committed meanwhile afterwards, says nothing of having no room, and then takes part."""
+    with Cluster(3, coding_share=RARE) as run:
+        run.take(1)
+        agreed = run.copiers[0].agreed
+        for step in range(2, 8):
+            run.commit(step, members=[0, 2])
+            run.wait()
+        decision = run.decide()
+        assert (decision.source, decision.step) == ("memory", 7)
+        run.copiers[1].agreed = agreed
+        for step in range(2, 8):
+            assert not run.copiers[1].committed(step, 1, [0, 2], {}, lambda: None)
+        assert not [group for group, kind, *_ in run.events if group == 1 and kind == "snapshot_skipped"]
+        run.commit(8)
+        run.wait()
+        assert run.decide().step == 8
+
+
 def test_all_die_while_they_copy_and_the_newest_that_all_have_is_resumed(monkeypatch):
     """Not the coded one, which may be far behind."""
 

@@ -361,6 +361,7 @@ def main(options: Options, connection: Connection) -> None:
             quorum=timedelta(seconds=options.quorum_s),
             reduce=timedelta(seconds=options.reduce_s),
             compute=timedelta(seconds=20),
+            join=timedelta(seconds=30),
             give_up=timedelta(seconds=options.give_up_s),
         ),
         clock=Monotonic(),

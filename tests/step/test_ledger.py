@@ -256,35 +256,58 @@ def test_snapshots_of_different_steps_have_none_in_common():
     assert ledger.Tally.decode(parts[0] + parts[1], 1).common_snapshot(2) == -1
 
 
-@given(quorums(), st.data())
-def test_what_ended_groups_leave_is_computed_ahead_once_and_by_whoever_is_done_first(quorum, data):
+def nothing_refused(quorum):
     slots, rows = quorum
-    rows = [replace(said, refused=frozenset(), disputed=frozenset()) for said in rows]
+    return slots, [replace(said, refused=frozenset(), disputed=frozenset()) for said in rows]
+
+
+@given(quorums().map(nothing_refused), st.data())
+def test_what_ended_groups_leave_is_computed_ahead_once(quorum, data):
+    slots, rows = quorum
     done = ledger.plan(rows, slots)
     ended = data.draw(st.frozensets(st.sampled_from([said.group for said in rows])))
     alive = [said for said in rows if said.group not in ended]
-    ahead = ledger.plan_without(ended, rows, done, slots, "redistribute", 0)
-    if not any(said.computes for said in alive):
-        assert not ahead
-        return
-    both = replace(done, shares={group: (*done.shares[group], *share) for group, share in ahead.items()})
-    assert times_covered(both, alive, slots) == [1] * slots
-    for group, share in ahead.items():
-        assert not share or len(both.shares[group]) <= min(map(len, both.shares.values())) + 1
+    ahead = ledger.plan_without(ended, rows, done, "redistribute", 0)
+    assert ahead.keys() == {said.group for said in alive if said.computes}
+    if ahead:
+        both = replace(done, shares={group: (*done.shares[group], *share) for group, share in ahead.items()})
+        assert times_covered(both, alive, slots) == [1] * slots
+
+
+@given(quorums().map(nothing_refused), st.data())
+def test_what_one_group_leaves_goes_to_those_that_are_done_first(quorum, data):
+    slots, rows = quorum
+    done = ledger.plan(rows, slots)
+    ended = frozenset({data.draw(st.sampled_from(sorted(done.shares)))})
+    ahead = ledger.plan_without(ended, rows, done, "redistribute", 0)
+    busy = {group: len(done.shares[group]) + len(share) for group, share in ahead.items()}
+    assert all(not share or busy[group] <= min(busy.values()) + 1 for group, share in ahead.items())
+
+
+@given(quorums().map(nothing_refused), st.sampled_from([0, 3]), st.data())
+def test_two_groups_that_saw_others_end_do_not_go_ahead_with_the_same_slot(quorum, homes, data):
+    """Of two groups that die one after the other, who was done before the second death knows of one only."""
+    slots, rows = quorum
+    done = ledger.plan(rows, slots, homes=homes)
+    one, other = (data.draw(st.sampled_from(sorted(done.shares))) for _ in range(2))
+    some = st.frozensets(st.sampled_from(sorted(done.shares))).map(lambda ended: ended - {one, other})
+    ahead = [ledger.plan_without(data.draw(some), rows, done, "redistribute", homes) for _ in range(2)]
+    shares = [set(plan.get(group, ())) for plan, group in zip(ahead, (one, other), strict=True)]
+    assert one == other or not shares[0] & shares[1]
 
 
 def test_nobody_goes_ahead_where_a_slot_was_refused_or_its_group_is_waited_for():
     rows = [row(0), replace(row(1), refused=frozenset({1})), row(2)]
     ended = frozenset({2})
-    assert not ledger.plan_without(ended, rows, ledger.plan(rows, 6), 6, "redistribute", 0)
+    assert not ledger.plan_without(ended, rows, ledger.plan(rows, 6), "redistribute", 0)
     rows = [row(0, adopts=False), row(1, adopts=False), row(2, adopts=False)]
     done = ledger.plan(rows, 6, homes=3)
-    assert not any(ledger.plan_without(ended, rows, done, 6, "redistribute", 3).values())
-    assert not any(ledger.plan_without(ended, rows, ledger.plan(rows, 6), 6, "shrink", 0).values())
+    assert not any(ledger.plan_without(ended, rows, done, "redistribute", 3).values())
+    assert not any(ledger.plan_without(ended, rows, ledger.plan(rows, 6), "shrink", 0).values())
 
 
 def test_a_lost_workers_round_goes_to_the_group_with_one_worker_and_not_to_the_one_with_two():
     rows = [row(0), row(1), row(2)]
     done = ledger.plan(rows, 4, homes=3)
     assert done.shares == {0: (0, 3), 1: (1,), 2: (2,)}
-    assert ledger.plan_without(frozenset({1}), rows, done, 4, "redistribute", 3) == {0: (), 2: (1,)}
+    assert ledger.plan_without(frozenset({1}), rows, done, "redistribute", 3) == {0: (), 2: (1,)}

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from everstep.quorum.heal import HealState
+from everstep.step.interfaces import Commit
+from everstep.titan import snapshots
 from everstep.titan.state import TrainingState, slot_seed
 
 
@@ -110,3 +112,20 @@ def test_every_slot_of_every_step_has_random_numbers_of_its_own():
     seeds = {slot_seed(0, step, slot, rank) for step in range(20) for slot in range(-1, 12) for rank in range(3)}
     assert len(seeds) == 20 * 13 * 3
     assert slot_seed(0, 7, 3, 1) == slot_seed(0, 7, 3, 1) != slot_seed(1, 7, 3, 1)
+
+
+def test_a_snapshot_is_shared_among_the_groups_that_have_the_state(monkeypatch):
+    """One that heals has no part of it to give: without that the snapshot could not be restored."""
+    shared = []
+
+    class Copier:
+        def committed(self, step, history, groups, *_):
+            shared.append(groups)
+
+    monkeypatch.setattr(snapshots, "touch", lambda segment: None)
+    one = snapshots.Snapshots.__new__(snapshots.Snapshots)
+    one._copier = Copier()
+    one._segment = None
+    fields = dict.fromkeys(Commit.__dataclass_fields__, 0)
+    one.committed(Commit(**fields | {"groups": (0, 1, 2), "able": (0, 2)}), {}, dict, keep=False)
+    assert shared == [(0, 2)]

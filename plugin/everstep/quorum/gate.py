@@ -166,7 +166,7 @@ class Gate:
             except typed.UnfitError as error:
                 raise wire.RefusedError(f"the request is not understood: {error}") from error
             self._asking[replica] = channel
-            channel.send_frame(self._quorum(asked))
+            channel.send_frame(self._quorum(asked, channel))
 
     def _beat(self, replica: str) -> None:
         try:
@@ -174,9 +174,9 @@ class Gate:
         except Exception as error:  # noqa: BLE001  the Rust client raises several unrelated types
             self._look_at(error)
 
-    def _quorum(self, asked: Asked) -> dict[str, Any] | bytes:
+    def _quorum(self, asked: Asked, channel: wire.Channel) -> dict[str, Any] | bytes:
         left_s = asked.timeout_s - self._wait_for_turn(asked)
-        if left_s <= 0:
+        if left_s <= 0 or channel.hung_up():
             return {"failed": "none of the groups that make a step has asked for the next quorum"}
         with self._lock:
             number = min(self._waiting, key=self._waiting.__getitem__)
@@ -250,7 +250,7 @@ class Gate:
                     return told  # to one whose answer was on its way for long
                 self._newest = when, told
                 with self._turn:
-                    self._turns.formed([member.replica_id for member in quorum.participants])
+                    self._turns.formed({member.replica_id: member.step for member in quorum.participants})
             return self._newest[1]
 
     def _look_at(self, error: Exception) -> None:

@@ -99,7 +99,8 @@ class WorkerFiles:
 
     def save_within(self, place: Place, parts: Sequence[memoryview], *, keep_from: int) -> None:
         """Begin to write a state within a round, in parts, which must stay as they are until it is written. Of the
-        same worker's states within rounds those of this round after `keep_from` steps and more are left."""
+        same worker's states within rounds those of earlier rounds are removed, and of this one after fewer than
+        `keep_from` steps."""
         self._writing[place] = self._writer.submit(self._write, place, parts, keep_from)
 
     @property
@@ -172,8 +173,9 @@ class WorkerFiles:
                 continue
             round_, history, within = int(of["round"]), int(of["history"], 16), of["steps"]
             if place.steps:
+                # Who has missed a commit may be a round behind.
                 this = (round_, history) == (place.round, place.history)
-                useless = within is not None and not (this and int(within) >= keep_from)
+                useless = within is not None and (round_ < place.round or (this and int(within) < keep_from))
             else:
                 useless = round_ <= place.round if within is not None else round_ < keep_from
             if useless:

@@ -132,7 +132,8 @@ class Copier:
             step: the committed step.
             history: of the state, 64 bits: the same in all groups which committed this step together, and another
                 when the step is committed again after the run went back.
-            groups: that committed, all of which hold the state now.
+            groups: that committed and hold the state now; this one is none of them where it applies afterwards what
+                they committed while it healed.
             words: of the groups that spoke before the vote; the same mapping in all of them.
             state: called if a snapshot is due. Its tensors must not change before `wait` has returned.
             keep: a checkpoint is to be written of this step: take it in any case, and do not overwrite it
@@ -149,7 +150,8 @@ class Copier:
         members = members_of(groups, words)
         self.agreed = self.agreed.take(step, history, members, words)
         if self._segment.group not in members:
-            self._emit("snapshot_skipped", step, reason="this group had no room for its last snapshot")
+            if self._segment.group in groups:
+                self._emit("snapshot_skipped", step, reason="this group had no room for its last snapshot")
             return False
         what = self._set_aside(state())
         ready = None

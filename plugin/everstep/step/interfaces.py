@@ -43,12 +43,14 @@ class Timeouts:
         quorum: for one quorum.
         reduce: for one sum over the groups, once all of them have computed their share.
         compute: longest that a group with nothing to compute waits for the others' share.
+        join: for how long a quorum waits for a group that lives and does not ask.
         give_up: without a commit for this long the group ends.
     """
 
     quorum: timedelta
     reduce: timedelta
     compute: timedelta
+    join: timedelta
     give_up: timedelta
 
 
@@ -99,6 +101,7 @@ class Commit:
         extra: `SlotSums.extra` over all groups.
         owners: for each slot the group that computed it, -1 if none did.
         groups: groups taking part, in rank order.
+        able: those of them that have the state before this step; the others heal.
         held: the step whose snapshot all groups held when they voted; -1 if they differed.
         once: whether every slot is in the sum exactly once; a slot may be missing under `shrink`.
         saver: the group that writes what a run writes once.
@@ -116,6 +119,7 @@ class Commit:
     extra: torch.Tensor
     owners: tuple[int, ...]
     groups: tuple[int, ...]
+    able: tuple[int, ...]
     held: int
     once: bool
     saver: int

@@ -8,9 +8,10 @@ number of groups that put each slot into the sum is counted; `verdict` says whet
 
 import hashlib
 import heapq
-from collections import Counter
+import zlib
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -146,7 +147,6 @@ def plan(
     slots: int,
     on_loss: OnLoss = "redistribute",
     homes: int = 0,
-    busy: Mapping[int, Sequence[int]] | None = None,
 ) -> Plan:
     """Split the slots that nobody holds among the groups that compute.
 
@@ -156,7 +156,6 @@ def plan(
         on_loss: `shrink` computes nothing for lost slots as long as some group still holds one.
         homes: if not 0, slot s is dealt to group s mod `homes` where that computes, so that it moves only when groups
             are lost or come back: to another at once if some group `adopts`, and never under `shrink`.
-        busy: by group slots that it computes before those dealt here.
 
     Returns:
         the plan; `shares` and what is held after `drops` cover each slot exactly once under `redistribute`.
@@ -174,11 +173,11 @@ def plan(
         left = frozenset() if moves else frozenset(slot for slot in missing if slot % homes not in at_home)
         here = [slot for slot in missing if slot not in left]
         at = {row.group: [slot for slot in here if slot % homes == row.group] for row in able}
-        shares = _deal([slot for slot in here if slot % homes not in at], at, busy or {})
+        shares = _deal([slot for slot in here if slot % homes not in at], at)
         return Plan(shares, drops, differing, frozenset() if on_loss == "shrink" else left)
     refused = {slot for row in able for slot in row.refused}
     certain = [slot for slot in missing if slot not in refused]
-    shares = _deal(certain, {row.group: [] for row in able}, busy or {})
+    shares = _deal(certain, {row.group: [] for row in able})
     doubts = []
     for slot in sorted(refused):
         if slot in holders:
@@ -202,13 +201,11 @@ def _who_is_asked(slot: int, able: Sequence[Row], shares: Mapping[int, Sequence[
     return min(able, key=turn).group
 
 
-def _deal(
-    slots: Sequence[int], at: Mapping[int, Sequence[int]], busy: Mapping[int, Sequence[int]]
-) -> dict[int, tuple[int, ...]]:
-    """Each slot to whoever has fewest of those `at` it already and of those it is `busy` with, the lower group id in a
-    tie; all that is at a group then, in order."""
+def _deal(slots: Sequence[int], at: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """Each slot to whoever has fewest of those `at` it already, the lower group id in a tie; all that is at a group
+    then, in order."""
     shares = {group: list(own) for group, own in at.items()}
-    fewest = [(len(own) + len(busy.get(group, ())), group) for group, own in at.items()]
+    fewest = [(len(own), group) for group, own in at.items()]
     heapq.heapify(fewest)
     for slot in slots if shares else ():
         count, group = fewest[0]
@@ -218,19 +215,41 @@ def _deal(
 
 
 def plan_without(
-    ended: frozenset[int], rows: Sequence[Row], done: Plan, slots: int, on_loss: OnLoss, homes: int
+    ended: frozenset[int], rows: Sequence[Row], done: Plan, on_loss: OnLoss, homes: int
 ) -> dict[int, tuple[int, ...]]:
-    """What each group will have to compute once the groups that `ended` are gone and the others have computed their
-    shares of the plan `done`: while some are still busy with those, the others can go ahead. Empty where checks refused
-    slots: who computes those depends on what is not known yet."""
-    if done.doubts or done.awaited:
+    """What each group computes ahead once the groups that `ended` are gone and the others have computed their shares of
+    the plan `done`: while some are still busy with those, the others need not wait.
+
+    Not all see the same groups end. Each slot has an order, in which groups take it over, that is the same whatever
+    ended: so no two groups that both live go ahead with the same slot, unless one took the other for dead. Empty where
+    checks refused slots: who computes those depends on what is not known yet.
+    """
+    able = {row.group: row for row in rows if row.group in done.shares}
+    moves = on_loss != "shrink" and (not homes or any(row.adopts for row in able.values()))
+    if not moves or done.doubts or done.awaited:
         return {}
-    left = [
-        replace(row, held=(frozenset() if row.group in done.drops else row.held) | set(done.shares[row.group]))
-        for row in rows
-        if row.group in done.shares and row.group not in ended
-    ]
-    return plan(left, slots, on_loss, homes, busy=done.shares).shares
+    ahead: dict[int, list[int]] = {group: [] for group in able if group not in ended}
+
+    def take_over(slots: Sequence[int], gone: tuple[int, ...]) -> None:
+        """By whoever has fewest, but for who is gone; in a tie by any, so that several groups' slots do not all go to
+        the same one."""
+        count = {group: len(done.shares[group]) for group in able if group not in gone}
+        parts: defaultdict[int, list[int]] = defaultdict(list)
+        for slot in slots if count else ():
+            at_home = {slot % homes} if homes else set()
+            group = min(count, key=lambda g: (g not in at_home, count[g], zlib.crc32(f"{slot}/{g}".encode())))
+            count[group] += 1
+            parts[group].append(slot)
+        for group, part in parts.items():
+            if group in ended:
+                take_over(part, (*gone, group))
+            else:
+                ahead[group] += part
+
+    for group in ended & able.keys():
+        held = frozenset() if group in done.drops else able[group].held
+        take_over(sorted(held | set(done.shares[group])), (group,))
+    return {group: tuple(sorted(share)) for group, share in ahead.items()}
 
 
 def _conflicting(rows: Sequence[Row]) -> frozenset[int]:

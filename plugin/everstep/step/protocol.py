@@ -54,6 +54,10 @@ T = TypeVar("T")
 ASK_AGAIN_S = 0.2
 """A quorum that cannot be used is not asked for again sooner."""
 
+AHEAD = 0.5
+"""Of the time for which a quorum waits for a group: how much of it that computes before it asks."""
+UNKNOWN_MS = 1 << 62
+
 
 class GaveUp(RuntimeError):
     """No step could be committed for `Timeouts.give_up`."""
@@ -128,7 +132,7 @@ class StepProtocol:
         self._checksum: int | None = None
         self._held = Held(NO_STATE, 0)
         self._unsummed: Attempt | None = None
-        """The last attempt, where the sum failed."""
+        """The last attempt, where the sums of the gradients failed."""
         self._healing: Healing | None = None
         self._connected = ""
         self._column: tuple[int, ...] = ()
@@ -247,7 +251,6 @@ class StepProtocol:
                 self._await_lost(attempt)
             self._unsummed = attempt
             tally = self._sum(attempt)
-            self._unsummed = None
         except AttemptFailed as failed:
             return Turn.RETRY, str(failed)
         if tally.exhausted:
@@ -521,13 +524,16 @@ class StepProtocol:
         if failed is None or (self._held.step, self._held.history) != (failed.step, failed.quorum.history):
             return
         members = failed.quorum.groups
-        said = self.decisions.gather("ended", ledger.pack(self._sums.ended(), len(members)))
-        places = frozenset().union(*(ledger.unpack(words, len(members)) for words in said))
+        slot_ms = UNKNOWN_MS if self._slot_s is None else 1 + int(1000 * self._slot_s)
+        said = self.decisions.gather("ended", [slot_ms, *ledger.pack(self._sums.ended(), len(members))])
+        places = frozenset().union(*(ledger.unpack(words, len(members)) for _, *words in said))
         ended = frozenset(members[place] for place in places) - {self._group}
         if not ended or not self._held.slots >= set(failed.plan.shares.get(self._group, ())):
             return
-        shares = ledger.plan_without(ended, failed.rows, failed.plan, self._slots, self._on_loss, self._homes)
-        share = shares.get(self._group, ())
+        shares = ledger.plan_without(ended, failed.rows, failed.plan, self._on_loss, self._homes)
+        # The others may ask for a quorum at once: those that it makes without this group compute all that it has again.
+        in_time = int(AHEAD * 1000 * self._timeouts.join.total_seconds() / max(ms for ms, *_ in said))
+        share = shares.get(self._group, ())[:in_time]
         self._reducer.begin(self._sums, self._timeouts.reduce, failed.step)
         self._compute_slots(failed.step, share, summed=False)
         self._files.beat("quorum", failed.step)
@@ -571,6 +577,8 @@ class StepProtocol:
         except SumsBroken as broken:
             error = str(broken)
         self._judge_sums(step, error, results.slots)
+        # Nobody is busy any more, and others may have a tally that fails here.
+        self._unsummed = None
         tally = mine
         try:
             total = self._sums.total(mine.encode(), self._timeouts.reduce)
@@ -630,6 +638,7 @@ class StepProtocol:
             extra=tally.sums.extra,
             owners=tuple(tally.owner(slot) for slot in range(self._slots)),
             groups=quorum.groups,
+            able=tuple(sorted(attempt.plan.shares)),
             held=tally.common_snapshot(len(quorum.members)),
             once=all(count == 1 for count in tally.coverage),
             saver=min(attempt.plan.shares),

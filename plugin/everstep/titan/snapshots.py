@@ -116,7 +116,7 @@ class Snapshots:
 
         touch(self._segment)
         said = {group: word for group, number in words.items() if (word := Word.decode(number)) is not None}
-        self._copier.committed(commit.step, commit.history, commit.groups, said, now, keep)
+        self._copier.committed(commit.step, commit.history, commit.able, said, now, keep)
 
     def recover(self, state: HealState, disk_step: int | None) -> HealState | None:
         """The newest state there is, if it is in memory; else None. A collective of the group.

@@ -334,6 +334,7 @@ class EverstepTrainer(SlotTrainer):
                 reduce=timedelta(seconds=self.longest_sum_s),
                 # Whoever waits longer would be taken for stalled.
                 compute=timedelta(seconds=0.8 * ft.stall_timeout_s),
+                join=timedelta(seconds=ft.join_timeout_s),
                 give_up=timedelta(seconds=ft.give_up_after_s),
             ),
             clock=HostClock(),

@@ -134,7 +134,7 @@ class _Rank:
                 door=self,
                 store="here",
                 timeouts=Timeouts(
-                    **{name: timedelta(seconds=1) for name in ("quorum", "reduce", "compute", "give_up")}
+                    **{name: timedelta(seconds=1) for name in ("quorum", "reduce", "compute", "join", "give_up")}
                 ),
                 clock=self,
                 files=self,

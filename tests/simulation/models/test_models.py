@@ -14,7 +14,7 @@ DECISIONS = {
     "gradients": ("        if summed and sound:\n", "        if not error and sound:\n"),
     "rows": (MEETS, MEETS.replace("not self", 'not met if point == "rows" else not self')),
     "connect": (MEETS, MEETS.replace("not self", 'not met if point == "connect" else not self')),
-    "ended": ("for words in said))\n", "for words in said[self.decisions.rank : self.decisions.rank + 1]))\n"),
+    "ended": ("for _, *words in said))\n", "for _, *words in said[self.decisions.rank : self.decisions.rank + 1]))\n"),
     "vote": ("if not all(yes for yes, _ in votes) or len({digest for _, digest in votes}) > 1:", "if error:"),
 }
 
