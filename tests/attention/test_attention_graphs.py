@@ -133,11 +133,11 @@ def wrong(value=torch.nan, output=0):
 
 
 @pytest.mark.parametrize(
-    ("backend", "checkpointing"),
-    [(None, None), (None, FullAC.Config()), ("aot_eager", None)],
+    ("backend", "checkpointing", "some"),
+    [(None, None, slice(None)), (None, FullAC.Config(), slice(0, None, 2)), ("aot_eager", None, slice(1, None, 2))],
     ids=["eager", "full checkpointing", "compiled"],
 )
-def test_replays_find_what_python_finds_in_other_slots_with_other_weights(touched, backend, checkpointing):
+def test_replays_find_what_python_finds_in_other_slots_with_other_weights(touched, backend, checkpointing, some):
     runs = [Run(how, backend, checkpointing) for how in ("graphs", "python", "stock")]
     for slot in range(2):  # one to warm up, one to record
         assert equal(*[each.slot(1, slot) for each in runs][:2])
@@ -148,23 +148,22 @@ def test_replays_find_what_python_finds_in_other_slots_with_other_weights(touche
     }
     doors[0, "attention.forward"] = kernel_at(graph, ""), 0
     doors[1, "attention.backward"] = kernel_at(graph, "_backward"), 1
-    for step, (where, (place, output)) in enumerate(doors.items(), 2):
+    for step, (where, (place, output)) in enumerate(list(doors.items())[some], 2):
         for each in runs:
             each.commit()
         clean = [each.slot(step, 0) for each in runs]
         assert equal(*clean[:2])
         assert clean[0][2:] == (False, [])
         assert equal(clean[0][:2], clean[2]), "checks change nothing"
-        for slot, value in enumerate((torch.nan, 1e3), 1):
-            hit = [each.slot(step, slot, hits={place: wrong(value, output)}) for each in runs[:2]]
-            runs[2].slot(step, slot)
-            assert equal(*hit)
-            assert where in [(f["layer"], f["section"]) for f in hit[0][3]]
-            if hit[0][2]:  # taken back
-                for each in runs[:2]:
-                    each.slot(step, slot)
+        value = torch.nan if step % 2 else 1e3
+        hit = [each.slot(step, 1, hits={place: wrong(value, output)}) for each in runs[:2]]
+        assert equal(*hit)
+        assert where in [(f["layer"], f["section"]) for f in hit[0][3]]
+        if hit[0][2]:  # taken back
+            assert not any(each.slot(step, 1)[2] for each in runs[:2])
+        runs[2].slot(step, 1)
     assert Graph.recorded == [graph]
-    assert graph.replays > 12
+    assert graph.replays > len(doors)
 
 
 def test_nothing_of_a_slot_is_seen_in_the_next_one_and_no_python_runs_in_replays(touched):
