@@ -237,6 +237,21 @@ def test_the_injectors_faults_are_put_into_replays_and_found_as_without_graphs(b
     assert len(Graph.recorded) == 1
 
 
+def test_a_fault_that_is_ordered_after_the_recording_is_put_into_one_replay():
+    run = Run("graphs")
+    injector, ordered = run.checks.injector, 0
+    injector.always = True  # as chaos has it
+    for slot in range(10):
+        if slot > 2 and slot % 2:
+            injector.order(Fault("nan", 0.4), f"{slot}")
+        found, struck = run.slot(1, slot)[3], injector.hits[ordered:]  # scores are not among them
+        assert {f["layer"] for f in found} >= {layer for _, layer, _ in struck}
+        assert bool(found) == bool(struck)
+        ordered = len(injector.hits)
+    assert ordered >= 2
+    assert len(Graph.recorded) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["bitflip", "inf", "nan", "near-inf", "scale", "row", "tile"])
 def test_a_standing_fault_is_the_fault(kind, dtype):
