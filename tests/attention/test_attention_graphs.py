@@ -134,7 +134,7 @@ def wrong(value=torch.nan, output=0):
 
 @pytest.mark.parametrize(
     ("backend", "checkpointing", "some"),
-    [(None, None, slice(None)), (None, FullAC.Config(), slice(0, None, 2)), ("aot_eager", None, slice(1, None, 2))],
+    [(None, None, slice(4)), (None, FullAC.Config(), slice(2, None, 2)), ("aot_eager", None, slice(3, None, 2))],
     ids=["eager", "full checkpointing", "compiled"],
 )
 def test_replays_find_what_python_finds_in_other_slots_with_other_weights(touched, backend, checkpointing, some):
@@ -148,7 +148,8 @@ def test_replays_find_what_python_finds_in_other_slots_with_other_weights(touche
     }
     doors[0, "attention.forward"] = kernel_at(graph, ""), 0
     doors[1, "attention.backward"] = kernel_at(graph, "_backward"), 1
-    for step, (where, (place, output)) in enumerate(list(doors.items())[some], 2):
+    doors = list(doors.items())[some]
+    for step, (where, (place, output)) in enumerate(doors, 2):
         for each in runs:
             each.commit()
         clean = [each.slot(step, 0) for each in runs]
@@ -163,7 +164,7 @@ def test_replays_find_what_python_finds_in_other_slots_with_other_weights(touche
             assert not any(each.slot(step, 1)[2] for each in runs[:2])
         runs[2].slot(step, 1)
     assert Graph.recorded == [graph]
-    assert graph.replays > len(doors)
+    assert graph.replays > 2 * len(doors)
 
 
 def test_nothing_of_a_slot_is_seen_in_the_next_one_and_no_python_runs_in_replays(touched):
