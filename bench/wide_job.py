@@ -1,6 +1,6 @@
-"""Modules for `[job] module`: torchtitan's debug Llama 3, as wide and deep as gives a state of so many bytes (fp32, Adam).
+"""Modules for `[job] module`: torchtitan's debug Llama 3 with a state of so many bytes (fp32, Adam).
 
-    PYTHONPATH=bench python bench/snapshot_run.py --alternate --job.module wide_job --job.config half_gigabyte
+PYTHONPATH=bench python bench/snapshot_run.py --alternate --job.module wide_job --job.config half_gigabyte
 """
 
 from torchtitan.models.common import ComplexRoPE, compute_ffn_hidden_dim

@@ -57,7 +57,7 @@ def first(layers, spec):
     return spec
 
 
-def build(spec, section=None, checkpointing=None):
+def build(spec, section=None, checkpointing=None, **attaching):
     """A model, and its checks where a section is given, built in the trainer's order."""
     config = trainer_config(spec)
     if section is not None:
@@ -71,7 +71,7 @@ def build(spec, section=None, checkpointing=None):
         model.init_weights(buffer_device=torch.device("cpu"))
     if checkpointing is not None:
         checkpointing.build(dump_folder="").apply(model)
-    checks = override.attach([model], section) if section is not None and section.enable else None
+    checks = override.attach([model], section, **attaching) if section is not None and section.enable else None
     return model, checks
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from everstep.titan import work
 from everstep.titan.work import SlotTrainer
 
 HERE = SimpleNamespace(dp_enabled=False, dp_cp_enabled=False, pp_enabled=False)
@@ -51,3 +52,18 @@ def test_only_the_slots_that_were_computed_are_told(group):
     assert sums.tokens.tolist() == [0.0, 10.0]
     assert sums.loss.tolist() == [0.0, 2.5]
     assert sums.slots == {1}
+
+
+@pytest.mark.parametrize("doubted", [False, True])
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_ranks_of_a_group_replay_the_same_graph(group, monkeypatch, doubted, drawn, other, recorded):
+    """The one with checks where one of them wants it. Without graphs each decides for itself, call by call."""
+    asked = []
+    monkeypatch.setattr(work, "all_in_group", lambda flag: (asked.append(flag), flag and not other)[1])
+    trainer = group([0.0], [True])
+    trainer.witnesses = SimpleNamespace(doubted=lambda step, slot: doubted)
+    checks = SimpleNamespace(recorded=recorded, schedule=SimpleNamespace(draw=lambda step, slot: drawn))
+    assert trainer._looks_at_all(checks, 3, 1) == ((doubted or drawn or other) if recorded else doubted)
+    assert len(asked) == recorded

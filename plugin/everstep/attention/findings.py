@@ -86,10 +86,13 @@ class FindingLog:
 
     Args:
         rank: named in every finding.
+        recorded: whether slots are replays of a recorded graph, in which nothing is handed over: the checks then write
+            where those of the recording wrote.
     """
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(self, rank: int = 0, *, recorded: bool = False) -> None:
         self.rank = rank
+        self._of_graph: list[tuple[int, str, bool, torch.Tensor]] | None = [] if recorded else None
         self._step = self._slot = 0
         self._whole = False
         self._records: list[tuple[int, str, bool, torch.Tensor]] = []
@@ -106,7 +109,7 @@ class FindingLog:
         if step != self._step:
             self.forget()
         self._step, self._slot, self._whole = step, slot, whole
-        self._records.clear()
+        self._records = []
 
     def record(self, layer: int, section: str, vector: torch.Tensor, *, again: bool = False) -> None:
         """Keep one check's `outcome`. again: from a forward that activation checkpointing computes a second
@@ -127,21 +130,23 @@ class FindingLog:
 
     def _read(self) -> tuple[list[dict[str, Any]], Evidence]:
         """The records as findings, and what of them refuses the slot."""
-        if not self._records:
+        records, self._records = self._records, []
+        if self._of_graph is not None and self._whole:
+            records = self._of_graph = records or self._of_graph
+        if not records:
             return [], ()
         by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
-        for i, (_, _, _, vector) in enumerate(self._records):
+        for i, (_, _, _, vector) in enumerate(records):
             by_device[vector.device].append(i)
         values: dict[int, list[float]] = {}
         for indices in by_device.values():
-            stacked = torch.stack([self._records[i][3] for i in indices]).tolist()
+            stacked = torch.stack([records[i][3] for i in indices]).tolist()
             values.update(zip(indices, stacked, strict=True))
         merged: dict[tuple[int, str], dict[bool, list[float]]] = defaultdict(dict)
-        for i, (layer, section, again, _) in enumerate(self._records):
+        for i, (layer, section, again, _) in enumerate(records):
             if any(values[i][:-_LARGEST]):
                 passes = merged[layer, section]
                 passes[again] = _merge(passes.get(again), values[i])
-        self._records.clear()
         # A finding of the first pass that checkpointing's second pass sees too is one finding. One that only
         # the second pass sees is a fault of its own: that pass feeds the backward.
         found = [

@@ -22,7 +22,7 @@ from .identities import (
     joined,
     lse_deviation,
 )
-from .injection import Fault, inject
+from .injection import Fault
 from .private import kept_logsumexp, unseen_by_checkpointing, watched
 from .roundoff import accumulator
 
@@ -122,7 +122,7 @@ def compare_backward(guard: Guard, compare, q, k, v, dq, dk, dv, seen, scale, pl
         )
         found = guard.widened(BACKWARD, found)
         bad = found.bad()
-        if bad.device.type != "cpu" or bad.any():
+        if not guard.looks(bad) or bad.any():
             guard.report(BACKWARD, outcome(found, refused=bad.sum()), backward=True)
 
 
@@ -199,7 +199,7 @@ def look(
 ) -> _Seen:
     """What a forward shows, and where there is one what a second run (`other`) shows of it."""
     same = other is None or (
-        out.device.type == "cpu" and torch.equal(out, other[0]) and (lse is None or torch.equal(lse, other[1]))
+        guard.looks(out) and torch.equal(out, other[0]) and (lse is None or torch.equal(lse, other[1]))
     )
     parts = (
         forward_deviation(out, v),
@@ -222,7 +222,7 @@ def _forward_check(attend: Attend, q, k, v, out, lse, watch: _Watch, rerun: bool
         found = seen.all()
         bad = found.bad()
         count = bad.any(-1).sum()
-        if out.device.type != "cpu":
+        if not guard.looks(out):
             left = _repair_on_device(attend, q, k, v, out, seen, other) if guard.correct else count
             guard.report(FORWARD, outcome(found, recomputed=count * guard.correct, refused=left))
             return out, lse
@@ -279,9 +279,10 @@ def _repair_on_device(attend: Attend, q, k, v, out, seen: _Seen, other) -> torch
 
 def _strike(guard: Guard, out: torch.Tensor, q, k, v, scale: float) -> None:
     """Inject what is due in the forward: into the kernel's own output, as a fault in it would leave it."""
-    fault = guard.fault("context")
-    if fault is not None:
-        out.data.copy_(inject(out.detach(), fault))
+    plain = out.detach()
+    hit = guard.touch("context", plain)
+    if hit is not plain:
+        out.data.copy_(hit)
     fault = guard.fault(SCORES)
     if fault is not None:
         strike_scores(out, q, k, v, scale, fault)

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -12,9 +13,9 @@ import torch
 
 from .evidence import SAME, Allowance, Evidence, Place, Statement, Verdict, judge, shared
 from .findings import Deviation, FindingLog
-from .injection import Fault, Injector, inject
+from .injection import Fault, Injector, StandingFault, inject
 from .private import recomputing
-from .schedule import Plan, Schedule
+from .schedule import Plan, Schedule, SlotSchedule
 from .section import AttentionCheck
 
 
@@ -40,13 +41,22 @@ class Checks:
         section: the config's `[attention_check]`.
         rank: this rank, named in findings and drawn upon by the injector.
         seed: draws which calls are checked when the frequency is not 0 or 1.
+        recorded: whether slots are replays of recorded graphs, one with every check in it and one with none. Then
+            slots are drawn and not calls, and what changes from slot to slot is in tensors that stay where they are.
     """
 
-    def __init__(self, section: AttentionCheck, *, rank: int = 0, seed: int = 0) -> None:
-        self.mode, self.rerun = section.mode, section.rerun
-        self.findings = FindingLog(rank)
-        self.schedule = Schedule(section.rate(), section.residual_risk, section.max_overhead, seed=seed + rank)
-        self._begun = 0.0
+    def __init__(self, section: AttentionCheck, *, rank: int = 0, seed: int = 0, recorded: bool = False) -> None:
+        self.mode, self.rerun, self.recorded = section.mode, section.rerun, recorded
+        self.findings = FindingLog(rank, recorded=recorded)
+        rates = section.rate(), section.residual_risk, section.max_overhead
+        # All ranks of a group replay the same graph, and so draw alike.
+        self.schedule = SlotSchedule(*rates, seed=seed) if recorded else Schedule(*rates, seed=seed + rank)
+        self._begun: Any = None
+        self._slots: deque[tuple[bool, Any, Any]] = deque()
+        self._faults: dict[Place, StandingFault] = {}
+        """Of recorded graphs, by the result that they are put into."""
+        self._widths: dict[Place, tuple[torch.Tensor, ...]] = {}
+        """What `allowance` says, on the device, where a graph reads it."""
         self._timed: list[tuple[int, str, Any, Any]] = []
         self._told: Plan | None = None
         self._fixed = self.schedule.fixed
@@ -64,11 +74,13 @@ class Checks:
 
     def begin(self, step: int, slot: int, *, whole: bool = False) -> None:
         """A slot's forward is about to run. step counts from 1. whole: check every call of it, at whatever rate."""
-        self._begun = time.perf_counter()
+        self._begun = _now()
         self._timed.clear()
         self.findings.begin(step, slot, whole=whole or self.schedule.fixed == 1.0)
         self.schedule.begin(step, slot, whole=whole)
         self.injector.begin(step)
+        for place, fault in self._faults.items():
+            fault.set(self.injector.strike(*place))
 
     def refused(self) -> bool:
         """Whether the slot must be computed again. One host synchronisation; call once after the backward."""
@@ -78,7 +90,12 @@ class Checks:
                 end.synchronize()  # long over: the findings behind it were read
                 self.schedule.took(layer, name, begin.elapsed_time(end) / 1e3)
             self._timed.clear()
-            self.schedule.slot_took(time.perf_counter() - self._begun)
+            self._slots.append((self.schedule.whole, self._begun, _now()))
+            # A slot of which nothing is read may not be over yet.
+            while self._slots and (isinstance(self._slots[0][2], float) or self._slots[0][2].query()):
+                checked, begin, end = self._slots.popleft()
+                seconds = end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
+                self.schedule.slot_took(seconds, checked=checked)
         for finding in self.findings.last:
             self.schedule.found(finding["layer"])
         if self.findings.last:
@@ -93,7 +110,9 @@ class Checks:
     def learn(self, allowed: dict[Place, Allowance]) -> None:
         """Another rank of this rank's column has widened these bounds."""
         for place, allowance in allowed.items():
-            self.allowance[place] = allowance.wider(self.allowance.get(place, Allowance()))
+            wider = self.allowance[place] = allowance.wider(self.allowance.get(place, Allowance()))
+            for tensor, value in zip(self._widths.get(place, ()), wider, strict=False):
+                tensor.fill_(value)
 
     def judge(self, slot: int, witnesses: Sequence[Evidence] = (), *, alone: bool = False) -> Judgement:
         """Whose fault it is that this slot of the present step was refused; see `everstep.attention.evidence`.
@@ -175,6 +194,15 @@ class Checks:
         self.schedule.weights_changed()
 
 
+def _now() -> Any:
+    """A point in what the device was given to do; without one, in seconds."""
+    if not torch.accelerator.is_available():
+        return time.perf_counter()
+    point = torch.Event(torch.accelerator.current_accelerator(), enable_timing=True)
+    point.record()
+    return point
+
+
 _numbers = itertools.count()
 _guards: WeakValueDictionary[int, "Guard"] = WeakValueDictionary()
 
@@ -189,7 +217,7 @@ class Guard:
 
     def __init__(self, checks: Checks, layer: int, name: str) -> None:
         self.checks, self.layer, self.name = checks, layer, name
-        self.correct = checks.mode == "correct"
+        self.correct, self.recorded = checks.mode == "correct", checks.recorded
         self.ticket = torch.tensor(next(_numbers))
         """This guard's number, which stands for it in a compiled graph."""
         self.kept: Any = None
@@ -228,10 +256,21 @@ class Guard:
 
     def widened(self, section: str, seen: Deviation) -> Deviation:
         """`seen`, its bounds widened where they were found to be at fault."""
-        allowed = self.checks.allowance.get((self.layer, section))
+        place, widths = (self.layer, section), self.checks._widths
+        allowed: Any = self.checks.allowance.get(place)
+        if self.recorded:
+            if place not in widths:
+                like = seen.bound.new_full
+                widths[place] = tuple(like((), value) for value in allowed or Allowance())
+            allowed = widths[place]
         if allowed is None:
             return seen
-        return Deviation(seen.residual, seen.bound * allowed.factor + allowed.floor, seen.scale)
+        factor, floor = allowed
+        return Deviation(seen.residual, seen.bound * factor + floor, seen.scale)
+
+    def looks(self, x: torch.Tensor) -> bool:
+        """Whether a check looks at its verdict: it is at hand on a CPU, and a recorded graph cannot branch."""
+        return x.device.type == "cpu" and not self.recorded
 
     @property
     def reruns(self) -> bool:
@@ -244,8 +283,9 @@ class Guard:
         return self.checks.injector.active
 
     def fault(self, section: str, *, backward: bool = False, part: int = 0, parts: int = 1) -> Fault | None:
-        """The fault to inject into this result, if one is due. A forward's second run is spared."""
-        if not backward and recomputing():
+        """The fault to inject into this result, if one is due and nothing is recorded. A forward's second run is
+        spared."""
+        if self.recorded or (not backward and recomputing()):
             return None
         return self.checks.injector.strike(self.layer, section, part, parts)
 
@@ -253,8 +293,16 @@ class Guard:
         self, section: str, result: torch.Tensor, *, backward: bool = False, part: int = 0, parts: int = 1
     ) -> torch.Tensor:
         """`result`, or a copy with the fault that is due in it."""
-        fault = self.fault(section, backward=backward, part=part, parts=parts)
-        return result if fault is None else inject(result, fault)
+        if not self.recorded:
+            fault = self.fault(section, backward=backward, part=part, parts=parts)
+            return result if fault is None else inject(result, fault)
+        if not self.injecting or (not backward and recomputing()):
+            return result
+        place, faults = (self.layer, section), self.checks._faults
+        if place not in faults:
+            faults[place] = StandingFault(result)
+            faults[place].set(self.checks.injector.strike(*place))
+        return faults[place].put(result)
 
     def report(self, section: str, vector: torch.Tensor, *, backward: bool = False) -> None:
         """Hand over one check's `outcome`."""

@@ -5,6 +5,8 @@ products are the ones torch.nn.functional.linear runs, on the same operands in t
 equal to the last bit.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,6 +126,15 @@ class _Linear(torch.autograd.Function):
         return None if dx is None else dx.view_as(x), dw, db, None, None
 
 
+def _sums_of(guard: Guard, b: torch.Tensor, kept: Callable[[int, int], TileSums]) -> Callable[[], TileSums]:
+    """Where sums of b come from: kept ones, by version and doubts, or in a recorded graph new ones, since its replays
+    are of other steps, and FSDP's whole weights are there in the graph alone."""
+    if guard.recorded:
+        made = tile_sums(b)
+        return lambda: made
+    return lambda: kept(guard.weights_version, guard.doubts)
+
+
 def project(
     guard: Guard, sums: WeightSums, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
@@ -133,11 +144,11 @@ def project(
     flops, cost = 2.0 * y.numel() * x.shape[1], float(x.numel() + 2 * y.numel())
     if not guard.checking(section, flops=flops, cost=cost):
         return y
+    of_weight = _sums_of(guard, weight.t(), partial(sums.rows, weight))
 
     def check(part: torch.Tensor, rows: torch.Tensor | None) -> Deviation:
         of_bias = None if bias is None else bias_sums(bias)
-        kept = sums.rows(weight, guard.weights_version, guard.doubts)
-        return row_deviation(part, x if rows is None else x[rows], kept, of_bias)
+        return row_deviation(part, x if rows is None else x[rows], of_weight(), of_bias)
 
     return settle_rows(
         guard,
@@ -156,10 +167,10 @@ def input_gradient(guard: Guard, sums: WeightSums, dy: torch.Tensor, weight: tor
     flops, cost = 2.0 * dy.numel() * weight.shape[1], float(dy.numel() + 2 * dx.numel())
     if not guard.checking(section, flops=flops, cost=cost, backward=True):
         return dx
+    of_weight = _sums_of(guard, weight, partial(sums.columns, weight))
 
     def check(part: torch.Tensor, rows: torch.Tensor | None) -> Deviation:
-        kept = sums.columns(weight, guard.weights_version, guard.doubts)
-        return row_deviation(part, dy if rows is None else dy[rows], kept)
+        return row_deviation(part, dy if rows is None else dy[rows], of_weight())
 
     return settle_rows(
         guard,

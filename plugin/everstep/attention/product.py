@@ -127,7 +127,7 @@ def narrow_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torc
     return torch.mm(a, b, out_dtype=dtype)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # never dropped: a recorded graph goes on reading it
 def signs(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """1 and -1 without a pattern, always the same (length, PROBES)."""
     mixed = (torch.arange(length * PROBES, device=device, dtype=torch.int64) + 1) * 0x9E3779B1 & 0x7FFFFFFF
@@ -212,7 +212,7 @@ def _settle_rows(guard, section, y, compare, compute, renew, *, backward):
 
     seen = check(y, None)
     bad = seen.bad()
-    if y.device.type != "cpu":
+    if not guard.looks(y):
         return _settle_rows_on_device(guard, section, y, seen, bad, check, compute, backward=backward)
     if not bad.any():
         return y

@@ -154,6 +154,10 @@ class Schedule:
         """A slot's forward is about to run; whole: every call is checked, unless none ever is."""
         self._step, self._slot, self._whole = step, slot, whole
 
+    def draw(self, step: int, slot: int) -> bool:
+        """Whether a slot is drawn to be checked whole: none is where calls are drawn."""
+        return False
+
     def checking(self, layer: int, section: str, *, flops: float, cost: float) -> bool:
         """Whether this call is checked: a pure function of seed, step, slot, layer, section and the current
         rate."""
@@ -231,8 +235,13 @@ class Schedule:
         if entry is not None:
             entry.seconds, entry.measured = min(entry.seconds, seconds), entry.measured + 1
 
-    def slot_took(self, seconds: float) -> None:
-        """A slot, its checks included, took so long."""
+    @property
+    def whole(self) -> bool:
+        """Whether every call of this slot is checked."""
+        return self.fixed == 1.0 or (self._whole and self.fixed != 0.0)
+
+    def slot_took(self, seconds: float, *, checked: bool = False) -> None:
+        """A slot, its checks included, took so long. checked: whether all of it was."""
         self._slots_done += 1
         self._slot_seconds = [*self._slot_seconds[-8:], seconds]
 
@@ -257,3 +266,60 @@ class Schedule:
     def weights_changed(self) -> None:
         """Weights changed other than by a commit."""
         self.weights_version += 1
+
+
+class SlotSchedule(Schedule):
+    """Decides for slots and not for calls, where forward and backward are replays of recorded graphs, one with every
+    check in it and one with none.
+
+    All checks of a slot are one section. They take by how much a slot with them takes longer than one without.
+    """
+
+    def __init__(self, rate: float | None, residual_risk: float, max_overhead: float, *, seed: int = 0) -> None:
+        super().__init__(rate, residual_risk, max_overhead, seed=seed)
+        self._all = self._sections[-1, "slot"] = _Section(0, -1, 1.0, 1.0)
+        self._begun = {True: 0, False: 0}
+        self._took: dict[bool, list[float]] = {True: [], False: []}
+        self._flops = self._counted = 0.0
+
+    def draw(self, step: int, slot: int) -> bool:
+        """Whether this slot is to be checked.
+
+        At first slots are and are not in turn: both graphs are warmed up, as what is recorded then keeps its memory,
+        then recorded, then measured.
+        """
+        if self.fixed is not None and self.fixed in (0.0, 1.0):
+            return self.fixed == 1.0
+        checked, others = self._begun[True], self._begun[False]
+        if min(checked, others) < 2 + SLOTS_MEASURED:
+            return checked <= others
+        return uniform(self.seed, step, slot, 0) < self.rate(-1, "slot")
+
+    def begin(self, step: int, slot: int, *, whole: bool = False) -> None:
+        super().begin(step, slot, whole=whole)
+        self._begun[self.whole] += 1
+        self._flops, self._counted = self._counted or self._flops, 0.0
+
+    def checking(self, layer: int, section: str, *, flops: float, cost: float) -> bool:
+        self._counted += flops
+        return self.whole
+
+    def will_check(self, layer: int, section: str) -> bool:
+        return self.whole
+
+    def found(self, layer: int) -> None:
+        super().found(-1)
+
+    def slot_took(self, seconds: float, *, checked: bool = False) -> None:
+        flops = self._counted or self._flops  # a replay counts no calls
+        self._all.step_flops += flops
+        self._all.step_calls += 1
+        self.checked_flops += checked * flops
+        self._took[checked] = [*self._took[checked][-8:], seconds]
+        if checked:
+            self._slots_done += 1
+        else:
+            super().slot_took(seconds)
+        self._all.measured = min(map(len, self._took.values())) - 2
+        if self._all.measured > 0:
+            self._all.seconds = max(0.0, min(self._took[True]) - min(self._took[False]))

@@ -287,6 +287,11 @@ def apply(config: Any, section: AttentionCheck) -> None:
         raise ValueError(
             'attention_check.path = "fused": the attention kernel of this model does not run on a CPU; use "explicit".'
         )
+    if path == "explicit" and not on_cpu and not config.training.disable_cuda_graphs:
+        raise ValueError(
+            'attention_check.path = "explicit": cannot be recorded; use attention_check.path = "fused" or set '
+            "training.disable_cuda_graphs = true."
+        )
     if on_cpu:
         # Compiling the mask takes longer than a CPU run's masks take without.
         private.make_masks_with(create_block_mask)
@@ -320,11 +325,6 @@ def _refuse(config: Any) -> None:
     if config.debug.spmd_typechecking:
         raise ValueError(
             "attention_check.enable: debug.spmd_typechecking = true is not supported: sums have no SPMD type."
-        )
-    if torch.accelerator.is_available() and not config.training.disable_cuda_graphs:
-        raise ValueError(
-            "attention_check.enable: set training.disable_cuda_graphs = true; a replayed graph would "
-            "repeat one slot's choice of checks for ever."
         )
 
 
@@ -379,13 +379,16 @@ def coverage(model_parts: Iterable[nn.Module]) -> Coverage:
 _OTHER_ATTENTION = re.compile(r"Attention$|DeltaNet$")
 
 
-def attach(model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: int = 0, seed: int = 0) -> Checks:
+def attach(
+    model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: int = 0, seed: int = 0, recorded: bool = False
+) -> Checks:
     """Give the checked modules of a built model their guards.
 
     Args:
         model_parts: as the Trainer holds them, parallelized or not.
         rank: this rank in its group, named in findings.
         seed: draws which calls are checked.
+        recorded: whether slots are replays of recorded graphs; then call `record_both`.
 
     Returns:
         What the training step calls: `begin`, `refused`, `committed`, `drain`.
@@ -394,7 +397,7 @@ def attach(model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: i
         ValueError: something of the attention is not checked, `apply` having been called after the model was built, or
             the model having an attention that it does not know.
     """
-    checks = Checks(section, rank=rank, seed=seed)
+    checks = Checks(section, rank=rank, seed=seed, recorded=recorded)
     model_parts = list(model_parts)
     inner = 0
     for part in model_parts:
@@ -419,3 +422,23 @@ def attach(model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: i
             f"{', '.join(checks.coverage.missing[:3])}; switch attention_check off."
         )
     return checks
+
+
+def record_both(trainer: Any, checks: Checks) -> None:
+    """Have a trainer that records its forward and backward record them twice, with every check and with none, and
+    replay what `checks` says of the slot.
+
+    Raises:
+        ValueError: nobody would say that a slot begins.
+    """
+    if not trainer.config.fault_tolerance.enable:
+        raise ValueError(
+            "attention_check.enable: with CUDA graphs it needs fault_tolerance.enable = true; set it, or "
+            "training.disable_cuda_graphs = true."
+        )
+    checked, plain = trainer.fwd_bwd_fn, private.recorded_again(trainer)
+
+    def forward_backward(*args: Any) -> torch.Tensor:
+        return (checked if checks.schedule.whole else plain)(*args)
+
+    trainer.fwd_bwd_fn = forward_backward

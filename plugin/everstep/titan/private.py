@@ -8,6 +8,7 @@ says which, before a run does. torchtitan is imported by whoever calls: it asks 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch._utils
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -67,6 +68,13 @@ def models() -> Mapping[str, Any] | frozenset[str]:
 def computes_eagerly(trainer: Any) -> bool:
     """Whether a torchtitan trainer runs forward and backward as they are, and replays no recorded graph."""
     return trainer.fwd_bwd_fn == trainer._forward_backward_body
+
+
+def recorded_again(trainer: Any) -> Callable[..., torch.Tensor]:
+    """Another graph of a torchtitan trainer's forward and backward, recorded when it is first called for."""
+    from torchtitan.distributed.cudagraph import wrap_with_cuda_graph
+
+    return wrap_with_cuda_graph(trainer._forward_backward_body)
 
 
 # torchtitan's checkpoint manager. Methods of it that ours stand in for are marked with `foreign.overrides`: `_save` and

@@ -154,8 +154,14 @@ class EverstepTrainer(SlotTrainer):
         self.checks = self.witnesses = None
         if config.attention_check.enable:
             self.checks = attention.attach(
-                self.model_parts, config.attention_check, rank=int(os.environ["RANK"]), seed=config.debug.seed or 0
+                self.model_parts,
+                config.attention_check,
+                rank=int(os.environ["RANK"]),
+                seed=config.debug.seed or 0,
+                recorded=not private.computes_eagerly(self),
             )
+            if self.checks.recorded:
+                attention.record_both(self, self.checks)
         if config.fault_tolerance.enable:
             self._prepare(config)
             self.events.emit(

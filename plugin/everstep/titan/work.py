@@ -113,8 +113,7 @@ class SlotTrainer(titan.Trainer):
         inputs, labels = zip(*(self._on_device(batch) for batch in batches), strict=True)
         seen, loads = self.ntokens_seen, [load.clone() for load in self.expert_loads] if self.checks is not None else []
         if self.checks is not None:
-            doubted = self.witnesses is not None and self.witnesses.doubted(step, slot)
-            self.checks.begin(step, slot, whole=doubted)
+            self.checks.begin(step, slot, whole=self._looks_at_all(self.checks, step, slot))
         pipelined = self.parallel_dims.pp_enabled
         loss = self.forward_backward_step(
             input_dict=list(inputs) if pipelined else inputs[0],
@@ -129,6 +128,15 @@ class SlotTrainer(titan.Trainer):
         # Of a pipeline's stages only the last one knows the loss; the others give -1.
         known = not pipelined or self.pp_has_last_stage
         self._slot_losses[slot] = loss.detach().to(torch.float64) * (self.nominal_tokens if known else 0.0)
+
+    def _looks_at_all(self, checks: Checks, step: int, slot: int) -> bool:
+        """Whether all of a slot is checked whatever the rate; of recorded graphs, whether the one with checks is
+        replayed."""
+        doubted = self.witnesses is not None and self.witnesses.doubted(step, slot)
+        if not checks.recorded:
+            return doubted
+        # The group's collectives are in the graphs: all ranks replay the same one.
+        return not all_in_group(not (doubted or checks.schedule.draw(step, slot)))
 
     def _on_device(self, batch: Batch) -> Batch:
         inputs, labels = batch

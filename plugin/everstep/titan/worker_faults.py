@@ -49,6 +49,8 @@ class WorkerFaults:
         self._pending: dict[str, Any] = {}
         self._until: dict[str, float] = {}
         """Of faults that last: when they end, on the monotonic clock."""
+        if trainer.checks is not None and trainer.checks.recorded:
+            trainer.checks.injector.always = True
         self._wrap(trainer.files, "beat", self._at_beat)
         self._wrap(trainer, "compute", self._around_compute)
         self._adopts = False
