@@ -95,11 +95,22 @@ def commits_of(events: list[dict[str, Any]]) -> tuple[dict[int, float], dict[int
     return at, tokens
 
 
+def copied_in(taken: list[dict[str, Any]]) -> dict[str, float]:
+    """How long trainers waited for snapshots, and how large those were."""
+    blocked = [event["blocked_s"] for event in taken]
+    return {
+        "blocked_ms": 1e3 * statistics.median(blocked) if blocked else 0.0,
+        "blocked_ms_longest": 1e3 * max(blocked, default=0.0),
+        "mb": statistics.median(event["bytes"] for event in taken) / 1e6 if taken else 0.0,
+    }
+
+
 def alternate(args: argparse.Namespace, home: Path) -> dict[str, float]:
     """Steps with a snapshot and without, of one run."""
     events, meter = run_once(args, True, home, "--snapshot.interval", "2")
     at, _ = commits_of(events)
-    copied = {event["step"] for event in events if event["kind"] == "snapshot"}
+    taken = [event for event in events if event["kind"] == "snapshot" and event["step"] > WARM_UP]
+    copied = {event["step"] for event in taken}
     took = {step: at[step + 1] - at[step] for step in at if step + 1 in at}
     pairs = [(took[step - 1], took[step]) for step in sorted(copied) if step in took and step - 1 in took]
     _, keepers_s = meter.between(min(at.values()), max(at.values()))
@@ -111,6 +122,8 @@ def alternate(args: argparse.Namespace, home: Path) -> dict[str, float]:
         "upper_quartile": ratios[2],
         "of_medians": statistics.median(a for a, _ in pairs) / statistics.median(b for _, b in pairs),
         "keepers_of_all_cores": keepers_s / (max(at.values()) - min(at.values())) / (os.cpu_count() or 1),
+        "step_s": statistics.median(a for a, _ in pairs),
+        **copied_in(taken),
     }
 
 
@@ -122,16 +135,13 @@ def measure(args: argparse.Namespace, on: bool, home: Path) -> dict[str, float]:
     rates = [tokens[b] / (at[b] - at[a]) for a, b in itertools.pairwise(order)]
     trainers_s, keepers_s = meter.between(at[order[0]], at[order[-1]])
     taken = [event for event in events if event["kind"] == "snapshot" and event["step"] > WARM_UP]
-    blocked = [event["blocked_s"] for event in taken]
     return {
         "tokens_per_s": statistics.median(rates),
         "cpu_ms": 1e3 * (trainers_s + keepers_s) / len(rates),
         "keepers_cpu_ms": 1e3 * keepers_s / len(rates),
         "snapshots": len({event["step"] for event in taken}),
         "of_steps": len(rates),
-        "blocked_ms": 1e3 * statistics.median(blocked) if blocked else 0.0,
-        "blocked_ms_longest": 1e3 * max(blocked, default=0.0),
-        "mb": statistics.median(event["bytes"] for event in taken) / 1e6 if taken else 0.0,
+        **copied_in(taken),
     }
 
 

@@ -1,6 +1,7 @@
 """Modules for `[job] module`: torchtitan's debug Llama 3 with a state of so many bytes (fp32, Adam).
 
-PYTHONPATH=bench python bench/snapshot_run.py --alternate --job.module wide_job --job.config half_gigabyte
+In a copy of configs/demo.toml: `module = "wide_job"`, `config = "half_gigabyte"`; then with PYTHONPATH=bench
+`python bench/snapshot_run.py --alternate --config COPY.toml`.
 """
 
 from torchtitan.models.common import ComplexRoPE, compute_ffn_hidden_dim

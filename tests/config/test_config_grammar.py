@@ -48,3 +48,5 @@ def test_what_is_unknown_is_returned_or_refused_with_the_nearest():
     assert parse(Outer, ["--inner.on", "--other", "5"]) == (Outer(Inner(on=True)), ["--other", "5"])
     with pytest.raises(FlagError, match=r"there is no flag --inner\.sise, the nearest is --inner\.size"):
         parse(Outer, ["--inner.sise", "3"], known=["inner.size", "inner.mode", "rate"])
+    with pytest.raises(FlagError, match=r"--job\.module is no flag: it is set in the file alone"):
+        parse(Outer, ["--job.module", "mine"], known=["job.module", "rate"])

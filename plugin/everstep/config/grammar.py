@@ -62,7 +62,10 @@ def _sentence(event: errors.ParseErrorEvent, args: Sequence[str], known: Sequenc
         return f"{names} is missing; see --help"
     if isinstance(event, errors.UnrecognizedArgs):
         flag = next((token for token in event.tokens if token.startswith("-")), event.tokens[0])
-        near = nearest(flag.lstrip("-").partition("=")[0].replace("-", "_"), known)
+        name = flag.lstrip("-").partition("=")[0].replace("-", "_")
+        if name in known:
+            return f"--{name} is no flag: it is set in the file alone"
+        near = nearest(name, known)
         return f"there is no flag {flag}" + (f", the nearest is --{near}" if near else "")
     if isinstance(event, errors.InvalidChoice):
         return f"{_name(event.argument)} must be one of {', '.join(event.choices)}, got {event.value}"
