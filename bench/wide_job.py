@@ -4,6 +4,8 @@ In a copy of configs/demo.toml: `module = "wide_job"`, `config = "half_gigabyte"
 `python bench/snapshot_run.py --alternate --config COPY.toml`.
 """
 
+from typing import Any
+
 from torchtitan.models.common import ComplexRoPE, compute_ffn_hidden_dim
 from torchtitan.models.llama3 import _build_llama3_layers
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
@@ -13,7 +15,7 @@ from torchtitan.trainer import Trainer
 def _widened(dim: int, layers: int) -> Trainer.Config:
     config = llama3_debugmodel()
     assert config.model_spec is not None
-    model = config.model_spec.model
+    model: Any = config.model_spec.model
     heads = dim // 64
     model.dim = model.norm.normalized_shape = model.lm_head.in_features = model.tok_embeddings.embedding_dim = dim
     model.layers = _build_llama3_layers(
