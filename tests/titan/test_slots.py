@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from everstep.titan import work
+from everstep.titan.trainer import advice_on_waits
 from everstep.titan.work import SlotTrainer
 
 HERE = SimpleNamespace(dp_enabled=False, dp_cp_enabled=False, pp_enabled=False)
@@ -67,3 +68,12 @@ def test_ranks_of_a_group_replay_the_same_graph(group, monkeypatch, doubted, dra
     checks = SimpleNamespace(recorded=recorded, schedule=SimpleNamespace(draw=lambda step, slot: drawn))
     assert trainer._looks_at_all(checks, 3, 1) == ((doubted or drawn or other) if recorded else doubted)
     assert len(asked) == recorded
+
+
+@pytest.mark.parametrize(("join_timeout_s", "told"), [(4.0, True), (6.0, False)])
+def test_who_takes_longer_for_a_slot_than_a_quorum_waits_is_told_so(join_timeout_s, told):
+    settings = SimpleNamespace(group_id=1, join_timeout_s=join_timeout_s)
+    commit = SimpleNamespace(owners=(0, 1, 1), compute_s=10.0)
+    advice = advice_on_waits(commit, settings)
+    assert ("A slot took 5 s, and fault_tolerance.join_timeout_s is 4" in advice) == told
+    assert advice_on_waits(SimpleNamespace(owners=(0, 0), compute_s=0.0), settings) == ""

@@ -62,6 +62,7 @@ from everstep.titan.work import SlotTrainer
 from everstep.titan.worker_faults import WorkerFaults
 
 OPTIMIZER_SLOT = -1
+WARM_COMMITS = 3
 HISTORY = "history"
 DATA_BEGAN = "data_began_after"
 WHOLE_BACKWARDS = ("1F1B", "GPipe", "Interleaved1F1B")
@@ -92,6 +93,19 @@ class HostClock:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+
+def advice_on_waits(commit: Commit, settings: FaultTolerance) -> str:
+    """What to change where a quorum waits for this group for a shorter time than one of its slots takes; "" where it
+    does not."""
+    own = commit.owners.count(settings.group_id)
+    slot_s = commit.compute_s / own if own else 0.0
+    if slot_s <= settings.join_timeout_s:
+        return ""
+    return (
+        f"A slot took {slot_s:.0f} s, and fault_tolerance.join_timeout_s is {settings.join_timeout_s:g}: after a "
+        "failure a group that still computes is left out, and its work is done again. Set it to more than the longest."
+    )
 
 
 class EverstepTrainer(SlotTrainer):
@@ -245,7 +259,7 @@ class EverstepTrainer(SlotTrainer):
         self.metrics_processor.logger = self._kept_metrics
         self.history = 0
         self._not_on_disk: set[str] = set()
-        self._commits = 0
+        self._commits, self._warned = 0, False
         self.open_step(float(self.tokens_per_step))
         if ft.allow_faults:
             WorkerFaults(self, self._run_dir, ft.group_id, dist.get_rank())
@@ -500,6 +514,10 @@ class EverstepTrainer(SlotTrainer):
         if unfit:  # what it computed of this step is in the commit, and nothing it computes is needed now
             raise SystemExit(UNFIT_EXIT)
         self._commits += 1
+        # The first ones may have been compiling.
+        if self._commits > WARM_COMMITS and not self._warned and (advice := advice_on_waits(commit, self._ft)):
+            self._warned = True
+            logger.warning(advice)
         self._profiler.step()
         if self._commits == 1:
             dist_utils.set_pg_timeouts(
