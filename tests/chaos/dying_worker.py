@@ -29,6 +29,7 @@ def worker(run_dir, group, fault, at, does, identity=""):
             files=SimpleNamespace(beat=lambda *_: None),
             events=SimpleNamespace(emit=lambda *what, **fields: os.write(write, f"{what} {fields}\n".encode())),
             config=SimpleNamespace(fault_tolerance=SimpleNamespace(group_id=group)),
+            checks=None,
             round_steps=STEPS,
             carries=lambda of: of % 2 == 0,
             compute=lambda *_: None,
