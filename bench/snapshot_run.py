@@ -95,6 +95,11 @@ def commits_of(events: list[dict[str, Any]]) -> tuple[dict[int, float], dict[int
     return at, tokens
 
 
+def snapshots_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those taken after the first steps."""
+    return [event for event in events if event["kind"] == "snapshot" and event["step"] > WARM_UP]
+
+
 def copied_in(taken: list[dict[str, Any]]) -> dict[str, float]:
     """How long trainers waited for snapshots, and how large those were."""
     blocked = [event["blocked_s"] for event in taken]
@@ -109,7 +114,7 @@ def alternate(args: argparse.Namespace, home: Path) -> dict[str, float]:
     """Steps with a snapshot and without, of one run."""
     events, meter = run_once(args, True, home, "--snapshot.interval", "2")
     at, _ = commits_of(events)
-    taken = [event for event in events if event["kind"] == "snapshot" and event["step"] > WARM_UP]
+    taken = snapshots_of(events)
     copied = {event["step"] for event in taken}
     took = {step: at[step + 1] - at[step] for step in at if step + 1 in at}
     pairs = [(took[step - 1], took[step]) for step in sorted(copied) if step in took and step - 1 in took]
@@ -134,7 +139,7 @@ def measure(args: argparse.Namespace, on: bool, home: Path) -> dict[str, float]:
     order = sorted(at)
     rates = [tokens[b] / (at[b] - at[a]) for a, b in itertools.pairwise(order)]
     trainers_s, keepers_s = meter.between(at[order[0]], at[order[-1]])
-    taken = [event for event in events if event["kind"] == "snapshot" and event["step"] > WARM_UP]
+    taken = snapshots_of(events)
     return {
         "tokens_per_s": statistics.median(rates),
         "cpu_ms": 1e3 * (trainers_s + keepers_s) / len(rates),
@@ -161,7 +166,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--section", default="snapshot", help="of the config, whose `enable` is switched")
-    parser.add_argument("--alternate", action="store_true")
+    parser.add_argument("--alternate", action="store_true", help="compare neighbouring steps of one run")
     parser.add_argument("--json", action="store_true")
     args, args.flags = parser.parse_known_args()
     home = Path(tempfile.mkdtemp(prefix="everstep-cost-"))

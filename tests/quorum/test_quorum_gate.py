@@ -57,6 +57,17 @@ class Lighthouse:
         member.follow()
         return member
 
+    def connect(self):
+        return wire.connect(f"127.0.0.1:{self.port}", self.token, SOON, purpose=PURPOSE)
+
+    def ask(self, replica, said="x"):
+        """A replica's request for a quorum; the channel on which it will be answered."""
+        channel = self.connect()
+        channel.send_frame(
+            {"op": "quorum", "replica": replica, "store": "s", "step": 0, "timeout_s": 8.0, "data": {"said": said}}
+        )
+        return channel
+
     def end(self):
         self.process.kill()
         self.process.wait()
@@ -101,14 +112,7 @@ def test_members_are_told_what_was_said_in_the_request_that_counts(tmp_path):
     one = Lighthouse(tmp_path, min_groups=2)
     replicas = [replica_id(one.token, group, LIFE) for group in range(2)]
 
-    def ask(replica, said):
-        channel = wire.connect(f"127.0.0.1:{one.port}", one.token, SOON, purpose=PURPOSE)
-        channel.send_frame(
-            {"op": "quorum", "replica": replica, "store": "s", "step": 0, "timeout_s": 8.0, "data": {"said": said}}
-        )
-        return channel
-
-    waiting = [ask(replicas[0], "first"), ask(replicas[0], "second"), ask(replicas[1], "other")]
+    waiting = [one.ask(replicas[0], "first"), one.ask(replicas[0], "second"), one.ask(replicas[1], "other")]
     answered = [channel.receive_frame() for channel in waiting]
     members = [answer["members"] for answer in answered if "members" in answer]  # one that came too late has none
     assert members[0] in ([[replicas[0], {"said": s}], [replicas[1], {"said": "other"}]] for s in ("first", "second"))
@@ -173,7 +177,7 @@ def test_who_has_the_token_can_speak_for_replicas_of_the_run_only(lighthouse):
         (quorum | {"data": {"a": 1}}, "not understood"),
         (quorum | {"more": 1}, "not understood"),
     ):
-        channel = wire.connect(f"127.0.0.1:{lighthouse.port}", lighthouse.token, SOON, purpose=PURPOSE)
+        channel = lighthouse.connect()
         with pytest.raises(wire.RefusedError, match=why):
             channel.ask(message)
         channel.close()
@@ -184,7 +188,7 @@ def test_with_encrypt_what_is_said_cannot_be_read(tmp_path):
     member = one.member(0)
     assert asks(member, 0, 1)[0] == [0]
     with pytest.raises(wire.WireError, match="encrypt must be the same"):
-        wire.connect(f"127.0.0.1:{one.port}", one.token, SOON, purpose=PURPOSE)
+        one.connect()
     member.leave()
     one.end()
 
@@ -247,19 +251,12 @@ def test_one_that_died_while_it_waited_for_its_turn_is_in_no_quorum(tmp_path):
     one = Lighthouse(tmp_path)
     replicas = [replica_id(one.token, group, LIFE) for group in range(2)]
 
-    def ask(replica):
-        channel = wire.connect(f"127.0.0.1:{one.port}", one.token, SOON, purpose=PURPOSE)
-        channel.send_frame(
-            {"op": "quorum", "replica": replica, "store": "s", "step": 0, "timeout_s": 8.0, "data": {"said": "x"}}
-        )
-        return channel
-
-    first = ask(replicas[0])
+    first = one.ask(replicas[0])
     first.receive_frame()
-    dying = ask(replicas[1])
+    dying = one.ask(replicas[1])
     time.sleep(0.5)
     dying.close()
-    again = ask(replicas[0])
+    again = one.ask(replicas[0])
     assert [replica for replica, _ in again.receive_frame()["members"]] == replicas[:1]
     for channel in (first, again):
         channel.close()
@@ -271,25 +268,18 @@ def test_nobody_is_put_into_a_quorum_with_one_that_died_while_it_waited(tmp_path
     one = Lighthouse(tmp_path, min_groups=2)
     replicas = [replica_id(one.token, group, LIFE) for group in range(3)]
 
-    def ask(replica):
-        channel = wire.connect(f"127.0.0.1:{one.port}", one.token, SOON, purpose=PURPOSE)
-        channel.send_frame(
-            {"op": "quorum", "replica": replica, "store": "s", "step": 0, "timeout_s": 8.0, "data": {"said": "x"}}
-        )
-        return channel
-
-    beating = [wire.connect(f"127.0.0.1:{one.port}", one.token, SOON, purpose=PURPOSE) for _ in replicas]
+    beating = [one.connect() for _ in replicas]
     for channel, replica in zip(beating, replicas, strict=True):
         channel.send_frame({"op": "beat", "replica": replica})
         channel.receive_frame()
-    dying, first = ask(replicas[2]), ask(replicas[0])
+    dying, first = one.ask(replicas[2]), one.ask(replicas[0])
     time.sleep(0.3)
     dying.close()
-    second = ask(replicas[1])
+    second = one.ask(replicas[1])
     assert [channel.receive_frame() for channel in (first, second)] == [
         {"failed": "1 of 3 members ended while they waited"}
     ] * 2
-    again = [ask(replica) for replica in replicas[:2]]
+    again = [one.ask(replica) for replica in replicas[:2]]
     members = [channel.receive_frame()["members"] for channel in again]
     assert [[replica for replica, _ in said] for said in members] == [replicas[:2]] * 2
     for channel in (*beating, first, second, *again):

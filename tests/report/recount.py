@@ -27,9 +27,9 @@ def quorums(events):
         elif event["kind"] in ("commit", "attempt") and event["rank"] == 0:
             quorum_id, lighthouse = newest.get(event["group"], (None, 0))
             quorum = event["step"], event.get("quorum_id", quorum_id), lighthouse
-            earlier = tries[event["group"], quorum] if event["kind"] == "attempt" else 0
-            tries[event["group"], quorum] += event["kind"] == "attempt"
-            yield event, (*quorum, earlier)
+            is_attempt = event["kind"] == "attempt"
+            tries[event["group"], quorum] += is_attempt
+            yield event, (*quorum, is_attempt and tries[event["group"], quorum])
 
 
 def final_history(events):

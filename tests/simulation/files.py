@@ -72,9 +72,9 @@ class SimEvents:
 
     def emit(self, kind: str, step: int | None = None, **fields: Any) -> None:
         self._world.scheduler.check()
-        if kind == "attempt" and fields["committed"] and self._rank.number == 0:
-            self._world.judge_commit(self._rank, step or 0, fields["took_s"])
         if kind == "attempt":
+            if fields["committed"] and self._rank.number == 0:
+                self._world.judge_commit(self._rank, step or 0, fields["took_s"])
             truly, self._rank.work.recomputed = self._rank.work.recomputed, set()
             if not truly.issuperset(fields["recomputed"]):
                 text = f"{self._rank.name}, step {step}: {fields['recomputed']} where {sorted(truly)} were"

@@ -57,6 +57,7 @@ ASK_AGAIN_S = 0.2
 AHEAD = 0.5
 """Of the time for which a quorum waits for a group: how much of it that computes before it asks."""
 UNKNOWN_MS = 1 << 62
+"""What a slot takes where none was computed: longer than any wait, so that nobody goes ahead."""
 
 
 class GaveUp(RuntimeError):

@@ -63,6 +63,7 @@ from everstep.titan.worker_faults import WorkerFaults
 
 OPTIMIZER_SLOT = -1
 WARM_COMMITS = 3
+"""In these a slot may have been compiled, and its time says nothing."""
 HISTORY = "history"
 DATA_BEGAN = "data_began_after"
 WHOLE_BACKWARDS = ("1F1B", "GPipe", "Interleaved1F1B")
@@ -514,7 +515,6 @@ class EverstepTrainer(SlotTrainer):
         if unfit:  # what it computed of this step is in the commit, and nothing it computes is needed now
             raise SystemExit(UNFIT_EXIT)
         self._commits += 1
-        # The first ones may have been compiling.
         if self._commits > WARM_COMMITS and not self._warned and (advice := advice_on_waits(commit, self._ft)):
             self._warned = True
             logger.warning(advice)
