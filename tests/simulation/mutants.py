@@ -128,7 +128,14 @@ MUTANTS = (
     Mutant(
         "a refused slot stays in the gradients",
         "protocol.py",
-        "                self._reducer.take_back()\n",
+        "                self._held.refused[slot] += 1\n",
+        "                self._held.refused[slot] += 1\n                self._reducer.end_slot()\n",
+        kinds="refuse",
+    ),
+    Mutant(
+        "slots that ended stay apart from what was held",
+        "protocol.py",
+        "        self._reducer.end_slots()\n",
         "",
         kinds="refuse",
     ),

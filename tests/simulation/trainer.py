@@ -34,22 +34,28 @@ class SimReducer:
         self._work = work
         self._sums: ColumnSums | None = None
         self._timeout = 0.0
-        self._kept: Counter[tuple[int, int]] = Counter()
+        self.apart = False
+        self.waits: Counter[tuple[int, int]] = Counter()
         self.total: list[Contribution] = []
 
     def begin(self, sums: Any, timeout: timedelta, step: int = 0) -> None:
         self._sums, self._timeout = sums, timeout.total_seconds()
         self.total = []
 
-    def begin_slot(self, *, last: bool) -> None: ...
+    def begin_slot(self, *, last: bool, apart: bool) -> None:
+        if apart and not self.apart:
+            self.waits = self._work.gradient
+        self.apart = apart
+        if apart:
+            self._work.gradient = Counter()
 
-    def end_slot(self) -> None: ...
+    def end_slot(self) -> None:
+        if self.apart:
+            self.waits = self.waits + self._work.gradient
 
-    def keep(self) -> None:
-        self._kept = Counter(self._work.gradient)
-
-    def take_back(self) -> None:
-        self._work.gradient = Counter(self._kept)
+    def end_slots(self) -> None:
+        if self.apart:
+            self._work.gradient, self.apart = self.waits, False
 
     def finish(self) -> None:
         assert self._sums is not None
@@ -86,6 +92,11 @@ class SimWork:
         """Slots of this step that were given up and computed again since the last event `attempt`."""
 
     @property
+    def held(self) -> Counter[tuple[int, int]]:
+        """What slots have added to the gradient; of those computed apart, the ones that ended."""
+        return self.reducer.waits if self.reducer.apart else self.gradient
+
+    @property
     def may_refuse(self) -> bool:
         return self._world.plan.may_refuse
 
@@ -102,7 +113,7 @@ class SimWork:
         plan = world.plan
         if (step, slot) >= plan.data_ends:
             raise OutOfData
-        if (step, slot) in self.gradient:
+        if (step, slot) in self.held:
             world.judge.violate("slot added twice", f"{self.rank.name} computes {step, slot} that it holds")
         if self.rank.number == 0:
             life.heals_in_vain = (0, 0)

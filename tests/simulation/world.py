@@ -304,8 +304,8 @@ class World:
     def thrown_away(self, work: SimWork) -> None:
         """A group's gradients are forgotten. Remember slots for which nothing says so."""
         life, state = work.rank.life, work.state
-        held = {(step, slot) for step, slot in work.gradient if slot >= 0 and step == state.step + 1}
-        if not held or life.group.suspicious or any(slot < 0 for _, slot in work.gradient):
+        held = {(step, slot) for step, slot in work.held if slot >= 0 and step == state.step + 1}
+        if not held or life.group.suspicious or any(slot < 0 for _, slot in work.held):
             return
         if life.accused_step == state.step and any(self._goes_before(member, life, state) for member in life.met):
             return
@@ -314,7 +314,7 @@ class World:
                 theirs = rival.ranks[0].work
                 if rival is life:
                     continue
-                if theirs.state.step > state.step or held & set(theirs.gradient):
+                if theirs.state.step > state.step or held & set(theirs.held):
                     return
                 if theirs.has_state and theirs.state.step == state.step and theirs.state.history != state.history:
                     return

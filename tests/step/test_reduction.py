@@ -51,6 +51,79 @@ def test_without_hooks_no_sum_begins_before_the_last_backward_is_over(hooks, beg
     assert [float(flat.mean()) for flat in started] == [3.0, 3.0] if hooks else [4.0, 4.0]
 
 
+APART = {
+    "accepted": ([1.0, 2.0, 4.0], (), 7.0),
+    "the first refused": ([1.0, 2.0, 4.0], (0,), 6.0),
+    "one between refused": ([1.0, 2.0, 4.0], (1,), 5.0),
+    "the last refused": ([1.0, 2.0, 4.0], (2,), 3.0),
+    "two in a row refused": ([1.0, 2.0, 4.0], (1, 2), 1.0),
+    "all refused": ([1.0, 2.0, 4.0], (0, 1, 2), None),
+}
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("held", [None, 8.0])
+@pytest.mark.parametrize("case", APART)
+def test_a_slot_apart_counts_once_it_has_ended(case, held, fixed):
+    """Whatever was refused, gradients and sums are those of the slots that ended and of what was held before."""
+    scales, refused, total = APART[case]
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
+    reducer = GradientReducer(params, bucket_bytes=2048, fixed=fixed)
+    if held is not None:
+        backward(params, held)
+        total = held + (total or 0.0)
+    memory = [p.grad for p in params]
+    summed = attempt(reducer, params, scales, refused)
+    seen = [None if p.grad is None or not p.grad.any() else float(p.grad.mean()) for p in params]
+    assert seen == [total] * len(params)
+    assert all(torch.equal(flat, torch.full_like(flat, total or 0.0)) for flat in summed)
+    if fixed and held is not None:
+        assert all(p.grad is before for p, before in zip(params, memory, strict=True))
+
+
+def test_what_slots_apart_left_is_held_for_the_next_attempt_and_dropped_with_it():
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
+    reducer = GradientReducer(params, bucket_bytes=2048)
+    attempt(reducer, params, [1.0, 2.0], refused=(1,))
+    assert {float(flat.mean()) for flat in attempt(reducer, params, [4.0], ())} == {5.0}
+    assert {float(flat.mean()) for flat in attempt(reducer, params, [], ())} == {5.0}
+    for p in params:
+        p.grad = None
+    assert {float(flat.mean()) for flat in attempt(reducer, params, [2.0], ())} == {2.0}
+
+
+def test_a_parameter_that_no_slot_apart_reached_has_no_gradient():
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
+    reducer = GradientReducer(params, bucket_bytes=2048)
+    attempt(reducer, params[1:], [1.0, 2.0], (1,))
+    attempt(reducer, params[2:], [1.0], ())
+    assert [p.grad is None or float(p.grad.mean()) for p in params] == [True, 1.0, 2.0, 2.0, 2.0]
+
+
+def attempt(reducer, params, scales, refused):
+    """The sums over one group of slots computed apart; a refused one leaves NaN."""
+    flats: list[torch.Tensor] = []
+
+    class Sums:
+        def start(self, tensor, timeout):
+            flats.append(tensor.clone())
+            return SimpleNamespace(ended=True)
+
+        def finish(self, work):
+            pass
+
+    reducer.begin(Sums(), WAIT)
+    for number, scale in enumerate(scales):
+        reducer.begin_slot(last=number == len(scales) - 1, apart=True)
+        backward(params, float("nan") if number in refused else scale)
+        if number not in refused:
+            reducer.end_slot()
+    assert not flats, "a sum began before it was known whether a slot is refused"
+    reducer.end_slots()
+    reducer.finish()
+    return flats
+
+
 def run_rank(rank: int, size: int, port: int, scenario: str):
     sums = RankColumn("gloo", column=0, host="127.0.0.1", connect_timeout=WAIT, reduce_timeout=WAIT, token=b"t" * 32)
     sums.connect(key=scenario, store=f"127.0.0.1:{port}", rank=rank, size=size)

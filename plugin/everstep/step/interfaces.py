@@ -199,13 +199,13 @@ class Reducer(Protocol):
 
     def begin(self, sums: Any, timeout: timedelta, step: int = 0) -> None: ...
 
-    def begin_slot(self, *, last: bool) -> None: ...
+    def begin_slot(self, *, last: bool, apart: bool) -> None:
+        """`apart`: what the slot adds to the gradients counts only if `end_slot` follows."""
 
     def end_slot(self) -> None: ...
 
-    def keep(self) -> None: ...
-
-    def take_back(self) -> None: ...
+    def end_slots(self) -> None:
+        """No slot follows in this attempt."""
 
     def finish(self) -> None:
         """Sum what is not summed yet and wait for all of it. Raises SumsBroken."""

@@ -498,9 +498,7 @@ class StepProtocol:
         exhausted, begun = False, self._clock.now()
         for slot in share:
             self._files.beat("compute", step)
-            if self._work.may_refuse:
-                self._reducer.keep()
-            self._reducer.begin_slot(last=slot == share[-1] and summed and not self._work.may_refuse)
+            self._reducer.begin_slot(last=slot == share[-1] and summed, apart=self._work.may_refuse)
             try:
                 self._work.compute(step, slot)
             except OutOfData:
@@ -508,12 +506,12 @@ class StepProtocol:
                 break
             except SlotRefused as refusal:
                 self._events.emit("slot_refused", step, slot=slot, reason=str(refusal))
-                self._reducer.take_back()
                 self._held.refused[slot] += 1
                 continue
             self._reducer.end_slot()
             computed.append(slot)
             self._slot_s = (self._clock.now() - begun) / len(computed)
+        self._reducer.end_slots()
         self._held.slots.update(computed)
         self._held.computed += computed
         self._held.recomputed |= self._held.lost.intersection(computed)

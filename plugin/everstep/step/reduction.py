@@ -8,6 +8,9 @@ those that compute nothing in this attempt as well.
 A gradient may be added to several times in one slot: a loss in chunks runs the output layer's backward once a chunk.
 How often is counted in each slot, and a gradient is taken to be there when it was added to as often as before.
 
+A slot that may be refused is computed apart: its backward begins with no gradients, and what it made is added to the
+slots before, which wait in the buckets, once it has ended. One that is refused is never added.
+
 On a device the hooks run on whatever stream the gradient was accumulated on (FSDP2 has one for its reduce-scatters), so
 a bucket may be filled from several: its sum begins after all of them. The memory of a sum that was given up is kept
 until the sum has ended, as a kernel may still write to it.
@@ -62,6 +65,8 @@ class _Bucket:
         self.params = params
         self.allocate()
         self.filled = [False] * len(params)
+        self.waits = [False] * len(params)
+        """Whether `flat` has what earlier slots of the attempt gave a gradient, while slots are computed apart."""
         self.additions = [0] * len(params)
         """How often each gradient was added to in the slot in progress."""
         self.usual = [0] * len(params)
@@ -83,6 +88,17 @@ class _Bucket:
             self.views[index].copy_(local(grad))
         self.filled[index] = True
 
+    def wait(self, index: int) -> None:
+        """Add a gradient to what waits."""
+        grad = self.params[index].grad
+        if grad is None:
+            return
+        if self.waits[index]:
+            self.views[index].add_(local(grad))
+        else:
+            self.views[index].copy_(local(grad))
+        self.waits[index] = True
+
 
 class GradientReducer:
     """Sums the gradients of one rank's parameters over the groups of a quorum.
@@ -92,6 +108,7 @@ class GradientReducer:
         bucket_bytes: size a bucket grows to.
         streams: of the parameters' device.
         hooks: whether backward runs hooks of parameters. Without, all sums start after an attempt's last slot.
+        fixed: whether gradients keep their memory, as those that a CUDA graph adds to.
     """
 
     def __init__(
@@ -101,7 +118,9 @@ class GradientReducer:
         streams: Streams | None = None,
         *,
         hooks: bool = True,
+        fixed: bool = False,
     ) -> None:
+        self._fixed = fixed
         self._streams = streams or HostStreams()
         self._buckets = [_Bucket(part) for part in _split(list(params), bucket_bytes)]
         self._given_up: list[tuple[Sum, torch.Tensor]] = []
@@ -110,7 +129,7 @@ class GradientReducer:
         self._sums: AsyncSums | None = None
         self._timeout = timedelta(0)
         self._started = 0
-        self._armed = self._counted = self._last = False
+        self._armed = self._counted = self._last = self._apart = False
         self._error: SumsBroken | None = None
         for bucket in self._buckets if hooks else ():
             for index, param in enumerate(bucket.params):
@@ -129,10 +148,16 @@ class GradientReducer:
             bucket.filled_on.clear()
             bucket.sum = None
 
-    def begin_slot(self, *, last: bool) -> None:
+    def begin_slot(self, *, last: bool, apart: bool = False) -> None:
         """The gradients of a slot come next. In an attempt's last slot each bucket's sum starts as soon as its
-        gradients are there, if an earlier slot has told how often each is added to."""
-        self._armed, self._last = last and self._counted, last
+        gradients are there, if an earlier slot has told how often each is added to.
+
+        `apart`: they count only if `end_slot` follows, and are the parameters' together with those of all slots before
+        after `end_slots`. No sum starts sooner."""
+        if apart:
+            self._set_aside()
+        self._last = last and not apart
+        self._armed = self._last and self._counted
         for bucket in self._buckets:
             bucket.additions = [0] * len(bucket.params)
 
@@ -153,22 +178,49 @@ class GradientReducer:
                 self._error = SumsBroken("a gradient was added to more often than in earlier slots")
             bucket.usual = bucket.additions
         self._counted, self._armed = True, False
+        if self._apart:
+            self._add_to_waiting()
 
-    def keep(self) -> None:
-        """Remember the gradients as they are, in the buckets' memory; only while no sum has started."""
+    def end_slots(self) -> None:
+        """No slot follows in this attempt: the gradients are those of all that ended."""
+        if not self._apart:
+            return
+        self._apart, stream = False, self._streams.current()
+        with torch.no_grad():
+            for bucket in self._buckets:
+                for param, view, waits in zip(bucket.params, bucket.views, bucket.waits, strict=True):
+                    if not waits:
+                        self._clear(param)
+                        continue
+                    if param.grad is None:
+                        param.grad = torch.zeros_like(param)
+                    local(param.grad).copy_(view)
+                bucket.filled = list(bucket.waits)
+                bucket.filled_on[stream] = self._streams.record()
+
+    def _set_aside(self) -> None:
+        """Leave the parameters without gradients. What they have is what waits; unless something does already, which
+        leaves a slot that was refused, or one that has been added."""
+        if not self._apart:
+            for bucket in self._buckets:
+                bucket.waits = [False] * len(bucket.params)
+            self._add_to_waiting()
+        self._apart = True
+        for bucket in self._buckets:
+            for param in bucket.params:
+                self._clear(param)
+
+    def _add_to_waiting(self) -> None:
         with torch.no_grad():
             for bucket in self._buckets:
                 for index in range(len(bucket.params)):
-                    bucket.fill(index)
-                bucket.filled = [False] * len(bucket.params)
+                    bucket.wait(index)
 
-    def take_back(self) -> None:
-        """Make the gradients what they were at the last `keep`."""
-        with torch.no_grad():
-            for bucket in self._buckets:
-                for param, view in zip(bucket.params, bucket.views, strict=True):
-                    if param.grad is not None:
-                        local(param.grad).copy_(view)
+    def _clear(self, param: torch.Tensor) -> None:
+        if self._fixed and param.grad is not None:
+            param.grad.zero_()
+        else:
+            param.grad = None
 
     def finish(self) -> None:
         """Sum what is not summed yet and wait for all of it. Raises SumsBroken."""

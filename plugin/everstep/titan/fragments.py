@@ -37,15 +37,13 @@ class QuantizedReducer:
     def begin(self, sums: Any, timeout: timedelta, step: int = 0) -> None:
         self._sums, self._timeout = sums, timeout
 
-    def begin_slot(self, *, last: bool) -> None: ...
+    def begin_slot(self, *, last: bool, apart: bool) -> None: ...
 
     def start(self) -> None: ...
 
     def end_slot(self) -> None: ...
 
-    def keep(self) -> None: ...
-
-    def take_back(self) -> None: ...
+    def end_slots(self) -> None: ...
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -108,9 +106,9 @@ class FragmentReducer:
         self._now = self._of(step)
         self._now.begin(sums, timeout)
 
-    def begin_slot(self, *, last: bool) -> None:
+    def begin_slot(self, *, last: bool, apart: bool) -> None:
         self.in_last_slot = last
-        self._now.begin_slot(last=last)
+        self._now.begin_slot(last=last, apart=apart)
 
     def start(self) -> None:
         self._now.start()
@@ -118,11 +116,8 @@ class FragmentReducer:
     def end_slot(self) -> None:
         self._now.end_slot()
 
-    def keep(self) -> None:
-        self._now.keep()
-
-    def take_back(self) -> None:
-        self._now.take_back()
+    def end_slots(self) -> None:
+        self._now.end_slots()
 
     def finish(self) -> None:
         self._now.finish()

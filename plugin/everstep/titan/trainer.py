@@ -252,6 +252,7 @@ class EverstepTrainer(SlotTrainer):
             int(ft.bucket_mb * 2**20),
             self._streams,
             hooks=self._backward_runs_hooks(),
+            fixed=not private.computes_eagerly(self),
         )
         if self.checks is not None and self.may_refuse:
             self.witnesses = Witnesses(self.checks, ft.group_id, self.events)
