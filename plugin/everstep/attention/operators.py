@@ -146,11 +146,9 @@ def _watch_backward(
     wide_sums: bool,
 ) -> None:
     guard = guard_of(ticket)
-    checking = guard.will_check(BACKWARD)
     pairs = q.shape[0] * q.shape[2] * float(q.shape[1]) ** 2 / 2
     flops = 2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1])
-    guard.checking(BACKWARD, flops=flops, cost=10.0 * q.numel(), backward=True)
-    if checking:
+    if guard.checking(BACKWARD, flops=flops, cost=10.0 * q.numel(), backward=True):
         compare, seen = _in_one_pass(backward_deviation, q.device), (d_out, out, lse, d_lse)
         with torch.no_grad():
             compare_backward(guard, compare, q, k, v, dq, dk, dv, seen, scale, plain_scores, wide_sums)
