@@ -273,8 +273,7 @@ class Schedule:
         if not math.isinf(budget):
             took = sum(load.cost * rate for load, rate in zip(loads, rates, strict=True))
             unseen = sum(
-                (1 - rate) * per_flop * load.flops * load.vulnerability
-                for load, rate in zip(loads, rates, strict=True)
+                (1 - rate) * per_flop * load.flops * load.vulnerability for load, rate in zip(loads, rates, strict=True)
             )
             self.plan = Plan(took / budget * self.max_overhead if budget else 0.0, unseen * RISK_STEPS, min(rates))
 
