@@ -522,7 +522,7 @@ def test_what_a_check_takes_is_what_the_last_ones_took():
     schedule = Schedule(None, max_overhead=0.02)
     schedule.begin(1, 0)
     schedule.checking(0, "wo.y", flops=1e16, cost=1.0)
-    for took in (9e-4, 1e-4, 1e-4, *[6e-4] * 9):
+    for took in (*[1e-4] * 12, *[6e-4] * 8, 1e-4):
         schedule.took(0, "wo.y", took)
     schedule.slot_took(0.01)
     schedule.committed()
