@@ -44,7 +44,7 @@ class TinyAgent:
 import json, sys
 from everstep.launch.agent import AgentSettings, run_agent
 settings = AgentSettings.from_json(json.loads(sys.argv[1]))
-sys.exit(run_agent(settings, preload=("everstep.launch.elastic", "tiny_trainer")))
+sys.exit(run_agent(settings, preload=("everstep.launch.group_agent", "tiny_trainer")))
 """
 
     def __init__(self, folder, *flags, **settings):
