@@ -146,7 +146,8 @@ class ForkPoint(Forker):
             try:
                 die_with_parent(maker)
                 ours.close()
-                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                os.closerange(0, 1)
+                os.open(os.devnull, os.O_RDONLY)  # the lowest that is free: 0
                 # A batch system signals every process of a job, a terminal every one in the foreground: a stop must
                 # reach the children through their agent.
                 for stop in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):

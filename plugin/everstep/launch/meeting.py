@@ -1,4 +1,4 @@
-"""How the agents of one group meet, on one node or on several. Of this room, imports torch for its stores."""
+"""How the agents of one group meet, on one node or on several. The only file of this room that imports torch."""
 
 import os
 import socket
