@@ -14,8 +14,8 @@ from pathlib import Path
 
 from everstep.launch.forking import ForkPoint
 
-ANSWER_TIMEOUT_S = 30.0
-"""For a fork point to fork, and for what was killed to end."""
+ANSWER_TIMEOUT_S = 120.0
+"""For a fork point to fork, and for what was killed to end: the kernel may have much memory to give back."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,17 @@ class Workers:
         while not over():
             self.wait(max(0.0, deadline - time.monotonic()))
             if time.monotonic() > deadline:
+                kept = [self.pids[rank] for rank in self.running]
+                self._write_off()
                 raise RuntimeError(
-                    f"the fork point of this agent, or the kernel, has kept a worker for {ANSWER_TIMEOUT_S:g} s: pids "
-                    f"{[self.pids[rank] for rank in self.running]}"
+                    f"the fork point of this agent has said nothing for {ANSWER_TIMEOUT_S:g} s of the workers {kept}; a "
+                    "new agent has to take over"
                 )
+
+    def _write_off(self) -> None:
+        """Nothing more will be heard of those that run; they die with the fork point."""
+        self._asked = {}
+        self.ended += [Ended(rank, self.pids[rank], -signal.SIGKILL) for rank in self.running]
 
     def _hear(self) -> None:
         for answer in self._fork_point.answers():
@@ -102,5 +109,4 @@ class Workers:
                 self.ended.append(Ended(rank, answer["pid"], answer["exitcode"]))
         if self._fork_point.gone:
             self._answers.unregister(self._fork_point)
-            self._asked = {}
-            self.ended += [Ended(rank, self.pids[rank], -signal.SIGKILL) for rank in self.running]  # by the kernel
+            self._write_off()
