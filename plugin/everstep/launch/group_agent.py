@@ -109,7 +109,7 @@ class GroupAgent:
         """
         try:
             self._start()
-            while self._workers.running or not self._meeting.all_ended():
+            while self._workers.running or not (self._meeting.all_ended() or self._is_overdue()):
                 self._workers.wait(MONITOR_INTERVAL_S)
                 self._look()
             return False
@@ -220,14 +220,17 @@ class GroupAgent:
         now = time.monotonic()
         if self._stop_deadline is None:
             self._stop_deadline = now + self.settings.stop_grace_s
-        if now > self._stop_deadline:
-            if not self._workers.running:
-                raise AskedToStop  # those of other nodes have had as long
-            self.killed_in_the_end = f"did not end within {self.settings.stop_grace_s:g} s and was killed"
-            self._workers.stop()
+        if self._is_overdue():
+            if self._workers.running:
+                self.killed_in_the_end = f"did not end within {self.settings.stop_grace_s:g} s and was killed"
+                self._workers.stop()
         elif now >= self._ask_again:
             self._ask_again = now + ASK_AGAIN_S
             self._workers.signal(signal.SIGTERM, [rank for rank in self._workers.running if not self._is_done(rank)])
+
+    def _is_overdue(self) -> bool:
+        """Whether a clean stop has taken as long as it may."""
+        return self._stop_deadline is not None and time.monotonic() > self._stop_deadline
 
     def _is_done(self, rank: int) -> bool:
         beat = read_beat(beat_path(self.settings.run_dir, self.settings.group, rank))

@@ -91,8 +91,8 @@ class Workers:
                 kept = [self.pids[rank] for rank in self.running]
                 self._write_off()
                 raise RuntimeError(
-                    f"the fork point of this agent has said nothing for {ANSWER_TIMEOUT_S:g} s of the workers {kept}; a "
-                    "new agent has to take over"
+                    f"the fork point of this agent has said nothing for {ANSWER_TIMEOUT_S:g} s of the workers {kept}; "
+                    "a new agent has to take over"
                 )
 
     def _write_off(self) -> None:
