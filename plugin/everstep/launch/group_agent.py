@@ -136,11 +136,10 @@ class GroupAgent:
         self._incarnation += 1
         restarts = self._incarnation - settings.first_incarnation
         requests = []
-        for local_rank in range(settings.ranks):
-            rank = place.first_rank + local_rank
+        for rank in place.ranks:
             error_file = error_path(settings.run_dir, settings.group, rank)
             error_file.unlink(missing_ok=True)
-            env = place.environment(local_rank, f"group-{settings.group}", self._run_id, restarts)
+            env = place.environment(rank, f"group-{settings.group}", self._run_id, restarts)
             env["TORCHELASTIC_ERROR_FILE"] = str(error_file)
             env["EVERSTEP_WORKERS_STARTED"] = repr(self._started_mono)
             args = [str(settings.run_dir), settings.group, self._incarnation, settings.entry, settings.argv]

@@ -38,28 +38,30 @@ class Round:
     port: int
     """Where the workers' store listens."""
     node_rank: int
-    nodes: int
-    ranks: int
-    """Of this node."""
-    first_rank: int
-    """Of this node's."""
-    world_size: int
+    sizes: list[int]
+    """How many ranks each node has."""
     store: TCPStore | None
     """On node 0, which serves it for as long as this object is there."""
 
-    def environment(self, local_rank: int, role: str, run_id: str, restarts: int) -> dict[str, str]:
+    @property
+    def ranks(self) -> range:
+        """Of this node."""
+        first = sum(self.sizes[: self.node_rank])
+        return range(first, first + self.sizes[self.node_rank])
+
+    def environment(self, rank: int, role: str, run_id: str, restarts: int) -> dict[str, str]:
         """What torchrun documents that a worker finds in its environment."""
-        rank = self.first_rank + local_rank
+        size = str(sum(self.sizes))
         return {
-            "LOCAL_RANK": str(local_rank),
+            "LOCAL_RANK": str(rank - self.ranks.start),
             "RANK": str(rank),
             "GROUP_RANK": str(self.node_rank),
             "ROLE_RANK": str(rank),
             "ROLE_NAME": role,
-            "LOCAL_WORLD_SIZE": str(self.ranks),
-            "WORLD_SIZE": str(self.world_size),
-            "GROUP_WORLD_SIZE": str(self.nodes),
-            "ROLE_WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(len(self.ranks)),
+            "WORLD_SIZE": size,
+            "GROUP_WORLD_SIZE": str(len(self.sizes)),
+            "ROLE_WORLD_SIZE": size,
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_RESTART_COUNT": str(restarts),
@@ -117,7 +119,7 @@ class Meeting:
         """Join the next round, and wait for the other nodes. Raises NodeLost and AskedToStop."""
         if self._nodes == 1:
             own = _serve_store(self._host)
-            return Round(self._host, own.port, 0, 1, self._ranks, 0, self._ranks, own)
+            return Round(self._host, own.port, 0, [self._ranks], own)
         try:
             return self._join(self._meet())
         except DistNetworkError as error:
@@ -138,9 +140,8 @@ class Meeting:
         while not store.check([f"{name}/workers"]):
             self._pause()
         host, port = store.get(f"{name}/workers").decode().split()
-        ranks = [int(store.get(f"{name}/ranks/{node}")) for node in range(self._nodes)]
-        first = sum(ranks[: self._node_rank])
-        return Round(host, int(port), self._node_rank, self._nodes, self._ranks, first, sum(ranks), own)
+        sizes = [int(store.get(f"{name}/ranks/{node}")) for node in range(self._nodes)]
+        return Round(host, int(port), self._node_rank, sizes, own)
 
     def _meet(self) -> TCPStore:
         """The store that all agents of this start of the group share."""
