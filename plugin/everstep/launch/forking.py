@@ -154,6 +154,8 @@ class ForkPoint(Forker):
                     signal.signal(stop, signal.SIG_IGN)
                 _serve_children(theirs)
                 status = 0
+            except BaseException:  # noqa: BLE001  the last frame of a process
+                traceback.print_exc()
             finally:
                 os._exit(status)
         theirs.close()
