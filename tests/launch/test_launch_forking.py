@@ -44,7 +44,7 @@ workers = Workers(ForkPoint())
 """
 
 WORK = """
-import json, os, signal, sys, time
+import json, multiprocessing, os, pathlib, signal, sys, threading, time
 
 def end(status):
     sys.exit(status)
@@ -60,6 +60,14 @@ def say():
 
 def go_on():
     signal.pause()
+
+def train(argv):
+    child = multiprocessing.Process(target=time.sleep, args=(60,), daemon=True)
+    child.start()
+    threading.Thread(target=time.sleep, args=(0.5,)).start()
+    pathlib.Path("child").write_text(str(child.pid))
+    if argv == ["fail"]:
+        raise KeyError("c4")
 """
 
 
@@ -174,3 +182,23 @@ def test_a_stop_for_every_process_of_a_job_passes_the_fork_point_by(play):
         """
     )
     assert ended == [[0, 3]]
+
+
+@pytest.mark.parametrize(("argv", "exitcode"), [([], 0), (["fail"], 1)])
+def test_a_workers_daemons_end_with_it(play, tmp_path, argv, exitcode):
+    """A dataloader's processes look for their parent only now and then."""
+    ended, child, took_s = play(
+        f"""
+        env = {{"RANK": "0", "EVERSTEP_WORKERS_STARTED": "0"}}
+        args = [".", 0, 0, "forked_work:train", {argv}]
+        begun = time.monotonic()
+        workers.start([Request(0, "everstep.launch.worker:start", args, Path("rank-0.log"), env)])
+        ended, took_s = wait(workers), time.monotonic() - begun
+        time.sleep(0.5)
+        print(json.dumps([ended, state(int(Path("child").read_text())), took_s]))
+        """
+    )
+    assert ended == [[0, exitcode]]
+    assert child in ("gone", "Z")
+    if not exitcode:
+        assert took_s > 0.5, "a thread of its own is waited for"

@@ -1,6 +1,7 @@
 """A worker: one rank of one group, forked warm, that runs the trainer."""
 
 import importlib
+import multiprocessing
 import os
 import sys
 import threading
@@ -29,8 +30,13 @@ def start(run_dir: str, group: int, incarnation: int, entry: str, argv: list[str
     this is stands in torchrun's environment variables."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    record(_work)(Path(run_dir), group, incarnation, entry, argv)
-    _let_threads_end()
+    try:
+        record(_work)(Path(run_dir), group, incarnation, entry, argv)
+    finally:
+        for child in multiprocessing.active_children():
+            if child.daemon:  # a dataloader's, which would look only every 5 s whether its parent is there
+                child.terminate()
+    _let_others_end()
 
 
 def _work(run_dir: Path, group: int, incarnation: int, entry: str, argv: list[str]) -> None:
@@ -68,9 +74,10 @@ def main(argv: list[str], entry: str = "everstep.train:main") -> None:
             raise
 
 
-def _let_threads_end() -> None:
-    """A finished worker waits for its threads, but those that do not end must not keep its group from finishing."""
+def _let_others_end() -> None:
+    """A finished worker waits for its threads and children, but those that do not end must not keep its group from
+    finishing."""
     deadline = time.monotonic() + EXIT_TIMEOUT_S
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.main_thread():
-            thread.join(max(0.0, deadline - time.monotonic()))
+    threads = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
+    for other in [*threads, *multiprocessing.active_children()]:
+        other.join(max(0.0, deadline - time.monotonic()))
