@@ -78,7 +78,9 @@ def play(tmp_path):
 
     def _play(code):
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "ASKER": "me"}
-        done = ran([sys.executable, "-c", PROLOGUE + textwrap.dedent(code)], cwd=tmp_path, env=env)
+        (tmp_path / "typed").write_text("what somebody types")
+        with (tmp_path / "typed").open() as typed:
+            done = ran([sys.executable, "-c", PROLOGUE + textwrap.dedent(code)], cwd=tmp_path, env=env, stdin=typed)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
@@ -168,6 +170,44 @@ def test_workers_die_with_their_fork_point_stopped_or_not_and_no_others_can_be_s
     assert ended == [[0, -signal.SIGKILL], [1, -signal.SIGKILL]]
     assert set(states) <= {"gone", "Z"}
     assert said == "the fork point of this agent has died; a new agent has to take over"
+
+
+@pytest.mark.parametrize("while_asked", [True, False])
+def test_a_fork_point_that_has_died_starts_nobody(play, while_asked):
+    said = play(
+        f"""
+        import threading
+        pid = workers._fork_point.pid
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+        if not {while_asked}:
+            os.waitpid(pid, 0)
+        try:
+            workers.start(requests(("go_on",)))
+        except RuntimeError as error:
+            print(json.dumps(str(error)))
+        """
+    )
+    assert said == "the fork point of this agent has died; a new agent has to take over"
+
+
+def test_a_fork_point_that_hangs_is_not_waited_for_for_ever(play):
+    said, again_s = play(
+        """
+        from everstep.launch import workers as room
+        room.ANSWER_TIMEOUT_S = 1.0
+        workers.start(requests(("go_on",)))
+        os.kill(workers._fork_point.pid, signal.SIGSTOP)
+        try:
+            workers.stop()
+        except RuntimeError as error:
+            begun = time.monotonic()
+            workers.stop()
+            print(json.dumps([str(error), time.monotonic() - begun]))
+        """
+    )
+    assert "has said nothing for 1 s of the workers [" in said
+    assert again_s < 0.5
 
 
 def test_a_stop_for_every_process_of_a_job_passes_the_fork_point_by(play):

@@ -4,11 +4,12 @@ They are children of a fork point (`everstep.launch.forking`), which says how ea
 They die with it, and it with its agent.
 """
 
+import contextlib
 import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,15 +57,15 @@ class Workers:
         """The ranks that have not ended."""
         return sorted(self.pids.keys() - {one.rank for one in self.ended})
 
-    def start(self, requests: Iterable[Request]) -> None:
+    def start(self, requests: Sequence[Request]) -> None:
         """A new incarnation, once nobody runs. Raises RuntimeError when the fork point has died or does not answer."""
         self.pids, self.ended = {}, []
-        try:
-            asked = {self._fork_point.fork(one.run, one.args, one.log, one.env): one.rank for one in requests}
-        except BrokenPipeError:
-            raise RuntimeError("the fork point of this agent has died; a new agent has to take over") from None
-        self._asked = asked
-        self._until(lambda: not self._asked)
+        with contextlib.suppress(BrokenPipeError):  # of a fork point that has died
+            for one in requests:
+                self._asked[self._fork_point.fork(one.run, one.args, one.log, one.env)] = one.rank
+        self._until(lambda: self._fork_point.gone or len(self.pids) == len(requests))
+        if self._fork_point.gone:
+            raise RuntimeError("the fork point of this agent has died; a new agent has to take over")
 
     def wait(self, timeout_s: float) -> None:
         """Until another one has ended, or for so long."""
