@@ -474,6 +474,62 @@ def test_a_fixed_rate_checks_that_share_of_calls_and_the_same_ones_again():
     assert decisions() == decisions()
 
 
+def test_sections_are_drawn_as_often_as_their_rates_say_and_slots_differ_by_one_check_at_most():
+    schedule = Schedule(None)
+    names = [(layer, name) for layer in range(6) for name in ("wo.y", "wo.dx", "attention.forward")]
+    schedule.begin(1, 0)
+    assert all(schedule.checking(*name, flops=1e9, cost=1.0) for name in names), "until their first step is over"
+    schedule.committed()
+    rates = {name: (place % 5 + 1) / 12 for place, name in enumerate(names)}
+    for name, rate in rates.items():
+        schedule._sections[name].rate = rate
+    drawn = dict.fromkeys(names, 0)
+    for slot in range(4000):
+        schedule.begin(2, slot)
+        checked = [name for name in names if schedule.checking(*name, flops=1e9, cost=1.0)]
+        assert int(sum(rates.values())) <= len(checked) <= int(sum(rates.values())) + 1
+        assert all(schedule.idle(layer) == (layer not in {of for of, _ in checked}) for layer in range(6))
+        for name in checked:
+            drawn[name] += 1
+    assert {name: count / 4000 for name, count in drawn.items()} == pytest.approx(rates, abs=0.03)
+
+
+def test_a_layer_that_is_idle_has_the_load_of_the_slot_in_which_it_was_not():
+    schedule = Schedule(None, residual_risk=0.5 * 2e-25 * 8 * 1e17 * 1e6)
+    for step in range(1, 20):
+        for slot in range(4):
+            schedule.begin(step, slot)
+            for layer in range(2):
+                if not schedule.idle(layer):
+                    schedule.checking(layer, "s", flops=1e17, cost=1.0)
+        schedule.committed()
+        assert sum(schedule.rate(layer, "s") for layer in range(2)) == pytest.approx(1.0, abs=0.02)
+
+
+def test_nothing_of_the_checks_runs_where_a_layer_is_idle(make_bench):
+    bench = make_bench(frequency=1e-9)
+    x, w = torch.randn(8, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    bench.checks.injector = Injector(Inject())
+    for node in ("_LinearBackward", "MmBackward0"):  # seen first in one slot, idle in the next
+        bench.checks.begin(1, 0)
+        assert projection(x, w)(bench.guard).grad_fn.name() == node
+    bench.checks.begin(1, 0, whole=True)
+    assert projection(x, w)(bench.guard).grad_fn.name() == "_LinearBackward"
+
+
+def test_what_a_check_takes_is_what_the_last_ones_took():
+    """The first ones of a step find sums of weights made by others; where few calls are checked each makes its own."""
+    schedule = Schedule(None, max_overhead=0.02)
+    schedule.begin(1, 0)
+    schedule.checking(0, "wo.y", flops=1e16, cost=1.0)
+    for took in (*[1e-4] * 12, *[6e-4] * 8, 1e-4):
+        schedule.took(0, "wo.y", took)
+    schedule.slot_took(0.01)
+    schedule.committed()
+    assert schedule.plan.overhead == pytest.approx(0.02)
+    assert schedule.rate(0, "wo.y") == pytest.approx(0.02 * 0.01 / 6e-4)
+
+
 def adaptive(flops):
     schedule = Schedule(None, residual_risk=1e-5)
     for step in (1, 2):

@@ -150,6 +150,8 @@ def attention(
     Returns:
         What `attend` returns. The gradients are the kernel's, unchanged.
     """
+    if guard.idle:
+        return attend(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     pairs = q.shape[0] * q.shape[2] * float(q.shape[1]) ** 2 / 2
     flops = 2 * pairs * (q.shape[-1] + v.shape[-1])

@@ -58,6 +58,8 @@ class Checks:
         self._widths: dict[Place, tuple[torch.Tensor, ...]] = {}
         """What `allowance` says, on the device, where a graph reads it."""
         self._timed: list[tuple[int, str, Any, Any]] = []
+        # Asked once: to look for a device takes as long as a small check.
+        self._device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         self._told: Plan | None = None
         self._fixed = self.schedule.fixed
         self.injector = Injector(section.inject, rank)
@@ -74,7 +76,7 @@ class Checks:
 
     def begin(self, step: int, slot: int, *, whole: bool = False) -> None:
         """A slot's forward is about to run. step counts from 1. whole: check every call of it, at whatever rate."""
-        self._begun = _now()
+        self._begun = self._now()
         self._timed.clear()
         self.findings.begin(step, slot, whole=whole or self.schedule.fixed == 1.0)
         self.schedule.begin(step, slot, whole=whole)
@@ -90,7 +92,7 @@ class Checks:
                 end.synchronize()  # long over: the findings behind it were read
                 self.schedule.took(layer, name, begin.elapsed_time(end) / 1e3)
             self._timed.clear()
-            self._slots.append((self.schedule.whole, self._begun, _now()))
+            self._slots.append((self.schedule.whole, self._begun, self._now()))
             # A slot of which nothing is read may not be over yet.
             while self._slots and (isinstance(self._slots[0][2], float) or self._slots[0][2].query()):
                 checked, begin, end = self._slots.popleft()
@@ -193,14 +195,13 @@ class Checks:
         self.findings.forget()
         self.schedule.weights_changed()
 
-
-def _now() -> Any:
-    """A point in what the device was given to do; without one, in seconds."""
-    if not torch.accelerator.is_available():
-        return time.perf_counter()
-    point = torch.Event(torch.accelerator.current_accelerator(), enable_timing=True)
-    point.record()
-    return point
+    def _now(self) -> Any:
+        """A point in what the device was given to do; without one, in seconds."""
+        if self._device is None:
+            return time.perf_counter()
+        point = torch.Event(self._device, enable_timing=True)
+        point.record()
+        return point
 
 
 _numbers = itertools.count()
@@ -224,12 +225,19 @@ class Guard:
         """What an operator keeps from call to call."""
         _guards[int(self.ticket)] = self
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of this module's layer is checked or hit in this slot: it may run as if it had no guard."""
+        return self.checks.schedule.idle(self.layer) and not self.checks.injector.active
+
     def checking(self, section: str, *, flops: float, cost: float, backward: bool = False) -> bool:
         """Whether this call's `section` is to be checked.
 
         flops: of what the check protects. cost: elements that the check reads. The answer is the same for
             every call in one slot, so that activation checkpointing runs the same operations twice.
         """
+        if self.checks.schedule.idle(self.layer):
+            return False
         again = not backward and recomputing()
         return self.checks.schedule.checking(self.layer, section, flops=0.0 if again else flops, cost=cost)
 
@@ -249,10 +257,6 @@ class Guard:
             yield
             end.record()
             checks._timed.append((self.layer, section, begin, end))
-
-    def will_check(self, section: str) -> bool:
-        """What `checking` answers for this slot, without a call counted."""
-        return self.checks.schedule.will_check(self.layer, section)
 
     def widened(self, section: str, seen: Deviation) -> Deviation:
         """`seen`, its bounds widened where they were found to be at fault."""

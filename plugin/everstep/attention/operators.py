@@ -79,17 +79,18 @@ def _weight_gradient(dy: torch.Tensor, x: torch.Tensor, ticket: torch.Tensor) ->
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, ticket):
-        ctx.save_for_backward(x, weight)
-        ctx.ticket, ctx.has_bias = ticket, bias is not None
-        y = _project(x.reshape(-1, x.shape[-1]), weight, bias, ticket)
+        flat = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(flat, weight)  # the operator's own input, or the graph would write x twice
+        ctx.ticket, ctx.has_bias, ctx.shape = ticket, bias is not None, x.shape
+        y = _project(flat, weight, bias, ticket)
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        flat, dflat = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        dx = _input_gradient(dflat, weight, ctx.ticket).view_as(x) if ctx.needs_input_grad[0] else None
+        flat, weight = ctx.saved_tensors
+        dflat = dy.reshape(-1, dy.shape[-1])
+        dx = _input_gradient(dflat, weight, ctx.ticket).view(ctx.shape) if ctx.needs_input_grad[0] else None
         dw = _weight_gradient(dflat, flat, ctx.ticket) if ctx.needs_input_grad[1] else None
         db = dflat.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return dx, dw, db, None
@@ -146,11 +147,9 @@ def _watch_backward(
     wide_sums: bool,
 ) -> None:
     guard = guard_of(ticket)
-    checking = guard.will_check(BACKWARD)
     pairs = q.shape[0] * q.shape[2] * float(q.shape[1]) ** 2 / 2
     flops = 2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1])
-    guard.checking(BACKWARD, flops=flops, cost=10.0 * q.numel(), backward=True)
-    if checking:
+    if guard.checking(BACKWARD, flops=flops, cost=10.0 * q.numel(), backward=True):
         compare, seen = _in_one_pass(backward_deviation, q.device), (d_out, out, lse, d_lse)
         with torch.no_grad():
             compare_backward(guard, compare, q, k, v, dq, dk, dv, seen, scale, plain_scores, wide_sums)

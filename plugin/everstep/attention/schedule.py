@@ -9,7 +9,10 @@ derives it, with units.
 
 import math
 import statistics
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 PRIOR_ERRORS_PER_FLOP = 2e-25
@@ -20,6 +23,9 @@ PRIOR_WEIGHT = 0.5
 
 SLOTS_MEASURED = 3
 """Computations of slots after which what a section's check took is believed; the first ones are slow."""
+
+REMEMBERED = 9
+"""The last checks of a section, and the last slots, of which what they took is known."""
 
 LEAST_RATE = 1 / 64
 """No section is checked less under `adaptive`: where nothing is looked at, no error rate is measured."""
@@ -107,23 +113,29 @@ def uniform(*key: int) -> float:
 
 @dataclass(slots=True)
 class _Section:
-    index: int
     layer: int
     cost: float
     vulnerability: float
     flops: float = 0.0
-    step_flops: float = 0.0
-    rate: float = 1.0
     calls: int = 0
-    """In this step so far, then in the last one."""
-    step_calls: int = 0
+    """Both in one slot: the last one in which its layer was looked at."""
+    slot: int = 0
+    """Which that was, of all that were begun."""
+    rate: float = 1.0
+    drawn: bool = True
+    """Whether it is checked in this slot. Until its first step is over a section's load is not known: it is checked."""
+    took: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     seconds: float = math.inf
-    """The least that one check of it took; inf: not measured."""
-    measured: int = 0
+    """What one check of it takes, with the sums that it finds kept or makes; inf: not measured."""
 
 
 class Schedule:
-    """Decides, for every call, whether it is checked.
+    """Decides, slot by slot, which sections of which layers are checked.
+
+    What is checked in a slot is drawn when it begins: the rates of all sections stand one behind the other on a line,
+    and those are drawn that lie on a point of a grid of spacing 1, moved by one random number. Each is drawn as often
+    as its rate says, and no slot has more than one check more than another. A layer of which nothing is drawn is idle:
+    it runs as if it had no checks, and its load is the one of the last slot in which it was not.
 
     Args:
         rate: the fixed share of calls, or None for adaptive rates. 1.0 checks every call and 0.0 none.
@@ -137,8 +149,6 @@ class Schedule:
     ) -> None:
         self.fixed = rate
         self.max_overhead = max_overhead
-        self._slot_seconds: list[float] = []
-        self._slots_done = 0
         self.plan: Plan | None = None
         """What the present rates cost and leave, once that is measured."""
         self.risk_per_step = residual_risk / RISK_STEPS
@@ -146,94 +156,134 @@ class Schedule:
         self.weights_version = 0
         self.errors = 0.0
         self.checked_flops = 0.0
-        self._step, self._slot, self._whole = 1, 0, False
+        self._step, self._whole = 1, False
+        self._begun = self._committed = 0
+        """Slots, by now and at the last commit."""
+        self._slot_seconds: deque[float] = deque(maxlen=REMEMBERED)
         self._sections: dict[tuple[int, str], _Section] = {}
         self._found: dict[int, int] = {}
+        self._layers: set[int] = set()
+        self._idle: set[int] = set()
+        self._drawn: list[_Section] = []
+        self._line: tuple[list[_Section], list[_Section], list[float]] | None = ([], [], [])
+        """Sections that are always checked, the others, and where the rates of those end on the line; None: not since
+        some rate changed."""
 
     def begin(self, step: int, slot: int, *, whole: bool = False) -> None:
         """A slot's forward is about to run; whole: every call is checked, unless none ever is."""
-        self._step, self._slot, self._whole = step, slot, whole
+        if self._found and step != self._step:
+            self._line = None
+        self._step, self._whole = step, whole
+        self._begun += 1
+        if self.fixed is not None and self.fixed in (0.0, 1.0):
+            return
+        for section in self._drawn:
+            section.drawn = False
+        self._drawn = self._draw(uniform(self.seed, step, slot))
+        for section in self._drawn:
+            section.drawn = True
+        self._idle = set() if whole else self._layers - {section.layer for section in self._drawn}
+
+    def _draw(self, point: float) -> list[_Section]:
+        if self._line is None:
+            self._line = self._laid_out()
+        always, others, ends = self._line
+        drawn = list(always)
+        while ends and point < ends[-1]:
+            drawn.append(others[bisect_right(ends, point)])
+            point += 1.0
+        return drawn
+
+    def _laid_out(self) -> tuple[list[_Section], list[_Section], list[float]]:
+        self._layers = {section.layer for section in self._sections.values()}
+        rates = [(section, self._rate(section)) for section in self._sections.values()]
+        others = [section for section, rate in rates if rate < 1.0]
+        ends = list(accumulate(rate for _, rate in rates if rate < 1.0))
+        return [section for section, rate in rates if rate >= 1.0], others, ends
 
     def draw(self, step: int, slot: int) -> bool:
         """Whether a slot is drawn to be checked whole: none is where calls are drawn."""
         return False
 
+    def idle(self, layer: int) -> bool:
+        """Whether nothing of this layer is checked in this slot."""
+        return self.fixed == 0.0 or layer in self._idle
+
     def checking(self, layer: int, section: str, *, flops: float, cost: float) -> bool:
-        """Whether this call is checked: a pure function of seed, step, slot, layer, section and the current
-        rate."""
+        """Whether this call, of a layer that is not idle, is checked: the same answer for every call in one slot."""
         if self.fixed is not None and self.fixed in (0.0, 1.0):
             return self.fixed == 1.0
         entry = self._sections.get((layer, section))
         if entry is None:
-            # Until its first step is over a section's load is not known: it is checked.
-            entry = self._sections[layer, section] = _Section(len(self._sections), layer, cost, vulnerability(section))
-        checked = self.will_check(layer, section)
-        entry.step_flops += flops
-        entry.step_calls += bool(flops)
+            entry = self._sections[layer, section] = _Section(layer, cost, vulnerability(section))
+            self._drawn.append(entry)
+            self._line = None
+        if entry.slot != self._begun:
+            entry.slot, entry.flops, entry.calls = self._begun, 0.0, 0
+        entry.flops += flops
+        entry.calls += bool(flops)
         entry.cost = cost
+        checked = entry.drawn or self._whole
         if checked:
             self.checked_flops += flops
         return checked
 
-    def will_check(self, layer: int, section: str) -> bool:
-        """What `checking` answers, without a call counted."""
-        if self.fixed is not None and self.fixed in (0.0, 1.0):
-            return self.fixed == 1.0
-        entry = self._sections.get((layer, section))
-        if entry is None or self._whole:
-            return True
-        return uniform(self.seed, self._step, self._slot, entry.index) < self.rate(layer, section)
-
     def rate(self, layer: int, section: str) -> float:
         """The share of calls of this section that is checked now."""
+        return self.fixed if self.fixed is not None else self._rate(self._sections[layer, section])
+
+    def _rate(self, section: _Section) -> float:
         if self.fixed is not None:
             return self.fixed
-        entry = self._sections[layer, section]
-        found = self._found.get(layer)
+        found = self._found.get(section.layer)
         raised = 0.0 if found is None else 0.5 ** (max(0, self._step - found) / HALF_LIFE_STEPS)
-        return max(entry.rate, raised)
+        return max(section.rate, raised)
 
     def found(self, layer: int) -> None:
         """A finding in `layer`: its sections are all checked from now on, less as steps pass."""
         self.errors += 1
         self._found[layer] = self._step
+        self._line = None
 
     def committed(self) -> None:
         """The step is over: derive the rates of the next from the load of this one."""
         self.weights_version += 1
+        slots, self._committed = self._begun - self._committed, self._begun
         sections = list(self._sections.values())
-        for section in sections:
-            section.flops, section.step_flops = section.step_flops or section.flops, 0.0
-        for section in sections:
-            section.calls, section.step_calls = section.step_calls or section.calls, 0
-        slots, self._slots_done = self._slots_done, 0
-        if self.fixed is None and sections:
-            per_flop = error_rate(self.errors, self.checked_flops)
-            budget = self._budget(sections, slots)
-            loads = [
-                Load(
-                    section.flops,
-                    section.cost if math.isinf(budget) else section.calls * section.seconds,
-                    section.vulnerability,
-                )
-                for section in sections
-            ]
-            rates = allot(loads, per_flop, self.risk_per_step, LEAST_RATE, budget)
-            for section, rate in zip(sections, rates, strict=True):
-                section.rate = rate
-            if not math.isinf(budget):
-                took = sum(load.cost * rate for load, rate in zip(loads, rates, strict=True))
-                unseen = sum(
-                    (1 - rate) * per_flop * load.flops * load.vulnerability
-                    for load, rate in zip(loads, rates, strict=True)
-                )
-                self.plan = Plan(took / budget * self.max_overhead if budget else 0.0, unseen * RISK_STEPS, min(rates))
+        if self.fixed is not None or not sections or not slots:
+            return
+        per_flop = error_rate(self.errors, self.checked_flops)
+        known = [section.seconds for section in sections if section.seconds < math.inf]
+        budget = self._budget(slots) if known else math.inf
+        # A section that is checked so seldom that it was not measured yet takes what a usual one does.
+        usual = statistics.median(known) if known else math.inf
+        seconds = [usual if math.isinf(section.seconds) else section.seconds for section in sections]
+        loads = [
+            Load(
+                slots * section.flops,
+                section.cost if math.isinf(budget) else slots * section.calls * each,
+                section.vulnerability,
+            )
+            for section, each in zip(sections, seconds, strict=True)
+        ]
+        rates = allot(loads, per_flop, self.risk_per_step, LEAST_RATE, budget)
+        for section, rate in zip(sections, rates, strict=True):
+            section.rate = rate
+        self._line = None
+        if not math.isinf(budget):
+            took = sum(load.cost * rate for load, rate in zip(loads, rates, strict=True))
+            unseen = sum(
+                (1 - rate) * per_flop * load.flops * load.vulnerability for load, rate in zip(loads, rates, strict=True)
+            )
+            self.plan = Plan(took / budget * self.max_overhead if budget else 0.0, unseen * RISK_STEPS, min(rates))
 
     def took(self, layer: int, section: str, seconds: float) -> None:
         """One check of a section took so long on the device."""
         entry = self._sections.get((layer, section))
         if entry is not None:
-            entry.seconds, entry.measured = min(entry.seconds, seconds), entry.measured + 1
+            entry.took.append(seconds)
+            if len(entry.took) >= SLOTS_MEASURED:
+                entry.seconds = statistics.median(entry.took)
 
     @property
     def whole(self) -> bool:
@@ -242,24 +292,16 @@ class Schedule:
 
     def slot_took(self, seconds: float, *, checked: bool = False) -> None:
         """A slot, its checks included, took so long. checked: whether all of it was."""
-        self._slots_done += 1
-        self._slot_seconds = [*self._slot_seconds[-8:], seconds]
+        self._slot_seconds.append(seconds)
 
     def measuring(self, layer: int, section: str) -> bool:
-        """Whether it is still to be measured what a check of this section takes."""
-        entry = self._sections.get((layer, section))
-        return self.fixed is None and entry is not None and entry.measured < SLOTS_MEASURED
+        """Whether it is of use to know what a check of this section takes."""
+        return self.fixed is None and (layer, section) in self._sections
 
-    def _budget(self, sections: list["_Section"], slots: int) -> float:
-        """Seconds of a step that checks may take; inf as long as what they take is not measured."""
-        measured = [section for section in sections if section.measured >= SLOTS_MEASURED]
-        if math.isinf(self.max_overhead) or not slots or not self._slot_seconds or not measured:
+    def _budget(self, slots: int) -> float:
+        """Seconds of a step of so many slots that checks may take; inf as long as what slots take is not measured."""
+        if math.isinf(self.max_overhead) or not self._slot_seconds:
             return math.inf
-        # A section that is checked so seldom that it was not measured yet takes what a usual one does.
-        usual = statistics.median(section.seconds for section in measured)
-        for section in sections:
-            if math.isinf(section.seconds):
-                section.seconds = usual
         # The fastest of the last slots has the least of checks and of other work in it.
         return self.max_overhead * slots * min(self._slot_seconds)
 
@@ -277,10 +319,10 @@ class SlotSchedule(Schedule):
 
     def __init__(self, rate: float | None, residual_risk: float, max_overhead: float, *, seed: int = 0) -> None:
         super().__init__(rate, residual_risk, max_overhead, seed=seed)
-        self._all = self._sections[-1, "slot"] = _Section(0, -1, 1.0, 1.0)
-        self._begun = {True: 0, False: 0}
-        self._took: dict[bool, list[float]] = {True: [], False: []}
-        self._flops = self._counted = 0.0
+        self._all = self._sections[-1, "slot"] = _Section(-1, 1.0, 1.0, calls=1)
+        self._turns = {True: 0, False: 0}
+        self._took: dict[bool, deque[float]] = {True: deque(maxlen=REMEMBERED), False: deque(maxlen=REMEMBERED)}
+        self._counted = 0.0
 
     def draw(self, step: int, slot: int) -> bool:
         """Whether this slot is to be checked.
@@ -290,36 +332,32 @@ class SlotSchedule(Schedule):
         """
         if self.fixed is not None and self.fixed in (0.0, 1.0):
             return self.fixed == 1.0
-        checked, others = self._begun[True], self._begun[False]
+        checked, others = self._turns[True], self._turns[False]
         if min(checked, others) < 2 + SLOTS_MEASURED:
             return checked <= others
         return uniform(self.seed, step, slot, 0) < self.rate(-1, "slot")
 
     def begin(self, step: int, slot: int, *, whole: bool = False) -> None:
         super().begin(step, slot, whole=whole)
-        self._begun[self.whole] += 1
-        self._flops, self._counted = self._counted or self._flops, 0.0
+        self._turns[self.whole] += 1
+        # A replay counts no calls.
+        self._all.flops, self._counted = self._counted or self._all.flops, 0.0
+
+    def idle(self, layer: int) -> bool:
+        return not self.whole
 
     def checking(self, layer: int, section: str, *, flops: float, cost: float) -> bool:
         self._counted += flops
-        return self.whole
-
-    def will_check(self, layer: int, section: str) -> bool:
         return self.whole
 
     def found(self, layer: int) -> None:
         super().found(-1)
 
     def slot_took(self, seconds: float, *, checked: bool = False) -> None:
-        flops = self._counted or self._flops  # a replay counts no calls
-        self._all.step_flops += flops
-        self._all.step_calls += 1
-        self.checked_flops += checked * flops
-        self._took[checked] = [*self._took[checked][-8:], seconds]
-        if checked:
-            self._slots_done += 1
-        else:
+        self._all.flops = self._counted or self._all.flops
+        self.checked_flops += checked * self._all.flops
+        self._took[checked].append(seconds)
+        if not checked:
             super().slot_took(seconds)
-        self._all.measured = min(map(len, self._took.values())) - 2
-        if self._all.measured > 0:
+        if min(map(len, self._took.values())) >= 2 + SLOTS_MEASURED:
             self._all.seconds = max(0.0, min(self._took[True]) - min(self._took[False]))
