@@ -22,6 +22,8 @@ TILE = 64
 """Widest run of elements under one checksum."""
 
 _CACHED = 1 << 17
+_LARGE = 1 << 20
+"""Elements of which a copy stays in a CPU's cache, and of which one is as slow to write as to make in pieces."""
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -102,6 +104,10 @@ def tile_energies(x: torch.Tensor) -> torch.Tensor:
     """Sums of squares over tiles of the last dimension: (..., N) to (..., T), in the accumulator dtype."""
     if x.device.type == "cpu" and x.is_contiguous():  # no squares in memory
         return torch.linalg.vector_norm(tiles(x), dim=-1, dtype=accumulator(x.dtype)).square()
+    if x.device.type == "cpu" and x.dim() == 2 and x.mT.is_contiguous() and x.numel() > _LARGE:
+        by_tile = tiles(x.mT, -2)
+        pieces = by_tile.split(max(1, _CACHED // by_tile[0].numel()))
+        return torch.cat([piece.to(accumulator(x.dtype)).square().sum(-2) for piece in pieces]).mT
     return tile_totals(x.to(accumulator(x.dtype)).square())
 
 
