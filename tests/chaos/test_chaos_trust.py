@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import psutil
@@ -17,7 +18,6 @@ from everstep.chaos.storage import FILLER, own_segments
 from everstep.chaos.target import LocalTarget, _keeps
 from everstep.chaos.undo import Undo
 from everstep.chaos.view import Proc, View
-from everstep.launch import machine
 from everstep.launch.machine import private_folder
 from everstep.run.directory import LaunchError, RunDir, holder_of
 from everstep.run.events import EventLog, read_events
@@ -201,7 +201,7 @@ def test_the_launcher_is_who_holds_the_lock(tmp_path, victim):
 
 
 def test_a_note_about_a_private_folder_removes_no_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "socket_root", lambda: tmp_path / "tmp")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     first = private_folder(tmp_path)
     assert private_folder(tmp_path) != first

@@ -44,7 +44,7 @@ class TinyAgent:
 import json, sys
 from everstep.launch.agent import AgentSettings, run_agent
 settings = AgentSettings.from_json(json.loads(sys.argv[1]))
-sys.exit(run_agent(settings, preload=("everstep.launch.elastic", "tiny_trainer")))
+sys.exit(run_agent(settings, preload=("everstep.launch.group_agent", "tiny_trainer")))
 """
 
     def __init__(self, folder, *flags, **settings):
@@ -59,11 +59,15 @@ sys.exit(run_agent(settings, preload=("everstep.launch.elastic", "tiny_trainer")
             **settings,
         }  # fmt: skip
         paths = os.pathsep.join([str(HERE), *sys.path])
-        self.process = Forked(
-            [sys.executable, "-c", self.CODE, json.dumps(arguments)],
-            env=os.environ | {"PYTHONPATH": paths, "TMPDIR": str(self.temporary)},
-            start_new_session=True,
-        )
+        self.output = folder / f"agent-{os.urandom(4).hex()}.out"
+        with self.output.open("ab") as output:
+            self.process = Forked(
+                [sys.executable, "-c", self.CODE, json.dumps(arguments)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONPATH": paths, "TMPDIR": str(self.temporary)},
+                start_new_session=True,
+            )
 
     def events(self, kind, **fields):
         return events_of(self.run_dir, kind, **fields)
@@ -71,6 +75,9 @@ sys.exit(run_agent(settings, preload=("everstep.launch.elastic", "tiny_trainer")
     def wait_for(self, kind, **fields):
         """The first such event of the group, whichever of its agents lived then."""
         return until(lambda: self.events(kind, **fields), f"{kind} {fields}")[0]
+
+    def said(self):
+        return self.output.read_text()
 
     def end(self):
         if self.process.poll() is None:

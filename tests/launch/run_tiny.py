@@ -7,7 +7,7 @@ from everstep.config.sections import FaultTolerance
 from everstep.launch import supervisor, view
 from everstep.run.directory import LaunchError
 
-PRELOAD = ("torchft", "everstep.launch.elastic", "everstep.quorum.lighthouse", "tiny_trainer")
+PRELOAD = ("torchft", "everstep.launch.group_agent", "everstep.quorum.lighthouse", "tiny_trainer")
 
 
 def main():

@@ -3,16 +3,13 @@
 import os
 import signal
 import time
-from pathlib import Path
 
 import psutil
-import pytest
 
-from everstep.launch import machine
 from everstep.launch.agent import next_incarnation, reason_not_to_start
 from everstep.launch.watchdog import RestartLimits
-from everstep.run.directory import LaunchError
 from everstep.run.events import EventLog, last_event
+from everstep.run.exits import GAVE_UP_EXIT
 from launched import DEADLINE_S, alive, until
 
 COMMITTED = {"loss": 1.0, "tokens": 1.0, "grad_norm": 1.0, "history": "b", "parent": "a"}
@@ -29,6 +26,32 @@ def test_it_ends_when_its_workers_are_done_and_leaves_nothing_behind(agent):
     assert list(one.temporary.iterdir()) == []
 
 
+def test_a_rank_that_is_done_earlier_leaves_the_others_to_go_on(agent):
+    one = agent("--training.steps", "30", "--tiny.early", "1")
+    first, second = one.wait_for("workers_started")["pids"]
+    until(lambda: not alive(second), "rank 1 to end")
+    assert alive(first)
+    assert one.process.wait(60) == 0
+    assert one.events("workers_died") == []
+    assert one.events("commit", rank=0, step=30)
+    assert one.events("agent_ended")[0]["status"] == "done"
+
+
+def test_a_rank_that_leaves_with_status_0_before_it_is_done_has_died(agent):
+    one = agent("--training.steps", "1000000", "--tiny.vanish", "1")
+    died = one.wait_for("workers_died")
+    assert (died["reason"], died["exitcodes"]) == ("rank 1 exited with status 0", {"1": 0})
+    one.wait_for("workers_started", incarnation=1)
+
+
+def test_the_traceback_of_a_dead_worker_is_in_its_own_log_and_the_agents(agent):
+    one = agent("--training.steps", "9", "--tiny.fail_in", "2", ranks=1)
+    assert one.process.wait(60) == GAVE_UP_EXIT
+    for text in (one.said(), (one.run_dir / "logs/group-0/rank-0.log").read_text()):
+        assert "in main\n" in text
+        assert "FileNotFoundError: there is no dataset" in text
+
+
 def test_a_temporary_folder_whose_path_is_too_long_for_sockets_ends_nobody(agent, tmp_path):
     """As a batch job's TMPDIR may be."""
     long = tmp_path / ("x" * 100)
@@ -36,14 +59,6 @@ def test_a_temporary_folder_whose_path_is_too_long_for_sockets_ends_nobody(agent
     one = agent("--training.steps", "3", temporary=long)
     assert one.process.wait(60) == 0
     assert one.events("agent_ended")[0]["status"] == "done"
-
-
-def test_without_a_folder_for_sockets_there_is_a_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 100)))
-    assert machine.socket_root() == Path("/tmp")
-    monkeypatch.setattr(machine, "_SHORT_ROOTS", ())
-    with pytest.raises(LaunchError, match="set TMPDIR to a folder with at most"):
-        machine.socket_root()
 
 
 def test_a_batch_systems_sigterm_to_every_process_is_a_clean_stop(agent):

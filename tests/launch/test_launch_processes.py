@@ -225,7 +225,7 @@ def test_nothing_outlives_a_killed_supervisor(start):
     for group in range(2):
         run.wait_for("commit", group=group)
     tree = run.tree()
-    assert len(tree) >= 2 + 2 * 4
+    assert len(tree) >= 3 + 2 * 3
     os.kill(run.workers(1)[0], signal.SIGSTOP)
     run.process.kill()
     run.process.wait()

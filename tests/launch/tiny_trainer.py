@@ -4,7 +4,8 @@ It has no model and no torch, so that processes are what these tests are about. 
 `--tiny.step_s S` (length of a step), `--tiny.fail` (raise before the first step), `--tiny.fail_in S` (raise in step
 S, its group's name in the second line), `--tiny.skip` (but not once that slot is poison), `--tiny.first_s S` (length of
 the first step), `--tiny.deaf S` (handle SIGTERM only after so many seconds), `--tiny.exit N` (leave with status N at
-once). SIGUSR1 is to it what the death of a peer is to a trainer: an exception.
+once), `--tiny.vanish R` (rank R is gone at once, with status 0), `--tiny.early R` (rank R is done after the first
+step). SIGUSR1 is to it what the death of a peer is to a trainer: an exception.
 """
 
 import json
@@ -30,6 +31,8 @@ def main(argv):
     group, groups = int(flag(argv, "--fault_tolerance.group_id")), int(flag(argv, "--fault_tolerance.groups"))
     if flag(argv, "--tiny.exit") is not None:
         raise SystemExit(int(flag(argv, "--tiny.exit")))
+    if rank == int(flag(argv, "--tiny.vanish", "-1")):
+        os._exit(0)
     if "--tiny.fail" in argv:
         raise RuntimeError("no such luck")
     asked_to_leave = []
@@ -56,6 +59,8 @@ def main(argv):
         done = {"loss": 1 / step, "tokens": 100, "grad_norm": 1.0, "took_s": step_s}
         names = {"history": f"{step:x}", "parent": f"{step - 1:x}"}
         events.emit("commit", step=step, groups=list(range(groups)), **names, **done)
+        if rank == int(flag(argv, "--tiny.early", "-1")):
+            raise SystemExit(0)
         if asked_to_leave:
             events.emit("left", step)
             return

@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import catalog
-from everstep.launch import supervisor, warm
+from everstep.launch import forking, supervisor, warm
 
 warm.preload()
 
@@ -84,7 +84,7 @@ def forked(function, *arguments, log):
         return pid
     status = 1
     try:
-        warm.redirect_output(Path(log))
+        forking.redirect_output(Path(log))
         function(*arguments)
         status = 0
     except BaseException:  # noqa: BLE001  the last frame of a process
@@ -128,16 +128,15 @@ class ForkedWarm(warm.WarmProcess):
     """A warm process that has nothing to import."""
 
     def __init__(self, modules, log):
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
-        self.pid = forked(self._serve, theirs, parent, modules, log=log)
+        pid = forked(self._serve, ours, theirs, parent, modules, log=log)
         theirs.close()
-        self._channel.setblocking(False)
-        self._next_id = 0
+        forking.Forker.__init__(self, ours, pid)
 
-    def _serve(self, channel, parent, modules):
+    def _serve(self, asker, channel, parent, modules):
         os.setsid()
-        self._channel.close()
+        asker.close()
         die_with_parent(parent)
         warm.serve(channel, parent, modules)
 

@@ -22,7 +22,7 @@ import types
 from pathlib import Path
 
 from everstep import cli
-from everstep.launch import supervisor, warm
+from everstep.launch import forking, supervisor, warm
 from everstep.run.lifeline import die_with_parent
 
 LONGEST = 1 << 20
@@ -38,12 +38,11 @@ class ReadyWarm(warm.WarmProcess):
         if ReadyWarm.ready is None:
             super().__init__(modules, log)
             return
-        (self._channel, self.pid), ReadyWarm.ready = ReadyWarm.ready, None
+        (channel, pid), ReadyWarm.ready = ReadyWarm.ready, None
         log.parent.mkdir(parents=True, exist_ok=True)
         order = {"modules": list(modules), "log": str(log), "environ": dict(os.environ)}
-        self._channel.send(json.dumps(order).encode())
-        self._channel.setblocking(False)
-        self._next_id = 0
+        channel.send(json.dumps(order).encode())
+        forking.Forker.__init__(self, channel, pid)
 
     @classmethod
     def prepare(cls):
@@ -59,7 +58,7 @@ class ReadyWarm(warm.WarmProcess):
                 if told := theirs.recv(LONGEST):
                     order = json.loads(told)
                     os.environ.update(order["environ"])
-                    warm.redirect_output(Path(order["log"]))
+                    forking.redirect_output(Path(order["log"]))
                     warm.serve(theirs, parent, order["modules"])
                 status = 0
             except BaseException:  # noqa: BLE001  the last frame of a process

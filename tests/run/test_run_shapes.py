@@ -90,7 +90,7 @@ def test_a_users_own_dataset_gives_the_same_batches_whoever_dies(start, tmp_path
         tmp_path / "jsonl.toml",
         job={"module": "jsonl_job", "config": "debugmodel"},
         data={"source": "dataloader"},
-        dataloader={"dataset": "notes", "dataset_path": str(notes)},
+        dataloader={"dataset": "notes", "dataset_path": str(notes), "num_workers": 1},
         training={"global_batch_size": 4},
     )
     run = start(config, "--groups", "2", *ENDLESS)

@@ -47,18 +47,13 @@ class SlotSource(Protocol):
         """A short string that is equal where two processes would read the same data."""
         ...
 
-    def stream_states(self) -> dict[int, Any]:
-        """States of streams that this process advanced since it was last asked, for `learn` elsewhere. Empty
-        for sources whose rows are addressed directly."""
-        ...
-
     def known_states(self) -> bytes:
-        """The newest known state of every stream as of the last committed step, for healing and
-        checkpoints."""
+        """The newest known state of every stream as of the last committed step, for healing, checkpoints and `learn`
+        elsewhere. Empty for sources whose rows are addressed directly."""
         ...
 
-    def learn(self, states: bytes | dict[int, Any]) -> None:
-        """Take note of what `known_states` or `stream_states` of another process gave."""
+    def learn(self, states: bytes) -> None:
+        """Take note of what `known_states` of another process gave."""
 
     def require_vocab(self, vocab_size: int) -> None:
         """Raises ValueError if the data has ids that a model with `vocab_size` embeddings does not have."""

@@ -2,19 +2,16 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch.forkpoint import start_fork_point
-from everstep.launch.machine import PRIVATE_PREFIX, socket_root
+from everstep.launch.forking import ForkPoint
 from everstep.launch.warm import PRELOAD
 from everstep.launch.warm import preload as import_modules
 from everstep.launch.watchdog import RestartLimits
@@ -53,8 +50,6 @@ class AgentSettings:
     """Address that the group's servers listen on."""
     devices: str | None = None
     """CUDA_VISIBLE_DEVICES of the workers; None: as inherited."""
-    socket_dir: str = ""
-    """A private folder for sockets and temporary files; empty: a fresh one."""
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     """The run's section. Without fault tolerance workers neither beat nor tell of commits: no watchdog watches,
     and one that ran for longer than startup_timeout_s counts as one that trained."""
@@ -208,48 +203,32 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
     if settings.node and (unfit := _unfit(settings)):
         return node_is_bad(unfit)
     import_modules(preload)
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError
-
-    from everstep.launch.elastic import GroupAgent, GroupSettings
+    from everstep.launch.group_agent import GroupAgent, GroupSettings
 
     if settings.devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = settings.devices
     if settings.job:
         os.environ[fence.ENVIRONMENT] = str(claim)
-    own_dir = "" if settings.socket_dir else tempfile.mkdtemp(prefix=PRIVATE_PREFIX, dir=socket_root())
-    socket_dir = Path(settings.socket_dir or own_dir)
-    fork_point_pid = start_fork_point(socket_dir)
-    tempfile.tempdir = str(socket_dir)  # where multiprocessing leaves its files, cleaned up even if we are killed
-    # TorchElastic would turn signals into an exception that gives workers 30 s; SIGQUIT keeps that meaning.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-
+    fork_point = ForkPoint()
     agent = GroupAgent(
         GroupSettings(
             **vars(settings),
             argv=worker_argv(settings, lighthouse),
-            fork_point_pid=fork_point_pid,
             first_incarnation=first_incarnation,
             stopping=stopping,
             claim=claim,
         ),
+        fork_point,
         events,
     )
     try:
-        failed = agent.run().is_failed()
+        failed = agent.run()
     except fence.Fenced as fenced:
         return end("fenced", str(fenced), FENCED_EXIT)
-    except RendezvousClosedError:
-        failed = False  # asked to stop while it waited for the group's other nodes
     except Exception as error:
-        if agent.node_bad or agent.gave_up:
-            failed = True
-        elif settings.job:
+        if settings.job:
             return end("crashed", f"the agent of group {settings.group} failed: {error}", 1)
-        else:
-            raise
-    finally:
-        if own_dir:
-            shutil.rmtree(own_dir, ignore_errors=True)
+        raise
     if stopping() and agent.killed_in_the_end:
         return end("killed", agent.killed_in_the_end, KILLED_EXIT)
     if agent.node_bad:

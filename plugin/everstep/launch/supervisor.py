@@ -254,7 +254,6 @@ class Supervisor:
             lighthouse=self._lighthouse.address,
             host=HOST,
             devices=self._devices[group],
-            socket_dir=str(self._private),
             fault_tolerance=settings.fault_tolerance,
             stop_grace_s=settings.stop_grace_s,
             entry=settings.entry,

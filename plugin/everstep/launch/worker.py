@@ -1,36 +1,18 @@
 """A worker: one rank of one group, forked warm, that runs the trainer."""
 
 import importlib
+import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
-import traceback
-from dataclasses import dataclass
-from multiprocessing import util
 from pathlib import Path
 
 from everstep.launch import stacks
-from everstep.launch.warm import redirect_output
 from everstep.run.beats import DONE, STARTUP, Heartbeat
 from everstep.run.events import EventLog
-from everstep.run.lifeline import die_with_parent
 
 EXIT_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a worker belongs; its rank and restart count come from TorchElastic's environment."""
-
-    run_dir: Path
-    group: int
-    fork_point_pid: int
-    first_incarnation: int
-    """Incarnation of this agent's first workers: earlier agents of the group had the ones before."""
-    entry: str
-    """`module:function` to call with the argv."""
 
 
 def log_path(run_dir: Path, group: int, rank: int) -> Path:
@@ -38,22 +20,33 @@ def log_path(run_dir: Path, group: int, rank: int) -> Path:
     return Path(run_dir) / "logs" / f"group-{group}" / f"rank-{rank}.log"
 
 
-def start(place: Place, argv: list[str]) -> None:
-    """TorchElastic's entry point. Runs the trainer and returns when it is done or was asked to stop."""
-    die_with_parent(place.fork_point_pid)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork point ignores it; the trainer installs its own handler
+def error_path(run_dir: Path, group: int, rank: int) -> Path:
+    """Where `torch.distributed.elastic` records the exception that a rank ended with."""
+    return log_path(run_dir, group, rank).with_suffix(".error.json")
+
+
+def start(run_dir: str, group: int, incarnation: int, entry: str, argv: list[str]) -> None:
+    """Run the trainer `entry`, `module:function`, with `argv`; returns when it is done or was asked to stop. Which rank
+    this is stands in torchrun's environment variables."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    try:
+        record(_work)(Path(run_dir), group, incarnation, entry, argv)
+    finally:
+        for child in multiprocessing.active_children():
+            if child.daemon:  # a dataloader's, which would look only every 5 s whether its parent is there
+                child.terminate()
+    _let_others_end()
+
+
+def _work(run_dir: Path, group: int, incarnation: int, entry: str, argv: list[str]) -> None:
     rank = int(os.environ["RANK"])
-    incarnation = place.first_incarnation + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    heart = Heartbeat(place.run_dir, place.group, rank)
+    heart = Heartbeat(run_dir, group, rank)
     heart.beat(STARTUP)
-    redirect_output(log_path(place.run_dir, place.group, rank))
-    stacks_file = stacks.listen(place.run_dir, place.group, rank)
+    stacks_file = stacks.listen(run_dir, group, rank)
     now = time.strftime("%Y-%m-%d %H:%M:%S")
-    print(
-        f"=== group {place.group} rank {rank} incarnation {incarnation} pid {os.getpid()} {now} ===",
-        flush=True,
-    )
-    events = EventLog(place.run_dir, place.group, rank, "worker")
+    print(f"=== group {group} rank {rank} incarnation {incarnation} pid {os.getpid()} {now} ===", flush=True)
+    events = EventLog(run_dir, group, rank, "worker")
     startup_s = time.monotonic() - float(os.environ["EVERSTEP_WORKERS_STARTED"])
     events.emit(
         "worker_up",
@@ -62,14 +55,9 @@ def start(place: Place, argv: list[str]) -> None:
         startup_s=startup_s,
         cpu_s=time.process_time(),  # a fork's clock starts at 0: next to nothing, or something was imported
     )
-    try:
-        main(argv, place.entry)
-    except Exception:
-        traceback.print_exc()  # TorchElastic takes it to the agent's log; this rank's own has it as well
-        raise
+    main(argv, entry)
     heart.beat(DONE)
     stacks_file.close()
-    util.Finalize(None, _leave_soon, exitpriority=100)
 
 
 def main(argv: list[str], entry: str = "everstep.train:main") -> None:
@@ -86,8 +74,10 @@ def main(argv: list[str], entry: str = "everstep.train:main") -> None:
             raise
 
 
-def _leave_soon() -> None:
-    """A finished worker whose left-over threads do not end must not keep its group from finishing."""
-    timer = threading.Timer(EXIT_TIMEOUT_S, os._exit, (0,))
-    timer.daemon = True
-    timer.start()
+def _let_others_end() -> None:
+    """A finished worker waits for its threads and children, but those that do not end must not keep its group from
+    finishing."""
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    threads = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
+    for other in [*threads, *multiprocessing.active_children()]:
+        other.join(max(0.0, deadline - time.monotonic()))

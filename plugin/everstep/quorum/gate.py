@@ -241,11 +241,11 @@ class Gate:
                     ]
                 except KeyError:
                     return {"failed": "the lighthouse names a request that did not come through its gate"}
-                self._forget()
                 told = wire.encoded({"quorum_id": int(quorum.quorum_id), "members": members})
                 if left := [m for m in quorum.participants if self._asking[m.replica_id].hung_up()]:
                     # It would be waited for in vain; the lighthouse leaves it out once it has not beaten for a while.
                     told = wire.encoded({"failed": f"{len(left)} of {len(members)} members ended while they waited"})
+                self._forget()  # not before: members may have been asked for so long ago
                 if self._newest is not None and self._newest[0] > when:
                     return told  # to one whose answer was on its way for long
                 self._newest = when, told

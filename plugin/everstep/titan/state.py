@@ -69,6 +69,10 @@ class TrainingState:
             for name, buffer in part.named_buffers()
             if (i, canonical(f"{i}.{name}")) in persistent
         }
+        # By the names that the whole model gives them, so that they are found in groups of any shape.
+        self._names = {param: canonical(name) for name, param in self.parameters.items()}
+        self._in_model: dict[str, torch.Tensor] = {f"param/{name}": param for param, name in self._names.items()}
+        self._in_model |= {f"buffer/{canonical(name)}": buffer for name, buffer in self.buffers.items()}
         for optimizer in self._optimizers:
             if not optimizer.state:
                 init_optim_state(optimizer)
@@ -80,8 +84,11 @@ class TrainingState:
     @torch.no_grad()
     def tensors(self) -> dict[str, torch.Tensor]:
         """Name → this rank's local tensor, sharing memory with the trainer's."""
-        # In this order: to detach a DTensor takes a hundred times as long as to detach its part.
-        return {name: local(tensor).detach() for name, tensor in self._named().items()}
+        tensors = self._named()
+        for name, tensor in tensors.items():
+            part = local(tensor)  # to detach a DTensor takes a hundred times as long as to detach its part
+            tensors[name] = part.detach() if part.requires_grad else part
+        return tensors
 
     def shards(self) -> dict[str, Shard]:
         """Of the tensors that are sharded: which box of the whole this rank has."""
@@ -94,17 +101,13 @@ class TrainingState:
         return found
 
     def _named(self) -> dict[str, torch.Tensor]:
-        # By the names that the whole model gives them, so that they are found in groups of any shape.
-        names = {param: canonical(name) for name, param in self.parameters.items()}
-        named: dict[str, torch.Tensor] = {f"param/{name}": param for param, name in names.items()}
-        named |= {f"buffer/{canonical(name)}": buffer for name, buffer in self.buffers.items()}
+        named = dict(self._in_model)
         for optimizer in self._optimizers:
             for param, state in optimizer.state.items():
-                named |= {
-                    f"optimizer/{names[param]}/{key}": value
-                    for key, value in state.items()
-                    if isinstance(value, torch.Tensor)
-                }
+                name = self._names[param]
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        named[f"optimizer/{name}/{key}"] = value
         return named
 
     def meta(self) -> dict[str, Any]:

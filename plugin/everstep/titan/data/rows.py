@@ -111,13 +111,10 @@ class RowSource(BaseDataLoader):
         order = f"shuffled by seed {self._seed}" if self._shuffle else "in order"
         return f"{self._content}, rows of {self._seq_len}, {order}"
 
-    def stream_states(self) -> dict[int, Any]:
-        return {}
-
     def known_states(self) -> bytes:
         return b""
 
-    def learn(self, states: bytes | dict[int, Any]) -> None:
+    def learn(self, states: bytes) -> None:
         """Rows are addressed directly: there is nothing to learn."""
 
     def require_vocab(self, vocab_size: int) -> None:

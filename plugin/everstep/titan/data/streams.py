@@ -121,7 +121,6 @@ class SlotStreams(BaseDataLoader):
     def _forget(self) -> None:
         self._live: dict[int, _Stream] = {}
         self._known: dict[int, StreamState] = {}
-        self._told: dict[int, int] = {}
         self._held: dict[tuple[int, int], Batch] = {}  # by (step, slot), of steps not yet committed
         self._batches_read = 0  # by all ranks together
         self._loaded_streams = 0
@@ -166,19 +165,6 @@ class SlotStreams(BaseDataLoader):
 
     # Where streams stand.
 
-    def stream_states(self) -> dict[int, StreamState]:
-        """States, by stream, of the streams that this process advanced since it was last asked. A stream that
-        has already given a batch of an uncommitted step is left for the next time."""
-        with self._lock:
-            self._note_live()
-            states = {
-                stream: self._known[stream]
-                for stream in self._live
-                if stream in self._known and self._known[stream].position > self._told.get(stream, 0)
-            }
-            self._told.update({stream: known.position for stream, known in states.items()})
-            return states
-
     def note_live(self) -> None:
         """Remember where this process's own streams stand, as far as they are not beyond the last committed step."""
         with self._lock:
@@ -208,12 +194,10 @@ class SlotStreams(BaseDataLoader):
             self._note_live()
             return encode_states(self._known)
 
-    def learn(self, states: bytes | dict[int, StreamState]) -> None:
+    def learn(self, states: bytes) -> None:
         """Keeps those of `states` that are newer than what is known."""
-        if not isinstance(states, dict):
-            states = decode_states(states)
         with self._lock:
-            for stream, state in states.items():
+            for stream, state in decode_states(states).items():
                 if stream not in self._known or state.position > self._known[stream].position:
                     self._known[stream] = state
                 live = self._live.get(stream)

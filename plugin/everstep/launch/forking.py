@@ -1,0 +1,196 @@
+"""Processes forked on request, from one that has everything imported and no thread of its own.
+
+Forking is safe because whoever forks here initialises no CUDA and starts no thread (pyarrow's jemalloc has one of its
+own and stops it around a fork). Requests and answers are JSON objects, one a packet of a SOCK_SEQPACKET socketpair:
+
+    {"id", "run": "module:function", "args", "log", "env"}    call `run` with `args`, its output appended to `log`
+    {"id", "pid"}                                             it was forked
+    {"pid", "exitcode"}                                       it has ended; a fork point's children only
+
+Two processes fork: the warm process detaches what it forks, whose parent becomes the supervisor (`fork_detached`); a
+fork point keeps its children, and tells its agent how they ended (`ForkPoint`).
+"""
+
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from everstep.run.lifeline import die_with_adopter, die_with_parent
+
+MAX_PACKET = 1 << 20
+
+
+def redirect_output(path: Path) -> None:
+    """Append stdout and stderr of this process to `path`, line by line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _resolve(name: str):
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def become(request: dict, parent_pid: int) -> None:
+    """Turn this forked process into what was asked for, which dies with `parent_pid`; never returns."""
+    status = 1
+    try:
+        die_with_adopter(parent_pid)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.environ.update(request["env"])
+        redirect_output(Path(request["log"]))
+        status = _resolve(request["run"])(*request["args"]) or 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001  the last frame of a process: report whatever it was
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def fork_detached(request: dict, adopter_pid: int, channel: socket.socket) -> int:
+    """Fork a grandchild that runs `request`, in a session of its own; returns its pid. The child in between ends at
+    once, and `adopter_pid`, a subreaper above this process, becomes the parent."""
+    pid_r, pid_w = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        os.close(pid_r)
+        pid = os.fork()
+        if pid:
+            os.write(pid_w, str(pid).encode())
+            os._exit(0)
+        os.close(pid_w)
+        channel.close()
+        os.setsid()  # a terminal's Ctrl-C is for the supervisor to handle
+        become(request, adopter_pid)
+    os.close(pid_w)
+    pid = int(os.read(pid_r, 32))
+    os.close(pid_r)
+    os.waitpid(middle, 0)
+    return pid
+
+
+class Forker:
+    """The side that asks: sends requests, collects answers without blocking. `pid` is the process that forks."""
+
+    gone = False
+    """Whether the other side has closed: that process has ended."""
+
+    def __init__(self, channel: socket.socket, pid: int):
+        self.pid = pid
+        self._channel = channel
+        self._channel.setblocking(False)
+        self._next_id = 0
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def fork(self, run: str, args: Sequence, log: Path, env: Mapping[str, str] | None = None) -> int:
+        """Ask for a process that calls `run` ("module:function") with `args` (JSON), with `env` besides ours; returns
+        the request's id."""
+        self._next_id += 1
+        request = {"id": self._next_id, "run": run, "args": list(args), "log": str(log), "env": dict(env or {})}
+        self._channel.send(json.dumps(request).encode())
+        return self._next_id
+
+    def answers(self) -> list[dict]:
+        """What has arrived since the last call."""
+        found = []
+        while True:
+            try:
+                packet = self._channel.recv(MAX_PACKET)
+            except BlockingIOError:
+                return found
+            except ConnectionResetError:
+                packet = b""
+            if not packet:
+                self.gone = True
+                return found
+            found.append(json.loads(packet))
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class ForkPoint(Forker):
+    """A copy of this process, from which it forks others that are to find everything imported.
+
+    It dies with its maker, and its children die with it. Must be made from the main thread, before this process has
+    others.
+    """
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        maker = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                die_with_parent(maker)
+                ours.close()
+                os.closerange(0, 1)
+                os.open(os.devnull, os.O_RDONLY)  # the lowest that is free: 0
+                # A batch system signals every process of a job, a terminal every one in the foreground: a stop must
+                # reach the children through their agent.
+                for stop in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                    signal.signal(stop, signal.SIG_IGN)
+                _serve_children(theirs)
+                status = 0
+            except BaseException:  # noqa: BLE001  the last frame of a process
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        theirs.close()
+        super().__init__(ours, pid)
+
+
+def _serve_children(channel: socket.socket) -> None:
+    """Fork a child for each request, and tell when and how each ended. Returns when the other side closes."""
+    own_pid = os.getpid()
+    children: dict[int, int] = {}  # pids by pidfd
+    waiting = select.poll()
+    waiting.register(channel, select.POLLIN)
+    while True:
+        ready = [fd for fd, _ in waiting.poll()]
+        ended = []
+        for fd in children.keys() & set(ready):
+            waiting.unregister(fd)
+            os.close(fd)
+            ended.append(os.waitpid(children.pop(fd), 0))
+        exits = [{"pid": pid, "exitcode": os.waitstatus_to_exitcode(status)} for pid, status in ended]
+        # Of those that ended between two looks, one that a signal killed had no time to fail at another's death.
+        for exit_ in sorted(exits, key=lambda one: one["exitcode"] >= 0):
+            channel.send(json.dumps(exit_).encode())
+        if channel.fileno() in ready:
+            packet = channel.recv(MAX_PACKET)
+            if not packet:
+                return
+            request = json.loads(packet)
+            pid = os.fork()
+            if pid == 0:
+                channel.close()
+                for fd in children:
+                    os.close(fd)
+                become(request, own_pid)
+            fd = os.pidfd_open(pid)
+            waiting.register(fd, select.POLLIN)
+            children[fd] = pid
+            channel.send(json.dumps({"id": request["id"], "pid": pid}).encode())

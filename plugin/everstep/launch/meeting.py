@@ -1,0 +1,209 @@
+"""How the agents of one group meet, on one node or on several. The only file of this room that imports torch."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import DistNetworkError, TCPStore
+
+from everstep.run.files import read_json, write_json
+
+POLL_S = 0.1
+STORE_TIMEOUT = timedelta(seconds=60)
+PEER_BEAT_S = 0.5
+PEER_SILENCE_S = 30.0
+"""An agent of the group that was there and has said nothing for this long is gone, its node with it perhaps."""
+
+FIRST_NODE_GONE = "the agent on node 0 of this group is gone"
+UNLIMITED_RESTARTS = 2**31 - 1
+
+
+class NodeLost(RuntimeError):
+    """The agent on another node of this group is gone: a batch system has to start the group again."""
+
+
+class AskedToStop(Exception):
+    """While the other nodes of the group were awaited."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One incarnation of a group's workers, as one of its nodes sees it."""
+
+    host: str
+    port: int
+    """Where the workers' store listens."""
+    node_rank: int
+    sizes: list[int]
+    """How many ranks each node has."""
+    store: TCPStore | None
+    """On node 0, which serves it for as long as this object is there."""
+
+    @property
+    def ranks(self) -> range:
+        """Of this node."""
+        first = sum(self.sizes[: self.node_rank])
+        return range(first, first + self.sizes[self.node_rank])
+
+    def environment(self, rank: int, role: str, run_id: str, restarts: int) -> dict[str, str]:
+        """What torchrun documents that a worker finds in its environment."""
+        size = str(sum(self.sizes))
+        return {
+            "LOCAL_RANK": str(rank - self.ranks.start),
+            "RANK": str(rank),
+            "GROUP_RANK": str(self.node_rank),
+            "ROLE_RANK": str(rank),
+            "ROLE_NAME": role,
+            "LOCAL_WORLD_SIZE": str(len(self.ranks)),
+            "WORLD_SIZE": size,
+            "GROUP_WORLD_SIZE": str(len(self.sizes)),
+            "ROLE_WORLD_SIZE": size,
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(UNLIMITED_RESTARTS),
+            "TORCHELASTIC_RUN_ID": run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }
+
+
+def _serve_store(host: str) -> TCPStore:
+    """A fresh store on a free port of `host` only; by itself it would listen on every interface."""
+    listener = socket.create_server((host, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=STORE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+class Meeting:
+    """Where the agents of one group meet, each of which runs the workers of one node.
+
+    Every incarnation of the workers is a round, with a fresh store of the workers' own that node 0 serves. The agents
+    of a group on several nodes share the run directory: node 0 serves a store for as long as its agent lives and
+    publishes its address there, under the group's claim, so that agents of an earlier start do not meet those of a
+    later one. A node whose workers died joins the next round; the others see that it waits and follow. Each agent
+    counts up a beat in the store, and reads the others': whoever is alone ends with NodeLost instead of waiting for
+    ever. All stay until the workers of all have finished, node 0 the longest.
+
+    Args:
+        file: one per group.
+        claim: of this start of the group.
+        nodes, node_rank: of the group.
+        ranks: of this node.
+        host: address that node 0 serves on.
+        stopping: whether to give up waiting.
+    """
+
+    def __init__(
+        self, file: Path, claim: str, nodes: int, node_rank: int, ranks: int, host: str, stopping: Callable[[], bool]
+    ) -> None:
+        self._file, self._claim, self._host = file, claim, host
+        self._nodes, self._node_rank, self._ranks, self._stopping = nodes, node_rank, ranks, stopping
+        self._store: TCPStore | None = None
+        self._round = 0
+        self._next_beat = 0.0
+        self._heard: dict[int, tuple[int, float]] = {}  # of the other nodes: beats so far, and when that was new
+
+    def next_round(self) -> Round:
+        """Join the next round, and wait for the other nodes. Raises NodeLost and AskedToStop."""
+        if self._nodes == 1:
+            own = _serve_store(self._host)
+            return Round(self._host, own.port, 0, [self._ranks], own)
+        try:
+            return self._join(self._meet())
+        except DistNetworkError as error:
+            raise NodeLost(FIRST_NODE_GONE) from error
+
+    def _join(self, store: TCPStore) -> Round:
+        self._round += 1
+        name = f"round-{self._round}"
+        store.delete_key(f"ended/{self._node_rank}")
+        store.set(f"{name}/ranks/{self._node_rank}", str(self._ranks))
+        store.add(f"{name}/joined", 1)
+        while store.add(f"{name}/joined", 0) < self._nodes:
+            self._pause()
+        own = None
+        if self._node_rank == 0:
+            own = _serve_store(self._host)
+            store.set(f"{name}/workers", f"{self._host} {own.port}")
+        while not store.check([f"{name}/workers"]):
+            self._pause()
+        host, port = store.get(f"{name}/workers").decode().split()
+        sizes = [int(store.get(f"{name}/ranks/{node}")) for node in range(self._nodes)]
+        return Round(host, int(port), self._node_rank, sizes, own)
+
+    def _meet(self) -> TCPStore:
+        """The store that all agents of this start of the group share."""
+        if self._store is not None:
+            return self._store
+        if self._node_rank == 0:
+            self._store = _serve_store(self._host)
+            write_json(self._file, {"claim": self._claim, "host": self._host, "port": self._store.port})
+            return self._store
+        while (found := read_json(self._file)).get("claim") != self._claim:
+            self._pause()
+        self._store = TCPStore(
+            found["host"], found["port"], is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False
+        )
+        return self._store
+
+    def _keep_in_touch(self, store: TCPStore) -> None:
+        """Beat, and listen. Raises NodeLost."""
+        now = time.monotonic()
+        if now < self._next_beat or self._stopping():
+            return
+        self._next_beat = now + PEER_BEAT_S
+        store.add(f"beats/{self._node_rank}", 1)
+        beats = {
+            node: store.add(f"beats/{node}", 0)
+            for node in range(self._nodes)
+            if node != self._node_rank and not store.check([f"left/{node}"])
+        }
+        for node, count in beats.items():
+            known, since = self._heard.get(node, (0, now))
+            if count != known:
+                self._heard[node] = (count, now)
+            elif known and now - since > PEER_SILENCE_S:
+                raise NodeLost(f"the agent on node {node} of this group has been silent for {PEER_SILENCE_S:g} s")
+
+    def _pause(self) -> None:
+        if self._stopping():
+            raise AskedToStop
+        if self._store is not None:
+            self._keep_in_touch(self._store)
+        time.sleep(POLL_S)
+
+    def is_awaited(self) -> bool:
+        """Whether another node has gone on to the next round and waits there for this one. Raises NodeLost."""
+        if self._store is None:
+            return False
+        try:
+            self._keep_in_touch(self._store)
+            return self._store.add(f"round-{self._round + 1}/joined", 0) > 0
+        except DistNetworkError as error:
+            raise NodeLost(FIRST_NODE_GONE) from error
+
+    def all_ended(self) -> bool:
+        """The workers of this node have finished: whether those of the others have as well. Raises NodeLost."""
+        if self._store is None:
+            return True
+        try:
+            self._store.set(f"ended/{self._node_rank}", "1")
+            if not self._store.check([f"ended/{node}" for node in range(self._nodes)]):
+                return False
+            self._store.set(f"left/{self._node_rank}", "1")
+            # Node 0 takes the store with it.
+            return self._node_rank != 0 or self._store.check([f"left/{node}" for node in range(self._nodes)])
+        except DistNetworkError as error:
+            raise NodeLost(FIRST_NODE_GONE) from error
