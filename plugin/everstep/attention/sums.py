@@ -164,9 +164,9 @@ class _Rows(NamedTuple):
 def _weighed(rows: torch.Tensor, *weights: torch.Tensor) -> list[torch.Tensor]:
     """Sums of rows (B, N_kv, rows, H), each with its weight (B, N_kv, rows), for every one of `weights`: (B, N_kv, H).
 
-    A matrix product, which a CPU is fast at. It may take its operands rounded, where PyTorch is told to: for what bounds
-    are made of, and not for what is compared. A compiler makes sums one pass with the squares that are their rows, and
-    a product two.
+    A matrix product, which a CPU is fast at. It may take its operands rounded, where PyTorch is told to: for what
+    bounds are made of, and not for what is compared. A compiler makes sums one pass with the squares that are their
+    rows, and a product two.
     """
     if torch.compiler.is_compiling():
         return [(weight.unsqueeze(-1) * rows).sum(-2) for weight in weights]
