@@ -169,16 +169,12 @@ def _serve_children(channel: socket.socket) -> None:
     waiting = select.poll()
     waiting.register(channel, select.POLLIN)
     while True:
-        ready = [fd for fd, _ in waiting.poll()]
-        ended = []
-        for fd in children.keys() & set(ready):
+        ready = {fd for fd, _ in waiting.poll()}
+        for fd in children.keys() & ready:
             waiting.unregister(fd)
             os.close(fd)
-            ended.append(os.waitpid(children.pop(fd), 0))
-        exits = [{"pid": pid, "exitcode": os.waitstatus_to_exitcode(status)} for pid, status in ended]
-        # Of those that ended between two looks, one that a signal killed had no time to fail at another's death.
-        for exit_ in sorted(exits, key=lambda one: one["exitcode"] >= 0):
-            channel.send(json.dumps(exit_).encode())
+            pid, status = os.waitpid(children.pop(fd), 0)
+            channel.send(json.dumps({"pid": pid, "exitcode": os.waitstatus_to_exitcode(status)}).encode())
         if channel.fileno() in ready:
             packet = channel.recv(MAX_PACKET)
             if not packet:

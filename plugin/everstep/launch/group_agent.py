@@ -33,6 +33,8 @@ BEAT_INTERVAL_S = 0.5
 PUSH_INTERVAL_S = 1.0
 ASK_AGAIN_S = 3.0
 """A worker that was asked to stop is asked again: a signal that comes while it starts is lost to its handler."""
+PEER_FAILS_WITHIN_S = 0.1
+"""For how long after an exit somebody who died of a signal is still taken for its cause."""
 FIRST_STEP_SLACK = 2.0
 """How much longer than the longest one before a first step may take: nothing is in a cache on a new node."""
 LONGEST_ERROR = 300
@@ -160,9 +162,10 @@ class GroupAgent:
             self._tell_stall(stall)
             self._workers.stop()
         if dead := self._dead():
-            self._workers.stop()
             hung = [one for one in dead if stall is not None and one.rank == stall.rank]
-            self._after_death((hung or dead)[0], stall)
+            first = hung[0] if hung else self._first_death()
+            self._workers.stop()
+            self._after_death(first, stall)
             self._start()
         elif not self.settings.stopping() and self._meeting.is_awaited():
             self._workers.stop()
@@ -238,6 +241,17 @@ class GroupAgent:
     def _dead(self) -> list[Ended]:
         """Those that ended before they had done their work, be it with status 0, in the order of their deaths."""
         return [one for one in self._workers.ended if one.exitcode != 0 or not self._is_done(one.rank)]
+
+    def _first_death(self) -> Ended:
+        """The one that brought the group down. Whom a signal killed takes a while to give its memory back, during which
+        a peer may notice and fail."""
+        deadline = time.monotonic() + PEER_FAILS_WITHIN_S
+        while True:
+            first = min(self._dead(), key=lambda one: one.exitcode >= 0)
+            left_s = deadline - time.monotonic()
+            if first.exitcode < 0 or not self._workers.running or left_s <= 0:
+                return first
+            self._workers.wait(left_s)
 
     def _has_committed(self) -> bool:
         """Whether these workers have committed a step. Looks twice a second at most, and no more once they have."""
