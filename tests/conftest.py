@@ -21,21 +21,21 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 FIRST = (
-    "test_simulation.py",
-    "test_protocol.py",
-    "test_run_shapes.py",
-    "test_promise.py",
-    "test_run_faults.py",
-    "test_slurm_runs.py",
-    "test_run_torchrun.py",
-    "test_recipes.py",
-    "test_snapshot_faults.py",
-    "test_snapshot_survival.py",
-    "test_semi_rounds.py",
-    "test_launch_processes.py",
-    "test_semi_runs.py",
-    "test_snapshot_lost.py",
-    "test_attention_override.py",
+    "simulation/test_simulation.py",
+    "step/test_protocol.py",
+    "run/test_shapes.py",
+    "step/test_promise.py",
+    "run/test_faults.py",
+    "slurm/test_runs.py",
+    "run/test_torchrun.py",
+    "recipes/test_recipes.py",
+    "snapshot/test_faults.py",
+    "snapshot/test_survival.py",
+    "semi/test_rounds.py",
+    "launch/test_processes.py",
+    "semi/test_runs.py",
+    "snapshot/test_lost.py",
+    "attention/test_override.py",
 )
 """The files that take longest. Where two processes share the files, neither has one of these left at the end; and those
 that wait most go with those that compute most."""
@@ -43,7 +43,7 @@ that wait most go with those that compute most."""
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(FIRST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+    items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
 
 
 @pytest.hookimpl(trylast=True)

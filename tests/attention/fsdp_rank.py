@@ -1,4 +1,4 @@
-"""One of two ranks that train a checked debug model under FSDP with bfloat16 parameters; see test_attention_ranks."""
+"""One of two ranks that train a checked debug model under FSDP with bfloat16 parameters; see test_ranks."""
 
 import json
 import os
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from everstep.attention import linear as checked
 from everstep.attention.injection import Fault
 from everstep.attention.section import AttentionCheck
-from test_attention_override import MODELS, aim, build, first, logits_and_gradients, plain_sdpa
+from test_override import MODELS, aim, build, first, logits_and_gradients, plain_sdpa
 
 HITS = ("wqkv.y", "wo.dx", "wqkv.dw", "scores", "dv")
 

@@ -1,4 +1,4 @@
-"""Run by `test_attention_kernels`: the kernels under Triton's interpreter, beside PyTorch's sums; one JSON line."""
+"""Run by `test_kernels`: the kernels under Triton's interpreter, beside PyTorch's sums; one JSON line."""
 
 import json
 from collections import Counter

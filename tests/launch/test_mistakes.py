@@ -1,6 +1,6 @@
 """Mistakes of a new user: each is told in a sentence, ends with the right status, and leaves nothing behind.
 
-Those that only torchtitan can see are in tests/run/test_run_refusals.py.
+Those that only torchtitan can see are in tests/run/test_refusals.py.
 """
 
 import os

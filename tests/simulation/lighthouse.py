@@ -2,7 +2,7 @@
 
 Ported: `quorum_compute` (fast quorum, min_replicas, more than half of the healthy, join timeout), the tick on every
 request, ids, and the request handler's loop. Not ported: `shrink_only` and commit failures, which nobody here sends.
-`test_simulation_lighthouse.py` runs it against the real one.
+`test_lighthouse.py` runs it against the real one.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Private names of torch that this room relies on, each with what it is for.
 
 Nothing here imports torch: the command line and an agent that has not begun do without.
-tests/launch/test_launch_private.py says which of the names a release has taken away.
+tests/launch/test_private.py says which of the names a release has taken away.
 """
 
 import sys

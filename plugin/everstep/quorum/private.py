@@ -1,6 +1,6 @@
 """Private and experimental names of torch that this room relies on, each with what it is for.
 
-tests/quorum/test_quorum_private.py says which of them a release has taken away.
+tests/quorum/test_private.py says which of them a release has taken away.
 """
 
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Private names of torch that this room relies on; tests/snapshot/test_snapshot_private.py says which are gone."""
+"""Private names of torch that this room relies on; tests/snapshot/test_private.py says which are gone."""
 
 import torch
 

@@ -78,7 +78,7 @@ def lines_of(action) -> int:
 
     def tracer(frame, event, arg):
         nonlocal count
-        if not frame.f_code.co_filename.endswith(("buffer.py", "test_snapshot_publication.py")):
+        if not frame.f_code.co_filename.endswith(("buffer.py", "test_publication.py")):
             return None
         count += event == "line"
         return tracer
@@ -100,7 +100,7 @@ def die_at_line(action, number: int) -> None:
 
         def tracer(frame, event, arg):
             nonlocal count
-            if not frame.f_code.co_filename.endswith(("buffer.py", "test_snapshot_publication.py")):
+            if not frame.f_code.co_filename.endswith(("buffer.py", "test_publication.py")):
                 return None
             count += event == "line"
             if count >= number:

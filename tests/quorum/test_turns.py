@@ -6,7 +6,7 @@ import time
 import pytest
 
 from everstep.quorum.turns import Turns
-from test_quorum_gate import Lighthouse, asks
+from quorum.test_gate import Lighthouse, asks
 
 JOIN_S = 5.0
 """The join timeout of the lighthouse there."""

@@ -11,8 +11,8 @@ import pytest
 
 from everstep.report.protection import Protection
 from everstep.snapshot.buffer import HEADER_BYTES
+from snapshot.test_faults import frozen
 from snapshot_cluster import Cluster, wait_until
-from test_snapshot_faults import frozen
 
 GROUPS = 16
 """In two parity groups, of the even and of the odd numbers."""

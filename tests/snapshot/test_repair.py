@@ -13,9 +13,9 @@ from everstep.snapshot.board import Channels
 from everstep.snapshot.buffer import HEADER_BYTES, BufferReader, BufferWriter, SnapshotError, chunk_digests
 from everstep.snapshot.repair import RepairError, _exchange, repair
 from everstep.snapshot.segment import Segment
+from snapshot.test_faults import frozen
+from snapshot.test_publication import header_of
 from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, file_of, wait_until
-from test_snapshot_faults import frozen
-from test_snapshot_publication import header_of
 
 SCALE = 8
 """Of the state: parts of several MiB in their checksums' chunks, in 3 groups."""

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.cudagraph import wrap_with_cuda_graph
 
+from attention.test_override import MODELS, L, build, first, plain_sdpa, trainer_config
 from everstep.attention.guard import Guard
 from everstep.attention.injection import Fault, StandingFault, inject
 from everstep.attention.schedule import SLOTS_MEASURED, SlotSchedule
 from everstep.attention.section import AttentionCheck, Inject
 from everstep.titan import attention as override
 from replayed import Graph, Operations, graphs, memory, tensors
-from test_attention_override import MODELS, L, build, first, plain_sdpa, trainer_config
 
 KERNEL = "aten._scaled_dot_product_flash_attention_for_cpu"
 

@@ -9,8 +9,8 @@ import pytest
 from everstep.run.events import read_events
 from everstep.snapshot import peers
 from everstep.snapshot.buffer import HEADER_BYTES, BufferReader
+from snapshot.test_repair import SCALE, is_whole
 from snapshot_cluster import Cluster, assert_is_step, file_of, in_keepers, wait_until
-from test_snapshot_repair import SCALE, is_whole
 
 
 def goes_on(run: Cluster, *steps: int) -> None:

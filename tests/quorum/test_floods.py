@@ -12,7 +12,7 @@ import pytest
 from everstep import wire
 from everstep.quorum.gate import PURPOSE
 from everstep.quorum.identity import replica_id
-from test_quorum_gate import LIFE, SOON, Lighthouse, asks
+from quorum.test_gate import LIFE, SOON, Lighthouse, asks
 
 GROWTH_BYTES = 150 << 20
 CONNECTIONS = 4
