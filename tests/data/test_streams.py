@@ -363,3 +363,18 @@ def test_a_state_from_elsewhere_is_not_unpickled(datasets, tokenizer, monkeypatc
     heir.learn(states)
     assert flat(heir.microbatch(3, 0)) == expected
     assert b"\x80\x04" not in states
+
+
+@pytest.mark.parametrize("dataset", ["map", "iterable"])
+def test_what_a_loaders_own_process_says_of_a_stream_is_of_that_batch(dataset, datasets, tokenizer):
+    """It sends its dataset's state in the background, and reads the next batches meanwhile."""
+    config = base(dataset, num_workers=1)
+    owner = streams(config, tokenizer, 1)
+    for step in range(1, 9):
+        owner.microbatch(step, 0)
+        owner.committed(step)
+        told = owner.known_states()
+        heir = streams(config, tokenizer, 1)
+        heir.learn(told)
+        heir.committed(step)
+        assert flat(heir.microbatch(step + 1, 0)) == flat(owner.microbatch(step + 1, 0)), f"after {step}"

@@ -116,7 +116,7 @@ def cut_short(trainer, worker, steps):
 
     trainer.step_optimizer = counted
     trainer._reducer.begin(trainer.column, HOUR, trainer.committed + 1)
-    trainer._reducer.begin_slot(last=False)
+    trainer._reducer.begin_slot(last=False, apart=False)
     with contextlib.suppress(CutError):
         trainer.compute(trainer.committed + 1, worker)
     assert len(made) == steps
@@ -250,7 +250,7 @@ def run(scenario):
         trainer._reducer.begin(sums, HOUR, round_)
         for worker in there:
             sums.inner_steps = 0
-            trainer._reducer.begin_slot(last=worker == there[-1])
+            trainer._reducer.begin_slot(last=worker == there[-1], apart=False)
             trainer.compute(round_, worker)
             trainer._reducer.end_slot()
         trainer._reducer.finish()

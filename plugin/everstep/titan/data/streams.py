@@ -12,6 +12,8 @@ is plain values (`everstep.data.plain`), never a pickle. A batch is kept until i
 that failed asks for it again."""
 
 import contextlib
+import copy
+import functools
 import json
 import logging
 import re
@@ -44,6 +46,7 @@ class _Stream:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             self.loader = build()
+            _let_states_be_copies(self.loader)
             if known:
                 _load_state(self.loader, plain.decode(known.state))
             self._batches = iter(self.loader)
@@ -57,6 +60,18 @@ class _Stream:
     def state(self) -> StreamState:
         """Raises PlainError if the dataloader's state is not made of plain values."""
         return StreamState(self.position, plain.encode(_state_of(self.loader)))
+
+
+def _let_states_be_copies(loader: BaseDataLoader) -> None:
+    """A loader's worker process hands a dataset's state to a thread that sends it while the worker reads on. torchtitan's
+    datasets give their own buffers, which would be sent as they are by then, with tokens of later batches."""
+    dataset = getattr(loader, "dataset", None)
+    if getattr(loader, "num_workers", 0) and hasattr(dataset, "state_dict"):
+        dataset.state_dict = functools.partial(_copied_state, type(dataset), dataset)
+
+
+def _copied_state(kind: Any, dataset: Any) -> dict[str, Any]:
+    return copy.deepcopy(kind.state_dict(dataset))
 
 
 def _state_of(loader: BaseDataLoader) -> dict[str, Any]:
