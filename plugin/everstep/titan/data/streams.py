@@ -63,8 +63,9 @@ class _Stream:
 
 
 def _let_states_be_copies(loader: BaseDataLoader) -> None:
-    """A loader's own process hands its dataset's state to a thread that sends it while the process reads on. torchtitan's
-    datasets give their buffers themselves, which would be sent as they are by then, with tokens of later batches."""
+    """A loader's own process hands its dataset's state to a thread that sends it while the process reads on.
+    torchtitan's datasets give their buffers themselves, which would be sent as they are by then, with tokens of later
+    batches."""
     dataset: Any = getattr(loader, "dataset", None)
     if getattr(loader, "num_workers", 0) and hasattr(dataset, "state_dict"):
         dataset.state_dict = functools.partial(_copied_state, type(dataset), dataset)
