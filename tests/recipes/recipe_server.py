@@ -20,7 +20,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -79,18 +78,12 @@ def train_alone(config, folder):
 
 def forked(function, *arguments, log):
     """Fork a process that calls `function` and says what it says in `log`; its pid."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
+
+    def run():
         forking.redirect_output(Path(log))
         function(*arguments)
-        status = 0
-    except BaseException:  # noqa: BLE001  the last frame of a process
-        traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(status)
+
+    return forking.forked(run)
 
 
 def alone(config, ranks, folder):

@@ -48,23 +48,18 @@ class ReadyWarm(warm.WarmProcess):
     def prepare(cls):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                ours.close()
-                os.setsid()
-                die_with_parent(parent)
-                if told := theirs.recv(LONGEST):
-                    order = json.loads(told)
-                    os.environ.update(order["environ"])
-                    forking.redirect_output(Path(order["log"]))
-                    warm.serve(theirs, parent, order["modules"])
-                status = 0
-            except BaseException:  # noqa: BLE001  the last frame of a process
-                traceback.print_exc()
-            finally:
-                os._exit(status)
+
+        def serve():
+            ours.close()
+            os.setsid()
+            die_with_parent(parent)
+            if told := theirs.recv(LONGEST):
+                order = json.loads(told)
+                os.environ.update(order["environ"])
+                forking.redirect_output(Path(order["log"]))
+                warm.serve(theirs, parent, order["modules"])
+
+        pid = forking.forked(serve)
         theirs.close()
         cls.ready = ours, pid
 

@@ -59,7 +59,7 @@ class Checks:
         """What `allowance` says, on the device, where a graph reads it."""
         self._timed: list[tuple[int, str, Any, Any]] = []
         # Asked once: to look for a device takes as long as a small check.
-        self._device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self._device = torch.accelerator.current_accelerator(check_available=True)
         self._told: Plan | None = None
         self._fixed = self.schedule.fixed
         self.injector = Injector(section.inject, rank)

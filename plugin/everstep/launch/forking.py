@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from everstep.run.lifeline import die_with_adopter, die_with_parent
@@ -64,6 +64,22 @@ def become(request: dict, parent_pid: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def forked(run: Callable[[], None]) -> int:
+    """Fork a process that calls `run` and ends: with status 0, or 1 and the traceback of what it raised; its pid."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            run()
+            status = 0
+        except BaseException:  # noqa: BLE001  the last frame of a process
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    return pid
 
 
 def fork_detached(request: dict, adopter_pid: int, channel: socket.socket) -> int:
@@ -140,24 +156,19 @@ class ForkPoint(Forker):
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         maker = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                die_with_parent(maker)
-                ours.close()
-                os.closerange(0, 1)
-                os.open(os.devnull, os.O_RDONLY)  # the lowest that is free: 0
-                # A batch system signals every process of a job, a terminal every one in the foreground: a stop must
-                # reach the children through their agent.
-                for stop in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-                    signal.signal(stop, signal.SIG_IGN)
-                _serve_children(theirs)
-                status = 0
-            except BaseException:  # noqa: BLE001  the last frame of a process
-                traceback.print_exc()
-            finally:
-                os._exit(status)
+
+        def serve() -> None:
+            die_with_parent(maker)
+            ours.close()
+            os.closerange(0, 1)
+            os.open(os.devnull, os.O_RDONLY)  # the lowest that is free: 0
+            # A batch system signals every process of a job, a terminal every one in the foreground: a stop must reach
+            # the children through their agent.
+            for stop in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                signal.signal(stop, signal.SIG_IGN)
+            _serve_children(theirs)
+
+        pid = forked(serve)
         theirs.close()
         super().__init__(ours, pid)
 
