@@ -85,7 +85,8 @@ def _listening(pid):
 
 
 def test_two_groups_of_torchrun_train_as_one_and_survive_a_kill(tmp_path, processes, start):
-    config = write_config(tmp_path / "torchrun.toml", fault_tolerance={"groups": 2})
+    # More steps than the group that is left can make until torchrun has started the killed one again.
+    config = write_config(tmp_path / "torchrun.toml", training={"steps": 10_000}, fault_tolerance={"groups": 2})
     run = Torchrun(config, tmp_path / "run", processes)
     groups = [run.group(0), run.group(1)]
     run.wait_for("a common step", lambda e: e["kind"] == "commit" and len(e["groups"]) == 2)

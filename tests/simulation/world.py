@@ -171,6 +171,8 @@ class World:
         self.unfit: set[str] = set()
         """Starts of groups that were found at fault."""
         self.spoiling: dict[int, int] = {}
+        self.computing: dict[str, list[int]] = {}
+        """Rank → the groups that have a state in the last quorum that it told of."""
         self.slow: dict[int, float] = {}
         self.fell: Counter[str] = Counter()
         self.last_event = 0.0
@@ -187,6 +189,8 @@ class World:
     # What the parts of the world ask for
 
     def note(self, who: str, kind: str, step: int | None, fields: dict[str, Any]) -> None:
+        if kind == "quorum":
+            self.computing[who] = [group for group in fields["groups"] if group not in fields["joiners"]]
         if kind == "audit":
             self.audited(who, fields["differing"])
         if self._tracing:
@@ -198,8 +202,11 @@ class World:
         for group in self.groups.values():
             life = group.life
             if life is not None and who.startswith(f"{life.name}/"):
-                # Of those that no audit has found sound since they took over a state, it may name the wrong ones.
-                life.named = life.proven and group.id in differing
+                voters = [self.groups[number].life for number in self.computing[who]]
+                most_sound = 2 * sum(voter is not None and voter.flipped() for voter in voters) < len(voters)
+                # Of those that no audit has found sound since they took over a state, it may name the wrong ones. Nor can
+                # it tell which of two is the ill one.
+                life.named = life.proven and most_sound and group.id in differing
                 life.proven = group.id not in differing
                 if group.id in differing:
                     life.accused_step = life.ranks[0].work.state.step
