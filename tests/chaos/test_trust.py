@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 
 import psutil
@@ -18,7 +17,6 @@ from everstep.chaos.storage import FILLER, own_segments
 from everstep.chaos.target import LocalTarget, _keeps
 from everstep.chaos.undo import Undo
 from everstep.chaos.view import Proc, View
-from everstep.launch.machine import private_folder
 from everstep.run.directory import LaunchError, RunDir, holder_of
 from everstep.run.events import EventLog, read_events
 from everstep.run.files import read_json, write_json
@@ -198,26 +196,6 @@ def test_the_launcher_is_who_holds_the_lock(tmp_path, victim):
     run.unlock()
     reader.kill()
     reader.wait()
-
-
-def test_a_note_about_a_private_folder_removes_no_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
-    first = private_folder(tmp_path)
-    assert private_folder(tmp_path) != first
-    assert not first.exists()
-    victims = [tmp_path / "everstep-precious", tmp_path / "tmp" / "everstep-shared"]
-    for one in victims:
-        one.mkdir()
-        (tmp_path / "state" / "private").write_text(str(one))
-        private_folder(tmp_path)
-        assert one.exists()
-    precious = tmp_path / "precious"
-    precious.mkdir(mode=0o700)
-    (tmp_path / "tmp" / "everstep-link").symlink_to(precious)
-    (tmp_path / "state" / "private").write_text(str(tmp_path / "tmp" / "everstep-link"))
-    private_folder(tmp_path)
-    assert precious.exists()
 
 
 def test_a_draft_is_nobodys_link_and_what_is_read_is_a_file(tmp_path):

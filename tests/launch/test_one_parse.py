@@ -41,16 +41,16 @@ def settled(tmp_path, monkeypatch):
     (tmp_path / "run.toml").write_text(CONFIG)
     settings = run_settings(tmp_path / "run.toml", tmp_path / "run", None, 1, None, None, FLAGS)
     settings.run_dir.mkdir()
-    answer = tmp_path / "answer"
-    prepare.main(str(settings.config), str(settings.run_dir), settings.flags, 1, str(answer), here=False)
-    assert json.loads(answer.read_text())["steps"] == 7
+    prepare.main(str(settings.config), str(settings.run_dir), settings.flags, 1, here=False)
+    assert prepare.take_answer(settings.run_dir)["steps"] == 7
+    assert not prepare.take_answer(settings.run_dir)
     return settings
 
 
 def test_workers_do_not_apply_flags_to_what_flags_have_decided(settled, monkeypatch):
     monkeypatch.setattr("signal.signal", lambda *_: None)  # a supervisor's handlers
     supervisor = Supervisor(settled, RunDir(settled.run_dir))
-    supervisor._devices, supervisor._private = [None, None], settled.run_dir
+    supervisor._devices = [None, None]
     config = ConfigManager().parse_args(worker_argv(supervisor._agent_settings(1), "http://h:1"))
     assert config.parallelism.data_parallel_replicate_degree == 1, "each replica became a group"
     assert (config.training.steps, config.snapshot.interval, config.debug.seed) == (7, 3, 0)

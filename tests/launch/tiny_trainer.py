@@ -15,6 +15,7 @@ import time
 import tomllib
 from pathlib import Path
 
+from everstep.launch.prepare import leave_answer
 from everstep.run.beats import Heartbeat
 from everstep.run.events import EventLog
 from everstep.run.poison import deaths_at
@@ -71,7 +72,7 @@ def fail(*_):
     raise RuntimeError("a peer is gone")
 
 
-def prepare(config, run_dir, flags, ranks, answer, *_):
+def prepare(config, run_dir, flags, *_):
     """Settle the config without torchtitan: all of it is flags."""
     (Path(run_dir) / "config.toml").write_text(f"flags = {json.dumps(flags)}")
-    Path(answer).write_text(json.dumps({"steps": int(flag(flags, "--training.steps", "1000000"))}))
+    leave_answer(Path(run_dir), {"steps": int(flag(flags, "--training.steps", "1000000"))})

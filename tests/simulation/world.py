@@ -204,8 +204,8 @@ class World:
             if life is not None and who.startswith(f"{life.name}/"):
                 voters = [self.groups[number].life for number in self.computing[who]]
                 most_sound = 2 * sum(voter is not None and voter.flipped() for voter in voters) < len(voters)
-                # Of those that no audit has found sound since they took over a state, it may name the wrong ones. Nor can
-                # it tell which of two is the ill one.
+                # Of those that no audit has found sound since they took over a state, it may name the wrong ones; nor
+                # can it tell which of two is ill.
                 life.named = life.proven and most_sound and group.id in differing
                 life.proven = group.id not in differing
                 if group.id in differing:

@@ -11,7 +11,7 @@ from typing import Any
 
 from everstep.config.errors import ConfigError
 from everstep.run.exits import USAGE_EXIT
-from everstep.run.files import write_json, write_whole
+from everstep.run.files import read_json, write_json, write_whole
 
 
 def main(
@@ -19,7 +19,6 @@ def main(
     run_dir: str,
     flags: Sequence[str],
     ranks: int,
-    answer: str,
     allow_dropped: bool = False,
     here: bool = True,
 ) -> int:
@@ -27,15 +26,30 @@ def main(
 
     `here`: whether this machine is one that trains; a login node need not have a GPU.
 
-    Writes {"steps", "identity", "devices", "warnings"} or {"error": sentence} to the file `answer`.
+    Leaves {"steps", "identity", "devices", "warnings"} or {"error": sentence} for `take_answer`.
     """
     os.environ["WORLD_SIZE"] = str(ranks)  # what the workers will see
     try:
         found, status = _settle(Path(config), Path(run_dir), flags, ranks, allow_dropped, here), 0
     except ConfigError as error:
         found, status = {"error": str(error)}, USAGE_EXIT
-    write_json(Path(answer), found)
+    leave_answer(Path(run_dir), found)
     return status
+
+
+def leave_answer(run_dir: Path, found: dict[str, Any]) -> None:
+    write_json(_answer_file(run_dir), found)
+
+
+def take_answer(run_dir: Path) -> dict[str, Any]:
+    """What `main` left, once; empty if it left nothing."""
+    answer = read_json(_answer_file(run_dir))
+    _answer_file(run_dir).unlink(missing_ok=True)
+    return answer
+
+
+def _answer_file(run_dir: Path) -> Path:
+    return run_dir / "state" / "prepared.json"
 
 
 def judge(

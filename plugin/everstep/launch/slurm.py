@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from everstep import files
+from everstep.launch.prepare import take_answer
 from everstep.report.protection import Protection
 from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
-from everstep.run.directory import LaunchError, over_file, stop_file
+from everstep.run.directory import LaunchError, ask_to_stop, over_file, stop_file
 from everstep.run.events import read_events
 from everstep.run.files import read_json, write_json
 
@@ -132,8 +133,7 @@ def describe_submission(submission: Submission, jobs: Mapping[str, int]) -> str:
 def stop(run_dir: Path) -> str:
     """Ask for a clean stop: every group finishes its step, one writes the last checkpoint. Pending tasks are
     cancelled. Returns what was done."""
-    stop_file(run_dir).parent.mkdir(parents=True, exist_ok=True)
-    stop_file(run_dir).touch()
+    ask_to_stop(run_dir)
     said = [f"asked every group of {run_dir} to finish its step and to stop"]
     job = read_json(job_file(run_dir)).get("groups")
     if job and any(task.state == "PENDING" for task in states_of(job)):
@@ -250,15 +250,12 @@ def settle(
 ) -> list[str]:
     """Check the config as groups of `ranks` will and put it, resolved, into the run directory; what the user should
     know of it. Raises LaunchError."""
-    answer = run_dir / "state" / "prepared.json"
-    answer.parent.mkdir(parents=True, exist_ok=True)
-    order = [str(config), str(run_dir), ["--fault_tolerance.groups", str(groups), *flags], ranks, str(answer)]
-    order += [allow_dropped, False]
+    take_answer(run_dir)  # of an earlier submission that was killed
+    order = [str(config), str(run_dir), ["--fault_tolerance.groups", str(groups), *flags], ranks, allow_dropped, False]
     code = "import sys, json; from everstep.launch.prepare import main; main(*json.loads(sys.argv[1]))"
     command = [sys.executable, "-c", code, json.dumps(order)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = read_json(answer) or {"error": done.stderr.strip()[-2000:]}
-    answer.unlink(missing_ok=True)
+    found = take_answer(run_dir) or {"error": done.stderr.strip()[-2000:]}
     if "error" in found:
         raise LaunchError(found["error"])
     return found.get("warnings", [])

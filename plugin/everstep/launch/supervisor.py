@@ -5,16 +5,13 @@ events, act. Of a child only the pid is remembered; the state of the run is in t
 supervisor that was killed can simply be started again.
 """
 
-import json
 import os
 import re
-import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -22,12 +19,13 @@ import everstep
 from everstep.config.sections import FaultTolerance
 from everstep.launch.agent import AgentSettings
 from everstep.launch.local_lighthouse import LocalLighthouse
-from everstep.launch.machine import HOST, devices_of_groups, private_folder
+from everstep.launch.machine import HOST, devices_of_groups
+from everstep.launch.prepare import take_answer
 from everstep.launch.warm import PRELOAD, WarmProcess
 from everstep.report.live import Teller, telling
 from everstep.report.serve import PageServer
 from everstep.run.beats import agent_beat_path, forget_beats, read_beat
-from everstep.run.directory import LaunchError, RunDir, leaves_nothing, read_toml, stop_file
+from everstep.run.directory import LaunchError, RunDir, ask_to_stop, leaves_nothing, read_toml, stop_file
 from everstep.run.events import EventLog, EventTail
 from everstep.run.exits import GAVE_UP_EXIT, KILLED_EXIT
 from everstep.run.lifeline import adopt_orphans
@@ -129,7 +127,6 @@ class Supervisor:
         """By group, the error of workers that ended by themselves before they had committed a step."""
         self._unusable = ""
         self._refused = False
-        self._private = private_folder(run_dir.path)
 
     def run(self) -> int:
         """Until all groups have ended; returns the exit status: 0 for done or a clean stop, 130 when cut
@@ -142,6 +139,7 @@ class Supervisor:
             self._tail.skip_to_end()
             forget_beats(self.run_dir.path)
             stop_file(self.run_dir.path).unlink(missing_ok=True)
+            take_answer(self.run_dir.path)  # of an earlier start that was killed
             self._start_warm()
             while not self._over():
                 self._reap()
@@ -169,7 +167,6 @@ class Supervisor:
             self._kill_everything()
             for signum, handler in self._old_handlers.items():
                 signal.signal(signum, handler)
-            shutil.rmtree(self._private, ignore_errors=True)
             self._lighthouse.close()
             self._events.close()
             if self._teller is not None:
@@ -226,7 +223,7 @@ class Supervisor:
         if not self._prepared:
             flags = ["--fault_tolerance.groups", str(settings.groups), *settings.flags]  # the user's win
             args = [str(settings.config), str(self.run_dir.path), flags, settings.ranks_per_group]
-            args += [str(self._private / "prepared"), settings.allow_dropped]
+            args += [settings.allow_dropped]
             self._fork("prepare", settings.prepare, args, "prepare.log")
         elif not self._lighthouse.up:
             self._start_lighthouse()
@@ -312,13 +309,11 @@ class Supervisor:
             self._agent_ended(int(name.removeprefix("agent-")), exitcode)
 
     def _prepare_ended(self, exitcode: int) -> None:
-        try:
-            found: dict[str, Any] = json.loads((self._private / "prepared").read_text())
-        except FileNotFoundError:
-            found = {"error": f"checking the config failed ({exitcode}), see {self.run_dir.path}/logs/prepare.log."}
+        failed = f"checking the config failed ({exitcode}), see {self.run_dir.path}/logs/prepare.log."
+        answer = take_answer(self.run_dir.path)
+        found = answer or {"error": failed}
         if "error" in found:
-            self._unusable = found["error"]
-            self._refused = (self._private / "prepared").exists()
+            self._unusable, self._refused = found["error"], bool(answer)
             return
         self._prepared = True
         settings = self.settings
@@ -438,7 +433,7 @@ class Supervisor:
             return
         self._stops_obeyed = self._stops
         self._events.emit("stopping")
-        stop_file(self.run_dir.path).touch()  # stays, for an agent or worker that misses the signal
+        ask_to_stop(self.run_dir.path)  # stays, for an agent or worker that misses the signal
         for index, group in enumerate(self.groups):
             if f"agent-{index}" in self._pids:
                 self._signal(f"agent-{index}", signal.SIGTERM)

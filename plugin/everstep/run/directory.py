@@ -131,3 +131,9 @@ def bad_node_file(run_dir: Path, group: int) -> Path:
 def stop_file(run_dir: Path) -> Path:
     """Asks every agent of the run for a clean stop, as long as it is there."""
     return Path(run_dir) / "state" / "stop"
+
+
+def ask_to_stop(run_dir: Path) -> None:
+    """Make `stop_file`."""
+    stop_file(run_dir).parent.mkdir(parents=True, exist_ok=True)
+    stop_file(run_dir).touch()
