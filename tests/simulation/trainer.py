@@ -229,8 +229,11 @@ class SimWork:
         world = self._world
         self._together("save", self.state.step)
         world.scheduler.pause(0.05, world.plan.save_s)
-        self._together("saved", self.state.step)
         world.save(self.rank, self.state)
+        self._together("written", self.state.step)
+        if self.rank.number == 0:
+            world.saved(self.rank.life, self.state.step)
+        self._together("saved", self.state.step)
 
     def checksum(self) -> int | None:
         every = self._world.plan.audit_every

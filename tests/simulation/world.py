@@ -158,7 +158,7 @@ class World:
         self.doors: dict[str, Door] = {}
         self.groups: dict[int, Group] = {}
         self.disk: dict[int, list[State]] = {}
-        """Step → a state for each rank column, once all of them are written."""
+        """Step → a state for each rank column, once rank 0 has said that all of them are written."""
         self._writing: dict[tuple[str, int], dict[int, State]] = {}
         self.finished = -1
         self.finished_for_all = False
@@ -266,13 +266,15 @@ class World:
                 self.judge.violate("does not leave", f"{rank.life.name} was asked to {STAYS} commits ago")
 
     def _judge_audit(self, rank: Rank, commit: Commit) -> None:
-        """Where most groups are sound, the next audits send one that is not away."""
+        """Where most groups are sound, the next audits send one that is not away. Those that took over a state since
+        the last one have no voice in it: they may have it from the one that is ill."""
         every, life = self.plan.audit_every, rank.life
         if not every or commit.step % every:
             return
         members = [other for other in self.with_state() if other.group.id in commit.groups]
         ill = [other for other in members if other.flipped()]
-        if ill == [life] and len(members) >= 3:
+        voters = [other for other in members if other.proven]
+        if ill == [life] and len(members) >= 3 and 2 * sum(voter.flipped() for voter in voters) <= len(voters):
             life.audits_passed += 1
             if life.audits_passed > AUDITS:
                 self.judge.violate("audit without effect", f"{life.name} differs since {AUDITS} audits")
@@ -350,10 +352,12 @@ class World:
 
     def save(self, rank: Rank, state: State) -> None:
         """A rank has written its part of a checkpoint."""
-        parts = self._writing.setdefault((rank.life.name, state.step), {})
-        parts[rank.number] = state
-        if len(parts) == self.plan.ranks:
-            self.disk[state.step] = [parts[number] for number in range(self.plan.ranks)]
+        self._writing.setdefault((rank.life.name, state.step), {})[rank.number] = state
+
+    def saved(self, life: Life, step: int) -> None:
+        """All parts are written, and now what says so."""
+        parts = self._writing[life.name, step]
+        self.disk[step] = [parts[number] for number in range(self.plan.ranks)]
 
     def restorable(self, rank: Rank) -> State:
         """The newest state that the group's own snapshots, another group's or the disk have whole; the start if none
