@@ -74,12 +74,12 @@ def test_a_mistake_ends_the_run_at_once_in_one_sentence(tmp_path, mistake):
 
 
 PREPARE = """
-import json, sys
+import json, pathlib, sys
 from everstep.launch import warm
 warm.preload(("torchtitan.train",))
-from everstep.launch.prepare import main
+from everstep.launch.prepare import main, take_answer
 for call in json.loads(sys.argv[1]):
-    print("status", main(*call), json.load(open(call[-1])).get("error"))
+    print("status", main(*call), take_answer(pathlib.Path(call[1])).get("error"))
 """
 
 
@@ -93,7 +93,7 @@ def test_every_mistake_is_found_before_anything_starts(tmp_path):
         if "--ranks-per-group" in flags:
             flags, ranks = [], 2
         flags = ["--fault_tolerance.groups", "3", *flags]
-        calls.append([str(config), str(tmp_path / f"run-{index}"), flags, ranks, str(tmp_path / "answer")])
+        calls.append([str(config), str(tmp_path / f"run-{index}"), flags, ranks])
     command = [sys.executable, "-c", PREPARE, json.dumps(calls)]
     done = ran(command, env=environment(), cwd=tmp_path, timeout=COMPLETE_S)
     answers = [line for line in done.stdout.splitlines() if line.startswith("status ")]
