@@ -113,6 +113,7 @@ def test_a_stopped_run_continues_in_its_directory_with_another_number_of_groups(
 
 @pytest.mark.slow
 def test_one_of_two_groups_goes_on_alone_while_the_other_is_stopped(resumed):
+    resumed.wait_for_step((0, 1))  # before its first one a worker may take long
     stopped = resumed.kill(0, signum=signal.SIGSTOP)
     resumed.wait_for_step((1,), after=stopped + 2.0)
     stalled = resumed.wait_for("workers_stalled", after=stopped, group=0)

@@ -68,6 +68,7 @@ def nothing_was_written(run_dir):
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_ends_the_run_at_once_in_one_sentence(tmp_path, mistake):
     sections, args, words = MISTAKES[mistake]
+    (tmp_path / "tokenizer.json").write_text("{}")  # of hf_assets_path = "."
     said = refused(write_config(tmp_path / "bad.toml", **sections), tmp_path / "run", *args)
     assert all(word in said for word in words), said
     assert nothing_was_written(tmp_path / "run")
