@@ -17,9 +17,10 @@ from torchtitan.hf_datasets.text_datasets import (
     InterleavedHuggingFaceTextDataLoader,
 )
 
+from everstep.data import plain
 from everstep.data.slots import SlotSource
 from everstep.data.stream_states import StreamState, decode_states, encode_states
-from everstep.titan.data.streams import SlotStreams
+from everstep.titan.data.streams import SlotStreams, _state_of
 
 SEQ_LEN, BATCH = 16, 2
 
@@ -145,6 +146,44 @@ def test_a_stream_restored_after_its_last_document_was_read_still_gives_the_rows
         owner.committed(step)
     with pytest.raises(DataloaderExhaustedError):
         heir.microbatch(len(expected) + 1, 0)
+
+
+def shuffled(register):
+    rows = [{"text": f"<{number}>" + "abcdefg"[: number % 7]} for number in range(80)]
+    register("shuffled", lambda path: Dataset.from_list(rows).to_iterable_dataset(4).shuffle(seed=1, buffer_size=5))
+    return base("shuffled")
+
+
+def mixed_until_all_end(register):
+    for name, count in (("short", 9), ("long", 17)):
+        rows = [{"text": f"<{name} {number}>" + "abcdefg"[: number % 7]} for number in range(count)]
+        register(name, lambda path, rows=rows: Dataset.from_list(rows).to_iterable_dataset(2))
+    sources = [HFDataSource(dataset=name, weight=2 - at, infinite=False) for at, name in enumerate(("short", "long"))]
+    return InterleavedHuggingFaceTextDataLoader.Config(sources=sources, stopping_strategy="all_exhausted")
+
+
+@pytest.mark.parametrize("kind", [shuffled, mixed_until_all_end])
+def test_where_a_state_leaves_something_out_streams_are_read_from_their_beginning(register, tokenizer, kind):
+    """Rows in a shuffle buffer, or which sources of a mixture have ended: who loads such a state reads other rows."""
+    config = kind(register)
+    expected = uninterrupted(config, tokenizer, 2, 30)[1]
+    owner = streams(config, tokenizer, 2)
+    for step, batch in enumerate(expected, 1):
+        heir = streams(config, tokenizer, 2)
+        heir.learn(owner.known_states())
+        if step > 1:  # a checkpoint of before may have it
+            state = plain.encode(_state_of(owner._live[1].loader))
+            heir.learn(encode_states({1: StreamState(step - 1, state)}))
+        heir.committed(step - 1)
+        for group in (heir, owner):
+            if batch is None:
+                with pytest.raises(DataloaderExhaustedError):
+                    group.microbatch(step, 1)
+            else:
+                assert flat(group.microbatch(step, 1)) == batch, f"step {step}"
+        if batch is None:
+            break
+        owner.committed(step)
 
 
 def test_a_batch_is_the_same_again_until_its_step_is_committed_and_after_a_rollback(datasets, tokenizer, monkeypatch):

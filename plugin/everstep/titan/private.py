@@ -77,6 +77,42 @@ def recorded_again(trainer: Any) -> Callable[..., torch.Tensor]:
     return wrap_with_cuda_graph(trainer._forward_backward_body)
 
 
+# Datasets of torchtitan and of Hugging Face.
+
+
+def _parts(dataset: Any) -> list[Any]:
+    """A dataset, and the datasets and the sources of their examples that it is made of."""
+    from datasets import iterable_dataset as hf
+    from torch.utils.data import Dataset
+
+    kinds = Dataset, hf.IterableDataset, hf._BaseExamplesIterable
+    found: dict[int, Any] = {}
+    left = [dataset]
+    while left:
+        part = left.pop()
+        if isinstance(part, list) and part and isinstance(part[0], kinds):
+            left += part
+        elif isinstance(part, kinds) and id(part) not in found:
+            found[id(part)] = part
+            left += vars(part).values()
+    return list(found.values())
+
+
+def lost_in_state(dataset: Any) -> str:
+    """What a dataset's state does not have, so that it goes on with other rows once that is loaded; empty where nothing
+    is known to be lost."""
+    from datasets.iterable_dataset import BufferShuffledExamplesIterable
+    from torchtitan.hf_datasets.interleaved import InterleavedDataset
+
+    for part in _parts(dataset):
+        if isinstance(part, BufferShuffledExamplesIterable):
+            return "the rows in a shuffle buffer"
+        reads_again = isinstance(part, InterleavedDataset) and part._stopping_strategy == "all_exhausted"
+        if reads_again and not all(getattr(source, "infinite", False) for source in part._datasets):
+            return "which of its sources have ended"
+    return ""
+
+
 # torchtitan's checkpoint manager. Methods of it that ours stand in for are marked with `foreign.overrides`: `_save` and
 # `_close`, which its public ones call, and `_should_save`.
 
