@@ -417,3 +417,20 @@ def test_what_a_loaders_own_process_says_of_a_stream_is_of_that_batch(dataset, d
         heir.learn(told)
         heir.committed(step)
         assert flat(heir.microbatch(step + 1, 0)) == flat(owner.microbatch(step + 1, 0)), f"after {step}"
+
+
+def test_processes_of_a_loader_count_their_epochs_each_for_itself(datasets, tokenizer):
+    """Two processes read a stream of their own each, again and again; who takes one over reads what its owner does."""
+    config = base("iterable", num_workers=2)
+    owner, again = (streams(config, tokenizer, 2) for _ in range(2))
+    for step in range(1, 31):
+        told = owner.known_states()
+        batch = flat(owner.microbatch(step, 1))
+        assert flat(again.microbatch(step, 1)) == batch, f"step {step}"
+        if step > 14 and step % 2:  # the first epoch ends
+            heir = streams(config, tokenizer, 2)
+            heir.learn(told)
+            heir.committed(step - 1)
+            assert flat(heir.microbatch(step, 1)) == batch, f"step {step}"
+        owner.committed(step)
+        again.committed(step)

@@ -43,6 +43,7 @@ def test_what_is_read_of_datasets_is_there():
     assert issubclass(BufferShuffledExamplesIterable, _BaseExamplesIterable)
     data = Dataset.from_list([{"text": ""}]).to_iterable_dataset().shuffle(seed=1)
     assert isinstance(data._ex_iterable, BufferShuffledExamplesIterable)
+    assert data._epoch == data.epoch == 0
     text = HuggingFaceTextDataset.__new__(HuggingFaceTextDataset)
     mixture = InterleavedDataset([text], [1.0], stopping_strategy="all_exhausted")
     assert (mixture._datasets, mixture._stopping_strategy) == ([text], "all_exhausted")

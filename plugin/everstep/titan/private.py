@@ -98,6 +98,16 @@ def _parts(dataset: Any) -> list[Any]:
     return list(found.values())
 
 
+def count_epochs_apart(dataset: Any) -> None:
+    """Have each process that reads a dataset count its own epochs. Those of Hugging Face are counted in memory that a
+    loader's processes share, where each that ends one moves the others on: which rows come next is a matter of luck."""
+    from datasets import IterableDataset
+
+    for part in _parts(dataset):
+        if isinstance(part, IterableDataset):
+            replace(part, "_epoch", part.epoch)
+
+
 def lost_in_state(dataset: Any) -> str:
     """What a dataset's state does not have, so that it goes on with other rows once that is loaded; empty where nothing
     is known to be lost."""

@@ -50,6 +50,7 @@ class _Stream:
             torch.default_generator.manual_seed(seed)
             self.loader = build()
             dataset = getattr(self.loader, "dataset", None)
+            private.count_epochs_apart(dataset)
             self._lost = private.lost_in_state(dataset)
             if self._lost:
                 known = None
