@@ -243,7 +243,7 @@ class Guard:
 
     @contextlib.contextmanager
     def timing(self, section: str, device: torch.device) -> Iterator[None]:
-        """Around a check: measures what it takes, the first few times, for adaptive rates."""
+        """Around a check, or a part of one: measures what it takes, for adaptive rates."""
         checks = self.checks
         if not checks.schedule.measuring(self.layer, section):
             yield
