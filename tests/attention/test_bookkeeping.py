@@ -435,7 +435,7 @@ def test_cheap_checks_meet_the_risk_below_the_ceiling():
 def test_even_the_least_rates_keep_below_the_ceiling():
     schedule = scheduled(flops=1.0, check_s=1.0)
     assert schedule.plan.overhead == pytest.approx(0.02)
-    assert schedule.rate(0, "wo.y") == pytest.approx(0.002)
+    assert schedule.rate(0, "wo.y") == pytest.approx(0.002 / 1.02)
 
 
 def test_a_plan_is_news_once():
@@ -530,7 +530,24 @@ def test_what_a_check_takes_is_what_the_last_ones_took():
         schedule.slot_took(0.01)
     schedule.committed()
     assert schedule.plan.overhead == pytest.approx(0.02)
-    assert schedule.rate(0, "wo.y") == pytest.approx(0.02 * 0.01 / 6e-4)
+    assert schedule.rate(0, "wo.y") == pytest.approx(0.02 / 1.02 * 0.01 / 6e-4)
+
+
+@pytest.mark.parametrize("ceiling", [0.1, 0.5])
+def test_the_ceiling_is_a_share_of_what_slots_take_without_their_checks(ceiling):
+    """A slot of a second, in which as many checks as are made add 0.1 s each."""
+    schedule, spent = Schedule(None, max_overhead=ceiling), []
+    for step in range(1, 200):
+        for slot in range(2):
+            schedule.begin(step, slot)
+            checked = [layer for layer in range(20) if not schedule.idle(layer)]
+            took = 0.1 * sum(schedule.checking(layer, "wo.y", flops=1e17, cost=1.0) for layer in checked)
+            for layer in checked if took else ():
+                schedule.took(layer, "wo.y", 0.1)
+            schedule.slot_took(1.0 + took)
+            spent.append(took)
+        schedule.committed()
+    assert 0.9 * ceiling < sum(spent[40:]) / len(spent[40:]) < 1.05 * ceiling
 
 
 @pytest.mark.parametrize("path", ["explicit", "fused"])

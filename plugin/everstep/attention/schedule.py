@@ -161,6 +161,7 @@ class Schedule:
         self._begun = self._committed = 0
         """Slots, by now and at the last commit."""
         self._slot_seconds: deque[float] = deque(maxlen=REMEMBERED)
+        """Of the last slots, without checks."""
         self._sections: dict[tuple[int, str], _Section] = {}
         self._found: dict[int, int] = {}
         self._layers: set[int] = set()
@@ -304,7 +305,8 @@ class Schedule:
 
     def slot_took(self, seconds: float, *, checked: bool = False) -> None:
         """A slot, its checks included, took so long. checked: whether all of it was."""
-        self._slot_seconds.append(seconds)
+        # Checks may be as much of it as they may ever be: without them it took this at least.
+        self._slot_seconds.append(seconds / (1 + self.max_overhead))
 
     def measuring(self, layer: int, section: str) -> bool:
         """Whether it is of use to know what a check of this section takes."""
@@ -370,6 +372,6 @@ class SlotSchedule(Schedule):
         self.checked_flops += checked * self._all.flops
         self._took[checked].append(seconds)
         if not checked:
-            super().slot_took(seconds)
+            self._slot_seconds.append(seconds)
         if min(map(len, self._took.values())) >= 2 + SLOTS_MEASURED:
             self._all.seconds = max(0.0, min(self._took[True]) - min(self._took[False]))
