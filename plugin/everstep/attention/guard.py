@@ -236,8 +236,6 @@ class Guard:
         flops: of what the check protects. cost: elements that the check reads. The answer is the same for
             every call in one slot, so that activation checkpointing runs the same operations twice.
         """
-        if self.checks.schedule.idle(self.layer):
-            return False
         again = not backward and recomputing()
         return self.checks.schedule.checking(self.layer, section, flops=0.0 if again else flops, cost=cost)
 

@@ -215,7 +215,7 @@ class Schedule:
         return self.fixed == 0.0 or layer in self._idle
 
     def checking(self, layer: int, section: str, *, flops: float, cost: float) -> bool:
-        """Whether this call, of a layer that is not idle, is checked: the same answer for every call in one slot."""
+        """Whether this call is checked: the same answer for every call in one slot."""
         if self.fixed is not None and self.fixed in (0.0, 1.0):
             return self.fixed == 1.0
         entry = self._sections.get((layer, section))
