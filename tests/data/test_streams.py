@@ -3,6 +3,7 @@
 import json
 import logging
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch.distributed.checkpoint as dcp
 from datasets import Dataset, load_dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torchtitan.components.dataloader import DataloaderExhaustedError
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.data import IterableDataset
+from torchtitan.components.dataloader import DataloaderExhaustedError, ParallelAwareDataloader
 from torchtitan.hf_datasets.text_datasets import (
     HFDataSource,
     HuggingFaceTextDataLoader,
@@ -434,3 +437,50 @@ def test_processes_of_a_loader_count_their_epochs_each_for_itself(datasets, toke
             assert flat(heir.microbatch(step, 1)) == batch, f"step {step}"
         owner.committed(step)
         again.committed(step)
+
+
+class CountsNoEpochs(IterableDataset, Stateful):
+    """Reads its data again and again, as torchtitan's multimodal dataset does, which needs torchvision."""
+
+    def __init__(self, data):
+        self._data = data
+
+    def _get_data_iter(self):
+        return iter(self._data)
+
+    def __iter__(self):
+        while True:
+            for row in self._get_data_iter():
+                yield {"input": torch.tensor([row["n"]])}, torch.tensor([row["n"]])
+
+    def state_dict(self):
+        return {"data": self._data.state_dict()}
+
+    def load_state_dict(self, state):
+        self._data.load_state_dict(state["data"])
+
+
+class CountsNoEpochsLoader(ParallelAwareDataloader):
+    @dataclass(kw_only=True, slots=True)
+    class Config(ParallelAwareDataloader.Config):
+        pass
+
+    def __init__(self, config, *, dp_rank, dp_world_size, local_batch_size, **_):
+        data = Dataset.from_list([{"n": n} for n in range(7)]).to_iterable_dataset()
+        workers = {"num_workers": config.num_workers, "snapshot_every_n_steps": 1}
+        super().__init__(CountsNoEpochs(data), dp_rank, dp_world_size, batch_size=local_batch_size, **workers)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_epoch_after_the_one_of_a_state_begins_at_the_beginning(tokenizer, workers):
+    config = CountsNoEpochsLoader.Config(num_workers=workers)
+    owner = streams(config, tokenizer, 1)
+    for step in range(1, 9):
+        heir = streams(config, tokenizer, 1)
+        heir.learn(owner.known_states())
+        heir.committed(step - 1)
+        read = [flat(heir.microbatch(step + more, 0))["labels"] for more in range(8)]
+        assert read == [[[(2 * (step + more) - 2 + at) % 7] for at in range(BATCH)] for more in range(8)]
+        owner.microbatch(step, 0)
+        owner.committed(step)

@@ -44,6 +44,8 @@ def test_what_is_read_of_datasets_is_there():
     data = Dataset.from_list([{"text": ""}]).to_iterable_dataset().shuffle(seed=1)
     assert isinstance(data._ex_iterable, BufferShuffledExamplesIterable)
     assert data._epoch == data.epoch == 0
+    assert data._starting_state_dict is None
+    assert callable(HuggingFaceTextDataset._get_data_iter)
     text = HuggingFaceTextDataset.__new__(HuggingFaceTextDataset)
     mixture = InterleavedDataset([text], [1.0], stopping_strategy="all_exhausted")
     assert (mixture._datasets, mixture._stopping_strategy) == ([text], "all_exhausted")

@@ -5,7 +5,8 @@ says which, before a run does. torchtitan is imported by whoever calls: it asks 
 `train_on` comes before.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,6 +107,21 @@ def count_epochs_apart(dataset: Any) -> None:
     for part in _parts(dataset):
         if isinstance(part, IterableDataset):
             replace(part, "_epoch", part.epoch)
+
+
+def load_states_once(dataset: Any) -> None:
+    """Have a dataset that goes on from a state begin its next epoch at the beginning. Hugging Face's begin each
+    iteration of the state's epoch at the state, and torchtitan's multimodal dataset never counts another epoch."""
+    from datasets import IterableDataset
+
+    for part in _parts(dataset):
+        if hasattr(part, "_get_data_iter") and isinstance(part._data, IterableDataset):
+            replace(part, "_get_data_iter", partial(_rest_of_epoch, type(part), part))
+
+
+def _rest_of_epoch(kind: Any, dataset: Any) -> Iterator[Any]:
+    yield from kind._get_data_iter(dataset)
+    replace(dataset._data, "_starting_state_dict", None)
 
 
 def lost_in_state(dataset: Any) -> str:

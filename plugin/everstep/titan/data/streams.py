@@ -51,6 +51,7 @@ class _Stream:
             self.loader = build()
             dataset = getattr(self.loader, "dataset", None)
             private.count_epochs_apart(dataset)
+            private.load_states_once(dataset)
             self._lost = private.lost_in_state(dataset)
             if self._lost:
                 known = None
