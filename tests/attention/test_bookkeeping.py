@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from everstep.attention import linear
+from everstep.attention import explicit, fused, linear
 from everstep.attention.evidence import Allowance, Sighting, Statement, Verdict, decode, encode, judge, shared
 from everstep.attention.findings import Deviation, FindingLog, outcome
 from everstep.attention.guard import Checks
 from everstep.attention.injection import Fault, Injector, inject
+from everstep.attention.masks import Visible
 from everstep.attention.schedule import (
     HALF_LIFE_STEPS,
     PRIOR_ERRORS_PER_FLOP,
@@ -434,7 +435,7 @@ def test_cheap_checks_meet_the_risk_below_the_ceiling():
 def test_even_the_least_rates_keep_below_the_ceiling():
     schedule = scheduled(flops=1.0, check_s=1.0)
     assert schedule.plan.overhead == pytest.approx(0.02)
-    assert schedule.rate(0, "wo.y") == pytest.approx(0.002)
+    assert schedule.rate(0, "wo.y") == pytest.approx(0.002 / 1.02)
 
 
 def test_a_plan_is_news_once():
@@ -522,12 +523,66 @@ def test_what_a_check_takes_is_what_the_last_ones_took():
     schedule = Schedule(None, max_overhead=0.02)
     schedule.begin(1, 0)
     schedule.checking(0, "wo.y", flops=1e16, cost=1.0)
-    for took in (*[1e-4] * 12, *[6e-4] * 8, 1e-4):
-        schedule.took(0, "wo.y", took)
-    schedule.slot_took(0.01)
+    for slot, took in enumerate((*[1e-4] * 12, *[6e-4] * 8, 1e-4)):
+        schedule.begin(1, slot)
+        schedule.took(0, "wo.y", took / 2)  # two calls, or two parts of one
+        schedule.took(0, "wo.y", took / 2)
+        schedule.slot_took(0.01)
     schedule.committed()
     assert schedule.plan.overhead == pytest.approx(0.02)
-    assert schedule.rate(0, "wo.y") == pytest.approx(0.02 * 0.01 / 6e-4)
+    assert schedule.rate(0, "wo.y") == pytest.approx(0.02 / 1.02 * 0.01 / 6e-4)
+
+
+@pytest.mark.parametrize("ceiling", [0.1, 0.5])
+def test_the_ceiling_is_a_share_of_what_slots_take_without_their_checks(ceiling):
+    """A slot of a second, in which as many checks as are made add 0.1 s each."""
+    schedule, spent = Schedule(None, max_overhead=ceiling), []
+    for step in range(1, 200):
+        for slot in range(2):
+            schedule.begin(step, slot)
+            checked = [layer for layer in range(20) if not schedule.idle(layer)]
+            took = 0.1 * sum(schedule.checking(layer, "wo.y", flops=1e17, cost=1.0) for layer in checked)
+            for layer in checked if took else ():
+                schedule.took(layer, "wo.y", 0.1)
+            schedule.slot_took(1.0 + took)
+            spent.append(took)
+        schedule.committed()
+    assert 0.9 * ceiling < sum(spent[40:]) / len(spent[40:]) < 1.05 * ceiling
+
+
+@pytest.mark.parametrize("path", ["explicit", "fused"])
+def test_all_that_checks_of_a_section_take_in_a_slot_counts(make_bench, monkeypatch, path):
+    """Both passes of a checkpointed forward, and each product of attention as matrices."""
+    bench, spent = make_bench(frequency="adaptive", path=path), {}
+    schedule, q = bench.checks.schedule, torch.randn(1, 300, 2, 16, requires_grad=True)
+    w, sums, seen = torch.randn(16, 16, requires_grad=True), linear.WeightSums(), Visible(causal=True)
+    took = schedule.took
+
+    def note(layer, section, seconds):
+        spent.setdefault(section, {}).setdefault(slot, []).append(seconds)
+        took(layer, section, seconds)
+
+    def attend(q, k, v, guard=None):
+        return explicit.attention(q, k, v, seen, guard=guard)[0], None
+
+    def block(q):
+        x = linear.linear(q, w, None, bench.guard, sums)
+        if path == "explicit":
+            return attend(x, x, x, bench.guard)[0]
+        return fused.attention(attend, x, x, x, scale=None, guard=bench.guard)[0]
+
+    monkeypatch.setattr(schedule, "took", note)
+    for slot in range(3):
+        bench.checks.begin(1, slot)
+        checkpoint(block, q, use_reentrant=False).sum().backward()
+        assert not bench.checks.refused()
+    bench.checks.committed()
+    per_slot = {section: [sum(all_of) for all_of in by_slot.values()] for section, by_slot in spent.items()}
+    forward = "attention.rerun" if path == "fused" else "attention.forward"
+    assert {"wqkv.y", "wqkv.dx", "wqkv.dw", forward, "attention.backward"} == set(per_slot)
+    assert all(len(all_of) > 1 for all_of in spent["wqkv.y"].values()), "checkpointing ran it once"
+    for section, slots in per_slot.items():
+        assert schedule._sections[3, section].seconds == pytest.approx(sorted(slots)[1])
 
 
 def adaptive(flops):

@@ -114,6 +114,12 @@ def fuzz(rounds, seed):
                 plain.decode(known.state)
 
 
+@pytest.mark.parametrize("tensor", [torch.zeros(2, dtype=torch.bfloat16), torch.eye(2).to_sparse()], ids=str)
+def test_a_tensor_that_is_no_array_of_numbers_is_named(tensor):
+    with pytest.raises(PlainError, match=r"state\['pixels'\] is a tensor that is no plain value"):
+        plain.encode({"pixels": tensor})
+
+
 def test_damaged_states_are_refused_or_are_plain_values():
     fuzz(2000, 1)
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,16 +11,19 @@ import torch.distributed.checkpoint as dcp
 from datasets import Dataset, load_dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torchtitan.components.dataloader import DataloaderExhaustedError
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.data import IterableDataset
+from torchtitan.components.dataloader import DataloaderExhaustedError, ParallelAwareDataloader
 from torchtitan.hf_datasets.text_datasets import (
     HFDataSource,
     HuggingFaceTextDataLoader,
     InterleavedHuggingFaceTextDataLoader,
 )
 
+from everstep.data import plain
 from everstep.data.slots import SlotSource
 from everstep.data.stream_states import StreamState, decode_states, encode_states
-from everstep.titan.data.streams import SlotStreams
+from everstep.titan.data.streams import SlotStreams, _state_of
 
 SEQ_LEN, BATCH = 16, 2
 
@@ -145,6 +149,44 @@ def test_a_stream_restored_after_its_last_document_was_read_still_gives_the_rows
         owner.committed(step)
     with pytest.raises(DataloaderExhaustedError):
         heir.microbatch(len(expected) + 1, 0)
+
+
+def shuffled(register):
+    rows = [{"text": f"<{number}>" + "abcdefg"[: number % 7]} for number in range(80)]
+    register("shuffled", lambda path: Dataset.from_list(rows).to_iterable_dataset(4).shuffle(seed=1, buffer_size=5))
+    return base("shuffled")
+
+
+def mixed_until_all_end(register):
+    for name, count in (("short", 9), ("long", 17)):
+        rows = [{"text": f"<{name} {number}>" + "abcdefg"[: number % 7]} for number in range(count)]
+        register(name, lambda path, rows=rows: Dataset.from_list(rows).to_iterable_dataset(2))
+    sources = [HFDataSource(dataset=name, weight=2 - at, infinite=False) for at, name in enumerate(("short", "long"))]
+    return InterleavedHuggingFaceTextDataLoader.Config(sources=sources, stopping_strategy="all_exhausted")
+
+
+@pytest.mark.parametrize("kind", [shuffled, mixed_until_all_end])
+def test_where_a_state_leaves_something_out_streams_are_read_from_their_beginning(register, tokenizer, kind):
+    """Rows in a shuffle buffer, or which sources of a mixture have ended: who loads such a state reads other rows."""
+    config = kind(register)
+    expected = uninterrupted(config, tokenizer, 2, 30)[1]
+    owner = streams(config, tokenizer, 2)
+    for step, batch in enumerate(expected, 1):
+        heir = streams(config, tokenizer, 2)
+        heir.learn(owner.known_states())
+        if step > 1:  # a checkpoint of before may have it
+            state = plain.encode(_state_of(owner._live[1].loader))
+            heir.learn(encode_states({1: StreamState(step - 1, state)}))
+        heir.committed(step - 1)
+        for group in (heir, owner):
+            if batch is None:
+                with pytest.raises(DataloaderExhaustedError):
+                    group.microbatch(step, 1)
+            else:
+                assert flat(group.microbatch(step, 1)) == batch, f"step {step}"
+        if batch is None:
+            break
+        owner.committed(step)
 
 
 def test_a_batch_is_the_same_again_until_its_step_is_committed_and_after_a_rollback(datasets, tokenizer, monkeypatch):
@@ -378,3 +420,67 @@ def test_what_a_loaders_own_process_says_of_a_stream_is_of_that_batch(dataset, d
         heir.learn(told)
         heir.committed(step)
         assert flat(heir.microbatch(step + 1, 0)) == flat(owner.microbatch(step + 1, 0)), f"after {step}"
+
+
+def test_processes_of_a_loader_count_their_epochs_each_for_itself(datasets, tokenizer):
+    """Two processes read a stream of their own each, again and again; who takes one over reads what its owner does."""
+    config = base("iterable", num_workers=2)
+    owner, again = (streams(config, tokenizer, 2) for _ in range(2))
+    for step in range(1, 31):
+        told = owner.known_states()
+        batch = flat(owner.microbatch(step, 1))
+        assert flat(again.microbatch(step, 1)) == batch, f"step {step}"
+        if step > 14 and step % 2:  # the first epoch ends
+            heir = streams(config, tokenizer, 2)
+            heir.learn(told)
+            heir.committed(step - 1)
+            assert flat(heir.microbatch(step, 1)) == batch, f"step {step}"
+        owner.committed(step)
+        again.committed(step)
+
+
+class CountsNoEpochs(IterableDataset, Stateful):
+    """Reads its data again and again, as torchtitan's multimodal dataset does, which needs torchvision."""
+
+    def __init__(self, data):
+        self._data = data
+
+    def _get_data_iter(self):
+        return iter(self._data)
+
+    def __iter__(self):
+        while True:
+            for row in self._get_data_iter():
+                yield {"input": torch.tensor([row["n"]])}, torch.tensor([row["n"]])
+
+    def state_dict(self):
+        return {"data": self._data.state_dict()}
+
+    def load_state_dict(self, state):
+        self._data.load_state_dict(state["data"])
+
+
+class CountsNoEpochsLoader(ParallelAwareDataloader):
+    @dataclass(kw_only=True, slots=True)
+    class Config(ParallelAwareDataloader.Config):
+        pass
+
+    def __init__(self, config, *, dp_rank, dp_world_size, local_batch_size, **_):
+        data = Dataset.from_list([{"n": n} for n in range(7)]).to_iterable_dataset()
+        workers = {"num_workers": config.num_workers, "snapshot_every_n_steps": 1}
+        super().__init__(CountsNoEpochs(data), dp_rank, dp_world_size, batch_size=local_batch_size, **workers)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_epoch_after_the_one_of_a_state_begins_at_the_beginning(tokenizer, workers):
+    config = CountsNoEpochsLoader.Config(num_workers=workers)
+    owner = streams(config, tokenizer, 1)
+    for step in range(1, 9):
+        heir = streams(config, tokenizer, 1)
+        heir.learn(owner.known_states())
+        heir.committed(step - 1)
+        read = [flat(heir.microbatch(step + more, 0))["labels"] for more in range(8)]
+        assert read == [[[(2 * (step + more) - 2 + at) % 7] for at in range(BATCH)] for more in range(8)]
+        owner.microbatch(step, 0)
+        owner.committed(step)

@@ -4,11 +4,15 @@ import inspect
 
 import pytest
 import torch._utils
+from datasets import Dataset
+from datasets.iterable_dataset import BufferShuffledExamplesIterable, _BaseExamplesIterable
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
 from torchtitan.components import metrics
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.distributed import activation_checkpoint
+from torchtitan.hf_datasets.interleaved import InterleavedDataset
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 from torchtitan.models.common import attention
 from torchtitan.trainer import Trainer
 
@@ -33,6 +37,18 @@ def test_torch_and_torchtitan_have_what_is_relied_on():
     assert parameters(metrics._get_metrics_rank) == ["parallel_dims", "pp_schedule"]
     assert callable(attention.FlexAttention._compiled_flex_attn)
     assert {"llama3", "qwen3", "deepseek_v3"} <= set(private.models())
+
+
+def test_what_is_read_of_datasets_is_there():
+    assert issubclass(BufferShuffledExamplesIterable, _BaseExamplesIterable)
+    data = Dataset.from_list([{"text": ""}]).to_iterable_dataset().shuffle(seed=1)
+    assert isinstance(data._ex_iterable, BufferShuffledExamplesIterable)
+    assert data._epoch == data.epoch == 0
+    assert data._starting_state_dict is None
+    assert callable(HuggingFaceTextDataset._get_data_iter)
+    text = HuggingFaceTextDataset.__new__(HuggingFaceTextDataset)
+    mixture = InterleavedDataset([text], [1.0], stopping_strategy="all_exhausted")
+    assert (mixture._datasets, mixture._stopping_strategy) == ([text], "all_exhausted")
 
 
 def test_experts_count_their_tokens_under_the_name_that_is_looked_for():

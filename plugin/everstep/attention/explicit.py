@@ -18,6 +18,7 @@ Heads: N query heads share N_kv key heads in groups of G; a block works on (B, N
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple
 
 import torch
@@ -325,7 +326,14 @@ class _Products:
         y = self._touch(section, a @ b)
         if self.guard is None or not self.checking:
             return y
-        return settle(self.guard, section, y, a, b, check, backward=self.backward)
+        with self._timing():
+            return settle(self.guard, section, y, a, b, check, backward=self.backward)
+
+    def _timing(self) -> AbstractContextManager[None]:
+        """Around what a check adds."""
+        if self.guard is None:
+            return nullcontext()
+        return self.guard.timing(BACKWARD if self.backward else FORWARD, self.ops.q.device)
 
     def context(self, block: _Block) -> tuple[torch.Tensor, torch.Tensor]:
         """O and the log of the sum of exponentials of a block's rows."""
@@ -354,8 +362,9 @@ class _Products:
         # Nothing below reads these where the call is not checked.
         weights = each = size = expected = weighed_ds = p_sums
         if self.checking:
-            weights = ops.key_weights(block)
-            each = weights[..., 1, :]
+            with self._timing():
+                weights = ops.key_weights(block)
+                each = weights[..., 1, :]
         outer = ops.growth(q.shape[-2] + k.shape[-2])
         dv = self._product(
             "dv", p.transpose(-1, -2), d_out, lambda y: _column_sums(y, each, weighed, p_sums, d_out, outer)
@@ -368,10 +377,11 @@ class _Products:
         )
         ds = dp.sub_(delta).mul_(p)
         if self.checking:
-            # p is not read again: its memory takes the magnitudes, and nothing of that size is allocated.
-            size = torch.abs(ds, out=p).sum(-1)
-            # Weighed sums of dS and sums of dQ's rows in one pass over dS.
-            weighed_ds, expected = _sums_over(ds, weights[..., 1:, :])
+            with self._timing():
+                # p is not read again: its memory takes the magnitudes, and nothing of that size is allocated.
+                size = torch.abs(ds, out=p).sum(-1)
+                # Weighed sums of dS and sums of dQ's rows in one pass over dS.
+                weighed_ds, expected = _sums_over(ds, weights[..., 1:, :])
         inner = ops.growth(k.shape[-2] + k.shape[-1])
         dq = self._product("dq", ds, k, lambda y: _signed_row_sums(y, expected, size, ops.k_sizes(block), inner))
         dk = self._product("dk", ds.transpose(-1, -2), q, lambda y: _column_sums(y, each, weighed_ds, size, q, outer))
@@ -393,23 +403,24 @@ class _Products:
         p = block.mask(scores).sub_(lse).exp_()
         if self.guard is None or not self.checking:
             return p, p.new_empty(0), p.new_empty(0)
-        largest = block.of_rows(self.ops.norms("q")) * block.of_keys(self.ops.norms("k")).amax(-1, keepdim=True)
-        unit = unit_roundoff(p.dtype) + self.ops.loss
-        bound = self.ops.growth(k.shape[-2]) + 8 * unit * (lse.squeeze(-1).abs() + largest)
-        expected = (~unseen).squeeze(-1).to(p.dtype)
-        weights = self.ops.key_weights(block)[..., :2, :]
-        sums, weighed = _sums_over(p, weights)
-        found = self.guard.widened(
-            "scores.backward", Deviation(expected - sums, bound, torch.full_like(sums, float(k.shape[-2])))
-        )
-        on_host = p.device.type == "cpu"
-        if on_host and not found.bad().any():
-            return p, sums, weighed
-        refused, recomputed = found.bad().sum(), 0
-        if on_host and self.guard.correct:
-            p = block.mask(q @ k.transpose(-1, -2)).sub_(lse).exp_()
+        with self._timing():
+            largest = block.of_rows(self.ops.norms("q")) * block.of_keys(self.ops.norms("k")).amax(-1, keepdim=True)
+            unit = unit_roundoff(p.dtype) + self.ops.loss
+            bound = self.ops.growth(k.shape[-2]) + 8 * unit * (lse.squeeze(-1).abs() + largest)
+            expected = (~unseen).squeeze(-1).to(p.dtype)
+            weights = self.ops.key_weights(block)[..., :2, :]
             sums, weighed = _sums_over(p, weights)
-            recomputed = 1
-            refused = Deviation(expected - sums, found.bound, found.bound).bad().sum()
-        self.guard.report("scores.backward", outcome(found, recomputed=recomputed, refused=refused), backward=True)
-        return p, sums, weighed
+            found = self.guard.widened(
+                "scores.backward", Deviation(expected - sums, bound, torch.full_like(sums, float(k.shape[-2])))
+            )
+            on_host = p.device.type == "cpu"
+            if on_host and not found.bad().any():
+                return p, sums, weighed
+            refused, recomputed = found.bad().sum(), 0
+            if on_host and self.guard.correct:
+                p = block.mask(q @ k.transpose(-1, -2)).sub_(lse).exp_()
+                sums, weighed = _sums_over(p, weights)
+                recomputed = 1
+                refused = Deviation(expected - sums, found.bound, found.bound).bad().sum()
+            self.guard.report("scores.backward", outcome(found, recomputed=recomputed, refused=refused), backward=True)
+            return p, sums, weighed

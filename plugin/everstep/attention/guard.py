@@ -236,14 +236,12 @@ class Guard:
         flops: of what the check protects. cost: elements that the check reads. The answer is the same for
             every call in one slot, so that activation checkpointing runs the same operations twice.
         """
-        if self.checks.schedule.idle(self.layer):
-            return False
         again = not backward and recomputing()
         return self.checks.schedule.checking(self.layer, section, flops=0.0 if again else flops, cost=cost)
 
     @contextlib.contextmanager
     def timing(self, section: str, device: torch.device) -> Iterator[None]:
-        """Around a check: measures what it takes, the first few times, for adaptive rates."""
+        """Around a check, or a part of one: measures what it takes, for adaptive rates."""
         checks = self.checks
         if not checks.schedule.measuring(self.layer, section):
             yield

@@ -122,7 +122,7 @@ def _watch_forward(
     pairs = q.shape[0] * q.shape[2] * float(q.shape[1]) ** 2 / 2
     flops = 2 * pairs * (q.shape[-1] + v.shape[-1])
     if guard.checking(FORWARD, flops=flops, cost=float(q.numel() + v.numel())):
-        with torch.no_grad(), unseen_by_checkpointing():
+        with torch.no_grad(), unseen_by_checkpointing(), guard.timing(FORWARD, q.device):
             found = look(q, k, v, out, lse, None, guard, scale, plain_scores).all()
             bad = found.bad()
             if not guard.looks(bad) or bad.any():

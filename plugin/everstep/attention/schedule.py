@@ -22,10 +22,10 @@ PRIOR_WEIGHT = 0.5
 """How many errors the prior counts for: little, so that the first own finding outweighs it."""
 
 SLOTS_MEASURED = 3
-"""Computations of slots after which what a section's check took is believed; the first ones are slow."""
+"""Slots with checks of a section after which what they took is believed; the first ones are slow."""
 
 REMEMBERED = 9
-"""The last checks of a section, and the last slots, of which what they took is known."""
+"""The last slots, and the last ones in which a section was checked, of which what they took is known."""
 
 LEAST_RATE = 1 / 64
 """No section is checked less under `adaptive`: where nothing is looked at, no error rate is measured."""
@@ -117,16 +117,17 @@ class _Section:
     cost: float
     vulnerability: float
     flops: float = 0.0
-    calls: int = 0
-    """Both in one slot: the last one in which its layer was looked at."""
+    """In one slot: the last one in which it was asked whether it is checked."""
     slot: int = 0
     """Which that was, of all that were begun."""
     rate: float = 1.0
     drawn: bool = True
     """Whether it is checked in this slot. Until its first step is over a section's load is not known: it is checked."""
+    taking: float = 0.0
+    """Seconds that its checks took in this slot so far."""
     took: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     seconds: float = math.inf
-    """What one check of it takes, with the sums that it finds kept or makes; inf: not measured."""
+    """What its checks take in a slot, with the sums that they find kept or make; inf: not measured."""
 
 
 class Schedule:
@@ -160,11 +161,14 @@ class Schedule:
         self._begun = self._committed = 0
         """Slots, by now and at the last commit."""
         self._slot_seconds: deque[float] = deque(maxlen=REMEMBERED)
+        """Of the last slots, without checks."""
         self._sections: dict[tuple[int, str], _Section] = {}
         self._found: dict[int, int] = {}
         self._layers: set[int] = set()
         self._idle: set[int] = set()
         self._drawn: list[_Section] = []
+        self._timed: list[_Section] = []
+        """Those of which something was measured in this slot."""
         self._line: tuple[list[_Section], list[_Section], list[float]] | None = ([], [], [])
         """Sections that are always checked, the others, and where the rates of those end on the line; None: not since
         some rate changed."""
@@ -173,6 +177,7 @@ class Schedule:
         """A slot's forward is about to run; whole: every call is checked, unless none ever is."""
         if self._found and step != self._step:
             self._line = None
+        self._end_slot()
         self._step, self._whole = step, whole
         self._begun += 1
         if self.fixed is not None and self.fixed in (0.0, 1.0):
@@ -210,7 +215,7 @@ class Schedule:
         return self.fixed == 0.0 or layer in self._idle
 
     def checking(self, layer: int, section: str, *, flops: float, cost: float) -> bool:
-        """Whether this call, of a layer that is not idle, is checked: the same answer for every call in one slot."""
+        """Whether this call is checked: the same answer for every call in one slot."""
         if self.fixed is not None and self.fixed in (0.0, 1.0):
             return self.fixed == 1.0
         entry = self._sections.get((layer, section))
@@ -219,9 +224,8 @@ class Schedule:
             self._drawn.append(entry)
             self._line = None
         if entry.slot != self._begun:
-            entry.slot, entry.flops, entry.calls = self._begun, 0.0, 0
+            entry.slot, entry.flops = self._begun, 0.0
         entry.flops += flops
-        entry.calls += bool(flops)
         entry.cost = cost
         checked = entry.drawn or self._whole
         if checked:
@@ -248,6 +252,7 @@ class Schedule:
     def committed(self) -> None:
         """The step is over: derive the rates of the next from the load of this one."""
         self.weights_version += 1
+        self._end_slot()
         slots, self._committed = self._begun - self._committed, self._begun
         sections = list(self._sections.values())
         if self.fixed is not None or not sections or not slots:
@@ -261,7 +266,7 @@ class Schedule:
         loads = [
             Load(
                 slots * section.flops,
-                section.cost if math.isinf(budget) else slots * section.calls * each,
+                section.cost if math.isinf(budget) else slots * each,
                 section.vulnerability,
             )
             for section, each in zip(sections, seconds, strict=True)
@@ -278,12 +283,20 @@ class Schedule:
             self.plan = Plan(took / budget * self.max_overhead if budget else 0.0, unseen * RISK_STEPS, min(rates))
 
     def took(self, layer: int, section: str, seconds: float) -> None:
-        """One check of a section took so long on the device."""
+        """A check of a section in this slot, or a part of one, took so long on the device."""
         entry = self._sections.get((layer, section))
         if entry is not None:
-            entry.took.append(seconds)
+            entry.taking += seconds
+            self._timed.append(entry)
+
+    def _end_slot(self) -> None:
+        for entry in self._timed:
+            if entry.taking:
+                entry.took.append(entry.taking)
+                entry.taking = 0.0
             if len(entry.took) >= SLOTS_MEASURED:
                 entry.seconds = statistics.median(entry.took)
+        self._timed.clear()
 
     @property
     def whole(self) -> bool:
@@ -292,7 +305,8 @@ class Schedule:
 
     def slot_took(self, seconds: float, *, checked: bool = False) -> None:
         """A slot, its checks included, took so long. checked: whether all of it was."""
-        self._slot_seconds.append(seconds)
+        # Checks may be as much of it as they may ever be: without them it took this at least.
+        self._slot_seconds.append(seconds / (1 + self.max_overhead))
 
     def measuring(self, layer: int, section: str) -> bool:
         """Whether it is of use to know what a check of this section takes."""
@@ -319,7 +333,7 @@ class SlotSchedule(Schedule):
 
     def __init__(self, rate: float | None, residual_risk: float, max_overhead: float, *, seed: int = 0) -> None:
         super().__init__(rate, residual_risk, max_overhead, seed=seed)
-        self._all = self._sections[-1, "slot"] = _Section(-1, 1.0, 1.0, calls=1)
+        self._all = self._sections[-1, "slot"] = _Section(-1, 1.0, 1.0)
         self._turns = {True: 0, False: 0}
         self._took: dict[bool, deque[float]] = {True: deque(maxlen=REMEMBERED), False: deque(maxlen=REMEMBERED)}
         self._counted = 0.0
@@ -358,6 +372,6 @@ class SlotSchedule(Schedule):
         self.checked_flops += checked * self._all.flops
         self._took[checked].append(seconds)
         if not checked:
-            super().slot_took(seconds)
+            self._slot_seconds.append(seconds)
         if min(map(len, self._took.values())) >= 2 + SLOTS_MEASURED:
             self._all.seconds = max(0.0, min(self._took[True]) - min(self._took[False]))

@@ -85,8 +85,8 @@ class AttentionCheck:
     committed steps."""
 
     max_overhead: float = 0.02
-    """For frequency = "adaptive": the most that checks take of a slot's time, measured on the device in the first
-    steps. Where residual_risk would take more, more risk is left, and an event says how much."""
+    """For frequency = "adaptive": the most that checks take, as a share of what slots take without them, measured on
+    the device. Where residual_risk would take more, more risk is left, and an event says how much."""
 
     path: Literal["auto", "explicit", "fused"] = "auto"
     """How attention is computed. `explicit`: scores, softmax and context as matrices, each checked and

@@ -63,7 +63,11 @@ def _encode(value: Any, place: str, blobs: list[bytes], depth: int) -> Any:
         blobs.append(value)
         return {"bytes": len(value)}
     if kind is torch.Tensor:
-        return {"tensor": _encode(value.detach().cpu().numpy(), place, blobs, depth - 1)}
+        try:
+            array = value.detach().cpu().numpy()
+        except (TypeError, RuntimeError) as error:  # bfloat16, sparse tensors
+            raise PlainError(f"{place} is a tensor that is no plain value: {error}") from error
+        return {"tensor": _encode(array, place, blobs, depth - 1)}
     if kind is np.ndarray and str(value.dtype) in _DTYPES:
         blobs.append(np.ascontiguousarray(value).tobytes())
         return {"array": [str(value.dtype), list(value.shape)]}

@@ -31,25 +31,35 @@ from everstep.data import plain
 from everstep.data.plain import PlainError
 from everstep.data.slots import Batch
 from everstep.data.stream_states import StreamState, decode_states, encode_states
+from everstep.titan import private
 
 logger = logging.getLogger(__name__)
 
 
+class StateUntold(Exception):
+    """A dataloader has no state that another one, built alike, goes on from with the same batches; in a phrase."""
+
+
 class _Stream:
-    """A dataloader in use, and how many batches it has given. With `known` it begins there."""
+    """A dataloader in use, and how many batches it has given. With `known` it begins there, if its states are exact."""
 
     def __init__(self, build: Callable[[], BaseDataLoader], seed: int, known: StreamState | None):
-        self.position = known.position if known else 0
-        self.began_at = self.position
         # A dataloader's iterator draws a seed from torch's global generator. Which streams a process opens
         # depends on who died: the model's random numbers must not.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             self.loader = build()
+            dataset = getattr(self.loader, "dataset", None)
+            private.count_epochs_apart(dataset)
+            private.load_states_once(dataset)
+            self._lost = private.lost_in_state(dataset)
+            if self._lost:
+                known = None
             _let_states_be_copies(self.loader)
             if known:
                 _load_state(self.loader, plain.decode(known.state))
             self._batches = iter(self.loader)
+        self.position = self.began_at = known.position if known else 0
 
     def take(self) -> Batch:
         """The batch at `position`, which moves on. Raises StopIteration at the end."""
@@ -58,8 +68,13 @@ class _Stream:
         return batch
 
     def state(self) -> StreamState:
-        """Raises PlainError if the dataloader's state is not made of plain values."""
-        return StreamState(self.position, plain.encode(_state_of(self.loader)))
+        """Raises StateUntold."""
+        if self._lost:
+            raise StateUntold(f"it leaves out {self._lost}")
+        try:
+            return StreamState(self.position, plain.encode(_state_of(self.loader)))
+        except PlainError as error:
+            raise StateUntold(str(error)) from error
 
 
 def _let_states_be_copies(loader: BaseDataLoader) -> None:
@@ -192,7 +207,7 @@ class SlotStreams(BaseDataLoader):
 
     def states_now(self, streams: Iterable[int]) -> bytes:
         """Where these streams of this process stand, be it beyond the last committed step, for `go_on_from`."""
-        with self._lock, contextlib.suppress(PlainError):
+        with self._lock, contextlib.suppress(StateUntold):
             return encode_states({k: self._live[k].state() for k in streams if k in self._live})
         return b""
 
@@ -229,7 +244,7 @@ class SlotStreams(BaseDataLoader):
             if stream not in self._known or live.position > self._known[stream].position:
                 try:
                     self._known[stream] = live.state()
-                except PlainError as error:
+                except StateUntold as error:
                     if not self._complained:
                         logger.warning(
                             "The state of %s cannot be told to other groups, which will read its streams from their "
