@@ -11,7 +11,7 @@ from everstep.launch.agent import reason_not_to_start
 from everstep.launch.watchdog import RestartLimits
 from everstep.run.directory import bad_node_file, over_file
 from everstep.run.events import EventLog
-from everstep.run.exits import GAVE_UP_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
+from everstep.run.exits import GAVE_UP_EXIT, HOPELESS_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.files import read_json
 from launched import DEADLINE_S, alive, until
 
@@ -88,6 +88,15 @@ def test_a_node_notices_that_the_first_one_is_gone(agent):
 def test_the_first_node_notices_that_another_one_is_gone(agent):
     first, second = two_that_train(agent)
     assert_ends_without(first, second, "node 1")
+
+
+def test_a_group_that_its_second_node_gives_up_is_over(agent):
+    """A batch system would start it again otherwise."""
+    first, second = node(agent, 0), node(agent, 1, "--tiny.exit", str(HOPELESS_EXIT))
+    assert second.process.wait(DEADLINE_S) == GAVE_UP_EXIT
+    over = read_json(over_file(first.run_dir, 0))
+    assert over["status"] == "failed"
+    assert "no use" in over["reason"]
 
 
 def test_two_nodes_finish_together(agent):

@@ -173,10 +173,11 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
         events.emit("agent_ended", status=status, reason=reason)
         if exit_status:
             print(reason, flush=True)
-        if settings.job and settings.node_rank == 0:
-            final = status == "done" or (status == "stopped" and stop_asked.exists()) or exit_status == GAVE_UP_EXIT
-            if final:
-                write_json(over_file(run_dir, settings.group), {"status": status, "reason": reason})
+        first_node = settings.node_rank == 0
+        final = first_node and (status == "done" or (status == "stopped" and stop_asked.exists()))
+        if settings.job and (final or exit_status == GAVE_UP_EXIT):  # what one node gives up is no better on the others
+            write_json(over_file(run_dir, settings.group), {"status": status, "reason": reason})
+        if settings.job and first_node:
             fence.release(run_dir, settings.group, claim)
         return exit_status
 
