@@ -8,7 +8,7 @@ import pytest
 
 from everstep.launch import health
 from everstep.launch.agent import reason_not_to_start
-from everstep.launch.watchdog import RestartLimits
+from everstep.launch.watchdog import STARTS_WITHOUT_A_COMMIT, RestartLimits
 from everstep.run.directory import bad_node_file, over_file
 from everstep.run.events import EventLog
 from everstep.run.exits import GAVE_UP_EXIT, HOPELESS_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
@@ -97,6 +97,23 @@ def test_a_group_that_its_second_node_gives_up_is_over(agent):
     over = read_json(over_file(first.run_dir, 0))
     assert over["status"] == "failed"
     assert "no use" in over["reason"]
+
+
+def test_a_rank_that_is_killed_on_one_node_is_no_failure_of_its_peers_on_another(agent):
+    """As often as you like, also before the first step."""
+    first, second = (node(agent, rank, "--tiny.first_s", "1000") for rank in (0, 1))
+    for incarnation in range(STARTS_WITHOUT_A_COMMIT + 1):
+        until(lambda n=2 * incarnation + 2: len(first.events("training_started")) == n, "both ranks to train")
+        (victim,) = first.wait_for("workers_started", incarnation=incarnation)["pids"]
+        (peer,) = first.wait_for("node_workers_started", incarnation=incarnation)["pids"]
+        os.kill(peer, signal.SIGUSR1)  # what a trainer whose peer is gone does
+        os.kill(victim, signal.SIGKILL)
+    until(lambda: len(first.events("training_started")) == 2 * incarnation + 4, "both ranks to train again")
+    assert first.process.poll() is None
+    assert second.process.poll() is None
+    died = first.events("workers_died")
+    assert any(one["exitcodes"] == {"1": 1} for one in died), "a peer failed before it was ended"
+    assert not any(one["by_itself"] for one in died)
 
 
 def test_two_nodes_finish_together(agent):

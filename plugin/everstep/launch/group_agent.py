@@ -35,6 +35,8 @@ ASK_AGAIN_S = 3.0
 """A worker that was asked to stop is asked again: a signal that comes while it starts is lost to its handler."""
 PEER_FAILS_WITHIN_S = 0.1
 """For how long after an exit somebody who died of a signal is still taken for its cause."""
+PEER_FAILS_ELSEWHERE_S = 0.5
+"""The same for somebody on another node, whose agent has to tell."""
 FIRST_STEP_SLACK = 2.0
 """How much longer than the longest one before a first step may take: nothing is in a cache on a new node."""
 LONGEST_ERROR = 300
@@ -164,6 +166,8 @@ class GroupAgent:
         if dead := self._dead():
             hung = [one for one in dead if stall is not None and one.rank == stall.rank]
             first = hung[0] if hung else self._first_death()
+            if first.exitcode < 0 and stall is None:
+                self._meeting.tell_killed()
             self._workers.stop()
             self._after_death(first, stall)
             self._start()
@@ -315,8 +319,9 @@ class GroupAgent:
         started again."""
         self._next_look = 0.0
         ran_s = time.monotonic() - self._started_mono
-        others_struck, struck = self._strikes.struck()
         stalled = stall is not None
+        peer_killed = first.exitcode > 0 and self._meeting.others_were_killed(PEER_FAILS_ELSEWHERE_S)
+        others_struck, struck = self._strikes.struck()
         error, traceback = self._error_of(first)
         death = Death(
             mono=time.monotonic(),
@@ -325,7 +330,7 @@ class GroupAgent:
             if self.settings.fault_tolerance.enable
             else ran_s > self.settings.fault_tolerance.startup_timeout_s,
             error=error,
-            excused=others_struck or (struck and (stalled or first.exitcode < 0)),
+            excused=others_struck or peer_killed or (struck and (stalled or first.exitcode < 0)),
             stalled=stalled,
             out_of_memory=first.exitcode == -signal.SIGKILL and not stalled and oom_kills() > self._oom_kills,
         )

@@ -1,5 +1,6 @@
 """How the agents of one group meet, on one node or on several. The only file of this room that imports torch."""
 
+import contextlib
 import os
 import socket
 import threading
@@ -245,6 +246,27 @@ class Meeting:
             return self._ask(self._store.add, f"round-{self._round + 1}/joined", 0) > 0
         except AskedToStop:
             return False
+
+    def tell_killed(self) -> None:
+        """A signal ended a worker of this node: what fails on the others now, fails for want of it. Raises NodeLost."""
+        if self._store is not None:
+            with contextlib.suppress(AskedToStop):
+                self._ask(self._store.add, f"round-{self._round}/killed", 1)
+
+    def others_were_killed(self, within_s: float) -> bool:
+        """Whether another node has told, or tells within that time, that a worker of this round was killed. Raises
+        NodeLost."""
+        deadline = time.monotonic() + within_s
+        try:
+            while self._store is not None:
+                if self._ask(self._store.add, f"round-{self._round}/killed", 0) > 0:
+                    return True
+                if time.monotonic() > deadline:
+                    break
+                self._pause(self._store)
+        except AskedToStop:
+            pass
+        return False
 
     def all_ended(self) -> bool:
         """The workers of this node have finished: whether those of the others have as well. Raises NodeLost."""

@@ -70,8 +70,8 @@ class Death:
     """The exception's type and first line, when there was one."""
 
     excused: bool = False
-    """Another group or the lighthouse was struck meanwhile, which explains an error of those that wait for it; or this
-    one was, on purpose."""
+    """Another group, another node of this one or the lighthouse was struck meanwhile, which explains an error of those
+    that wait for it; or this one was, on purpose."""
 
     stalled: bool = False
     """The watchdog killed it."""
