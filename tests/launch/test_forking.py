@@ -150,6 +150,38 @@ def test_a_worker_that_dies_while_others_are_still_forked_is_told(play):
     assert running == [1, 2, 3, 4, 5, 6]
 
 
+def test_more_processes_can_be_asked_for_than_a_channel_holds_requests(play):
+    ranks = play(
+        """
+        import threading
+        pid = workers._fork_point.pid
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(0.3, os.kill, (pid, signal.SIGCONT)).start()
+        padding = "x" * 4000
+        workers.start([
+            Request(rank, "forked_work:end", [0], Path("rank.log"), {"PADDING": padding}) for rank in range(100)
+        ])
+        print(json.dumps(sorted(rank for rank, _ in wait(workers))))
+        """
+    )
+    assert ranks == list(range(100))
+
+
+def test_nobody_answers_for_a_warm_process_that_has_died(play):
+    """Its maker sees to that when it finds it dead."""
+    answers = play(
+        """
+        from everstep.launch.warm import WarmProcess
+        warm = WarmProcess((), Path("warm.log"))
+        os.kill(warm.pid, signal.SIGKILL)
+        os.waitpid(warm.pid, 0)
+        warm.fork("forked_work:end", [0], Path("rank.log"))
+        print(json.dumps([warm.answers(), warm.gone]))
+        """
+    )
+    assert answers == [[], True]
+
+
 def test_workers_die_with_their_fork_point_stopped_or_not_and_no_others_can_be_started(play):
     ended, states, said = play(
         """

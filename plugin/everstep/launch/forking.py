@@ -11,6 +11,7 @@ Two processes fork: the warm process detaches what it forks, whose parent become
 fork point keeps its children, and tells its agent how they ended (`ForkPoint`).
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -19,6 +20,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -115,20 +117,30 @@ class Forker:
         self._channel = channel
         self._channel.setblocking(False)
         self._next_id = 0
+        self._unsent: deque[bytes] = deque()
 
     def fileno(self) -> int:
         return self._channel.fileno()
 
     def fork(self, run: str, args: Sequence, log: Path, env: Mapping[str, str] | None = None) -> int:
         """Ask for a process that calls `run` ("module:function") with `args` (JSON), with `env` besides ours; returns
-        the request's id."""
+        the request's id. Of one that has died nobody answers."""
         self._next_id += 1
         request = {"id": self._next_id, "run": run, "args": list(args), "log": str(log), "env": dict(env or {})}
-        self._channel.send(json.dumps(request).encode())
+        self._unsent.append(json.dumps(request).encode())
+        self._send()
         return self._next_id
+
+    def _send(self) -> None:
+        """As much as the channel takes. The rest goes with later calls: what it holds will be answered."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            while self._unsent:
+                self._channel.send(self._unsent[0])
+                self._unsent.popleft()
 
     def answers(self) -> list[dict]:
         """What has arrived since the last call."""
+        self._send()
         found = []
         while True:
             try:

@@ -4,7 +4,6 @@ They are children of a fork point (`everstep.launch.forking`), which says how ea
 They die with it, and it with its agent.
 """
 
-import contextlib
 import os
 import select
 import signal
@@ -60,9 +59,8 @@ class Workers:
     def start(self, requests: Sequence[Request]) -> None:
         """A new incarnation, once nobody runs. Raises RuntimeError when the fork point has died or does not answer."""
         self.pids, self.ended = {}, []
-        with contextlib.suppress(BrokenPipeError):  # of a fork point that has died
-            for one in requests:
-                self._asked[self._fork_point.fork(one.run, one.args, one.log, one.env)] = one.rank
+        for one in requests:
+            self._asked[self._fork_point.fork(one.run, one.args, one.log, one.env)] = one.rank
         self._until(lambda: self._fork_point.gone or len(self.pids) == len(requests))
         if self._fork_point.gone:
             raise RuntimeError("the fork point of this agent has died; a new agent has to take over")
