@@ -3,12 +3,14 @@
 import os
 import pty
 import signal
+import sys
 import threading
 import time
 
 import psutil
 import pytest
 
+from forked import ran
 from launched import alive, until
 
 ENDLESS = ("--training.steps", "1000000")
@@ -234,3 +236,37 @@ def test_nothing_outlives_a_killed_supervisor(start):
     again = type(run)(run.run_dir, 1, 1, "--training.steps", "5", temporary=run.temporary)
     assert again.process.wait(60) == 0
     assert list(run.temporary.iterdir()) == [], "what the killed one left behind is cleared away as well"
+
+
+def test_what_workers_leave_behind_ends_with_the_run(start):
+    run = start(1, 1, *ENDLESS, "--tiny.litter")
+    run.wait_for("commit")
+    os.kill(run.workers(0)[0], signal.SIGKILL)
+    run.wait_for("commit", after=run.wait_for("workers_started", incarnation=1)["t"])
+    litter = [int(event["text"]) for event in run.events("warning")]
+    assert [alive(pid) for pid in litter] == [True, True]
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for("agent_ended")
+    ended = time.monotonic()
+    assert run.process.wait(60) == 0
+    assert time.monotonic() - ended < 5.0, "nor does anybody wait for it"
+    assert not any(alive(pid) for pid in litter)
+
+
+CANNOT_IMPORT = """
+import sys
+from pathlib import Path
+from everstep.launch.supervisor import RunSettings, run
+run(RunSettings(config=Path("run.toml"), run_dir=Path("run"), groups=1, preload=("ends_python",)))
+"""
+
+
+def test_a_process_that_dies_importing_is_told_and_not_started_for_ever(tmp_path):
+    """As one whose torch was built for another processor."""
+    (tmp_path / "ends_python.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = ran([sys.executable, "-c", CANNOT_IMPORT], cwd=tmp_path, env=env, timeout=60)
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert "was killed by SIGILL before it was ready, 5 times in a row" in said
+    assert f"{tmp_path}/run/logs/warm.log" in said

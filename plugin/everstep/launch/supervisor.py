@@ -24,6 +24,7 @@ from everstep.launch.agent import AgentSettings
 from everstep.launch.local_lighthouse import LocalLighthouse
 from everstep.launch.machine import HOST, devices_of_groups, private_folder
 from everstep.launch.warm import PRELOAD, WarmProcess
+from everstep.launch.watchdog import describe_exit
 from everstep.report.live import Teller, telling
 from everstep.report.serve import PageServer
 from everstep.run.beats import agent_beat_path, forget_beats, read_beat
@@ -39,6 +40,8 @@ SEARCH_S = 0.2
 KILL_GRACE_S = 10.0
 AGENT_SILENCE_S = 30.0
 AGENT_CRASHES = 3
+WARM_DEATHS = 5
+"""Warm processes, one after the other, that may end before they have imported what the run needs."""
 STOPPED_AT_ONCE_EXIT = 130
 """What a shell gives for a command that Ctrl-C ended."""
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -107,11 +110,15 @@ class Supervisor:
         self.groups = [_Group() for _ in range(settings.groups)]
         self._on_events = on_events or (lambda events: None)
         self._stops = self._stops_obeyed = 0
+        self._ending = False
+        """Whether all there is left to do is to clean up, which nothing cuts short."""
         # Before the first file: whoever sees one may ask for a stop.
         self._old_handlers = {signum: signal.signal(signum, self._ask_to_stop) for signum in STOPS}
         self._events = EventLog(run_dir.path, None, None, "supervisor")
         self._tail = EventTail(run_dir.path)
         self._warm: WarmProcess | None = None
+        self._warm_deaths = 0
+        """Since one was ready."""
         self._asked: dict[int, str] = {}
         self._pids: dict[str, int] = {}
         self._early: dict[int, int] = {}  # exit codes of children that ended before the answer that names them
@@ -158,14 +165,14 @@ class Supervisor:
                 raise Refused(STOPPED_BEFORE)
             return self._finish()
         except _StopNow:
-            for signum in STOPS:
-                signal.signal(signum, signal.SIG_IGN)
+            self._ending = True
             self._kill_everything()
             if not self._prepared:
                 raise Refused(STOPPED_BEFORE) from None
             self._end("stopped", "stopped at once, without a final checkpoint")
             return STOPPED_AT_ONCE_EXIT
         finally:
+            self._ending = True
             self._kill_everything()
             for signum, handler in self._old_handlers.items():
                 signal.signal(signum, handler)
@@ -261,6 +268,8 @@ class Supervisor:
 
     def _take_answers(self) -> None:
         for answer in self._warm.answers() if self._warm else ():
+            if "ready" in answer:
+                self._warm_deaths = 0
             if "fatal" in answer:
                 self._unusable = f"{answer['fatal']}. More in {self.run_dir.path}/logs/warm.log."
             name = self._asked.pop(answer.get("id", 0), None)
@@ -296,8 +305,7 @@ class Supervisor:
             self._warm.close()
             self._warm = None
             self._kill_strangers()
-            if not self._unusable:
-                self._start_warm()
+            self._warm_ended(exitcode)
             return
         name = next((name for name, known in self._pids.items() if known == pid), "")
         if not name and self._asked:
@@ -310,6 +318,17 @@ class Supervisor:
             self._lighthouse_ended(exitcode)
         elif name:
             self._agent_ended(int(name.removeprefix("agent-")), exitcode)
+
+    def _warm_ended(self, exitcode: int) -> None:
+        """Start another one. A run that trains does without for as long as it takes."""
+        self._warm_deaths += 1
+        if self._warm_deaths >= WARM_DEATHS and not self._prepared:
+            self._unusable = self._unusable or (
+                f"the process that imports torch and torchtitan {describe_exit(exitcode)} before it was ready, "
+                f"{self._warm_deaths} times in a row. More in {self.run_dir.path}/logs/warm.log."
+            )
+        if not self._unusable:
+            self._start_warm()
 
     def _prepare_ended(self, exitcode: int) -> None:
         try:
@@ -368,10 +387,18 @@ class Supervisor:
                 self._given_up = f"the agent of group {index} crashed {group.crashes} times, see {log}"
 
     def _kill_strangers(self) -> None:
-        """A warm process may die between a fork and its answer: nobody would know that child."""
-        for child in psutil.Process().children():
-            if child.pid not in self._pids.values() and not _is_keeper(child):
-                child.kill()
+        """A warm process may die between a fork and its answer: nobody would know that child, or the one in between
+        whose child it still is."""
+        deadline = time.monotonic() + KILL_GRACE_S
+        while time.monotonic() < deadline:
+            strangers = [one for one in psutil.Process().children() if one.pid not in self._pids.values()]
+            strangers = [one for one in strangers if not _is_keeper(one)]
+            if not strangers:
+                return
+            for stranger in strangers:
+                stranger.kill()
+                os.waitpid(stranger.pid, os.WNOHANG)
+            time.sleep(0.005)
 
     def _kill_what_hangs(self) -> None:
         """A lighthouse that does not answer keeps every group waiting; another one is started in its place."""
@@ -430,7 +457,7 @@ class Supervisor:
 
     def _ask_to_stop(self, *_: object) -> None:
         self._stops += 1
-        if self._stops > 1:
+        if self._stops > 1 and not self._ending:
             raise _StopNow  # wherever we are: this may be a write to a terminal that takes nothing
 
     def _obey_stop(self) -> None:
@@ -452,22 +479,13 @@ class Supervisor:
             return
 
     def _kill_everything(self) -> None:
-        """Nothing that this run started outlives it, but for the keepers of its snapshots. The kernel takes the
-        workers with their agents."""
+        """Nothing that this run started outlives it, but for the keepers of its snapshots. The kernel takes the workers
+        with their agents; what those had started becomes our child."""
         if self._warm is not None:
-            self._pids["warm"] = self._warm.pid
             self._warm.close()
-        for name in self._pids:
-            self._signal(name, signal.SIGKILL)
-        deadline = time.monotonic() + KILL_GRACE_S
-        while time.monotonic() < deadline:
-            try:
-                if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                    if all(_is_keeper(child) for child in psutil.Process().children()):
-                        return
-                    time.sleep(0.005)
-            except ChildProcessError:
-                return
+            self._warm = None
+        self._pids.clear()
+        self._kill_strangers()
 
 
 def without_numbers(text: str) -> str:
