@@ -50,6 +50,7 @@ sys.exit(run_agent(settings, preload=("everstep.launch.group_agent", "tiny_train
     def __init__(self, folder, *flags, **settings):
         self.run_dir = folder / "run"
         self.temporary = settings.pop("temporary", None) or short_folder()
+        self.output = settings.pop("output", None) or folder / f"agent-{os.urandom(4).hex()}.out"
         section = {f.name for f in fields(FaultTolerance)} - {f.name for f in fields(AgentSettings)}
         arguments = {
             "config": "unused.toml", "run_dir": str(self.run_dir), "group": 0, "groups": 1, "ranks": 2,
@@ -59,7 +60,6 @@ sys.exit(run_agent(settings, preload=("everstep.launch.group_agent", "tiny_train
             **settings,
         }  # fmt: skip
         paths = os.pathsep.join([str(HERE), *sys.path])
-        self.output = folder / f"agent-{os.urandom(4).hex()}.out"
         with self.output.open("ab") as output:
             self.process = Forked(
                 [sys.executable, "-c", self.CODE, json.dumps(arguments)],

@@ -5,7 +5,8 @@ It has no model and no torch, so that processes are what these tests are about. 
 S, its group's name in the second line), `--tiny.skip` (but not once that slot is poison), `--tiny.first_s S` (length of
 the first step), `--tiny.deaf S` (handle SIGTERM only after so many seconds), `--tiny.exit N` (leave with status N at
 once), `--tiny.vanish R` (rank R is gone at once, with status 0), `--tiny.early R` (rank R is done after the first
-step), `--tiny.litter` (leaves a process of its own behind). SIGUSR1 is to it what the death of a peer is to a trainer: an exception.
+step), `--tiny.litter` (leaves a process of its own behind). SIGUSR1 is to it what the death of a peer is to a trainer:
+an exception.
 """
 
 import json

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch.forking import ForkPoint
+from everstep.launch.forking import ForkPoint, keep_on_without_output
 from everstep.launch.warm import PRELOAD
 from everstep.launch.warm import preload as import_modules
 from everstep.launch.watchdog import RestartLimits
@@ -152,6 +152,7 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
     Must be called in the main thread of a process without other threads; `preload` are modules to import
     first.
     """
+    keep_on_without_output()
     run_dir = settings.run_dir
     asked_to_stop = False
 

@@ -13,6 +13,7 @@ fork point keeps its children, and tells its agent how they ended (`ForkPoint`).
 
 import contextlib
 import importlib
+import io
 import json
 import os
 import select
@@ -23,23 +24,49 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn, TextIO
 
 from everstep.run.lifeline import die_with_adopter, die_with_parent
 
 MAX_PACKET = 1 << 20
 
 
+class _Output(io.FileIO):
+    """A stream that loses what the system does not take."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def keep_on_without_output() -> None:
+    """From now on what stdout or stderr do not take (a full disk, a pipe that nobody reads) is lost, and ends nobody.
+    Those that were closed lead nowhere."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), fd)
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        if (before := getattr(sys, name)) is not None:
+            before.reconfigure(line_buffering=True)  # whoever has it goes on with it
+        output = io.BufferedWriter(_Output(fd, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(output, errors="backslashreplace", line_buffering=True))
+
+
 def redirect_output(path: Path) -> None:
     """Append stdout and stderr of this process to `path`, line by line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    keep_on_without_output()
 
 
 def _resolve(name: str):
@@ -63,8 +90,15 @@ def become(request: dict, parent_pid: int) -> None:
     except BaseException:  # noqa: BLE001  the last frame of a process: report whatever it was
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _end(status, sys.stdout, sys.stderr)
+
+
+def _end(status: int, *streams: TextIO) -> NoReturn:
+    """End this process here, whatever becomes of its last words: what is above in its stack is its maker's."""
+    try:
+        for stream in streams:
+            stream.flush()
+    finally:
         os._exit(status)
 
 
@@ -79,8 +113,7 @@ def forked(run: Callable[[], None]) -> int:
         except BaseException:  # noqa: BLE001  the last frame of a process
             traceback.print_exc()
         finally:
-            sys.stderr.flush()
-            os._exit(status)
+            _end(status, sys.stderr)
     return pid
 
 
@@ -88,17 +121,18 @@ def fork_detached(request: dict, adopter_pid: int, channel: socket.socket) -> in
     """Fork a grandchild that runs `request`, in a session of its own; returns its pid. The child in between ends at
     once, and `adopter_pid`, a subreaper above this process, becomes the parent."""
     pid_r, pid_w = os.pipe()
-    middle = os.fork()
-    if middle == 0:
+
+    def fork_again() -> None:
         os.close(pid_r)
-        pid = os.fork()
-        if pid:
+        if pid := os.fork():
             os.write(pid_w, str(pid).encode())
-            os._exit(0)
+            return
         os.close(pid_w)
         channel.close()
         os.setsid()  # a terminal's Ctrl-C is for the supervisor to handle
         become(request, adopter_pid)
+
+    middle = forked(fork_again)
     os.close(pid_w)
     pid = int(os.read(pid_r, 32))
     os.close(pid_r)
