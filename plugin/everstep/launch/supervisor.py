@@ -23,8 +23,9 @@ from everstep.config.sections import FaultTolerance
 from everstep.launch.agent import AgentSettings
 from everstep.launch.local_lighthouse import LocalLighthouse
 from everstep.launch.machine import HOST, devices_of_groups, private_folder
+from everstep.launch.memory import oom_kills
 from everstep.launch.warm import PRELOAD, WarmProcess
-from everstep.launch.watchdog import describe_exit
+from everstep.launch.watchdog import Death, describe_exit
 from everstep.report.live import Teller, telling
 from everstep.report.serve import PageServer
 from everstep.run.beats import agent_beat_path, forget_beats, read_beat
@@ -40,8 +41,8 @@ SEARCH_S = 0.2
 KILL_GRACE_S = 10.0
 AGENT_SILENCE_S = 30.0
 AGENT_CRASHES = 3
-WARM_DEATHS = 5
-"""Warm processes, one after the other, that may end before they have imported what the run needs."""
+WARM_DEATHS = 3
+"""Warm processes, one after the other, that may end by themselves before they have imported what the run needs."""
 STOPPED_AT_ONCE_EXIT = 130
 """What a shell gives for a command that Ctrl-C ended."""
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -118,7 +119,8 @@ class Supervisor:
         self._tail = EventTail(run_dir.path)
         self._warm: WarmProcess | None = None
         self._warm_deaths = 0
-        """Since one was ready."""
+        """By themselves, since one was ready."""
+        self._oom_kills = 0
         self._asked: dict[int, str] = {}
         self._pids: dict[str, int] = {}
         self._early: dict[int, int] = {}  # exit codes of children that ended before the answer that names them
@@ -218,6 +220,7 @@ class Supervisor:
         ranks = self.settings.groups * self.settings.ranks_per_group
         threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(threads)  # an empty one is none
+        self._oom_kills = oom_kills()
         self._warm = WarmProcess(self.settings.preload, self.run_dir.path / "logs" / "warm.log")
         self._asked = {}
 
@@ -321,7 +324,8 @@ class Supervisor:
 
     def _warm_ended(self, exitcode: int) -> None:
         """Start another one. A run that trains does without for as long as it takes."""
-        self._warm_deaths += 1
+        oom = exitcode == -signal.SIGKILL and oom_kills() > self._oom_kills
+        self._warm_deaths += Death(time.monotonic(), exitcode, committed=False, out_of_memory=oom).crashed
         if self._warm_deaths >= WARM_DEATHS and not self._prepared:
             self._unusable = self._unusable or (
                 f"the process that imports torch and torchtitan {describe_exit(exitcode)} before it was ready, "
