@@ -6,6 +6,7 @@ own and stops it around a fork). Requests and answers are JSON objects, one a pa
     {"id", "run": "module:function", "args", "log", "env"}    call `run` with `args`, its output appended to `log`
     {"id", "pid"}                                             it was forked
     {"pid", "exitcode"}                                       it has ended; a fork point's children only
+    {"reap": true}                                            nobody sends those a signal any more whose end was told
 
 Two processes fork: the warm process detaches what it forks, whose parent becomes the supervisor (`fork_detached`); a
 fork point keeps its children, and tells its agent how they ended (`ForkPoint`).
@@ -161,9 +162,12 @@ class Forker:
         the request's id. Of one that has died nobody answers."""
         self._next_id += 1
         request = {"id": self._next_id, "run": run, "args": list(args), "log": str(log), "env": dict(env or {})}
+        self._ask(request)
+        return self._next_id
+
+    def _ask(self, request: dict) -> None:
         self._unsent.append(json.dumps(request).encode())
         self._send()
-        return self._next_id
 
     def _send(self) -> None:
         """As much as the channel takes. The rest goes with later calls: what it holds will be answered."""
@@ -218,11 +222,17 @@ class ForkPoint(Forker):
         theirs.close()
         super().__init__(ours, pid)
 
+    def reap(self) -> None:
+        """Give the pids back of children that have ended: until then nobody else gets one, and a signal that comes too
+        late reaches nobody."""
+        self._ask({"reap": True})
+
 
 def _serve_children(channel: socket.socket) -> None:
     """Fork a child for each request, and tell when and how each ended. Returns when the other side closes."""
     own_pid = os.getpid()
     children: dict[int, int] = {}  # pids by pidfd
+    ended: list[int] = []  # told, and not reaped yet
     waiting = select.poll()
     waiting.register(channel, select.POLLIN)
     while True:
@@ -230,13 +240,20 @@ def _serve_children(channel: socket.socket) -> None:
         for fd in children.keys() & ready:
             waiting.unregister(fd)
             os.close(fd)
-            pid, status = os.waitpid(children.pop(fd), 0)
-            channel.send(json.dumps({"pid": pid, "exitcode": os.waitstatus_to_exitcode(status)}).encode())
+            ended.append(children.pop(fd))
+            end = os.waitid(os.P_PID, ended[-1], os.WEXITED | os.WNOWAIT)
+            assert end is not None  # without WNOHANG
+            exitcode = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+            channel.send(json.dumps({"pid": ended[-1], "exitcode": exitcode}).encode())
         if channel.fileno() in ready:
             packet = channel.recv(MAX_PACKET)
             if not packet:
                 return
             request = json.loads(packet)
+            if "reap" in request:
+                while ended:
+                    os.waitpid(ended.pop(), 0)
+                continue
             pid = os.fork()
             if pid == 0:
                 channel.close()

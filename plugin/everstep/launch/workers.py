@@ -59,6 +59,7 @@ class Workers:
     def start(self, requests: Sequence[Request]) -> None:
         """A new incarnation, once nobody runs. Raises RuntimeError when the fork point has died or does not answer."""
         self.pids, self.ended = {}, []
+        self._fork_point.reap()
         for one in requests:
             self._asked[self._fork_point.fork(one.run, one.args, one.log, one.env)] = one.rank
         self._until(lambda: self._fork_point.gone or len(self.pids) == len(requests))
