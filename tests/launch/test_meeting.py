@@ -99,6 +99,12 @@ def test_who_is_asked_to_stop_does_not_wait_for_a_first_node_that_is_stopped(fir
     assert time.monotonic() - begun < 5.0
 
 
+def test_a_node_does_not_come_twice(first, tmp_path):
+    of_two(tmp_path, 1).next_round()
+    with pytest.raises(RuntimeError, match="an agent of node 1 has been .* higher --restart"):
+        of_two(tmp_path, 1).next_round()
+
+
 @pytest.mark.parametrize(("alone", "missing"), [(0, 1), (1, 0)])
 def test_a_node_that_never_comes_is_not_waited_for_for_ever(tmp_path, monkeypatch, alone, missing):
     monkeypatch.setattr(meeting, "ARRIVAL_S", 1.0)

@@ -25,7 +25,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 from everstep.run.lifeline import die_with_adopter, die_with_parent
 
@@ -94,8 +94,9 @@ def become(request: dict, parent_pid: int) -> None:
         _end(status, sys.stdout, sys.stderr)
 
 
-def _end(status: int, *streams: TextIO) -> NoReturn:
-    """End this process here, whatever becomes of its last words: what is above in its stack is its maker's."""
+def _end(status: int, *streams: TextIO) -> None:
+    """End this process here, whatever becomes of its last words: what is above in its stack is its maker's. Never
+    returns."""
     try:
         for stream in streams:
             stream.flush()

@@ -150,7 +150,8 @@ class Meeting:
         self._heard: dict[int, tuple[int, float]] = {}  # of the other nodes: beats so far, and when that was new
 
     def next_round(self) -> Round:
-        """Join the next round, and wait for the other nodes. Raises NodeLost and AskedToStop."""
+        """Join the next round, and wait for the other nodes. Raises NodeLost and AskedToStop, and RuntimeError for the
+        second agent of a node."""
         if self._nodes == 1:
             own = _serve_store(self._host)
             return Round(self._host, own.port, 0, [self._ranks], own)
@@ -189,7 +190,13 @@ class Meeting:
             self._pause()
         place = found["host"], found["port"]
         options = {"is_master": False, "timeout": STORE_TIMEOUT, "wait_for_workers": False}
-        return self._ask(lambda: TCPStore(*place, **options))
+        store = self._ask(lambda: TCPStore(*place, **options))
+        if self._ask(store.add, f"came/{self._node_rank}", 1) > 1:
+            raise RuntimeError(
+                f"an agent of node {self._node_rank} has been in this start of the group already: start the agents of "
+                "all its nodes again, with a higher --restart"
+            )
+        return store
 
     def _ask(self, call: Callable, *args) -> Any:
         """What `call` returns. Raises NodeLost when node 0 does not answer, and AskedToStop when it has not yet."""
