@@ -11,6 +11,7 @@ import pytest
 
 from everstep.launch import meeting
 from everstep.launch.meeting import AskedToStop, Meeting, NodeLost, Round
+from everstep.run.directory import LaunchError
 from forked import Forked, ran
 
 SCRIPT = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -97,6 +98,12 @@ def test_who_is_asked_to_stop_does_not_wait_for_a_first_node_that_is_stopped(fir
     with pytest.raises(AskedToStop):
         second.next_round()
     assert time.monotonic() - begun < 5.0
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
+def test_a_host_that_is_not_this_machine_is_told_with_the_flag(tmp_path, host):
+    with pytest.raises(LaunchError, match=f"{host}: this machine cannot listen there: .* --host"):
+        Meeting(tmp_path / "rendezvous.json", "7.0", 1, 0, 1, host, lambda: False).next_round()
 
 
 def test_a_node_does_not_come_twice(first, tmp_path):

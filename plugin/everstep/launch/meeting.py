@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, TCPStore
 
+from everstep.run.directory import LaunchError
 from everstep.run.files import read_json, write_json
 
 POLL_S = 0.1
@@ -82,8 +83,15 @@ class Round:
 
 
 def _serve_store(host: str) -> TCPStore:
-    """A fresh store on a free port of `host` only; by itself it would listen on every interface."""
-    listener = socket.create_server((host, 0), backlog=1024)
+    """A fresh store on a free port of `host` only; by itself it would listen on every interface. Raises LaunchError
+    when `host` is not this machine."""
+    try:
+        listener = socket.create_server((host, 0), backlog=1024)
+    except OSError as error:
+        raise LaunchError(
+            f"{host}: this machine cannot listen there: {error.strerror}. Give an address of its own with --host, or "
+            "as [fault_tolerance] bind_host."
+        ) from None
     port = listener.getsockname()[1]
     return TCPStore(
         host,
