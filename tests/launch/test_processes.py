@@ -182,6 +182,16 @@ def test_nobody_needs_the_warm_process_and_it_comes_back(run):
     run.wait_for("commit", after=killed, group=0, incarnation=None, rank=0)
 
 
+def test_a_warm_process_that_hangs_when_it_is_needed_is_replaced(run):
+    known = {run.agent(0), run.agent(1), run.events("lighthouse_started")[-1]["pid"]}
+    (warm,) = [c for c in psutil.Process(run.process.pid).children() if c.pid not in known]
+    agent, killed = run.agent(0), time.time()
+    os.kill(warm.pid, signal.SIGSTOP)
+    os.kill(agent, signal.SIGKILL)
+    run.wait_for("workers_started", after=killed, group=0)
+    assert not alive(warm.pid)
+
+
 def test_a_run_directory_belongs_to_one_live_run(run, start):
     second = type(run)(run.run_dir, 2, 2, *ENDLESS, temporary=run.temporary)
     assert second.process.wait(30) == 2
@@ -251,6 +261,26 @@ def test_what_workers_leave_behind_ends_with_the_run(start):
     assert run.process.wait(60) == 0
     assert time.monotonic() - ended < 5.0, "nor does anybody wait for it"
     assert not any(alive(pid) for pid in litter)
+
+
+CANNOT_WRITE = """
+import resource, sys
+from pathlib import Path
+from everstep.run.directory import LaunchError, RunDir
+_, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
+try:
+    RunDir(Path("run")).lock()
+except LaunchError as error:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    sys.exit(str(error))
+"""
+
+
+def test_a_run_directory_that_takes_no_writes_is_told(tmp_path):
+    """On a full disk for instance."""
+    done = ran([sys.executable, "-c", CANNOT_WRITE], cwd=tmp_path, timeout=60)
+    assert done.stderr == "run: cannot be used as run directory: File too large.\n"
 
 
 CANNOT_IMPORT = """

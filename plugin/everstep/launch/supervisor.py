@@ -5,6 +5,7 @@ events, act. Of a child only the pid is remembered; the state of the run is in t
 supervisor that was killed can simply be started again.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -40,6 +41,8 @@ SEARCH_S = 0.2
 """How often to look for what hangs."""
 KILL_GRACE_S = 10.0
 AGENT_SILENCE_S = 30.0
+WARM_SILENCE_S = 30.0
+"""For a fork. A warm process that is not ready yet has `startup_timeout_s`."""
 AGENT_CRASHES = 3
 WARM_DEATHS = 3
 """Warm processes, one after the other, that may end by themselves before they have imported what the run needs."""
@@ -120,6 +123,9 @@ class Supervisor:
         self._warm: WarmProcess | None = None
         self._warm_deaths = 0
         """By themselves, since one was ready."""
+        self._warm_is_ready = False
+        self._heard_mono = 0.0
+        """When the warm process last answered, or was asked while nobody waited for an answer."""
         self._oom_kills = 0
         self._asked: dict[int, str] = {}
         self._pids: dict[str, int] = {}
@@ -222,10 +228,13 @@ class Supervisor:
         os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(threads)  # an empty one is none
         self._oom_kills = oom_kills()
         self._warm = WarmProcess(self.settings.preload, self.run_dir.path / "logs" / "warm.log")
+        self._warm_is_ready = False
         self._asked = {}
 
     def _fork(self, name: str, run: str, args: Sequence, log: str) -> None:
         if self._warm is not None and name not in self._pids and name not in self._asked.values():
+            if not self._asked:
+                self._heard_mono = time.monotonic()
             request = self._warm.fork(run, args, self.run_dir.path / "logs" / log)
             self._asked[request] = name
 
@@ -271,8 +280,9 @@ class Supervisor:
 
     def _take_answers(self) -> None:
         for answer in self._warm.answers() if self._warm else ():
+            self._heard_mono = time.monotonic()
             if "ready" in answer:
-                self._warm_deaths = 0
+                self._warm_is_ready, self._warm_deaths = True, 0
             if "fatal" in answer:
                 self._unusable = f"{answer['fatal']}. More in {self.run_dir.path}/logs/warm.log."
             name = self._asked.pop(answer.get("id", 0), None)
@@ -405,12 +415,16 @@ class Supervisor:
             time.sleep(0.005)
 
     def _kill_what_hangs(self) -> None:
-        """A lighthouse that does not answer keeps every group waiting; another one is started in its place."""
+        """A lighthouse that does not answer keeps every group waiting, and a warm process that does not keeps those
+        whose agent died; another one is started in its place."""
         if time.monotonic() < self._next_search:
             return
         self._next_search = time.monotonic() + SEARCH_S
         if self._lighthouse.hangs and "lighthouse" in self._pids:
             self._signal("lighthouse", signal.SIGKILL)
+        patience_s = WARM_SILENCE_S if self._warm_is_ready else self.settings.fault_tolerance.startup_timeout_s
+        if self._warm is not None and self._asked and time.monotonic() - self._heard_mono > patience_s:
+            os.kill(self._warm.pid, signal.SIGKILL)
         self._kill_silent_agents()
 
     def _kill_silent_agents(self) -> None:
@@ -469,7 +483,8 @@ class Supervisor:
             return
         self._stops_obeyed = self._stops
         self._events.emit("stopping")
-        stop_file(self.run_dir.path).touch()  # stays, for an agent or worker that misses the signal
+        with contextlib.suppress(OSError):  # a full disk
+            stop_file(self.run_dir.path).touch()  # stays, for an agent or worker that misses the signal
         for index, group in enumerate(self.groups):
             if f"agent-{index}" in self._pids:
                 self._signal(f"agent-{index}", signal.SIGTERM)
