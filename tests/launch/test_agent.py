@@ -75,6 +75,15 @@ def test_an_agent_whose_output_is_on_a_full_disk_counts_deaths_and_says_how_it_e
     assert one.events("agent_ended")[0]["status"] == "failed"
 
 
+def test_a_death_whose_slot_cannot_be_noted_is_one_all_the_same(agent, tmp_path):
+    (tmp_path / "run/state").mkdir(parents=True)
+    (tmp_path / "run/state/struck").write_text("as a full disk, this takes no folder")
+    one = agent("--training.steps", "9", "--tiny.fail_in", "2", ranks=1, max_restarts=2)
+    assert one.process.wait(60) == GAVE_UP_EXIT
+    assert len(one.events("workers_died")) == 3
+    assert "slot 2 of step 2 is not noted" in one.said()
+
+
 @pytest.mark.skipif(not FULL.exists(), reason="there is no full disk here")
 def test_workers_whose_log_is_on_a_full_disk_train(agent, tmp_path):
     log = log_path(tmp_path / "run", 0, 0)

@@ -102,13 +102,13 @@ def test_who_is_asked_to_stop_does_not_wait_for_a_first_node_that_is_stopped(fir
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
 def test_a_host_that_is_not_this_machine_is_told_with_the_flag(tmp_path, host):
-    with pytest.raises(LaunchError, match=f"{host}: this machine cannot listen there: .* --host"):
+    with pytest.raises(LaunchError, match=rf"{host}: this machine cannot listen there: .* --host"):
         Meeting(tmp_path / "rendezvous.json", "7.0", 1, 0, 1, host, lambda: False).next_round()
 
 
 def test_a_node_does_not_come_twice(first, tmp_path):
     of_two(tmp_path, 1).next_round()
-    with pytest.raises(RuntimeError, match="an agent of node 1 has been .* higher --restart"):
+    with pytest.raises(RuntimeError, match=r"an agent of node 1 has been .* higher --restart"):
         of_two(tmp_path, 1).next_round()
 
 

@@ -383,7 +383,11 @@ class GroupAgent:
         run_dir, group, groups = self.settings.run_dir, self.settings.group, self.settings.groups
         if death.exitcode in ORDERLY_EXITS:
             return False
-        strike(run_dir, slot, group, self._incarnation, worked=death.committed, why=death.error or reason)
+        try:
+            strike(run_dir, slot, group, self._incarnation, worked=death.committed, why=death.error or reason)
+        except OSError as error:  # a full disk must not keep the group from starting again
+            print(f"slot {slot[1]} of step {slot[0]} is not noted as this death's: {error}")
+            return False
         now = deaths_at(run_dir, slot)
         if now.poisoned(groups) and first_to_tell(run_dir, slot):
             step, number = slot
