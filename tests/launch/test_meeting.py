@@ -49,13 +49,15 @@ def test_ranks_are_counted_over_nodes_of_any_size():
 
 
 FIRST_NODE = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from everstep.launch.meeting import Meeting
-first = Meeting(Path(sys.argv[1]), "7.0", 2, 0, 1, "127.0.0.1", lambda: False)
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+first = Meeting(Path(sys.argv[1]), "7.0", 2, 0, 1, "127.0.0.1", lambda: bool(asked))
 first.next_round()
 while True:
-    first.is_awaited()
+    first.beat() if asked else first.is_awaited()
     time.sleep(0.05)
 """
 
@@ -84,6 +86,18 @@ def test_a_first_node_that_is_stopped_is_not_waited_for_for_ever(first, tmp_path
     with pytest.raises(NodeLost, match="node 0 of this group has been silent"):
         second.is_awaited()
     assert time.monotonic() - begun < 5.0
+
+
+def test_a_node_that_stops_is_not_missed_by_one_that_was_not_asked_yet(first, tmp_path, monkeypatch):
+    """Its workers make their last step, which may take a while."""
+    monkeypatch.setattr(meeting, "PEER_SILENCE_S", 1.5)
+    second = of_two(tmp_path, 1)
+    second.next_round()
+    first.send_signal(signal.SIGTERM)
+    end = time.monotonic() + 4.0
+    while time.monotonic() < end:
+        assert not second.is_awaited()
+        time.sleep(0.05)
 
 
 def test_who_is_asked_to_stop_does_not_wait_for_a_first_node_that_is_stopped(first, tmp_path):

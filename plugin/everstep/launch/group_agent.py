@@ -159,6 +159,7 @@ class GroupAgent:
         self._beat()
         stall = None
         if self.settings.stopping():
+            self._meeting.beat()
             self._stop_cleanly()
         elif not self._dead() and (stall := self._find_stall()) is not None:
             self._tell_stall(stall)

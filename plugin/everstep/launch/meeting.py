@@ -221,13 +221,21 @@ class Meeting:
                 if time.monotonic() - asked > PEER_SILENCE_S:
                     raise NodeLost(SILENT.format(node=0)) from None
 
+    def beat(self) -> None:
+        """While asked to stop: others may hear of it later, and must not miss this one before."""
+        if self._store is not None:
+            with contextlib.suppress(AskedToStop, NodeLost):
+                self._keep_in_touch(self._store)
+
     def _keep_in_touch(self, store: TCPStore) -> None:
-        """Beat, and listen. Raises NodeLost."""
+        """Beat, and listen unless asked to stop. Raises NodeLost."""
         now = time.monotonic()
-        if now < self._next_beat or self._stopping():
+        if now < self._next_beat:
             return
         self._next_beat = now + PEER_BEAT_S
         self._ask(store.add, f"beats/{self._node_rank}", 1)
+        if self._stopping():
+            return
         for node in range(self._nodes):
             if node == self._node_rank or self._ask(store.check, [f"left/{node}"]):
                 continue
