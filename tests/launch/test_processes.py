@@ -192,6 +192,22 @@ def test_a_warm_process_that_hangs_when_it_is_needed_is_replaced(run):
     assert not alive(warm.pid)
 
 
+def test_nobody_is_taken_for_hung_after_all_were_stopped(run):
+    """As a batch system suspends a job, or docker a container."""
+    before = [run.agent(group) for group in range(2)], [run.workers(group) for group in range(2)]
+    tree, stopped = run.tree(), time.time()
+    for process in tree:
+        process.suspend()
+    time.sleep(7.0)  # longer than workers, agents and the warm process may be silent
+    for process in tree:
+        process.resume()
+    resumed = time.time()
+    for group in range(2):
+        run.wait_for("commit", after=resumed + 1.0, group=group, rank=1)
+    assert ([run.agent(group) for group in range(2)], [run.workers(group) for group in range(2)]) == before
+    assert not [one for one in run.events("workers_stalled") if one["t"] > stopped]
+
+
 def test_a_run_directory_belongs_to_one_live_run(run, start):
     second = type(run)(run.run_dir, 2, 2, *ENDLESS, temporary=run.temporary)
     assert second.process.wait(30) == 2

@@ -16,7 +16,7 @@ from everstep.launch.forking import ForkPoint
 from everstep.launch.meeting import AskedToStop, Meeting, Round
 from everstep.launch.memory import oom_kills
 from everstep.launch.progress import CommitWatch, StrikeWatch
-from everstep.launch.watchdog import Death, Stall, describe_exit, find_stall, reason_to_give_up
+from everstep.launch.watchdog import Awake, Death, Stall, describe_exit, find_stall, reason_to_give_up
 from everstep.launch.worker import error_path, log_path
 from everstep.launch.workers import Ended, Request, Workers
 from everstep.run import fence
@@ -94,6 +94,7 @@ class GroupAgent:
         self._next_look = 0.0
         self._oom_kills = 0
         self._next_beat = 0.0
+        self._awake = Awake()
         if settings.node:
             threading.Thread(target=self._push_beats, name="beats", daemon=True).start()
         self._incarnation = settings.first_incarnation - 1
@@ -276,6 +277,7 @@ class GroupAgent:
         return startup_s if self._first_step_s is None else min(startup_s, FIRST_STEP_SLACK * self._first_step_s)
 
     def _find_stall(self) -> Stall | None:
+        awake_mono = self._awake.since()
         if not self.settings.fault_tolerance.enable:
             return None
         pids = self._workers.pids
@@ -287,6 +289,7 @@ class GroupAgent:
             self.settings.fault_tolerance.stall_timeout_s,
             self.settings.fault_tolerance.startup_timeout_s,
             self._first_step_patience(),
+            awake_mono,
         )
 
     def _tell_stall(self, stall: Stall) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, TCPStore
 
+from everstep.launch.watchdog import Awake
 from everstep.run.directory import LaunchError
 from everstep.run.files import read_json, write_json
 
@@ -155,6 +156,7 @@ class Meeting:
         self._calls: _Calls | None = None
         self._round = 0
         self._next_beat = 0.0
+        self._awake = Awake()
         self._heard: dict[int, tuple[int, float]] = {}  # of the other nodes: beats so far, and when that was new
 
     def next_round(self) -> Round:
@@ -209,8 +211,8 @@ class Meeting:
     def _ask(self, call: Callable, *args) -> Any:
         """What `call` returns. Raises NodeLost when node 0 does not answer, and AskedToStop when it has not yet."""
         assert self._calls is not None
-        answer, asked = self._calls.ask(call, *args), time.monotonic()
-        while True:
+        answer = self._calls.ask(call, *args)
+        for _ in range(round(PEER_SILENCE_S / POLL_S)):  # no clock: all may have been stopped meanwhile
             try:
                 return answer.result(POLL_S)
             except DistNetworkError as error:
@@ -218,8 +220,7 @@ class Meeting:
             except TimeoutError:
                 if self._stopping():
                     raise AskedToStop from None
-                if time.monotonic() - asked > PEER_SILENCE_S:
-                    raise NodeLost(SILENT.format(node=0)) from None
+        raise NodeLost(SILENT.format(node=0))
 
     def beat(self) -> None:
         """While asked to stop: others may hear of it later, and must not miss this one before."""
@@ -232,6 +233,7 @@ class Meeting:
         now = time.monotonic()
         if now < self._next_beat:
             return
+        awake_mono = self._awake.since()
         self._next_beat = now + PEER_BEAT_S
         self._ask(store.add, f"beats/{self._node_rank}", 1)
         if self._stopping():
@@ -245,7 +247,7 @@ class Meeting:
                 self._heard[node] = (count, now)
             elif not known:
                 self._look_for(node, since)
-            elif now - since > PEER_SILENCE_S:
+            elif now - max(since, awake_mono) > PEER_SILENCE_S:
                 raise NodeLost(SILENT.format(node=node))
 
     def _look_for(self, node: int, since: float) -> None:

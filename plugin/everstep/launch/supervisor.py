@@ -26,7 +26,7 @@ from everstep.launch.local_lighthouse import LocalLighthouse
 from everstep.launch.machine import HOST, devices_of_groups, private_folder
 from everstep.launch.memory import oom_kills
 from everstep.launch.warm import PRELOAD, WarmProcess
-from everstep.launch.watchdog import Death, describe_exit
+from everstep.launch.watchdog import Awake, Death, describe_exit
 from everstep.report.live import Teller, telling
 from everstep.report.serve import PageServer
 from everstep.run.beats import agent_beat_path, forget_beats, read_beat
@@ -138,6 +138,7 @@ class Supervisor:
         self._teller: Teller | None = None
         self._page: PageServer | None = None
         self._next_search = 0.0
+        self._awake = Awake()
         self._failure = ""
         self._given_up = ""
         self._failing: dict[int, str] = {}
@@ -429,10 +430,10 @@ class Supervisor:
 
     def _kill_silent_agents(self) -> None:
         """An agent that hangs cannot look after its workers: another one takes over."""
-        now = time.monotonic()
+        now, awake_mono = time.monotonic(), self._awake.since()
         for index, group in enumerate(self.groups):
             pid = self._pids.get(f"agent-{index}")
-            if pid is None or now - group.started_mono < AGENT_SILENCE_S:
+            if pid is None or now - max(group.started_mono, awake_mono) < AGENT_SILENCE_S:
                 continue
             beat = read_beat(agent_beat_path(self.run_dir.path, index))
             if beat is None or beat.pid != pid or now - beat.mono > AGENT_SILENCE_S:
