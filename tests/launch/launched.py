@@ -97,9 +97,9 @@ def events_of(run_dir, kind, **fields):
 class TinyRun:
     """A supervisor of its own process, with everything below it."""
 
-    def __init__(self, run_dir, groups, ranks, *flags, terminal=None, temporary=None):
+    def __init__(self, run_dir, groups, ranks, *flags, terminal=None, temporary=None, output=None):
         self.run_dir = run_dir
-        self.output = run_dir.with_suffix(".out")
+        self.output = output or run_dir.with_suffix(".out")
         self.temporary = temporary or short_folder()
         command = [sys.executable, str(HERE / "run_tiny.py"), str(run_dir), str(groups), str(ranks), *flags]
         paths = os.pathsep.join([str(HERE), *sys.path])

@@ -2,10 +2,12 @@
 
 import os
 import pty
+import select
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from forked import ran
 from launched import alive, until
 
+FULL = Path("/dev/full")
 ENDLESS = ("--training.steps", "1000000")
 
 
@@ -277,6 +280,34 @@ def test_what_workers_leave_behind_ends_with_the_run(start):
     assert run.process.wait(60) == 0
     assert time.monotonic() - ended < 5.0, "nor does anybody wait for it"
     assert not any(alive(pid) for pid in litter)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="there is no full disk here")
+def test_a_run_whose_output_is_on_a_full_disk_goes_on(start):
+    run = start(1, 1, "--training.steps", "5", output=FULL)
+    assert run.process.wait(60) == 0
+    assert run.events("run_ended")[0]["status"] == "done"
+
+
+def test_a_terminal_that_is_closed_is_a_clean_stop(start):
+    controller, terminal = pty.openpty()
+    run = start(1, 1, *ENDLESS, terminal=terminal)
+    os.close(terminal)
+    read, write = os.pipe()  # closed when nobody is to read any more
+    reader = threading.Thread(target=_read_until, args=(controller, read))
+    reader.start()
+    run.wait_for("commit")
+    os.close(write)
+    reader.join()
+    os.close(controller)
+    assert run.process.wait(60) == 0
+    assert run.events("left")
+    assert run.events("run_ended")[0]["status"] == "stopped"
+
+
+def _read_until(controller, closed):
+    while closed not in (ready := select.select([controller, closed], [], [])[0]):
+        os.read(ready[0], 1 << 16)
 
 
 CANNOT_WRITE = """

@@ -51,7 +51,10 @@ def keep_on_without_output() -> None:
         except OSError:
             os.dup2(os.open(os.devnull, os.O_RDWR), fd)
     for name, fd in (("stdout", 1), ("stderr", 2)):
-        if (before := getattr(sys, name)) is not None:
+        before = getattr(sys, name)
+        if before is not getattr(sys, f"__{name}__"):
+            continue  # of somebody who put another in its place
+        if before is not None:
             before.reconfigure(line_buffering=True)  # whoever has it goes on with it
         output = io.BufferedWriter(_Output(fd, "w", closefd=False))
         setattr(sys, name, io.TextIOWrapper(output, errors="backslashreplace", line_buffering=True))
