@@ -131,7 +131,7 @@ def test_a_node_that_waits_for_the_others_of_its_group_can_be_stopped(agent):
 
 
 def _waits(one):
-    """Whether its fork point is there: from then on it waits for node 0."""
+    """Whether it has a process below it: its fork point, from which on it waits for node 0, or the check of its node."""
     import psutil
 
     return bool(psutil.Process(one.process.pid).children())
@@ -152,6 +152,16 @@ def test_a_bad_node_is_named_and_left(agent, tmp_path, flags, settings, reason):
     assert reason in found["reason"]
     assert one.events("node_bad")[0]["node"] == "n3"
     assert not over_file(tmp_path / "run", 0).exists(), "the group goes on elsewhere"
+
+
+def test_a_stop_that_ends_the_check_of_a_node_makes_no_bad_node_of_it(agent):
+    """A batch system's SIGTERM reaches every process of a job."""
+    one = agent("--training.steps", "3", ranks=1, job=7, node="n3")
+    until(lambda: one.process.poll() is not None or _waits(one), "the check to run")
+    os.killpg(one.process.pid, signal.SIGTERM)
+    assert one.process.wait(DEADLINE_S) == 0
+    assert one.events("node_bad") == []
+    assert one.events("agent_ended")[0]["status"] == "stopped"
 
 
 def test_without_another_node_to_go_to_an_unfit_one_is_the_end(agent):

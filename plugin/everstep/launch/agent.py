@@ -199,10 +199,10 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
         lighthouse = settings.lighthouse or await_address(run_dir, stopping, ADDRESS_TIMEOUT_S)
     except fence.Fenced as fenced:
         return end("fenced", str(fenced), FENCED_EXIT)
-    if stopping():
+    unfit = _unfit(settings) if settings.node and not stopping() else ""
+    if stopping():  # which may have ended the check as well
         return end("stopped", "asked to stop", 0)
-
-    if settings.node and (unfit := _unfit(settings)):
+    if unfit:
         return node_is_bad(unfit)
     import_modules(preload)
     from everstep.launch.group_agent import GroupAgent, GroupSettings

@@ -7,6 +7,7 @@ second, its workers before they ask for a quorum.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -126,9 +127,9 @@ def _only_one(path: Path) -> bool:
     fd = os.open(path.with_suffix(".alive"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+    except OSError as error:
         os.close(fd)
-        return False
+        return error.errno not in (errno.EAGAIN, errno.EACCES)  # where there are no such locks, nobody can tell
     return True
 
 
