@@ -131,7 +131,8 @@ def test_a_node_that_waits_for_the_others_of_its_group_can_be_stopped(agent):
 
 
 def _waits(one):
-    """Whether it has a process below it: its fork point, from which on it waits for node 0, or the check of its node."""
+    """Whether there is a process below it: its fork point, from which on it waits for node 0, or the check of its
+    node."""
     import psutil
 
     return bool(psutil.Process(one.process.pid).children())

@@ -310,6 +310,13 @@ def _read_until(controller, closed):
         os.read(ready[0], 1 << 16)
 
 
+def test_a_check_of_the_config_that_was_killed_is_told(start):
+    run = start(1, 1, "--tiny.torn")
+    assert run.process.wait(60) == 2
+    said = f"everstep: checking the config failed (-9), see {run.run_dir}/logs/prepare.log."
+    assert run.said().splitlines()[-1] == said
+
+
 CANNOT_WRITE = """
 import resource, sys
 from pathlib import Path

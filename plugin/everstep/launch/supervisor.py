@@ -6,7 +6,6 @@ supervisor that was killed can simply be started again.
 """
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -33,6 +32,7 @@ from everstep.run.beats import agent_beat_path, forget_beats, read_beat
 from everstep.run.directory import LaunchError, RunDir, leaves_nothing, read_toml, stop_file
 from everstep.run.events import EventLog, EventTail
 from everstep.run.exits import GAVE_UP_EXIT, KILLED_EXIT
+from everstep.run.files import read_json
 from everstep.run.lifeline import adopt_orphans
 from everstep.run.token import run_token
 
@@ -346,13 +346,10 @@ class Supervisor:
             self._start_warm()
 
     def _prepare_ended(self, exitcode: int) -> None:
-        try:
-            found: dict[str, Any] = json.loads((self._private / "prepared").read_text())
-        except FileNotFoundError:
-            found = {"error": f"checking the config failed ({exitcode}), see {self.run_dir.path}/logs/prepare.log."}
-        if "error" in found:
-            self._unusable = found["error"]
-            self._refused = (self._private / "prepared").exists()
+        found: dict[str, Any] = read_json(self._private / "prepared")
+        if not found or "error" in found:
+            failed = f"checking the config failed ({exitcode}), see {self.run_dir.path}/logs/prepare.log."
+            self._unusable, self._refused = found.get("error", failed), bool(found)
             return
         self._prepared = True
         settings = self.settings
