@@ -236,7 +236,7 @@ def test_a_fork_point_that_has_died_starts_nobody(play, while_asked):
         os.kill(pid, signal.SIGSTOP)
         threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
         if not {while_asked}:
-            os.waitpid(pid, 0)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         try:
             workers.start(requests(("go_on",)))
         except RuntimeError as error:

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from everstep.launch.supervisor import AGENT_CRASHES
+from everstep.run.exits import REPLACED_EXIT
 from forked import ran
 from launched import alive, until
 
@@ -308,6 +310,17 @@ def test_a_terminal_that_is_closed_is_a_clean_stop(start):
 def _read_until(controller, closed):
     while closed not in (ready := select.select([controller, closed], [], [])[0]):
         os.read(ready[0], 1 << 16)
+
+
+def test_a_fork_point_may_be_killed_as_often_as_a_worker(start):
+    """Also before the first step: that is no failure of the group's."""
+    run = start(1, 1, *ENDLESS, "--tiny.first_s", "1000")
+    for number in range(AGENT_CRASHES + 1):
+        (worker,) = run.wait_for("workers_started", incarnation=number)["pids"]
+        until(lambda pid=worker: run.events("worker_up", pid=pid), "the worker to be up")
+        os.kill(psutil.Process(worker).ppid(), signal.SIGKILL)
+    run.wait_for("workers_started", incarnation=AGENT_CRASHES + 1)
+    assert {one["exitcode"] for one in run.events("agent_died")} == {REPLACED_EXIT}
 
 
 def test_a_check_of_the_config_that_was_killed_is_told(start):

@@ -19,7 +19,7 @@ from everstep.run import fence
 from everstep.run.address import await_address
 from everstep.run.directory import bad_node_file, over_file, stop_file
 from everstep.run.events import EventLog, EventTail, event_path, last_event
-from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, KILLED_EXIT, NODE_BAD_EXIT
+from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, KILLED_EXIT, NODE_BAD_EXIT, REPLACED_EXIT
 from everstep.run.fence import Claim
 from everstep.run.files import write_json
 
@@ -206,6 +206,7 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
         return node_is_bad(unfit)
     import_modules(preload)
     from everstep.launch.group_agent import GroupAgent, GroupSettings
+    from everstep.launch.workers import ForkPointDied
 
     if settings.devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = settings.devices
@@ -230,6 +231,9 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
     except Exception as error:
         if settings.job:
             return end("crashed", f"the agent of group {settings.group} failed: {error}", 1)
+        if isinstance(error, ForkPointDied) and error.exitcode < 0:
+            print(error)
+            return REPLACED_EXIT
         raise
     if stopping() and agent.killed_in_the_end:
         return end("killed", agent.killed_in_the_end, KILLED_EXIT)

@@ -226,6 +226,10 @@ class ForkPoint(Forker):
         theirs.close()
         super().__init__(ours, pid)
 
+    def exitcode(self) -> int:
+        """How it ended, negative for a signal; waits for it. To be asked once."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
     def reap(self) -> None:
         """Give the pids back of children that have ended: until then nobody else gets one, and a signal that comes too
         late reaches nobody."""

@@ -31,7 +31,7 @@ from everstep.report.serve import PageServer
 from everstep.run.beats import agent_beat_path, forget_beats, read_beat
 from everstep.run.directory import LaunchError, RunDir, leaves_nothing, read_toml, stop_file
 from everstep.run.events import EventLog, EventTail
-from everstep.run.exits import GAVE_UP_EXIT, KILLED_EXIT
+from everstep.run.exits import GAVE_UP_EXIT, KILLED_EXIT, REPLACED_EXIT
 from everstep.run.files import read_json
 from everstep.run.lifeline import adopt_orphans
 from everstep.run.token import run_token
@@ -390,7 +390,8 @@ class Supervisor:
             group.ended = "killed"
         else:
             self._events.emit("agent_died", target_group=index, exitcode=exitcode)
-            group.crashes += exitcode > 0  # a signal came from outside, and another agent helps
+            # A signal came from outside, to it or to its fork point, and another agent helps.
+            group.crashes += exitcode > 0 and exitcode != REPLACED_EXIT
             if self._stops:
                 group.ended = "stopped"
             elif group.crashes >= AGENT_CRASHES:
