@@ -312,6 +312,22 @@ def _read_until(controller, closed):
         os.read(ready[0], 1 << 16)
 
 
+def test_a_run_goes_on_while_nothing_can_be_imported_and_ends_with_the_last_agent(start):
+    run = start(1, 1, *ENDLESS)
+    run.wait_for("commit")
+    (run.temporary / "upgraded").touch()
+    known = {run.agent(0), run.events("lighthouse_started")[-1]["pid"]}
+    (warm,) = [c for c in psutil.Process(run.process.pid).children() if c.pid not in known]
+    warm.kill()
+    log = run.run_dir / "logs/warm.log"
+    until(lambda: log.read_text().count("ImportError: it was upgraded") > 3, "several tries")
+    run.wait_for("commit", after=time.time())
+    os.kill(run.agent(0), signal.SIGKILL)
+    assert run.process.wait(60) == 1
+    ended = run.events("run_ended")[0]
+    assert (ended["status"], ended["reason"]) == ("failed", f"ImportError: it was upgraded. More in {log}.")
+
+
 def test_a_fork_point_may_be_killed_as_often_as_a_worker(start):
     """Also before the first step: that is no failure of the group's."""
     run = start(1, 1, *ENDLESS, "--tiny.first_s", "1000")
@@ -365,5 +381,5 @@ def test_a_process_that_dies_importing_is_told_and_not_started_for_ever(tmp_path
     done = ran([sys.executable, "-c", CANNOT_IMPORT], cwd=tmp_path, env=env, timeout=60)
     assert done.returncode == 1
     said = done.stderr.splitlines()[-1]
-    assert "was killed by SIGILL before it was ready, 3 times in a row" in said
+    assert "was killed by SIGILL before it was ready, 3 times" in said
     assert f"{tmp_path}/run/logs/warm.log" in said

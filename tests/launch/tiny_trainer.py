@@ -21,6 +21,9 @@ from everstep.run.beats import Heartbeat
 from everstep.run.events import EventLog
 from everstep.run.poison import deaths_at
 
+if (Path(os.environ.get("TMPDIR", "/tmp")) / "upgraded").exists():
+    raise ImportError("it was upgraded")
+
 
 def flag(argv, name, default=None):
     return argv[len(argv) - 1 - argv[::-1].index(name) + 1] if name in argv else default

@@ -124,6 +124,8 @@ class Supervisor:
         self._warm_deaths = 0
         """By themselves, since one was ready."""
         self._warm_is_ready = False
+        self._fatal = ""
+        """What it could not import."""
         self._heard_mono = 0.0
         """When the warm process last answered, or was asked while nobody waited for an answer."""
         self._oom_kills = 0
@@ -229,7 +231,7 @@ class Supervisor:
         os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(threads)  # an empty one is none
         self._oom_kills = oom_kills()
         self._warm = WarmProcess(self.settings.preload, self.run_dir.path / "logs" / "warm.log")
-        self._warm_is_ready = False
+        self._warm_is_ready, self._fatal = False, ""
         self._asked = {}
 
     def _fork(self, name: str, run: str, args: Sequence, log: str) -> None:
@@ -284,8 +286,7 @@ class Supervisor:
             self._heard_mono = time.monotonic()
             if "ready" in answer:
                 self._warm_is_ready, self._warm_deaths = True, 0
-            if "fatal" in answer:
-                self._unusable = f"{answer['fatal']}. More in {self.run_dir.path}/logs/warm.log."
+            self._fatal = answer.get("fatal", self._fatal)
             name = self._asked.pop(answer.get("id", 0), None)
             if name is None:
                 continue
@@ -316,6 +317,7 @@ class Supervisor:
 
     def _ended(self, pid: int, exitcode: int) -> None:
         if self._warm is not None and pid == self._warm.pid:
+            self._take_answers()  # its last
             self._warm.close()
             self._warm = None
             self._kill_strangers()
@@ -337,12 +339,13 @@ class Supervisor:
         """Start another one. A run that trains does without for as long as it takes."""
         oom = exitcode == -signal.SIGKILL and oom_kills() > self._oom_kills
         self._warm_deaths += Death(time.monotonic(), exitcode, committed=False, out_of_memory=oom).crashed
-        if self._warm_deaths >= WARM_DEATHS and not self._prepared:
-            self._unusable = self._unusable or (
-                f"the process that imports torch and torchtitan {describe_exit(exitcode)} before it was ready, "
-                f"{self._warm_deaths} times in a row. More in {self.run_dir.path}/logs/warm.log."
-            )
-        if not self._unusable:
+        died = f"the process that imports torch and torchtitan {describe_exit(exitcode)} before it was ready"
+        why = f"{self._fatal or f'{died}, {self._warm_deaths} times'}. More in {self.run_dir.path}/logs/warm.log."
+        if not self._prepared and (self._fatal or self._warm_deaths >= WARM_DEATHS):
+            self._unusable = self._unusable or why
+        elif self._warm_deaths >= WARM_DEATHS and not any(name.startswith("agent-") for name in self._pids):
+            self._failure = self._failure or why
+        else:
             self._start_warm()
 
     def _prepare_ended(self, exitcode: int) -> None:
