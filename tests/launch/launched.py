@@ -50,6 +50,7 @@ sys.exit(run_agent(settings, preload=("everstep.launch.group_agent", "tiny_train
     def __init__(self, folder, *flags, **settings):
         self.run_dir = folder / "run"
         self.temporary = settings.pop("temporary", None) or short_folder()
+        self.output = settings.pop("output", None) or folder / f"agent-{os.urandom(4).hex()}.out"
         section = {f.name for f in fields(FaultTolerance)} - {f.name for f in fields(AgentSettings)}
         arguments = {
             "config": "unused.toml", "run_dir": str(self.run_dir), "group": 0, "groups": 1, "ranks": 2,
@@ -59,7 +60,6 @@ sys.exit(run_agent(settings, preload=("everstep.launch.group_agent", "tiny_train
             **settings,
         }  # fmt: skip
         paths = os.pathsep.join([str(HERE), *sys.path])
-        self.output = folder / f"agent-{os.urandom(4).hex()}.out"
         with self.output.open("ab") as output:
             self.process = Forked(
                 [sys.executable, "-c", self.CODE, json.dumps(arguments)],
@@ -97,9 +97,9 @@ def events_of(run_dir, kind, **fields):
 class TinyRun:
     """A supervisor of its own process, with everything below it."""
 
-    def __init__(self, run_dir, groups, ranks, *flags, terminal=None, temporary=None):
+    def __init__(self, run_dir, groups, ranks, *flags, terminal=None, temporary=None, output=None):
         self.run_dir = run_dir
-        self.output = run_dir.with_suffix(".out")
+        self.output = output or run_dir.with_suffix(".out")
         self.temporary = temporary or short_folder()
         command = [sys.executable, str(HERE / "run_tiny.py"), str(run_dir), str(groups), str(ranks), *flags]
         paths = os.pathsep.join([str(HERE), *sys.path])

@@ -12,6 +12,8 @@ PRELOAD = ("torchft", "everstep.launch.group_agent", "everstep.quorum.lighthouse
 
 def main():
     run_dir, groups, ranks, *flags = sys.argv[1:]
+    supervisor.WARM_SILENCE_S = 3.0
+    supervisor.AGENT_SILENCE_S = 6.0
     config = Path(run_dir).with_suffix(".toml")
     config.write_text("")
     settings = supervisor.RunSettings(

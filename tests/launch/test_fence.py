@@ -112,6 +112,22 @@ def test_an_agent_that_was_overtaken_kills_its_workers_and_the_new_one_starts_on
     assert new.process.poll() is None
 
 
+@pytest.mark.parametrize("job", [0, 7])
+def test_a_start_of_a_group_that_runs_is_not_made_twice(agent, tmp_path, job):
+    """Somebody gave the command again."""
+    first = agent("--training.steps", "1000000", job=job)
+    first.wait_for("commit")
+    second = agent("--training.steps", "1000000", job=job)
+    assert second.process.wait(60) == FENCED_EXIT
+    assert f"is run by process {first.process.pid} on" in second.said()
+    assert len(first.events("workers_started")) == 1
+    assert not json.loads(fence.fence_file(tmp_path / "run", 0).read_text())["ended"]
+    first.process.kill()
+    first.process.wait(60)
+    agent("--training.steps", "1000000", job=job)
+    first.wait_for("workers_started", incarnation=1)
+
+
 def test_an_agent_that_was_overtaken_before_it_began_starts_nothing(agent, tmp_path):
     claim_group(tmp_path / "run", 0, Claim(7, 3), never)
     late = agent("--training.steps", "3", job=7, restart=2)

@@ -106,7 +106,7 @@ def test_deaths_are_told_in_their_order_however_late_somebody_looks(play):
             workers.start(requests(*[("go_on",)] * 3))
             for rank in {order}:
                 os.kill(workers.pids[rank], signal.SIGKILL)
-                while state(workers.pids[rank]) != "gone":  # the fork point has taken note of it
+                while state(workers.pids[rank]) != "Z":
                     time.sleep(0.001)
             print(json.dumps(wait(workers)))
             """
@@ -129,12 +129,35 @@ def test_nothing_is_left_of_thirty_incarnations(play):
             workers.stop()
             seen.append(own())
         fork_point = psutil.Process(workers._fork_point.pid)
+        workers._fork_point.reap()
+        while fork_point.children():
+            time.sleep(0.01)
         print(json.dumps([seen[0], seen[-1], [len(fork_point.children()), fork_point.num_fds()]]))
         """.replace("seen = []", "import psutil\n        seen = []")
     )
     assert first == last
     assert last[1] == 1
     assert below == [0, 4], "standard streams and the channel"
+
+
+def test_nobody_else_has_the_pid_of_a_worker_before_the_next_ones_are_started(play):
+    """A signal may be on its way to it."""
+    states = play(
+        """
+        workers.start(requests(("end", 0), ("go_on",)))
+        (first, second) = workers.pids.values()
+        while not workers.ended:
+            workers.wait(10.0)
+        time.sleep(0.2)
+        states = [state(first)]
+        workers.signal(signal.SIGTERM, [0])
+        workers.stop()
+        states.append(state(second))
+        workers.start(requests(("go_on",)))
+        print(json.dumps([*states, state(first), state(second)]))
+        """
+    )
+    assert states == ["Z", "Z", "gone", "gone"]
 
 
 def test_a_worker_that_dies_while_others_are_still_forked_is_told(play):
@@ -148,6 +171,38 @@ def test_a_worker_that_dies_while_others_are_still_forked_is_told(play):
     )
     assert ended == [[0, -signal.SIGKILL]]
     assert running == [1, 2, 3, 4, 5, 6]
+
+
+def test_more_processes_can_be_asked_for_than_a_channel_holds_requests(play):
+    ranks = play(
+        """
+        import threading
+        pid = workers._fork_point.pid
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(0.3, os.kill, (pid, signal.SIGCONT)).start()
+        padding = "x" * 4000
+        workers.start([
+            Request(rank, "forked_work:end", [0], Path("rank.log"), {"PADDING": padding}) for rank in range(100)
+        ])
+        print(json.dumps(sorted(rank for rank, _ in wait(workers))))
+        """
+    )
+    assert ranks == list(range(100))
+
+
+def test_nobody_answers_for_a_warm_process_that_has_died(play):
+    """Its maker sees to that when it finds it dead."""
+    answers = play(
+        """
+        from everstep.launch.warm import WarmProcess
+        warm = WarmProcess((), Path("warm.log"))
+        os.kill(warm.pid, signal.SIGKILL)
+        os.waitpid(warm.pid, 0)
+        warm.fork("forked_work:end", [0], Path("rank.log"))
+        print(json.dumps([warm.answers(), warm.gone]))
+        """
+    )
+    assert answers == [[], True]
 
 
 def test_workers_die_with_their_fork_point_stopped_or_not_and_no_others_can_be_started(play):
@@ -181,7 +236,7 @@ def test_a_fork_point_that_has_died_starts_nobody(play, while_asked):
         os.kill(pid, signal.SIGSTOP)
         threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
         if not {while_asked}:
-            os.waitpid(pid, 0)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         try:
             workers.start(requests(("go_on",)))
         except RuntimeError as error:

@@ -8,10 +8,10 @@ import pytest
 
 from everstep.launch import health
 from everstep.launch.agent import reason_not_to_start
-from everstep.launch.watchdog import RestartLimits
+from everstep.launch.watchdog import STARTS_WITHOUT_A_COMMIT, RestartLimits
 from everstep.run.directory import bad_node_file, over_file
 from everstep.run.events import EventLog
-from everstep.run.exits import GAVE_UP_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
+from everstep.run.exits import GAVE_UP_EXIT, HOPELESS_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.files import read_json
 from launched import DEADLINE_S, alive, until
 
@@ -90,6 +90,32 @@ def test_the_first_node_notices_that_another_one_is_gone(agent):
     assert_ends_without(first, second, "node 1")
 
 
+def test_a_group_that_its_second_node_gives_up_is_over(agent):
+    """A batch system would start it again otherwise."""
+    first, second = node(agent, 0), node(agent, 1, "--tiny.exit", str(HOPELESS_EXIT))
+    assert second.process.wait(DEADLINE_S) == GAVE_UP_EXIT
+    over = read_json(over_file(first.run_dir, 0))
+    assert over["status"] == "failed"
+    assert "no use" in over["reason"]
+
+
+def test_a_rank_that_is_killed_on_one_node_is_no_failure_of_its_peers_on_another(agent):
+    """As often as you like, also before the first step."""
+    first, second = (node(agent, rank, "--tiny.first_s", "1000") for rank in (0, 1))
+    for incarnation in range(STARTS_WITHOUT_A_COMMIT + 1):
+        until(lambda n=2 * incarnation + 2: len(first.events("training_started")) == n, "both ranks to train")
+        (victim,) = first.wait_for("workers_started", incarnation=incarnation)["pids"]
+        (peer,) = first.wait_for("node_workers_started", incarnation=incarnation)["pids"]
+        os.kill(peer, signal.SIGUSR1)  # what a trainer whose peer is gone does
+        os.kill(victim, signal.SIGKILL)
+    until(lambda: len(first.events("training_started")) == 2 * incarnation + 4, "both ranks to train again")
+    assert first.process.poll() is None
+    assert second.process.poll() is None
+    died = first.events("workers_died")
+    assert any(one["exitcodes"] == {"1": 1} for one in died), "a peer failed before it was ended"
+    assert not any(one["by_itself"] for one in died)
+
+
 def test_two_nodes_finish_together(agent):
     one, other = (agent("--training.steps", "3", ranks=1, nodes=2, node_rank=rank, job=7) for rank in (0, 1))
     assert {one.process.wait(DEADLINE_S), other.process.wait(DEADLINE_S)} == {0}
@@ -105,7 +131,8 @@ def test_a_node_that_waits_for_the_others_of_its_group_can_be_stopped(agent):
 
 
 def _waits(one):
-    """Whether its fork point is there: from then on it waits for node 0."""
+    """Whether there is a process below it: its fork point, from which on it waits for node 0, or the check of its
+    node."""
     import psutil
 
     return bool(psutil.Process(one.process.pid).children())
@@ -126,6 +153,16 @@ def test_a_bad_node_is_named_and_left(agent, tmp_path, flags, settings, reason):
     assert reason in found["reason"]
     assert one.events("node_bad")[0]["node"] == "n3"
     assert not over_file(tmp_path / "run", 0).exists(), "the group goes on elsewhere"
+
+
+def test_a_stop_that_ends_the_check_of_a_node_makes_no_bad_node_of_it(agent):
+    """A batch system's SIGTERM reaches every process of a job."""
+    one = agent("--training.steps", "3", ranks=1, job=7, node="n3")
+    until(lambda: one.process.poll() is not None or _waits(one), "the check to run")
+    os.killpg(one.process.pid, signal.SIGTERM)
+    assert one.process.wait(DEADLINE_S) == 0
+    assert one.events("node_bad") == []
+    assert one.events("agent_ended")[0]["status"] == "stopped"
 
 
 def test_without_another_node_to_go_to_an_unfit_one_is_the_end(agent):

@@ -2,15 +2,22 @@
 
 import os
 import pty
+import select
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+from everstep.launch.supervisor import AGENT_CRASHES
+from everstep.run.exits import REPLACED_EXIT
+from forked import ran
 from launched import alive, until
 
+FULL = Path("/dev/full")
 ENDLESS = ("--training.steps", "1000000")
 
 
@@ -180,6 +187,32 @@ def test_nobody_needs_the_warm_process_and_it_comes_back(run):
     run.wait_for("commit", after=killed, group=0, incarnation=None, rank=0)
 
 
+def test_a_warm_process_that_hangs_when_it_is_needed_is_replaced(run):
+    known = {run.agent(0), run.agent(1), run.events("lighthouse_started")[-1]["pid"]}
+    (warm,) = [c for c in psutil.Process(run.process.pid).children() if c.pid not in known]
+    agent, killed = run.agent(0), time.time()
+    os.kill(warm.pid, signal.SIGSTOP)
+    os.kill(agent, signal.SIGKILL)
+    run.wait_for("workers_started", after=killed, group=0)
+    assert not alive(warm.pid)
+
+
+def test_nobody_is_taken_for_hung_after_all_were_stopped(run):
+    """As a batch system suspends a job, or docker a container."""
+    before = [run.agent(group) for group in range(2)], [run.workers(group) for group in range(2)]
+    tree, stopped = run.tree(), time.time()
+    for process in tree:
+        process.suspend()
+    time.sleep(7.0)  # longer than workers, agents and the warm process may be silent
+    for process in tree:
+        process.resume()
+    resumed = time.time()
+    for group in range(2):
+        run.wait_for("commit", after=resumed + 1.0, group=group, rank=1)
+    assert ([run.agent(group) for group in range(2)], [run.workers(group) for group in range(2)]) == before
+    assert not [one for one in run.events("workers_stalled") if one["t"] > stopped]
+
+
 def test_a_run_directory_belongs_to_one_live_run(run, start):
     second = type(run)(run.run_dir, 2, 2, *ENDLESS, temporary=run.temporary)
     assert second.process.wait(30) == 2
@@ -234,3 +267,119 @@ def test_nothing_outlives_a_killed_supervisor(start):
     again = type(run)(run.run_dir, 1, 1, "--training.steps", "5", temporary=run.temporary)
     assert again.process.wait(60) == 0
     assert list(run.temporary.iterdir()) == [], "what the killed one left behind is cleared away as well"
+
+
+def test_what_workers_leave_behind_ends_with_the_run(start):
+    run = start(1, 1, *ENDLESS, "--tiny.litter")
+    run.wait_for("commit")
+    os.kill(run.workers(0)[0], signal.SIGKILL)
+    run.wait_for("commit", after=run.wait_for("workers_started", incarnation=1)["t"])
+    litter = [int(event["text"]) for event in run.events("warning")]
+    assert [alive(pid) for pid in litter] == [True, True]
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for("agent_ended")
+    ended = time.monotonic()
+    assert run.process.wait(60) == 0
+    assert time.monotonic() - ended < 5.0, "nor does anybody wait for it"
+    assert not any(alive(pid) for pid in litter)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="there is no full disk here")
+def test_a_run_whose_output_is_on_a_full_disk_goes_on(start):
+    run = start(1, 1, "--training.steps", "5", output=FULL)
+    assert run.process.wait(60) == 0
+    assert run.events("run_ended")[0]["status"] == "done"
+
+
+def test_a_terminal_that_is_closed_is_a_clean_stop(start):
+    controller, terminal = pty.openpty()
+    run = start(1, 1, *ENDLESS, terminal=terminal)
+    os.close(terminal)
+    read, write = os.pipe()  # closed when nobody is to read any more
+    reader = threading.Thread(target=_read_until, args=(controller, read))
+    reader.start()
+    run.wait_for("commit")
+    os.close(write)
+    reader.join()
+    os.close(controller)
+    assert run.process.wait(60) == 0
+    assert run.events("left")
+    assert run.events("run_ended")[0]["status"] == "stopped"
+
+
+def _read_until(controller, closed):
+    while closed not in (ready := select.select([controller, closed], [], [])[0]):
+        os.read(ready[0], 1 << 16)
+
+
+def test_a_run_goes_on_while_nothing_can_be_imported_and_ends_with_the_last_agent(start):
+    run = start(1, 1, *ENDLESS)
+    run.wait_for("commit")
+    (run.temporary / "upgraded").touch()
+    known = {run.agent(0), run.events("lighthouse_started")[-1]["pid"]}
+    (warm,) = [c for c in psutil.Process(run.process.pid).children() if c.pid not in known]
+    warm.kill()
+    log = run.run_dir / "logs/warm.log"
+    until(lambda: log.read_text().count("ImportError: it was upgraded") > 3, "several tries")
+    run.wait_for("commit", after=time.time())
+    os.kill(run.agent(0), signal.SIGKILL)
+    assert run.process.wait(60) == 1
+    ended = run.events("run_ended")[0]
+    assert (ended["status"], ended["reason"]) == ("failed", f"ImportError: it was upgraded. More in {log}.")
+
+
+def test_a_fork_point_may_be_killed_as_often_as_a_worker(start):
+    """Also before the first step: that is no failure of the group's."""
+    run = start(1, 1, *ENDLESS, "--tiny.first_s", "1000")
+    for number in range(AGENT_CRASHES + 1):
+        (worker,) = run.wait_for("workers_started", incarnation=number)["pids"]
+        until(lambda pid=worker: run.events("worker_up", pid=pid), "the worker to be up")
+        os.kill(psutil.Process(worker).ppid(), signal.SIGKILL)
+    run.wait_for("workers_started", incarnation=AGENT_CRASHES + 1)
+    assert {one["exitcode"] for one in run.events("agent_died")} == {REPLACED_EXIT}
+
+
+def test_a_check_of_the_config_that_was_killed_is_told(start):
+    run = start(1, 1, "--tiny.torn")
+    assert run.process.wait(60) == 2
+    said = f"everstep: checking the config failed (-9), see {run.run_dir}/logs/prepare.log."
+    assert run.said().splitlines()[-1] == said
+
+
+CANNOT_WRITE = """
+import resource, sys
+from pathlib import Path
+from everstep.run.directory import LaunchError, RunDir
+_, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
+try:
+    RunDir(Path("run")).lock()
+except LaunchError as error:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    sys.exit(str(error))
+"""
+
+
+def test_a_run_directory_that_takes_no_writes_is_told(tmp_path):
+    """On a full disk for instance."""
+    done = ran([sys.executable, "-c", CANNOT_WRITE], cwd=tmp_path, timeout=60)
+    assert done.stderr == "run: cannot be used as run directory: File too large.\n"
+
+
+CANNOT_IMPORT = """
+import sys
+from pathlib import Path
+from everstep.launch.supervisor import RunSettings, run
+run(RunSettings(config=Path("run.toml"), run_dir=Path("run"), groups=1, preload=("ends_python",)))
+"""
+
+
+def test_a_process_that_dies_importing_is_told_and_not_started_for_ever(tmp_path):
+    """As one whose torch was built for another processor."""
+    (tmp_path / "ends_python.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = ran([sys.executable, "-c", CANNOT_IMPORT], cwd=tmp_path, env=env, timeout=60)
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert "was killed by SIGILL before it was ready, 3 times" in said
+    assert f"{tmp_path}/run/logs/warm.log" in said

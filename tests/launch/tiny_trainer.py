@@ -5,12 +5,14 @@ It has no model and no torch, so that processes are what these tests are about. 
 S, its group's name in the second line), `--tiny.skip` (but not once that slot is poison), `--tiny.first_s S` (length of
 the first step), `--tiny.deaf S` (handle SIGTERM only after so many seconds), `--tiny.exit N` (leave with status N at
 once), `--tiny.vanish R` (rank R is gone at once, with status 0), `--tiny.early R` (rank R is done after the first
-step). SIGUSR1 is to it what the death of a peer is to a trainer: an exception.
+step), `--tiny.litter` (leaves a process of its own behind). SIGUSR1 is to it what the death of a peer is to a trainer:
+an exception.
 """
 
 import json
 import os
 import signal
+import subprocess
 import time
 import tomllib
 from pathlib import Path
@@ -19,6 +21,9 @@ from everstep.launch.prepare import leave_answer
 from everstep.run.beats import Heartbeat
 from everstep.run.events import EventLog
 from everstep.run.poison import deaths_at
+
+if (Path(os.environ.get("TMPDIR", "/tmp")) / "upgraded").exists():
+    raise ImportError("it was upgraded")
 
 
 def flag(argv, name, default=None):
@@ -43,6 +48,8 @@ def main(argv):
         signal.signal(signal.SIGTERM, lambda *_: asked_to_leave.append(True))
     signal.signal(signal.SIGUSR1, fail)
     heart, events = Heartbeat(run_dir, group, rank), EventLog(run_dir, group, rank, "worker")
+    if "--tiny.litter" in argv:
+        events.emit("warning", text=str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
     steps, step_s = int(flag(argv, "--training.steps")), float(flag(argv, "--tiny.step_s", "0.02"))
     begun = time.monotonic()
     print(f"rank {rank} of group {group} trains", flush=True)
@@ -73,6 +80,10 @@ def fail(*_):
 
 
 def prepare(config, run_dir, flags, *_):
-    """Settle the config without torchtitan: all of it is flags."""
+    """Settle the config without torchtitan: all of it is flags. `--tiny.torn`: be killed while answering."""
+    if "--tiny.torn" in flags:
+        leave_answer(Path(run_dir), {})
+        (Path(run_dir) / "state" / "prepared.json").write_text('{"steps":')
+        os.kill(os.getpid(), signal.SIGKILL)
     (Path(run_dir) / "config.toml").write_text(f"flags = {json.dumps(flags)}")
     leave_answer(Path(run_dir), {"steps": int(flag(flags, "--training.steps", "1000000"))})

@@ -10,6 +10,8 @@ import psutil
 import pytest
 
 from everstep.report.score import score
+from everstep.run.directory import over_file
+from everstep.run.files import read_json
 from watched import write_config
 
 pytestmark = pytest.mark.timeout(900)
@@ -44,6 +46,22 @@ def test_a_killed_step_comes_back_and_nothing_is_lost(submit):
     assert "RUNNING" in run.status()
     run.assert_as_without_failures()
     run.cluster.until(lambda: not run.cluster.jobs().strip(), "the jobs to end by themselves")
+
+
+@pytest.mark.slow
+def test_a_group_whose_agent_never_comes_up_is_not_requeued_for_ever(cluster, tmp_path):
+    """Somebody moved the folder of the jobs' Python, say."""
+    config, run_dir = write_config(tmp_path / "tiny.toml"), tmp_path / "run"
+    (run_dir / "logs/group-0").mkdir(parents=True)
+    printed = cluster.call("scripts/submit", config, "--groups", "1", "--run-dir", run_dir, "--dry-run").splitlines()
+    command = shlex.split(printed[1].replace("EVERSTEP=", "EVERSTEP=/nowhere"))
+    cluster.call(*command)
+    try:
+        over = cluster.until(lambda: read_json(over_file(run_dir, 0)), "the group to be over", 300.0)
+        assert over == {"status": "failed", "reason": "no agent came up in 5 starts, see logs/group-0/job.log"}
+        cluster.until(lambda: not cluster.jobs().strip(), "the job to end")
+    finally:
+        cluster.cancel_all()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch.forking import ForkPoint
+from everstep.launch.forking import ForkPoint, keep_on_without_output
 from everstep.launch.warm import PRELOAD
 from everstep.launch.warm import preload as import_modules
 from everstep.launch.watchdog import RestartLimits
@@ -19,7 +19,7 @@ from everstep.run import fence
 from everstep.run.address import await_address
 from everstep.run.directory import bad_node_file, over_file, stop_file
 from everstep.run.events import EventLog, EventTail, event_path, last_event
-from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, KILLED_EXIT, NODE_BAD_EXIT
+from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, KILLED_EXIT, NODE_BAD_EXIT, REPLACED_EXIT
 from everstep.run.fence import Claim
 from everstep.run.files import write_json
 
@@ -152,6 +152,7 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
     Must be called in the main thread of a process without other threads; `preload` are modules to import
     first.
     """
+    keep_on_without_output()
     run_dir = settings.run_dir
     asked_to_stop = False
 
@@ -173,10 +174,11 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
         events.emit("agent_ended", status=status, reason=reason)
         if exit_status:
             print(reason, flush=True)
-        if settings.job and settings.node_rank == 0:
-            final = status == "done" or (status == "stopped" and stop_asked.exists()) or exit_status == GAVE_UP_EXIT
-            if final:
-                write_json(over_file(run_dir, settings.group), {"status": status, "reason": reason})
+        first_node = settings.node_rank == 0
+        final = first_node and (status == "done" or (status == "stopped" and stop_asked.exists()))
+        if settings.job and (final or exit_status == GAVE_UP_EXIT):  # what one node gives up is no better on the others
+            write_json(over_file(run_dir, settings.group), {"status": status, "reason": reason})
+        if settings.job and first_node:
             fence.release(run_dir, settings.group, claim)
         return exit_status
 
@@ -197,13 +199,14 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
         lighthouse = settings.lighthouse or await_address(run_dir, stopping, ADDRESS_TIMEOUT_S)
     except fence.Fenced as fenced:
         return end("fenced", str(fenced), FENCED_EXIT)
-    if stopping():
+    unfit = _unfit(settings) if settings.node and not stopping() else ""
+    if stopping():  # which may have ended the check as well
         return end("stopped", "asked to stop", 0)
-
-    if settings.node and (unfit := _unfit(settings)):
+    if unfit:
         return node_is_bad(unfit)
     import_modules(preload)
     from everstep.launch.group_agent import GroupAgent, GroupSettings
+    from everstep.launch.workers import ForkPointDied
 
     if settings.devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = settings.devices
@@ -228,6 +231,9 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
     except Exception as error:
         if settings.job:
             return end("crashed", f"the agent of group {settings.group} failed: {error}", 1)
+        if isinstance(error, ForkPointDied) and error.exitcode < 0:
+            print(error)
+            return REPLACED_EXIT
         raise
     if stopping() and agent.killed_in_the_end:
         return end("killed", agent.killed_in_the_end, KILLED_EXIT)

@@ -6,12 +6,15 @@ own and stops it around a fork). Requests and answers are JSON objects, one a pa
     {"id", "run": "module:function", "args", "log", "env"}    call `run` with `args`, its output appended to `log`
     {"id", "pid"}                                             it was forked
     {"pid", "exitcode"}                                       it has ended; a fork point's children only
+    {"reap": true}                                            nobody sends those a signal any more whose end was told
 
 Two processes fork: the warm process detaches what it forks, whose parent becomes the supervisor (`fork_detached`); a
 fork point keeps its children, and tells its agent how they ended (`ForkPoint`).
 """
 
+import contextlib
 import importlib
+import io
 import json
 import os
 import select
@@ -19,25 +22,55 @@ import signal
 import socket
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from everstep.run.lifeline import die_with_adopter, die_with_parent
 
 MAX_PACKET = 1 << 20
 
 
+class _Output(io.FileIO):
+    """A stream that loses what the system does not take."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def keep_on_without_output() -> None:
+    """From now on what stdout or stderr do not take (a full disk, a pipe that nobody reads) is lost, and ends nobody.
+    Those that were closed lead nowhere."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), fd)
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        before = getattr(sys, name)
+        if before is not getattr(sys, f"__{name}__"):
+            continue  # of somebody who put another in its place
+        if before is not None:
+            before.reconfigure(line_buffering=True)  # whoever has it goes on with it
+        output = io.BufferedWriter(_Output(fd, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(output, errors="backslashreplace", line_buffering=True))
+
+
 def redirect_output(path: Path) -> None:
     """Append stdout and stderr of this process to `path`, line by line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    keep_on_without_output()
 
 
 def _resolve(name: str):
@@ -61,8 +94,16 @@ def become(request: dict, parent_pid: int) -> None:
     except BaseException:  # noqa: BLE001  the last frame of a process: report whatever it was
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _end(status, sys.stdout, sys.stderr)
+
+
+def _end(status: int, *streams: TextIO) -> None:
+    """End this process here, whatever becomes of its last words: what is above in its stack is its maker's. Never
+    returns."""
+    try:
+        for stream in streams:
+            stream.flush()
+    finally:
         os._exit(status)
 
 
@@ -77,8 +118,7 @@ def forked(run: Callable[[], None]) -> int:
         except BaseException:  # noqa: BLE001  the last frame of a process
             traceback.print_exc()
         finally:
-            sys.stderr.flush()
-            os._exit(status)
+            _end(status, sys.stderr)
     return pid
 
 
@@ -86,17 +126,18 @@ def fork_detached(request: dict, adopter_pid: int, channel: socket.socket) -> in
     """Fork a grandchild that runs `request`, in a session of its own; returns its pid. The child in between ends at
     once, and `adopter_pid`, a subreaper above this process, becomes the parent."""
     pid_r, pid_w = os.pipe()
-    middle = os.fork()
-    if middle == 0:
+
+    def fork_again() -> None:
         os.close(pid_r)
-        pid = os.fork()
-        if pid:
+        if pid := os.fork():
             os.write(pid_w, str(pid).encode())
-            os._exit(0)
+            return
         os.close(pid_w)
         channel.close()
         os.setsid()  # a terminal's Ctrl-C is for the supervisor to handle
         become(request, adopter_pid)
+
+    middle = forked(fork_again)
     os.close(pid_w)
     pid = int(os.read(pid_r, 32))
     os.close(pid_r)
@@ -115,20 +156,33 @@ class Forker:
         self._channel = channel
         self._channel.setblocking(False)
         self._next_id = 0
+        self._unsent: deque[bytes] = deque()
 
     def fileno(self) -> int:
         return self._channel.fileno()
 
     def fork(self, run: str, args: Sequence, log: Path, env: Mapping[str, str] | None = None) -> int:
         """Ask for a process that calls `run` ("module:function") with `args` (JSON), with `env` besides ours; returns
-        the request's id."""
+        the request's id. Of one that has died nobody answers."""
         self._next_id += 1
         request = {"id": self._next_id, "run": run, "args": list(args), "log": str(log), "env": dict(env or {})}
-        self._channel.send(json.dumps(request).encode())
+        self._ask(request)
         return self._next_id
+
+    def _ask(self, request: dict) -> None:
+        self._unsent.append(json.dumps(request).encode())
+        self._send()
+
+    def _send(self) -> None:
+        """As much as the channel takes. The rest goes with later calls: what it holds will be answered."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            while self._unsent:
+                self._channel.send(self._unsent[0])
+                self._unsent.popleft()
 
     def answers(self) -> list[dict]:
         """What has arrived since the last call."""
+        self._send()
         found = []
         while True:
             try:
@@ -172,11 +226,21 @@ class ForkPoint(Forker):
         theirs.close()
         super().__init__(ours, pid)
 
+    def exitcode(self) -> int:
+        """How it ended, negative for a signal; waits for it. To be asked once."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def reap(self) -> None:
+        """Give the pids back of children that have ended: until then nobody else gets one, and a signal that comes too
+        late reaches nobody."""
+        self._ask({"reap": True})
+
 
 def _serve_children(channel: socket.socket) -> None:
     """Fork a child for each request, and tell when and how each ended. Returns when the other side closes."""
     own_pid = os.getpid()
     children: dict[int, int] = {}  # pids by pidfd
+    ended: list[int] = []  # told, and not reaped yet
     waiting = select.poll()
     waiting.register(channel, select.POLLIN)
     while True:
@@ -184,13 +248,20 @@ def _serve_children(channel: socket.socket) -> None:
         for fd in children.keys() & ready:
             waiting.unregister(fd)
             os.close(fd)
-            pid, status = os.waitpid(children.pop(fd), 0)
-            channel.send(json.dumps({"pid": pid, "exitcode": os.waitstatus_to_exitcode(status)}).encode())
+            ended.append(children.pop(fd))
+            end = os.waitid(os.P_PID, ended[-1], os.WEXITED | os.WNOWAIT)
+            assert end is not None  # without WNOHANG
+            exitcode = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+            channel.send(json.dumps({"pid": ended[-1], "exitcode": exitcode}).encode())
         if channel.fileno() in ready:
             packet = channel.recv(MAX_PACKET)
             if not packet:
                 return
             request = json.loads(packet)
+            if "reap" in request:
+                while ended:
+                    os.waitpid(ended.pop(), 0)
+                continue
             pid = os.fork()
             if pid == 0:
                 channel.close()

@@ -16,7 +16,7 @@ from everstep.launch.forking import ForkPoint
 from everstep.launch.meeting import AskedToStop, Meeting, Round
 from everstep.launch.memory import oom_kills
 from everstep.launch.progress import CommitWatch, StrikeWatch
-from everstep.launch.watchdog import Death, Stall, describe_exit, find_stall, reason_to_give_up
+from everstep.launch.watchdog import Awake, Death, Stall, describe_exit, find_stall, reason_to_give_up
 from everstep.launch.worker import error_path, log_path
 from everstep.launch.workers import Ended, Request, Workers
 from everstep.run import fence
@@ -35,6 +35,8 @@ ASK_AGAIN_S = 3.0
 """A worker that was asked to stop is asked again: a signal that comes while it starts is lost to its handler."""
 PEER_FAILS_WITHIN_S = 0.1
 """For how long after an exit somebody who died of a signal is still taken for its cause."""
+PEER_FAILS_ELSEWHERE_S = 0.5
+"""The same for somebody on another node, whose agent has to tell."""
 FIRST_STEP_SLACK = 2.0
 """How much longer than the longest one before a first step may take: nothing is in a cache on a new node."""
 LONGEST_ERROR = 300
@@ -92,6 +94,7 @@ class GroupAgent:
         self._next_look = 0.0
         self._oom_kills = 0
         self._next_beat = 0.0
+        self._awake = Awake()
         if settings.node:
             threading.Thread(target=self._push_beats, name="beats", daemon=True).start()
         self._incarnation = settings.first_incarnation - 1
@@ -157,6 +160,7 @@ class GroupAgent:
         self._beat()
         stall = None
         if self.settings.stopping():
+            self._meeting.beat()
             self._stop_cleanly()
         elif not self._dead() and (stall := self._find_stall()) is not None:
             self._tell_stall(stall)
@@ -164,6 +168,8 @@ class GroupAgent:
         if dead := self._dead():
             hung = [one for one in dead if stall is not None and one.rank == stall.rank]
             first = hung[0] if hung else self._first_death()
+            if first.exitcode < 0 and stall is None:
+                self._meeting.tell_killed()
             self._workers.stop()
             self._after_death(first, stall)
             self._start()
@@ -271,6 +277,7 @@ class GroupAgent:
         return startup_s if self._first_step_s is None else min(startup_s, FIRST_STEP_SLACK * self._first_step_s)
 
     def _find_stall(self) -> Stall | None:
+        awake_mono = self._awake.since()
         if not self.settings.fault_tolerance.enable:
             return None
         pids = self._workers.pids
@@ -282,6 +289,7 @@ class GroupAgent:
             self.settings.fault_tolerance.stall_timeout_s,
             self.settings.fault_tolerance.startup_timeout_s,
             self._first_step_patience(),
+            awake_mono,
         )
 
     def _tell_stall(self, stall: Stall) -> None:
@@ -315,8 +323,9 @@ class GroupAgent:
         started again."""
         self._next_look = 0.0
         ran_s = time.monotonic() - self._started_mono
-        others_struck, struck = self._strikes.struck()
         stalled = stall is not None
+        peer_killed = first.exitcode > 0 and self._meeting.others_were_killed(PEER_FAILS_ELSEWHERE_S)
+        others_struck, struck = self._strikes.struck()
         error, traceback = self._error_of(first)
         death = Death(
             mono=time.monotonic(),
@@ -325,7 +334,7 @@ class GroupAgent:
             if self.settings.fault_tolerance.enable
             else ran_s > self.settings.fault_tolerance.startup_timeout_s,
             error=error,
-            excused=others_struck or (struck and (stalled or first.exitcode < 0)),
+            excused=others_struck or peer_killed or (struck and (stalled or first.exitcode < 0)),
             stalled=stalled,
             out_of_memory=first.exitcode == -signal.SIGKILL and not stalled and oom_kills() > self._oom_kills,
         )
@@ -378,7 +387,11 @@ class GroupAgent:
         run_dir, group, groups = self.settings.run_dir, self.settings.group, self.settings.groups
         if death.exitcode in ORDERLY_EXITS:
             return False
-        strike(run_dir, slot, group, self._incarnation, worked=death.committed, why=death.error or reason)
+        try:
+            strike(run_dir, slot, group, self._incarnation, worked=death.committed, why=death.error or reason)
+        except OSError as error:  # a full disk must not keep the group from starting again
+            print(f"slot {slot[1]} of step {slot[0]} is not noted as this death's: {error}")
+            return False
         now = deaths_at(run_dir, slot)
         if now.poisoned(groups) and first_to_tell(run_dir, slot):
             step, number = slot

@@ -1,15 +1,22 @@
 """How the agents of one group meet, on one node or on several. The only file of this room that imports torch."""
 
+import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 from torch.distributed import DistNetworkError, TCPStore
 
+from everstep.launch.watchdog import Awake
+from everstep.run.directory import LaunchError
 from everstep.run.files import read_json, write_json
 
 POLL_S = 0.1
@@ -17,7 +24,11 @@ STORE_TIMEOUT = timedelta(seconds=60)
 PEER_BEAT_S = 0.5
 PEER_SILENCE_S = 30.0
 """An agent of the group that was there and has said nothing for this long is gone, its node with it perhaps."""
+ARRIVAL_S = 900.0
+"""How much later than this one another agent of the group may come. Each looks at its node first, which may take some
+minutes."""
 
+SILENT = f"the agent on node {{node}} of this group has been silent for {PEER_SILENCE_S:g} s"
 FIRST_NODE_GONE = "the agent on node 0 of this group is gone"
 UNLIMITED_RESTARTS = 2**31 - 1
 
@@ -73,8 +84,15 @@ class Round:
 
 
 def _serve_store(host: str) -> TCPStore:
-    """A fresh store on a free port of `host` only; by itself it would listen on every interface."""
-    listener = socket.create_server((host, 0), backlog=1024)
+    """A fresh store on a free port of `host` only; by itself it would listen on every interface. Raises LaunchError
+    when `host` is not this machine."""
+    try:
+        listener = socket.create_server((host, 0), backlog=1024)
+    except OSError as error:
+        raise LaunchError(
+            f"{host}: this machine cannot listen there: {error.strerror}. Give an address of its own with --host, or "
+            "as [fault_tolerance] bind_host."
+        ) from None
     port = listener.getsockname()[1]
     return TCPStore(
         host,
@@ -86,6 +104,29 @@ def _serve_store(host: str) -> TCPStore:
     )
 
 
+class _Calls:
+    """Calls on a thread of their own: those of a TCPStore's client do not return while the server's process is stopped,
+    or its node without power."""
+
+    def __init__(self) -> None:
+        self._asked: SimpleQueue = SimpleQueue()
+        threading.Thread(target=self._serve, name="meeting", daemon=True).start()
+
+    def ask(self, call: Callable, *args) -> Future:
+        """What `call` returns or raises, once those before it have."""
+        answer: Future = Future()
+        self._asked.put((answer, call, args))
+        return answer
+
+    def _serve(self) -> None:
+        while True:
+            answer, call, args = self._asked.get()
+            try:
+                answer.set_result(call(*args))
+            except Exception as error:  # noqa: BLE001  it is raised where it was asked
+                answer.set_exception(error)
+
+
 class Meeting:
     """Where the agents of one group meet, each of which runs the workers of one node.
 
@@ -93,8 +134,9 @@ class Meeting:
     of a group on several nodes share the run directory: node 0 serves a store for as long as its agent lives and
     publishes its address there, under the group's claim, so that agents of an earlier start do not meet those of a
     later one. A node whose workers died joins the next round; the others see that it waits and follow. Each agent
-    counts up a beat in the store, and reads the others': whoever is alone ends with NodeLost instead of waiting for
-    ever. All stay until the workers of all have finished, node 0 the longest.
+    counts up a beat in the store, and reads the others': whoever is alone, or comes into a meeting that lacks somebody
+    for ARRIVAL_S, ends with NodeLost instead of waiting for ever. All stay until the workers of all have finished, node
+    0 the longest.
 
     Args:
         file: one per group.
@@ -111,77 +153,113 @@ class Meeting:
         self._file, self._claim, self._host = file, claim, host
         self._nodes, self._node_rank, self._ranks, self._stopping = nodes, node_rank, ranks, stopping
         self._store: TCPStore | None = None
+        self._calls: _Calls | None = None
         self._round = 0
         self._next_beat = 0.0
+        self._awake = Awake()
         self._heard: dict[int, tuple[int, float]] = {}  # of the other nodes: beats so far, and when that was new
 
     def next_round(self) -> Round:
-        """Join the next round, and wait for the other nodes. Raises NodeLost and AskedToStop."""
+        """Join the next round, and wait for the other nodes. Raises NodeLost and AskedToStop, and RuntimeError for the
+        second agent of a node."""
         if self._nodes == 1:
             own = _serve_store(self._host)
             return Round(self._host, own.port, 0, [self._ranks], own)
-        try:
-            return self._join(self._meet())
-        except DistNetworkError as error:
-            raise NodeLost(FIRST_NODE_GONE) from error
+        if self._store is None:
+            self._calls = _Calls()
+            self._store = self._meet()
+        return self._join(self._store)
 
     def _join(self, store: TCPStore) -> Round:
         self._round += 1
         name = f"round-{self._round}"
-        store.delete_key(f"ended/{self._node_rank}")
-        store.set(f"{name}/ranks/{self._node_rank}", str(self._ranks))
-        store.add(f"{name}/joined", 1)
-        while store.add(f"{name}/joined", 0) < self._nodes:
-            self._pause()
+        self._ask(store.delete_key, f"ended/{self._node_rank}")
+        self._ask(store.set, f"{name}/ranks/{self._node_rank}", str(self._ranks))
+        self._ask(store.add, f"{name}/joined", 1)
+        while self._ask(store.add, f"{name}/joined", 0) < self._nodes:
+            self._pause(store)
         own = None
         if self._node_rank == 0:
             own = _serve_store(self._host)
-            store.set(f"{name}/workers", f"{self._host} {own.port}")
-        while not store.check([f"{name}/workers"]):
-            self._pause()
-        host, port = store.get(f"{name}/workers").decode().split()
-        sizes = [int(store.get(f"{name}/ranks/{node}")) for node in range(self._nodes)]
+            self._ask(store.set, f"{name}/workers", f"{self._host} {own.port}")
+        while not self._ask(store.check, [f"{name}/workers"]):
+            self._pause(store)
+        host, port = self._ask(store.get, f"{name}/workers").decode().split()
+        sizes = [int(self._ask(store.get, f"{name}/ranks/{node}")) for node in range(self._nodes)]
         return Round(host, int(port), self._node_rank, sizes, own)
 
     def _meet(self) -> TCPStore:
         """The store that all agents of this start of the group share."""
-        if self._store is not None:
-            return self._store
         if self._node_rank == 0:
-            self._store = _serve_store(self._host)
-            write_json(self._file, {"claim": self._claim, "host": self._host, "port": self._store.port})
-            return self._store
+            store = _serve_store(self._host)
+            write_json(self._file, {"claim": self._claim, "host": self._host, "port": store.port})
+            return store
+        came = time.monotonic()
         while (found := read_json(self._file)).get("claim") != self._claim:
+            self._look_for(0, came)
             self._pause()
-        self._store = TCPStore(
-            found["host"], found["port"], is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False
-        )
-        return self._store
+        place = found["host"], found["port"]
+        options = {"is_master": False, "timeout": STORE_TIMEOUT, "wait_for_workers": False}
+        store = self._ask(lambda: TCPStore(*place, **options))
+        if self._ask(store.add, f"came/{self._node_rank}", 1) > 1:
+            raise RuntimeError(
+                f"an agent of node {self._node_rank} has been in this start of the group already: start the agents of "
+                "all its nodes again, with a higher --restart"
+            )
+        return store
+
+    def _ask(self, call: Callable, *args) -> Any:
+        """What `call` returns. Raises NodeLost when node 0 does not answer, and AskedToStop when it has not yet."""
+        assert self._calls is not None
+        answer = self._calls.ask(call, *args)
+        for _ in range(round(PEER_SILENCE_S / POLL_S)):  # no clock: all may have been stopped meanwhile
+            try:
+                return answer.result(POLL_S)
+            except DistNetworkError as error:
+                raise NodeLost(FIRST_NODE_GONE) from error
+            except TimeoutError:
+                if self._stopping():
+                    raise AskedToStop from None
+        raise NodeLost(SILENT.format(node=0))
+
+    def beat(self) -> None:
+        """While asked to stop: others may hear of it later, and must not miss this one before."""
+        if self._store is not None:
+            with contextlib.suppress(AskedToStop, NodeLost):
+                self._keep_in_touch(self._store)
 
     def _keep_in_touch(self, store: TCPStore) -> None:
-        """Beat, and listen. Raises NodeLost."""
+        """Beat, and listen unless asked to stop. Raises NodeLost."""
         now = time.monotonic()
-        if now < self._next_beat or self._stopping():
+        if now < self._next_beat:
             return
+        awake_mono = self._awake.since()
         self._next_beat = now + PEER_BEAT_S
-        store.add(f"beats/{self._node_rank}", 1)
-        beats = {
-            node: store.add(f"beats/{node}", 0)
-            for node in range(self._nodes)
-            if node != self._node_rank and not store.check([f"left/{node}"])
-        }
-        for node, count in beats.items():
-            known, since = self._heard.get(node, (0, now))
+        self._ask(store.add, f"beats/{self._node_rank}", 1)
+        if self._stopping():
+            return
+        for node in range(self._nodes):
+            if node == self._node_rank or self._ask(store.check, [f"left/{node}"]):
+                continue
+            count = self._ask(store.add, f"beats/{node}", 0)
+            known, since = self._heard.setdefault(node, (0, now))
             if count != known:
                 self._heard[node] = (count, now)
-            elif known and now - since > PEER_SILENCE_S:
-                raise NodeLost(f"the agent on node {node} of this group has been silent for {PEER_SILENCE_S:g} s")
+            elif not known:
+                self._look_for(node, since)
+            elif now - max(since, awake_mono) > PEER_SILENCE_S:
+                raise NodeLost(SILENT.format(node=node))
 
-    def _pause(self) -> None:
+    def _look_for(self, node: int, since: float) -> None:
+        """Raises NodeLost when `node` has not come within ARRIVAL_S."""
+        if time.monotonic() - since > ARRIVAL_S:
+            raise NodeLost(f"the agent on node {node} of this group has not come within {ARRIVAL_S:g} s")
+
+    def _pause(self, store: TCPStore | None = None) -> None:
         if self._stopping():
             raise AskedToStop
-        if self._store is not None:
-            self._keep_in_touch(self._store)
+        if store is not None:
+            self._keep_in_touch(store)
         time.sleep(POLL_S)
 
     def is_awaited(self) -> bool:
@@ -190,20 +268,42 @@ class Meeting:
             return False
         try:
             self._keep_in_touch(self._store)
-            return self._store.add(f"round-{self._round + 1}/joined", 0) > 0
-        except DistNetworkError as error:
-            raise NodeLost(FIRST_NODE_GONE) from error
+            return self._ask(self._store.add, f"round-{self._round + 1}/joined", 0) > 0
+        except AskedToStop:
+            return False
+
+    def tell_killed(self) -> None:
+        """A signal ended a worker of this node: what fails on the others now, fails for want of it. Raises NodeLost."""
+        if self._store is not None:
+            with contextlib.suppress(AskedToStop):
+                self._ask(self._store.add, f"round-{self._round}/killed", 1)
+
+    def others_were_killed(self, within_s: float) -> bool:
+        """Whether another node has told, or tells within that time, that a worker of this round was killed. Raises
+        NodeLost."""
+        deadline = time.monotonic() + within_s
+        try:
+            while self._store is not None:
+                if self._ask(self._store.add, f"round-{self._round}/killed", 0) > 0:
+                    return True
+                if time.monotonic() > deadline:
+                    break
+                self._pause(self._store)
+        except AskedToStop:
+            pass
+        return False
 
     def all_ended(self) -> bool:
         """The workers of this node have finished: whether those of the others have as well. Raises NodeLost."""
         if self._store is None:
             return True
         try:
-            self._store.set(f"ended/{self._node_rank}", "1")
-            if not self._store.check([f"ended/{node}" for node in range(self._nodes)]):
+            self._ask(self._store.set, f"ended/{self._node_rank}", "1")
+            if not self._ask(self._store.check, [f"ended/{node}" for node in range(self._nodes)]):
                 return False
-            self._store.set(f"left/{self._node_rank}", "1")
+            self._ask(self._store.set, f"left/{self._node_rank}", "1")
             # Node 0 takes the store with it.
-            return self._node_rank != 0 or self._store.check([f"left/{node}" for node in range(self._nodes)])
-        except DistNetworkError as error:
-            raise NodeLost(FIRST_NODE_GONE) from error
+            left = [f"left/{node}" for node in range(self._nodes)]
+            return self._node_rank != 0 or self._ask(self._store.check, left)
+        except AskedToStop:
+            return False

@@ -115,6 +115,7 @@ def _state(pid: int) -> str:
     except psutil.NoSuchProcess:
         return "gone"
     words = {psutil.STATUS_STOPPED: "stopped (SIGSTOP)", psutil.STATUS_DISK_SLEEP: "stuck in the kernel"}
+    words[psutil.STATUS_ZOMBIE] = "gone"
     return words.get(status, f"silent ({status})")
 
 

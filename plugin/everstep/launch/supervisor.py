@@ -5,6 +5,7 @@ events, act. Of a child only the pid is remembered; the state of the run is in t
 supervisor that was killed can simply be started again.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -20,14 +21,16 @@ from everstep.config.sections import FaultTolerance
 from everstep.launch.agent import AgentSettings
 from everstep.launch.local_lighthouse import LocalLighthouse
 from everstep.launch.machine import HOST, devices_of_groups
+from everstep.launch.memory import oom_kills
 from everstep.launch.prepare import take_answer
 from everstep.launch.warm import PRELOAD, WarmProcess
+from everstep.launch.watchdog import Awake, Death, describe_exit
 from everstep.report.live import Teller, telling
 from everstep.report.serve import PageServer
 from everstep.run.beats import agent_beat_path, forget_beats, read_beat
 from everstep.run.directory import LaunchError, RunDir, ask_to_stop, leaves_nothing, read_toml, stop_file
 from everstep.run.events import EventLog, EventTail
-from everstep.run.exits import GAVE_UP_EXIT, KILLED_EXIT
+from everstep.run.exits import GAVE_UP_EXIT, KILLED_EXIT, REPLACED_EXIT
 from everstep.run.lifeline import adopt_orphans
 from everstep.run.token import run_token
 
@@ -36,7 +39,11 @@ SEARCH_S = 0.2
 """How often to look for what hangs."""
 KILL_GRACE_S = 10.0
 AGENT_SILENCE_S = 30.0
+WARM_SILENCE_S = 30.0
+"""For a fork. A warm process that is not ready yet has `startup_timeout_s`."""
 AGENT_CRASHES = 3
+WARM_DEATHS = 3
+"""Warm processes, one after the other, that may end by themselves before they have imported what the run needs."""
 STOPPED_AT_ONCE_EXIT = 130
 """What a shell gives for a command that Ctrl-C ended."""
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -105,11 +112,21 @@ class Supervisor:
         self.groups = [_Group() for _ in range(settings.groups)]
         self._on_events = on_events or (lambda events: None)
         self._stops = self._stops_obeyed = 0
+        self._ending = False
+        """Whether all there is left to do is to clean up, which nothing cuts short."""
         # Before the first file: whoever sees one may ask for a stop.
         self._old_handlers = {signum: signal.signal(signum, self._ask_to_stop) for signum in STOPS}
         self._events = EventLog(run_dir.path, None, None, "supervisor")
         self._tail = EventTail(run_dir.path)
         self._warm: WarmProcess | None = None
+        self._warm_deaths = 0
+        """By themselves, since one was ready."""
+        self._warm_is_ready = False
+        self._fatal = ""
+        """What it could not import."""
+        self._heard_mono = 0.0
+        """When the warm process last answered, or was asked while nobody waited for an answer."""
+        self._oom_kills = 0
         self._asked: dict[int, str] = {}
         self._pids: dict[str, int] = {}
         self._early: dict[int, int] = {}  # exit codes of children that ended before the answer that names them
@@ -121,6 +138,7 @@ class Supervisor:
         self._teller: Teller | None = None
         self._page: PageServer | None = None
         self._next_search = 0.0
+        self._awake = Awake()
         self._failure = ""
         self._given_up = ""
         self._failing: dict[int, str] = {}
@@ -156,14 +174,14 @@ class Supervisor:
                 raise Refused(STOPPED_BEFORE)
             return self._finish()
         except _StopNow:
-            for signum in STOPS:
-                signal.signal(signum, signal.SIG_IGN)
+            self._ending = True
             self._kill_everything()
             if not self._prepared:
                 raise Refused(STOPPED_BEFORE) from None
             self._end("stopped", "stopped at once, without a final checkpoint")
             return STOPPED_AT_ONCE_EXIT
         finally:
+            self._ending = True
             self._kill_everything()
             for signum, handler in self._old_handlers.items():
                 signal.signal(signum, handler)
@@ -208,11 +226,15 @@ class Supervisor:
         ranks = self.settings.groups * self.settings.ranks_per_group
         threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(threads)  # an empty one is none
+        self._oom_kills = oom_kills()
         self._warm = WarmProcess(self.settings.preload, self.run_dir.path / "logs" / "warm.log")
+        self._warm_is_ready, self._fatal = False, ""
         self._asked = {}
 
     def _fork(self, name: str, run: str, args: Sequence, log: str) -> None:
         if self._warm is not None and name not in self._pids and name not in self._asked.values():
+            if not self._asked:
+                self._heard_mono = time.monotonic()
             request = self._warm.fork(run, args, self.run_dir.path / "logs" / log)
             self._asked[request] = name
 
@@ -258,8 +280,10 @@ class Supervisor:
 
     def _take_answers(self) -> None:
         for answer in self._warm.answers() if self._warm else ():
-            if "fatal" in answer:
-                self._unusable = f"{answer['fatal']}. More in {self.run_dir.path}/logs/warm.log."
+            self._heard_mono = time.monotonic()
+            if "ready" in answer:
+                self._warm_is_ready, self._warm_deaths = True, 0
+            self._fatal = answer.get("fatal", self._fatal)
             name = self._asked.pop(answer.get("id", 0), None)
             if name is None:
                 continue
@@ -290,11 +314,11 @@ class Supervisor:
 
     def _ended(self, pid: int, exitcode: int) -> None:
         if self._warm is not None and pid == self._warm.pid:
+            self._take_answers()  # its last
             self._warm.close()
             self._warm = None
             self._kill_strangers()
-            if not self._unusable:
-                self._start_warm()
+            self._warm_ended(exitcode)
             return
         name = next((name for name, known in self._pids.items() if known == pid), "")
         if not name and self._asked:
@@ -308,12 +332,24 @@ class Supervisor:
         elif name:
             self._agent_ended(int(name.removeprefix("agent-")), exitcode)
 
+    def _warm_ended(self, exitcode: int) -> None:
+        """Start another one. A run that trains does without for as long as it takes."""
+        oom = exitcode == -signal.SIGKILL and oom_kills() > self._oom_kills
+        self._warm_deaths += Death(time.monotonic(), exitcode, committed=False, out_of_memory=oom).crashed
+        died = f"the process that imports torch and torchtitan {describe_exit(exitcode)} before it was ready"
+        why = f"{self._fatal or f'{died}, {self._warm_deaths} times'}. More in {self.run_dir.path}/logs/warm.log."
+        if not self._prepared and (self._fatal or self._warm_deaths >= WARM_DEATHS):
+            self._unusable = self._unusable or why
+        elif self._warm_deaths >= WARM_DEATHS and not any(name.startswith("agent-") for name in self._pids):
+            self._failure = self._failure or why
+        else:
+            self._start_warm()
+
     def _prepare_ended(self, exitcode: int) -> None:
-        failed = f"checking the config failed ({exitcode}), see {self.run_dir.path}/logs/prepare.log."
-        answer = take_answer(self.run_dir.path)
-        found = answer or {"error": failed}
-        if "error" in found:
-            self._unusable, self._refused = found["error"], bool(answer)
+        found = take_answer(self.run_dir.path)
+        if not found or "error" in found:
+            failed = f"checking the config failed ({exitcode}), see {self.run_dir.path}/logs/prepare.log."
+            self._unusable, self._refused = found.get("error", failed), bool(found)
             return
         self._prepared = True
         settings = self.settings
@@ -354,7 +390,8 @@ class Supervisor:
             group.ended = "killed"
         else:
             self._events.emit("agent_died", target_group=index, exitcode=exitcode)
-            group.crashes += exitcode > 0  # a signal came from outside, and another agent helps
+            # A signal came from outside, to it or to its fork point, and another agent helps.
+            group.crashes += exitcode > 0 and exitcode != REPLACED_EXIT
             if self._stops:
                 group.ended = "stopped"
             elif group.crashes >= AGENT_CRASHES:
@@ -363,26 +400,38 @@ class Supervisor:
                 self._given_up = f"the agent of group {index} crashed {group.crashes} times, see {log}"
 
     def _kill_strangers(self) -> None:
-        """A warm process may die between a fork and its answer: nobody would know that child."""
-        for child in psutil.Process().children():
-            if child.pid not in self._pids.values() and not _is_keeper(child):
-                child.kill()
+        """A warm process may die between a fork and its answer: nobody would know that child, or the one in between
+        whose child it still is."""
+        deadline = time.monotonic() + KILL_GRACE_S
+        while time.monotonic() < deadline:
+            strangers = [one for one in psutil.Process().children() if one.pid not in self._pids.values()]
+            strangers = [one for one in strangers if not _is_keeper(one)]
+            if not strangers:
+                return
+            for stranger in strangers:
+                stranger.kill()
+                os.waitpid(stranger.pid, os.WNOHANG)
+            time.sleep(0.005)
 
     def _kill_what_hangs(self) -> None:
-        """A lighthouse that does not answer keeps every group waiting; another one is started in its place."""
+        """A lighthouse that does not answer keeps every group waiting, and a warm process that does not keeps those
+        whose agent died; another one is started in its place."""
         if time.monotonic() < self._next_search:
             return
         self._next_search = time.monotonic() + SEARCH_S
         if self._lighthouse.hangs and "lighthouse" in self._pids:
             self._signal("lighthouse", signal.SIGKILL)
+        patience_s = WARM_SILENCE_S if self._warm_is_ready else self.settings.fault_tolerance.startup_timeout_s
+        if self._warm is not None and self._asked and time.monotonic() - self._heard_mono > patience_s:
+            os.kill(self._warm.pid, signal.SIGKILL)
         self._kill_silent_agents()
 
     def _kill_silent_agents(self) -> None:
         """An agent that hangs cannot look after its workers: another one takes over."""
-        now = time.monotonic()
+        now, awake_mono = time.monotonic(), self._awake.since()
         for index, group in enumerate(self.groups):
             pid = self._pids.get(f"agent-{index}")
-            if pid is None or now - group.started_mono < AGENT_SILENCE_S:
+            if pid is None or now - max(group.started_mono, awake_mono) < AGENT_SILENCE_S:
                 continue
             beat = read_beat(agent_beat_path(self.run_dir.path, index))
             if beat is None or beat.pid != pid or now - beat.mono > AGENT_SILENCE_S:
@@ -425,7 +474,7 @@ class Supervisor:
 
     def _ask_to_stop(self, *_: object) -> None:
         self._stops += 1
-        if self._stops > 1:
+        if self._stops > 1 and not self._ending:
             raise _StopNow  # wherever we are: this may be a write to a terminal that takes nothing
 
     def _obey_stop(self) -> None:
@@ -433,7 +482,8 @@ class Supervisor:
             return
         self._stops_obeyed = self._stops
         self._events.emit("stopping")
-        ask_to_stop(self.run_dir.path)  # stays, for an agent or worker that misses the signal
+        with contextlib.suppress(OSError):  # a full disk
+            ask_to_stop(self.run_dir.path)  # stays, for an agent or worker that misses the signal
         for index, group in enumerate(self.groups):
             if f"agent-{index}" in self._pids:
                 self._signal(f"agent-{index}", signal.SIGTERM)
@@ -447,22 +497,13 @@ class Supervisor:
             return
 
     def _kill_everything(self) -> None:
-        """Nothing that this run started outlives it, but for the keepers of its snapshots. The kernel takes the
-        workers with their agents."""
+        """Nothing that this run started outlives it, but for the keepers of its snapshots. The kernel takes the workers
+        with their agents; what those had started becomes our child."""
         if self._warm is not None:
-            self._pids["warm"] = self._warm.pid
             self._warm.close()
-        for name in self._pids:
-            self._signal(name, signal.SIGKILL)
-        deadline = time.monotonic() + KILL_GRACE_S
-        while time.monotonic() < deadline:
-            try:
-                if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                    if all(_is_keeper(child) for child in psutil.Process().children()):
-                        return
-                    time.sleep(0.005)
-            except ChildProcessError:
-                return
+            self._warm = None
+        self._pids.clear()
+        self._kill_strangers()
 
 
 def without_numbers(text: str) -> str:

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from everstep.launch.forking import keep_on_without_output
 from everstep.report.checking import Checking, covered, wrong
 
 RATE_WINDOW = 20
@@ -254,9 +255,11 @@ def panel(state: RunState) -> Table:
 def open_view(groups: int, console: Console | None = None) -> Iterator[OnEvents]:
     """Shows a run; call what it gives with each batch of new events, and with an empty one now and then.
 
-    A reader who goes away (a closed pipe) ends the view, not the run.
+    A reader who goes away (a closed pipe, a terminal, a full disk) ends the view, not the run.
     """
-    console = console or Console()
+    if console is None:
+        keep_on_without_output()
+        console = Console()
     state = RunState(groups)
     if not console.is_terminal:
         gone = False

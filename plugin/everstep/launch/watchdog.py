@@ -1,6 +1,7 @@
 """What an agent decides about its workers: have they stalled, and is another restart worth it."""
 
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,26 @@ COMPILING = ("compute", "reduce", "vote")
 
 STARTS_WITHOUT_A_COMMIT = 3
 """Starts of a group, one after the other, that may end by themselves before it has committed a step."""
+
+
+PAUSE_S = 3.0
+"""Who watches looks more often than that, or did not run."""
+
+
+class Awake:
+    """Whoever was stopped together with those it watches, by a batch system that suspends whole jobs for instance, must
+    not take them for hung."""
+
+    def __init__(self) -> None:
+        self._since = self._looked = time.monotonic()
+
+    def since(self) -> float:
+        """From when on silence counts (monotonic seconds); to be asked at every look."""
+        now = time.monotonic()
+        if now - self._looked > PAUSE_S:
+            self._since = now
+        self._looked = now
+        return self._since
 
 
 @dataclass(frozen=True)
@@ -31,13 +52,14 @@ def find_stall(
     stall_timeout_s: float,
     startup_timeout_s: float,
     first_step_s: float | None = None,
+    awake_mono: float = 0.0,
 ) -> Stall | None:
     """The rank that has been silent for too long, the longest silent first; None when all ranks move.
 
     `pids` are this incarnation's workers by rank; a beat of any other pid was left by an earlier one and
     counts as no beat, which is "startup" since `started_mono`. A rank whose phase is "done" waits for its
     group's other ranks. `first_step_s`: how long the phases of a step may last that compile when they come first;
-    None: no longer than `stall_timeout_s`.
+    None: no longer than `stall_timeout_s`. Silence before `awake_mono` does not count.
     """
     stalls = []
     for rank, pid in pids.items():
@@ -49,7 +71,7 @@ def find_stall(
         limit_s = startup_timeout_s if phase == STARTUP else stall_timeout_s
         if first_step_s is not None and phase in COMPILING:
             limit_s = max(stall_timeout_s, first_step_s)
-        if phase != DONE and now_mono - since > limit_s:
+        if phase != DONE and now_mono - max(since, awake_mono) > limit_s:
             stalls.append(Stall(rank, phase, now_mono - since))
     return max(stalls, key=lambda stall: stall.idle_s, default=None)
 
@@ -70,8 +92,8 @@ class Death:
     """The exception's type and first line, when there was one."""
 
     excused: bool = False
-    """Another group or the lighthouse was struck meanwhile, which explains an error of those that wait for it; or this
-    one was, on purpose."""
+    """Another group, another node of this one or the lighthouse was struck meanwhile, which explains an error of those
+    that wait for it; or this one was, on purpose."""
 
     stalled: bool = False
     """The watchdog killed it."""

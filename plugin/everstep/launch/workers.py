@@ -4,7 +4,6 @@ They are children of a fork point (`everstep.launch.forking`), which says how ea
 They die with it, and it with its agent.
 """
 
-import contextlib
 import os
 import select
 import signal
@@ -17,6 +16,14 @@ from everstep.launch.forking import ForkPoint
 
 ANSWER_TIMEOUT_S = 120.0
 """For a fork point to fork, and for what was killed to end: the kernel may have much memory to give back."""
+
+
+class ForkPointDied(RuntimeError):
+    """Nobody else can be started: the agent has threads of its own by now. `exitcode`: how it ended."""
+
+    def __init__(self, exitcode: int):
+        super().__init__("the fork point of this agent has died; a new agent has to take over")
+        self.exitcode = exitcode
 
 
 @dataclass(frozen=True)
@@ -58,14 +65,15 @@ class Workers:
         return sorted(self.pids.keys() - {one.rank for one in self.ended})
 
     def start(self, requests: Sequence[Request]) -> None:
-        """A new incarnation, once nobody runs. Raises RuntimeError when the fork point has died or does not answer."""
+        """A new incarnation, once nobody runs. Raises ForkPointDied, or RuntimeError when the fork point does not
+        answer."""
         self.pids, self.ended = {}, []
-        with contextlib.suppress(BrokenPipeError):  # of a fork point that has died
-            for one in requests:
-                self._asked[self._fork_point.fork(one.run, one.args, one.log, one.env)] = one.rank
+        self._fork_point.reap()
+        for one in requests:
+            self._asked[self._fork_point.fork(one.run, one.args, one.log, one.env)] = one.rank
         self._until(lambda: self._fork_point.gone or len(self.pids) == len(requests))
         if self._fork_point.gone:
-            raise RuntimeError("the fork point of this agent has died; a new agent has to take over")
+            raise ForkPointDied(self._fork_point.exitcode())
 
     def wait(self, timeout_s: float) -> None:
         """Until another one has ended, or for so long."""

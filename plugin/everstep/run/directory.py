@@ -77,8 +77,12 @@ class RunDir:
                 f"{self.path}: in use by a run that is still going (pid {holder or 'unknown'}). "
                 "Stop it, or give another --run-dir."
             ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            os.close(fd)
+            raise LaunchError(f"{self.path}: cannot be used as run directory: {error.strerror}.") from None
         self._lock = fd
 
     def unlock(self) -> None:

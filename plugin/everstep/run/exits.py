@@ -15,6 +15,9 @@ NODE_BAD_EXIT = 5
 FENCED_EXIT = 6
 """An agent or trainer whose group was started again elsewhere."""
 
+REPLACED_EXIT = 7
+"""An agent whose fork point a signal has killed: another agent takes over, and nobody has failed."""
+
 HOPELESS_EXIT = 64
 """A trainer that would end the same way again: training that diverged, for instance."""
 

@@ -7,6 +7,7 @@ second, its workers before they ask for a quorum.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -88,16 +89,21 @@ def holds(run_dir: Path, group: int, claim: Claim) -> bool:
 
 
 def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], bool]) -> None:
-    """Make `claim` the one that counts and wait until the start before has ended.
+    """Make `claim` the one that counts, for as long as this process lives, and wait until the start before has ended.
 
     Raises:
-        Fenced: there is a higher one.
+        Fenced: there is a higher one, or the same and its process lives.
     """
     path = fence_file(run_dir, group)
     with _locked(path):
         before = _read(path)
         if before and before.claim > claim:
             raise Fenced(f"group {group} was started again as {before.claim} on {before.host}")
+        if not _only_one(path) and before and before.claim == claim:
+            raise Fenced(
+                f"group {group} is run by process {before.pid} on {before.host} already; to start it here in its "
+                f"place, give a higher --restart than {claim.restart}"
+            )
         mine = asdict(claim) | {"host": socket.gethostname(), "pid": os.getpid(), "ended": False}
         write_json(path, mine)
     if not before or before.ended or before.claim == claim:
@@ -111,8 +117,20 @@ def release(run_dir: Path, group: int, claim: Claim) -> None:
     path = fence_file(run_dir, group)
     with _locked(path):  # between reading and writing, a later start could claim the group
         found = _read(path)
-        if found and found.claim == claim:
+        if found and (found.claim, found.host, found.pid) == (claim, socket.gethostname(), os.getpid()):
             write_json(path, asdict(found) | {"ended": True})
+
+
+def _only_one(path: Path) -> bool:
+    """Whether no other process that lives has been answered so. Its lock is a process's own, which none that it forks
+    holds as well, and goes with it."""
+    fd = os.open(path.with_suffix(".alive"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        return error.errno not in (errno.EAGAIN, errno.EACCES)  # where there are no such locks, nobody can tell
+    return True
 
 
 @contextlib.contextmanager
