@@ -230,8 +230,8 @@ MUTANTS = (
     Mutant(
         "the last state is written by whoever comes first",
         "driver.py",
-        "quorum.able and quorum.able[0] == self._group",
-        "quorum.groups[0] == self._group",
+        "if quorum.able[0] == self._group and not saved:",
+        "if quorum.groups[0] == self._group and not saved:",
     ),
     Mutant(
         "a step is made though others have ended the run",

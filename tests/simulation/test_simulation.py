@@ -16,6 +16,7 @@ import pytest
 
 from everstep.step.driver import End
 from simulation.faults import KINDS, REFUSALS, Fault, break_it
+from simulation.files import SimFiles
 from simulation.judge import Contribution, Judge, State
 from simulation.lighthouse import Options
 from simulation.scheduler import Process, Scheduler, Signal
@@ -113,6 +114,31 @@ def test_a_rank_that_stood_still_while_the_others_ended_the_run_makes_no_step_ag
     assert not outcome.violations
     assert world.groups[0].lives[0].endings == [End.COMPLETE] * 2
     assert outcome.virtual_s > 60.0 > world.finished_at
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+def test_the_end_of_a_run_that_needs_all_its_groups_waits_for_nobody_who_has_left(
+    groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last state is written before another group has heard the quorum in which that was decided."""
+    beat = SimFiles.beat
+
+    def beat_alone(files: SimFiles, phase: str, step: int) -> None:
+        beat(files, phase, step)
+        if phase == "checkpoint":
+            for other in world.lives():
+                if other is not files._rank.life:
+                    world.stop(other.ranks[0].process, 2.0)
+
+    monkeypatch.setattr(SimFiles, "beat", beat_alone)
+    for seed in range(20):
+        plan = draw_plan(seed, Settings(groups=(groups, groups), ranks=(1, 2), faults=0))
+        options = replace(plan.lighthouse, min_replicas=groups, join_timeout_s=10.0)
+        quick = {"steps": 3, "slots": groups, "slot_s": 0.2, "save_s": 0.3, "save_every": 5, "data_ends": (10**9, 0)}
+        world = World(seed, replace(plan, **quick, quorum_s=60.0, lighthouse=options))
+        outcome = world.run()
+        assert not outcome.violations
+        assert outcome.virtual_s - world.finished_at < 5.0, seed
 
 
 class CountsWork(World):

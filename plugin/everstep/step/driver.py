@@ -56,6 +56,7 @@ class Driver:
             GroupBroken, GaveUp: this group has to start again.
             TimeoutError: the others neither finished the last step nor left.
         """
+        turn: Commit | Turn | None = None
         while self._work.goes_on():
             turn = self._protocol.attempt()
             match turn:
@@ -81,9 +82,9 @@ class Driver:
                     return End.COMPLETE
                 case Turn.RETRY | Turn.CAUGHT_UP:
                     pass
-        if self._decisions.all_true("unsaved", self._protocol.step > max(self._files.finished_step(), NO_STATE)):
-            return self._finish()
-        return End.COMPLETE
+        unsaved = self._decisions.all_true("unsaved", self._protocol.step > max(self._files.finished_step(), NO_STATE))
+        met = turn is Turn.OVER
+        return self._finish(saved=not unsaved, met=met) if unsaved or met else End.COMPLETE
 
     def _find_state(self) -> End | None:
         """No group of the quorum has a state; but one that is in no quorum may: it hangs or is busy, and its watchdog
@@ -102,12 +103,17 @@ class Driver:
             self._clock.sleep(STATE_POLL_S)
         return None
 
-    def _finish(self) -> End:
+    def _finish(self, *, saved: bool, met: bool) -> End:
         """Return once the state after the last step is saved, by this group or another.
 
         The groups keep meeting in quorums. The first of those that have the newest state writes; should it die in the
         middle, the next quorum lacks it and another one writes. A small marker in the run directory says that the
-        state of a step is saved, so a group that comes too late does not start the run over.
+        state of a step is saved, so a group that comes too late does not start the run over. Whoever was in a quorum
+        in which one was to write asks once more, since that one does and would wait for it.
+
+        Args:
+            saved: whether the marker is there.
+            met: whether this group was in a quorum with one that has made the last step.
         """
         step, begun = self._protocol.step, self._clock.now()
         self._protocol.finishing = True
@@ -120,14 +126,19 @@ class Driver:
             if not all(in_time for in_time, _ in said):
                 raise TimeoutError(f"the other groups neither finished step {step} nor left within {self._give_up}")
             self._files.beat("finish", step)
-            quorum = self._protocol.meet()
+            quorum = self._protocol.meet(brief=saved)
             # One rank may see the marker that another group writes just now, and another rank not yet.
-            if self._decisions.all_true("finished", self._files.finished_step() >= step):
+            saved = self._decisions.all_true("finished", self._files.finished_step() >= step)
+            if saved and (met or quorum is None):
                 return End.COMPLETE
-            if quorum is not None and quorum.able and self._group not in quorum.able:
+            if quorum is None or not quorum.able:
+                continue
+            if self._group not in quorum.able:
                 return End.COMPLETE  # others went on, and have a newer state to save
-            if quorum is not None and quorum.able and quorum.able[0] == self._group:
+            met = True
+            if quorum.able[0] == self._group and not saved:
                 self._files.beat("checkpoint", step)
                 self._work.save_last()
                 some_leave = self._protocol.leaving and self._work.goes_on()
                 self._files.mark_finished(step, for_all=not some_leave)
+                saved = True

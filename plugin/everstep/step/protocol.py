@@ -315,14 +315,18 @@ class StepProtocol:
             return False
         return self._files.asked_to_leave() or self._files.ended_for_all()
 
-    def meet(self) -> Quorum | None:
-        """The next quorum, the same on all ranks of the group; None when there is none now."""
+    def meet(self, *, brief: bool = False) -> Quorum | None:
+        """The next quorum, the same on all ranks of the group; None when there is none now.
+
+        Args:
+            brief: whether to wait no longer than for a group that lives and does not ask.
+        """
         self._asked += 1
         begun = self._clock.now()
         answer = {"moved": False, "reason": "", "id": 0, "members": [], "too_late": False}
         if self._membership is not None:
             # Since rank 0 looked at the beginning, another rank may have stood still for longer than the run went on.
-            answer = self._ask(self._membership) | {"too_late": self._is_too_late()}
+            answer = self._ask(self._membership, brief) | {"too_late": self._is_too_late()}
         answer = json.loads(self.decisions.first("quorum", json.dumps(answer).encode()))
         self._missed_the_end = answer["too_late"]
         if answer["moved"]:
@@ -333,7 +337,7 @@ class StepProtocol:
             return None
         return read_quorum(answer["id"], [decode(member) for member in answer["members"]])
 
-    def _ask(self, membership: Membership) -> dict[str, Any]:
+    def _ask(self, membership: Membership, brief: bool) -> dict[str, Any]:
         """Rank 0's question and its answer, as JSON."""
         follows, followed = self._healing.follows if self._healing is not None else (NO_STATE, 0)
         request = Request(
@@ -352,7 +356,8 @@ class StepProtocol:
         )
         moved, begun = membership.follow(), self._clock.now()
         try:
-            quorum_id, members = membership.ask(request, self._timeouts.quorum)
+            patience = min(self._timeouts.quorum, self._timeouts.join) if brief else self._timeouts.quorum
+            quorum_id, members = membership.ask(request, patience)
             read_quorum(quorum_id, members)
             if request not in members:
                 raise QuorumUnavailable("the quorum is for another request of this group")
