@@ -5,6 +5,7 @@ The stand-in answers "cpu" instead and adds the handful of `torch.cpu` functions
 module. It has to run before anything of torchtitan is imported; `everstep.train` sees to that.
 """
 
+import ctypes
 import types
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from everstep.config.private import component_of
 from everstep.titan import private
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+"""Of malloc.h."""
 
 
 def has_accelerator() -> bool:
@@ -39,6 +43,16 @@ def stand_in() -> None:
     for name, answer in answers.items():
         setattr(torch.cpu, name, answer)
     torch.distributed.all_to_all = all_to_all
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what tensors give back (mallopt(3)): by itself it returns it to the kernel, which makes each page
+    anew for the gradients and activations of the next slot. Another C library goes on as it does."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the most that it takes
+        mallopt(M_TRIM_THRESHOLD, 1 << 30)
+        mallopt(M_TOP_PAD, 64 << 20)
 
 
 def all_to_all(

@@ -155,6 +155,8 @@ class EverstepTrainer(SlotTrainer):
         begin = time.monotonic()
         bind_data(config)
         on_cpu = not cpu.has_accelerator()
+        if on_cpu:
+            cpu.keep_freed_memory()
         choose_attention(config)
         if config.fault_tolerance.enable:
             # Curves are drawn from the run's events, by one process for all groups: report/scalars.py.
