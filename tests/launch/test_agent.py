@@ -3,19 +3,16 @@
 import os
 import signal
 import time
-from pathlib import Path
 
 import psutil
-import pytest
 
 from everstep.launch.agent import next_incarnation, reason_not_to_start
 from everstep.launch.watchdog import RestartLimits
 from everstep.launch.worker import log_path
 from everstep.run.events import EventLog, last_event
 from everstep.run.exits import GAVE_UP_EXIT
-from launched import DEADLINE_S, alive, until
+from launched import DEADLINE_S, FULL, alive, on_a_full_disk, until
 
-FULL = Path("/dev/full")
 COMMITTED = {"loss": 1.0, "tokens": 1.0, "grad_norm": 1.0, "history": "b", "parent": "a"}
 
 
@@ -67,7 +64,7 @@ def test_the_traceback_of_a_dead_worker_is_in_its_own_log_and_the_agents(agent):
         assert "FileNotFoundError: there is no dataset" in text
 
 
-@pytest.mark.skipif(not FULL.exists(), reason="there is no full disk here")
+@on_a_full_disk
 def test_an_agent_whose_output_is_on_a_full_disk_counts_deaths_and_says_how_it_ends(agent):
     one = agent("--training.steps", "9", "--tiny.fail_in", "2", ranks=1, output=FULL)
     assert one.process.wait(60) == GAVE_UP_EXIT
@@ -84,7 +81,7 @@ def test_a_death_whose_slot_cannot_be_noted_is_one_all_the_same(agent, tmp_path)
     assert "slot 2 of step 2 is not noted" in one.said()
 
 
-@pytest.mark.skipif(not FULL.exists(), reason="there is no full disk here")
+@on_a_full_disk
 def test_workers_whose_log_is_on_a_full_disk_train(agent, tmp_path):
     log = log_path(tmp_path / "run", 0, 0)
     log.parent.mkdir(parents=True)

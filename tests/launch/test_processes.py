@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -15,9 +14,8 @@ import pytest
 from everstep.launch.supervisor import AGENT_CRASHES
 from everstep.run.exits import REPLACED_EXIT
 from forked import ran
-from launched import alive, until
+from launched import FULL, alive, on_a_full_disk, until
 
-FULL = Path("/dev/full")
 ENDLESS = ("--training.steps", "1000000")
 
 
@@ -284,7 +282,7 @@ def test_what_workers_leave_behind_ends_with_the_run(start):
     assert not any(alive(pid) for pid in litter)
 
 
-@pytest.mark.skipif(not FULL.exists(), reason="there is no full disk here")
+@on_a_full_disk
 def test_a_run_whose_output_is_on_a_full_disk_goes_on(start):
     run = start(1, 1, "--training.steps", "5", output=FULL)
     assert run.process.wait(60) == 0

@@ -1,6 +1,10 @@
 """What is shown of a run is what its events say."""
 
 import io
+import json
+import os
+import subprocess
+import sys
 
 from rich.console import Console
 
@@ -99,11 +103,19 @@ def test_no_line_of_the_panel_is_glued_to_another():
     assert "\u2501" not in line, "the bar ends its own line"
 
 
-def test_a_reader_who_goes_away_ends_the_view_and_nothing_else():
-    class Gone(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError
+SHOWN_TO_NOBODY = """
+import json, sys
+from everstep.launch.view import open_view
+with open_view(1) as show:
+    for event in json.loads(sys.argv[1]):
+        show([event])
+"""
 
-    with open_view(1, Console(file=Gone())) as show:
-        show([commit(1, 0.0)])
-        show([commit(2, 1.0)])
+
+def test_a_reader_who_goes_away_ends_the_view_and_nothing_else():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", SHOWN_TO_NOBODY, json.dumps([commit(1, 0.0), commit(2, 1.0)])]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")

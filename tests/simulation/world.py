@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from everstep.step.driver import End
 from everstep.step.interfaces import Commit, Timeouts
-from everstep.step.quorum import Member
+from everstep.step.quorum import Member, read_quorum
 from simulation.faults import KINDS, SLOWEST, Fault, break_it, place
 from simulation.groups import Group, Life, Rank
 from simulation.healing import Door
@@ -171,8 +171,6 @@ class World:
         self.unfit: set[str] = set()
         """Starts of groups that were found at fault."""
         self.spoiling: dict[int, int] = {}
-        self.computing: dict[str, list[int]] = {}
-        """Rank → the groups that have a state in the last quorum that it told of."""
         self.slow: dict[int, float] = {}
         self.fell: Counter[str] = Counter()
         self.last_event = 0.0
@@ -189,8 +187,6 @@ class World:
     # What the parts of the world ask for
 
     def note(self, who: str, kind: str, step: int | None, fields: dict[str, Any]) -> None:
-        if kind == "quorum":
-            self.computing[who] = [group for group in fields["groups"] if group not in fields["joiners"]]
         if kind == "audit":
             self.audited(who, fields["differing"])
         if self._tracing:
@@ -202,7 +198,7 @@ class World:
         for group in self.groups.values():
             life = group.life
             if life is not None and who.startswith(f"{life.name}/"):
-                voters = [self.groups[number].life for number in self.computing[who]]
+                voters = [self.groups[number].life for number in read_quorum(0, life.met).able]
                 most_sound = 2 * sum(voter is not None and voter.flipped() for voter in voters) < len(voters)
                 # Of those that no audit has found sound since they took over a state, it may name the wrong ones; nor
                 # can it tell which of two is ill.

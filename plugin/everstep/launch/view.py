@@ -3,7 +3,6 @@
 Both are computed from the run's events and from nothing else.
 """
 
-import contextlib
 import itertools
 import statistics
 import time
@@ -262,18 +261,10 @@ def open_view(groups: int, console: Console | None = None) -> Iterator[OnEvents]
         console = Console()
     state = RunState(groups)
     if not console.is_terminal:
-        gone = False
 
         def print_lines(events: list[dict]) -> None:
-            nonlocal gone
             for line in filter(None, map(state.apply, events)):
-                if not gone:
-                    try:
-                        # Not rich's print, which ends the whole process when nobody reads.
-                        console.file.write(f"{line}\n")
-                        console.file.flush()
-                    except BrokenPipeError:
-                        gone = True
+                print(line, file=console.file, flush=True)
 
         yield print_lines
         return
@@ -290,7 +281,6 @@ def open_view(groups: int, console: Console | None = None) -> Iterator[OnEvents]
                     live.console.print(line, markup=False, highlight=False, soft_wrap=True)
             if time.monotonic() - last > REFRESH_S or any(event["kind"] == "run_ended" for event in events):
                 last = time.monotonic()
-                with contextlib.suppress(BrokenPipeError):
-                    live.update(panel(state), refresh=True)
+                live.update(panel(state), refresh=True)
 
         yield draw
