@@ -4,8 +4,8 @@
     python bench/snapshot_run.py --section attention_check --snapshot.no-enable   # the same of another section
     python bench/snapshot_run.py --alternate [--steps 200]     # one run with a snapshot at every second step
 
-A round is four runs: without, with, with, without, so that what drifts on the machine falls on both alike. All have
-the same steps and data, and no checkpoints. What a step takes is the time between two commits; the first ten are left
+A round is four runs: without, with, with, without, so that what drifts on the machine falls on both alike, and two
+pairs that are compared. All have the same steps and data, and no checkpoints. What a step takes is the time between two commits; the first ten are left
 out, and of the others the median is taken. Processor time is that of launcher, agents, trainers and keepers between the
 same commits, over the number of steps.
 
@@ -151,12 +151,12 @@ def measure(args: argparse.Namespace, on: bool, home: Path) -> dict[str, float]:
 
 
 def shares(rounds: list[dict[str, list[dict[str, float]]]]) -> dict[str, float]:
-    """Of all rounds: with the section as a share of without."""
-    middle = lambda which, what: statistics.median(run[what] for each in rounds for run in each[which])  # noqa: E731
-    return {
-        "tokens_per_s": middle("with", "tokens_per_s") / middle("without", "tokens_per_s"),
-        "by_cpu": middle("without", "cpu_ms") / middle("with", "cpu_ms"),
-    }
+    """With the section as a share of without: the median over pairs of runs that followed each other, and the least."""
+    found = {}
+    for which, what, over in (("tokens_per_s", "with", "without"), ("cpu_ms", "without", "with")):
+        ratios = [a[which] / b[which] for each in rounds for a, b in zip(each[what], each[over], strict=True)]
+        found |= {which: statistics.median(ratios), f"{which}_least": min(ratios)}
+    return {"pairs": 2 * len(rounds), **found}
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """A device that works late: a stand-in for an accelerator, on a CPU.
 
 It has streams, and does what they were given in their order, but whatever else is allowed: a stream that was made later
-goes first, nothing runs while the device is held, and a stream can be held alone. In-place copies, zeros and products
-under it are queued on the calling thread's stream instead of done. Sums are works of several kinds.
+goes first, nothing runs while the device is held, and a stream can be held alone. In-place copies, zeros, additions and
+products under it are queued on the calling thread's stream instead of done. Sums are works of several kinds.
 """
 
 import contextlib
@@ -17,6 +17,8 @@ QUEUED = {
     torch.ops.aten.copy_.default: lambda to, of, non_blocking=False: to.copy_(of),
     torch.ops.aten.zero_.default: lambda to: to.zero_(),
     torch.ops.aten.mul_.Tensor: lambda to, by: to.mul_(by),
+    torch.ops.aten.add_.Tensor: lambda to, by: to.add_(by),
+    torch.ops.aten.add.out: lambda one, other, out: torch.add(one, other, out=out),
 }
 MAIN, SUMS = "main", "sums"
 
@@ -56,6 +58,9 @@ class LateDevice(TorchDispatchMode):
     def wait(self, event: LateEvent | None) -> None:
         if event is not None:
             self.give(event)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """What is queued keeps it."""
 
     def of_sums(self):
         return self.on(SUMS)
@@ -122,6 +127,6 @@ class LateDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func not in QUEUED:
             return func(*args, **(kwargs or {}))
-        given = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        given = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in (*args, *(kwargs or {}).values())]
         self.give(lambda: QUEUED[func](*given))
-        return args[0]
+        return (kwargs or {}).get("out", args[0])

@@ -1,5 +1,6 @@
 """Gradient sums over groups, in buckets, over a real Gloo process group."""
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -19,16 +20,7 @@ SIZES = [3, 500, 7, 1000, 20]
 @pytest.mark.parametrize(("hooks", "begun"), [(True, 2), (False, 0)])
 def test_without_hooks_no_sum_begins_before_the_last_backward_is_over(hooks, begun):
     """A replayed CUDA graph adds gradients and runs no hook; while it is recorded they run, and nothing may start."""
-    started = []
-
-    class Sums:
-        def start(self, tensor, timeout):
-            started.append(tensor.clone())
-            return SimpleNamespace(ended=True)
-
-        def finish(self, work):
-            pass
-
+    sums = OneGroup()
     params = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)]
     reducer = GradientReducer(params, bucket_bytes=12, hooks=hooks)
 
@@ -36,19 +28,19 @@ def test_without_hooks_no_sum_begins_before_the_last_backward_is_over(hooks, beg
         for param in params:
             param.grad += 1.0
 
-    reducer.begin(Sums(), WAIT)
+    reducer.begin(sums, WAIT)
     for slot in range(3):
         reducer.begin_slot(last=slot == 2)
         backward(params, 1.0)  # recorded: hooks run
         if slot == 2:
-            assert len(started) == begun
+            assert len(sums.given) == begun
         reducer.end_slot()
     if not hooks:
         reducer.begin_slot(last=True)
         replay()
         reducer.end_slot()
     reducer.finish()
-    assert [float(flat.mean()) for flat in started] == [3.0, 3.0] if hooks else [4.0, 4.0]
+    assert [float(flat.mean()) for flat in sums.given] == [3.0, 3.0] if hooks else [4.0, 4.0]
 
 
 APART = {
@@ -100,28 +92,81 @@ def test_a_parameter_that_no_slot_apart_reached_has_no_gradient():
     assert [p.grad is None or float(p.grad.mean()) for p in params] == [True, 1.0, 2.0, 2.0, 2.0]
 
 
+def test_slots_apart_round_as_others_do():
+    """Also where a slot adds to a gradient several times, and to another not at all."""
+    found = []
+    for apart in (False, True):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
+        reducer = GradientReducer(params, bucket_bytes=2048)
+        sums = OneGroup()
+        reducer.begin(sums, WAIT)
+        for slot in range(5):
+            reducer.begin_slot(last=False, apart=apart)
+            for chunk in range(slot % 3 + 1):
+                for param in params[slot // 2 + chunk :]:
+                    (param * torch.randn(param.shape) * 10.0 ** float(torch.randn(()))).sum().backward()
+            reducer.end_slot()
+        reducer.end_slots()
+        own = [p.grad.clone() for p in params]
+        reducer.finish()
+        found.append([*own, *sums.given])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("shares", [(2, 2), (0, 2), (2, 0, 0), (0, 0)])
+def test_a_groups_own_part_of_slots_apart_outlives_sums_that_fail(shares, set_to_none):
+    """Whether sums were assigned to the same memory in the step before, and gradients are set to zero or taken away."""
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
+    reducer, optimizer = GradientReducer(params, bucket_bytes=2048), torch.optim.SGD(params)
+    for step, share in enumerate(shares):
+        # The others' part is 100; attempt by attempt: the sum fails and is still written to, fails, is whole.
+        for number, sums in enumerate((OneGroup(100.0, fails=True, ended=False), OneGroup(1e4, True), OneGroup(100.0))):
+            reducer.begin(sums, WAIT)
+            for slot in range(share if number == 0 else 0):
+                reducer.begin_slot(last=slot == share - 1, apart=True)
+                backward(params, step + 1.0)
+                reducer.end_slot()
+            reducer.end_slots()
+            assert number < 2 or all(p.grad is None or set(p.grad.tolist()) == {share * (step + 1.0)} for p in params)
+            with pytest.raises(SumsBroken) if sums.fails else contextlib.nullcontext():
+                reducer.finish()
+        reducer.assign(2.0)
+        assert [set(p.grad.tolist()) for p in params] == [{2 * (100.0 + share * (step + 1.0))}] * len(params)
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
+class OneGroup:
+    """Sums over one group, and what others have. `given`: what this one had. `ended`: whether nothing writes any more
+    into a sum that failed."""
+
+    def __init__(self, others: float = 0.0, fails: bool = False, ended: bool = True):
+        self.others, self.fails, self.ended, self.given = others, fails, ended, []
+
+    def start(self, tensor, timeout):
+        self.given.append(tensor.clone())
+        tensor += self.others
+        return SimpleNamespace(ended=self.ended)
+
+    def finish(self, work):
+        if self.fails:
+            raise SumsBroken("as ordered")
+
+
 def attempt(reducer, params, scales, refused):
     """The sums over one group of slots computed apart; a refused one leaves NaN."""
-    flats: list[torch.Tensor] = []
-
-    class Sums:
-        def start(self, tensor, timeout):
-            flats.append(tensor.clone())
-            return SimpleNamespace(ended=True)
-
-        def finish(self, work):
-            pass
-
-    reducer.begin(Sums(), WAIT)
+    sums = OneGroup()
+    reducer.begin(sums, WAIT)
     for number, scale in enumerate(scales):
         reducer.begin_slot(last=number == len(scales) - 1, apart=True)
         backward(params, float("nan") if number in refused else scale)
         if number not in refused:
             reducer.end_slot()
-    assert not flats, "a sum began before it was known whether a slot is refused"
+    assert not sums.given, "a sum began before it was known whether a slot is refused"
     reducer.end_slots()
     reducer.finish()
-    return flats
+    return sums.given
 
 
 def run_rank(rank: int, size: int, port: int, scenario: str):

@@ -8,8 +8,10 @@ those that compute nothing in this attempt as well.
 A gradient may be added to several times in one slot: a loss in chunks runs the output layer's backward once a chunk.
 How often is counted in each slot, and a gradient is taken to be there when it was added to as often as before.
 
-A slot that may be refused is computed apart: its backward begins with no gradients, and what it made is added to the
-slots before, which wait in the buckets, once it has ended. One that is refused is never added.
+A slot that may be refused is computed apart: its backward begins with no gradients, and what it makes is taken from it
+piece by piece and added to the slots before, into memory of its own. Once it has ended that is what waits for the next
+slot; after one that was refused it is what waited before. Where backward runs hooks, the additions are those of a slot
+that is not computed apart, in the same order; else what a slot made is added when it has ended.
 
 On a device the hooks run on whatever stream the gradient was accumulated on (FSDP2 has one for its reduce-scatters), so
 a bucket may be filled from several: its sum begins after all of them. The memory of a sum that was given up is kept
@@ -58,15 +60,46 @@ class AsyncSums(Protocol):
         """Wait for a `Sum`. Raises SumsBroken."""
 
 
-class _Bucket:
-    """Flat memory for the gradients of some parameters of one dtype and device."""
+class _Memory:
+    """Flat memory, with a piece for each of some parameters of one dtype and device."""
 
     def __init__(self, params: list[torch.Tensor]) -> None:
-        self.params = params
-        self.allocate()
-        self.filled = [False] * len(params)
+        first, sizes = local(params[0]), [local(p).numel() for p in params]
+        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.views = [piece.view_as(local(p)) for piece, p in zip(self.flat.split(sizes), params, strict=True)]
+        self._gradients: dict[Hashable, torch.Tensor] = {}
+
+    def gradient(self, index: int, param: torch.Tensor, layout: Any) -> torch.Tensor:
+        """A piece as its parameter's gradient, laid out over the group's ranks like this: mesh and placements."""
+        if not isinstance(param, DTensor):
+            return self.views[index]
+        if (index, *layout) not in self._gradients:
+            self._gradients[index, *layout] = DTensor.from_local(
+                self.views[index], *layout, run_check=False, shape=param.shape, stride=param.stride()
+            )
+        return self._gradients[index, *layout]
+
+
+class _Bucket:
+    """The gradients of some parameters of one dtype and device.
+
+    Args:
+        swaps: whether what slots apart add up has two memories, which swap when one has ended.
+    """
+
+    def __init__(self, params: list[torch.Tensor], swaps: bool) -> None:
+        self.params, self.swaps = params, swaps
+        self.memory = _Memory(params)
+        """For the sum, and before it for what the slot in progress adds up if it is computed apart."""
+        self.waiting: _Memory | None = None
+        """For what the slots before it added up."""
         self.waits = [False] * len(params)
-        """Whether `flat` has what earlier slots of the attempt gave a gradient, while slots are computed apart."""
+        """Whether there is something in it, of each parameter."""
+        self.taken = [False] * len(params)
+        """Whether the slot in progress, computed apart, has given a gradient."""
+        self.layouts = [(p.device_mesh, p.placements) if isinstance(p, DTensor) else () for p in params]
+        """How the last gradients were laid out over the group's ranks."""
+        self.filled = [False] * len(params)
         self.additions = [0] * len(params)
         """How often each gradient was added to in the slot in progress."""
         self.usual = [0] * len(params)
@@ -75,29 +108,69 @@ class _Bucket:
         self.filled_on: dict[Hashable, Event | None] = {}
         """The streams it was filled from in this attempt, and where in their work."""
 
-    def allocate(self) -> None:
-        first, sizes = local(self.params[0]), [local(p).numel() for p in self.params]
-        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        self.views = [piece.view_as(local(p)) for piece, p in zip(self.flat.split(sizes), self.params, strict=True)]
+    def begin(self) -> None:
+        """An attempt begins: what the parameters have is not where it sums."""
+        self.filled = [False] * len(self.params)
+        self.filled_on.clear()
+        self.sum = None
+        pieces = zip(self.params, self.memory.views, strict=True)
+        if self.waiting is not None and any(p.grad is not None and _same_memory(p.grad, view) for p, view in pieces):
+            self.memory, self.waiting = self.waiting, self.memory
 
     def fill(self, index: int) -> None:
         grad = self.params[index].grad
         if grad is None:
-            self.views[index].zero_()
+            self.memory.views[index].zero_()
         else:
-            self.views[index].copy_(local(grad))
+            self.memory.views[index].copy_(local(grad))
         self.filled[index] = True
 
-    def wait(self, index: int) -> None:
-        """Add a gradient to what waits."""
-        grad = self.params[index].grad
-        if grad is None:
-            return
-        if self.waits[index]:
-            self.views[index].add_(local(grad))
+    def set_aside(self) -> None:
+        """What the parameters have is what waits."""
+        if not self.swaps:
+            self.waiting = self.memory
+        elif self.waiting is None:
+            self.waiting = _Memory(self.params)
+        for index, (param, view) in enumerate(zip(self.params, self.waiting.views, strict=True)):
+            self.waits[index] = param.grad is not None
+            if param.grad is not None and not _same_memory(param.grad, view):
+                view.copy_(local(param.grad))
+
+    def take(self, index: int) -> None:
+        """Add a gradient to what waits, or to what the slot has added to that."""
+        grad, view = self.params[index].grad, self.memory.views[index]
+        assert grad is not None
+        assert self.waiting is not None, "set_aside() comes first"
+        if isinstance(grad, DTensor):
+            self.layouts[index] = (grad.device_mesh, grad.placements)
+        if self.taken[index]:
+            view.add_(local(grad))
+        elif self.waits[index]:
+            torch.add(self.waiting.views[index], local(grad), out=view)
         else:
-            self.views[index].copy_(local(grad))
-        self.waits[index] = True
+            view.copy_(local(grad))
+        self.taken[index] = True
+
+    def accept(self) -> None:
+        """What waited and what the slot added to it is what waits."""
+        assert self.waiting is not None, "set_aside() comes first"
+        if self.swaps and any(self.taken):
+            for index, waits in enumerate(self.waits):
+                if waits and not self.taken[index]:
+                    self.memory.views[index].copy_(self.waiting.views[index])
+            self.memory, self.waiting = self.waiting, self.memory
+        self.waits = [waits or taken for waits, taken in zip(self.waits, self.taken, strict=True)]
+
+    def give(self, index: int, memory: _Memory) -> None:
+        """Make a piece of memory the parameter's gradient: itself, where slots are computed apart and backward adds
+        nothing to it."""
+        param = self.params[index]
+        if self.swaps and self.waiting is not None:
+            param.grad = memory.gradient(index, param, self.layouts[index])
+            return
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        local(param.grad).copy_(memory.views[index])
 
 
 class GradientReducer:
@@ -122,7 +195,8 @@ class GradientReducer:
     ) -> None:
         self._fixed = fixed
         self._streams = streams or HostStreams()
-        self._buckets = [_Bucket(part) for part in _split(list(params), bucket_bytes)]
+        swaps = hooks and not fixed
+        self._buckets = [_Bucket(part, swaps) for part in _split(list(params), bucket_bytes)]
         self._given_up: list[tuple[Sum, torch.Tensor]] = []
         self._began_on: Hashable = None
         self._began: Event | None = None
@@ -130,6 +204,9 @@ class GradientReducer:
         self._timeout = timedelta(0)
         self._started = 0
         self._armed = self._counted = self._last = self._apart = False
+        self._slot_began: Event | None = None
+        self._taken_on: dict[Hashable, Event | None] = {}
+        """The streams on which the slot in progress, computed apart, gave gradients, and where in their work."""
         self._error: SumsBroken | None = None
         for bucket in self._buckets if hooks else ():
             for index, param in enumerate(bucket.params):
@@ -144,9 +221,7 @@ class GradientReducer:
         self._began_on, self._began = self._streams.current(), self._streams.record()
         self._given_up = [(one, memory) for one, memory in self._given_up if not one.ended]
         for bucket in self._buckets:
-            bucket.filled = [False] * len(bucket.params)
-            bucket.filled_on.clear()
-            bucket.sum = None
+            bucket.begin()
 
     def begin_slot(self, *, last: bool, apart: bool = False) -> None:
         """The gradients of a slot come next. In an attempt's last slot each bucket's sum starts as soon as its
@@ -179,42 +254,61 @@ class GradientReducer:
             bucket.usual = bucket.additions
         self._counted, self._armed = True, False
         if self._apart:
-            self._add_to_waiting()
+            self._join_streams()
+            with torch.no_grad():
+                for bucket in self._buckets:
+                    # Those without a hook, and what was put there otherwise.
+                    for index, param in enumerate(bucket.params):
+                        if param.grad is not None:
+                            self._take(bucket, index)
+                    bucket.accept()
 
     def end_slots(self) -> None:
         """No slot follows in this attempt: the gradients are those of all that ended."""
         if not self._apart:
             return
-        self._apart, stream = False, self._streams.current()
+        self._apart = False
+        self._join_streams()
         with torch.no_grad():
             for bucket in self._buckets:
-                for param, view, waits in zip(bucket.params, bucket.views, bucket.waits, strict=True):
-                    if not waits:
+                assert bucket.waiting is not None
+                for index, param in enumerate(bucket.params):
+                    if bucket.waits[index]:
+                        bucket.give(index, bucket.waiting)
+                    else:
                         self._clear(param)
-                        continue
-                    if param.grad is None:
-                        param.grad = torch.zeros_like(param)
-                    local(param.grad).copy_(view)
-                bucket.filled = list(bucket.waits)
-                bucket.filled_on[stream] = self._streams.record()
 
     def _set_aside(self) -> None:
         """Leave the parameters without gradients. What they have is what waits; unless something does already, which
         leaves a slot that was refused, or one that has been added."""
-        if not self._apart:
-            for bucket in self._buckets:
-                bucket.waits = [False] * len(bucket.params)
-            self._add_to_waiting()
-        self._apart = True
-        for bucket in self._buckets:
-            for param in bucket.params:
-                self._clear(param)
-
-    def _add_to_waiting(self) -> None:
+        self._join_streams()
         with torch.no_grad():
             for bucket in self._buckets:
-                for index in range(len(bucket.params)):
-                    bucket.wait(index)
+                if not self._apart:
+                    bucket.set_aside()
+                bucket.taken = [False] * len(bucket.params)
+                for param in bucket.params:
+                    self._clear(param)
+        self._apart, self._slot_began = True, self._streams.record()
+
+    def _take(self, bucket: _Bucket, index: int) -> None:
+        """Take a gradient that a slot apart has made, on the current stream."""
+        stream, param = self._streams.current(), bucket.params[index]
+        if stream not in self._taken_on:
+            self._streams.wait(self._slot_began)
+        assert param.grad is not None
+        self._streams.keep(local(param.grad))
+        bucket.take(index)
+        self._clear(param)
+        self._taken_on[stream] = self._streams.record()
+
+    def _join_streams(self) -> None:
+        """What the current stream is given from now on begins after what slots apart gave others."""
+        current = self._streams.current()
+        for stream, taken in self._taken_on.items():
+            if stream != current:
+                self._streams.wait(taken)
+        self._taken_on.clear()
 
     def _clear(self, param: torch.Tensor) -> None:
         if self._fixed and param.grad is not None:
@@ -236,13 +330,13 @@ class GradientReducer:
         if error is not None:
             for bucket in self._buckets:
                 if bucket.sum is not None and not bucket.sum.ended:
-                    self._given_up.append((bucket.sum, bucket.flat))
-                    bucket.allocate()
+                    self._given_up.append((bucket.sum, bucket.memory.flat))
+                    bucket.memory = _Memory(bucket.params)
             raise error
 
     def finite(self) -> bool:
         """Whether the sums are: no INF, no NaN. A host synchronisation."""
-        return _all_finite(bucket.flat for bucket in self._buckets)
+        return _all_finite(bucket.memory.flat for bucket in self._buckets)
 
     def own_finite(self) -> bool:
         """Whether this group's own part of the sums is."""
@@ -250,26 +344,27 @@ class GradientReducer:
 
     def stash(self) -> list[torch.Tensor]:
         """A copy of the finished sums, in host memory."""
-        return [bucket.flat.to("cpu", copy=True) for bucket in self._buckets]
+        return [bucket.memory.flat.to("cpu", copy=True) for bucket in self._buckets]
 
     def unstash(self, stashed: list[torch.Tensor]) -> None:
         """Make a copy the finished sums again."""
         with torch.no_grad():
             for bucket, flat in zip(self._buckets, stashed, strict=True):
-                bucket.flat.copy_(flat)
+                bucket.memory.flat.copy_(flat)
 
     def assign(self, scale: float) -> None:
         """Make the sums, times `scale`, the parameters' gradients. Only after `finish`."""
         with torch.no_grad():
             for bucket in self._buckets:
-                bucket.flat.mul_(scale)
-                for param, view in zip(bucket.params, bucket.views, strict=True):
-                    if param.grad is None:
-                        param.grad = torch.zeros_like(param)
-                    local(param.grad).copy_(view)
+                bucket.memory.flat.mul_(scale)
+                for index in range(len(bucket.params)):
+                    bucket.give(index, bucket.memory)
 
     def _on_grad(self, bucket: _Bucket, index: int, param: torch.Tensor) -> None:
         bucket.additions[index] += 1
+        if self._apart and bucket.swaps:
+            with torch.no_grad():
+                self._take(bucket, index)
         if self._armed and bucket.additions[index] == bucket.usual[index]:
             with torch.no_grad():
                 self._fill(bucket, index)
@@ -303,11 +398,15 @@ class GradientReducer:
                 if stream != current:
                     self._streams.wait(filled)
             try:
-                bucket.sum = self._sums.start(bucket.flat, self._timeout)
+                bucket.sum = self._sums.start(bucket.memory.flat, self._timeout)
             except SumsBroken as error:
                 # Backward goes on: what it computes is held for the next attempt.
                 self._error = error
             self._started += 1
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return other.numel() > 0 and local(one).data_ptr() == other.data_ptr()
 
 
 def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:

@@ -137,8 +137,10 @@ class WorkerFaults:
             self._trainer.checks.injector.order(fault, self._seen)
         compute(step, slot)
         if fault == "nan-gradient":
-            grad = next(p.grad for p in self._trainer.model_parts[0].parameters() if p.grad is not None)
-            local(grad).view(-1)[0] = float("nan")
+            hit = next(p for p in self._trainer.model_parts[0].parameters() if p.requires_grad)
+            if hit.grad is None:  # taken already
+                hit.grad = torch.zeros_like(hit)
+            local(hit.grad).view(-1)[0] = float("nan")
 
     @torch.no_grad()
     def _flip_weight(self) -> None:
