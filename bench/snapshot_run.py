@@ -1,22 +1,20 @@
-"""What snapshots at every step cost a real run: tokens per second and processor time, with them and without, in turn.
+"""What snapshots at every step cost a real run: tokens per second and processor time, with them and without.
 
-    python bench/snapshot_run.py [--config configs/demo.toml] [--groups 2] [--steps 40] [--rounds 2] [--json]
+    python bench/snapshot_run.py [--config configs/demo.toml] [--groups 2] [--steps 60] [--rounds 2] [--json]
     python bench/snapshot_run.py --section attention_check --snapshot.no-enable   # the same of another section
     python bench/snapshot_run.py --alternate [--steps 200]     # one run with a snapshot at every second step
 
-A round is four runs: without, with, with, without, so that what drifts on the machine falls on both alike, and two
-pairs that are compared. All have the same steps and data, and no checkpoints. What a step takes is the time between two commits; the first ten are left
-out, and of the others the median is taken. Processor time is that of launcher, agents, trainers and keepers between the
-same commits, over the number of steps.
+Both runs of a round go on at the same time, with the same steps and data and no checkpoints: a machine whose cores are
+now faster and now slower is so for both. What counts is the time in which both train, in whole cycles of eight steps,
+of which adaptive checks look at one. Processor time is that of launcher, agents, trainers and keepers in this time, for
+a step. Tokens per second are shared out by the system's scheduler: who waits leaves the cores to the other.
 
-Whole runs differ by one or two percent on the same machine. `--alternate` compares neighbouring steps of one run:
-those in which a snapshot is copied with those in which none is. What keepers do falls on both; their processor time is
-given as a share of all cores', to be counted in addition.
+`--alternate` compares neighbouring steps of one run: those in which a snapshot is copied with those in which none is.
+What keepers do falls on both; their processor time is given as a share of all cores', to be counted in addition.
 """
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -25,11 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from everstep.attention.schedule import GATHERED
 from everstep.run.events import read_events
 from everstep.snapshot import peers
 
@@ -132,38 +132,50 @@ def alternate(args: argparse.Namespace, home: Path) -> dict[str, float]:
     }
 
 
-def measure(args: argparse.Namespace, on: bool, home: Path) -> dict[str, float]:
-    """One run: median tokens per second, processor time of a step, and what its snapshots did."""
-    events, meter = run_once(args, on, home)
-    at, tokens = commits_of(events)
-    order = sorted(at)
-    rates = [tokens[b] / (at[b] - at[a]) for a, b in itertools.pairwise(order)]
-    trainers_s, keepers_s = meter.between(at[order[0]], at[order[-1]])
-    taken = snapshots_of(events)
-    return {
-        "tokens_per_s": statistics.median(rates),
-        "cpu_ms": 1e3 * (trainers_s + keepers_s) / len(rates),
-        "keepers_cpu_ms": 1e3 * keepers_s / len(rates),
-        "snapshots": len({event["step"] for event in taken}),
-        "of_steps": len(rates),
-        **copied_in(taken),
-    }
-
-
-def shares(rounds: list[dict[str, list[dict[str, float]]]]) -> dict[str, float]:
-    """With the section as a share of without: the median over pairs of runs that followed each other, and the least."""
+def measure(args: argparse.Namespace, home: Path) -> dict[str, dict[str, float]]:
+    """Two runs side by side: tokens per second, processor time of a step, and what snapshots did."""
+    with ThreadPoolExecutor(2) as pool:
+        runs = dict(zip(("without", "with"), pool.map(lambda on: run_once(args, on, home), (False, True)), strict=True))
+    commits = {which: commits_of(events) for which, (events, _) in runs.items()}
+    begin = max(min(at.values()) for at, _ in commits.values())
+    end = min(max(at.values()) for at, _ in commits.values())
     found = {}
-    for which, what, over in (("tokens_per_s", "with", "without"), ("cpu_ms", "without", "with")):
-        ratios = [a[which] / b[which] for each in rounds for a, b in zip(each[what], each[over], strict=True)]
-        found |= {which: statistics.median(ratios), f"{which}_least": min(ratios)}
-    return {"pairs": 2 * len(rounds), **found}
+    for which, (events, meter) in runs.items():
+        at, tokens = commits[which]
+        steps = sorted(step for step, t in at.items() if begin <= t <= end)
+        steps = steps[: len(steps) - (len(steps) - 1) % GATHERED]
+        first, last, count = at[steps[0]], at[steps[-1]], len(steps) - 1
+        trainers_s, keepers_s = meter.between(first, last)
+        taken = snapshots_of(events)
+        found[which] = {
+            "tokens_per_s": sum(tokens[step] for step in steps[1:]) / (last - first),
+            "cpu_ms": 1e3 * (trainers_s + keepers_s) / count,
+            "keepers_cpu_ms": 1e3 * keepers_s / count,
+            "snapshots": len({event["step"] for event in taken}),
+            "of_steps": count,
+            **copied_in(taken),
+        }
+    return found
+
+
+def shares(rounds: list[dict[str, dict[str, float]]]) -> dict[str, float]:
+    """With the section as a share of without, in each round: the median and the least."""
+    tokens = [each["with"]["tokens_per_s"] / each["without"]["tokens_per_s"] for each in rounds]
+    cpu = [each["without"]["cpu_ms"] / each["with"]["cpu_ms"] for each in rounds]
+    return {
+        "rounds": len(rounds),
+        "tokens_per_s": statistics.median(tokens),
+        "tokens_per_s_least": min(tokens),
+        "by_cpu": statistics.median(cpu),
+        "by_cpu_least": min(cpu),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("configs/demo.toml"))
     parser.add_argument("--groups", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--section", default="snapshot", help="of the config, whose `enable` is switched")
     parser.add_argument("--alternate", action="store_true", help="compare neighbouring steps of one run")
@@ -177,12 +189,9 @@ def main() -> None:
             print(json.dumps(found_here) if args.json else {name: round(v, 4) for name, v in found_here.items()})
             return
         for _ in range(args.rounds):
-            found: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
-            for which in ("without", "with", "with", "without"):
-                found[which].append(measure(args, which == "with", home))
-                if not args.json:
-                    print(which, {name: round(value, 2) for name, value in found[which][-1].items()}, flush=True)
-            rounds.append(found)
+            rounds.append(measure(args, home))
+            for which, numbers in rounds[-1].items() if not args.json else ():
+                print(which, {name: round(value, 2) for name, value in numbers.items()}, flush=True)
     finally:
         shutil.rmtree(home, ignore_errors=True)
     if args.json:

@@ -17,6 +17,7 @@ from everstep.attention.guard import Checks
 from everstep.attention.injection import Fault, Injector, inject
 from everstep.attention.masks import Visible
 from everstep.attention.schedule import (
+    GATHERED,
     HALF_LIFE_STEPS,
     PRIOR_ERRORS_PER_FLOP,
     Load,
@@ -495,6 +496,48 @@ def test_sections_are_drawn_as_often_as_their_rates_say_and_slots_differ_by_one_
     assert {name: count / 4000 for name, count in drawn.items()} == pytest.approx(rates, abs=0.03)
 
 
+def test_low_rates_are_gathered_into_one_step_of_some():
+    """Each section is checked as often as its rate says, in steps that are the same on all ranks."""
+    names = [(layer, name) for layer in range(6) for name in ("wo.y", "wo.dx", "attention.forward")]
+    rates = {name: (place % 5 + 1) / (5 * GATHERED) for place, name in enumerate(names)}
+    found = []
+    for rank in range(2):
+        schedule = Schedule(None, seed=rank)
+        assert schedule.looks(1, 0), "nothing is known before the first step"
+        schedule.begin(1, 0)
+        for name in names:
+            schedule.checking(*name, flops=1e9, cost=1.0)
+        schedule.committed()
+        for name, rate in rates.items():
+            schedule._sections[name].rate = rate
+        drawn, looked = dict.fromkeys(names, 0), set()
+        for step in range(2, 1002):
+            for slot in range(2):
+                looks = schedule.looks(step, slot)
+                schedule.begin(step, slot)
+                checked = [name for name in names if schedule.checking(*name, flops=1e9, cost=1.0)]
+                assert schedule.crowded is looks
+                assert looks or (not checked and all(schedule.idle(layer) for layer in range(6)))
+                assert not schedule.checking(99, f"new {step}", flops=1.0, cost=1.0) or looks
+                del schedule._sections[99, f"new {step}"]
+                schedule._line = None
+                looked |= {step} if looks else set()
+                for name in checked:
+                    drawn[name] += 1
+        assert looked == set(range(GATHERED, 1001, GATHERED))
+        assert {name: count / 2000 for name, count in drawn.items()} == pytest.approx(rates, abs=0.02)
+        found.append(drawn)
+    assert found[0] != found[1], "ranks draw for themselves"
+    schedule.found(3)
+    assert all(schedule.looks(step, 0) for step in range(1001, 1200)), "after a finding every step is looked at"
+    assert not all(schedule.looks(step, 0) for step in range(1401, 1420))
+
+
+def test_a_share_of_calls_is_looked_at_in_every_step():
+    assert all(Schedule(0.01).looks(step, 0) for step in range(20))
+    assert not any(Schedule(0.0).looks(step, 0) for step in range(20))
+
+
 def test_a_layer_that_is_idle_has_the_load_of_the_slot_in_which_it_was_not():
     schedule = Schedule(None, residual_risk=0.5 * 2e-25 * 8 * 1e17 * 1e6)
     for step in range(1, 20):
@@ -544,7 +587,7 @@ def test_the_ceiling_is_a_share_of_what_slots_take_without_their_checks(ceiling)
             took = 0.1 * sum(schedule.checking(layer, "wo.y", flops=1e17, cost=1.0) for layer in checked)
             for layer in checked if took else ():
                 schedule.took(layer, "wo.y", 0.1)
-            schedule.slot_took(1.0 + took)
+            schedule.slot_took(1.0 + took, crowded=schedule.crowded)
             spent.append(took)
         schedule.committed()
     assert 0.9 * ceiling < sum(spent[40:]) / len(spent[40:]) < 1.05 * ceiling

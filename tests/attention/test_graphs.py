@@ -295,11 +295,11 @@ def scheduled(check_s, frequency=None, steps=40):
     schedule, drawn = SlotSchedule(frequency, residual_risk=1e-5, max_overhead=0.02, seed=1), []
     for step in range(1, steps + 1):
         for slot in range(8):
-            whole = schedule.draw(step, slot)
+            whole = schedule.looks(step, slot)
             schedule.begin(step, slot, whole=whole)
             if drawn.count(whole) < 2:  # Python runs in no more than those
                 schedule.checking(3, "wo.y", flops=1e16, cost=1e6)
-            schedule.slot_took(1.0 + check_s * whole, checked=whole)
+            schedule.slot_took(1.0 + check_s * whole, crowded=whole)
             drawn.append(whole)
         schedule.committed()
     return schedule, drawn
@@ -320,7 +320,7 @@ def test_rates_draw_slots_and_keep_below_the_ceiling_of_time():
 
 def test_a_finding_has_slots_checked_from_the_next_one_on():
     schedule, _ = scheduled(check_s=5.0)
-    assert not all(schedule.draw(41, slot) for slot in range(20))
+    assert not all(schedule.looks(41, slot) for slot in range(20))
     schedule.begin(41, 0)
     schedule.found(3)
-    assert all(schedule.draw(41, slot) for slot in range(20))
+    assert all(schedule.looks(41, slot) for slot in range(20))

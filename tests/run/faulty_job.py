@@ -52,14 +52,14 @@ def _install(trainer):
         trainer.model_parts[0].tok_embeddings.register_forward_hook(_poisonous)
 
 
-def _compute_with_faults(trainer, step, slot):
+def _compute_with_faults(trainer, step, slot, looks):
     global _due, _installed
     if step == FIRST and not _installed:  # workers that are started later are on another machine
         _install(trainer)
         _installed = True
     _due = step >= FIRST and slot == SLOT
     try:
-        return _compute_slot(trainer, step, slot)
+        return _compute_slot(trainer, step, slot, looks)
     finally:
         _due = False
 

@@ -96,8 +96,7 @@ class SimWork:
         """What slots have added to the gradient; of those computed apart, the ones that ended."""
         return self.reducer.waits if self.reducer.apart else self.gradient
 
-    @property
-    def may_refuse(self) -> bool:
+    def may_refuse(self, step: int, slot: int) -> bool:
         return self._world.plan.may_refuse
 
     def _together(self, *what: Any) -> list[Any]:

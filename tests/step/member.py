@@ -87,8 +87,6 @@ def crash_if(wanted: str, here: str) -> None:
 class ToyWork:
     """The protocol's view of a trainer whose slots add known vectors."""
 
-    may_refuse = True
-
     def __init__(self, options: Options, files: "Files", connection: Connection) -> None:
         self.options, self.files, self.connection = options, files, connection
         self.param = torch.nn.Parameter(torch.zeros(4))
@@ -97,6 +95,9 @@ class ToyWork:
         self.step = self.history = 0
         self.done: list[int] = []
         self.heard: list[tuple] = []
+
+    def may_refuse(self, step: int, slot: int) -> bool:
+        return True
 
     def compute(self, step: int, slot: int) -> None:
         time.sleep(self.options.slot_s)

@@ -1,6 +1,7 @@
 """Gradient sums over groups, in buckets, over a real Gloo process group."""
 
 import contextlib
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -112,6 +113,47 @@ def test_slots_apart_round_as_others_do():
         reducer.finish()
         found.append([*own, *sums.given])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize(
+    "case", ["apart, not", "not, apart", "not, apart, not, apart, not", "refused, not", "not, refused, not"]
+)
+def test_slots_apart_and_others_add_up(case, set_to_none, fixed):
+    """In one attempt and in one after the other."""
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
+    reducer, optimizer = GradientReducer(params, bucket_bytes=2048, fixed=fixed), torch.optim.SGD(params)
+    for kinds in (case.split(", "), ["not"], ["apart"], ["not", "not"]):
+        total = 0.0
+        sums = OneGroup(100.0)
+        reducer.begin(sums, WAIT)
+        for slot, kind in enumerate(kinds):
+            reducer.begin_slot(last=slot == len(kinds) - 1, apart=kind != "not")
+            backward(params, float("nan") if kind == "refused" else 10.0**slot)
+            if kind != "refused":
+                reducer.end_slot()
+                total += 10.0**slot
+        reducer.end_slots()
+        assert [set(p.grad.tolist()) for p in params] == [{total}] * len(params)
+        reducer.finish()
+        assert [set(p.grad.tolist()) for p in params] == [{total}] * len(params), "the own part is not the sum"
+        reducer.assign(2.0)
+        assert [set(p.grad.tolist()) for p in params] == [{2 * (total + 100.0)}] * len(params)
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def test_without_slots_apart_their_memory_is_given_back():
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
+    reducer = GradientReducer(params, bucket_bytes=2048)
+    attempt(reducer, params, [1.0], ())
+    held = [weakref.ref(bucket.waiting) for bucket in reducer._buckets]
+    reducer.begin_slot(last=False)
+    assert all(ref() is not None for ref in held), "it is the parameters'"
+    for param in params:
+        param.grad = None
+    reducer.begin_slot(last=False)
+    assert all(ref() is None for ref in held)
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])

@@ -58,16 +58,19 @@ def test_only_the_slots_that_were_computed_are_told(group):
 @pytest.mark.parametrize("doubted", [False, True])
 @pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize("other", [False, True])
-@pytest.mark.parametrize("recorded", [False, True])
-def test_ranks_of_a_group_replay_the_same_graph(group, monkeypatch, doubted, drawn, other, recorded):
-    """The one with checks where one of them wants it. Without graphs each decides for itself, call by call."""
+def test_ranks_of_a_group_look_at_the_same_slots(group, monkeypatch, doubted, drawn, other):
+    """They replay the same graph: the one with checks where one of them wants it. And only slots that are looked at are
+    computed apart."""
     asked = []
     monkeypatch.setattr(work, "all_in_group", lambda flag: (asked.append(flag), flag and not other)[1])
     trainer = group([0.0], [True])
     trainer.witnesses = SimpleNamespace(doubted=lambda step, slot: doubted)
-    checks = SimpleNamespace(recorded=recorded, schedule=SimpleNamespace(draw=lambda step, slot: drawn))
-    assert trainer._looks_at_all(checks, 3, 1) == ((doubted or drawn or other) if recorded else doubted)
-    assert len(asked) == recorded
+    trainer.checks = SimpleNamespace(schedule=SimpleNamespace(looks=lambda step, slot: drawn))
+    assert trainer.may_refuse(3, 1) == (doubted or drawn or other)
+    assert len(asked) == 1
+    trainer.checks = None
+    assert not trainer.may_refuse(3, 1)
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(("join_timeout_s", "told"), [(4.0, True), (6.0, False)])

@@ -92,12 +92,12 @@ class Checks:
                 end.synchronize()  # long over: the findings behind it were read
                 self.schedule.took(layer, name, begin.elapsed_time(end) / 1e3)
             self._timed.clear()
-            self._slots.append((self.schedule.whole, self._begun, self._now()))
+            self._slots.append((self.schedule.crowded, self._begun, self._now()))
             # A slot of which nothing is read may not be over yet.
             while self._slots and (isinstance(self._slots[0][2], float) or self._slots[0][2].query()):
-                checked, begin, end = self._slots.popleft()
+                crowded, begin, end = self._slots.popleft()
                 seconds = end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
-                self.schedule.slot_took(seconds, checked=checked)
+                self.schedule.slot_took(seconds, crowded=crowded)
         for finding in self.findings.last:
             self.schedule.found(finding["layer"])
         if self.findings.last:

@@ -30,6 +30,10 @@ REMEMBERED = 9
 LEAST_RATE = 1 / 64
 """No section is checked less under `adaptive`: where nothing is looked at, no error rate is measured."""
 
+GATHERED = 8
+"""Under `adaptive`, the steps of which one is looked at, as long as no section is to be checked in more than that share
+of slots. In the others a slot cannot be refused, so it need not be computed apart, and groups take equally long."""
+
 HALF_LIFE_STEPS = 100
 """Steps in which the rate of a layer that had a finding falls by half."""
 
@@ -130,13 +134,34 @@ class _Section:
     """What its checks take in a slot, with the sums that they find kept or make; inf: not measured."""
 
 
+class _Line(NamedTuple):
+    """Sections whose rates stand one behind the other."""
+
+    always: list[_Section]
+    """Those that are checked in every slot that is looked at."""
+    others: list[_Section]
+    ends: list[float]
+    """Where the rate of each of the others ends, times `every`."""
+    every: int
+    """Steps of which one is looked at."""
+
+    def drawn(self, point: float) -> list[_Section]:
+        """Those on a grid of spacing 1 that begins here."""
+        drawn = list(self.always)
+        while self.ends and point < self.ends[-1]:
+            drawn.append(self.others[bisect_right(self.ends, point)])
+            point += 1.0
+        return drawn
+
+
 class Schedule:
     """Decides, slot by slot, which sections of which layers are checked.
 
     What is checked in a slot is drawn when it begins: the rates of all sections stand one behind the other on a line,
     and those are drawn that lie on a point of a grid of spacing 1, moved by one random number. Each is drawn as often
     as its rate says, and no slot has more than one check more than another. A layer of which nothing is drawn is idle:
-    it runs as if it had no checks, and its load is the one of the last slot in which it was not.
+    it runs as if it had no checks, and its load is the one of the last slot in which it was not. Where adaptive rates
+    are low all round, checks are gathered: every GATHERED-th step has that many times as many, and the others none.
 
     Args:
         rate: the fixed share of calls, or None for adaptive rates. 1.0 checks every call and 0.0 none.
@@ -169,46 +194,49 @@ class Schedule:
         self._drawn: list[_Section] = []
         self._timed: list[_Section] = []
         """Those of which something was measured in this slot."""
-        self._line: tuple[list[_Section], list[_Section], list[float]] | None = ([], [], [])
-        """Sections that are always checked, the others, and where the rates of those end on the line; None: not since
-        some rate changed."""
+        self._line: _Line | None = _Line([], [], [], 1)
+        """None: not laid out since some rate changed."""
+        self._times = 1
+        """By how much rates are multiplied in this slot; 0: nothing is checked."""
 
     def begin(self, step: int, slot: int, *, whole: bool = False) -> None:
         """A slot's forward is about to run; whole: every call is checked, unless none ever is."""
-        if self._found and step != self._step:
-            self._line = None
         self._end_slot()
-        self._step, self._whole = step, whole
+        self._whole = whole
         self._begun += 1
+        line, self._times = self._line_of(step)
         if self.fixed is not None and self.fixed in (0.0, 1.0):
             return
         for section in self._drawn:
             section.drawn = False
-        self._drawn = self._draw(uniform(self.seed, step, slot))
+        self._drawn = line.drawn(uniform(self.seed, step, slot)) if self._times else []
         for section in self._drawn:
             section.drawn = True
         self._idle = set() if whole else self._layers - {section.layer for section in self._drawn}
 
-    def _draw(self, point: float) -> list[_Section]:
+    def _line_of(self, step: int) -> tuple["_Line", int]:
+        """The line of a step's slots, and by how much rates are multiplied in them."""
+        if self._found and step != self._step:
+            self._line = None  # layers with a finding are checked less as steps pass
+        self._step = step
         if self._line is None:
             self._line = self._laid_out()
-        always, others, ends = self._line
-        drawn = list(always)
-        while ends and point < ends[-1]:
-            drawn.append(others[bisect_right(ends, point)])
-            point += 1.0
-        return drawn
+        return self._line, 0 if step % self._line.every else self._line.every
 
-    def _laid_out(self) -> tuple[list[_Section], list[_Section], list[float]]:
+    def _laid_out(self) -> "_Line":
         self._layers = {section.layer for section in self._sections.values()}
         rates = [(section, self._rate(section)) for section in self._sections.values()]
-        others = [section for section, rate in rates if rate < 1.0]
-        ends = list(accumulate(rate for _, rate in rates if rate < 1.0))
-        return [section for section, rate in rates if rate >= 1.0], others, ends
+        low = self.fixed is None and max((rate for _, rate in rates), default=1.0) * GATHERED <= 1
+        every = GATHERED if low else 1
+        others = [section for section, rate in rates if every * rate < 1.0]
+        ends = list(accumulate(every * rate for _, rate in rates if every * rate < 1.0))
+        return _Line([section for section, rate in rates if every * rate >= 1.0], others, ends, every)
 
-    def draw(self, step: int, slot: int) -> bool:
-        """Whether a slot is drawn to be checked whole: none is where calls are drawn."""
-        return False
+    def looks(self, step: int, slot: int) -> bool:
+        """Whether anything of a slot may be checked; asked before it begins."""
+        if self.fixed is not None:
+            return self.fixed > 0.0
+        return self._line_of(step)[1] > 0
 
     def idle(self, layer: int) -> bool:
         """Whether nothing of this layer is checked in this slot."""
@@ -220,7 +248,8 @@ class Schedule:
             return self.fixed == 1.0
         entry = self._sections.get((layer, section))
         if entry is None:
-            entry = self._sections[layer, section] = _Section(layer, cost, vulnerability(section))
+            entry = _Section(layer, cost, vulnerability(section), drawn=self._times > 0)
+            self._sections[layer, section] = entry
             self._drawn.append(entry)
             self._line = None
         if entry.slot != self._begun:
@@ -303,8 +332,15 @@ class Schedule:
         """Whether every call of this slot is checked."""
         return self.fixed == 1.0 or (self._whole and self.fixed != 0.0)
 
-    def slot_took(self, seconds: float, *, checked: bool = False) -> None:
-        """A slot, its checks included, took so long. checked: whether all of it was."""
+    @property
+    def crowded(self) -> bool:
+        """Whether more of this slot is checked than of others."""
+        return self._whole or self._times > 1
+
+    def slot_took(self, seconds: float, *, crowded: bool = False) -> None:
+        """A slot, its checks included, took so long."""
+        if crowded:
+            return
         # Checks may be as much of it as they may ever be: without them it took this at least.
         self._slot_seconds.append(seconds / (1 + self.max_overhead))
 
@@ -338,7 +374,7 @@ class SlotSchedule(Schedule):
         self._took: dict[bool, deque[float]] = {True: deque(maxlen=REMEMBERED), False: deque(maxlen=REMEMBERED)}
         self._counted = 0.0
 
-    def draw(self, step: int, slot: int) -> bool:
+    def looks(self, step: int, slot: int) -> bool:
         """Whether this slot is to be checked.
 
         At first slots are and are not in turn: both graphs are warmed up, as what is recorded then keeps its memory,
@@ -367,11 +403,15 @@ class SlotSchedule(Schedule):
     def found(self, layer: int) -> None:
         super().found(-1)
 
-    def slot_took(self, seconds: float, *, checked: bool = False) -> None:
+    @property
+    def crowded(self) -> bool:
+        return self.whole
+
+    def slot_took(self, seconds: float, *, crowded: bool = False) -> None:
         self._all.flops = self._counted or self._all.flops
-        self.checked_flops += checked * self._all.flops
-        self._took[checked].append(seconds)
-        if not checked:
+        self.checked_flops += crowded * self._all.flops
+        self._took[crowded].append(seconds)
+        if not crowded:
             self._slot_seconds.append(seconds)
         if min(map(len, self._took.values())) >= 2 + SLOTS_MEASURED:
             self._all.seconds = max(0.0, min(self._took[True]) - min(self._took[False]))

@@ -78,7 +78,8 @@ class AttentionCheck:
     frequency: Literal["adaptive"] | float = "adaptive"
     """Share of the calls of each section that are checked: 0.0 to 1.0, or `adaptive`: derived for each
     section and layer from its cost, its FLOPs and the measured error rate, to stay below residual_risk. With CUDA
-    graphs slots are drawn, and each is checked whole or not at all."""
+    graphs slots are drawn, and each is checked whole or not at all. Low adaptive rates are made up for in one step
+    of eight, and nothing is looked at in the others."""
 
     residual_risk: float = 1e-5
     """For frequency = "adaptive": harmful errors expected to pass unseen on this rank in one million

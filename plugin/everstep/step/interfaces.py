@@ -252,11 +252,10 @@ class HealDoor(Protocol):
 
 
 class Work(Protocol):
-    """The trainer. Every call but `serve` and `may_refuse` is taken by all ranks of the group."""
+    """The trainer. Every call but `serve` is taken by all ranks of the group."""
 
-    @property
-    def may_refuse(self) -> bool:
-        """Whether `compute` may raise SlotRefused."""
+    def may_refuse(self, step: int, slot: int) -> bool:
+        """Whether `compute`, which follows, may raise SlotRefused."""
         ...
 
     def compute(self, step: int, slot: int) -> None:

@@ -503,7 +503,8 @@ class StepProtocol:
         exhausted, begun = False, self._clock.now()
         for slot in share:
             self._files.beat("compute", step)
-            self._reducer.begin_slot(last=slot == share[-1] and summed, apart=self._work.may_refuse)
+            apart = self._work.may_refuse(step, slot)
+            self._reducer.begin_slot(last=slot == share[-1] and summed, apart=apart)
             try:
                 self._work.compute(step, slot)
             except OutOfData:

@@ -65,7 +65,7 @@ class _Memory:
 
     def __init__(self, params: list[torch.Tensor]) -> None:
         first, sizes = local(params[0]), [local(p).numel() for p in params]
-        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
         self.views = [piece.view_as(local(p)) for piece, p in zip(self.flat.split(sizes), params, strict=True)]
         self._gradients: dict[Hashable, torch.Tensor] = {}
 
@@ -113,8 +113,7 @@ class _Bucket:
         self.filled = [False] * len(self.params)
         self.filled_on.clear()
         self.sum = None
-        pieces = zip(self.params, self.memory.views, strict=True)
-        if self.waiting is not None and any(p.grad is not None and _same_memory(p.grad, view) for p, view in pieces):
+        if self.waiting is not None and self._are_gradients(self.memory):
             self.memory, self.waiting = self.waiting, self.memory
 
     def fill(self, index: int) -> None:
@@ -124,6 +123,15 @@ class _Bucket:
         else:
             self.memory.views[index].copy_(local(grad))
         self.filled[index] = True
+
+    def release(self) -> None:
+        """Slots are not computed apart for now: do without the second memory, if it is not the parameters'."""
+        if self.waiting is not None and not self._are_gradients(self.waiting):
+            self.waiting = None
+
+    def _are_gradients(self, memory: _Memory) -> bool:
+        pieces = zip(self.params, memory.views, strict=True)
+        return any(p.grad is not None and _same_memory(p.grad, view) for p, view in pieces)
 
     def set_aside(self) -> None:
         """What the parameters have is what waits."""
@@ -228,9 +236,13 @@ class GradientReducer:
         gradients are there, if an earlier slot has told how often each is added to.
 
         `apart`: they count only if `end_slot` follows, and are the parameters' together with those of all slots before
-        after `end_slots`. No sum starts sooner."""
+        once one follows that is not apart, or after `end_slots`. No sum starts sooner."""
         if apart:
             self._set_aside()
+        else:
+            self.end_slots()
+            for bucket in self._buckets:
+                bucket.release()
         self._last = last and not apart
         self._armed = self._last and self._counted
         for bucket in self._buckets:
@@ -264,7 +276,8 @@ class GradientReducer:
                     bucket.accept()
 
     def end_slots(self) -> None:
-        """No slot follows in this attempt: the gradients are those of all that ended."""
+        """No slot follows that is computed apart, in this attempt or for now: the gradients are those of all that
+        ended."""
         if not self._apart:
             return
         self._apart = False

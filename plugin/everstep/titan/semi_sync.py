@@ -98,6 +98,8 @@ class SemiSyncTrainer(EverstepTrainer):
     it. Commits and events count rounds.
     """
 
+    asks_others = False  # what a check refuses is computed again within the round
+
     _reducer: FragmentReducer  # pyrefly: ignore[bad-override-mutable-attribute] of one fragment at a time
 
     def _prepare(self, config: EverstepTrainer.Config) -> None:
@@ -195,10 +197,6 @@ class SemiSyncTrainer(EverstepTrainer):
     @property
     def homes(self) -> int:
         return self._ft.groups
-
-    @property
-    def may_refuse(self) -> bool:
-        return False  # what a check refuses is computed again within the round
 
     @property
     def notes_interval(self) -> int:
@@ -309,7 +307,7 @@ class SemiSyncTrainer(EverstepTrainer):
             for slot in slots_of(worker, self.slots, self.workers):
                 self.files.computes(round_, worker)
                 try:
-                    self.compute_slot(inner_step, slot)
+                    self.compute_slot(inner_step, slot, self.looks(inner_step, slot))
                 except SlotRefused as refusal:  # on all ranks of the group
                     self.events.emit("slot_refused", round_, slot=worker, reason=str(refusal))
                     refused = True
@@ -325,8 +323,8 @@ class SemiSyncTrainer(EverstepTrainer):
         self.step_optimizer(inner_step, OPTIMIZER_SLOT - worker)
         return tokens, float(sums.loss.sum())
 
-    def _judge(self, checks: Checks, step: int, slot: int, loads: list[torch.Tensor]) -> None:
-        super()._judge(checks, -(-step // self.round_steps), slot, loads)  # events count rounds
+    def _judge(self, checks: Checks, step: int, slot: int, loads: list[torch.Tensor], looks: bool) -> None:
+        super()._judge(checks, -(-step // self.round_steps), slot, loads, looks)  # events count rounds
 
     def results(self) -> SlotSums:
         tokens, loss = torch.zeros(2, self.workers, dtype=torch.float64)

@@ -256,7 +256,7 @@ class EverstepTrainer(SlotTrainer):
             hooks=self._backward_runs_hooks(),
             fixed=not private.computes_eagerly(self),
         )
-        if self.checks is not None and self.may_refuse:
+        if self.checks is not None and self.asks_others:
             self.witnesses = Witnesses(self.checks, ft.group_id, self.events)
         self.skips_poison = ft.on_poison == "skip"
         self._kept_metrics = KeptMetrics()

@@ -41,8 +41,10 @@ class SlotTrainer(titan.Trainer):
     source: SlotSource
     snapshots: Snapshots | None
     checks: Checks | None
+    asks_others = True
+    """Whether a refused slot is another attempt's, which another group may compute."""
     witnesses: Witnesses | None
-    """There where refused slots are another attempt's, which another group may compute."""
+    """There where it is."""
     seed: int
     slots: int
     """S."""
@@ -61,6 +63,8 @@ class SlotTrainer(titan.Trainer):
         """Prepare for slots; once, when the model is built."""
         self.nominal_tokens = nominal_tokens
         self._scale = torch.tensor(nominal_tokens, device=self.device)
+        self._looks = False
+        """Whether checks look at the slot that comes next."""
         self._slot_tokens: dict[int, int] = {}
         self._slot_losses: dict[int, torch.Tensor] = {}
         self.expert_loads = [
@@ -87,9 +91,18 @@ class SlotTrainer(titan.Trainer):
         """Rows that enter the model in a commit."""
         return self.config.training.global_batch_size
 
-    @property
-    def may_refuse(self) -> bool:
-        return self.checks is not None
+    def may_refuse(self, step: int, slot: int) -> bool:
+        self._looks = self.looks(step, slot)
+        return self._looks and self.asks_others
+
+    def looks(self, step: int, slot: int) -> bool:
+        """Whether checks look at a slot; a collective of the group, the same on all of its ranks."""
+        if self.checks is None:
+            return False
+        return not all_in_group(not (self._doubted(step, slot) or self.checks.schedule.looks(step, slot)))
+
+    def _doubted(self, step: int, slot: int) -> bool:
+        return self.witnesses is not None and self.witnesses.doubted(step, slot)
 
     def compute(self, step: int, slot: int) -> None:
         if self.skips_poison and not all_in_group(not self.files.is_poison(step, slot)):
@@ -98,10 +111,10 @@ class SlotTrainer(titan.Trainer):
             self.events.emit("slot_skipped", step, slot=slot)
             return
         self.files.computes(step, slot)
-        self.compute_slot(step, slot)
+        self.compute_slot(step, slot, self._looks)
 
-    def compute_slot(self, step: int, slot: int) -> None:
-        """Forward and backward of a slot; see `Work.compute`."""
+    def compute_slot(self, step: int, slot: int, looks: bool) -> None:
+        """Forward and backward of a slot; see `Work.compute`. looks: of `looks`."""
         torch.manual_seed(slot_seed(self.seed, step, slot, self.dp_rank))
         begin = time.perf_counter()
         batches = self._fetch(step, slot)
@@ -113,7 +126,8 @@ class SlotTrainer(titan.Trainer):
         inputs, labels = zip(*(self._on_device(batch) for batch in batches), strict=True)
         seen, loads = self.ntokens_seen, [load.clone() for load in self.expert_loads] if self.checks is not None else []
         if self.checks is not None:
-            self.checks.begin(step, slot, whole=self._looks_at_all(self.checks, step, slot))
+            # A recorded graph has every check in it or none.
+            self.checks.begin(step, slot, whole=looks if self.checks.recorded else self._doubted(step, slot))
         pipelined = self.parallel_dims.pp_enabled
         loss = self.forward_backward_step(
             input_dict=list(inputs) if pipelined else inputs[0],
@@ -123,20 +137,11 @@ class SlotTrainer(titan.Trainer):
         self.metrics_processor.ntokens_since_last_log += tokens
         self.ntokens_seen = seen  # counts committed slots only
         if self.checks is not None:
-            self._judge(self.checks, step, slot, loads)
+            self._judge(self.checks, step, slot, loads, looks)
         self._slot_tokens[slot] = valid
         # Of a pipeline's stages only the last one knows the loss; the others give -1.
         known = not pipelined or self.pp_has_last_stage
         self._slot_losses[slot] = loss.detach().to(torch.float64) * (self.nominal_tokens if known else 0.0)
-
-    def _looks_at_all(self, checks: Checks, step: int, slot: int) -> bool:
-        """Whether all of a slot is checked whatever the rate; of recorded graphs, whether the one with checks is
-        replayed."""
-        doubted = self.witnesses is not None and self.witnesses.doubted(step, slot)
-        if not checks.recorded:
-            return doubted
-        # The group's collectives are in the graphs: all ranks replay the same one.
-        return not all_in_group(not (doubted or checks.schedule.draw(step, slot)))
 
     def _on_device(self, batch: Batch) -> Batch:
         inputs, labels = batch
@@ -145,17 +150,18 @@ class SlotTrainer(titan.Trainer):
         }
         return moved, labels.to(self.device)
 
-    def _judge(self, checks: Checks, step: int, slot: int, loads: list[torch.Tensor]) -> None:
+    def _judge(self, checks: Checks, step: int, slot: int, loads: list[torch.Tensor], looks: bool) -> None:
         """Report what the attention checks saw. Raises SlotRefused if some rank of the group has what is not repaired,
         and ends the group when it recurs and there is no witness to hear."""
         refused = checks.refused()
+        assert looks or not refused, "a slot that nothing looks at was refused"
         for finding in checks.drain():
             # Step and rank are every event's own, and so is the word kind.
             fields = {name: value for name, value in finding.items() if name not in ("step", "rank", "kind")}
             self.events.emit("finding", step, anomaly=finding["kind"], **fields)
         if self.witnesses is None and tell(self.events, step, slot, checks.judge(slot, alone=True)):
             raise SystemExit(UNFIT_EXIT)
-        if all_in_group(not refused):
+        if not looks or all_in_group(not refused):
             return
         for load, before in zip(self.expert_loads, loads, strict=True):
             load.copy_(before)
