@@ -143,6 +143,24 @@ def test_slots_apart_and_others_add_up(case, set_to_none, fixed):
         optimizer.zero_grad(set_to_none=set_to_none)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
+@pytest.mark.parametrize("place", [(0, 0), (1, 499), (3, 617), (5, 3)])
+def test_one_number_that_is_not_finite_is_seen(bad, place):
+    """In this group's own part and in the sum; also beside parameters that have no elements on this rank."""
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in (*SIZES, 9, 0)]
+    reducer, sums = GradientReducer(params, bucket_bytes=0), OneGroup()
+    backward(params, 1.0)
+    reducer.begin(sums, WAIT)
+    reducer.finish()
+    assert reducer.finite()
+    assert reducer.own_finite()
+    params[place[0]].grad[place[1]] = bad
+    assert reducer.own_finite() is (bad == 3e38)
+    reducer.begin(sums, WAIT)
+    reducer.finish()
+    assert reducer.finite() is (bad == 3e38)
+
+
 def test_without_slots_apart_their_memory_is_given_back():
     params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
     reducer = GradientReducer(params, bucket_bytes=2048)

@@ -8,7 +8,7 @@ import torch
 
 from everstep.semi.quantize import Quantize, decode
 from everstep.semi.rounds import fragment_of
-from everstep.step.reduction import GradientReducer, local
+from everstep.step.reduction import GradientReducer, all_finite, local
 
 
 class QuantizedReducer:
@@ -65,10 +65,10 @@ class QuantizedReducer:
             self._flat += decode(changes[worker], self._to)
 
     def finite(self) -> bool:
-        return bool(self._flat.isfinite().all())
+        return all_finite([self._flat])
 
     def own_finite(self) -> bool:
-        return all(bool(decode(change, self._to).isfinite().all()) for change in self._offered().values())
+        return all_finite(decode(change, self._to) for change in self._offered().values())
 
     def stash(self) -> torch.Tensor:
         return self._flat.to("cpu", copy=True)
