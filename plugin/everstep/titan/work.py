@@ -124,7 +124,7 @@ class SlotTrainer(titan.Trainer):
         tokens = sum(labels.numel() for _, labels in batches)
         valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in batches)
         inputs, labels = zip(*(self._on_device(batch) for batch in batches), strict=True)
-        seen, loads = self.ntokens_seen, [load.clone() for load in self.expert_loads] if self.checks is not None else []
+        seen, loads = self.ntokens_seen, [load.clone() for load in self.expert_loads] if looks else []
         if self.checks is not None:
             # A recorded graph has every check in it or none.
             self.checks.begin(step, slot, whole=looks if self.checks.recorded else self._doubted(step, slot))
