@@ -114,7 +114,7 @@ class _Rank:
 
     def __init__(self, group: OneGroup, number: int) -> None:
         self.group, self.rank, self.size = group, number, group.size
-        self.may_refuse, self.address, self.attempt = False, f"door-{number}", 0
+        self.address, self.attempt = f"door-{number}", 0
         self.done: set[int] = set()
 
     def run(self, attempts: int) -> None:
@@ -194,6 +194,9 @@ class _Rank:
     # Work
     def discard(self) -> None:
         self.done.clear()
+
+    def may_refuse(self, step: int, slot: int) -> bool:
+        return False
 
     def compute(self, step: int, slot: int) -> None:
         self.group.meet(self.rank, ("compute", step, slot), None)
