@@ -31,6 +31,7 @@ from everstep.run.directory import LaunchError, RunDir, ask_to_stop, leaves_noth
 from everstep.run.events import EventLog, EventTail
 from everstep.run.exits import GAVE_UP_EXIT, KILLED_EXIT, REPLACED_EXIT
 from everstep.run.lifeline import adopt_orphans
+from everstep.run.stops import STOPS
 from everstep.run.token import run_token
 
 TICK_S = 0.02
@@ -43,7 +44,6 @@ WARM_DEATHS = 3
 """Warm processes, one after the other, that may end by themselves before they have imported what the run needs."""
 STOPPED_AT_ONCE_EXIT = 130
 """What a shell gives for a command that Ctrl-C ended."""
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OnEvents = Callable[[list[dict]], None]
 """Called at every tick with the new events."""
 STOPPED_BEFORE = "stopped before anything was started."
