@@ -110,11 +110,6 @@ def ask(address: str, token: bytes, message: dict[str, Any], timeout: timedelta)
         channel.close()
 
 
-def inventory(address: str, token: bytes, timeout: timedelta) -> list[Held]:
-    """All buffers of a keeper. Raises wire.WireError."""
-    return _listed(address, ask(address, token, INVENTORY, timeout))
-
-
 def _listed(address: str, answer: dict[str, Any]) -> list[Held]:
     try:
         return [Held.from_json({**buffer, "address": address}) for buffer in answer["buffers"]]
