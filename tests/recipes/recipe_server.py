@@ -120,12 +120,12 @@ def last_error(log):
 class ForkedWarm(warm.WarmProcess):
     """A warm process that has nothing to import."""
 
-    def __init__(self, modules, log):
+    def _start(self, modules, log):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
         pid = forked(self._serve, ours, theirs, parent, modules, log=log)
         theirs.close()
-        forking.Forker.__init__(self, ours, pid)
+        return ours, pid
 
     def _serve(self, asker, channel, parent, modules):
         os.setsid()

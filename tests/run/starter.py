@@ -34,15 +34,14 @@ class ReadyWarm(warm.WarmProcess):
 
     ready: tuple[socket.socket, int] | None = None
 
-    def __init__(self, modules, log):
+    def _start(self, modules, log):
         if ReadyWarm.ready is None:
-            super().__init__(modules, log)
-            return
+            return super()._start(modules, log)
         (channel, pid), ReadyWarm.ready = ReadyWarm.ready, None
         log.parent.mkdir(parents=True, exist_ok=True)
         order = {"modules": list(modules), "log": str(log), "environ": dict(os.environ)}
         channel.send(json.dumps(order).encode())
-        forking.Forker.__init__(self, channel, pid)
+        return channel, pid
 
     @classmethod
     def prepare(cls):

@@ -57,10 +57,6 @@ def test_a_newer_disk_checkpoint_wins_and_an_older_one_does_not():
     assert decide(held, run="r", ranks=1, disk_step=3).source == "memory"
 
 
-def test_a_live_peer_comes_before_all_else():
-    assert decide(everything(4), run="r", ranks=1, disk_step=9, live_step=3).source == "peers"
-
-
 def test_with_nothing_left_it_says_so():
     decision = decide([], run="r", ranks=1)
     assert (decision.source, decision.step) == ("nothing", 0)

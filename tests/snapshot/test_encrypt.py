@@ -1,6 +1,7 @@
 """What keepers send can be read by whoever is on the way, or not (fault_tolerance.encrypt): the keeper decides."""
 
 import contextlib
+import dataclasses
 import socket
 import threading
 
@@ -40,7 +41,9 @@ class Relay:
 
 def payload(run, address):
     """The bytes of group 0's buffer, as they are read through `address`."""
-    held = next(one for one in peers.inventory(address, run.token, TIMEOUT) if one.header.kind == "data")
+    place = dataclasses.replace(peers.read_places(run.run_dir)[0], address=address)
+    found, _ = peers.reachable([place], run.token, TIMEOUT)
+    held = next(one for one in found[place] if one.header.kind == "data")
     channel = peers.connect(address, run.token, TIMEOUT)
     with contextlib.closing(channel):
         peers.open_buffer(channel, held.header)

@@ -7,7 +7,7 @@ import torch
 
 from everstep.snapshot import stripes
 from everstep.snapshot.agreement import Word
-from everstep.snapshot.location import LOCATION_BITS, location_of
+from everstep.snapshot.location import HOST_BITS, SWITCH_BITS, location_of
 from snapshot_cluster import Cluster, assert_is_step
 
 
@@ -75,7 +75,7 @@ def test_where_the_topology_is_not_known_the_host_is(environment):
 
 
 def test_a_word_says_where_its_host_is_and_comes_through_a_sum_of_float64():
-    for location in (0, slurm("s0", "s1", "node1"), (1 << LOCATION_BITS) - 1):
+    for location in (0, slurm("s0", "s1", "node1"), (1 << HOST_BITS + 2 * SWITCH_BITS) - 1):
         word = Word(published=True, coded=True, busy_if_not=True, location=location)
         total = torch.zeros(3, dtype=torch.float64)
         total[1] = word.encode()

@@ -9,7 +9,6 @@ import psutil
 import pytest
 import torch
 
-from everstep import wire
 from everstep.snapshot import keepers, peers
 from everstep.snapshot.agreement import Agreed
 from everstep.snapshot.buffer import HEADER_BYTES
@@ -210,7 +209,8 @@ def test_a_keeper_finds_damage_by_itself_and_no_parity_is_coded_over_it():
         assert (notes.sound, notes.coded) == (False, False)
         assert "chunks [0] do not match" in notes.reason
         place = next(place for place in peers.read_places(run.run_dir) if place.group == 1)
-        assert [buffer.sound for buffer in peers.inventory(place.address, run.token, TIMEOUT)] == [False]
+        held, _ = peers.reachable([place], run.token, TIMEOUT)
+        assert [buffer.sound for buffer in held[place]] == [False]
         wait_until(lambda: run.segment(0).read_notes(0).settled)
         assert "nothing is heard of group 1" in run.segment(0).read_notes(0).reason
         assert all(header is None for g in run.groups for header in run.segment(g).headers("parity", 0))
@@ -311,8 +311,9 @@ def test_without_permission_the_snapshot_fails_and_says_where():
 def test_another_token_learns_nothing_from_a_keeper():
     with Cluster(1) as run:
         place = peers.read_places(run.run_dir)[0]
-        with pytest.raises(wire.WireError, match="did not accept the run's token"):
-            peers.inventory(place.address, b"y" * 32, TIMEOUT)
+        held, silent = peers.reachable([place], b"y" * 32, TIMEOUT)
+        assert not held
+        assert "did not accept the run's token" in silent[place]
 
 
 def test_a_truncated_buffer_counts_as_empty(unmended):

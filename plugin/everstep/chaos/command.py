@@ -20,6 +20,7 @@ from everstep.chaos.schedule import Both, Every, Listed, Schedule
 from everstep.chaos.target import Target
 from everstep.launch.view import describe
 from everstep.run.directory import LaunchError
+from everstep.run.stops import STOPS, collect_stops
 
 DEFAULT_FAULTS = ("kill-group",)
 SHOWN = {"fault", "fault_undone", "fault_undo_failed", "workers_died", "workers_stalled", "agent_died", "run_started"}
@@ -132,14 +133,12 @@ def chaos(command: Chaos, flags: Sequence[str]) -> int:
 
 @contextmanager
 def stops_obeyed() -> Iterator[list[int]]:
-    """SIGINT, SIGTERM and SIGHUP are collected in a list rather than end this process."""
-    stops: list[int] = []
-    signums = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(signum, lambda number, _: stops.append(number)) for signum in signums]
+    """As `collect_stops`, for a while."""
+    before = {signum: signal.getsignal(signum) for signum in STOPS}
     try:
-        yield stops
+        yield collect_stops()
     finally:
-        for signum, handler in zip(signums, before, strict=True):
+        for signum, handler in before.items():
             signal.signal(signum, handler)
 
 

@@ -24,6 +24,7 @@ from typing import Annotated
 from everstep.chaos.undo import Undo
 from everstep.run import typed
 from everstep.run.events import EventLog
+from everstep.run.stops import STOPS
 from everstep.run.token import require_own
 from everstep.run.typed import UnfitError
 
@@ -209,7 +210,7 @@ def watch(run_dir: Path, answers: int) -> None:
 
 def main() -> None:
     # What is meant for the injector, a Ctrl-C or the end of its terminal, must not keep us from undoing.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+    for number in (*STOPS, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     answers = os.dup(1)
     os.dup2(2, 1)  # what an undo prints is no answer

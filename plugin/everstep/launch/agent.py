@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from everstep.run.events import EventLog, EventTail, event_path, last_event
 from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, KILLED_EXIT, NODE_BAD_EXIT, REPLACED_EXIT
 from everstep.run.fence import Claim
 from everstep.run.files import write_json
+from everstep.run.stops import collect_stops
 
 STARTS_WITHOUT_A_STEP = 5
 """Agents of a group, one after the other, that may end before the group commits a step."""
@@ -145,7 +145,7 @@ def main(settings: dict) -> int:
 
 
 def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
-    """Run a group until its workers finish (0), are stopped by SIGTERM, SIGINT or the run's stop file (0, or
+    """Run a group until its workers finish (0), are stopped by one of STOPS or the run's stop file (0, or
     KILLED_EXIT), or are given up (GAVE_UP_EXIT). In a batch job also until this node turns out bad (NODE_BAD_EXIT) or
     the group was started again elsewhere (FENCED_EXIT).
 
@@ -154,18 +154,11 @@ def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
     """
     keep_on_without_output()
     run_dir = settings.run_dir
-    asked_to_stop = False
-
-    def ask_to_stop(*_: object) -> None:
-        nonlocal asked_to_stop
-        asked_to_stop = True
-
-    for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(stop, ask_to_stop)
+    stops = collect_stops()
     stop_asked = stop_file(run_dir)
 
     def stopping() -> bool:
-        return asked_to_stop or stop_asked.exists()
+        return bool(stops) or stop_asked.exists()
 
     events = EventLog(run_dir, settings.group, None, "agent")
     claim = Claim(settings.job, settings.restart)

@@ -5,7 +5,6 @@ keeps no state. It is started again, on the same port, when it dies and when it 
 is published in the run directory, where groups look for it: of two lighthouses the older one ends.
 """
 
-import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from everstep.run.address import publish_address, superseded
 from everstep.run.beats import beats_of_groups
 from everstep.run.directory import LaunchError, over_file, read_toml, stop_file
 from everstep.run.events import EventLog
+from everstep.run.stops import collect_stops
 
 POLL_S = 0.2
 START_TIMEOUT_S = 60.0
@@ -43,19 +43,12 @@ class Beacon:
 
 
 def keep_up(beacon: Beacon) -> int:
-    """Until every group has ended for good, or SIGTERM or SIGINT; returns the exit status.
+    """Until every group has ended for good, or one of STOPS; returns the exit status.
 
     Raises:
         LaunchError: the lighthouse does not start.
     """
-    asked_to_stop = False
-
-    def ask_to_stop(*_: object) -> None:
-        nonlocal asked_to_stop
-        asked_to_stop = True
-
-    for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(stop, ask_to_stop)
+    stops = collect_stops()
     events = EventLog(beacon.run_dir, None, None, "lighthouse")
     toml = read_toml(beacon.run_dir / "config.toml") if (beacon.run_dir / "config.toml").exists() else {}
     ft = beacon.fault_tolerance
@@ -69,7 +62,7 @@ def keep_up(beacon: Beacon) -> int:
     epoch = 0
 
     def is_over() -> bool:
-        return asked_to_stop or _all_over(beacon) or (epoch > 0 and superseded(beacon.run_dir, epoch))
+        return bool(stops) or _all_over(beacon) or (epoch > 0 and superseded(beacon.run_dir, epoch))
 
     while not is_over():
         process = _start(beacon, port)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TextIO
 
 from everstep.run.lifeline import die_with_adopter, die_with_parent
+from everstep.run.stops import STOPS
 
 MAX_PACKET = 1 << 20
 
@@ -218,7 +219,7 @@ class ForkPoint(Forker):
             os.open(os.devnull, os.O_RDONLY)  # the lowest that is free: 0
             # A batch system signals every process of a job, a terminal every one in the foreground: a stop must reach
             # the children through their agent.
-            for stop in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            for stop in STOPS:
                 signal.signal(stop, signal.SIG_IGN)
             _serve_children(theirs)
 

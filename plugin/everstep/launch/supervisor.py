@@ -21,10 +21,9 @@ from everstep.config.sections import FaultTolerance
 from everstep.launch.agent import AgentSettings
 from everstep.launch.local_lighthouse import LocalLighthouse
 from everstep.launch.machine import HOST, devices_of_groups
-from everstep.launch.memory import oom_kills
 from everstep.launch.prepare import take_answer
 from everstep.launch.warm import PRELOAD, WarmProcess
-from everstep.launch.watchdog import Awake, Death, describe_exit
+from everstep.launch.watchdog import Awake, describe_exit
 from everstep.report.live import Teller, telling
 from everstep.report.serve import PageServer
 from everstep.run.beats import agent_beat_path, forget_beats, read_beat
@@ -32,6 +31,7 @@ from everstep.run.directory import LaunchError, RunDir, ask_to_stop, leaves_noth
 from everstep.run.events import EventLog, EventTail
 from everstep.run.exits import GAVE_UP_EXIT, KILLED_EXIT, REPLACED_EXIT
 from everstep.run.lifeline import adopt_orphans
+from everstep.run.stops import STOPS
 from everstep.run.token import run_token
 
 TICK_S = 0.02
@@ -39,14 +39,11 @@ SEARCH_S = 0.2
 """How often to look for what hangs."""
 KILL_GRACE_S = 10.0
 AGENT_SILENCE_S = 30.0
-WARM_SILENCE_S = 30.0
-"""For a fork. A warm process that is not ready yet has `startup_timeout_s`."""
 AGENT_CRASHES = 3
 WARM_DEATHS = 3
 """Warm processes, one after the other, that may end by themselves before they have imported what the run needs."""
 STOPPED_AT_ONCE_EXIT = 130
 """What a shell gives for a command that Ctrl-C ended."""
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OnEvents = Callable[[list[dict]], None]
 """Called at every tick with the new events."""
 STOPPED_BEFORE = "stopped before anything was started."
@@ -121,13 +118,6 @@ class Supervisor:
         self._warm: WarmProcess | None = None
         self._warm_deaths = 0
         """By themselves, since one was ready."""
-        self._warm_is_ready = False
-        self._fatal = ""
-        """What it could not import."""
-        self._heard_mono = 0.0
-        """When the warm process last answered, or was asked while nobody waited for an answer."""
-        self._oom_kills = 0
-        self._asked: dict[int, str] = {}
         self._pids: dict[str, int] = {}
         self._early: dict[int, int] = {}  # exit codes of children that ended before the answer that names them
         self._prepared = False
@@ -226,17 +216,11 @@ class Supervisor:
         ranks = self.settings.groups * self.settings.ranks_per_group
         threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(threads)  # an empty one is none
-        self._oom_kills = oom_kills()
         self._warm = WarmProcess(self.settings.preload, self.run_dir.path / "logs" / "warm.log")
-        self._warm_is_ready, self._fatal = False, ""
-        self._asked = {}
 
     def _fork(self, name: str, run: str, args: Sequence, log: str) -> None:
-        if self._warm is not None and name not in self._pids and name not in self._asked.values():
-            if not self._asked:
-                self._heard_mono = time.monotonic()
-            request = self._warm.fork(run, args, self.run_dir.path / "logs" / log)
-            self._asked[request] = name
+        if self._warm is not None and name not in self._pids:
+            self._warm.ask(name, run, args, self.run_dir.path / "logs" / log)
 
     def _start_missing(self) -> None:
         if self._stops:
@@ -279,15 +263,8 @@ class Supervisor:
         )
 
     def _take_answers(self) -> None:
-        for answer in self._warm.answers() if self._warm else ():
-            self._heard_mono = time.monotonic()
-            if "ready" in answer:
-                self._warm_is_ready, self._warm_deaths = True, 0
-            self._fatal = answer.get("fatal", self._fatal)
-            name = self._asked.pop(answer.get("id", 0), None)
-            if name is None:
-                continue
-            pid = self._pids[name] = answer["pid"]
+        for name, pid in self._warm.forked() if self._warm else ():
+            self._pids[name] = pid
             if name == "lighthouse":
                 self._lighthouse.started(self.run_dir.path, pid)
                 self._events.emit("lighthouse_started", address=self._lighthouse.address, pid=pid)
@@ -297,8 +274,11 @@ class Supervisor:
                 self._events.emit("agent_started", target_group=index, pid=pid)
             if pid in self._early:
                 self._ended(pid, self._early.pop(pid))
-        if not self._asked:
+        if not self._owes_answers():
             self._early.clear()
+
+    def _owes_answers(self) -> bool:
+        return self._warm is not None and bool(self._warm.asked)
 
     # What ends
 
@@ -314,14 +294,10 @@ class Supervisor:
 
     def _ended(self, pid: int, exitcode: int) -> None:
         if self._warm is not None and pid == self._warm.pid:
-            self._take_answers()  # its last
-            self._warm.close()
-            self._warm = None
-            self._kill_strangers()
-            self._warm_ended(exitcode)
+            self._warm_ended(self._warm, exitcode)
             return
         name = next((name for name, known in self._pids.items() if known == pid), "")
-        if not name and self._asked:
+        if not name and self._owes_answers():
             self._early[pid] = exitcode
             return
         self._pids.pop(name, None)
@@ -332,13 +308,16 @@ class Supervisor:
         elif name:
             self._agent_ended(int(name.removeprefix("agent-")), exitcode)
 
-    def _warm_ended(self, exitcode: int) -> None:
+    def _warm_ended(self, warm: WarmProcess, exitcode: int) -> None:
         """Start another one. A run that trains does without for as long as it takes."""
-        oom = exitcode == -signal.SIGKILL and oom_kills() > self._oom_kills
-        self._warm_deaths += Death(time.monotonic(), exitcode, committed=False, out_of_memory=oom).crashed
+        self._take_answers()  # its last
+        warm.close()
+        self._warm = None
+        self._kill_strangers()
+        self._warm_deaths = (0 if warm.ready else self._warm_deaths) + warm.crashed(exitcode)
         died = f"the process that imports torch and torchtitan {describe_exit(exitcode)} before it was ready"
-        why = f"{self._fatal or f'{died}, {self._warm_deaths} times'}. More in {self.run_dir.path}/logs/warm.log."
-        if not self._prepared and (self._fatal or self._warm_deaths >= WARM_DEATHS):
+        why = f"{warm.fatal or f'{died}, {self._warm_deaths} times'}. More in {self.run_dir.path}/logs/warm.log."
+        if not self._prepared and (warm.fatal or self._warm_deaths >= WARM_DEATHS):
             self._unusable = self._unusable or why
         elif self._warm_deaths >= WARM_DEATHS and not any(name.startswith("agent-") for name in self._pids):
             self._failure = self._failure or why
@@ -421,8 +400,7 @@ class Supervisor:
         self._next_search = time.monotonic() + SEARCH_S
         if self._lighthouse.hangs and "lighthouse" in self._pids:
             self._signal("lighthouse", signal.SIGKILL)
-        patience_s = WARM_SILENCE_S if self._warm_is_ready else self.settings.fault_tolerance.startup_timeout_s
-        if self._warm is not None and self._asked and time.monotonic() - self._heard_mono > patience_s:
+        if self._warm is not None and self._warm.hangs(self.settings.fault_tolerance.startup_timeout_s):
             os.kill(self._warm.pid, signal.SIGKILL)
         self._kill_silent_agents()
 

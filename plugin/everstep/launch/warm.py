@@ -9,14 +9,21 @@ import gc
 import importlib
 import json
 import os
+import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from everstep.launch.forking import MAX_PACKET, Forker, fork_detached
+from everstep.launch.memory import oom_kills
+from everstep.launch.watchdog import Death
 from everstep.run.lifeline import die_with_parent
+
+SILENCE_S = 30.0
+"""For a fork."""
 
 PRELOAD = (
     "torchft",
@@ -89,6 +96,46 @@ class WarmProcess(Forker):
     """
 
     def __init__(self, modules: Sequence[str], log: Path):
+        self._oom_kills = oom_kills()
+        super().__init__(*self._start(modules, log))
+        self.ready = False
+        self.fatal = ""
+        """What it could not import."""
+        self.asked: dict[int, str] = {}
+        """By request, the name of what it has not forked yet."""
+        self._heard_mono = 0.0
+        """When it last answered, or was asked while nobody waited for an answer."""
+
+    def ask(self, name: str, run: str, args: Sequence, log: Path) -> None:
+        """Have it fork what the caller calls `name`, once. Who that became, `forked` says."""
+        if name not in self.asked.values():
+            if not self.asked:
+                self._heard_mono = time.monotonic()
+            self.asked[self.fork(run, args, log)] = name
+
+    def forked(self) -> list[tuple[str, int]]:
+        """Names and pids of what it has forked since the last call."""
+        found = []
+        for answer in self.answers():
+            self._heard_mono = time.monotonic()
+            self.ready = self.ready or "ready" in answer
+            self.fatal = answer.get("fatal", self.fatal)
+            if "id" in answer:
+                found.append((self.asked.pop(answer["id"]), answer["pid"]))
+        return found
+
+    def hangs(self, startup_timeout_s: float) -> bool:
+        """Whether it owes an answer for too long."""
+        patience_s = SILENCE_S if self.ready else startup_timeout_s
+        return bool(self.asked) and time.monotonic() - self._heard_mono > patience_s
+
+    def crashed(self, exitcode: int) -> bool:
+        """Whether it ended of its own doing."""
+        oom = exitcode == -signal.SIGKILL and oom_kills() > self._oom_kills
+        return Death(time.monotonic(), exitcode, committed=False, out_of_memory=oom).crashed
+
+    def _start(self, modules: Sequence[str], log: Path) -> tuple[socket.socket, int]:
+        """Our end of its channel, and its pid."""
         log.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         os.set_inheritable(theirs.fileno(), True)
@@ -113,7 +160,7 @@ class WarmProcess(Forker):
             setsid=True,
         )
         theirs.close()
-        super().__init__(ours, pid)
+        return ours, pid
 
 
 def main() -> None:

@@ -114,11 +114,10 @@ class Death:
 
 @dataclass(frozen=True)
 class RestartLimits:
-    """`max_restarts` within `window_s` seconds; `starts` in a row that end by themselves without a committed step."""
+    """`max_restarts` within `window_s` seconds."""
 
     max_restarts: int
     window_s: float
-    starts: int = STARTS_WITHOUT_A_COMMIT
 
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
@@ -143,7 +142,7 @@ def reason_to_give_up(deaths: Sequence[Death], limits: RestartLimits) -> str | N
     if len(recent) > limits.max_restarts:
         return f"it died {len(recent)} times within {limits.window_s:g} s (fault_tolerance.max_restarts)"
     failed = sum(death.by_itself for death in since_commit(deaths))
-    if last.by_itself and failed >= limits.starts:
+    if last.by_itself and failed >= STARTS_WITHOUT_A_COMMIT:
         return f"it was started {failed} times and failed each time before it had committed a step"
     return None
 

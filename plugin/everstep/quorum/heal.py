@@ -371,11 +371,6 @@ class Fetch:
         self._done: set[int] = set()
         """Where the ranges begin that have arrived."""
 
-    @property
-    def received_bytes(self) -> int:
-        """How much of the tensors has arrived and need not come again."""
-        return sum(min(wire.RANGE_BYTES, max(0, self._tensor_bytes - begin)) for begin in self._done)
-
     def run(self, address: str, timeout: timedelta) -> HealState:
         """The whole state, from the `HealServer` at `address`.
 

@@ -9,9 +9,8 @@ restart on the same port the groups report again and the next quorum forms.
 import argparse
 import os
 import resource
-import signal
 import sys
-import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from everstep.quorum.gate import Gate, GateError, loopback_port, shut
 from everstep.quorum.membership import HEARTBEAT_S, HEARTBEATS
 from everstep.run.events import EventLog
 from everstep.run.lifeline import die_with_parent
+from everstep.run.stops import collect_stops
 from everstep.run.token import run_token
 from everstep.wire import parse_address
 
@@ -37,7 +37,7 @@ def run(
     heartbeat_timeout_s: float,
     encrypt: bool = False,
 ) -> None:
-    """Run a lighthouse on `bind` ("host:port") until SIGTERM or SIGINT. Prints its address.
+    """Run a lighthouse on `bind` ("host:port") until one of STOPS. Prints its address.
 
     `join_timeout_s`: how long a quorum waits for a group that heartbeats but has not asked to join.
     `heartbeat_timeout_s`: a group silent for this long is left out. `encrypt`: fault_tolerance.encrypt.
@@ -67,16 +67,15 @@ def run(
     def tell(count: int, last: str) -> None:
         events.emit("stranger_refused", count=count, reason=last)
 
-    over = threading.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: over.set())
+    stops = collect_stops()
     try:
         gate = Gate(token, place, f"http://{LOOPBACK}:{port}", every_s, heartbeat_timeout_s, tell, encrypt)
         if not shut(port):
             print(f"lighthouse: this kernel does not let port {port} of {LOOPBACK} be closed to others", flush=True)
         gate.open()
         print(f"lighthouse on {bind}, at least {min_groups} groups, pid {os.getpid()}", flush=True)
-        while not over.wait(LOOK_EVERY_S):
+        while not stops:
+            time.sleep(LOOK_EVERY_S)
             if gate.lost.is_set():
                 raise GateError("torchft's lighthouse has gone from behind its gate")
         gate.close()

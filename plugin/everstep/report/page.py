@@ -13,7 +13,7 @@ import jinja2
 
 from everstep.report import plots
 from everstep.report.checking import covered, judged
-from everstep.report.score import ACTIONS, Measured, checking_of, curve, loss_delta, measure, verdict
+from everstep.report.score import ACTIONS, Measured, checking_of, counted, curve, loss_delta, measure, verdict
 from everstep.report.sessions import stated
 from everstep.report.times import STATES
 from everstep.run.files import LARGEST, write_whole
@@ -125,7 +125,7 @@ def _facts(run_dir: Path, found: Measured) -> dict[str, str]:
         facts["model"] = " ".join(named)
     ranks = stated(found.events, "ranks", "training_started") or stated(found.events, "ranks_per_group", "run_started")
     if figures["groups"] is not None:
-        facts["groups"] = f"{figures['groups']}" + (f" of {_count(ranks, 'rank')}" if ranks else "")
+        facts["groups"] = f"{figures['groups']}" + (f" of {counted(ranks, 'rank')}" if ranks else "")
     if figures["tokens"] is not None:
         facts["tokens"] = f"{figures['tokens']:,.0f}"
     if figures["tokens_per_s"] is not None:
@@ -136,10 +136,6 @@ def _facts(run_dir: Path, found: Measured) -> dict[str, str]:
     if found.events:
         facts["started"] = clock(found.events[0]["t"])
     return facts
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def clock(t: float) -> str:

@@ -341,18 +341,18 @@ def verdict(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
     asked, reached = figures["steps_asked"], figures["last_step"] or 0
     expect(not done or asked is None or reached >= asked, f"The run ended at step {reached} of {asked}.")
     count = figures["steps_unseen"]
-    expect(count == 0, f"The log has no commit of {_count(count, 'step')} between the first and the last.")
+    expect(count == 0, f"The log has no commit of {counted(count, 'step')} between the first and the last.")
     count = figures["attempts_thrown_away"]
-    expect(count == 0, f"{_count(count, 'attempt')} had work of a survivor thrown away.")
+    expect(count == 0, f"{counted(count, 'attempt')} had work of a survivor thrown away.")
     count = figures["samples_lost"]
-    expect(count == 0, f"{_count(count, 'sample')} of the committed steps did not enter the model.")
+    expect(count == 0, f"{counted(count, 'sample')} of the committed steps did not enter the model.")
     count = figures["samples_repeated"]
-    expect(count == 0, f"{_count(count, 'sample')} entered the model more than once.")
+    expect(count == 0, f"{counted(count, 'sample')} entered the model more than once.")
     count = figures["replicas_diverged"]
-    expect(count == 0, f"{_count(count, 'audit')} found a group whose parameters differ from the others'.")
+    expect(count == 0, f"{counted(count, 'audit')} found a group whose parameters differ from the others'.")
     delta, count = figures["loss_delta_max"], figures["loss_delta_undefined"]
     expect((delta or 0.0) <= LOSS_TOLERANCE, f"The loss differs by up to {delta or 0.0:.3g} from the other run's.")
-    expect(count == 0, f"In {_count(count, 'step')} the loss is finite in one run only.")
+    expect(count == 0, f"In {counted(count, 'step')} the loss is finite in one run only.")
     return broken
 
 
@@ -389,7 +389,7 @@ def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
         lines.append(("error", f["error"]))
     if f["loss_delta_steps"]:
         largest = "unknown" if f["loss_delta_max"] is None else f"{f['loss_delta_max']:.3g}"
-        lines.append(("loss", f"differs by at most {largest} over {_count(f['loss_delta_steps'], 'step')}"))
+        lines.append(("loss", f"differs by at most {largest} over {counted(f['loss_delta_steps'], 'step')}"))
     if attention := covered(f):
         lines.append(("attention", attention))
     if any(f[f"findings_{action}"] for action in ACTIONS) or judged(f):
@@ -419,7 +419,7 @@ def _spread(figures: dict[str, Any], name: str) -> str:
     return f"median {_seconds(figures[f'{name}_median'])}, longest {_seconds(figures[f'{name}_max'])}"
 
 
-def _count(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 

@@ -14,13 +14,9 @@ SHARE = 0.1
 
 
 class PageServer:
-    """Serves RUN_DIR's page on http://host:port/ until `close`. Port 0: a free one.
+    """Serves RUN_DIR's page on a port of loopback until `close`."""
 
-    Raises:
-        OSError: the port cannot be had.
-    """
-
-    def __init__(self, run_dir: Path, host: str = "127.0.0.1", port: int = 0):
+    def __init__(self, run_dir: Path):
         self._run_dir = run_dir
         self._lock = threading.Lock()
         self._text, self._until = b"", 0.0
@@ -42,9 +38,9 @@ class PageServer:
             def log_message(self, format: str, *args: object) -> None:
                 return
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        self.address = f"http://{host}:{self._server.server_address[1]}/"
+        self.address = f"http://127.0.0.1:{self._server.server_address[1]}/"
         threading.Thread(target=self._server.serve_forever, name="page", daemon=True).start()
 
     def text(self) -> bytes:

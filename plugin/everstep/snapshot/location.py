@@ -4,8 +4,8 @@ import zlib
 from collections.abc import Mapping
 
 HOST_BITS, SWITCH_BITS = 15, 15
-LOCATION_BITS = HOST_BITS + 2 * SWITCH_BITS
-"""With the bits of a word on a snapshot it fits in the 53 that a float64 has, as which groups tell it each other."""
+"""A host and two switches fit, with the bits of a word on a snapshot, into the 53 that a float64 has, as which groups
+tell it each other."""
 
 
 def location_of(environment: Mapping[str, str], host: str) -> int:

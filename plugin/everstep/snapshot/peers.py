@@ -20,6 +20,8 @@ from everstep.run.typed import Count
 from everstep.snapshot.header import Header, Identity, Kind
 
 INVENTORY = {"op": "inventory"}
+CONNECTIONS, TRIES = 2, 3
+"""To download a buffer."""
 ASKERS = 256
 """Keepers that are asked at a time."""
 
@@ -110,11 +112,6 @@ def ask(address: str, token: bytes, message: dict[str, Any], timeout: timedelta)
         channel.close()
 
 
-def inventory(address: str, token: bytes, timeout: timedelta) -> list[Held]:
-    """All buffers of a keeper. Raises wire.WireError."""
-    return _listed(address, ask(address, token, INVENTORY, timeout))
-
-
 def _listed(address: str, answer: dict[str, Any]) -> list[Held]:
     try:
         return [Held.from_json({**buffer, "address": address}) for buffer in answer["buffers"]]
@@ -191,34 +188,28 @@ class Hold:
             channel.close()
 
 
-class Download:
-    """A buffer fetched over several connections, taken up again where it broke off."""
-
-    def __init__(self, address: str, token: bytes, timeout: timedelta, connections: int = 2, tries: int = 3) -> None:
-        self._address, self._token, self._timeout = address, token, timeout
-        self._connections, self._tries = connections, tries
-
-    def run(self, header: Header, sink: wire.Bytes) -> None:
-        """Fill `sink` with the buffer's payload and table. Raises wire.WireError of the last try."""
-        done: set[int] = set()
-        count = max(1, min(self._connections, -(-sink.size // wire.RANGE_BYTES)))
-        for left in reversed(range(self._tries)):
-            channels: list[wire.Channel] = []
-            try:
-                for _ in range(count):
-                    channels.append(connect(self._address, self._token, self._timeout))
-                    open_buffer(channels[-1], header)
-                wire.pull(channels, sink, done)
-                return
-            except wire.RefusedError:
-                raise  # it is not there any more: no use in asking again
-            except wire.WireError:
-                if not left:
-                    raise
-                time.sleep(0.1)  # lets a keeper that is being restarted listen again
-            finally:
-                for channel in channels:
-                    channel.close()
+def download(address: str, token: bytes, timeout: timedelta, header: Header, sink: wire.Bytes) -> None:
+    """Fill `sink` with a buffer's payload and table, over several connections, and take it up again where it broke off.
+    Raises wire.WireError of the last try."""
+    done: set[int] = set()
+    count = max(1, min(CONNECTIONS, -(-sink.size // wire.RANGE_BYTES)))
+    for left in reversed(range(TRIES)):
+        channels: list[wire.Channel] = []
+        try:
+            for _ in range(count):
+                channels.append(connect(address, token, timeout))
+                open_buffer(channels[-1], header)
+            wire.pull(channels, sink, done)
+            return
+        except wire.RefusedError:
+            raise  # it is not there any more: no use in asking again
+        except wire.WireError:
+            if not left:
+                raise
+            time.sleep(0.1)  # lets a keeper that is being restarted listen again
+        finally:
+            for channel in channels:
+                channel.close()
 
 
 def reachable(

@@ -213,7 +213,7 @@ class _Source:
         header = held.header
         table = np.zeros(table_bytes(header.payload_bytes, header.split) // 8, dtype="<u8")
         pieces = wire.Pieces([*sink, table.view(np.uint8).data])
-        peers.Download(held.address, self._token, self._timeout).run(header, pieces)
+        peers.download(held.address, self._token, self._timeout, header, pieces)
         with self._lock:
             self.fetched_bytes += pieces.size
         if root_of(table) != header.root:

@@ -1,8 +1,8 @@
 """Recovery sources: from what is left, the newest state that can be had whole, and how. Pure functions.
 
-In order: a live peer (heal), the newest snapshot whole in its members' memory, one whose missing parts parity gives
-back, an older one, the disk checkpoint, nothing. Between memory and disk the newer step wins. Between snapshots the
-newer step wins as well, whether it must be decoded or not: what decoding costs is less than a step.
+In order, where no peer lives to heal from: the newest snapshot whole in its members' memory, one whose missing parts
+parity gives back, an older one, the disk checkpoint, nothing. Between memory and disk the newer step wins. Between
+snapshots the newer step wins as well, whether it must be decoded or not: what decoding costs is less than a step.
 
 Every rank of a run reaches the same decision from the same headers, so one may decide for all.
 """
@@ -16,7 +16,7 @@ from everstep.snapshot.header import Header, Identity, coverage_error, differenc
 from everstep.snapshot.peers import Held
 from everstep.snapshot.stripes import Code
 
-Source = Literal["peers", "memory", "older", "parity", "disk", "nothing"]
+Source = Literal["memory", "older", "parity", "disk", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,6 @@ def decide(
     ranks: int | None = None,
     topologies: Mapping[int, str] | None = None,
     disk_step: int | None = None,
-    live_step: int | None = None,
 ) -> Decision:
     """The source to start from.
 
@@ -104,11 +103,8 @@ def decide(
         ranks: ranks per group of the run that starts; None: whatever the snapshots have.
         topologies: by rank, the digest of the state's layout. None: whatever layout the snapshots have.
         disk_step: newest step of the disk checkpoint, if there is one.
-        live_step: newest committed step of the groups that are alive, if any is.
     """
     reasons: list[str] = []
-    if live_step is not None:
-        return Decision("peers", live_step)
     candidates = _candidates(held, run, reasons)
     disk = -1 if disk_step is None else disk_step
     newest = candidates[0].step if candidates else None

@@ -29,7 +29,6 @@ from torchtitan.components.checkpointer.base import (
     ModelWrapper,
 )
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.config.override import apply_overrides
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
@@ -38,6 +37,7 @@ from torchtitan.trainer import Trainer
 from everstep.foreign import overrides
 from everstep.titan import private
 from everstep.titan.group import sum_in_group
+from everstep.titan.machine import built_on_meta
 
 StartExport = Callable[[int, str], subprocess.Popen]
 """Starts the process that writes the newest state at or after a step below a folder, as `step-N`."""
@@ -237,13 +237,8 @@ def export_checkpoint(
 def _model_with(config: Trainer.Config, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     """The config's model around these parameters and buffers. Its hooks, which name and split what a checkpoint holds,
     are why a model is needed at all."""
-    assert config.model_spec is not None
-    model_config = config.model_spec.model
-    model_config.update_from_config(config=config)
-    if config.override.imports:
-        apply_overrides(config.override, config)
-    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
-        model = model_config.build()
+    with set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+        model = built_on_meta(config)
     fresh = {id(param): nn.Parameter(tensors[f"param/{name}"]) for name, param in model.named_parameters()
              if f"param/{name}" in tensors}  # fmt: skip
     missing = [name for name, param in model.named_parameters() if id(param) not in fresh]

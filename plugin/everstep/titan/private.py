@@ -78,10 +78,10 @@ def recorded_again(trainer: Any) -> Callable[..., torch.Tensor]:
     return wrap_with_cuda_graph(trainer._forward_backward_body)
 
 
-# Datasets of torchtitan and of Hugging Face.
+# Datasets of torchtitan and of Hugging Face, each as its parts.
 
 
-def _parts(dataset: Any) -> list[Any]:
+def parts_of(dataset: Any) -> list[Any]:
     """A dataset, and the datasets and the sources of their examples that it is made of."""
     from datasets import iterable_dataset as hf
     from torch.utils.data import Dataset
@@ -99,22 +99,22 @@ def _parts(dataset: Any) -> list[Any]:
     return list(found.values())
 
 
-def count_epochs_apart(dataset: Any) -> None:
+def count_epochs_apart(parts: list[Any]) -> None:
     """Have each process that reads a dataset count its own epochs. Those of Hugging Face are counted in memory that a
     loader's processes share, where each that ends one moves the others on: which rows come next is a matter of luck."""
     from datasets import IterableDataset
 
-    for part in _parts(dataset):
+    for part in parts:
         if isinstance(part, IterableDataset):
             replace(part, "_epoch", part.epoch)
 
 
-def load_states_once(dataset: Any) -> None:
+def load_states_once(parts: list[Any]) -> None:
     """Have a dataset that goes on from a state begin its next epoch at the beginning. Hugging Face's begin each
     iteration of the state's epoch at the state, and torchtitan's multimodal dataset never counts another epoch."""
     from datasets import IterableDataset
 
-    for part in _parts(dataset):
+    for part in parts:
         if hasattr(part, "_get_data_iter") and isinstance(part._data, IterableDataset):
             replace(part, "_get_data_iter", partial(_rest_of_epoch, type(part), part))
 
@@ -124,13 +124,13 @@ def _rest_of_epoch(kind: Any, dataset: Any) -> Iterator[Any]:
     replace(dataset._data, "_starting_state_dict", None)
 
 
-def lost_in_state(dataset: Any) -> str:
+def lost_in_state(parts: list[Any]) -> str:
     """What a dataset's state does not have, so that it goes on with other rows once that is loaded; empty where nothing
     is known to be lost."""
     from datasets.iterable_dataset import BufferShuffledExamplesIterable
     from torchtitan.hf_datasets.interleaved import InterleavedDataset
 
-    for part in _parts(dataset):
+    for part in parts:
         if isinstance(part, BufferShuffledExamplesIterable):
             return "the rows in a shuffle buffer"
         reads_again = isinstance(part, InterleavedDataset) and part._stopping_strategy == "all_exhausted"

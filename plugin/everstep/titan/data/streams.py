@@ -49,10 +49,10 @@ class _Stream:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             self.loader = build()
-            dataset = getattr(self.loader, "dataset", None)
-            private.count_epochs_apart(dataset)
-            private.load_states_once(dataset)
-            self._lost = private.lost_in_state(dataset)
+            parts = private.parts_of(getattr(self.loader, "dataset", None))
+            private.count_epochs_apart(parts)
+            private.load_states_once(parts)
+            self._lost = private.lost_in_state(parts)
             if self._lost:
                 known = None
             _let_states_be_copies(self.loader)
