@@ -143,6 +143,27 @@ def test_slots_apart_and_others_add_up(case, set_to_none, fixed):
         optimizer.zero_grad(set_to_none=set_to_none)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_lies_in_memory_as_its_parameter_does(fused):
+    """Fused optimizers go through both side by side, whatever their strides say."""
+    found = []
+    for apart in (False, True):
+        param = torch.nn.Parameter(torch.arange(24.0).view(4, 6).t())
+        reducer, optimizer = GradientReducer([param], bucket_bytes=2048), torch.optim.AdamW([param], fused=fused)
+        reducer.begin(OneGroup(), WAIT)
+        reducer.begin_slot(last=True, apart=apart)
+        (param * torch.arange(24.0).view(6, 4)).sin().sum().backward()
+        reducer.end_slot()
+        reducer.end_slots()
+        assert param.grad.stride() == param.stride()
+        reducer.finish()
+        reducer.assign(1.0)
+        assert param.grad.stride() == param.stride()
+        optimizer.step()
+        found.append(param.detach().clone())
+    assert torch.equal(*found)
+
+
 def test_without_slots_apart_their_memory_is_given_back():
     params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
     reducer = GradientReducer(params, bucket_bytes=2048)

@@ -66,7 +66,7 @@ class _Memory:
     def __init__(self, params: list[torch.Tensor]) -> None:
         first, sizes = local(params[0]), [local(p).numel() for p in params]
         self.flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-        self.views = [piece.view_as(local(p)) for piece, p in zip(self.flat.split(sizes), params, strict=True)]
+        self.views = [_laid_out_as(local(p), piece) for piece, p in zip(self.flat.split(sizes), params, strict=True)]
         self._gradients: dict[Hashable, torch.Tensor] = {}
 
     def gradient(self, index: int, param: torch.Tensor, layout: Any) -> torch.Tensor:
@@ -416,6 +416,11 @@ class GradientReducer:
                 # Backward goes on: what it computes is held for the next attempt.
                 self._error = error
             self._started += 1
+
+
+def _laid_out_as(param: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    """A piece in the order in which the parameter lies in memory: fused optimizers go through both side by side."""
+    return piece.as_strided(param.shape, torch.empty_like(param, device="meta").stride())
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
