@@ -533,6 +533,19 @@ def test_low_rates_are_gathered_into_one_step_of_some():
     assert not all(schedule.looks(step, 0) for step in range(1401, 1420))
 
 
+def test_a_rank_that_has_nothing_to_check_makes_its_group_look_at_no_further_step():
+    """Such as a pipeline's stage without attention: a slot is looked at on all ranks of a group or on none."""
+    schedule = Schedule(None)
+    schedule.committed()
+    assert schedule.looks(2, 0), "it has computed nothing yet"
+    schedule.begin(2, 0)
+    schedule.committed()
+    assert [step for step in range(3, 100) if schedule.looks(step, 0)] == list(range(GATHERED, 100, GATHERED))
+    schedule.begin(3, 0)
+    assert not schedule.checking(0, "wo.y", flops=1.0, cost=1.0)
+    assert schedule.looks(3, 1), "it has something to check after all"
+
+
 def test_a_share_of_calls_is_looked_at_in_every_step():
     assert all(Schedule(0.01).looks(step, 0) for step in range(20))
     assert not any(Schedule(0.0).looks(step, 0) for step in range(20))

@@ -88,6 +88,8 @@ def assert_same(one: Path, other: Path) -> None:
     found, want = contents(one), contents(other)
     assert found.keys() == want.keys()
     for name, value in want.items():
+        if name == "train_state.history":  # names the quorums of a run, which are others in the next
+            continue
         same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
         assert same, f"{name}: {found[name]}, not {value}"
 

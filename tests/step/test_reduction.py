@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from everstep.quorum.process_group import RankColumn
 from everstep.step.interfaces import SumsBroken
@@ -159,6 +161,53 @@ def test_one_number_that_is_not_finite_is_seen(bad, place):
     reducer.begin(sums, WAIT)
     reducer.finish()
     assert reducer.finite() is (bad == 3e38)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_lies_in_memory_as_its_parameter_does(fused):
+    """Fused optimizers go through both side by side, whatever their strides say."""
+    found = []
+    for apart in (False, True):
+        param = torch.nn.Parameter(torch.arange(24.0).view(4, 6).t())
+        reducer, optimizer = GradientReducer([param], bucket_bytes=2048), torch.optim.AdamW([param], fused=fused)
+        reducer.begin(OneGroup(), WAIT)
+        reducer.begin_slot(last=True, apart=apart)
+        (param * torch.arange(24.0).view(6, 4)).sin().sum().backward()
+        reducer.end_slot()
+        reducer.end_slots()
+        assert param.grad.stride() == param.stride()
+        reducer.finish()
+        reducer.assign(1.0)
+        assert param.grad.stride() == param.stride()
+        optimizer.step()
+        found.append(param.detach().clone())
+    assert torch.equal(*found)
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("case", ["not, data ended", "data ended, not", "apart, not", "not", "not, apart"])
+def test_a_gradient_keeps_its_layout_over_ranks(mesh, case):
+    """Which need not be its parameter's, nor be seen in a slot apart first: what each rank has may be a part of it."""
+    params = [torch.nn.Parameter(DTensor.from_local(torch.zeros(n), mesh, [Replicate()])) for n in SIZES]
+    reducer = GradientReducer(params, bucket_bytes=2048)
+    reducer.begin(OneGroup(), WAIT)
+    for kind in case.split(", "):
+        reducer.begin_slot(last=False, apart=kind != "not")
+        # What is computed apart does not reach the first.
+        for param in {"not": params, "apart": params[1:], "data ended": []}[kind]:
+            param.to_local(grad_placements=[Partial()]).sum().backward()
+        reducer.end_slot()
+    reducer.end_slots()
+    assert {param.grad.placements for param in params} == {(Partial(),)}
+    reducer.finish()
+    reducer.assign(1.0)
+    assert {param.grad.placements for param in params} == {(Partial(),)}
 
 
 def test_without_slots_apart_their_memory_is_given_back():

@@ -226,7 +226,9 @@ class Schedule:
     def _laid_out(self) -> "_Line":
         self._layers = {section.layer for section in self._sections.values()}
         rates = [(section, self._rate(section)) for section in self._sections.values()]
-        low = self.fixed is None and max((rate for _, rate in rates), default=1.0) * GATHERED <= 1
+        # Until its first step is over it is not known what a rank checks; a pipeline's stage may have nothing.
+        highest = max((rate for _, rate in rates), default=0.0 if self._committed else 1.0)
+        low = self.fixed is None and highest * GATHERED <= 1
         every = GATHERED if low else 1
         others = [section for section, rate in rates if every * rate < 1.0]
         ends = list(accumulate(every * rate for _, rate in rates if every * rate < 1.0))
@@ -283,6 +285,7 @@ class Schedule:
         self.weights_version += 1
         self._end_slot()
         slots, self._committed = self._begun - self._committed, self._begun
+        self._line = None
         sections = list(self._sections.values())
         if self.fixed is not None or not sections or not slots:
             return
@@ -303,7 +306,6 @@ class Schedule:
         rates = allot(loads, per_flop, self.risk_per_step, LEAST_RATE, budget)
         for section, rate in zip(sections, rates, strict=True):
             section.rate = rate
-        self._line = None
         if not math.isinf(budget):
             took = sum(load.cost * rate for load, rate in zip(loads, rates, strict=True))
             unseen = sum(

@@ -66,7 +66,7 @@ class _Memory:
     def __init__(self, params: list[torch.Tensor]) -> None:
         first, sizes = local(params[0]), [local(p).numel() for p in params]
         self.flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-        self.views = [piece.view_as(local(p)) for piece, p in zip(self.flat.split(sizes), params, strict=True)]
+        self.views = [_laid_out_as(local(p), piece) for piece, p in zip(self.flat.split(sizes), params, strict=True)]
         self._gradients: dict[Hashable, torch.Tensor] = {}
 
     def gradient(self, index: int, param: torch.Tensor, layout: Any) -> torch.Tensor:
@@ -116,12 +116,19 @@ class _Bucket:
         if self.waiting is not None and self._are_gradients(self.memory):
             self.memory, self.waiting = self.waiting, self.memory
 
-    def fill(self, index: int) -> None:
+    def _gradient(self, index: int) -> torch.Tensor | None:
+        """This rank's part of a gradient, and how it is laid out is noted."""
         grad = self.params[index].grad
+        if isinstance(grad, DTensor):
+            self.layouts[index] = (grad.device_mesh, grad.placements)
+        return None if grad is None else local(grad)
+
+    def fill(self, index: int) -> None:
+        grad = self._gradient(index)
         if grad is None:
             self.memory.views[index].zero_()
         else:
-            self.memory.views[index].copy_(local(grad))
+            self.memory.views[index].copy_(grad)
         self.filled[index] = True
 
     def release(self) -> None:
@@ -139,24 +146,23 @@ class _Bucket:
             self.waiting = self.memory
         elif self.waiting is None:
             self.waiting = _Memory(self.params)
-        for index, (param, view) in enumerate(zip(self.params, self.waiting.views, strict=True)):
-            self.waits[index] = param.grad is not None
-            if param.grad is not None and not _same_memory(param.grad, view):
-                view.copy_(local(param.grad))
+        for index, view in enumerate(self.waiting.views):
+            grad = self._gradient(index)
+            self.waits[index] = grad is not None
+            if grad is not None and not _same_memory(grad, view):
+                view.copy_(grad)
 
     def take(self, index: int) -> None:
         """Add a gradient to what waits, or to what the slot has added to that."""
-        grad, view = self.params[index].grad, self.memory.views[index]
+        grad, view = self._gradient(index), self.memory.views[index]
         assert grad is not None
         assert self.waiting is not None, "set_aside() comes first"
-        if isinstance(grad, DTensor):
-            self.layouts[index] = (grad.device_mesh, grad.placements)
         if self.taken[index]:
-            view.add_(local(grad))
+            view.add_(grad)
         elif self.waits[index]:
-            torch.add(self.waiting.views[index], local(grad), out=view)
+            torch.add(self.waiting.views[index], grad, out=view)
         else:
-            view.copy_(local(grad))
+            view.copy_(grad)
         self.taken[index] = True
 
     def accept(self) -> None:
@@ -416,6 +422,11 @@ class GradientReducer:
                 # Backward goes on: what it computes is held for the next attempt.
                 self._error = error
             self._started += 1
+
+
+def _laid_out_as(param: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    """A piece in the order in which the parameter lies in memory: fused optimizers go through both side by side."""
+    return piece.as_strided(param.shape, torch.empty_like(param, device="meta").stride())
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

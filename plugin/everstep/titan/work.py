@@ -92,8 +92,8 @@ class SlotTrainer(titan.Trainer):
         return self.config.training.global_batch_size
 
     def may_refuse(self, step: int, slot: int) -> bool:
-        self._looks = self.looks(step, slot)
-        return self._looks and self.asks_others
+        self._looks = self.asks_others and self.looks(step, slot)
+        return self._looks
 
     def looks(self, step: int, slot: int) -> bool:
         """Whether checks look at a slot; a collective of the group, the same on all of its ranks."""
