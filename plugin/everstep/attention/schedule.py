@@ -214,7 +214,7 @@ class Schedule:
             section.drawn = True
         self._idle = set() if whole else self._layers - {section.layer for section in self._drawn}
 
-    def _line_of(self, step: int) -> tuple["_Line", int]:
+    def _line_of(self, step: int) -> tuple[_Line, int]:
         """The line of a step's slots, and by how much rates are multiplied in them."""
         if self._found and step != self._step:
             self._line = None  # layers with a finding are checked less as steps pass
@@ -223,16 +223,16 @@ class Schedule:
             self._line = self._laid_out()
         return self._line, 0 if step % self._line.every else self._line.every
 
-    def _laid_out(self) -> "_Line":
+    def _laid_out(self) -> _Line:
         self._layers = {section.layer for section in self._sections.values()}
         rates = [(section, self._rate(section)) for section in self._sections.values()]
         # Until its first step is over it is not known what a rank checks; a pipeline's stage may have nothing.
         highest = max((rate for _, rate in rates), default=0.0 if self._committed else 1.0)
         low = self.fixed is None and highest * GATHERED <= 1
         every = GATHERED if low else 1
-        others = [section for section, rate in rates if every * rate < 1.0]
-        ends = list(accumulate(every * rate for _, rate in rates if every * rate < 1.0))
-        return _Line([section for section, rate in rates if every * rate >= 1.0], others, ends, every)
+        always = [section for section, rate in rates if every * rate >= 1.0]
+        others = [(section, every * rate) for section, rate in rates if every * rate < 1.0]
+        return _Line(always, [section for section, _ in others], list(accumulate(rate for _, rate in others)), every)
 
     def looks(self, step: int, slot: int) -> bool:
         """Whether anything of a slot may be checked; asked before it begins."""
