@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from everstep import wire
-from everstep.quorum.gate import PURPOSE
-from everstep.quorum.identity import replica_id
+from everstep.quorum.membership import PURPOSE
+from everstep.step.quorum import name_of
 from quorum.test_gate import LIFE, SOON, Lighthouse, asks
 
 GROWTH_BYTES = 150 << 20
@@ -78,7 +78,7 @@ def test_a_flood_keeps_no_group_out(lighthouse, make):
         for number in range(2, 8):
             assert asks(member, 0, number, SOON * 3)[0] == [0]
         channel = wire.connect(f"127.0.0.1:{lighthouse.port}", lighthouse.token, SOON * 3, purpose=PURPOSE)
-        assert channel.ask({"op": "beat", "replica": replica_id(lighthouse.token, 0, LIFE)}) == {}
+        assert channel.ask({"op": "beat", "replica": name_of(0, LIFE)}) == {}
         channel.close()
     finally:
         over.set()

@@ -1,7 +1,7 @@
 """The gate of the lighthouse: groups of the run form quorums through it, and nobody else stops, stalls or ends them."""
 
 import contextlib
-import http.client
+import dataclasses
 import os
 import signal
 import socket
@@ -12,23 +12,22 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
-import psutil
 import pytest
 from torchft.coordination import LighthouseClient
 
 from everstep import wire
 from everstep.launch.probe import answers
-from everstep.quorum.gate import PURPOSE
-from everstep.quorum.identity import replica_id
 from everstep.quorum.lighthouse import main
-from everstep.quorum.membership import Membership
+from everstep.quorum.membership import PURPOSE, Membership
 from everstep.run.events import read_events
 from everstep.run.token import run_token
-from everstep.step.quorum import NO_STATE, Request
+from everstep.step.quorum import NO_STATE, Request, decode, encode, name_of
 from forked import Forked
 
 SOON = timedelta(seconds=10)
 LIFE = "0123456789abcdef"
+BEATS_S = 2.0
+"""The lighthouse's heartbeat timeout."""
 
 
 def free_port():
@@ -52,7 +51,7 @@ class Lighthouse:
             life=LIFE,
             token=token or self.token,
             find_lighthouse=lambda: self.address,
-            connect_timeout=SOON,
+            heartbeat_timeout_s=BEATS_S,
         )
         member.follow()
         return member
@@ -60,12 +59,10 @@ class Lighthouse:
     def connect(self):
         return wire.connect(f"127.0.0.1:{self.port}", self.token, SOON, purpose=PURPOSE)
 
-    def ask(self, replica, said="x"):
-        """A replica's request for a quorum; the channel on which it will be answered."""
+    def ask(self, group, number=1, unreached=()):
+        """A group's request for a quorum; the channel on which it will be answered."""
         channel = self.connect()
-        channel.send_frame(
-            {"op": "quorum", "replica": replica, "store": "s", "step": 0, "timeout_s": 8.0, "data": {"said": said}}
-        )
+        channel.send_frame(quorum(group, number, unreached))
         return channel
 
     def end(self):
@@ -81,10 +78,18 @@ def lighthouse(tmp_path_factory):
     one.end()
 
 
+def a_request(group, number=1, step=0):
+    return Request(group, LIFE, number, step, 0, False, NO_STATE, 0, False, "", "127.0.0.1:1", ("127.0.0.1:2",))
+
+
+def quorum(group, number=1, unreached=()):
+    said = encode(dataclasses.replace(a_request(group, number), unreached=unreached))
+    return {"op": "quorum", "replica": name_of(group, LIFE), "said": said, "timeout_s": 8.0}
+
+
 def asks(member, group, number, timeout=SOON):
-    request = Request(group, LIFE, number, 0, 0, False, NO_STATE, 0, False, "", "127.0.0.1:1", ("127.0.0.1:2",))
     begin = time.monotonic()
-    groups = [found.group for found in member.ask(request, timeout)[1]]
+    groups = [found.group for found in member.ask(a_request(group, number), timeout)[1]]
     return groups, time.monotonic() - begin
 
 
@@ -107,18 +112,31 @@ def test_groups_of_the_run_form_quorums(lighthouse):
         member.leave()
 
 
-def test_members_are_told_what_was_said_in_the_request_that_counts(tmp_path):
+def test_all_members_are_told_the_same_of_each_other(tmp_path):
     """A group asks again while it still waits: torchft's lighthouse keeps one of its requests."""
     one = Lighthouse(tmp_path, min_groups=2)
-    replicas = [replica_id(one.token, group, LIFE) for group in range(2)]
-
-    waiting = [one.ask(replicas[0], "first"), one.ask(replicas[0], "second"), one.ask(replicas[1], "other")]
+    waiting = [one.ask(0, 1), one.ask(0, 2), one.ask(1)]
     answered = [channel.receive_frame() for channel in waiting]
     members = [answer["members"] for answer in answered if "members" in answer]  # one that came too late has none
-    assert members[0] in ([[replicas[0], {"said": s}], [replicas[1], {"said": "other"}]] for s in ("first", "second"))
     assert len(members) >= 2
     assert members == members[:1] * len(members)
+    assert {decode(said).group for said in members[0]} == {0, 1}
     for channel in waiting:
+        channel.close()
+    one.end()
+
+
+def test_a_new_lighthouse_waits_until_it_has_heard_who_lives(tmp_path):
+    """The first of them to find it would else get a quorum of its own."""
+    one = Lighthouse(tmp_path)
+    first = one.ask(0)
+    beating, beat = one.connect(), {"op": "beat", "replica": name_of(1, LIFE)}
+    time.sleep(BEATS_S / 2)
+    assert beating.ask(beat) == {}
+    second = one.ask(1)
+    groups = [[decode(said).group for said in channel.receive_frame()["members"]] for channel in (first, second)]
+    assert groups == [[0, 1]] * 2
+    for channel in (first, second, beating):
         channel.close()
     one.end()
 
@@ -132,7 +150,7 @@ def test_a_stranger_gets_no_answer_and_stalls_nobody(lighthouse):
 
     def pose():
         while not stop.is_set():
-            for name in ("stray-job_0", replica_id(bytes(32), 0, LIFE)):
+            for name in ("stray-job_0", name_of(0, LIFE)):
                 try:
                     client = LighthouseClient(lighthouse.address, SOON)
                     client.heartbeat(name, timeout=SOON)
@@ -162,23 +180,20 @@ def test_a_stranger_gets_no_answer_and_stalls_nobody(lighthouse):
         member.leave()
 
 
-def test_who_has_the_token_can_speak_for_replicas_of_the_run_only(lighthouse):
-    """And what is no request ends its own connection."""
-    good = replica_id(lighthouse.token, 7, LIFE)
-    quorum = {"op": "quorum", "replica": good, "store": "s", "step": 0, "timeout_s": 1.0, "data": {}}
-    for message, why in (
-        ({"op": "beat", "replica": "stray-job_0"}, "of another run"),
-        ({"op": "beat", "replica": replica_id(bytes(32), 7, LIFE)}, "of another run"),
-        ({"op": "beat"}, "of another run"),
-        ({"op": "kill", "replica": good}, "not understood"),
-        (quorum | {"step": "1"}, "not understood"),
-        (quorum | {"step": 1 << 70}, "not understood"),
-        (quorum | {"timeout_s": -1}, "not understood"),
-        (quorum | {"data": {"a": 1}}, "not understood"),
-        (quorum | {"more": 1}, "not understood"),
+def test_what_is_no_request_of_a_group_ends_its_own_connection(lighthouse):
+    good = quorum(7)
+    for message in (
+        {"op": "beat"},
+        {"op": "beat", "replica": 7},
+        {"op": "kill", "replica": good["replica"]},
+        good | {"op": "kill"},
+        good | {"replica": name_of(8, LIFE)},
+        good | {"said": "{}"},
+        good | {"timeout_s": -1},
+        good | {"more": 1},
     ):
         channel = lighthouse.connect()
-        with pytest.raises(wire.RefusedError, match=why):
+        with pytest.raises(wire.RefusedError, match="not understood"):
             channel.ask(message)
         channel.close()
 
@@ -191,25 +206,6 @@ def test_with_encrypt_what_is_said_cannot_be_read(tmp_path):
         one.connect()
     member.leave()
     one.end()
-
-
-def test_nobody_reaches_what_ends_a_group(lighthouse):
-    """torchft's own page and its kill endpoint, through the gate and behind it."""
-    victim = replica_id(lighthouse.token, 0, LIFE)
-    for method, path in (("GET", "/"), ("GET", "/status"), ("POST", f"/replica/{victim}/kill")):
-        connection = http.client.HTTPConnection("127.0.0.1", lighthouse.port, timeout=5)
-        connection.request(method, path)
-        with pytest.raises((http.client.HTTPException, OSError)):
-            connection.getresponse()
-        connection.close()
-    listening = {
-        place.laddr.port
-        for place in psutil.Process(lighthouse.process.pid).net_connections("tcp")
-        if place.status == psutil.CONN_LISTEN
-    }
-    (inner,) = listening - {lighthouse.port}
-    with pytest.raises(OSError, match="timed out"):
-        socket.create_connection(("127.0.0.1", inner), timeout=1)
 
 
 def test_a_thousand_connections_keep_no_group_out(lighthouse):
@@ -249,15 +245,13 @@ def test_a_port_that_is_taken_and_a_directory_without_trust_are_a_sentence(light
 def test_one_that_died_while_it_waited_for_its_turn_is_in_no_quorum(tmp_path):
     """Nor is a quorum refused because of it."""
     one = Lighthouse(tmp_path)
-    replicas = [replica_id(one.token, group, LIFE) for group in range(2)]
-
-    first = one.ask(replicas[0])
+    first = one.ask(0)
     first.receive_frame()
-    dying = one.ask(replicas[1])
+    dying = one.ask(1)
     time.sleep(0.5)
     dying.close()
-    again = one.ask(replicas[0])
-    assert [replica for replica, _ in again.receive_frame()["members"]] == replicas[:1]
+    again = one.ask(0, 2)
+    assert [decode(said).group for said in again.receive_frame()["members"]] == [0]
     for channel in (first, again):
         channel.close()
     one.end()
@@ -266,22 +260,33 @@ def test_one_that_died_while_it_waited_for_its_turn_is_in_no_quorum(tmp_path):
 def test_nobody_is_put_into_a_quorum_with_one_that_died_while_it_waited(tmp_path):
     """Its heart has beaten a moment ago: without the gate the others would try to connect to it."""
     one = Lighthouse(tmp_path, min_groups=2)
-    replicas = [replica_id(one.token, group, LIFE) for group in range(3)]
-
-    beating = [one.connect() for _ in replicas]
-    for channel, replica in zip(beating, replicas, strict=True):
-        channel.send_frame({"op": "beat", "replica": replica})
-        channel.receive_frame()
-    dying, first = one.ask(replicas[2]), one.ask(replicas[0])
+    beating = [one.connect() for _ in range(3)]
+    for _ in range(4):  # until all have been heard and may ask
+        for group, channel in enumerate(beating):
+            channel.ask({"op": "beat", "replica": name_of(group, LIFE)})
+        time.sleep(BEATS_S / 2)
+    dying, first = one.ask(2), one.ask(0)
     time.sleep(0.3)
     dying.close()
-    second = one.ask(replicas[1])
-    assert [channel.receive_frame() for channel in (first, second)] == [
-        {"failed": "1 of 3 members ended while they waited"}
-    ] * 2
-    again = [one.ask(replica) for replica in replicas[:2]]
+    second = one.ask(1)
+    failed = [{"failed": "1 of 3 members ended while they waited"}] * 2
+    assert [channel.receive_frame() for channel in (first, second)] == failed
+    again = [one.ask(group, 2) for group in range(2)]
     members = [channel.receive_frame()["members"] for channel in again]
-    assert [[replica for replica, _ in said] for said in members] == [replicas[:2]] * 2
+    assert [[decode(said).group for said in told] for told in members] == [[0, 1]] * 2
     for channel in (*beating, first, second, *again):
+        channel.close()
+    one.end()
+
+
+def test_groups_that_do_not_reach_each_other_are_not_enough(tmp_path):
+    """The lighthouse counts all that ask; the run waits for as many as can make a step together."""
+    one = Lighthouse(tmp_path, min_groups=2)
+    asked = [one.ask(0, unreached=(name_of(1, LIFE),)), one.ask(1)]
+    failed = {"failed": "fewer than 2 groups reach each other: no connections between 0 and 1"}
+    assert [channel.receive_frame() for channel in asked] == [failed] * 2
+    again = [one.ask(group, 2) for group in range(2)]
+    assert all(len(channel.receive_frame()["members"]) == 2 for channel in again)
+    for channel in (*asked, *again):
         channel.close()
     one.end()

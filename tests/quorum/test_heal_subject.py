@@ -2,9 +2,6 @@
 
 import json
 import random
-import socket
-import threading
-from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import pytest
@@ -12,7 +9,8 @@ import torch
 
 from everstep import wire
 from everstep.quorum import heal
-from everstep.quorum.heal import Fetch, HealError, HealServer, HealState, Whose, fetch
+from everstep.quorum.heal import Fetch, HealError, HealServer, HealState, Whose
+from quorum.relay import fetch, relay
 
 TOKEN = bytes(range(32))
 SOON = timedelta(seconds=10)
@@ -43,8 +41,8 @@ def server():
 def test_another_rank_run_layout_or_history_is_refused(server, whose, history):
     server.serve(3, a_state(), history=5)
     with pytest.raises(HealError, match="asked for"):
-        fetch(server.address, TOKEN, 3, None, SOON, whose=whose, history=history)
-    assert fetch(server.address, TOKEN, 3, None, SOON, whose=RANK_1, history=5).meta == {"seed": 0}
+        fetch(server.address, TOKEN, 3, SOON, whose=whose, history=history)
+    assert fetch(server.address, TOKEN, 3, SOON, whose=RANK_1, history=5).meta == {"seed": 0}
 
 
 def answering(answer):
@@ -67,7 +65,6 @@ GOOD = {
     "blobs": [],
     "meta": {},
     "size": 64,
-    "transfer": "t",
 }
 
 
@@ -99,11 +96,11 @@ GOOD = {
 )
 def test_an_answer_that_makes_no_sense_is_a_heal_error(change):
     good = answering(GOOD)
-    assert fetch(good.address, TOKEN, 1, None, SOON).tensors["w"].shape == (4, 4)
+    assert fetch(good.address, TOKEN, 1, SOON).tensors["w"].shape == (4, 4)
     good.close()
     server = answering(GOOD | change)
     with pytest.raises(HealError):
-        fetch(server.address, TOKEN, 1, None, timedelta(seconds=2))
+        fetch(server.address, TOKEN, 1, timedelta(seconds=2))
     server.close()
 
 
@@ -112,7 +109,6 @@ def test_an_answer_that_makes_no_sense_is_a_heal_error(change):
     [
         {},
         {"op": "join"},
-        {"op": "join", "transfer": []},
         {"step": "x"},
         {"step": 1, "history": 0, "whose": None, "patience_s": 1},
         {"step": 1, "history": 0, "whose": {}, "patience_s": 1e400},
@@ -127,44 +123,7 @@ def test_a_request_that_makes_no_sense_is_refused_and_the_next_is_served(server,
     with pytest.raises(wire.WireError):
         channel.ask(request_)
     channel.close()
-    assert fetch(server.address, TOKEN, 1, None, SOON, whose=RANK_1)
-
-
-@contextmanager
-def relay(address, change):
-    """Between a joiner and its source: `change(data, total)` of what the source sends, None to cut."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    sockets, lock, passed = [listener], threading.Lock(), [0]
-
-    def pump(source, sink, change):
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                with lock:
-                    data = change(data, passed[0])
-                    passed[0] += len(data or b"")
-                if data is None:
-                    break
-                sink.sendall(data)
-        for end in (source, sink):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def accept():
-        with suppress(OSError):
-            while True:
-                inner, _ = listener.accept()
-                outer = socket.create_connection(wire.parse_address(address))
-                sockets.extend((inner, outer))
-                threading.Thread(target=pump, args=(inner, outer, lambda d, _: d), daemon=True).start()
-                threading.Thread(target=pump, args=(outer, inner, change), daemon=True).start()
-
-    thread = threading.Thread(target=accept, daemon=True)
-    thread.start()
-    yield f"127.0.0.1:{listener.getsockname()[1]}"
-    for one in sockets:
-        with suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
-        one.close()
+    assert fetch(server.address, TOKEN, 1, SOON, whose=RANK_1)
 
 
 def test_a_relay_without_the_token_changes_no_weight(server):
@@ -182,8 +141,8 @@ def test_a_relay_without_the_token_changes_no_weight(server):
                 data[at - total] ^= value
             return data
 
-        with relay(server.address, alter) as address, pytest.raises(HealError):
-            fetch(address, TOKEN, 1, None, timedelta(seconds=1), connections=1, whose=RANK_1, history=5)
+        with relay(server.address, alter) as (address, _), pytest.raises(HealError):
+            fetch(address, TOKEN, 1, timedelta(seconds=1), connections=1, whose=RANK_1, history=5)
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
@@ -194,7 +153,7 @@ def test_a_transfer_goes_on_where_it_was_cut_also_from_another_source(encrypt):
     sources[1].serve(1, HealState(state.tensors, {"seed": 1}, {"position": b"another"}), history=9)
     wanted = Fetch(TOKEN, 1, history=9, connections=1, encrypt=encrypt)
     with (
-        relay(sources[0].address, lambda data, total: data if total < 30_000_000 else None) as address,
+        relay(sources[0].address, lambda data, total: data if total < 30_000_000 else None) as (address, _),
         pytest.raises(HealError),
     ):
         wanted.run(address, timedelta(seconds=2))
@@ -205,7 +164,7 @@ def test_a_transfer_goes_on_where_it_was_cut_also_from_another_source(encrypt):
         second.append(len(data))
         return data
 
-    with relay(sources[1].address, count) as address:
+    with relay(sources[1].address, count) as (address, _):
         got = wanted.run(address, SOON)
     assert torch.equal(got.tensors["weight"], state.tensors["weight"])
     assert got.meta == {"seed": 1}
@@ -231,14 +190,8 @@ def test_what_is_encrypted_cannot_be_read_on_the_way():
     source = HealServer("127.0.0.1", TOKEN, SOON, encrypt=True)
     state = HealState({}, {"note": "meta in the clear"}, {"blob": b"bytes in the clear" * 10})
     source.serve(1, state)
-    seen = bytearray()
-
-    def listen(data, total):
-        seen.extend(data)
-        return data
-
-    with relay(source.address, listen) as address:
-        assert fetch(address, TOKEN, 1, None, SOON, encrypt=True) == state
+    with relay(source.address) as (address, seen):
+        assert fetch(address, TOKEN, 1, SOON, encrypt=True) == state
     assert len(seen) > 300
     assert b"in the clear" not in seen
     source.shutdown()

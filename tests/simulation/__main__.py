@@ -7,6 +7,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
+from simulation import mutants
 from simulation.faults import BREAKERS, KINDS
 from simulation.world import Outcome, Settings, kinds_of, simulate
 
@@ -31,6 +32,9 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of faults, with commas; default: %(default)s")
     parser.add_argument("--trace", type=int, metavar="SEED", help="show this seed's run as a timeline")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--mutants", type=int, metavar="N", help="try N drawn changes of the protocol's code instead")
+    parser.add_argument("--draw", type=int, default=0, help="with --mutants: which are drawn")
+    parser.add_argument("--most", type=int, default=1000, help="with --mutants: seeds to try for each")
     options = parser.parse_args(args)
     unknown = sorted(set(options.kinds.split(",")) - set(BREAKERS))
     if unknown:
@@ -69,6 +73,8 @@ def campaign(settings: Settings, seeds: tuple[int, int], jobs: int) -> bool:
 
 def main() -> int:
     options = parse()
+    if options.mutants is not None:
+        return 0 if mutants.campaign(options.mutants, options.draw, options.most, options.jobs) else 1
     settings = Settings(options.groups, options.ranks, options.faults, tuple(options.kinds.split(",")))
     if options.trace is not None:
         outcome = simulate(options.trace, settings, trace=True)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from simulation.checks import Sick
+
 if TYPE_CHECKING:
     from simulation.groups import Life, Rank
     from simulation.world import World
@@ -285,21 +287,22 @@ def _refuse(world: World, life: Life, rank: Rank, size: float) -> bool:
 
 
 def _sick(world: World, life: Life, rank: Rank, size: float) -> bool:
-    """A group computes one slot wrongly from now on, and its checks refuse it each time."""
+    """A group computes a slot, or every slot, wrongly from now on: its checks refuse it, or it is not finite."""
     others = [other for other in world.groups if other != life.group.id and other not in world.sick]
     if not world.plan.may_refuse or not others:
         return False
-    world.sick[life.group.id] = int(size * world.plan.slots)
+    slots, chance = range(world.plan.slots), random.Random(size)
+    world.sick[life.group.id] = Sick(frozenset([chance.choice(slots)] if size < 0.7 else slots), chance.random() < 0.6)
     return True
 
 
 def _narrow(world: World, life: Life, rank: Rank, size: float) -> bool:
-    """The bound of a check is too narrow for one slot's numbers, on every group: from a step on that nobody has begun,
-    as a step's numbers do not change while it is made."""
+    """The bound of a check is too narrow for one slot's numbers, on every group: in a step that nobody has begun, as a
+    step's numbers do not change while it is made."""
     if not world.plan.may_refuse:
         return False
     begun = max(rank.work.state.step for life in world.lives() for rank in life.ranks if rank.work is not None) + 1
-    world.narrow.setdefault(int(size * world.plan.slots), begun + 1)
+    world.narrow.add((begun + 1, int(size * world.plan.slots)))
     return True
 
 

@@ -6,6 +6,8 @@ import traceback
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from everstep.step.attempt import Group as OwnGroup
+from everstep.step.attempt import Host, Peers, Rules
 from everstep.step.driver import Driver, End
 from everstep.step.interfaces import GroupBroken
 from everstep.step.protocol import StepProtocol
@@ -177,36 +179,20 @@ class Rank:
         self.voice = Voice(world, self) if self.number == 0 else None
         self.sums = ColumnSums(world, self, connect_s=plan.connect_s, reduce_s=plan.reduce_s)
         self.door = Door(world, self)
-        clock, events = SimClock(world), SimEvents(world, self)
+        host = Host(SimClock(world), files, SimEvents(world, self))
         try:
             protocol = StepProtocol(
-                group=life.group.id,
-                life=life.name,
-                slots=plan.slots,
-                on_loss=plan.on_loss,
+                group=OwnGroup(
+                    life.group.id, life.name, life.store, GroupRanks(life.decisions, self.number, life.size)
+                ),
+                rules=Rules(plan.slots, plan.on_loss, plan.timeouts, plan.homes, plan.adopt_after_s),
                 work=self.work,
                 reducer=self.work.reducer,
-                ranks=GroupRanks(life.decisions, self.number, life.size),
-                membership=self.voice,
-                sums=self.sums,
-                door=self.door,
-                store=life.store,
-                timeouts=plan.timeouts,
-                clock=clock,
-                files=files,
-                events=events,
-                homes=plan.homes,
-                adopt_after_s=plan.adopt_after_s,
+                peers=Peers(self.voice, self.sums, self.door),
+                host=host,
             )
-            driver = Driver(
-                group=life.group.id,
-                protocol=protocol,
-                work=self.work,
-                clock=clock,
-                files=files,
-                events=events,
-                give_up=timedelta(seconds=3600),
-            )
+            give_up = timedelta(seconds=3600)
+            driver = Driver(group=life.group.id, protocol=protocol, work=self.work, host=host, give_up=give_up)
             end = driver.run()
         except GroupBroken as broken:
             world.note(self.name, "group broken", None, {"reason": str(broken)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,10 @@ class Transfer:
     def state(self) -> State | None:
         self._world.scheduler.check()
         return self._state
+
+    def room(self) -> contextlib.AbstractContextManager[bool]:
+        """Now and then the host has no memory for another step's sums."""
+        return contextlib.nullcontext(self._world.rumour.random() > 0.02)
 
     def cancel(self) -> None:
         self._world.scheduler.check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 
 from everstep.quorum.turns import HEAD_START_S, LOOK_S, Turns
 from everstep.step.interfaces import QuorumUnavailable, SumsBroken
-from everstep.step.quorum import NO_STATE, Member, Request, decode, encode
+from everstep.step.quorum import Member, Request, decode, encode, read_quorum
 from simulation.judge import Contribution
 from simulation.lighthouse import Announced, Lighthouse, Listener, Options
 from simulation.scheduler import Process, Signal
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 0.25
 ASK_AGAIN_S = 0.1
-CONNECT_S = 10.0
 NOTICE_S = 0.1
 """How long a rank still waits for a sum after a peer broke it: the peer watch's grace."""
 
@@ -52,11 +50,14 @@ class Beacon:
             self.node.look()
 
 
-def step_of(said: str) -> int:
-    """Of a request; something that is no group tells the lighthouse nothing."""
-    with contextlib.suppress(ValueError):
-        return decode(said).step
-    return NO_STATE
+def makers(members: Sequence[tuple[str, str]]) -> list[str]:
+    """Which of the members of a quorum make its step, as the gate sees it; something that is no group makes none."""
+    try:
+        found = {name: decode(said) for name, said in members}
+        able = read_quorum(0, list(found.values())).able
+    except ValueError:
+        return []
+    return [name for name, request in found.items() if request.group in able]
 
 
 @dataclass(slots=True)
@@ -127,7 +128,7 @@ class LighthouseNode:
         asked, epoch = Asked(), self.epoch
 
         def hear(quorum: Announced) -> None:
-            self.turns.formed({name: step_of(said) for name, said in quorum.members})
+            self.turns.formed(makers(quorum.members))
             answer(quorum)
 
         def enter() -> None:
@@ -227,7 +228,9 @@ class Voice:
             return False
         if beacon.node is not None and beacon.node.frozen:
             # The heartbeat that waits for the frozen one's answer comes first.
-            beacon.silent_until = world.scheduler.now + world.scheduler.random.uniform(0, CONNECT_S)
+            beacon.silent_until = world.scheduler.now + world.scheduler.random.uniform(
+                0, beacon.node.options.heartbeat_timeout_s / 2
+            )
             world.scheduler.call_at(beacon.silent_until + HEARTBEAT_S, beacon.look)
         beacon.settle()
         beacon.node = world.lighthouses[self._address]
@@ -315,10 +318,9 @@ class ColumnSums:
     """Sums of one rank over its column."""
 
     def __init__(self, world: World, rank: Rank, *, connect_s: float, reduce_s: float) -> None:
-        self._world, self.rank = world, rank
+        self._world, self.rank, self.address = world, rank, f"watch-of-{rank.name}"
         self._connect_s, self._reduce_s = connect_s, reduce_s
         self._wire: Wire | None = None
-        self._last: Wire | None = None
         self._place = self._calls = 0
         self._used: set[str] = set()
         self.lose_next = False
@@ -333,8 +335,11 @@ class ColumnSums:
     def wire(self) -> Wire | None:
         return self._wire
 
-    def connect(self, *, key: str, store: str, rank: int, size: int) -> None:
-        world, scheduler = self._world, self._world.scheduler
+    def unreached(self) -> frozenset[str]:
+        return frozenset()
+
+    def connect(self, *, key: str, store: str, host: int, rank: int, peers: Sequence[str]) -> None:
+        world, scheduler, size = self._world, self._world.scheduler, len(peers)
         self.abort()
         column = self.rank.number
         if key in self._used:
@@ -352,7 +357,7 @@ class ColumnSums:
             wire.cut()
             raise SumsBroken("its peers gave up, or another is in this place")
         wire.members[rank] = self
-        self._wire = self._last = wire
+        self._wire = wire
         self._place, self._calls = rank, 0
         if len(wire.members) == size:
             wire.changed.fire(scheduler)
@@ -360,16 +365,6 @@ class ColumnSums:
         if len(wire.members) < size or wire.broken_at is not None:
             self.abort()
             raise SumsBroken("not all peers came")
-
-    def ended(self) -> frozenset[int]:
-        """Now and then it lacks one, or names one that is well."""
-        members = {} if self._last is None else self._last.members
-        rumour = self._world.rumour
-        return frozenset(
-            place
-            for place, member in members.items()
-            if (rumour.random() < 0.9 if not member.rank.process.alive else rumour.random() < 0.1)
-        )
 
     def abort(self) -> None:
         self._world.scheduler.check()

@@ -2,10 +2,9 @@
 sees what it is there to see."""
 
 import os
-import random
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -15,12 +14,11 @@ from typing import Any
 import pytest
 
 from everstep.step.driver import End
-from simulation.faults import KINDS, REFUSALS, Fault, break_it
+from simulation.faults import KINDS, REFUSALS
 from simulation.files import SimFiles
 from simulation.judge import Contribution, Judge, State
-from simulation.lighthouse import Options
 from simulation.scheduler import Process, Scheduler, Signal
-from simulation.world import Outcome, Plan, Settings, World, draw_plan, simulate
+from simulation.world import Outcome, Settings, World, draw_plan, simulate
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,12 +49,6 @@ def test_a_group_that_errs_in_one_slot_is_named_and_a_narrow_bound_names_nobody(
     fell = sum((outcome.fell for outcome in outcomes), Counter())
     assert all(fell[kind] >= 20 for kind in REFUSALS), fell
     assert sum(outcome.unfit for outcome in outcomes) >= 20
-
-
-def test_who_did_not_hear_that_a_bound_was_widened_is_not_named() -> None:
-    """The end of the exchange did not reach it; the witness computed the slot with the wider bound."""
-    outcome = simulate(524, Settings(kinds=("sick", "narrow", "refuse", "lose", "await")))
-    assert not outcome.violations
 
 
 @pytest.mark.parametrize("adopt_after_s", [0.0, 30.0])
@@ -139,74 +131,6 @@ def test_the_end_of_a_run_that_needs_all_its_groups_waits_for_nobody_who_has_lef
         outcome = world.run()
         assert not outcome.violations
         assert outcome.virtual_s - world.finished_at < 5.0, seed
-
-
-class CountsWork(World):
-    """All know who ended; by step every slot that the groups which never die have computed."""
-
-    def __init__(self, seed: int, plan: Plan) -> None:
-        self.computed: defaultdict[int, list[int]] = defaultdict(list)
-        super().__init__(seed, plan)
-        self.rumour.random = lambda: 0.5
-
-    def note(self, who: str, kind: str, step: int | None, fields: dict[str, Any]) -> None:
-        super().note(who, kind, step, fields)
-        if kind == "attempt" and who in ("0.0/0", "1.0/0"):
-            self.computed[step or 0] += fields["computed"]
-
-
-@pytest.mark.parametrize(
-    ("slot_s", "slots", "slow", "what"),
-    [
-        (0.5, 8, 1.6, "of two survivors one knows of the first death only"),
-        (7.5, 4, 1.0, "a quorum waits for the longest slot and some seconds, and not for two"),
-    ],
-)
-def test_nothing_that_survivors_computed_is_thrown_away(slot_s: float, slots: int, slow: float, what: str) -> None:
-    """Two of four groups die one after the other in a step that all of them make, at any time of it."""
-    quiet = {"data_ends": (10**9, 0), "on_loss": "redistribute", "may_refuse": False, "audit_every": 0, "steps": 9}
-    waits = {"save_s": 0.3, "heal_s": (0.05, 0.2), "heal_fails": 0.0, "quorum_s": 60.0, "tail_s": (0.002,)}
-    for seed in range(40):
-        plan = draw_plan(seed, Settings(groups=(4, 4), ranks=(1, 1), faults=0))
-        lighthouse = Options(min_replicas=1, join_timeout_s=10.0, heartbeat_timeout_s=2.0)
-        plan = replace(plan, **quiet, **waits, slots=slots, slot_s=slot_s, lighthouse=lighthouse)
-        world = CountsWork(seed, plan)
-        world.slow[0] = slow
-        begun = 1.7 * slots * slot_s
-        chance = random.Random(seed)
-        for group in (3, 2):
-            begun += chance.uniform(0.0, 2.5 * slot_s)
-            world.scheduler.call_at(begun, break_it, world, Fault(begun, "group", group, 0, 0.9))
-        outcome = world.run()
-        assert not outcome.violations
-        assert world.fell["group"] == 2
-        for step, computed in world.computed.items():
-            assert len(set(computed)) == len(computed), f"{what}: seed {seed}, step {step}"
-
-
-class SeesLateWork(World):
-    """What a group computes of a step that another one, which lives, has committed."""
-
-    def __init__(self, seed: int, plan: Plan) -> None:
-        self.late: list[str] = []
-        super().__init__(seed, plan)
-
-    def slowness(self, group: int) -> float:
-        """Asked for each slot that is computed."""
-        step = self.groups[group].life.ranks[0].work.state.step
-        if any(other.ranks[0].work.state.step > step for other in self.with_state()):
-            self.late.append(f"group {group} computes step {step + 1} at {self.scheduler.now:.2f} s")
-        return super().slowness(group)
-
-
-def test_who_missed_only_the_end_of_a_tally_does_not_go_ahead_with_a_step_that_others_have() -> None:
-    kinds = Settings(groups=(3, 5), ranks=(1, 2), faults=10, kinds=("kill", "await"))
-    lighthouse = Options(min_replicas=1, join_timeout_s=30.0, heartbeat_timeout_s=2.0)
-    for seed in range(60):
-        plan = replace(draw_plan(seed, kinds), slots=8, slot_s=0.5, on_loss="redistribute", lighthouse=lighthouse)
-        world = SeesLateWork(seed, plan)
-        assert not world.run().violations
-        assert not world.late, f"seed {seed}: {world.late}"
 
 
 def digest(seed: int, hash_seed: str) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from everstep.step.interfaces import Commit, Doubt, OutOfData, SlotRefused, SlotSums
+from everstep.step.interfaces import Commit, OutOfData, SlotSums
 from simulation.judge import START, Contribution, State, fold
 from simulation.network import ColumnSums
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from simulation.groups import Rank
     from simulation.world import World
 
-GARBAGE = -1
-"""A slot that stands for a gradient that is wrong."""
+GARBAGE, WRONG = -1, -2
+"""Slots that stand for a gradient that is not finite, and one that is wrong and finite."""
 NOTES_EVERY = 4
 
 
@@ -34,28 +34,15 @@ class SimReducer:
         self._work = work
         self._sums: ColumnSums | None = None
         self._timeout = 0.0
-        self.apart = False
-        self.waits: Counter[tuple[int, int]] = Counter()
         self.total: list[Contribution] = []
 
     def begin(self, sums: Any, timeout: timedelta, step: int = 0) -> None:
         self._sums, self._timeout = sums, timeout.total_seconds()
         self.total = []
 
-    def begin_slot(self, *, last: bool, apart: bool) -> None:
-        if apart and not self.apart:
-            self.waits = self._work.gradient
-        self.apart = apart
-        if apart:
-            self._work.gradient = Counter()
+    def begin_slot(self, *, last: bool) -> None: ...
 
-    def end_slot(self) -> None:
-        if self.apart:
-            self.waits = self.waits + self._work.gradient
-
-    def end_slots(self) -> None:
-        if self.apart:
-            self._work.gradient, self.apart = self.waits, False
+    def end_slot(self) -> None: ...
 
     def finish(self) -> None:
         assert self._sums is not None
@@ -87,17 +74,10 @@ class SimWork:
         self.done: set[int] = set()
         self.reducer = SimReducer(self)
         self._computed = 0
+        self.refuses: set[int] = set()
         self._given_up: set[tuple[int, int, int]] = set()
         self.recomputed: set[int] = set()
         """Slots of this step that were given up and computed again since the last event `attempt`."""
-
-    @property
-    def held(self) -> Counter[tuple[int, int]]:
-        """What slots have added to the gradient; of those computed apart, the ones that ended."""
-        return self.reducer.waits if self.reducer.apart else self.gradient
-
-    def may_refuse(self, step: int, slot: int) -> bool:
-        return self._world.plan.may_refuse
 
     def _together(self, *what: Any) -> list[Any]:
         return self.rank.life.work.meet(self.rank.number, what, None)
@@ -106,13 +86,13 @@ class SimWork:
         """A call that every rank of the group makes in the same order."""
         self.rank.life.work.note(self.rank.number, what)
 
-    def compute(self, step: int, slot: int) -> None:
+    def compute(self, step: int, slot: int, *, whole: bool) -> None:
         world, life = self._world, self.rank.life
-        self._same("compute", step, slot)
+        self._same("compute", step, slot, whole)
         plan = world.plan
         if (step, slot) >= plan.data_ends:
             raise OutOfData
-        if (step, slot) in self.held:
+        if (step, slot) in self.gradient:
             world.judge.violate("slot added twice", f"{self.rank.name} computes {step, slot} that it holds")
         if self.rank.number == 0:
             life.heals_in_vain = (0, 0)
@@ -121,11 +101,12 @@ class SimWork:
         self._together("sharded", step, slot)
         self.gradient[step, slot] += 1
         self._computed += 1
-        life.checks.at(step, self.state.history)
-        if refused := life.checks.look(self._computed, slot):
-            self.gradient[step, GARBAGE] += 1
-            raise SlotRefused(", ".join(refused))
-        if life.spoiled(("not finite", self._computed), world.spoiling):
+        wrong = life.checks.is_wrong(self._computed, step, slot)
+        if wrong:
+            self.gradient[step, WRONG] += 1
+        if wrong or (step, slot) in world.narrow:
+            self.refuses.add(slot)
+        if life.checks.is_not_finite(self._computed, step, slot):
             self.gradient[step, GARBAGE] += 1
         self.done.add(slot)
         if (self.state.history, step, slot) in self._given_up:
@@ -137,14 +118,16 @@ class SimWork:
             text = f"{self.rank.name} computes slot {slot} of step {step} again, thrown away {thrown}"
             self._world.judge.violate("thrown away", text)
 
-    def testify(self, slots: Sequence[int]) -> bytes:
+    def refused(self) -> frozenset[int]:
         self._world.scheduler.check()
-        self.rank.life.checks.at(self.state.step + 1, self.state.history)
-        return self.rank.life.checks.testify(slots)
+        return frozenset(self.refuses)
 
-    def weigh(self, step: int, doubts: Sequence[Doubt], said: Mapping[int, bytes]) -> None:
-        self._same("weigh", step, tuple(doubts))
-        self.rank.life.checks.weigh(doubts, said)
+    def not_finite(self, step: int, slots: Collection[int]) -> None:
+        self._same("not finite", step, tuple(slots))
+        newest = max(member.step for member in self.rank.life.met)
+        if self._world.mostly_fit([member.group for member in self.rank.life.met if member.step == newest]):
+            text = f"{self.rank.name} gives slots {list(slots)} of step {step} up"
+            self._world.judge.violate("not finite anywhere", text)
 
     def results(self) -> SlotSums:
         slots = self._world.plan.slots
@@ -165,6 +148,7 @@ class SimWork:
         )
         self.gradient.clear()
         self.done.clear()
+        self.refuses.clear()
 
     def notes(self, step: int) -> bytes | None:
         self._world.scheduler.check()
@@ -214,7 +198,7 @@ class SimWork:
             text = f"step {commit.step} at {self.rank.name}: {commit.tokens.tolist()}, {commit.extra.tolist()}"
             world.judge.violate("wrong sums", text)
         before = self.state
-        after = world.judge.applied(self.rank.name, self.rank.number, before, commit, self.reducer.total)
+        after = world.judge.applied(self.rank.name, self.rank.number, before, commit, self._right(commit))
         world.scheduler.pause(0.001, 0.01)  # clip, optimizer
         self.state = after
         world.scheduler.pause(0.0005, 0.005)  # schedules, counters
@@ -222,7 +206,16 @@ class SimWork:
         world.applied(self.rank, commit)
         if commit.saver == life.group.id and commit.step % world.plan.save_every == 0:
             self._save()
-        life.checks.answered(commit)
+        if commit.unfit:
+            world.leaves(self.rank, commit)
+
+    def _right(self, commit: Commit) -> list[Contribution]:
+        """What was summed. Where most groups are sick nothing wrong in it counts."""
+        if self._world.mostly_fit(commit.able):
+            return self.reducer.total
+        return [
+            replace(part, slots=tuple(entry for entry in part.slots if entry[0][1] >= 0)) for part in self.reducer.total
+        ]
 
     def _save(self) -> None:
         world = self._world
@@ -241,7 +234,7 @@ class SimWork:
         mine = fold(self.state.way, self.state.flipped)
         return fold(self.rank.life.work.meet(self.rank.number, ("checksum", self.state.step), mine))
 
-    def restore(self) -> tuple[int, int]:
+    def restore(self, quorum) -> tuple[int, int]:
         world = self._world
         self._together("restore")
         world.judge_restore(self.rank)

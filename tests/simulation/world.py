@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from everstep.step.driver import End
-from everstep.step.interfaces import Commit, Timeouts
+from everstep.step.interfaces import Commit, GroupBroken, Timeouts
 from everstep.step.quorum import Member, read_quorum
+from simulation.checks import Sick
 from simulation.faults import KINDS, SLOWEST, Fault, break_it, place
 from simulation.groups import Group, Life, Rank
 from simulation.healing import Door
@@ -147,7 +148,7 @@ class World:
         self.seed, self.plan = seed, plan
         self.scheduler = Scheduler(f"world {seed}")
         self.rumour = random.Random(f"rumour {seed}")
-        """Draws of who seems to have ended, apart from all others."""
+        """Draws of what a host has memory for, apart from all others."""
         self.judge = Judge(plan.slots, lambda: self.scheduler.now)
         self.trace: list[tuple[float, str, str, int | None, str]] = []
         self._tracing = trace
@@ -164,10 +165,9 @@ class World:
         self.finished_for_all = False
         self.finished_at = 0.0
         self.refusing: dict[int, int] = {}
-        self.sick: dict[int, int] = {}
-        """Group → the slot that it computes wrongly each time."""
-        self.narrow: dict[int, int] = {}
-        """Slots whose bound is too narrow for what is computed in them, and from which step on."""
+        self.sick: dict[int, Sick] = {}
+        self.narrow: set[tuple[int, int]] = set()
+        """Steps and slots whose bound is too narrow for what is computed in them, on every group."""
         self.unfit: set[str] = set()
         """Starts of groups that were found at fault."""
         self.spoiling: dict[int, int] = {}
@@ -234,6 +234,19 @@ class World:
 
     def with_state(self) -> list[Life]:
         return [life for life in self.lives() if all(rank.work.has_state for rank in life.ranks)]
+
+    def mostly_fit(self, groups: Collection[int]) -> bool:
+        """Whether more than half of these groups are not sick."""
+        return 2 * len(self.sick.keys() & set(groups)) < len(groups)
+
+    def leaves(self, rank: Rank, commit: Commit) -> NoReturn:
+        """A group is at fault, and goes on on another machine."""
+        life = rank.life
+        if not life.checks.erred.intersection((commit.step, slot) for slot in commit.unfit):
+            self.judge.violate("named in vain", f"{life.name} for slots {commit.unfit} of step {commit.step}")
+        self.unfit.add(life.name)
+        self.sick.pop(life.group.id, None)
+        raise GroupBroken(f"unfit: slots {commit.unfit}")
 
     def disturbed(self, until: float | None = None) -> None:
         """Something broke, or will not be whole until a time."""
@@ -309,8 +322,8 @@ class World:
     def thrown_away(self, work: SimWork) -> None:
         """A group's gradients are forgotten. Remember slots for which nothing says so."""
         life, state = work.rank.life, work.state
-        held = {(step, slot) for step, slot in work.held if slot >= 0 and step == state.step + 1}
-        if not held or life.group.suspicious or any(slot < 0 for _, slot in work.held):
+        held = {(step, slot) for step, slot in work.gradient if slot >= 0 and step == state.step + 1}
+        if not held or life.group.suspicious or work.refuses or any(slot < 0 for _, slot in work.gradient):
             return
         if life.accused_step == state.step and any(self._goes_before(member, life, state) for member in life.met):
             return
@@ -319,7 +332,7 @@ class World:
                 theirs = rival.ranks[0].work
                 if rival is life:
                     continue
-                if theirs.state.step > state.step or held & set(theirs.held):
+                if theirs.state.step > state.step or held & set(theirs.gradient):
                     return
                 if theirs.has_state and theirs.state.step == state.step and theirs.state.history != state.history:
                     return

@@ -102,10 +102,10 @@ class Rank:
 class Run:
     """A lighthouse and the groups of a test."""
 
-    def __init__(self, run_dir: Path, context, published: bool = False, **lighthouse: float) -> None:
+    def __init__(self, run_dir: Path, context, published: bool = False, **lighthouse: float | str) -> None:
         """`published`: the groups ask the lighthouse whose address is in the run directory; none is started here."""
         self.run_dir, self.published = run_dir, published
-        self.port = 0
+        self.port, self.host = 0, lighthouse.get("host", "127.0.0.1")
         self.timeouts = lighthouse
         self._context = context
         self.members: list[Rank] = []
@@ -144,7 +144,7 @@ class Run:
                         rank=rank,
                         ranks=ranks,
                         store_port=port,
-                        lighthouse="" if self.published else f"http://127.0.0.1:{self.port}",
+                        lighthouse="" if self.published else f"http://{self.host}:{self.port}",
                         run_dir=self.run_dir,
                         **settings,
                     ),
@@ -166,6 +166,13 @@ class Run:
         path = self.run_dir / f"order-{group}-{rank}"
         draft = path.with_suffix(".draft")
         draft.write_text(json.dumps({"phase": phase, "do": do, "seconds": seconds, "step": step}))
+        draft.rename(path)
+
+    def wall(self, group: int, to: list[int], how: str = "refuse") -> None:
+        """From now on a group cannot connect to these: how is "refuse" or "drop"."""
+        path = self.run_dir / f"wall-{group}"
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps({"to": to, "how": how}))
         draft.rename(path)
 
     def carried_out(self, group: int, rank: int) -> None:

@@ -7,9 +7,11 @@ run directory, through other doors than the protocol's own.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from dataclasses import dataclass, field
@@ -19,11 +21,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torchft.coordination import LighthouseServer
 
-from everstep.quorum import voice
 from everstep.quorum.door import Door
+from everstep.quorum.gate import Rules as GateRules
 from everstep.quorum.heal import HealState
+from everstep.quorum.interface import use_interface
+from everstep.quorum.lighthouse import Lighthouse
 from everstep.quorum.membership import Membership
 from everstep.quorum.process_group import RankColumn
 from everstep.quorum.ranks import GroupRanks
@@ -31,20 +34,24 @@ from everstep.run.address import published_address
 from everstep.run.events import EventLog
 from everstep.run.token import run_token
 from everstep.step import ledger
+from everstep.step.attempt import Group, Host, Peers, Rules
 from everstep.step.driver import Driver
-from everstep.step.interfaces import Commit, SlotRefused, SlotSums, SumsBroken, Timeouts
+from everstep.step.interfaces import Commit, SlotSums, SumsBroken, Timeouts
 from everstep.step.protocol import StepProtocol
 from everstep.step.reduction import GradientReducer
 from everstep.titan.run_files import RankFiles
+from switch import enter
 
 TOKEN = b"t" * 32
 
 
 @dataclass(frozen=True)
 class Options:
-    """One rank. `refuse`: a step and slot that is refused once; `refuses`: each time; `poison`: one that leaves a
-    gradient that is not finite once, and says nothing. With `pause_after`, rank 0 waits after that commit for a word
-    from the test. Without `lighthouse` it asks the one whose address is in the run directory."""
+    """One rank. `refuse`: a step and slot that is wrong and refused once; `refuses`: each time, with `right` though it
+    is not wrong; `poison`: one that leaves a gradient that is not finite once, and says nothing; `poisons`: each time.
+    With `pause_after`, rank 0 waits after that commit for a word from the test. Without `lighthouse` it asks the one
+    whose address is in the run directory. `host`: its address, where it is none of loopback; `namespace`: whose network
+    it uses."""
 
     group: int
     lighthouse: str
@@ -59,18 +66,29 @@ class Options:
     crash_at: str = ""
     refuse: tuple[int, int] = (-1, -1)
     refuses: tuple[int, int] = (-1, -1)
+    right: bool = False
     poison: tuple[int, int] = (-1, -1)
+    poisons: tuple[int, int] = (-1, -1)
     flip_at: int = -1
     audit: int = 5
     give_up_s: float = 60
     reduce_s: float = 5
     quorum_s: float = 5
     heal_s: float = 10
-    connect_s: float = 10
+    heartbeat_s: float = 0.5
+    connect_s: float = 2.0
     stall_s: float = 40
     heal_delay_s: float = 0.0
+    keeps: int = -1
     pause_after: int = -1
     pause_at: tuple[str, float] = field(default=("", 0.0))
+    host: str = ""
+    namespace: str = ""
+
+    @property
+    def address(self) -> str:
+        """Where the rank listens."""
+        return self.host or host_of(self.group)
 
 
 def gradient(step: int, slot: int) -> torch.Tensor:
@@ -94,12 +112,11 @@ class ToyWork:
         self.refuse, self.poison = options.refuse, options.poison
         self.step = self.history = 0
         self.done: list[int] = []
-        self.heard: list[tuple] = []
+        self.wrong: set[int] = set()
+        self.whole: list[tuple[int, int]] = []
 
-    def may_refuse(self, step: int, slot: int) -> bool:
-        return True
-
-    def compute(self, step: int, slot: int) -> None:
+    def compute(self, step: int, slot: int, *, whole: bool) -> None:
+        self.whole += [(step, slot)] * whole
         time.sleep(self.options.slot_s)
         if self.options.ranks > 1:
             dist.all_reduce(torch.zeros(1))  # as FSDP does
@@ -108,24 +125,19 @@ class ToyWork:
         self.param.backward(gradient(step, slot))
         if (step, slot) in (self.refuse, self.options.refuses):
             self.refuse = (-1, -1)
-            self.param.backward(torch.full((4,), float("nan")))
-            raise SlotRefused("the test says so")
-        if (step, slot) == self.poison:
+            if not self.options.right:
+                self.param.backward(torch.full((4,), 5.0))
+            self.wrong.add(slot)
+        if (step, slot) in (self.poison, self.options.poisons):
             self.poison = (-1, -1)
             self.param.backward(torch.full((4,), float("nan")))
         self.done.append(slot)
 
-    def testify(self, slots):
-        return f"rank {self.options.rank} of group {self.options.group}: {list(slots)}".encode()
+    def refused(self) -> frozenset[int]:
+        return frozenset(self.wrong)
 
-    def weigh(self, step, doubts, said):
-        self.heard.append(
-            (
-                step,
-                [(doubt.slot, doubt.asked, doubt.alone) for doubt in doubts],
-                {group: told.decode() for group, told in said.items()},
-            )
-        )
+    def not_finite(self, step, slots):
+        raise AssertionError("no slot is not finite on all groups here")
 
     def results(self) -> SlotSums:
         tokens = torch.zeros(self.options.slots, dtype=torch.float64)
@@ -137,6 +149,7 @@ class ToyWork:
 
     def discard(self) -> None:
         self.done.clear()
+        self.wrong.clear()
         self.param.grad = None
 
     def notes(self, step: int) -> bytes | None:
@@ -175,7 +188,8 @@ class ToyWork:
                 "parent": commit.parent,
                 "groups": commit.groups,
                 "time": time.monotonic(),
-                "heard": self.heard,
+                "whole": self.whole,
+                "unfit": commit.unfit,
             }
         )
         self.files.reach("applied", commit.step)
@@ -185,7 +199,7 @@ class ToyWork:
     def checksum(self) -> int | None:
         return int(self.param.detach().abs().sum() * 8) if self.step and self.step % self.options.audit == 0 else None
 
-    def restore(self) -> tuple[int, int]:
+    def restore(self, quorum) -> tuple[int, int]:
         return 0, ledger.extend(0, 0, "fresh")
 
     def goes_on(self) -> bool:
@@ -240,19 +254,53 @@ class Column(RankColumn):
     def total(self, values: torch.Tensor, timeout: timedelta) -> torch.Tensor:
         total = super().total(values, timeout)
         drop = self.options.run_dir / f"drop-{self.options.group}"
-        if values.dtype == torch.float64 and drop.exists() and int(drop.read_text()) == self.files.step:
-            drop.unlink()
-            raise SumsBroken("the last message was lost")
+        with contextlib.suppress(FileNotFoundError):  # another rank of the group took it
+            if values.dtype == torch.float64 and int(drop.read_text()) == self.files.step:
+                drop.unlink()
+                raise SumsBroken("the last message was lost")
         return total
 
 
+@dataclass(frozen=True)
+class Wall:
+    """A firewall on the way out of this group's ranks: `wall-GROUP` in the run directory names the groups that they
+    cannot connect to, and whether they are refused or hear nothing. Connections that stand are left alone."""
+
+    path: Path
+
+    def build(self) -> None:
+        connect = socket.create_connection
+
+        def through(address, timeout=None, *more, **options):
+            with contextlib.suppress(FileNotFoundError):
+                found = json.loads(self.path.read_text())
+                if address[0] in {host_of(group) for group in found["to"]}:
+                    if found["how"] == "refuse":
+                        raise ConnectionRefusedError("the wall")
+                    time.sleep(timeout)
+                    raise TimeoutError("the wall")
+            return connect(address, timeout, *more, **options)
+
+        socket.create_connection = through
+
+
+def host_of(group: int) -> str:
+    """The loopback address of a group."""
+    return f"127.0.0.{10 + group}"
+
+
 class SlowDoor(Door):
-    """States arrive here later than they could."""
+    """States arrive here later than they could; the first comes to a host without memory for more than `keeps` sums."""
 
     options: Options
+    fetched = 0
 
     def fetch(self, address: str, step: int, history: int):
         fetch = super().fetch(address, step, history)
+        self.fetched += 1
+        if self.options.keeps >= 0 and self.fetched == 1:
+            rooms = itertools.chain([True] * self.options.keeps, itertools.repeat(False))
+            fetch.room = lambda: contextlib.nullcontext(next(rooms))
         late = threading.Event()
         threading.Timer(self.options.heal_delay_s, late.set).start()
         state = fetch.state
@@ -284,29 +332,30 @@ class Monotonic:
 
 
 def lighthouse(
-    port: int, connection: Connection, join_timeout_s: float = 30.0, heartbeat_timeout_s: float = 0.5
+    port: int,
+    connection: Connection,
+    join_timeout_s: float = 30.0,
+    heartbeat_timeout_s: float = 0.5,
+    host: str = "127.0.0.1",
+    namespace: str = "",
 ) -> None:
-    """torchft's lighthouse on a port (0: any), which is sent back; until killed."""
-    server = LighthouseServer(
-        bind=f"127.0.0.1:{port}",
-        min_replicas=1,
-        join_timeout_ms=round(join_timeout_s * 1000),
-        quorum_tick_ms=20,
-        heartbeat_timeout_ms=round(heartbeat_timeout_s * 1000),
-    )
-    connection.send(int(server.address().rpartition(":")[2]))
+    """A lighthouse behind its gate on a port (0: any), which is sent back; until killed."""
+    if namespace:
+        enter(namespace)
+    rules = GateRules(1, join_timeout_s, heartbeat_timeout_s)
+    found = Lighthouse(TOKEN, (host, port), rules, lambda count, last: None)
+    connection.send(int(found.gate.address.rpartition(":")[2]))
     signal.pause()
-
-
-# The lighthouse of these tests is torchft's own: there is no gate whose name could be waited for.
-voice.HELLO_TIMEOUT = timedelta(milliseconds=10)
 
 
 def main(options: Options, connection: Connection) -> None:
     """Train, and send each commit over `connection`: first "ready", then dicts, then how it ended."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if options.namespace:
+        enter(options.namespace)
+    host = use_interface(options.address).address
+    Wall(options.run_dir / f"wall-{options.group}").build()
     store = dist.TCPStore(
-        "127.0.0.1",
+        host,
         options.store_port,
         is_master=options.rank == 0,
         wait_for_workers=False,
@@ -331,53 +380,37 @@ def main(options: Options, connection: Connection) -> None:
             life=life,
             token=token,
             find_lighthouse=lambda: options.lighthouse or published_address(options.run_dir),
-            connect_timeout=timedelta(seconds=options.connect_s),
-            gated=lambda: not options.lighthouse,
+            heartbeat_timeout_s=options.heartbeat_s,
         )
         membership.options = options
-    door = SlowDoor("127.0.0.1", token, timedelta(seconds=options.heal_s))
+    door = SlowDoor(host, token, timedelta(seconds=options.heal_s))
     column = Column(
         "gloo",
         column=options.rank,
         token=token,
-        host="127.0.0.1",
-        connect_timeout=timedelta(seconds=2),
+        host=host,
+        connect_timeout=timedelta(seconds=options.connect_s),
         reduce_timeout=timedelta(seconds=options.reduce_s),
     )
     door.options = column.options = options
     column.files = files
-    protocol = StepProtocol(
-        group=options.group,
-        life=life,
-        slots=options.slots,
-        on_loss=options.on_loss,
-        work=work,
-        reducer=work.reducer,
-        ranks=ranks,
-        membership=membership,
-        sums=column,
-        door=door,
-        store=f"127.0.0.1:{store.port}",
-        timeouts=Timeouts(
-            quorum=timedelta(seconds=options.quorum_s),
-            reduce=timedelta(seconds=options.reduce_s),
-            compute=timedelta(seconds=20),
-            join=timedelta(seconds=30),
-            give_up=timedelta(seconds=options.give_up_s),
-        ),
-        clock=Monotonic(),
-        files=files,
-        events=events,
-    )
-    driver = Driver(
-        group=options.group,
-        protocol=protocol,
-        work=work,
-        clock=Monotonic(),
-        files=files,
-        events=events,
+    timeouts = Timeouts(
+        quorum=timedelta(seconds=options.quorum_s),
+        reduce=timedelta(seconds=options.reduce_s),
+        compute=timedelta(seconds=20),
+        join=timedelta(seconds=30),
         give_up=timedelta(seconds=options.give_up_s),
     )
+    around = Host(Monotonic(), files, events)
+    protocol = StepProtocol(
+        group=Group(options.group, life, f"{host}:{store.port}", ranks),
+        rules=Rules(options.slots, options.on_loss, timeouts),
+        work=work,
+        reducer=work.reducer,
+        peers=Peers(membership, column, door),
+        host=around,
+    )
+    driver = Driver(group=options.group, protocol=protocol, work=work, host=around, give_up=timeouts.give_up)
     connection.send("ready")
     end = driver.run()
     connection.send(end.name)

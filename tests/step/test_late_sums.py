@@ -98,7 +98,8 @@ def column(device):
 
     def _again(*waits):
         column.waits = waits
-        column.connect(key=f"key-{len(made)}", store=f"127.0.0.1:{store.port}", rank=0, size=1)
+        place = {"host": 0, "rank": 0, "peers": [column.address]}
+        column.connect(key=f"key-{len(made)}", store=f"127.0.0.1:{store.port}", **place)
         return made[-1]
 
     column.again = _again
@@ -180,30 +181,6 @@ def test_a_bucket_that_two_streams_fill_is_summed_after_both(device, column, red
     threading.Timer(0.1, device.go_on).start()
     run_attempt(reducer, column, device, streams=streams)
     assert sums(reducer, device) == [{2.0}] * len(SIZES)
-
-
-@pytest.mark.parametrize("refused", [(), (0,), (1,), (2,), (0, 1)])
-@pytest.mark.parametrize("held", [MAIN, OTHER])
-def test_slots_apart_add_up_whatever_stream_their_gradients_come_on(device, column, reducer, held, refused):
-    """Each slot's first gradients come on one stream and the others on the other, and the next slot's the other way
-    round: memory that one stream still adds to is not written by the other, nor summed."""
-    column.again()
-    params = list(reversed(params_of(reducer)))
-    device.hold(held)  # the other could overtake
-    threading.Timer(0.1, device.go_on).start()
-    with device:
-        reducer.begin(column, LONG)
-        for slot in range(3):
-            reducer.begin_slot(last=slot == 2, apart=True)
-            for number, param in enumerate(params):
-                with device.on((MAIN, OTHER)[(number + slot) % 2]):
-                    backward([param], float("nan") if slot in refused else 10.0**slot)
-            if slot not in refused:
-                reducer.end_slot()
-        reducer.end_slots()
-        reducer.finish()
-    total = sum(10.0**slot for slot in range(3) if slot not in refused)
-    assert sums(reducer, device) == [{2 * total}] * len(SIZES)
 
 
 def test_a_bucket_is_not_filled_again_before_the_step_has_read_it(device, column, reducer):

@@ -32,26 +32,6 @@ def test_survivors_keep_what_they_hold_when_a_group_dies(run):
     assert not any(event["recomputed"] for event in run.events("attempt"))
 
 
-def test_who_is_done_computes_what_an_ended_group_leaves_while_others_are_busy(run):
-    """Of 4 slots group 0 has two: group 2 is done first, and does not wait for it to be given slot 1."""
-    first = run.group(0, steps=7, slots=4, slot_s=0.2, pause_after=2)
-    first.until(2)
-    third = run.group(2, steps=7, slots=4, slot_s=0.2)
-    victim = run.group(1, steps=7, slots=4, slot_s=0.2, crash_at="compute:5:0")
-    third.ready()
-    victim.ready()
-    first.go()
-    assert victim.death() == -signal.SIGKILL
-    for group in (first, third):
-        check(group, 7, slots=4)
-    assert first.commits[5]["owners"] == (0, 2, 2, 0)
-    last = [event for event in run.events("attempt") if event["step"] == 5 and event["committed"]]
-    assert {event["group"]: (event["held_before"], event["computed"]) for event in last} == {
-        0: ([0, 3], []),
-        2: ([2], [1]),
-    }
-
-
 @pytest.mark.parametrize("phase", ["quorum:7", "compute:7:0", "reduce:7", "vote:7"])
 def test_a_group_may_die_in_any_phase(run, phase):
     survivor = run.group(0, steps=12, slot_s=0.02, pause_after=2)
@@ -161,28 +141,35 @@ def test_the_audit_finds_the_group_whose_parameters_changed_and_heals_it(run):
     assert max(wrong) <= 10, "healed right after the audit of step 10"
 
 
-def test_a_refused_slot_is_computed_again_and_nothing_else_is(run):
+def told_of(run, step):
+    """By attempt and group: what it held, computed, and computed of what it had given up."""
+    attempts = {(event["attempt"], event["group"]): event for event in run.events("attempt") if event["step"] == step}
+    return {key: (event["held_before"], event["computed"], event["recomputed"]) for key, event in attempts.items()}
+
+
+def test_a_group_drops_what_it_holds_with_a_refused_slot_and_the_others_keep_theirs(run):
+    """Also where its sum with the other slots has begun."""
     groups = run.together(2, steps=12, slot_s=0.02, refuse=(6, 2))
     for group in groups:
         check(group, 12)
-    refusals = run.events("slot_refused")
-    assert [(event["step"], event["slot"]) for event in refusals] == [(6, 2)]
-    again = [event for event in run.events("attempt") if event["step"] == 6 and event["attempt"] > 1]
-    assert [slot for event in again for slot in event["computed"]] == [2]
-    assert not any(event["recomputed"] for event in again)
+    assert [(event["step"], event["slot"], event["group"]) for event in run.events("slot_refused")] == [(6, 2, 0)]
+    assert told_of(run, 6) == {
+        (1, 0): ([], [0, 2, 4], []),
+        (1, 1): ([], [1, 3, 5], []),
+        (2, 0): ([], [2, 0], [0, 2]),
+        (2, 1): ([1, 3, 5], [4], []),
+    }
 
 
 def test_what_is_not_finite_is_given_up_and_counted_where_the_same_group_computes_it_again(run):
     groups = run.together(2, steps=9, slot_s=0.02, poison=(6, 3))
     for group in groups:
         check(group, 9)
-    attempts = {(event["attempt"], event["group"]): event for event in run.events("attempt") if event["step"] == 6}
-    told = {key: (event["held_before"], event["computed"], event["recomputed"]) for key, event in attempts.items()}
-    assert told == {
+    assert told_of(run, 6) == {
         (1, 0): ([], [0, 2, 4], []),
         (1, 1): ([], [1, 3, 5], []),
-        (2, 0): ([0, 2, 4], [1, 5], []),
-        (2, 1): ([], [3], [3]),
+        (2, 0): ([0, 2, 4], [], []),
+        (2, 1): ([], [1, 3, 5], [1, 3, 5]),
     }
 
 
@@ -201,3 +188,14 @@ def test_a_group_can_leave_while_there_is_no_quorum(run):
     run.kill_lighthouse()
     group.process.terminate()
     assert group.death() == 0
+
+
+def test_a_joiner_whose_host_has_no_memory_for_another_sum_begins_to_heal_anew(run):
+    first, second = run.together(2, steps=ENDLESS, slot_s=0.05)
+    second.first()
+    joiner = run.group(2, steps=ENDLESS, slot_s=0.05, heal_delay_s=1.5, keeps=2)
+    joiner.first()
+    assert "no memory" in run.events("heal_failed")[0]["reason"]
+    joiner.until(max(joiner.commits) + 3)
+    for group in (first, second, joiner):
+        check_states(group)

@@ -1,13 +1,15 @@
 """What the members of a quorum make of it: who has the state that counts, and who heals from whom."""
 
 import dataclasses
+import itertools
 import json
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.step.quorum import NO_STATE, Request, decode, encode, read_quorum
+from everstep.step.quorum import NO_STATE, Request, decode, encode, read_quorum, together
 
 
 def member(group, step=NO_STATE, history=0, **said):
@@ -24,6 +26,7 @@ def member(group, step=NO_STATE, history=0, **said):
         "connected": "",
         "store": f"host-{group}:1",
         "doors": (f"host-{group}:2",),
+        "watches": (f"host-{group}:3",),
     }
     return Request(**fields | said)
 
@@ -59,6 +62,68 @@ def test_who_follows_needs_no_source_until_it_misses_a_step():
     assert read_quorum(3, [able, member(1, follows=8, followed=12)]).sources == {}
     assert read_quorum(3, [able, member(1, follows=7, followed=12)]).sources == {1: 0}
     assert read_quorum(3, [able, member(1, follows=8, followed=99)]).sources == {1: 0}
+
+
+def without(groups, cut, able):
+    """Every largest set of groups of which none are cut off from each other, and that has the state if any has."""
+    fits = [
+        chosen
+        for size in range(len(groups) + 1)
+        for chosen in itertools.combinations(groups, size)
+        if not any({one, other} <= {*chosen} for one, other in cut) and (not able or {*able} & {*chosen})
+    ]
+    most = max(map(len, fits))
+    return [chosen for chosen in fits if len(chosen) == most]
+
+
+PAIRS = st.sets(st.tuples(st.integers(0, 7), st.integers(0, 7)).filter(lambda pair: pair[0] < pair[1]))
+
+
+@given(PAIRS, st.sets(st.integers(0, 7)))
+def test_the_largest_set_that_reaches_each_other_and_has_the_state_takes_part(cut, able):
+    """Of equally large ones that with the lowest ids."""
+    assert together(range(8), cut, able) == min(without(range(8), cut, able))
+
+
+@pytest.mark.parametrize(
+    ("cut", "left_out"),
+    [
+        ([(one, other) for one in range(32) for other in range(32, 64)], range(32, 64)),
+        ([(0, other) for other in range(1, 64)], [0]),
+        ([(one, one + 1) for one in range(0, 64, 2)], range(1, 64, 2)),
+    ],
+    ids=["halves", "one", "pairs"],
+)
+def test_64_groups_are_parted_at_once(cut, left_out):
+    begin = time.monotonic()
+    assert together(range(64), cut, [7, 8]) == tuple(group for group in range(64) if group not in left_out)
+    assert time.monotonic() - begin < 1.0
+
+
+def test_who_is_not_reached_is_left_out_until_another_life_of_it_comes():
+    """Whoever says so: the way is not open between the two."""
+    one, two, three = member(0, 8, 1), member(1, 8, 1), member(2, 8, 1)
+    for told in (
+        [one, dataclasses.replace(two, unreached=("2:life-2",)), three],
+        [one, two, dataclasses.replace(three, unreached=("1:life-1",))],
+    ):
+        quorum = read_quorum(3, told)
+        assert (quorum.groups, quorum.left_out, quorum.cut) == ((0, 1), (2,), ((1, 2),))
+    told[2] = dataclasses.replace(three, life="another", unreached=("1:before",))
+    assert read_quorum(3, told).groups == (0, 1, 2)
+
+
+def test_a_joiner_heals_from_one_that_it_reaches_and_a_state_is_not_left_for_a_larger_set():
+    cut = {"unreached": ("1:life-1", "2:life-2")}
+    quorum = read_quorum(3, [member(0, 8, 1, **cut), member(1), member(2)])
+    assert (quorum.groups, quorum.step, quorum.left_out) == ((0,), 8, (1, 2))
+    quorum = read_quorum(3, [member(0, 8, 1, unreached=("2:life-2",)), member(1, 8, 1), member(2), member(3)])
+    assert (quorum.groups, quorum.able, quorum.sources) == ((0, 1, 3), (0, 1), {3: 0})
+
+
+def test_of_two_histories_the_one_that_counts_is_that_of_all_that_asked():
+    told = [member(0, 8, 12), member(1, 8, 13, unreached=("2:life-2",)), member(2, 8, 13)]
+    assert (read_quorum(3, told).history, read_quorum(3, told).able) == (13, (1,))
 
 
 def test_nobody_with_a_state_is_blank():

@@ -1,7 +1,5 @@
 """Gradient sums over groups, in buckets, over a real Gloo process group."""
 
-import contextlib
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from everstep.quorum.process_group import RankColumn
+from everstep.quorum.process_group import RankColumn, reach
 from everstep.step.interfaces import SumsBroken
 from everstep.step.reduction import GradientReducer
 
@@ -46,109 +44,11 @@ def test_without_hooks_no_sum_begins_before_the_last_backward_is_over(hooks, beg
     assert [float(flat.mean()) for flat in sums.given] == [3.0, 3.0] if hooks else [4.0, 4.0]
 
 
-APART = {
-    "accepted": ([1.0, 2.0, 4.0], (), 7.0),
-    "the first refused": ([1.0, 2.0, 4.0], (0,), 6.0),
-    "one between refused": ([1.0, 2.0, 4.0], (1,), 5.0),
-    "the last refused": ([1.0, 2.0, 4.0], (2,), 3.0),
-    "two in a row refused": ([1.0, 2.0, 4.0], (1, 2), 1.0),
-    "all refused": ([1.0, 2.0, 4.0], (0, 1, 2), None),
-}
-
-
-@pytest.mark.parametrize("fixed", [False, True])
-@pytest.mark.parametrize("held", [None, 8.0])
-@pytest.mark.parametrize("case", APART)
-def test_a_slot_apart_counts_once_it_has_ended(case, held, fixed):
-    """Whatever was refused, gradients and sums are those of the slots that ended and of what was held before."""
-    scales, refused, total = APART[case]
-    params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
-    reducer = GradientReducer(params, bucket_bytes=2048, fixed=fixed)
-    if held is not None:
-        backward(params, held)
-        total = held + (total or 0.0)
-    memory = [p.grad for p in params]
-    summed = attempt(reducer, params, scales, refused)
-    seen = [None if p.grad is None or not p.grad.any() else float(p.grad.mean()) for p in params]
-    assert seen == [total] * len(params)
-    assert all(torch.equal(flat, torch.full_like(flat, total or 0.0)) for flat in summed)
-    if fixed and held is not None:
-        assert all(p.grad is before for p, before in zip(params, memory, strict=True))
-
-
-def test_what_slots_apart_left_is_held_for_the_next_attempt_and_dropped_with_it():
-    params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
-    reducer = GradientReducer(params, bucket_bytes=2048)
-    attempt(reducer, params, [1.0, 2.0], refused=(1,))
-    assert {float(flat.mean()) for flat in attempt(reducer, params, [4.0], ())} == {5.0}
-    assert {float(flat.mean()) for flat in attempt(reducer, params, [], ())} == {5.0}
-    for p in params:
-        p.grad = None
-    assert {float(flat.mean()) for flat in attempt(reducer, params, [2.0], ())} == {2.0}
-
-
-def test_a_parameter_that_no_slot_apart_reached_has_no_gradient():
-    params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
-    reducer = GradientReducer(params, bucket_bytes=2048)
-    attempt(reducer, params[1:], [1.0, 2.0], (1,))
-    attempt(reducer, params[2:], [1.0], ())
-    assert [p.grad is None or float(p.grad.mean()) for p in params] == [True, 1.0, 2.0, 2.0, 2.0]
-
-
-def test_slots_apart_round_as_others_do():
-    """Also where a slot adds to a gradient several times, and to another not at all."""
-    found = []
-    for apart in (False, True):
-        torch.manual_seed(0)
-        params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
-        reducer = GradientReducer(params, bucket_bytes=2048)
-        sums = OneGroup()
-        reducer.begin(sums, WAIT)
-        for slot in range(5):
-            reducer.begin_slot(last=False, apart=apart)
-            for chunk in range(slot % 3 + 1):
-                for param in params[slot // 2 + chunk :]:
-                    (param * torch.randn(param.shape) * 10.0 ** float(torch.randn(()))).sum().backward()
-            reducer.end_slot()
-        reducer.end_slots()
-        own = [p.grad.clone() for p in params]
-        reducer.finish()
-        found.append([*own, *sums.given])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("fixed", [False, True])
-@pytest.mark.parametrize("set_to_none", [False, True])
-@pytest.mark.parametrize(
-    "case", ["apart, not", "not, apart", "not, apart, not, apart, not", "refused, not", "not, refused, not"]
-)
-def test_slots_apart_and_others_add_up(case, set_to_none, fixed):
-    """In one attempt and in one after the other."""
-    params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
-    reducer, optimizer = GradientReducer(params, bucket_bytes=2048, fixed=fixed), torch.optim.SGD(params)
-    for kinds in (case.split(", "), ["not"], ["apart"], ["not", "not"]):
-        total = 0.0
-        sums = OneGroup(100.0)
-        reducer.begin(sums, WAIT)
-        for slot, kind in enumerate(kinds):
-            reducer.begin_slot(last=slot == len(kinds) - 1, apart=kind != "not")
-            backward(params, float("nan") if kind == "refused" else 10.0**slot)
-            if kind != "refused":
-                reducer.end_slot()
-                total += 10.0**slot
-        reducer.end_slots()
-        assert [set(p.grad.tolist()) for p in params] == [{total}] * len(params)
-        reducer.finish()
-        assert [set(p.grad.tolist()) for p in params] == [{total}] * len(params), "the own part is not the sum"
-        reducer.assign(2.0)
-        assert [set(p.grad.tolist()) for p in params] == [{2 * (total + 100.0)}] * len(params)
-        optimizer.zero_grad(set_to_none=set_to_none)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38, -2e19, 1e6])
 @pytest.mark.parametrize("place", [(0, 0), (1, 499), (3, 617), (5, 3)])
 def test_one_number_that_is_not_finite_is_seen(bad, place):
-    """In this group's own part and in the sum; also beside parameters that have no elements on this rank."""
+    """In this group's own part and in the sum; also one whose square has no place in float32, and beside parameters
+    that have no elements on this rank."""
     params = [torch.nn.Parameter(torch.zeros(n)) for n in (*SIZES, 9, 0)]
     reducer, sums = GradientReducer(params, bucket_bytes=0), OneGroup()
     backward(params, 1.0)
@@ -157,31 +57,25 @@ def test_one_number_that_is_not_finite_is_seen(bad, place):
     assert reducer.finite()
     assert reducer.own_finite()
     params[place[0]].grad[place[1]] = bad
-    assert reducer.own_finite() is (bad == 3e38)
+    assert reducer.own_finite() is (bad == 1e6)
     reducer.begin(sums, WAIT)
     reducer.finish()
-    assert reducer.finite() is (bad == 3e38)
+    assert reducer.finite() is (bad == 1e6)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_gradient_lies_in_memory_as_its_parameter_does(fused):
     """Fused optimizers go through both side by side, whatever their strides say."""
-    found = []
-    for apart in (False, True):
-        param = torch.nn.Parameter(torch.arange(24.0).view(4, 6).t())
-        reducer, optimizer = GradientReducer([param], bucket_bytes=2048), torch.optim.AdamW([param], fused=fused)
-        reducer.begin(OneGroup(), WAIT)
-        reducer.begin_slot(last=True, apart=apart)
-        (param * torch.arange(24.0).view(6, 4)).sin().sum().backward()
-        reducer.end_slot()
-        reducer.end_slots()
-        assert param.grad.stride() == param.stride()
-        reducer.finish()
-        reducer.assign(1.0)
-        assert param.grad.stride() == param.stride()
-        optimizer.step()
-        found.append(param.detach().clone())
-    assert torch.equal(*found)
+    param = torch.nn.Parameter(torch.arange(24.0).view(4, 6).t())
+    reducer, optimizer = GradientReducer([param], bucket_bytes=2048), torch.optim.AdamW([param], fused=fused)
+    reducer.begin(OneGroup(), WAIT)
+    (param * torch.arange(24.0).view(6, 4)).sin().sum().backward()
+    own = param.grad.clone()
+    reducer.finish()
+    reducer.assign(1.0)
+    assert param.grad.stride() == param.stride()
+    assert torch.equal(param.grad, own)
+    optimizer.step()
 
 
 @pytest.fixture
@@ -191,59 +85,16 @@ def mesh():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("case", ["not, data ended", "data ended, not", "apart, not", "not", "not, apart"])
-def test_a_gradient_keeps_its_layout_over_ranks(mesh, case):
-    """Which need not be its parameter's, nor be seen in a slot apart first: what each rank has may be a part of it."""
+def test_a_gradient_keeps_its_layout_over_ranks(mesh):
+    """Which need not be its parameter's: what each rank has may be a part of it."""
     params = [torch.nn.Parameter(DTensor.from_local(torch.zeros(n), mesh, [Replicate()])) for n in SIZES]
     reducer = GradientReducer(params, bucket_bytes=2048)
     reducer.begin(OneGroup(), WAIT)
-    for kind in case.split(", "):
-        reducer.begin_slot(last=False, apart=kind != "not")
-        # What is computed apart does not reach the first.
-        for param in {"not": params, "apart": params[1:], "data ended": []}[kind]:
-            param.to_local(grad_placements=[Partial()]).sum().backward()
-        reducer.end_slot()
-    reducer.end_slots()
-    assert {param.grad.placements for param in params} == {(Partial(),)}
+    for param in params:
+        param.to_local(grad_placements=[Partial()]).sum().backward()
     reducer.finish()
     reducer.assign(1.0)
     assert {param.grad.placements for param in params} == {(Partial(),)}
-
-
-def test_without_slots_apart_their_memory_is_given_back():
-    params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
-    reducer = GradientReducer(params, bucket_bytes=2048)
-    attempt(reducer, params, [1.0], ())
-    held = [weakref.ref(bucket.waiting) for bucket in reducer._buckets]
-    reducer.begin_slot(last=False)
-    assert all(ref() is not None for ref in held), "it is the parameters'"
-    for param in params:
-        param.grad = None
-    reducer.begin_slot(last=False)
-    assert all(ref() is None for ref in held)
-
-
-@pytest.mark.parametrize("set_to_none", [False, True])
-@pytest.mark.parametrize("shares", [(2, 2), (0, 2), (2, 0, 0), (0, 0)])
-def test_a_groups_own_part_of_slots_apart_outlives_sums_that_fail(shares, set_to_none):
-    """Whether sums were assigned to the same memory in the step before, and gradients are set to zero or taken away."""
-    params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
-    reducer, optimizer = GradientReducer(params, bucket_bytes=2048), torch.optim.SGD(params)
-    for step, share in enumerate(shares):
-        # The others' part is 100; attempt by attempt: the sum fails and is still written to, fails, is whole.
-        for number, sums in enumerate((OneGroup(100.0, fails=True, ended=False), OneGroup(1e4, True), OneGroup(100.0))):
-            reducer.begin(sums, WAIT)
-            for slot in range(share if number == 0 else 0):
-                reducer.begin_slot(last=slot == share - 1, apart=True)
-                backward(params, step + 1.0)
-                reducer.end_slot()
-            reducer.end_slots()
-            assert number < 2 or all(p.grad is None or set(p.grad.tolist()) == {share * (step + 1.0)} for p in params)
-            with pytest.raises(SumsBroken) if sums.fails else contextlib.nullcontext():
-                reducer.finish()
-        reducer.assign(2.0)
-        assert [set(p.grad.tolist()) for p in params] == [{2 * (100.0 + share * (step + 1.0))}] * len(params)
-        optimizer.zero_grad(set_to_none=set_to_none)
 
 
 class OneGroup:
@@ -263,24 +114,12 @@ class OneGroup:
             raise SumsBroken("as ordered")
 
 
-def attempt(reducer, params, scales, refused):
-    """The sums over one group of slots computed apart; a refused one leaves NaN."""
-    sums = OneGroup()
-    reducer.begin(sums, WAIT)
-    for number, scale in enumerate(scales):
-        reducer.begin_slot(last=number == len(scales) - 1, apart=True)
-        backward(params, float("nan") if number in refused else scale)
-        if number not in refused:
-            reducer.end_slot()
-    assert not sums.given, "a sum began before it was known whether a slot is refused"
-    reducer.end_slots()
-    reducer.finish()
-    return sums.given
-
-
 def run_rank(rank: int, size: int, port: int, scenario: str):
     sums = RankColumn("gloo", column=0, host="127.0.0.1", connect_timeout=WAIT, reduce_timeout=WAIT, token=b"t" * 32)
-    sums.connect(key=scenario, store=f"127.0.0.1:{port}", rank=rank, size=size)
+    board = reach(f"127.0.0.1:{port}", WAIT)
+    board.set(f"address-{rank}", sums.address)
+    peers = [board.get(f"address-{peer}").decode() for peer in range(size)]
+    sums.connect(key=scenario, store=f"127.0.0.1:{port}", host=0, rank=rank, peers=peers)
     params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
     reducer = GradientReducer(params, bucket_bytes=2048)
     try:

@@ -12,9 +12,10 @@ shuts these connections down.
 
 import contextlib
 import hashlib
+import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -23,7 +24,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from everstep.quorum import private
-from everstep.quorum.own_sockets import listens, own_sockets
 
 Address = tuple[str, int]
 
@@ -70,7 +70,8 @@ class Communicator:
             made = _listening() - before
         # Two at once: somebody else began to listen, and nobody knows which is which.
         self._listens = made.pop() if len(made) == 1 else ("", 0)
-        self._peers: list[Address] = []
+        self._peers: dict[int, Address] = {}
+        """By rank, where the other members listen; without host where that is not known."""
 
     def connect(self, key: bytes) -> None:
         """Connect to the other members, which do the same.
@@ -84,12 +85,23 @@ class Communicator:
         host, port = self._listens
         self._store.set(f"member/{self._rank}", f"{host} {port} {self._backend.get_reconfigure_handle()}")
         said = [self._store.get(f"member/{rank}").decode().split(" ", 2) for rank in range(self._size)]
-        self._peers = [(host, int(port)) for rank, (host, port, _) in enumerate(said) if rank != self._rank]
+        self._peers = {rank: (host, int(port)) for rank, (host, port, _) in enumerate(said) if rank != self._rank}
         options = c10d.ReconfigureOptions()
         options.uuid = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
         options.handles = [handle for _, _, handle in said]
         options.timeout = self._timeout
         self._backend.reconfigure(options).wait()
+
+    def unreached(self) -> frozenset[int]:
+        """Ranks of the members that do not take connections where they said that they listen."""
+        return frozenset(rank for rank, place in self._peers.items() if place[0] and not self._takes_connections(place))
+
+    def _takes_connections(self, place: Address) -> bool:
+        try:
+            socket.create_connection(place, self._timeout.total_seconds() / len(self._peers)).close()
+        except OSError:
+            return False
+        return True
 
     def allreduce(self, tensor: torch.Tensor, timeout: timedelta) -> Any:
         """Begin to sum `tensor` in place over the members; the work. On a device the sum goes to the current stream,
@@ -120,7 +132,7 @@ class Communicator:
             # It may wait behind a kernel of another communicator.
             threading.Thread(target=self._backend.abort, name="abort", daemon=True).start()
         else:
-            _shut_down(self._listens, self._peers)
+            _shut_down(self._listens, self._peers.values())
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -134,14 +146,26 @@ def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
 _MAKE: dict[str, Callable[[dist.Store, int, int, timedelta], Any]] = {"gloo": _gloo, "nccl": _nccl}
 
 
+def _own_sockets() -> Iterator[socket.socket]:
+    """This process's TCP sockets, Gloo's among them, to which it gives no access. Each as a copy, which is closed again
+    when the next one is asked for."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or none of a socket
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as copy:
+                    if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                        yield copy
+
+
 def _listening() -> set[Address]:
     """Where this process listens."""
-    return {copy.getsockname()[:2] for copy in own_sockets() if listens(copy)}
+    listens = socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+    return {copy.getsockname()[:2] for copy in _own_sockets() if copy.getsockopt(*listens)}
 
 
-def _shut_down(listens: Address, peers: Sequence[Address]) -> None:
+def _shut_down(listens: Address, peers: Collection[Address]) -> None:
     """End the connections that were accepted where a communicator listens, and those to where its peers do."""
-    for copy in own_sockets():
+    for copy in _own_sockets():
         with contextlib.suppress(OSError):  # listens, or is not connected any more
             if copy.getpeername()[:2] in peers or copy.getsockname()[:2] == listens:
                 copy.shutdown(socket.SHUT_RDWR)

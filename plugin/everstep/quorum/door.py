@@ -2,8 +2,10 @@
 
 import threading
 import time
+from contextlib import AbstractContextManager
 from datetime import timedelta
 
+from everstep.quorum import memory
 from everstep.quorum.heal import Fetch, HealError, HealServer, HealState, Whose
 
 
@@ -86,6 +88,10 @@ class StateFetch:
     def state(self) -> HealState | None:
         """See `Fetch.state`."""
         return self._state
+
+    def room(self) -> AbstractContextManager[bool]:
+        """See `Fetch.room`. The sums of a step are never larger than the state."""
+        return memory.claimed(self._transfer.nbytes)
 
     def cancel(self) -> None:
         """See `Fetch.cancel`: what still arrives is not used."""

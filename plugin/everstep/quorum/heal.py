@@ -1,9 +1,8 @@
 """The heal transport: a live group's state for a group that joins.
 
-The source opens its state for one committed step (`HealServer.serve`), joiners read it (`fetch`) while the
+The source opens its state for one committed step (`HealServer.serve`), joiners read it (`Fetch`) while the
 source computes its slots, and the source takes its tensors back before its optimizer changes them (`release`).
 Until then they are read in place; joiners that are not done by then read on from a copy, and nobody waits for them.
-On the joiner the bytes land in their final buffers.
 
 What travels is a schema (names, dtypes, shapes as JSON), raw tensor bytes, a JSON object and named byte
 strings; nothing that is executed on arrival, as a pickle would be. `everstep.wire` authenticates every chunk with keys
@@ -19,24 +18,23 @@ import itertools
 import math
 import threading
 import time
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Annotated, Any
 
-import psutil
 import torch
 
 from everstep import wire
+from everstep.quorum import memory
 from everstep.run import typed
 from everstep.run.typed import Count, UnfitError
+from everstep.step.streams import streams_of
 
 PURPOSE = "heal"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+HOST = torch.device("cpu")
 DEFAULT_CONNECTIONS = 4
-MEMORY_FACTOR = 1.5
-"""Free host memory, in sizes of the state, that a copy of it for slow joiners needs."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -71,25 +69,20 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
 class _StateBytes(wire.Lender):
     """A state's tensors and blobs laid end to end (`wire.Lender`), read in place.
 
-    What lies on a device is staged in a pinned buffer of the reading thread. Copies from a device run on a stream of
-    their own that waits for what the serving thread's stream had queued when the state was opened: they see the
-    committed values and do not hold up the computation.
+    What lies on a device is staged in a pinned buffer of the reading thread, by a stream of its own that waits for what
+    the serving thread's stream had been given when the state was opened: copies see the committed values and hold up no
+    computation.
     """
 
     def __init__(self, state: HealState) -> None:
         self._parts: list[memoryview | torch.Tensor] = []
-        self._ready: torch.cuda.Event | None = None
+        self._device = next((t.device for t in state.tensors.values() if t.device.type != "cpu"), HOST)
+        self._ready = streams_of(self._device).record()
         for name, tensor in state.tensors.items():
             if not tensor.is_contiguous():
                 raise HealError(f"'{name}' is not contiguous: pass its contiguous local shard")
-            if tensor.device.type == "cpu":
-                self._parts.append(_memory_of(tensor))
-            else:
-                self._parts.append(tensor.detach().reshape(-1).view(torch.uint8))
-                if self._ready is None:
-                    self._device = tensor.device
-                    self._ready = torch.cuda.Event()
-                    self._ready.record(torch.cuda.current_stream(tensor.device))
+            flat = tensor.detach().reshape(-1).view(torch.uint8)
+            self._parts.append(_memory_of(flat) if tensor.device.type == "cpu" else flat)
         self._parts += [memoryview(blob) for blob in state.blobs.values()]
         self._parts = [p for p in self._parts if len(p)]
         self._ends = list(itertools.accumulate(len(p) for p in self._parts))
@@ -107,7 +100,7 @@ class _StateBytes(wire.Lender):
             self._reading += 1
         try:
             pieces = self._pieces(offset, length)
-            if self._ready is None:
+            if self._device == HOST:
                 yield [piece for piece in pieces if isinstance(piece, memoryview)]
                 return
             staged = self._staged(pieces)
@@ -131,7 +124,7 @@ class _StateBytes(wire.Lender):
                 part.cpu() if isinstance(part, torch.Tensor) else memoryview(bytearray(part)) for part in self._parts
             ]
             self._parts = [_memory_of(part) if isinstance(part, torch.Tensor) else part for part in self._parts]
-            self._ready = None
+            self._device = HOST
         finally:
             with self._lock:
                 self._detaching = False
@@ -152,17 +145,17 @@ class _StateBytes(wire.Lender):
         own, at = self._own, 0
         if not hasattr(own, "buffer"):
             own.buffer = torch.empty(wire.CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
-            own.stream = torch.cuda.Stream(self._device)
-            own.stream.wait_event(self._ready)
-        for piece in pieces:
-            target = own.buffer[at : at + len(piece)]
-            if isinstance(piece, torch.Tensor):
-                with torch.cuda.stream(own.stream):
+            own.streams = streams_of(self._device)
+        with own.streams.of_sums():
+            own.streams.wait(self._ready)
+            for piece in pieces:
+                target = own.buffer[at : at + len(piece)]
+                if isinstance(piece, torch.Tensor):
                     target.copy_(piece, non_blocking=True)
-            else:
-                target.numpy().data[:] = piece
-            at += len(piece)
-        own.stream.synchronize()
+                else:
+                    target.numpy().data[:] = piece
+                at += len(piece)
+            own.streams.record().synchronize()
         return [own.buffer[:at].numpy().data]
 
 
@@ -177,7 +170,7 @@ class Whose:
 
 @dataclass(frozen=True)
 class _Request:
-    """Of a joiner, on the first of its connections."""
+    """Of a joiner, on each of its connections."""
 
     step: int
     history: int
@@ -198,7 +191,6 @@ class _Schema:
     blobs: list[tuple[str, Count]]
     meta: dict[str, Any]
     size: Count
-    transfer: str = ""
 
 
 def _schema(step: int, history: int, whose: Whose, state: HealState, size: int) -> _Schema:
@@ -233,11 +225,11 @@ class HealServer:
         self._open = False
         self._source: _StateBytes | None = None
         self._schema: _Schema | None = None
-        self._readers: dict[wire.Channel, tuple[str, _StateBytes]] = {}
-        """The transfer that each connection belongs to, and what it reads."""
+        self._readers: dict[wire.Channel, _StateBytes] = {}
+        """What each connection reads."""
         self._server = wire.Server(host, token, self._talk, timeout, purpose=PURPOSE, encrypt=encrypt)
         self.address = self._server.address
-        """`host:port` to hand to `fetch`."""
+        """`host:port` to hand to `Fetch.run`."""
 
     def serve(self, step: int, state: HealState, history: int = 0) -> None:
         """Open `state` to readers as that of committed step `step`, which came about by `history`, until
@@ -264,20 +256,21 @@ class HealServer:
         with self._changed:
             source, self._open = self._source, False
             self._source = self._schema = None
-            reading = source is not None and any(read is source for _, read in self._readers.values())
+            reading = source is not None and source in self._readers.values()
         if source is None or not reading:
             return True
-        if psutil.virtual_memory().available > MEMORY_FACTOR * source.size:
-            source.detach()
-            return True
-        self._cut(source)
-        return False
+        with memory.claimed(source.size) as granted:
+            if granted:
+                source.detach()
+        if not granted:
+            self._cut(source)
+        return granted
 
     def _cut(self, source: _StateBytes | None) -> None:
         """End all transfers of a source, or all there are, and wait for that."""
 
         def reading() -> list[wire.Channel]:
-            return [channel for channel, (_, read) in self._readers.items() if source in (None, read)]
+            return [channel for channel, read in self._readers.items() if source in (None, read)]
 
         with self._changed:
             for channel in reading():
@@ -304,8 +297,6 @@ class HealServer:
                 self._changed.notify_all()
 
     def _admit(self, channel: wire.Channel, request: dict[str, Any]) -> tuple[_StateBytes, dict[str, Any]]:
-        if request.get("op") == "join":
-            return self._join(channel, str(request.get("transfer"))), {}
         try:
             asked = typed.parse(_Request, request)
         except UnfitError as error:
@@ -326,17 +317,8 @@ class HealServer:
                 raise wire.RefusedError(
                     f"step {asked.step} came about here by history {self._history}, {asked.history} was asked for"
                 )
-            transfer = uuid.uuid4().hex
-            self._readers[channel] = (transfer, self._source)
-            return self._source, asdict(self._schema) | {"transfer": transfer}
-
-    def _join(self, channel: wire.Channel, transfer: str) -> _StateBytes:
-        with self._changed:
-            sources = [source for known, source in self._readers.values() if known == transfer]
-            if not sources:
-                raise wire.RefusedError("the transfer that this connection belongs to has ended")
-            self._readers[channel] = (transfer, sources[0])
-            return sources[0]
+            self._readers[channel] = self._source
+            return self._source, asdict(self._schema)
 
 
 class Fetch:
@@ -347,7 +329,6 @@ class Fetch:
     last, since each group keeps its own.
 
     Args:
-        into: host tensors to receive into, exactly the source's by name, dtype and shape. None: fresh ones.
         connections: parallel connections, fewer for a small state.
     """
 
@@ -355,7 +336,6 @@ class Fetch:
         self,
         token: bytes,
         step: int,
-        into: Mapping[str, torch.Tensor] | None = None,
         *,
         history: int = 0,
         whose: Whose = Whose(),
@@ -363,13 +343,18 @@ class Fetch:
         encrypt: bool = False,
     ) -> None:
         self.step, self.history = step, history
-        self._token, self._into, self._whose = token, into, whose
+        self._token, self._whose = token, whose
         self._connections, self._encrypt = connections, encrypt
         self._layout: list[tuple[str, str, list[int]]] = []
         self._tensors: dict[str, torch.Tensor] = {}
         self._tensor_bytes = 0
         self._done: set[int] = set()
         """Where the ranges begin that have arrived."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the state's tensors; 0 until the source has said."""
+        return self._tensor_bytes
 
     def run(self, address: str, timeout: timedelta) -> HealState:
         """The whole state, from the `HealServer` at `address`.
@@ -379,7 +364,7 @@ class Fetch:
 
         Raises:
             HealError: wrong token, step, history, rank or schema, something that was altered on the way, a source that
-                refused, died or fell silent. What `into` holds is then undefined.
+                refused, died or fell silent.
         """
         channels: list[wire.Channel] = []
         started = time.monotonic()
@@ -394,7 +379,9 @@ class Fetch:
             missing = -(-sink.size // wire.RANGE_BYTES) - len(self._done)
             for _ in range(min(self._connections, missing) - 1):
                 channels.append(self._connect(address, timeout))
-                channels[-1].ask({"op": "join", "transfer": schema.transfer})
+                if not self._offers_the_same(channels[-1], request, schema):
+                    channels.pop().close()
+                    break
             wire.pull(channels, sink, self._done)
         except (wire.WireError, HealError, UnfitError) as error:
             waited_s = time.monotonic() - started
@@ -403,6 +390,13 @@ class Fetch:
             for channel in channels:
                 channel.close()
         return HealState(self._tensors, schema.meta, {name: bytes(blob) for name, blob in blobs.items()})
+
+    def _offers_the_same(self, channel: wire.Channel, request: _Request, schema: _Schema) -> bool:
+        """Whether a further connection reads the same; else the step is over there, and those let in before read on."""
+        try:
+            return typed.parse(_Schema, channel.ask(asdict(request)), "its answer:") == schema
+        except wire.RefusedError:
+            return False
 
     def _connect(self, address: str, timeout: timedelta) -> wire.Channel:
         return wire.connect(address, self._token, timeout, purpose=PURPOSE, encrypt=self._encrypt)
@@ -416,7 +410,7 @@ class Fetch:
                 raise HealError(f"it offers {what} {theirs}, not {ours}")
         if not self._tensors or schema.tensors != self._layout:
             self._done.clear()
-            self._tensors, self._layout = _room(schema.tensors, self._into), schema.tensors
+            self._tensors, self._layout = _room(schema.tensors), schema.tensors
             self._tensor_bytes = sum(t.nbytes for t in self._tensors.values())
         # Of another source, or of a later moment of the same.
         self._done = {begin for begin in self._done if begin + wire.RANGE_BYTES <= self._tensor_bytes}
@@ -425,27 +419,14 @@ class Fetch:
             raise HealError(f"it announced {schema.size} bytes for a schema of {size}")
 
 
-def _room(schema: list[tuple[str, str, list[int]]], into: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-    """The buffers for a schema: those of `into`, which must be as the schema says, or fresh ones."""
+def _room(schema: list[tuple[str, str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Buffers for a schema. Raises HealError."""
     tensors: dict[str, torch.Tensor] = {}
     for name, dtype_name, shape in schema:
         dtype = DTYPES.get(dtype_name)
         if dtype is None or name in tensors:
             raise HealError(f"'{name}' has the unknown dtype {dtype_name}, or comes twice")
-        if into is None:
-            tensors[name] = _fresh(name, dtype, shape)
-            continue
-        given = into.get(name)
-        if given is None:
-            raise HealError(f"it offers '{name}', which this group does not have")
-        if (given.dtype, list(given.shape)) != (dtype, shape):
-            raise HealError(f"'{name}' is {dtype} {shape} there and {given.dtype} {list(given.shape)} here")
-        if given.device.type != "cpu" or not given.is_contiguous():
-            raise HealError(f"the buffer for '{name}' must be contiguous and in host memory")
-        tensors[name] = given
-    for name in into or ():
-        if name not in tensors:
-            raise HealError(f"it does not offer '{name}'")
+        tensors[name] = _fresh(name, dtype, shape)
     return tensors
 
 
@@ -456,20 +437,3 @@ def _fresh(name: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
     except (RuntimeError, MemoryError) as error:
         raise HealError(f"there is no memory for '{name}' of shape {shape}: {error}".splitlines()[0]) from error
-
-
-def fetch(
-    address: str,
-    token: bytes,
-    step: int,
-    into: Mapping[str, torch.Tensor] | None,
-    timeout: timedelta,
-    connections: int = DEFAULT_CONNECTIONS,
-    *,
-    history: int = 0,
-    whose: Whose = Whose(),
-    encrypt: bool = False,
-) -> HealState:
-    """The state of committed step `step` in one go; see `Fetch` and `Fetch.run`."""
-    wanted = Fetch(token, step, into, history=history, whose=whose, connections=connections, encrypt=encrypt)
-    return wanted.run(address, timeout)

@@ -11,13 +11,13 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchft.coordination import LighthouseServer
 
-from everstep.quorum.gate import Gate, GateError, loopback_port, shut
-from everstep.quorum.membership import HEARTBEAT_S, HEARTBEATS
+from everstep.quorum.gate import Gate, GateError, Rules
+from everstep.quorum.membership import beat_every_s
 from everstep.run.events import EventLog
 from everstep.run.lifeline import die_with_parent
 from everstep.run.stops import collect_stops
@@ -29,58 +29,72 @@ LOOPBACK = "127.0.0.1"
 LOOK_EVERY_S = 0.2
 
 
-def run(
-    bind: str,
-    run_dir: Path,
-    min_groups: int,
-    join_timeout_s: float,
-    heartbeat_timeout_s: float,
-    encrypt: bool = False,
-) -> None:
-    """Run a lighthouse on `bind` ("host:port") until one of STOPS. Prints its address.
+class Lighthouse:
+    """torchft's lighthouse, in this process, and its gate.
 
-    `join_timeout_s`: how long a quorum waits for a group that heartbeats but has not asked to join.
-    `heartbeat_timeout_s`: a group silent for this long is left out. `encrypt`: fault_tolerance.encrypt.
+    Args:
+        token: of the run.
+        bind: (host, port) that the gate listens on; port 0 for a free one.
+        rules: when there is a quorum.
+        tell, encrypt: as of the gate.
 
     Raises:
         GateError: the port is taken, or torchft's lighthouse ended.
-        ValueError: there is no token that can be trusted in `run_dir`, or `bind` is no address.
+    """
+
+    def __init__(
+        self,
+        token: bytes,
+        bind: tuple[str, int],
+        rules: Rules,
+        tell: Callable[[int, str], None],
+        encrypt: bool = False,
+    ) -> None:
+        # The server and each of the gate's clients have a runtime of their own. Set before there is any: their threads
+        # read the environment, which must not move under them.
+        os.environ["TOKIO_WORKER_THREADS"] = "1"
+        late_s = beat_every_s(rules.heartbeat_timeout_s)  # by so much later may a silent group be noticed
+        self._inner = LighthouseServer(
+            bind=f"{LOOPBACK}:0",
+            min_replicas=rules.min_groups,
+            join_timeout_ms=round(rules.join_timeout_s * 1000),
+            quorum_tick_ms=QUORUM_TICK_MS,
+            heartbeat_timeout_ms=round((rules.heartbeat_timeout_s + late_s) * 1000),
+        )
+        port = self._inner.address().rstrip("/").rpartition(":")[2]
+        self.gate = Gate(token, bind, f"http://{LOOPBACK}:{port}", rules, tell, encrypt)
+
+    def close(self) -> None:
+        """End both."""
+        self.gate.close()
+        self._inner.shutdown()
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Run a lighthouse as `main`'s options say until one of STOPS. Prints its address.
+
+    Raises:
+        GateError: as of `Lighthouse`.
+        ValueError: there is no token that can be trusted in the run directory, or `bind` is no address.
         WireError: the same of `bind`.
     """
-    token, place = run_token(run_dir), parse_address(bind)
-    events = EventLog(run_dir, None, None, "lighthouse")
+    token, place = run_token(options.run_dir), parse_address(options.bind)
+    events = EventLog(options.run_dir, None, None, "lighthouse")
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # a descriptor for each group, and for strangers
-    every_s = min(HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS)  # by so much later may a silent group be noticed
-    # The server and each of the gate's clients have a runtime of their own. Set before there is any: their threads read
-    # the environment, which must not move under them.
-    os.environ["TOKIO_WORKER_THREADS"] = "1"
-    inner = LighthouseServer(
-        bind=f"{LOOPBACK}:0",
-        min_replicas=min_groups,
-        join_timeout_ms=round(join_timeout_s * 1000),
-        quorum_tick_ms=QUORUM_TICK_MS,
-        heartbeat_timeout_ms=round((heartbeat_timeout_s + every_s) * 1000),
-    )
-    port = loopback_port(inner.address())
 
     def tell(count: int, last: str) -> None:
         events.emit("stranger_refused", count=count, reason=last)
 
     stops = collect_stops()
-    try:
-        gate = Gate(token, place, f"http://{LOOPBACK}:{port}", every_s, heartbeat_timeout_s, tell, encrypt)
-        if not shut(port):
-            print(f"lighthouse: this kernel does not let port {port} of {LOOPBACK} be closed to others", flush=True)
-        gate.open()
-        print(f"lighthouse on {bind}, at least {min_groups} groups, pid {os.getpid()}", flush=True)
-        while not stops:
-            time.sleep(LOOK_EVERY_S)
-            if gate.lost.is_set():
-                raise GateError("torchft's lighthouse has gone from behind its gate")
-        gate.close()
-    finally:
-        inner.shutdown()
+    rules = Rules(options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s)
+    lighthouse = Lighthouse(token, place, rules, tell, options.encrypt)
+    print(f"lighthouse on {options.bind}, at least {options.min_groups} groups, pid {os.getpid()}", flush=True)
+    while not stops:
+        time.sleep(LOOK_EVERY_S)
+        if lighthouse.gate.lost.is_set():
+            raise GateError("torchft's lighthouse has gone from behind its gate")
+    lighthouse.close()
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -97,8 +111,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if options.die_with_parent:
         die_with_parent(os.getppid())
     try:
-        waits = options.join_timeout_s, options.heartbeat_timeout_s
-        run(options.bind, options.run_dir, options.min_groups, *waits, options.encrypt)
+        serve(options)
     except (GateError, ValueError, OSError) as error:
         print(f"lighthouse: {error}", file=sys.stderr)
         return 1

@@ -1,30 +1,102 @@
-"""A group's voice at torchft's lighthouse.
+"""A group's voice at the run's lighthouse, behind its gate (`everstep.quorum.gate`).
 
-Only rank 0 of a group has one; the other ranks learn from it. The lighthouse is asked directly: torchft's manager
-would go on asking on behalf of a client that has given up, with that client's old step, and would collect votes that
-nobody counts any more. What a group says of itself travels in the request's data and comes back in the quorum, so a
-quorum that is not for the newest request is seen to be that. Ids and data carry codes of the run's token: a quorum with
-a stranger in it is no quorum.
+Only rank 0 of a group has one; the other ranks learn from it. What a group says of itself travels with its request and
+comes back in the quorum, so a quorum that is not for the newest request is seen to be that.
+
+The lighthouse's host may fall silent, and another one be published. So heartbeats read the published address each time,
+and wait for half a heartbeat timeout; where they find that the lighthouse has moved, or that it has been silent for a
+whole one, they end the request that waits for it, which is then made at the new address.
 """
 
-import atexit
-import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
-from everstep.quorum.identity import StrangerError, check_saying, read_id, replica_id, saying_code
-from everstep.quorum.voice import LighthouseError, Voice
+from everstep import wire
+from everstep.run import typed
 from everstep.step.interfaces import QuorumUnavailable
-from everstep.step.quorum import Member, Request, decode, encode
+from everstep.step.quorum import Member, Request, decode, encode, name_of
 
+PURPOSE = "lighthouse"
 HEARTBEAT_S, HEARTBEATS = 0.25, 4
 """The longest time between two heartbeats, and how many of them must be lost in a row before a group is."""
 ASK_AGAIN_S = 0.1
-LAST_BEAT_S = 2.0
-"""How long a group that leaves waits for a heartbeat under way."""
-DATA, CODE = "everstep", "code"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A member lives."""
+
+    op: str
+    replica: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A member asks for the next quorum. `said`: what it says of itself."""
+
+    op: str
+    replica: str
+    said: str
+    timeout_s: Annotated[float, typed.Within(0.001, 86400.0)]
+
+
+def beat_every_s(heartbeat_timeout_s: float) -> float:
+    """The time between two heartbeats of a group that is taken for dead after `heartbeat_timeout_s` of silence."""
+    return min(HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS)
+
+
+class Line:
+    """One thread's connection to the lighthouse, made anew after every failure and for every other address.
+
+    Args:
+        token: of the run.
+        connect_timeout: for a connection.
+    """
+
+    def __init__(self, token: bytes, connect_timeout: timedelta) -> None:
+        self._token, self._connect_timeout = token, connect_timeout
+        self._lock = threading.Lock()
+        self._channel: wire.Channel | None = None
+        self.address = ""
+        """Of the lighthouse that is asked now or was asked last, `http://host:port`."""
+
+    def ask(self, address: str, message: dict[str, Any], timeout: timedelta) -> dict[str, Any]:
+        """The answer to a message. Raises WireError."""
+        try:
+            channel = self._channel if address == self.address else None
+            if channel is None:
+                channel = self._connect(address, min(timeout, self._connect_timeout))
+            channel.set_timeout(timeout)
+            return channel.ask(message)
+        except wire.WireError:
+            self.end()
+            raise
+
+    def _connect(self, address: str, timeout: timedelta) -> wire.Channel:
+        self.end()
+        self.address = address
+        try:
+            place = urlsplit(address)
+            at = wire.format_address(place.hostname or "", place.port or 0)
+        except ValueError as error:
+            raise wire.WireError(f"{address[:300]!r} is no address of a lighthouse") from error
+        # Encrypted if the gate says so, which proves with the token that it does.
+        channel = wire.connect(at, self._token, timeout, purpose=PURPOSE, encrypt=None)
+        with self._lock:
+            self._channel = channel
+        return channel
+
+    def end(self) -> None:
+        """End the connection; what another thread waits for on it fails."""
+        with self._lock:
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.cut()
 
 
 class Membership:
@@ -34,37 +106,30 @@ class Membership:
         group: group id.
         life: differs after every start of the group's workers.
         token: of the run.
-        find_lighthouse: gives `http://host:port`, and another one when the lighthouse has moved.
-        connect_timeout: for connections to the lighthouse.
+        find_lighthouse: gives `http://host:port`, and another one when the lighthouse has moved; "" for none.
         heartbeat_timeout_s: of the lighthouse.
-        gated: whether the address is of the run's own lighthouse; else it may be one of torchft's without a gate.
     """
 
     def __init__(
-        self,
-        *,
-        group: int,
-        life: str,
-        token: bytes,
-        find_lighthouse: Callable[[], str],
-        connect_timeout: timedelta,
-        heartbeat_timeout_s: float = 0.8,
-        gated: Callable[[], bool] = lambda: False,
+        self, *, group: int, life: str, token: bytes, find_lighthouse: Callable[[], str], heartbeat_timeout_s: float
     ) -> None:
-        self._token, self._replica_id = token, replica_id(token, group, life)
-        self._find_lighthouse, self._connect_timeout = find_lighthouse, connect_timeout
-        self._asking, self._beating = (Voice(token, self._replica_id, connect_timeout, gated) for _ in range(2))
-        self._every_s = min(HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS)
+        self._replica, self._find_lighthouse = name_of(group, life), find_lighthouse
+        self._timeout_s, self._every_s = heartbeat_timeout_s, beat_every_s(heartbeat_timeout_s)
+        patience = timedelta(seconds=heartbeat_timeout_s / 2)
+        self._asking, self._beating = Line(token, patience), Line(token, patience)
+        self._patience = patience
         self._address = ""
         self._left = threading.Event()
         self._beats = threading.Thread(target=self._keep_beating, name="lighthouse-heartbeat", daemon=True)
         self._beats.start()
-        atexit.register(self.leave)
 
     def follow(self) -> bool:
         """Speak to the lighthouse where it is now. Whether it moved."""
-        before, self._address = self._address, self._find_lighthouse()
+        before, self._address = self._address, self._published()
         return before not in ("", self._address)
+
+    def _published(self) -> str:
+        return self._find_lighthouse() or self._address  # the file cannot be read at the moment
 
     def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
         """See `everstep.step.interfaces.Membership`."""
@@ -75,7 +140,7 @@ class Membership:
             if reason is not None and left_s < ASK_AGAIN_S:  # too little for another reason than that
                 raise reason
             try:
-                return self._ask_once(request, timedelta(seconds=max(left_s, 0.001)))
+                return self._ask_once(request, max(left_s, 0.001))
             except QuorumUnavailable as error:
                 # A lighthouse that starts again is asked again until the time is up.
                 reason = error
@@ -83,37 +148,40 @@ class Membership:
                     raise
                 self.follow()
 
-    def _ask_once(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
-        saying = encode(request)
+    def _ask_once(self, request: Request, timeout_s: float) -> tuple[int, list[Member]]:
+        # A little less than our own patience, so that the reason arrives before we give up.
+        asked = Asked("quorum", self._replica, encode(request), max(0.001, 0.95 * timeout_s))
         try:
-            data = {DATA: saying, CODE: saying_code(self._token, self._replica_id, saying)}
-            quorum_id, told = self._asking.quorum(self._address, request.store, request.step, data, timeout)
-            return quorum_id, [self._read(replica, said) for replica, said in told]
-        except (LighthouseError, ValueError) as error:
-            raise QuorumUnavailable(str(error)) from error
-
-    def _read(self, replica: object, data: object) -> Member:
-        """A member, by what it says of itself. Raises ValueError if it is none of this run's, or says nonsense."""
-        if not isinstance(replica, str) or not isinstance(data, dict):
-            raise StrangerError("the lighthouse names a member that is none")
-        group, life = read_id(self._token, replica)
-        member = decode(check_saying(self._token, replica, data.get(DATA), data.get(CODE)))
-        if (member.group, member.life) != (group, life):
-            raise StrangerError(f"replica {ascii(replica)[:80]} speaks for another one")
-        return member
+            answer = self._asking.ask(self._address, asdict(asked), timedelta(seconds=timeout_s))
+            if "failed" in answer:
+                raise QuorumUnavailable(str(answer["failed"]))
+            members = answer["members"]
+            if not isinstance(members, list) or not isinstance(answer["quorum_id"], int):
+                raise ValueError("a quorum of another form")
+            found = answer["quorum_id"], [decode(member) for member in members]
+        except (wire.WireError, KeyError, ValueError) as error:
+            raise QuorumUnavailable(str(error).partition("\n")[0][:300]) from error
+        if self._published() != self._address:
+            # The others ask the one that is published now. A quorum of this one would be of those that do not know yet.
+            raise QuorumUnavailable("the lighthouse has moved")
+        return found
 
     def _keep_beating(self) -> None:
         """Heartbeats, in a thread of their own: they stop with the process, and while it is stopped."""
+        heard, beat = time.monotonic(), asdict(Beat("beat", self._replica))
         while not self._left.wait(self._every_s):
-            if self._address:
-                with contextlib.suppress(LighthouseError):  # what is not heard now is said again
-                    self._beating.beat(self._address)
+            if not self._address:
+                continue
+            address = self._published()
+            try:
+                self._beating.ask(address, beat, self._patience)
+                heard = time.monotonic()
+            except wire.WireError:  # what is not heard now is said again
+                pass
+            if self._asking.address not in ("", address) or time.monotonic() - heard > self._timeout_s:
+                self._asking.end()
 
     def leave(self) -> None:
-        """Stop the heartbeats; the other groups go on without this one.
-
-        Waits for a heartbeat under way: Python aborts a process that ends while a thread is in torchft's client.
-        """
-        atexit.unregister(self.leave)
+        """Stop the heartbeats; the other groups go on without this one. Waits for a heartbeat under way."""
         self._left.set()
-        self._beats.join(LAST_BEAT_S)
+        self._beats.join(self._timeout_s)

@@ -12,7 +12,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
@@ -20,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from everstep.quorum.communicator import Communicator
-from everstep.quorum.identity import StrangerError, open_note, seal_note
 from everstep.quorum.in_flight import InFlight, Sum, first_line
-from everstep.quorum.watch import PeerWatch
+from everstep.quorum.notes import StrangerError, open_note, seal_note
+from everstep.quorum.reach import Reach
+from everstep.quorum.watch import PeerLost, PeerWatch
 from everstep.step.interfaces import SumsBroken
 from everstep.step.streams import HostStreams, Streams
 
@@ -96,7 +98,10 @@ class RankColumn:
         and the store answers nobody meanwhile: with a slow name server that alone is longer than a quorum."""
         self._lock = threading.Lock()
         self._watch = PeerWatch(host, self._on_loss, token)
-        self._key = self._last_key = b""
+        self.address = self._watch.address
+        """`host:port` that the other members of the column reach this rank under."""
+        self._reach = Reach(connect_timeout)
+        self._key = b""
         self._rank = 0
         self._token, self._place = token, b""
         self._gathered = 0
@@ -108,28 +113,30 @@ class RankColumn:
     def connected(self) -> bool:
         return self.size > 0
 
-    def ended(self) -> frozenset[int]:
-        """See `Sums.ended`."""
-        return self._watch.ended(self._last_key)
+    def unreached(self) -> frozenset[str]:
+        """See `Sums.unreached`."""
+        return self._reach.missing()
 
-    def connect(self, *, key: str, store: str, rank: int, size: int) -> None:
+    def connect(self, *, key: str, store: str, host: int, rank: int, peers: Sequence[str]) -> None:
         """Build the process groups anew.
 
         Args:
             key: of the quorum; never used before.
             store: `host:port` of a TCPStore that all members reach.
+            host: place of the group whose store it is.
             rank: place of this group in the quorum.
-            size: groups in the quorum.
+            peers: by place, the members' addresses; among them this rank's own.
 
         Raises:
             SumsBroken: some member did not arrive in time.
         """
         self.abort()
-        place = f"everstep/{key}/{self._column}"
+        others = {peer: address for peer, address in enumerate(peers) if peer != rank}
+        place = _Place(f"everstep/{key}/{self._column}", rank, others, store, host)
         # Taken, so that one that a thread was left behind with is not used again.
         reached = self._stores.pop(store, None)
-        building = _Building(self._new_lines, self._watch, self._connect_timeout, store, reached, place, rank, size)
-        self._key = self._last_key = building.key
+        building = _Building(place, self._new_lines, self._watch, self._connect_timeout, reached)
+        self._key = place.key
         building.start()
         # Members may use up the timeout once while they wait for each other, and once for each line they connect.
         give_up = time.monotonic() + (1 + self._line_count()) * self._connect_timeout.total_seconds()
@@ -138,12 +145,14 @@ class RankColumn:
         lines, error = building.take()
         if lines:
             self._keep_store(store, building.reached)
+            self._reach.reached(others.values())
             with self._lock:
-                self._lines, self._rank, self.size = lines, rank, size
-            self._place, self._gathered = building.key, 0
+                self._lines, self._rank, self.size = lines, rank, len(peers)
+            self._place, self._gathered = place.key, 0
         lost = not self._key
         if lost or not lines:
             self.abort()
+            self._reach.failed(others[peer] for peer in building.unreached)
             reason = "a member left while the groups connected"
             raise SumsBroken(reason if lost else f"could not connect to the other groups: {error}")
 
@@ -269,6 +278,7 @@ class RankColumn:
     def close(self) -> None:
         """Break the process groups and stop listening for peers."""
         self.abort()
+        self._reach.close()
         self._watch.close()
 
     def _line_count(self) -> int:
@@ -307,25 +317,45 @@ def reach(store: str, timeout: timedelta) -> dist.TCPStore:
     return dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank connects.
+
+    Attributes:
+        name: of the process group.
+        rank: its place in it.
+        others: the other members' addresses, by their places.
+        store: address of the store that they meet at.
+        host: place of the member whose store it is.
+    """
+
+    name: str
+    rank: int
+    others: Mapping[int, str]
+    store: str
+    host: int
+
+    @property
+    def key(self) -> bytes:
+        return hashlib.blake2b(self.name.encode(), digest_size=32).digest()
+
+
 class _Building(threading.Thread):
     """Connects lines. Whoever started it may go on without it: what it has connected by then is broken again."""
 
     def __init__(
         self,
+        place: _Place,
         make: Callable[[dist.Store, int, int], list[_Line]],
         watch: PeerWatch,
         timeout: timedelta,
-        store: str,
         reached: dist.TCPStore | None,
-        place: str,
-        rank: int,
-        size: int,
     ) -> None:
         super().__init__(name="connect", daemon=True)
-        self.key = hashlib.blake2b(place.encode(), digest_size=32).digest()
-        self._make, self._watch, self._timeout = make, watch, timeout
-        self._store, self._place, self._rank, self._size = store, place, rank, size
+        self._place, self._make, self._watch, self._timeout = place, make, watch, timeout
         self.reached = reached
+        self.unreached: frozenset[int] = frozenset()
+        """Places of the members that were found not to be reachable."""
         self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         self._lock = threading.Lock()
         self._lines: list[_Line] = []
@@ -337,15 +367,7 @@ class _Building(threading.Thread):
         try:
             if self._device is not None:
                 torch.accelerator.set_device_index(self._device)  # each thread has its own
-            if self.reached is None:
-                self.reached = reach(self._store, self._timeout)
-            board = dist.PrefixStore(self._place, self.reached)
-            board.set(f"watch/{self._rank}", self._watch.address)
-            others = {peer: board.get(f"watch/{peer}").decode() for peer in range(self._size) if peer != self._rank}
-            self._watch.begin(self.key, others, self._timeout)
-            self._lines = self._make(board, self._rank, self._size)
-            for number, line in enumerate(self._lines):
-                line.communicator.connect(self.key + bytes([number]))
+            self._connect()
         except Exception as error:  # noqa: BLE001 - torch raises what it likes here
             self._error = first_line(error)
             return
@@ -354,6 +376,28 @@ class _Building(threading.Thread):
             if self._left_behind:
                 for line in self._lines:
                     line.end()
+
+    def _connect(self) -> None:
+        place = self._place
+        try:
+            self._watch.begin(place.key, place.others, self._timeout)
+        except PeerLost as lost:
+            self.unreached = lost.places
+            raise
+        if self.reached is None:
+            try:
+                self.reached = reach(place.store, self._timeout)
+            except Exception:
+                self.unreached = frozenset({place.host} - {place.rank})
+                raise
+        board = dist.PrefixStore(place.name, self.reached)
+        self._lines = self._make(board, place.rank, 1 + len(place.others))
+        for number, line in enumerate(self._lines):
+            try:
+                line.communicator.connect(place.key + bytes([number]))
+            except Exception:
+                self.unreached = line.communicator.unreached()
+                raise
 
     def take(self) -> tuple[list[_Line], str]:
         """What is connected, or nothing and why; from here on nothing is connected any more."""

@@ -1,16 +1,15 @@
-"""Who may ask torchft's lighthouse now: the members of the last quorum that make a step come first.
+"""Which groups may ask torchft's lighthouse now: the members of the last quorum that make a step come first.
 
 The lighthouse makes a new quorum as soon as all members of the last one ask, and else when more than half of the groups
 ask and one of them has waited for the join timeout (torchft, src/lighthouse.rs, `quorum_compute`). A group that comes
 back while the others make a step has waited for longer than that when they ask again. With it and the first of them
 there is a majority, and a quorum without the others, who ask a millisecond later: of three groups one is then left out
-of each step, another one each time, and heals. So does one that was in the last quorum without a state, when that
-quorum's process group breaks in the middle of a step: it has nothing to compute, and asks again at once. So those who
-make no step wait at the gate, where their time does not count, until one asks that does, or none of them is heard any
-more.
+of each step, another one each time, and heals. The same would happen with a member of the last quorum that makes no
+step, because it has no state or cannot be reached: it asks again at once. So groups that make no step wait at the gate,
+where their time does not count, until one asks that does, or none of those is heard any more.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 
 LOOK_S = 0.25
 """How often to see whether those that others wait for have died."""
@@ -27,19 +26,18 @@ class Turns:
 
     def __init__(self, is_heard: Callable[[str], bool]) -> None:
         self._is_heard = is_heard
-        self._members: frozenset[str] = frozenset()
-        """Those of the last quorum that make a step; empty once one of them has asked again."""
+        self._makers: frozenset[str] = frozenset()
+        """Members of the last quorum that make its step; empty once one of them has asked again."""
 
     def asked(self, replica: str) -> None:
         """A replica asks for a quorum."""
-        if replica in self._members:
-            self._members = frozenset()
+        if replica in self._makers:
+            self._makers = frozenset()
 
-    def formed(self, steps: Mapping[str, int]) -> None:
-        """There is a new quorum; by member the last step whose state it has."""
-        newest = max(steps.values())
-        self._members = frozenset(member for member, step in steps.items() if step == newest)
+    def formed(self, makers: Iterable[str]) -> None:
+        """There is a new quorum, of whose members these make its step."""
+        self._makers = frozenset(makers)
 
     def may_pass(self) -> bool:
         """Whether those that make no step may ask."""
-        return not any(self._is_heard(member) for member in self._members)
+        return not any(self._is_heard(maker) for maker in self._makers)

@@ -3,8 +3,7 @@
 A collective tells of a dead peer only if it happens to need that peer just then; a survivor that waits for another
 survivor, which has already given up, would wait for its whole timeout. So every member keeps one silent TCP connection
 to every other member for as long as a process group lasts. The kernel closes it when the peer's process ends, and a
-peer that breaks the process group closes it itself, with one byte before: one broken member breaks them all, within a
-millisecond, and those whose process ended are known from those that gave up.
+peer that breaks the process group closes it itself: one broken member breaks them all, within a millisecond.
 
 Only members are let in: a connection proves the run's token and names its process group before it is kept, and is given
 up when its other side closes it.
@@ -15,8 +14,9 @@ import selectors
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 
 from everstep import wire
@@ -28,16 +28,20 @@ GRACE_S = 0.1
 """Between a loss and its announcement. A sum that the lost member had finished with may still complete between the
 others, and then nobody has to compute anything again."""
 
-GAVE_UP = b"-"
-"""Said by a process that closes a connection; one that ended says nothing."""
-
 PURPOSE = "watch"
 REMEMBERED = 64
 """Process groups whose end is remembered, for callers that come late."""
 
+CONNECTING = 32
+"""Peers that are connected to at the same time."""
+
 
 class PeerLost(ConnectionError):
-    """A member of the quorum could not be reached."""
+    """Members of the quorum could not be reached: `places` says which."""
+
+    def __init__(self, what: str, places: Iterable[int] = ()) -> None:
+        super().__init__(what)
+        self.places = frozenset(places)
 
 
 @dataclass(slots=True)
@@ -46,12 +50,10 @@ class _Peers:
 
     Attributes:
         connections: those made to them, by their place.
-        ended: places of those whose process ended.
-        lost: whether any has been lost, or the process group is over.
+        lost: whether any has been lost.
     """
 
     connections: dict[int, socket.socket]
-    ended: set[int] = field(default_factory=set)
     lost: bool = False
 
 
@@ -62,12 +64,13 @@ class PeerWatch:
         host: address to listen on and to be reached under.
         on_loss: called in a thread of the watch with the key of a process group that lost a member, once for each.
         token: of the run.
+        port: 0 for a free one.
 
     Raises:
         wire.WireError: it cannot listen on `host`.
     """
 
-    def __init__(self, host: str, on_loss: Callable[[bytes], None], token: bytes) -> None:
+    def __init__(self, host: str, on_loss: Callable[[bytes], None], token: bytes, port: int = 0) -> None:
         self._on_loss, self._token = on_loss, token
         self._lock = threading.Lock()
         self._accepted: dict[bytes, list[socket.socket]] = {}
@@ -77,7 +80,7 @@ class PeerWatch:
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._closed = False
-        self._door = wire.Door(host, token, self._admit, purpose=PURPOSE)
+        self._door = wire.Door(host, token, self._admit, purpose=PURPOSE, port=port)
         self.address = self._door.address
         """`host:port` that the other members connect to."""
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -89,28 +92,30 @@ class PeerWatch:
         Args:
             key: KEY_BYTES bytes that name the process group on all members.
             peers: addresses of the other members, by their place.
-            timeout: to reach each of them.
+            timeout: to reach all of them.
 
         Raises:
-            PeerLost: one of them cannot be reached, or `end` was called for this process group meanwhile.
+            PeerLost: some of them cannot be reached, or `end` was called for this process group meanwhile.
         """
-        connections: dict[int, socket.socket] = {}
-        for place, peer in peers.items():
+
+        def reach(address: str) -> socket.socket | wire.WireError:
             try:
-                channel = wire.connect(peer, self._token, timeout, purpose=PURPOSE, subject=key)
+                return wire.connect(address, self._token, timeout, purpose=PURPOSE, subject=key).detach()
             except wire.WireError as error:
-                for connection in connections.values():
-                    connection.close()
-                raise PeerLost(f"{peer} does not answer: {error}") from error
-            connections[place] = channel.detach()
+                return error
+
+        with ThreadPoolExecutor(min(len(peers), CONNECTING) or 1) as pool:
+            found = dict(zip(peers, pool.map(reach, peers.values()), strict=True))
+        connections = {place: made for place, made in found.items() if isinstance(made, socket.socket)}
+        if lost := {place: str(error) for place, error in found.items() if place not in connections}:
+            for connection in connections.values():
+                connection.close()
+            raise PeerLost("; ".join(lost.values()), lost)
         with self._lock:
             if self._closed or key in self._over:
                 for connection in connections.values():
                     connection.close()
                 raise PeerLost("the process group was broken while it was being built")
-            for over in self._over:
-                if over in self._watched:
-                    self._drop(self._watched.pop(over).connections.values())
             self._watched[key] = _Peers(connections)
             for place, connection in connections.items():
                 connection.setblocking(False)
@@ -121,18 +126,10 @@ class PeerWatch:
         """The process group is over for this rank; members that still use it lose this rank. Idempotent."""
         with self._lock:
             self._over.append(key)
-            self._give_up(self._accepted.pop(key, []))
-            if peers := self._watched.get(key):
-                peers.lost = True
-                for connection in peers.connections.values():
-                    with contextlib.suppress(OSError):
-                        connection.shutdown(socket.SHUT_WR)  # whether its other side is alive, it says then
+            self._drop(self._accepted.pop(key, []))
+            if peers := self._watched.pop(key, None):
+                self._drop(peers.connections.values())
         self._wake()
-
-    def ended(self, key: bytes) -> frozenset[int]:
-        """Places of the members of a process group whose process was seen to end, until the next one begins."""
-        with self._lock:
-            return frozenset(self._watched[key].ended) if key in self._watched else frozenset()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -145,12 +142,6 @@ class PeerWatch:
                 connection.shutdown(socket.SHUT_RDWR)  # also for what a forked child has of it
             connection.close()
 
-    def _give_up(self, accepted: Sequence[socket.socket]) -> None:
-        for connection in accepted:
-            with contextlib.suppress(OSError):
-                connection.send(GAVE_UP)
-        self._drop(accepted)
-
     def close(self) -> None:
         """End all watches and stop listening."""
         self._door.close()
@@ -159,7 +150,7 @@ class PeerWatch:
             for peers in self._watched.values():
                 self._drop(peers.connections.values())
             for accepted in self._accepted.values():
-                self._give_up(accepted)
+                self._drop(accepted)
             self._watched.clear()
             self._accepted.clear()
         self._wake()
@@ -170,8 +161,6 @@ class PeerWatch:
         with self._lock:
             # The caller may be late for a process group that this rank has broken already.
             if self._closed or member.subject in self._over:
-                with contextlib.suppress(OSError):
-                    member.sock.send(GAVE_UP)
                 member.sock.close()
                 return
             self._accepted.setdefault(member.subject, []).append(member.sock)
@@ -201,8 +190,6 @@ class PeerWatch:
             connection = peers.connections.pop(place, None) if peers is not None else None
             if peers is None or connection is None:
                 return
-            if not _says(connection, GAVE_UP):
-                peers.ended.add(place)
             self._drop([connection])
             if peers.lost:
                 return
@@ -214,7 +201,7 @@ class PeerWatch:
     def _forget(self, key: bytes, connection: object) -> None:
         """The member that made this connection has closed it; that it is lost is told by the one to it."""
         left = self._accepted.get(key, [])
-        self._give_up([c for c in left if c is connection])
+        self._drop([c for c in left if c is connection])
         self._accepted[key] = [c for c in left if c is not connection]
         if not self._accepted[key]:
             del self._accepted[key]
@@ -222,10 +209,3 @@ class PeerWatch:
     def _lose(self, key: bytes) -> None:
         self.end(key)
         self._on_loss(key)
-
-
-def _says(connection: socket.socket, what: bytes) -> bool:
-    try:
-        return connection.recv(1) == what
-    except OSError:
-        return False

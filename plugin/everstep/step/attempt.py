@@ -1,13 +1,83 @@
 """What the parts of an attempt pass to each other."""
 
 import enum
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from everstep.step import ledger
-from everstep.step.interfaces import Commit, Fetch
-from everstep.step.quorum import Quorum
+from everstep.step.interfaces import (
+    Clock,
+    Commit,
+    Events,
+    Fetch,
+    HealDoor,
+    Membership,
+    Ranks,
+    RunFiles,
+    Sums,
+    Timeouts,
+)
+from everstep.step.quorum import NO_STATE, Quorum
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A start of a replica group, as one of its ranks knows it.
+
+    Attributes:
+        id: of the group.
+        life: differs after every start of the group; the same on all its ranks.
+        store: `host:port` of a TCPStore of this group that other groups reach.
+        ranks: the group's own collectives.
+    """
+
+    id: int
+    life: str
+    store: str
+    ranks: Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """How a rank reaches the other groups.
+
+    Attributes:
+        membership: rank 0's voice at the lighthouse; None on the other ranks.
+        sums: collectives over the rank column.
+        door: where joiners heal from.
+    """
+
+    membership: Membership | None
+    sums: Sums
+    door: HealDoor
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What a rank has around it."""
+
+    clock: Clock
+    files: RunFiles
+    events: Events
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What all groups of a run have alike.
+
+    Attributes:
+        slots: S.
+        on_loss, homes: see `ledger.plan`.
+        adopt_after_s: how long the slots of a lost group wait for it, where they have homes.
+        timeouts: the protocol's waits.
+    """
+
+    slots: int
+    on_loss: ledger.OnLoss
+    timeouts: Timeouts
+    homes: int = 0
+    adopt_after_s: float = 0.0
 
 
 class Turn(enum.Enum):
@@ -40,43 +110,80 @@ class Beginning(NamedTuple):
     adopts: int
 
 
-@dataclass(slots=True)
-class Held:
-    """What this group's gradients contain, of the step after one state, and how often its checks refused a slot.
-
-    Attributes:
-        slots: what they contain.
-        lost: slots that they contained and that were given up.
-        computed: slots computed since the last event `attempt`, in order.
-        recomputed: those of them that were in `lost`.
-    """
+@dataclass(frozen=True, slots=True)
+class State:
+    """Which state a group has: after `step`, of `history` (`ledger.extend`); NO_STATE and 0 for none."""
 
     step: int
     history: int
-    slots: set[int] = field(default_factory=set)
-    lost: set[int] = field(default_factory=set)
-    computed: list[int] = field(default_factory=list)
-    recomputed: set[int] = field(default_factory=set)
-    refused: Counter[int] = field(default_factory=Counter)
+
+
+NOTHING = State(NO_STATE, 0)
+
+
+@dataclass(slots=True)
+class Audit:
+    """What audits made of this group's state.
+
+    Attributes:
+        checksum: of the state, while an audit of it is due.
+        suspect: an audit named it, and it is a fallback.
+        proven: an audit agreed with it since it was last taken over.
+    """
+
+    checksum: int | None = None
+    suspect: bool = False
+    proven: bool = False
+
+
+@dataclass(slots=True)
+class Absence:
+    """How long some group has been away that slots are at home in.
+
+    Attributes:
+        since: None while all are there.
+        adopts: whether their slots shall move to others now.
+    """
+
+    since: float | None = None
+    adopts: bool = True
+
+    def lasted_s(self, now: float) -> float:
+        return 0.0 if self.since is None else now - self.since
+
+    def note(self, everybody: bool, now: float) -> None:
+        """Whether all are there now."""
+        self.since = None if everybody else now if self.since is None else self.since
 
 
 @dataclass(slots=True)
 class Healing:
-    """A state on its way here: after `step` of `history`, from group `source`, and the commits made since.
+    """A state on its way here, from group `source`, and the commits made since. `full`: a commit could not be kept.
     `suspect`: an audit has named the source's state, and nobody had another."""
 
     source: int
     suspect: bool
-    step: int
-    history: int
+    state: State
     fetch: Fetch
     commits: list[tuple[Commit, Any]] = field(default_factory=list)
+    full: bool = False
+
+    def keep(self, commit: Commit, copy_sums: Callable[[], Any]) -> None:
+        """Keep a commit with a copy of its sums, unless this host has no memory for that: then this healing is over."""
+        with self.fetch.room() as room:
+            self.full = self.full or not room
+            if not self.full:
+                self.commits.append((commit, copy_sums()))
 
     @property
-    def follows(self) -> tuple[int, int]:
-        """Step and history that this group will be at once it has caught up."""
-        last = self.commits[-1][0] if self.commits else self
-        return last.step, last.history
+    def error(self) -> str:
+        """Why it failed for good; empty while it has not."""
+        return "no memory on this host for the sums of another step" if self.full else self.fetch.error
+
+    @property
+    def follows(self) -> State:
+        """What this group will have once it has caught up."""
+        return State(self.commits[-1][0].step, self.commits[-1][0].history) if self.commits else self.state
 
 
 @dataclass(slots=True)
@@ -88,11 +195,18 @@ class Attempt:
     quorum: Quorum
     waited_s: float
     rows: list[ledger.Row] = field(default_factory=list)
-    plan: ledger.Plan = field(default_factory=lambda: ledger.Plan({}, frozenset(), frozenset()))
+    plan: ledger.Plan = ledger.NO_PLAN
     exhausted: bool = False
+    refused: bool = False
+    """Whether this group refused a slot that it computed."""
     compute_s: float = 0.0
     reduce_s: float = 0.0
 
     @property
     def step(self) -> int:
         return self.quorum.step + 1
+
+    @property
+    def base(self) -> State:
+        """The state that the step is made on."""
+        return State(self.quorum.step, self.quorum.history)

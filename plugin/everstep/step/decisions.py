@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 from everstep.step.interfaces import GroupBroken, Ranks
 
+WORD = 7
+"""Bytes in an int64 word that never touches its sign."""
+
 
 class Decisions:
     """Takes decisions with the other ranks of the group."""
@@ -39,6 +42,14 @@ class Decisions:
     def all_true(self, point: str, flag: bool) -> bool:
         """Whether the flag holds on all ranks."""
         return all(answer[0] for answer in self.gather(point, [int(flag)]))
+
+    def gather_bytes(self, point: str, mine: bytes) -> list[bytes]:
+        """What each rank gave at `point`, by rank."""
+        longest = max(length for [length] in self.gather(f"{point}, length", [len(mine)]))
+        padded = mine.ljust(longest, b"\0")
+        words = [int.from_bytes(padded[at : at + WORD], "little") for at in range(0, longest, WORD)]
+        said = self.gather(point, [len(mine), *words])
+        return [b"".join(word.to_bytes(WORD, "little") for word in packed)[:size] for size, *packed in said]
 
     def first(self, point: str, payload: bytes) -> bytes:
         """What rank 0 gave."""

@@ -7,8 +7,9 @@ writes the last checkpoint and the others stand by until it is there. All of it 
 import enum
 from datetime import timedelta
 
-from everstep.step.interfaces import Clock, Commit, Events, RunFiles, Work
-from everstep.step.protocol import StepProtocol, Turn
+from everstep.step.attempt import Host, Turn
+from everstep.step.interfaces import Commit, Work
+from everstep.step.protocol import StepProtocol
 from everstep.step.quorum import NO_STATE
 
 STATE_POLL_S = 1.0
@@ -30,7 +31,7 @@ class Driver:
         group: this group's id.
         protocol: makes the steps.
         work: the trainer.
-        clock, files, events: of this rank.
+        host: of this rank.
         give_up: longest wait for the other groups at the end of the run.
     """
 
@@ -40,13 +41,11 @@ class Driver:
         group: int,
         protocol: StepProtocol,
         work: Work,
-        clock: Clock,
-        files: RunFiles,
-        events: Events,
+        host: Host,
         give_up: timedelta,
     ) -> None:
-        self._group, self._protocol, self._work = group, protocol, work
-        self._clock, self._files, self._events, self._give_up = clock, files, events, give_up
+        self._group, self._protocol, self._work, self._give_up = group, protocol, work, give_up
+        self._clock, self._files, self._events = host.clock, host.files, host.events
         self._decisions = protocol.decisions
 
     def run(self) -> End:
@@ -97,7 +96,8 @@ class Driver:
             return End.LEFT
         if all(alone for _, alone in said):
             self._files.beat("restore", NO_STATE)
-            self._protocol.restored(*self._work.restore())
+            assert self._protocol.blank is not None
+            self._protocol.restored(*self._work.restore(self._protocol.blank))
         else:
             self._events.emit("waiting_for_state", groups=others)
             self._clock.sleep(STATE_POLL_S)
@@ -116,7 +116,6 @@ class Driver:
             met: whether this group was in a quorum with one that has made the last step.
         """
         step, begun = self._protocol.step, self._clock.now()
-        self._protocol.finishing = True
         while True:
             in_time = self._clock.now() - begun < self._give_up.total_seconds()
             fenced = self._decisions.rank == 0 and self._files.fenced()
@@ -126,7 +125,9 @@ class Driver:
             if not all(in_time for in_time, _ in said):
                 raise TimeoutError(f"the other groups neither finished step {step} nor left within {self._give_up}")
             self._files.beat("finish", step)
-            quorum = self._protocol.meet(brief=saved)
+            quorum = self._protocol.meet(finishing=True, brief=saved)
+            if isinstance(quorum, Turn):
+                return End.COMPLETE
             # One rank may see the marker that another group writes just now, and another rank not yet.
             saved = self._decisions.all_true("finished", self._files.finished_step() >= step)
             if saved and (met or quorum is None):

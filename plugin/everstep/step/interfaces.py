@@ -5,14 +5,15 @@ that a simulation can stand in for all of it. The real ones live in `everstep.qu
 Ranks) and `everstep.titan` (Work, RunFiles).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 
-from everstep.step.quorum import Member, Request
+from everstep.step.quorum import Member, Quorum, Request
 
 
 class SumsBroken(RuntimeError):
@@ -25,10 +26,6 @@ class QuorumUnavailable(RuntimeError):
 
 class GroupBroken(RuntimeError):
     """A collective of this group's ranks failed or did not pair: the group ends, starts again and heals."""
-
-
-class SlotRefused(Exception):
-    """A check found the slot's computation wrong and could not repair it: its gradient must not be used."""
 
 
 class OutOfData(Exception):
@@ -72,23 +69,6 @@ class SlotSums:
 
 
 @dataclass(frozen=True, slots=True)
-class Doubt:
-    """A slot of the step in progress that the checks of some group refused.
-
-    Attributes:
-        slot: which.
-        asked: the group that computes it in this attempt, or has done so.
-        held: whether it has.
-        alone: whether every group that computes has refused it so often that another one would be asked.
-    """
-
-    slot: int
-    asked: int
-    held: bool
-    alone: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Commit:
     """A step that all its slots agree on, ready for the optimizer.
 
@@ -106,6 +86,7 @@ class Commit:
         once: whether every slot is in the sum exactly once; a slot may be missing under `shrink`.
         saver: the group that writes what a run writes once.
         all_leave: every group asked to stop after this step.
+        unfit: slots that this rank refused and that another group could compute: this rank is at fault.
         quorum_id: torchft's id of the quorum, for logs.
         attempts: how many this group needed.
         compute_s, reduce_s, took_s: of the attempt that committed; reduce_s is what compute did not hide.
@@ -124,6 +105,7 @@ class Commit:
     once: bool
     saver: int
     all_leave: bool
+    unfit: tuple[int, ...]
     quorum_id: int
     attempts: int
     compute_s: float
@@ -171,18 +153,21 @@ class Membership(Protocol):
 class Sums(Protocol):
     """Collectives between rank r of every group of a quorum (a rank column)."""
 
+    address: str
+    """Where the other members of the column reach this rank."""
+
     @property
     def connected(self) -> bool: ...
 
-    def connect(self, *, key: str, store: str, rank: int, size: int) -> None:
-        """Build the process group anew; `key` was never used before. Raises SumsBroken."""
+    def connect(self, *, key: str, store: str, host: int, rank: int, peers: Sequence[str]) -> None:
+        """Build the process group anew between the ranks at the addresses `peers`, over the store of the member at
+        place `host`; `key` was never used before. Raises SumsBroken."""
+
+    def unreached(self) -> frozenset[str]:
+        """Addresses of ranks that could not be connected to lately."""
 
     def abort(self) -> None:
         """Break the process group: every pending sum fails, here and at once on the peers."""
-
-    def ended(self) -> frozenset[int]:
-        """Places of those members of the last process group whose process was seen to end. A guess: it may lack some
-        and name others."""
 
     def gather(self, words: Sequence[int]) -> list[list[int]]:
         """Every group's int64 words, in rank order; equally many on each. Raises SumsBroken."""
@@ -199,20 +184,20 @@ class Reducer(Protocol):
 
     def begin(self, sums: Any, timeout: timedelta, step: int = 0) -> None: ...
 
-    def begin_slot(self, *, last: bool, apart: bool) -> None:
-        """`apart`: what the slot adds to the gradients counts only if `end_slot` follows."""
+    def begin_slot(self, *, last: bool) -> None: ...
 
     def end_slot(self) -> None: ...
-
-    def end_slots(self) -> None:
-        """No slot follows in this attempt."""
 
     def finish(self) -> None:
         """Sum what is not summed yet and wait for all of it. Raises SumsBroken."""
 
-    def finite(self) -> bool: ...
+    def finite(self) -> bool:
+        """Whether the finished sums are: no NaN, no INF, and nothing whose norm may overflow."""
+        ...
 
-    def own_finite(self) -> bool: ...
+    def own_finite(self) -> bool:
+        """Whether this group's own part is, by so much that sums of such parts are `finite`."""
+        ...
 
     def stash(self) -> Any:
         """A copy of the finished sums."""
@@ -232,6 +217,9 @@ class Fetch(Protocol):
 
     def state(self) -> Any | None:
         """The state, once all of it is here and verified; None before."""
+
+    def room(self) -> AbstractContextManager[bool]:
+        """Whether this host has memory for the sums of another step, which are copied in the context."""
 
     def cancel(self) -> None: ...
 
@@ -254,25 +242,21 @@ class HealDoor(Protocol):
 class Work(Protocol):
     """The trainer. Every call but `serve` is taken by all ranks of the group."""
 
-    def may_refuse(self, step: int, slot: int) -> bool:
-        """Whether `compute`, which follows, may raise SlotRefused."""
-        ...
-
-    def compute(self, step: int, slot: int) -> None:
-        """Forward and backward of one slot of `step`; the gradient is added to `param.grad`.
+    def compute(self, step: int, slot: int, *, whole: bool) -> None:
+        """Forward and backward of one slot of `step`; the gradient is added to `param.grad`. `whole`: with every check.
 
         Raises:
             OutOfData: there is none for this slot; on all ranks of the group. Nothing was added.
-            SlotRefused: what was added to `param.grad` is wrong; on all ranks of the group.
         """
 
-    def testify(self, slots: Sequence[int]) -> bytes:
-        """What the same rank of the other groups should know of this rank's refusals of these slots of the step in
-        progress. Not on all ranks of the group, if the rows of one did not come."""
+    def refused(self) -> frozenset[int]:
+        """Slots computed since `discard` whose computation this rank's checks found wrong and could not repair: what
+        is in `param.grad` must not be used. Other ranks of the group may have found others."""
+        ...
 
-    def weigh(self, step: int, doubts: Sequence[Doubt], said: Mapping[int, bytes]) -> None:
-        """By group what the ranks of this column testified, before the attempt's slots are computed. A rank that is at
-        fault ends here, or after the commit in which a witness's slot is."""
+    def not_finite(self, step: int, slots: Collection[int]) -> None:
+        """Gradients of these slots are not finite on any group that was asked: either ends the run, or `compute` holds
+        them from now on with nothing in them. The same on all groups."""
 
     def results(self) -> SlotSums:
         """Of all slots computed since `discard`, summed over the group's ranks."""
@@ -288,7 +272,7 @@ class Work(Protocol):
         """What each group's `notes` said."""
 
     def settle(self) -> int:
-        """Wait until the state may change; the newest step that this rank's snapshots hold, -1 for none."""
+        """The newest step that this rank's snapshots hold, -1 for none."""
 
     def serve(self) -> Any:
         """This rank's state, by reference."""
@@ -302,8 +286,9 @@ class Work(Protocol):
     def checksum(self) -> int | None:
         """Of the group's parameters after the last step, 63 bits, when an audit is due; else None."""
 
-    def restore(self) -> tuple[int, int]:
-        """No group has a state: take the newest from memory or disk, or start. Its step and history."""
+    def restore(self, quorum: Quorum) -> tuple[int, int]:
+        """No group has a state: take the newest from memory or disk, or start, as all members of the quorum do. Its
+        step and history."""
 
     def goes_on(self) -> bool:
         """Whether the run has steps left to make; the same on all ranks and groups at one step."""

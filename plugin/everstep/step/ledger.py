@@ -8,23 +8,25 @@ number of groups that put each slot into the sum is counted; `verdict` says whet
 
 import hashlib
 import heapq
-import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from everstep.step.interfaces import Doubt, SlotSums
+from everstep.step.interfaces import SlotSums
 from everstep.step.quorum import Quorum
 
 BITS_PER_WORD = 62  # an int64 word that never touches its sign
 ROW_HEADER = 9
-SLOT_SETS = 3  # of a row
+SLOT_SETS = 4  # of a row
 
-WITNESS_AFTER = 2
+ASK_AFTER = 2
 """Refusals of a slot by one group in one step after which another group computes it."""
+
+ENOUGH = 3
+"""Groups that refuse a slot after which it is the data or the bound: two that are sick cannot be so many."""
 
 OnLoss = Literal["redistribute", "shrink"]
 
@@ -49,8 +51,9 @@ class Row:
         proven: whether an audit has agreed with it since it last took over a state.
         held: slots of step + 1 whose gradients it holds.
         adopts: whether slots of lost groups shall move to others now; see `plan`.
-        refused: slots of step + 1 that its checks refused.
-        disputed: those of them that they refused WITNESS_AFTER times.
+        refused: slots of step + 1 that it refused.
+        disputed: those of them that it refused ASK_AFTER times.
+        not_finite: those of them whose gradients were not finite when it computed them alone.
     """
 
     group: int
@@ -64,15 +67,20 @@ class Row:
     adopts: bool = True
     refused: frozenset[int] = frozenset()
     disputed: frozenset[int] = frozenset()
+    not_finite: frozenset[int] = frozenset()
 
     @staticmethod
     def words(slots: int) -> int:
         """Length of an encoded row in int64 words, for S = `slots`."""
         return ROW_HEADER + SLOT_SETS * -(-slots // BITS_PER_WORD)
 
+    @property
+    def _sets(self) -> tuple[frozenset[int], ...]:
+        return self.held, self.refused, self.disputed, self.not_finite
+
     def encode(self, slots: int) -> list[int]:
         """The row as `words(slots)` integers that fit int64."""
-        packed = [word for some in (self.held, self.refused, self.disputed) for word in pack(some, slots)]
+        packed = [word for some in self._sets for word in pack(some, slots)]
         audited, checksum = (0, 0) if self.checksum is None else (1, self.checksum)
         flags = [int(self.computes), audited, checksum, int(self.proven), int(self.adopts)]
         return [self.group, self.quorum, self.step, self.history, *flags, *packed]
@@ -127,19 +135,26 @@ class Plan:
     """What an attempt does, the same on every group.
 
     Attributes:
-        shares: group id → slots it computes, in order; every group that computes has an entry, perhaps an empty one.
+        shares: group id → slots it computes, in order, those of `doubted` first; every group that computes has an
+            entry, perhaps an empty one.
         drops: groups that let go of what they hold, since another group holds one of their slots as well.
         differing: groups whose parameters the audit found different; they compute nothing and heal.
         awaited: slots of lost groups that nobody computes yet; with any, the attempt is not summed.
-        doubts: slots that some group refused, in order, those included that another one holds by now: as long as the
-            step lasts, who refused a slot has to know what others saw in it.
+        doubted: slots computed in this attempt that some group refused: with every check, and judged one by one.
+        accepted: those of them that enough groups refused: it is the data or the bound, and they pass.
+        not_finite: those of them whose gradients are not finite on any group that was asked.
     """
 
     shares: dict[int, tuple[int, ...]]
     drops: frozenset[int]
     differing: frozenset[int]
     awaited: frozenset[int] = frozenset()
-    doubts: tuple[Doubt, ...] = ()
+    doubted: frozenset[int] = frozenset()
+    accepted: frozenset[int] = frozenset()
+    not_finite: frozenset[int] = frozenset()
+
+
+NO_PLAN = Plan({}, frozenset(), frozenset())
 
 
 def plan(
@@ -153,7 +168,8 @@ def plan(
     Args:
         rows: one per group in the quorum, in any order.
         slots: S.
-        on_loss: `shrink` computes nothing for lost slots as long as some group still holds one.
+        on_loss: `shrink` computes nothing for lost slots as long as some group still holds one; a slot that was refused
+            is not lost.
         homes: if not 0, slot s is dealt to group s mod `homes` where that computes, so that it moves only when groups
             are lost or come back: to another at once if some group `adopts`, and never under `shrink`.
 
@@ -165,40 +181,66 @@ def plan(
     drops = _conflicting(able)
     holders = {slot: row.group for row in able if row.group not in drops for slot in row.held}
     missing = [slot for slot in range(slots) if slot not in holders]
+    refused = frozenset(slot for row in able for slot in row.refused)
+    doubted = refused.intersection(missing)
+    certain = [slot for slot in missing if slot not in doubted]
     if on_loss == "shrink" and holders:
-        missing = []
+        certain = []
+    at: dict[int, list[int]] = {row.group: [] for row in able}
+    left: frozenset[int] = frozenset()
     if homes:
-        at_home = {row.group for row in able if row.group < homes}
+        at_home = {group for group in at if group < homes}
         moves = not at_home or (on_loss != "shrink" and any(row.adopts for row in able))
-        left = frozenset() if moves else frozenset(slot for slot in missing if slot % homes not in at_home)
-        here = [slot for slot in missing if slot not in left]
-        at = {row.group: [slot for slot in here if slot % homes == row.group] for row in able}
-        shares = _deal([slot for slot in here if slot % homes not in at], at)
-        return Plan(shares, drops, differing, frozenset() if on_loss == "shrink" else left)
-    refused = {slot for row in able for slot in row.refused}
-    certain = [slot for slot in missing if slot not in refused]
-    shares = _deal(certain, {row.group: [] for row in able})
-    doubts = []
-    for slot in sorted(refused):
-        if slot in holders:
-            doubts.append(Doubt(slot, holders[slot], held=True, alone=False))
-        elif slot in missing:
-            asked = _who_is_asked(slot, able, shares)
-            shares[asked] = tuple(sorted((*shares[asked], slot)))
-            doubts.append(Doubt(slot, asked, held=False, alone=all(slot in row.disputed for row in able)))
-    return Plan(shares, drops, differing, doubts=tuple(doubts))
+        left = frozenset() if moves else frozenset(slot for slot in certain if slot % homes not in at_home)
+        for slot in certain:
+            if slot % homes in at:
+                at[slot % homes].append(slot)
+        certain = [slot for slot in certain if slot not in left and slot % homes not in at]
+    shares = _deal(certain, at)
+    doubts: dict[int, list[int]] = {group: [] for group in shares}
+    for slot in sorted(doubted):
+        asked = _who_is_asked(slot, able, {group: len(share) + len(doubts[group]) for group, share in shares.items()})
+        doubts[asked].append(slot)
+    accepted = frozenset(slot for slot in doubted if _passes(slot, able))
+    most = min(ENOUGH + 1, len(able))
+    not_finite = frozenset(slot for slot in accepted if sum(slot in row.not_finite for row in able) >= most)
+    awaited = frozenset() if on_loss == "shrink" else left
+    shares = {group: (*doubts[group], *share) for group, share in shares.items()}
+    return Plan(shares, drops, differing, awaited, doubted, accepted, not_finite)
 
 
-def _who_is_asked(slot: int, able: Sequence[Row], shares: Mapping[int, Sequence[int]]) -> int:
-    """The group that computes a slot which some group refused: one that refused it less than WITNESS_AFTER times, as a
-    transient error does not come twice; then one that did not compute it yet; of several the one with the smallest
-    share. Where all of them dispute it, again one of these."""
+def _passes(slot: int, able: Sequence[Row]) -> bool:
+    """Whether a refused slot is computed with what checks find in it: it was asked of other groups, and ENOUGH of them
+    refused it, or all that there are."""
+    refused = sum(slot in row.refused for row in able)
+    return refused >= min(ENOUGH, len(able)) and any(slot in row.disputed for row in able)
 
-    def turn(row: Row) -> tuple[int, int, int]:
-        standing = 2 if slot in row.disputed else 0 if slot in row.refused else 1
-        return standing, len(shares[row.group]), row.group
+
+def _who_is_asked(slot: int, able: Sequence[Row], load: Mapping[int, int]) -> int:
+    """The group that computes a refused slot: the one that refused it, as a transient error does not come twice; once
+    that disputes it, one that has not refused it; if it is to pass, one for which it was finite. Of several the one
+    that refused the fewest slots, then the one with the smallest share."""
+    again, passes = not any(slot in row.disputed for row in able), _passes(slot, able)
+
+    def turn(row: Row) -> tuple[bool, int, int, int]:
+        last = slot in row.not_finite if passes else (slot in row.refused) != again
+        return last, len(row.refused), load[row.group], row.group
 
     return min(able, key=turn).group
+
+
+def at_fault(group: int, rows: Sequence[Row], asked: Mapping[int, int], owners: Sequence[int]) -> frozenset[int]:
+    """Slots that say that a group computes wrongly: it disputes them, and they are in the commit from another group
+    that was asked for them and did not refuse them.
+
+    Args:
+        rows: of the attempt that committed.
+        asked: the group that was asked for a refused slot last, as far as `group` knows, unless it was to accept it.
+        owners: by slot the group that computed it; -1 for none.
+    """
+    by_group = {row.group: row for row in rows if row.computes}
+    passed = {slot for slot, other in asked.items() if owners[slot] == other and slot not in by_group[other].refused}
+    return by_group[group].disputed & passed if group in by_group else frozenset()
 
 
 def _deal(slots: Sequence[int], at: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
@@ -212,44 +254,6 @@ def _deal(slots: Sequence[int], at: Mapping[int, Sequence[int]]) -> dict[int, tu
         heapq.heapreplace(fewest, (count + 1, group))
         shares[group].append(slot)
     return {group: tuple(sorted(share)) for group, share in shares.items()}
-
-
-def plan_without(
-    ended: frozenset[int], rows: Sequence[Row], done: Plan, on_loss: OnLoss, homes: int
-) -> dict[int, tuple[int, ...]]:
-    """What each group computes ahead once the groups that `ended` are gone and the others have computed their shares of
-    the plan `done`: while some are still busy with those, the others need not wait.
-
-    Not all see the same groups end. Each slot has an order, in which groups take it over, that is the same whatever
-    ended: so no two groups that both live go ahead with the same slot, unless one took the other for dead. Empty where
-    checks refused slots: who computes those depends on what is not known yet.
-    """
-    able = {row.group: row for row in rows if row.group in done.shares}
-    moves = on_loss != "shrink" and (not homes or any(row.adopts for row in able.values()))
-    if not moves or done.doubts or done.awaited:
-        return {}
-    ahead: dict[int, list[int]] = {group: [] for group in able if group not in ended}
-
-    def take_over(slots: Sequence[int], gone: tuple[int, ...]) -> None:
-        """By whoever has fewest, but for who is gone; in a tie by any, so that several groups' slots do not all go to
-        the same one."""
-        count = {group: len(done.shares[group]) for group in able if group not in gone}
-        parts: defaultdict[int, list[int]] = defaultdict(list)
-        for slot in slots if count else ():
-            at_home = {slot % homes} if homes else set()
-            group = min(count, key=lambda g: (g not in at_home, count[g], zlib.crc32(f"{slot}/{g}".encode())))
-            count[group] += 1
-            parts[group].append(slot)
-        for group, part in parts.items():
-            if group in ended:
-                take_over(part, (*gone, group))
-            else:
-                ahead[group] += part
-
-    for group in ended & able.keys():
-        held = frozenset() if group in done.drops else able[group].held
-        take_over(sorted(held | set(done.shares[group])), (group,))
-    return {group: tuple(sorted(share)) for group, share in ahead.items()}
 
 
 def _conflicting(rows: Sequence[Row]) -> frozenset[int]:
@@ -294,6 +298,7 @@ class Tally:
         sums: tokens, losses and further sums of the slots.
         leaving: groups that stop after this step.
         exhausted: groups that found no more data.
+        refused: groups whose checks refused what is in the sum of the gradients.
         snapshots: sum of the newest steps that the groups' snapshots hold.
         snapshots_squared: sum of their squares.
     """
@@ -303,28 +308,37 @@ class Tally:
     sums: SlotSums
     leaving: int
     exhausted: int
+    refused: int
     snapshots: int
     snapshots_squared: int
 
     @staticmethod
     def of(
-        group: int, held: frozenset[int], slots: int, sums: SlotSums, *, leaving: bool, exhausted: bool, snapshot: int
+        group: int,
+        held: frozenset[int],
+        sums: SlotSums,
+        *,
+        leaving: bool,
+        exhausted: bool,
+        refused: bool,
+        snapshot: int,
     ) -> "Tally":
-        """One group's; `snapshot` is the newest step that its snapshots hold, -1 for none."""
-        coverage = tuple(int(slot in held) for slot in range(slots))
+        """One group's, with these slots in its sum; `snapshot` is the newest step that its snapshots hold, -1 for none.
+        Six of these are what a group says, each in a word."""
+        coverage = tuple(int(slot in held) for slot in range(len(sums.tokens)))
         owners = tuple(count * (group + 1) for count in coverage)
-        return Tally(coverage, owners, sums, int(leaving), int(exhausted), snapshot, snapshot**2)
+        return Tally(coverage, owners, sums, int(leaving), int(exhausted), int(refused), snapshot, snapshot**2)
 
     def encode(self) -> torch.Tensor:
         """As a float64 vector; sums of such vectors are tallies again."""
-        whole = [*self.coverage, *self.owners, self.leaving, self.exhausted, self.snapshots, self.snapshots_squared]
-        counts = torch.tensor(whole, dtype=torch.float64)
+        flags = [self.leaving, self.exhausted, self.refused, self.snapshots, self.snapshots_squared]
+        counts = torch.tensor([*self.coverage, *self.owners, *flags], dtype=torch.float64)
         return torch.cat([counts, self.sums.tokens, self.sums.loss, self.sums.extra])
 
     @staticmethod
     def decode(vector: torch.Tensor, slots: int) -> "Tally":
         """The inverse of `encode`, for S = `slots`."""
-        counts, tokens, loss, extra = vector.split([2 * slots + 4, slots, slots, len(vector) - 4 * slots - 4])
+        counts, tokens, loss, extra = vector.split([2 * slots + 5, slots, slots, len(vector) - 4 * slots - 5])
         whole = [round(count) for count in counts.tolist()]
         slot_sums = SlotSums(tokens, loss, extra, frozenset())
         return Tally(tuple(whole[:slots]), tuple(whole[slots : 2 * slots]), slot_sums, *whole[2 * slots :])
@@ -332,7 +346,7 @@ class Tally:
     def digest(self) -> int:
         """62 bits over what decides about the step; equal on all ranks of a group that saw the same sum. What snapshots
         hold is each column's own: keepers of one group may be a step apart."""
-        whole = (self.coverage, self.owners, self.leaving, self.exhausted)
+        whole = (self.coverage, self.owners, self.leaving, self.exhausted, self.refused)
         return int.from_bytes(hashlib.blake2b(repr(whole).encode(), digest_size=8).digest(), "little") >> 2
 
     def owner(self, slot: int) -> int:
@@ -345,12 +359,11 @@ class Tally:
         return step if step * groups == self.snapshots and step * step * groups == self.snapshots_squared else -1
 
 
-def verdict(coverage: Sequence[int], on_loss: OnLoss = "redistribute") -> str:
-    """Why a sum with this coverage is not the step; empty if it is.
-
-    Args:
-        coverage: for each slot the number of groups that put it into the sum.
-    """
+def verdict(tally: Tally, on_loss: OnLoss = "redistribute") -> str:
+    """Why a sum with this tally is not the step; empty if it is."""
+    coverage = tally.coverage
+    if tally.refused:
+        return "a slot in the sum was refused"
     twice = [slot for slot, count in enumerate(coverage) if count > 1]
     if twice:
         return f"slots {twice} are in the sum more than once"

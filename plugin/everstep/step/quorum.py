@@ -6,11 +6,16 @@ Everything here is pure: from the same quorum every member decides the same.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
 NO_STATE = -1
+
+
+def name_of(group: int, life: str) -> str:
+    """Of one life of a group; differs from that of every other."""
+    return f"{group}:{life}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,8 @@ class Request:
         connected: key of the quorum whose process group it is connected in; empty for none.
         store: `host:port` of a TCPStore of this group that the others reach.
         doors: `host:port` where each of its ranks serves its state.
+        watches: `host:port` where each of its ranks is reached by the same rank of the others.
+        unreached: names of members that some rank of it could not reach lately.
     """
 
     group: int
@@ -45,6 +52,12 @@ class Request:
     connected: str
     store: str
     doors: tuple[str, ...]
+    watches: tuple[str, ...] = ()
+    unreached: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return name_of(self.group, self.life)
 
 
 Member = Request
@@ -55,6 +68,10 @@ _NAMES = dict.fromkeys(field.name for field in fields(Request))
 _NUMBERS = ("group", "number", "step", "history", "follows", "followed")
 _FLAGS = ("suspect", "finishing")
 _TEXTS = ("life", "connected", "store")
+_LISTS = ("doors", "watches", "unreached")
+
+LOOKS = 4096
+"""How many sets of groups are tried for the largest that reach each other; enough for any but made-up reports."""
 
 
 def encode(request: Request) -> str:
@@ -73,15 +90,43 @@ def decode(text: str) -> Request:
     for name in _NUMBERS:
         if type(found[name]) is not int or not -1 <= found[name] < 1 << 63:
             raise ValueError(f"not a request: {name} is no number")
-    doors = found["doors"]
-    if type(doors) is not list or {*map(type, doors)} - {str}:
-        raise ValueError("not a request: doors are no addresses")
+    if any(type(found[name]) is not list or {*map(type, found[name])} - {str} for name in _LISTS):
+        raise ValueError("not a request: no lists of texts")
     if {type(found[name]) for name in _FLAGS} != {bool} or {type(found[name]) for name in _TEXTS} != {str}:
         raise ValueError("not a request: wrong types")
     if found["group"] < 0:
         raise ValueError("not a request: no group")
-    found["doors"] = tuple(doors)
+    found |= {name: tuple(found[name]) for name in _LISTS}
     return Request(**cast("dict[str, Any]", found))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What rank 0 tells the other ranks of its group, once it has asked for a quorum.
+
+    Attributes:
+        moved: whether the lighthouse is elsewhere now.
+        too_late: whether the others have ended the run.
+        reason: why there is no quorum; empty if there is one.
+        id, members: of the quorum: all that asked for it.
+    """
+
+    moved: bool
+    too_late: bool
+    reason: str
+    id: int
+    members: tuple[Member, ...]
+
+    def encode(self) -> bytes:
+        """As JSON text."""
+        members = [encode(member) for member in self.members]
+        return _TEXT.encode([self.moved, self.too_late, self.reason, self.id, members]).encode()
+
+    @staticmethod
+    def decode(said: bytes) -> "Answer":
+        """The inverse of `encode`; from a rank of this group."""
+        moved, too_late, reason, number, members = json.loads(said)
+        return Answer(moved, too_late, reason, number, tuple(map(decode, members)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +135,14 @@ class Quorum:
 
     Attributes:
         id: torchft's, for logs; starts again from 1 when the lighthouse does.
-        members: in the order of their group ids.
+        members: those that reach each other, in the order of their group ids.
         key: differs from every other quorum's; the same on all members.
         step: the newest step whose state counts; NO_STATE when no member has any.
         history: of that state.
         able: groups that have it: they compute.
         sources: joiner → the group that it takes the state from. Joiners that follow need none.
+        left_out: groups that asked as well and do not reach all members, or are not reached by them (`together`).
+        cut: pairs of groups that do not reach each other, the lower id first.
     """
 
     id: int
@@ -105,6 +152,8 @@ class Quorum:
     history: int
     able: tuple[int, ...]
     sources: dict[int, int]
+    left_out: tuple[int, ...] = ()
+    cut: tuple[tuple[int, int], ...] = ()
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -125,9 +174,44 @@ class Quorum:
     def rank(self, group: int) -> int:
         return self.groups.index(group)
 
-    def store(self) -> str:
-        """The store to connect over: of the first group that has a state, since joiners come and go."""
-        return self.member(self.able[0]).store
+    def host(self) -> Member:
+        """The member over whose store they connect: the first that has a state, since joiners come and go."""
+        return self.member(self.able[0])
+
+
+def together(groups: Sequence[int], cut: Collection[tuple[int, int]], able: Collection[int]) -> tuple[int, ...]:
+    """The largest set of groups that all reach each other and of which one is able, if any is.
+
+    Of equally large ones, the one with the lowest ids. Finding it takes long only if many groups are cut off from many
+    others in no order; then it is the largest of the first `LOOKS` sets.
+
+    Args:
+        groups: in the order of their ids.
+        cut: pairs of which at least one does not reach the other.
+        able: groups that have the state.
+    """
+    apart: dict[int, set[int]] = {group: set() for group in groups}
+    for one, other in cut:
+        apart[one].add(other)
+        apart[other].add(one)
+    best: tuple[int, ...] = ()
+    looks = 0
+
+    def extend(chosen: tuple[int, ...], left: Sequence[int]) -> None:
+        nonlocal best, looks
+        looks += 1
+        if len(chosen) + len(left) <= len(best) or (able and not {*chosen, *left}.intersection(able)):
+            return
+        if not left:
+            best = chosen
+            return
+        extend((*chosen, left[0]), [group for group in left[1:] if group not in apart[left[0]]])
+        if looks < LOOKS:
+            extend(chosen, left[1:])
+
+    everywhere = tuple(group for group in groups if not apart[group])
+    extend(everywhere, [group for group in groups if apart[group]])
+    return tuple(sorted(best))
 
 
 def read_quorum(quorum_id: int, members: Sequence[Member]) -> Quorum:
@@ -135,7 +219,8 @@ def read_quorum(quorum_id: int, members: Sequence[Member]) -> Quorum:
 
     The state that counts is the newest that no audit has named; where groups at that step went different ways, the
     way that most of them went, and of equally many that of the lowest group id. Named states count only when there is
-    no other. All other members heal, each from one of those that have the state, in turn.
+    no other. Members that do not reach each other are not connected (`together`). All others that lack the state heal,
+    each from one of those that have it, in turn.
 
     Raises:
         ValueError: a group is there twice, or nobody is.
@@ -143,21 +228,33 @@ def read_quorum(quorum_id: int, members: Sequence[Member]) -> Quorum:
     ordered = tuple(sorted(members, key=lambda member: member.group))
     if not ordered or len({member.group for member in ordered}) < len(ordered):
         raise ValueError(f"groups {[member.group for member in ordered]} cannot be the members of a quorum")
+    step, history, able = _state_that_counts(ordered)
+    names = {member.name: member.group for member in ordered}
+    told = ((member.group, names[name]) for member in ordered for name in member.unreached if name in names)
+    cut = tuple(sorted({(min(pair), max(pair)) for pair in told}))
+    inside = together([member.group for member in ordered], cut, able)
+    left_out = tuple(member.group for member in ordered if member.group not in inside)
+    ordered = tuple(member for member in ordered if member.group in inside)
+    able = tuple(group for group in able if group in inside)
     text = "/".join(f"{member.group}:{member.life}:{member.number}" for member in ordered)
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    having = [member for member in ordered if member.step > NO_STATE]
+    needing = [
+        member.group
+        for member in ordered
+        if able and member.group not in able and (member.follows, member.followed) != (step, history)
+    ]
+    sources = {group: able[place % len(able)] for place, group in enumerate(needing)}
+    return Quorum(quorum_id, ordered, key, step, history, able, sources, left_out, cut)
+
+
+def _state_that_counts(members: Sequence[Member]) -> tuple[int, int, tuple[int, ...]]:
+    """Step and history of the state that counts, and the groups that have it."""
+    having = [member for member in members if member.step > NO_STATE]
     trusted = [member for member in having if not member.suspect] or having
     if not trusted:
-        return Quorum(quorum_id, ordered, key, NO_STATE, 0, (), {})
+        return NO_STATE, 0, ()
     step = max(member.step for member in trusted)
     newest = [member for member in trusted if member.step == step]
     ways = Counter(member.history for member in newest)
     history = max(newest, key=lambda member: (ways[member.history], -member.group)).history
-    able = tuple(member.group for member in newest if member.history == history)
-    needing = [
-        member.group
-        for member in ordered
-        if member.group not in able and (member.follows, member.followed) != (step, history)
-    ]
-    sources = {group: able[place % len(able)] for place, group in enumerate(needing)}
-    return Quorum(quorum_id, ordered, key, step, history, able, sources)
+    return step, history, tuple(member.group for member in newest if member.history == history)

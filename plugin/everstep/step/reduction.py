@@ -8,11 +8,6 @@ those that compute nothing in this attempt as well.
 A gradient may be added to several times in one slot: a loss in chunks runs the output layer's backward once a chunk.
 How often is counted in each slot, and a gradient is taken to be there when it was added to as often as before.
 
-A slot that may be refused is computed apart: its backward begins with no gradients, and what it makes is taken from it
-piece by piece and added to the slots before, into memory of its own. Once it has ended that is what waits for the next
-slot; after one that was refused it is what waited before. Where backward runs hooks, the additions are those of a slot
-that is not computed apart, in the same order; else what a slot made is added when it has ended.
-
 On a device the hooks run on whatever stream the gradient was accumulated on (FSDP2 has one for its reduce-scatters), so
 a bucket may be filled from several: its sum begins after all of them. The memory of a sum that was given up is kept
 until the sum has ended, as a kernel may still write to it.
@@ -28,6 +23,13 @@ from torch.distributed.tensor import DTensor
 
 from everstep.step.interfaces import SumsBroken
 from everstep.step.streams import Event, HostStreams, Streams
+
+LARGEST = 1e10
+"""Of an element of a sum, as ATTNChecker (arXiv 2410.11720) has it for near-INF. The squares of 10^12 such elements
+have a sum in float32, also if the step has few valid tokens and they are scaled by 1,000: their norm is finite."""
+
+LARGEST_PART = LARGEST / 1000
+"""Of an element of one group's part: a sum over up to 1,000 groups that is beyond LARGEST has a part beyond this."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,38 +69,13 @@ class _Memory:
         first, sizes = local(params[0]), [local(p).numel() for p in params]
         self.flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
         self.views = [_laid_out_as(local(p), piece) for piece, p in zip(self.flat.split(sizes), params, strict=True)]
-        self._gradients: dict[Hashable, torch.Tensor] = {}
-
-    def gradient(self, index: int, param: torch.Tensor, layout: Any) -> torch.Tensor:
-        """A piece as its parameter's gradient, laid out over the group's ranks like this: mesh and placements."""
-        if not isinstance(param, DTensor):
-            return self.views[index]
-        if (index, *layout) not in self._gradients:
-            self._gradients[index, *layout] = DTensor.from_local(
-                self.views[index], *layout, run_check=False, shape=param.shape, stride=param.stride()
-            )
-        return self._gradients[index, *layout]
 
 
 class _Bucket:
-    """The gradients of some parameters of one dtype and device.
+    """The gradients of some parameters of one dtype and device."""
 
-    Args:
-        swaps: whether what slots apart add up has two memories, which swap when one has ended.
-    """
-
-    def __init__(self, params: list[torch.Tensor], swaps: bool) -> None:
-        self.params, self.swaps = params, swaps
-        self.memory = _Memory(params)
-        """For the sum, and before it for what the slot in progress adds up if it is computed apart."""
-        self.waiting: _Memory | None = None
-        """For what the slots before it added up."""
-        self.waits = [False] * len(params)
-        """Whether there is something in it, of each parameter."""
-        self.taken = [False] * len(params)
-        """Whether the slot in progress, computed apart, has given a gradient."""
-        self.layouts = [(p.device_mesh, p.placements) if isinstance(p, DTensor) else () for p in params]
-        """How the last gradients were laid out over the group's ranks."""
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        self.params, self.memory = params, _Memory(params)
         self.filled = [False] * len(params)
         self.additions = [0] * len(params)
         """How often each gradient was added to in the slot in progress."""
@@ -113,75 +90,18 @@ class _Bucket:
         self.filled = [False] * len(self.params)
         self.filled_on.clear()
         self.sum = None
-        if self.waiting is not None and self._are_gradients(self.memory):
-            self.memory, self.waiting = self.waiting, self.memory
-
-    def _gradient(self, index: int) -> torch.Tensor | None:
-        """This rank's part of a gradient, and how it is laid out is noted."""
-        grad = self.params[index].grad
-        if isinstance(grad, DTensor):
-            self.layouts[index] = (grad.device_mesh, grad.placements)
-        return None if grad is None else local(grad)
 
     def fill(self, index: int) -> None:
-        grad = self._gradient(index)
+        grad = self.params[index].grad
         if grad is None:
             self.memory.views[index].zero_()
         else:
-            self.memory.views[index].copy_(grad)
+            self.memory.views[index].copy_(local(grad))
         self.filled[index] = True
 
-    def release(self) -> None:
-        """Slots are not computed apart for now: do without the second memory, if it is not the parameters'."""
-        if self.waiting is not None and not self._are_gradients(self.waiting):
-            self.waiting = None
-
-    def _are_gradients(self, memory: _Memory) -> bool:
-        pieces = zip(self.params, memory.views, strict=True)
-        return any(p.grad is not None and _same_memory(p.grad, view) for p, view in pieces)
-
-    def set_aside(self) -> None:
-        """What the parameters have is what waits."""
-        if not self.swaps:
-            self.waiting = self.memory
-        elif self.waiting is None:
-            self.waiting = _Memory(self.params)
-        for index, view in enumerate(self.waiting.views):
-            grad = self._gradient(index)
-            self.waits[index] = grad is not None
-            if grad is not None and not _same_memory(grad, view):
-                view.copy_(grad)
-
-    def take(self, index: int) -> None:
-        """Add a gradient to what waits, or to what the slot has added to that."""
-        grad, view = self._gradient(index), self.memory.views[index]
-        assert grad is not None
-        assert self.waiting is not None, "set_aside() comes first"
-        if self.taken[index]:
-            view.add_(grad)
-        elif self.waits[index]:
-            torch.add(self.waiting.views[index], grad, out=view)
-        else:
-            view.copy_(grad)
-        self.taken[index] = True
-
-    def accept(self) -> None:
-        """What waited and what the slot added to it is what waits."""
-        assert self.waiting is not None, "set_aside() comes first"
-        if self.swaps and any(self.taken):
-            for index, waits in enumerate(self.waits):
-                if waits and not self.taken[index]:
-                    self.memory.views[index].copy_(self.waiting.views[index])
-            self.memory, self.waiting = self.waiting, self.memory
-        self.waits = [waits or taken for waits, taken in zip(self.waits, self.taken, strict=True)]
-
     def give(self, index: int, memory: _Memory) -> None:
-        """Make a piece of memory the parameter's gradient: itself, where slots are computed apart and backward adds
-        nothing to it."""
+        """Make a piece of memory the parameter's gradient."""
         param = self.params[index]
-        if self.swaps and self.waiting is not None:
-            param.grad = memory.gradient(index, param, self.layouts[index])
-            return
         if param.grad is None:
             param.grad = torch.zeros_like(param)
         local(param.grad).copy_(memory.views[index])
@@ -195,7 +115,6 @@ class GradientReducer:
         bucket_bytes: size a bucket grows to.
         streams: of the parameters' device.
         hooks: whether backward runs hooks of parameters. Without, all sums start after an attempt's last slot.
-        fixed: whether gradients keep their memory, as those that a CUDA graph adds to.
     """
 
     def __init__(
@@ -205,22 +124,16 @@ class GradientReducer:
         streams: Streams | None = None,
         *,
         hooks: bool = True,
-        fixed: bool = False,
     ) -> None:
-        self._fixed = fixed
         self._streams = streams or HostStreams()
-        swaps = hooks and not fixed
-        self._buckets = [_Bucket(part, swaps) for part in _split(list(params), bucket_bytes)]
+        self._buckets = [_Bucket(part) for part in _split(list(params), bucket_bytes)]
         self._given_up: list[tuple[Sum, torch.Tensor]] = []
         self._began_on: Hashable = None
         self._began: Event | None = None
         self._sums: AsyncSums | None = None
         self._timeout = timedelta(0)
         self._started = 0
-        self._armed = self._counted = self._last = self._apart = False
-        self._slot_began: Event | None = None
-        self._taken_on: dict[Hashable, Event | None] = {}
-        """The streams on which the slot in progress, computed apart, gave gradients, and where in their work."""
+        self._armed = self._counted = self._last = False
         self._error: SumsBroken | None = None
         for bucket in self._buckets if hooks else ():
             for index, param in enumerate(bucket.params):
@@ -237,19 +150,10 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.begin()
 
-    def begin_slot(self, *, last: bool, apart: bool = False) -> None:
+    def begin_slot(self, *, last: bool) -> None:
         """The gradients of a slot come next. In an attempt's last slot each bucket's sum starts as soon as its
-        gradients are there, if an earlier slot has told how often each is added to.
-
-        `apart`: they count only if `end_slot` follows, and are the parameters' together with those of all slots before
-        once one follows that is not apart, or after `end_slots`. No sum starts sooner."""
-        if apart:
-            self._set_aside()
-        else:
-            self.end_slots()
-            for bucket in self._buckets:
-                bucket.release()
-        self._last = last and not apart
+        gradients are there, if an earlier slot has told how often each is added to."""
+        self._last = last
         self._armed = self._last and self._counted
         for bucket in self._buckets:
             bucket.additions = [0] * len(bucket.params)
@@ -271,69 +175,6 @@ class GradientReducer:
                 self._error = SumsBroken("a gradient was added to more often than in earlier slots")
             bucket.usual = bucket.additions
         self._counted, self._armed = True, False
-        if self._apart:
-            self._join_streams()
-            with torch.no_grad():
-                for bucket in self._buckets:
-                    # Those without a hook, and what was put there otherwise.
-                    for index, param in enumerate(bucket.params):
-                        if param.grad is not None:
-                            self._take(bucket, index)
-                    bucket.accept()
-
-    def end_slots(self) -> None:
-        """No slot follows that is computed apart, in this attempt or for now: the gradients are those of all that
-        ended."""
-        if not self._apart:
-            return
-        self._apart = False
-        self._join_streams()
-        with torch.no_grad():
-            for bucket in self._buckets:
-                assert bucket.waiting is not None
-                for index, param in enumerate(bucket.params):
-                    if bucket.waits[index]:
-                        bucket.give(index, bucket.waiting)
-                    else:
-                        self._clear(param)
-
-    def _set_aside(self) -> None:
-        """Leave the parameters without gradients. What they have is what waits; unless something does already, which
-        leaves a slot that was refused, or one that has been added."""
-        self._join_streams()
-        with torch.no_grad():
-            for bucket in self._buckets:
-                if not self._apart:
-                    bucket.set_aside()
-                bucket.taken = [False] * len(bucket.params)
-                for param in bucket.params:
-                    self._clear(param)
-        self._apart, self._slot_began = True, self._streams.record()
-
-    def _take(self, bucket: _Bucket, index: int) -> None:
-        """Take a gradient that a slot apart has made, on the current stream."""
-        stream, param = self._streams.current(), bucket.params[index]
-        if stream not in self._taken_on:
-            self._streams.wait(self._slot_began)
-        assert param.grad is not None
-        self._streams.keep(local(param.grad))
-        bucket.take(index)
-        self._clear(param)
-        self._taken_on[stream] = self._streams.record()
-
-    def _join_streams(self) -> None:
-        """What the current stream is given from now on begins after what slots apart gave others."""
-        current = self._streams.current()
-        for stream, taken in self._taken_on.items():
-            if stream != current:
-                self._streams.wait(taken)
-        self._taken_on.clear()
-
-    def _clear(self, param: torch.Tensor) -> None:
-        if self._fixed and param.grad is not None:
-            param.grad.zero_()
-        else:
-            param.grad = None
 
     def finish(self) -> None:
         """Sum what is not summed yet and wait for all of it. Raises SumsBroken."""
@@ -354,12 +195,13 @@ class GradientReducer:
             raise error
 
     def finite(self) -> bool:
-        """Whether the sums are: no INF, no NaN. A host synchronisation."""
-        return all_finite(bucket.memory.flat for bucket in self._buckets)
+        """See `everstep.step.interfaces.Reducer`. A host synchronisation."""
+        return all_within(LARGEST, (bucket.memory.flat for bucket in self._buckets))
 
     def own_finite(self) -> bool:
-        """Whether this group's own part of the sums is."""
-        return all_finite(local(p.grad) for bucket in self._buckets for p in bucket.params if p.grad is not None)
+        """See `everstep.step.interfaces.Reducer`. A host synchronisation."""
+        own = (local(p.grad) for bucket in self._buckets for p in bucket.params if p.grad is not None)
+        return all_within(LARGEST_PART, own)
 
     def stash(self) -> list[torch.Tensor]:
         """A copy of the finished sums, in host memory."""
@@ -381,9 +223,6 @@ class GradientReducer:
 
     def _on_grad(self, bucket: _Bucket, index: int, param: torch.Tensor) -> None:
         bucket.additions[index] += 1
-        if self._apart and bucket.swaps:
-            with torch.no_grad():
-                self._take(bucket, index)
         if self._armed and bucket.additions[index] == bucket.usual[index]:
             with torch.no_grad():
                 self._fill(bucket, index)
@@ -429,19 +268,15 @@ def _laid_out_as(param: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
     return piece.as_strided(param.shape, torch.empty_like(param, device="meta").stride())
 
 
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return other.numel() > 0 and local(one).data_ptr() == other.data_ptr()
-
-
-def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether all are, with one host synchronisation for all of one device."""
+def all_within(most: float, tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether no element is larger, nor NaN, with one host synchronisation for all of one device."""
     found: dict[torch.device, torch.Tensor] = {}
     for tensor in tensors:
         if not tensor.numel():
             continue
         # NaN is the least and the most of whatever it is among; to look at each number takes ten times as long.
-        finite = torch.stack(torch.aminmax(tensor)).isfinite().all()
-        found[tensor.device] = found[tensor.device] & finite if tensor.device in found else finite
+        within = (torch.stack(torch.aminmax(tensor)).abs() <= most).all()
+        found[tensor.device] = found[tensor.device] & within if tensor.device in found else within
     return all(bool(flag) for flag in found.values())
 
 

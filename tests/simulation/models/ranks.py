@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
+from everstep.step.attempt import Group, Host, Peers, Rules, Turn
 from everstep.step.interfaces import Commit, GroupBroken, OutOfData, QuorumUnavailable, SlotSums, SumsBroken, Timeouts
 from everstep.step.ledger import Row, Tally
-from everstep.step.protocol import StepProtocol, Turn
+from everstep.step.protocol import StepProtocol
 from everstep.step.quorum import Member, Request
 
 SLOTS = 2
@@ -121,24 +122,14 @@ class _Rank:
         turns = self.group.turns[self.rank]
         sums = _Sums(self)
         try:
+            waits = (timedelta(seconds=1) for _ in range(5))
             protocol = self.group.protocol(
-                group=0,
-                life="a",
-                slots=SLOTS,
-                on_loss="redistribute",
+                group=Group(0, "a", "here", _Ranks(self)),
+                rules=Rules(SLOTS, "redistribute", Timeouts(*waits)),
                 work=self,
                 reducer=self,
-                ranks=_Ranks(self),
-                membership=self if self.rank == 0 else None,
-                sums=sums,
-                door=self,
-                store="here",
-                timeouts=Timeouts(
-                    **{name: timedelta(seconds=1) for name in ("quorum", "reduce", "compute", "join", "give_up")}
-                ),
-                clock=self,
-                files=self,
-                events=self,
+                peers=Peers(self if self.rank == 0 else None, sums, self),
+                host=Host(self, self, self),
             )
             protocol.restored(0, 0)
             # The last attempt has no choices: whatever came before, it commits.
@@ -195,14 +186,14 @@ class _Rank:
     def discard(self) -> None:
         self.done.clear()
 
-    def may_refuse(self, step: int, slot: int) -> bool:
-        return False
-
-    def compute(self, step: int, slot: int) -> None:
+    def compute(self, step: int, slot: int, *, whole: bool) -> None:
         self.group.meet(self.rank, ("compute", step, slot), None)
         if self.group.data_ends and step == 2:
             raise OutOfData
         self.done.add(slot)
+
+    def refused(self) -> frozenset[int]:
+        return frozenset()
 
     def results(self) -> SlotSums:
         self.group.meet(self.rank, ("results",), None)
@@ -224,11 +215,9 @@ class _Rank:
     # Reducer
     def begin(self, sums: Any, timeout: timedelta, step: int = 0) -> None: ...
 
-    def begin_slot(self, *, last: bool, apart: bool) -> None: ...
+    def begin_slot(self, *, last: bool) -> None: ...
 
     def end_slot(self) -> None: ...
-
-    def end_slots(self) -> None: ...
 
     def finish(self) -> None:
         if self.outcome() == FAILS:
@@ -281,7 +270,7 @@ class _Sums:
         held = frozenset(slot for slot, count in enumerate(covered) if not count)
         tokens = torch.zeros(SLOTS, dtype=torch.float64)
         sums = SlotSums(tokens, tokens, torch.zeros(0, dtype=torch.float64), held)
-        return values + Tally.of(1, held, SLOTS, sums, leaving=False, exhausted=False, snapshot=0).encode()
+        return values + Tally.of(1, held, sums, leaving=False, exhausted=False, refused=False, snapshot=0).encode()
 
     def _try(self) -> None:
         if self._rank.outcome() == FAILS:

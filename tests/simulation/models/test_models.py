@@ -11,10 +11,9 @@ from simulation.models import groups, ranks
 
 MEETS = "if not self.decisions.all_true(point, bool(met)):"
 DECISIONS = {
-    "gradients": ("        if summed and sound:\n", "        if not error and sound:\n"),
+    "gradients": ("        if not summed:\n", "        if error:\n"),
     "rows": (MEETS, MEETS.replace("not self", 'not met if point == "rows" else not self')),
     "connect": (MEETS, MEETS.replace("not self", 'not met if point == "connect" else not self')),
-    "ended": ("for _, *words in said))\n", "for _, *words in said[self.decisions.rank : self.decisions.rank + 1]))\n"),
     "vote": ("if not all(yes for yes, _ in votes) or len({digest for _, digest in votes}) > 1:", "if error:"),
 }
 

@@ -1,0 +1,144 @@
+"""How a group asks for its next quorum: rank 0 asks the lighthouse, and all ranks learn the same from it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from everstep.step import ledger
+from everstep.step.attempt import Group, Host, Peers, State, Turn
+from everstep.step.decisions import Decisions
+from everstep.step.interfaces import Membership, QuorumUnavailable, Timeouts
+from everstep.step.quorum import Answer, Member, Quorum, Request, read_quorum
+
+ASK_AGAIN_S = 0.2
+"""A quorum that cannot be used is not asked for again sooner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a group says of its state when it asks; see `Request`.
+
+    Attributes:
+        state, follows: what it has, and what it will have once it has caught up.
+        connected: key of the quorum whose process group it is connected in; empty for none.
+    """
+
+    state: State
+    follows: State
+    suspect: bool
+    finishing: bool
+    connected: str
+
+
+class Asker:
+    """One rank's part in it.
+
+    Args:
+        group: this rank's.
+        peers: the other groups.
+        decisions: of the group.
+        host: of this rank.
+        timeouts: the protocol's.
+        too_late: whether the others ended the run, as far as rank 0 sees.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        peers: Peers,
+        decisions: Decisions,
+        host: Host,
+        timeouts: Timeouts,
+        too_late: Callable[[], bool],
+    ) -> None:
+        self._group, self._peers, self._decisions, self._host = group, peers, decisions, host
+        self._timeouts, self._too_late = timeouts, too_late
+        self._doors: tuple[str, ...] = ()
+        self._watches: tuple[str, ...] = ()
+        self._met: tuple[Member, ...] = ()
+        """All that asked for the last quorum."""
+        self._left_out: tuple[int, ...] = ()
+        self._asked = 0
+
+    def ask(self, standing: Standing, *, brief: bool) -> Quorum | Turn | None:
+        """The next quorum, the same on all ranks of the group; None when there is none now; TOO_LATE if the others
+        ended the run meanwhile. Decisions of the group.
+
+        Args:
+            brief: whether to wait no longer than for a group that lives and does not ask.
+        """
+        self._asked += 1
+        if self._asked == 1:
+            self._doors = self._addresses("doors", self._peers.door.address)
+            self._watches = self._addresses("watches", self._peers.sums.address)
+        begun, unreached, said = self._host.clock.now(), self._agree_on_unreached(), b""
+        if self._peers.membership is not None:
+            said = self._ask_lighthouse(self._peers.membership, self._request(standing, unreached), brief).encode()
+        answer = Answer.decode(self._decisions.first("quorum", said))
+        step, events = standing.state.step + 1, self._host.events
+        if answer.moved:
+            events.emit("lighthouse_followed", step)
+        if answer.reason:
+            waited_s = round(self._host.clock.now() - begun, 3)
+            events.emit("quorum_failed", step, reason=answer.reason, waited_s=waited_s)
+        if answer.too_late:
+            return Turn.TOO_LATE
+        if answer.reason:
+            return None
+        self._met = answer.members
+        quorum = read_quorum(answer.id, answer.members)
+        self._tell_left_out(quorum)
+        return quorum
+
+    def _addresses(self, what: str, mine: str) -> tuple[str, ...]:
+        """An address of each rank of this group, by rank."""
+        return tuple(address.decode() for address in self._decisions.gather_bytes(what, mine.encode()))
+
+    def _agree_on_unreached(self) -> tuple[str, ...]:
+        """Names of those that asked for the last quorum and that some rank of this group does not reach."""
+        rank, missing = self._decisions.rank, self._peers.sums.unreached()
+        mine = frozenset(place for place, member in enumerate(self._met) if member.watches[rank] in missing)
+        said = self._decisions.gather("unreached", ledger.pack(mine, len(self._met)))
+        places = frozenset().union(*(ledger.unpack(words, len(self._met)) for words in said))
+        return tuple(self._met[place].name for place in sorted(places))
+
+    def _request(self, standing: Standing, unreached: tuple[str, ...]) -> Request:
+        return Request(
+            group=self._group.id,
+            life=self._group.life,
+            number=self._asked,
+            step=standing.state.step,
+            history=standing.state.history,
+            suspect=standing.suspect,
+            follows=standing.follows.step,
+            followed=standing.follows.history,
+            finishing=standing.finishing,
+            connected=standing.connected,
+            store=self._group.store,
+            doors=self._doors,
+            watches=self._watches,
+            unreached=unreached,
+        )
+
+    def _ask_lighthouse(self, membership: Membership, request: Request, brief: bool) -> Answer:
+        """Rank 0's question and its answer."""
+        clock, timeouts = self._host.clock, self._timeouts
+        moved, begun = membership.follow(), clock.now()
+        quorum_id, members, reason = 0, [], ""
+        try:
+            patience = min(timeouts.quorum, timeouts.join) if brief else timeouts.quorum
+            quorum_id, members = membership.ask(request, patience)
+            read_quorum(quorum_id, members)
+            if request not in members:
+                raise QuorumUnavailable("the quorum is for another request of this group")
+        except (QuorumUnavailable, ValueError) as error:
+            clock.sleep(max(0.0, begun + ASK_AGAIN_S - clock.now()))
+            reason = str(error)
+        # Since rank 0 looked at the beginning, another rank may have stood still for longer than the run went on.
+        return Answer(moved, self._too_late(), reason, quorum_id, () if reason else tuple(members))
+
+    def _tell_left_out(self, quorum: Quorum) -> None:
+        """When others are left out than before, the first of those that are not says so."""
+        if quorum.left_out != self._left_out and (self._group.id, self._decisions.rank) == (quorum.groups[0], 0):
+            cut = [list(pair) for pair in quorum.cut]
+            self._host.events.emit("left_out", quorum.step + 1, groups=list(quorum.left_out), cut=cut)
+        self._left_out = quorum.left_out

@@ -1,0 +1,176 @@
+"""What a group computes of the step in progress, holds for a retry, and refuses.
+
+A group holds one sum of gradients: it keeps all of it or drops all of it. What is wrong with it is known in three ways:
+this rank's checks found it, the gradients are not finite, or the sums over the groups are not. Each is a decision of
+the whole group, and ends in `_refuse`: the refused slots are counted, and everything that is held is computed again, as
+after a death. Who computes what was refused is in `ledger.plan`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from everstep.step import ledger
+from everstep.step.attempt import NOTHING, Attempt, Host, State
+from everstep.step.decisions import Decisions
+from everstep.step.interfaces import GroupBroken, OutOfData, Reducer, Work
+
+FINDINGS = "attention findings that were not repaired"
+NOT_FINITE = "a gradient is not finite, or its norm is not"
+
+
+@dataclass(slots=True)
+class Held:
+    """What a group's gradients contain of the step after one state, and what it refused of that step.
+
+    Attributes:
+        slots: what they contain.
+        lost: slots that they contained and that were given up.
+        computed: slots computed since the last event `attempt`, in order.
+        recomputed: those of them that were in `lost`.
+        refused: how often this group refused a slot.
+        refused_here: slots that this rank refused, or that were not finite on it.
+        not_finite: slots that were not finite when they were judged alone.
+        accepted: refused slots that are held all the same.
+        asked: the group that was asked for a refused slot last, unless it was to accept it.
+    """
+
+    base: State = NOTHING
+    slots: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+    computed: list[int] = field(default_factory=list)
+    recomputed: set[int] = field(default_factory=set)
+    refused: Counter[int] = field(default_factory=Counter)
+    refused_here: set[int] = field(default_factory=set)
+    not_finite: set[int] = field(default_factory=set)
+    accepted: set[int] = field(default_factory=set)
+    asked: dict[int, int] = field(default_factory=dict)
+
+
+class Judged(NamedTuple):
+    """What one rank says of its sums, as flags: that it has them, that they are finite, that this group's part of them
+    is, and that the trainer holds what the ledger says."""
+
+    summed: int
+    finite: int
+    own_finite: int
+    whole: int
+
+
+class Holding:
+    """One rank's part in what its group holds.
+
+    Args:
+        work, reducer: the trainer's side.
+        decisions: of the group.
+        host: of this rank.
+        slots: S.
+    """
+
+    def __init__(self, work: Work, reducer: Reducer, decisions: Decisions, host: Host, slots: int) -> None:
+        self._work, self._reducer, self._decisions, self._slots = work, reducer, decisions, slots
+        self._clock, self._files, self._events = host.clock, host.files, host.events
+        self.held = Held()
+        self.slot_s: float | None = None
+        """What a slot took when the last share was computed; None before the first."""
+
+    def start(self, base: State) -> None:
+        """Another step comes, on this state: nothing of it is held."""
+        self.held = Held(base)
+        self._work.discard()
+
+    def drop(self) -> None:
+        """Give up what is held; what was refused of the step is remembered."""
+        self.held.lost |= self.held.slots
+        self.held.slots.clear()
+        self.held.accepted.clear()
+        self._work.discard()
+
+    def heed(self, plan: ledger.Plan, step: int) -> None:
+        """Remember who is asked for refused slots, and say which of them nobody can compute."""
+        for group, share in plan.shares.items():
+            self.held.asked |= dict.fromkeys(plan.doubted.intersection(share), group)
+        for slot in plan.accepted:
+            del self.held.asked[slot]
+        if plan.not_finite:
+            self._work.not_finite(step, sorted(plan.not_finite))
+
+    def compute(self, attempt: Attempt, share: Sequence[int]) -> None:
+        """Compute slots, which are held then. Where nobody is awaited the sums begin with the last of them."""
+        held, begun, step = self.held, self._clock.now(), attempt.step
+        for done, slot in enumerate(share, 1):
+            doubted = slot in attempt.plan.doubted
+            self._files.beat("compute", step)
+            self._reducer.begin_slot(last=done == len(share) and not attempt.plan.awaited)
+            try:
+                self._work.compute(step, slot, whole=doubted)
+            except OutOfData:
+                attempt.exhausted = True
+                break
+            self._reducer.end_slot()
+            held.slots.add(slot)
+            held.computed.append(slot)
+            held.recomputed |= held.lost & {slot}
+            self.slot_s = (self._clock.now() - begun) / done
+            if doubted:
+                self._judge_slot(attempt, slot)
+
+    def _judge_slot(self, attempt: Attempt, slot: int) -> None:
+        """What becomes of a slot that some group has refused, now that this one has computed it. A decision of the
+        group; what it held before is finite."""
+        held = self.held
+        finite, passed = self._reducer.own_finite(), slot not in self._work.refused()
+        if not finite or not passed:
+            held.refused_here.add(slot)
+        said = self._decisions.gather("slot", [int(finite), int(passed)])
+        finite, passed = (all(flags) for flags in zip(*said, strict=True))
+        if not finite:
+            held.not_finite.add(slot)
+            self._refuse(attempt, [slot], NOT_FINITE)
+        elif not passed and slot in attempt.plan.accepted:
+            held.refused[slot] += 1
+            held.accepted.add(slot)
+            self._events.emit("slot_accepted", attempt.step, slot=slot, reason="other groups refused it as well")
+        elif not passed:
+            self._refuse(attempt, [slot], FINDINGS)
+
+    def judge_sums(self, attempt: Attempt, computed: frozenset[int], error: str) -> tuple[bool, str]:
+        """Look at what is held and at its sums. It is refused and dropped if some rank's checks say so or this group's
+        own part is not finite. A decision of the group.
+
+        Args:
+            computed: what the trainer says that it holds.
+            error: why this rank has no sums; empty if it has.
+
+        Returns:
+            whether all ranks have their sums, and why they are not to be committed, which all groups know then; empty
+            if they are, or if some group refuses its part.
+
+        Raises:
+            GroupBroken: what a rank holds is not what the ledger says.
+        """
+        held = self.held
+        finite = error == "" and self._reducer.finite()
+        own_finite = finite or self._reducer.own_finite()
+        found = self._work.refused() - held.accepted
+        held.refused_here |= found if own_finite else held.slots
+        mine = Judged(int(error == ""), int(finite), int(own_finite), int(computed == held.slots))
+        said = self._decisions.gather("sums", [*mine, *ledger.pack(found, self._slots)])
+        ranks = [Judged(*words[: len(mine)]) for words in said]
+        refused = frozenset().union(*(ledger.unpack(words[len(mine) :], self._slots) for words in said))
+        if not all(rank.whole for rank in ranks):
+            raise GroupBroken(f"the ledger says slots {sorted(held.slots)} and the trainer {sorted(computed)}")
+        if not all(rank.own_finite for rank in ranks):
+            self._refuse(attempt, held.slots, NOT_FINITE)
+        elif refused:
+            self._refuse(attempt, refused, FINDINGS)
+        summed, finite = all(rank.summed for rank in ranks), all(rank.finite for rank in ranks)
+        return summed, "" if finite else "the sum of the gradients is not finite"
+
+    def _refuse(self, attempt: Attempt, slots: Iterable[int], reason: str) -> None:
+        for slot in sorted(slots):
+            self._events.emit("slot_refused", attempt.step, slot=slot, reason=reason)
+            self.held.refused[slot] += 1
+        attempt.refused = True
+        self.drop()

@@ -1,0 +1,234 @@
+"""Real groups on a hostile network: packets between hosts are lost, delayed or go one way, fault after fault.
+
+    scripts/hostile [--faults 1000] [--groups 3] [--ranks 1] [--seed 0] [--kinds cut,silent]
+
+Each group has a host of its own (`switch`), and so has the lighthouse; the groups are those of `tests/step/member.py`:
+the real protocol, lighthouse, gate, process groups and healing, and a model whose state after any step is known. For
+each kind of fault this prints the longest time without a commit beside the bound that the timeouts give it. Status 0
+only if every step is in the final history once, with the state of the run in which nothing failed, and no pause was
+above its bound; 2 if this machine makes no networks.
+"""
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import harness
+import switch
+from harness import ENDLESS, Rank, Run, check_states, newest
+from switch import NoNetworkError, Rule, Rules
+
+HEARTBEAT_S, JOIN_S, CONNECT_S, REDUCE_S = 1.0, 2.0, 1.0, 2.0
+SLOTS, SLOT_S = 6, 0.05
+STEP_S = SLOTS * SLOT_S
+"""The longest that a quiet step takes: one group makes all of it."""
+LATE_S = 0.5
+"""A sum that its backend does not give up is given up so much after its timeout."""
+NEW_QUORUM_S = 1.5 * HEARTBEAT_S
+"""For a quorum after groups have fallen silent: their heartbeats expire, and the others ask again."""
+FOUND_S = REDUCE_S + LATE_S + 3 * CONNECT_S + NEW_QUORUM_S
+"""Until a lost connection is found out, those that do not reach each other are known, and the others have a quorum."""
+LASTS_S = (0.5, 5.0)
+"""How long a fault lasts."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault.
+
+    Attributes:
+        rules: what it makes of packets, drawn for so many groups; the lighthouse's host comes after theirs.
+        bound_s: the longest time without a commit that it may cause, of a fault that lasts so long.
+        why: what that is made of.
+        breaks: whether the groups lose their connections as it begins, by something else.
+    """
+
+    rules: Callable[[random.Random, int], Rules]
+    bound_s: Callable[[float], float]
+    why: str
+    breaks: bool = False
+
+
+def pair(draw: random.Random, groups: int, there: Rule, back: Rule | None) -> Rules:
+    """One rule on the way from one drawn group to another, and one back."""
+    one, other = draw.sample(range(groups), 2)
+    return {(one, other): there} | ({} if back is None else {(other, one): back})
+
+
+def around(host: int, hosts: int, rule: Rule) -> Rules:
+    """A rule on all ways to and from a host."""
+    return {way: rule for other in range(hosts) if other != host for way in ((host, other), (other, host))}
+
+
+LOST, SLOW, LOSSY, CLOSED = Rule(lost=1.0), Rule(delay_s=0.1), Rule(lost=0.1), Rule(lost=1.0, new_only=True)
+
+REDUCE_CONNECT = "reduce_timeout_s + 3 connect_timeout_s + 1.5 heartbeat_timeout_s + a step"
+KINDS = {
+    "cut": Kind(lambda draw, n: pair(draw, n, LOST, LOST), lambda s: FOUND_S + STEP_S, REDUCE_CONNECT),
+    "one-way": Kind(lambda draw, n: pair(draw, n, LOST, None), lambda s: FOUND_S + STEP_S, REDUCE_CONNECT),
+    "slow": Kind(lambda draw, n: pair(draw, n, SLOW, SLOW), lambda s: FOUND_S + STEP_S, REDUCE_CONNECT),
+    "lossy": Kind(lambda draw, n: pair(draw, n, LOSSY, LOSSY), lambda s: FOUND_S + STEP_S, REDUCE_CONNECT),
+    "closed": Kind(
+        lambda draw, n: around(draw.randrange(n), n, CLOSED), lambda s: FOUND_S + STEP_S, REDUCE_CONNECT, breaks=True
+    ),
+    "unreached": Kind(lambda draw, n: around(draw.randrange(n), n, LOST), lambda s: FOUND_S + STEP_S, REDUCE_CONNECT),
+    "gone": Kind(lambda draw, n: around(draw.randrange(n), n + 1, LOST), lambda s: FOUND_S + STEP_S, REDUCE_CONNECT),
+    "silent": Kind(
+        lambda draw, n: around(n, n + 1, LOST),
+        lambda s: s + 1.0 + 2.5 * HEARTBEAT_S + FOUND_S + STEP_S,
+        "as long as the lighthouse is silent + 2.5 heartbeat_timeout_s + 1 s + the above",
+    ),
+}
+"""cut: nothing passes between two groups; one-way: nothing from one to the other; slow: 0.1 s later each way; lossy:
+10 % are lost; closed: nobody connects anew to or from a group, and all have to; unreached: a group is cut off from the
+others and not from the lighthouse; gone: from all; silent: the lighthouse from all groups."""
+
+
+class Network:
+    """Hosts between which packets can be lost. Raises NoNetworkError where this machine makes none."""
+
+    def __init__(self, context: multiprocessing.context.BaseContext, hosts: int) -> None:
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=switch.run, args=(hosts, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        told = self._connection.recv()
+        if isinstance(told, str):
+            raise NoNetworkError(told)
+        self.namespaces: list[str] = told
+
+    def rule(self, rules: Rules) -> None:
+        """From when this returns packets go as these rules say."""
+        self._connection.send(rules)
+        self._connection.recv()
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join()
+
+
+class Groups:
+    """Groups on the hosts of a network, and their lighthouse on the last one."""
+
+    def __init__(self, context: multiprocessing.context.BaseContext, run_dir: Path, groups: int, ranks: int) -> None:
+        self.count = groups
+        self.network = Network(context, groups + 1)
+        place = {"host": switch.address(groups), "namespace": self.network.namespaces[groups]}
+        self.run = Run(run_dir, context, join_timeout_s=JOIN_S, heartbeat_timeout_s=HEARTBEAT_S, **place)
+        waits = {"heartbeat_s": HEARTBEAT_S, "connect_s": CONNECT_S, "reduce_s": REDUCE_S, "quorum_s": 10, "heal_s": 5}
+        self.ranks: list[Rank] = []
+        for group in range(groups):
+            where = {"host": switch.address(group), "namespace": self.network.namespaces[group], "give_up_s": 300}
+            self.ranks += self.run.ranks(group, ranks, steps=ENDLESS, slots=SLOTS, slot_s=SLOT_S, **waits, **where)
+        for rank in self.ranks:
+            rank.first()
+
+    def commits(self) -> list[dict]:
+        """All that was committed so far, in the order of time."""
+        newest(self.ranks)
+        return sorted((commit for rank in self.ranks for commit in rank.commits.values()), key=lambda one: one["time"])
+
+    def suffer(self, rules: Rules, seconds: float, breaks: bool) -> float:
+        """Let the rules hold for so long. Returns the longest time without a commit until all groups have made a step
+        together again."""
+        begun = time.monotonic()
+        self.network.rule(rules)
+        if breaks:
+            (self.run.run_dir / "drop-0").write_text(str(newest(self.ranks) + 2))
+        time.sleep(seconds)
+        self.network.rule({})
+        ended = time.monotonic()
+        while not (
+            whole := [one for one in self.commits() if one["time"] > ended and len(one["groups"]) == self.count]
+        ):
+            assert time.monotonic() - ended < harness.DEADLINE_S, f"groups stay apart after {rules}"
+            assert all(rank.process.is_alive() for rank in self.ranks), f"a group ended after {rules}"
+            time.sleep(0.05)
+        times = [begun, *(one["time"] for one in self.commits() if begun < one["time"] <= whole[0]["time"])]
+        return max(later - earlier for earlier, later in itertools.pairwise(times))
+
+    def judge(self) -> tuple[str, int]:
+        """What is wrong with what was committed, empty if nothing is; and how many commits are not in the final
+        history: of a group that was cut off as it committed, and healed."""
+        goal = newest(self.ranks) + 3
+        for rank in self.ranks:
+            rank.beyond(goal)
+            check_states(rank, SLOTS)
+        commits = {(one["step"], one["history"]): one for one in self.commits()}
+        last = min(max(rank.commits) for rank in self.ranks)
+        ends = {rank.commits[last]["history"] for rank in self.ranks if last in rank.commits}
+        if len(ends) > 1:
+            return f"{len(ends)} histories of step {last}", 0
+        history = ends.pop()
+        for step in range(last, 0, -1):
+            if (step, history) not in commits:
+                return f"step {step} is lost", 0
+            history = commits[step, history]["parent"]
+        return "", sum(step <= last for step, _ in commits) - last
+
+    def close(self) -> None:
+        self.run.close()
+        self.network.close()
+
+
+def trials(
+    groups: Groups, draw: random.Random, faults: int, kinds: Sequence[str], lasts: tuple[float, float] = LASTS_S
+) -> Iterator[tuple[str, float, float]]:
+    """Faults in turn: the kind, the longest time without a commit, and by how much it is above its bound."""
+    for number in range(faults):
+        name, lasts_s = kinds[number % len(kinds)], draw.uniform(*lasts)
+        kind = KINDS[name]
+        pause_s = groups.suffer(kind.rules(draw, groups.count), lasts_s, kind.breaks)
+        yield name, pause_s, pause_s - kind.bound_s(lasts_s)
+
+
+def main() -> int:
+    """The program. Returns its exit status."""
+    parser = argparse.ArgumentParser(prog="scripts/hostile", description=__doc__)
+    parser.add_argument("--faults", type=int, default=1000)
+    parser.add_argument("--groups", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    options = parser.parse_args()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["member"])
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            groups = Groups(context, Path(folder), options.groups, options.ranks)
+        except NoNetworkError as error:
+            print(f"hostile: {error}", file=sys.stderr)
+            return 2
+        try:
+            counts, longest, above = Counter[str](), Counter[str](), 0
+            kinds = options.kinds.split(",")
+            for name, pause_s, over_s in trials(groups, random.Random(options.seed), options.faults, kinds):
+                counts[name] += 1
+                longest[name] = max(longest[name], pause_s)
+                if over_s > 0:
+                    above += 1
+                    print(f"{name}: {pause_s:.1f} s without a commit, {over_s:.1f} s above its bound", flush=True)
+            (wrong, aside), last = groups.judge(), newest(groups.ranks)
+        finally:
+            groups.close()
+    print(f"{'fault':10}{'times':>6}{'longest pause':>15}  bound of one of {LASTS_S[1]:g} s")
+    for name in kinds:
+        kind = KINDS[name]
+        print(f"{name:10}{counts[name]:6}{longest[name]:13.1f} s  {kind.bound_s(LASTS_S[1]):.1f} s: {kind.why}")
+    print(f"{counts.total()} faults, {above} pauses above their bounds; {wrong or 'no step lost or made twice'}")
+    print(f"{last} steps; {aside} commits that are not in the final history")
+    return int(bool(wrong or above))
+
+
+if __name__ == "__main__":
+    os.environ["RUST_LOG"] = "error"
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""The interface that Gloo, NCCL, stores and heals use is the one of bind_host, wherever the host's name points."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from everstep.quorum.interface import InterfaceError, interface_of, use_interface
+
+CARDS = {
+    found.address: name
+    for name, addresses in psutil.net_if_addrs().items()
+    for found in addresses
+    if found.family == socket.AF_INET
+}
+
+
+@pytest.mark.parametrize(("address", "name"), CARDS.items())
+def test_each_address_of_this_machine_has_its_interface(address, name):
+    found = interface_of(address)
+    assert (found.name, found.address) == (name, address)
+
+
+def test_any_loopback_address_is_on_the_loopback_interface():
+    assert interface_of("127.0.0.77").name == CARDS["127.0.0.1"]
+
+
+@pytest.mark.parametrize("host", ["198.51.100.7", "no such host"])
+def test_an_address_of_another_machine_is_refused_with_the_key(host):
+    with pytest.raises(InterfaceError, match=r"fault_tolerance\.bind_host"):
+        interface_of(host)
+
+
+@pytest.mark.parametrize("host", ["", socket.gethostname()])
+def test_a_name_that_points_to_loopback_means_the_way_to_others(monkeypatch, host):
+    """As Debian has it in /etc/hosts."""
+    pointing = socket.getaddrinfo("127.0.1.1", None, type=socket.SOCK_STREAM)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: pointing)
+    others = [address for address in CARDS if not address.startswith("127.")]
+    assert interface_of(host).address in (others or ["127.0.1.1"])
+
+
+def test_what_the_environment_says_stays(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    use_interface("127.0.0.1")
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("ib0", f"={CARDS['127.0.0.1']}")
+
+
+@pytest.mark.parametrize("address", [address for address in CARDS if not address.startswith("127.")] or ["127.0.0.1"])
+def test_gloo_listens_there(address):
+    """In a process of its own: Gloo reads the environment once."""
+    code = (
+        "import sys\n"
+        "from datetime import timedelta\n"
+        "from everstep.quorum.interface import use_interface\n"
+        "host = use_interface(sys.argv[1]).address\n"
+        "import torch.distributed as dist\n"
+        "from everstep.quorum.process_group import RankColumn\n"
+        "wait = timedelta(seconds=20)\n"
+        "store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)\n"
+        "column = RankColumn('gloo', column=0, host=host, connect_timeout=wait, reduce_timeout=wait, token=bytes(32))\n"
+        "place = {'store': f'{host}:{store.port}', 'host': 0, 'rank': 0, 'peers': [column.address]}\n"
+        "column.connect(key='a', **place)\n"
+        "print(column.address.rpartition(':')[0], column._lines[0].communicator._listens[0])\n"
+        "column.close()\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    done = subprocess.run([sys.executable, "-c", code, address], capture_output=True, text=True, timeout=60, env=env)
+    assert done.stdout.split() == [address, address], done.stderr

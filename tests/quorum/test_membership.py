@@ -1,0 +1,94 @@
+"""A group's voice when the lighthouse's host falls silent: nothing is reset, nothing is answered."""
+
+import signal
+import threading
+import time
+
+import pytest
+
+from everstep.quorum.membership import Membership
+from everstep.step.interfaces import QuorumUnavailable
+from everstep.step.quorum import decode
+from quorum.test_gate import BEATS_S, LIFE, SOON, Lighthouse, a_request, asks
+
+FOUND_S = 5.0
+"""From a new lighthouse's publication to a quorum of all groups there."""
+
+
+@pytest.fixture
+def lighthouses(tmp_path):
+    both = [Lighthouse(tmp_path), Lighthouse(tmp_path)]
+    yield both
+    for one in both:
+        one.process.send_signal(signal.SIGCONT)
+        one.end()
+
+
+def test_groups_leave_a_silent_lighthouse_for_the_one_that_is_published(lighthouses):
+    """One of them waits there for a quorum; the other beats, and asks when it is done with its step."""
+    old, new = lighthouses
+    at = [old.address]
+    members = [
+        Membership(group=g, life=LIFE, token=old.token, find_lighthouse=lambda: at[0], heartbeat_timeout_s=BEATS_S)
+        for g in range(2)
+    ]
+    for member in members:
+        member.follow()
+    time.sleep(BEATS_S)
+    old.process.send_signal(signal.SIGSTOP)
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(asks(members[0], 0, 1, 3 * SOON)), daemon=True)
+    waiting.start()
+    time.sleep(1.0)
+    at[0], begun = new.address, time.monotonic()
+    time.sleep(1.0)
+    members[1].follow()
+    groups, _ = asks(members[1], 1, 1)
+    waiting.join(10)
+    assert found[0][0] == groups == [0, 1], "nobody has a quorum of its own"
+    assert time.monotonic() - begun < FOUND_S
+    for member in members:
+        member.leave()
+
+
+def test_a_quorum_of_a_lighthouse_that_is_not_the_published_one_any_more_is_none(lighthouses):
+    old, new = lighthouses
+    at = [old.address]
+    member = Membership(group=0, life=LIFE, token=old.token, find_lighthouse=lambda: at[0], heartbeat_timeout_s=BEATS_S)
+    member.follow()
+    other = old.ask(1)
+    time.sleep(BEATS_S * 2)
+
+    ask, moved = member._asking.ask, []
+
+    def ask_and_move(*said):
+        answer = ask(*said)
+        if not moved:
+            moved.append([decode(text).group for text in answer["members"]])
+            at[0] = new.address
+        return answer
+
+    member._asking.ask = ask_and_move
+    _, members = member.ask(a_request(0), 3 * SOON)
+    assert moved == [[0, 1]]
+    assert [found.group for found in members] == [0], "of the new one"
+    other.close()
+    member.leave()
+
+
+def test_one_that_poses_as_the_lighthouse_is_not_asked(lighthouses, tmp_path):
+    """Another user who took the port of one that died does not hold the token."""
+    (tmp_path / "other").mkdir()
+    impostor = Lighthouse(tmp_path / "other")
+    member = Membership(
+        group=0,
+        life=LIFE,
+        token=lighthouses[0].token,
+        find_lighthouse=lambda: impostor.address,
+        heartbeat_timeout_s=BEATS_S,
+    )
+    member.follow()
+    with pytest.raises(QuorumUnavailable, match="did not accept the run's token"):
+        asks(member, 0, 1, SOON / 5)
+    member.leave()
+    impostor.end()

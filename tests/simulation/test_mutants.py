@@ -1,0 +1,26 @@
+"""The script that draws changes of the protocol's code: it draws code, and a run that a change spoils is seen."""
+
+import ast
+from dataclasses import replace
+
+from simulation import mutants
+
+
+def test_each_drawn_change_leaves_a_file_that_python_reads() -> None:
+    every = mutants.drawn(10**9, 0)
+    assert len(every) > 1000
+    for mutant in mutants.drawn(150, 1):
+        text = (mutants.PACKAGE / mutant.file).read_bytes()
+        changed = text[: mutant.start] + mutant.new.encode() + text[mutant.end :]
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text)), str(mutant)
+
+
+def test_equivalents_are_changes_that_can_be_drawn() -> None:
+    assert set(mutants.EQUIVALENT) <= {str(mutant) for mutant in mutants.drawn(10**9, 0)}
+
+
+def test_a_sum_with_a_missing_slot_that_counts_as_whole_is_caught_and_the_code_as_it_is_is_not() -> None:
+    [changed] = [m for m in mutants.drawn(10**9, 0) if m.file == "step/ledger.py" and m.old == "count < 1"]
+    assert mutants.attempt(changed, most=20)
+    unchanged = replace(changed, new=changed.old)
+    assert mutants.attempt(unchanged, most=5) == ""

@@ -1,0 +1,145 @@
+"""A network of a few hosts on this machine: a network namespace each, and between them a switch that loses and delays
+what it is told to, pair by pair.
+
+The switch is a process that reads packets from a TUN device in each namespace and writes them to that of the receiver.
+It needs CAP_NET_ADMIN, /dev/net/tun and the command `ip`. Namespaces are gone with the processes that use them.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import heapq
+import os
+import random
+import select
+import struct
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+CLONE_NEWNET = 0x40000000
+TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+MTU = 16384
+PREFIX = "10.77.0."
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class NoNetworkError(RuntimeError):
+    """This machine does not let this process make networks; in one sentence."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What happens to packets from one host to another.
+
+    Attributes:
+        lost: the share of them that is lost.
+        delay_s: by how much the others come later.
+        new_only: whether only requests for new connections are lost.
+    """
+
+    lost: float = 0.0
+    delay_s: float = 0.0
+    new_only: bool = False
+
+
+Rules = dict[tuple[int, int], Rule]
+"""By sender and receiver; where nothing stands, packets pass."""
+
+
+def address(host: int) -> str:
+    """Of a host by its number, from 0."""
+    return f"{PREFIX}{host + 1}"
+
+
+def enter(namespace: str) -> None:
+    """Have this thread, and those that it starts, use the network of a namespace: a file of `/proc`."""
+    with open(namespace) as file:
+        _call("setns", file.fileno(), CLONE_NEWNET)
+
+
+def _call(name: str, *arguments: int) -> None:
+    if getattr(LIBC, name)(*arguments):
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+
+
+def run(hosts: int, connection: Connection) -> None:
+    """The process of a switch of so many hosts. Sends their namespaces, or why there are none; then takes `Rules`, each
+    of which it answers with None when it is in force."""
+    try:
+        made = [_host(number) for number in range(hosts)]
+    except (OSError, subprocess.SubprocessError) as error:
+        connection.send(f"no network namespaces with TUN devices can be made here: {error}")
+        return
+    connection.send([f"/proc/{os.getpid()}/fd/{namespace}" for namespace, _ in made])
+    _forward([device for _, device in made], connection)
+
+
+def _host(number: int) -> tuple[int, int]:
+    """A namespace with its device: descriptors of both."""
+    found: list[tuple[int, int] | Exception] = []
+
+    def make() -> None:
+        try:
+            _call("unshare", CLONE_NEWNET)
+            device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH14x", b"eth0", IFF_TUN | IFF_NO_PI))
+            for words in (
+                "link set lo up",
+                f"addr add {address(number)}/24 dev eth0",
+                f"link set eth0 mtu {MTU} up",
+            ):
+                subprocess.run(["ip", *words.split()], check=True, capture_output=True)
+            found.append((os.open("/proc/thread-self/ns/net", os.O_RDONLY), device))
+        except (OSError, subprocess.SubprocessError) as error:
+            found.append(error)
+
+    thread = threading.Thread(target=make)  # the namespace is its own, and it ends
+    thread.start()
+    thread.join()
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+def _forward(devices: list[int], connection: Connection) -> None:
+    """Pass packets on until the other side of the connection is closed."""
+    rules: Rules = {}
+    chance = random.Random(0)
+    waiting: list[tuple[float, int, int, bytes]] = []
+    numbers = {device: number for number, device in enumerate(devices)}
+    count = 0
+    while True:
+        wait_s = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+        ready, _, _ = select.select([*devices, connection], [], [], wait_s)
+        for source in ready:
+            if source is connection:
+                try:
+                    rules = connection.recv()
+                except EOFError:
+                    return
+                connection.send(None)
+                continue
+            packet = os.read(source, MTU + 64)
+            if packet[0] >> 4 != 4 or not 0 < packet[19] <= len(devices):
+                continue
+            receiver = packet[19] - 1
+            rule = rules.get((numbers[source], receiver))
+            if rule is not None and (not rule.new_only or _opens(packet)) and chance.random() < rule.lost:
+                continue
+            count += 1
+            due = time.monotonic() + (rule.delay_s if rule is not None else 0.0)
+            heapq.heappush(waiting, (due, count, receiver, packet))
+        while waiting and waiting[0][0] <= time.monotonic():
+            _, _, receiver, packet = heapq.heappop(waiting)
+            with contextlib.suppress(BlockingIOError):  # its queue is full: lost, as on a wire
+                os.write(devices[receiver], packet)
+
+
+def _opens(packet: bytes) -> bool:
+    """Whether it asks for a new TCP connection."""
+    head = 4 * (packet[0] & 15)
+    return packet[9] == 6 and packet[head + 13] & 0x12 == 0x02
