@@ -8,40 +8,47 @@ from pathlib import Path
 import pytest
 
 from everstep.chaos.campaign import read_campaign
-from everstep.chaos.registry import FAULTS
+from everstep.chaos.kinds import FAULTS
 from everstep.report.score import curve, score
 from everstep.run.events import read_events
+from more_faults import IN_WORKER, MORE
 from recount import differences
 from watched import LOSS_TOLERANCE, environment, write_config
 
-ROOT = Path(__file__).resolve().parents[2]
-CAMPAIGNS = ROOT / "configs" / "chaos"
+HERE = Path(__file__).resolve().parent
+CAMPAIGNS = HERE.parents[1] / "configs" / "chaos"
+
+
+@pytest.fixture(autouse=True)
+def more_kinds(monkeypatch):
+    for name, kind in MORE.items():
+        monkeypatch.setitem(FAULTS, name, kind)
 
 
 def kinds(path):
-    return {entry.fault.name for entry in read_campaign(path).entries}
+    return {fault.name for fault in read_campaign(path).faults}
 
 
 def test_the_campaign_files_hold_every_kind_of_fault():
-    covered = set().union(*(kinds(path) for path in CAMPAIGNS.glob("*.toml")))
-    assert covered == FAULTS.keys()
+    assert kinds(CAMPAIGNS / "every-kind.toml") == FAULTS.keys() - MORE.keys()
+    assert set().union(*(kinds(path) for path in HERE.glob("*.toml"))) == MORE.keys()
 
 
-def run_trial(folder, name, *flags):
+def run_trial(folder, campaign, *flags):
     """The trial of a campaign: what it was, and where its run and the run without faults are."""
-    campaign = CAMPAIGNS / f"{name}.toml"
-    steps = max(entry.at_step for entry in read_campaign(campaign).entries) + 20
+    steps = max(fault.at_step for fault in read_campaign(campaign).faults) + 20
     config = write_config(
         folder / "campaign.toml",
         training={"steps": steps},
-        snapshot={"enable": True},
+        snapshot={"enable": True, "failure_domain": "group"},
         attention_check={"enable": True, "frequency": 1.0},
     )
     run_dir = folder / "run"
-    words = ["everstep.chaos.trial", config, "--run-dir", run_dir, "--verify", "--campaign", campaign, *flags]
+    words = ["more_faults", "trial", config, "--run-dir", run_dir, "--verify", "--campaign", campaign, *flags]
     done = subprocess.run(
-        [sys.executable, "-m", *words], env=environment(), capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-m", *words, "--override.imports", IN_WORKER],
+        env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
     figures = score(run_dir, folder / "run-reference")
     said = done.stdout + done.stderr
     assert figures["status"] == "done", said
@@ -63,38 +70,16 @@ def assert_kept(done, figures, run_dir):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ["processes", "workers"])
-def test_a_campaign_costs_no_step_no_sample_and_no_loss(tmp_path, name):
-    assert_kept(*run_trial(tmp_path, name))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_full_file_systems_and_a_corrupt_snapshot_cost_nothing(tmp_path, mount):
-    segment, disk = mount("segment", "1g"), mount("disk", "1g")
-    trial = run_trial(
-        tmp_path, "storage", "--snapshot.segment_dir", str(segment), "--checkpoint.folder", str(disk / "checkpoint")
-    )
-    assert_kept(*trial)
-    _, figures, run_dir = trial
-    assert figures["deaths_unprovoked"] == 0, "no trainer died of the full disk"
-    events = list(read_events(run_dir))
-    faults = {event["fault"]: event for event in events if event["kind"] == "fault"}
-    undone = {event["fault"]: event["t"] for event in events if event["kind"] == "fault_undone"}
-    assert faults["full-tmpfs"]["folder"] == str(segment)
-    assert faults["full-disk"]["folder"] == str(disk / "checkpoint")
-    assert undone.keys() == {"full-tmpfs", "full-disk"}
-    logs = "".join(path.read_text(errors="replace") for path in (run_dir / "logs").rglob("*.log"))
-    assert "No space left on device" in logs, "a checkpoint met the full disk"
-    started = [e for e in events if e["kind"] == "training_started" and e["t"] > faults["kill-all"]["t"]]
-    assert {event["source"] for event in started if event["rank"] == 0} & {"memory", "disk"}
+@pytest.mark.parametrize("campaign", [CAMPAIGNS / "every-kind.toml", HERE / "workers.toml"], ids=["users", "workers"])
+def test_a_campaign_costs_no_step_no_sample_and_no_loss(tmp_path, campaign):
+    assert_kept(*run_trial(tmp_path, campaign))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_replica_with_a_flipped_weight_is_found_and_heals(tmp_path):
     """The one fault that may change the losses, between the flip and the next audit (docs/faults.md)."""
-    done, figures, run_dir = run_trial(tmp_path, "bitflip")
+    done, figures, run_dir = run_trial(tmp_path, HERE / "bitflip.toml")
     assert done.returncode == 1, "a curve that an audit doubts is not verified"
     assert "audit found a group whose parameters differ" in done.stdout
     assert figures["replicas_diverged"] == 1

@@ -10,23 +10,21 @@ import psutil
 import pytest
 
 from everstep.chaos import signals
-from everstep.chaos.guard import Guard, Held
-from everstep.chaos.undo import Undo
+from everstep.chaos.guard import Guards, Held
+from everstep.chaos.signals import Receivers
 from everstep.run.events import read_events
 from watched import environment, until
 
 INJECTOR = """
 import signal, sys, time
 from pathlib import Path
-from everstep.chaos.guard import Guard, Held
-from everstep.chaos.undo import Undo
+from everstep.chaos.guard import Guards, Held
+from everstep.chaos.signals import Receivers
 run_dir, pid, lasts_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-guard = Guard(run_dir)
-undo = Undo("continue", {"procs": [[pid, time.time()]]})
-guard.hold(Held("stop-worker", 1, lasts_s, undo))
-signals = __import__("everstep.chaos.signals", fromlist=["send"])
-assert signals.send([(pid, time.time())], signal.SIGSTOP) == [pid]
-print(guard._process.pid, flush=True)
+guards, victim = Guards(run_dir), Receivers([(pid, time.time())])
+guards.hold(Held("stop-worker", 1, lasts_s, [victim]))
+assert victim.signal(signal.SIGSTOP) == [pid]
+print(guards._processes[0].pid, flush=True)
 time.sleep(600)
 """
 
@@ -69,10 +67,6 @@ def undone(run_dir):
     return [event["fault"] for event in read_events(run_dir, {"fault_undone"})]
 
 
-def journals(run_dir):
-    return list((run_dir / "state" / "chaos").glob("guard-*.jsonl"))
-
-
 def test_a_fault_ends_when_its_time_is_up(tmp_path, victim, injector):
     injector(0.5)
     until(lambda: undone(tmp_path) == ["stop-worker"], "the event that says so")
@@ -84,38 +78,7 @@ def test_a_fault_ends_at_once_when_the_injector_dies(tmp_path, victim, injector,
     process = injector(600)
     os.killpg(process.pid, signum)
     until(lambda: not is_stopped(victim), "the victim to go on")
-    until(lambda: not journals(tmp_path), "the guard to be through")
     until(lambda: not psutil.pid_exists(process.guard_pid), "the guard to end")
-
-
-def test_a_fault_whose_guard_was_killed_too_ends_with_the_next_guard(tmp_path, victim, injector):
-    process = injector(600)
-    os.kill(process.guard_pid, signal.SIGKILL)
-    process.kill()
-    process.wait()
-    (journal,) = journals(tmp_path)
-    assert journal.stat().st_mode & 0o077 == 0, "it may hold somebody's environment"
-    guard = Guard(tmp_path)
-    guard.hold(Held("nothing", None, 0.0, Undo("continue", {"procs": []})))
-    until(lambda: not is_stopped(victim), "the victim to go on")
-    guard.close()
-    assert not journals(tmp_path)
-
-
-def test_the_next_guard_does_not_undo_again_what_was_undone(tmp_path):
-    nothing = Undo("continue", {"procs": []})
-    first = Guard(tmp_path)
-    first.hold(Held("short", None, 0.1, nothing))
-    first.hold(Held("long", None, 600.0, nothing))
-    until(lambda: undone(tmp_path) == ["short"], "the short one to end")
-    (journal,) = journals(tmp_path)
-    until(lambda: len(journal.read_text().splitlines()) == 3, "the journal to say so")
-    first._process.kill()
-    first._process.wait()
-    second = Guard(tmp_path)
-    second.hold(Held("another", None, 0.0, nothing))
-    second.close()
-    assert sorted(undone(tmp_path)) == ["another", "long", "short"]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -128,17 +91,19 @@ def test_the_guard_outlives_what_is_meant_for_the_injector(tmp_path, injector, v
     assert undone(tmp_path) == []
 
 
-def test_an_undo_that_fails_is_said_and_keeps_no_other_from_being_done(tmp_path, victim):
-    guard = Guard(tmp_path)
-    guard.hold(Held("broken", None, 600.0, Undo("remove-filler", {"path": "/no/filler"})))
-    guard.hold(Held("sound", None, 600.0, Undo("continue", {"procs": [[victim.pid, time.time()]]})))
+def test_an_end_that_fails_is_said_and_keeps_no_other_from_being_done(tmp_path, victim, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no srun there
+    guards = Guards(tmp_path)
+    guards.hold(Held("broken", None, 600.0, [Receivers([(victim.pid, time.time())], job=1)]))
+    guards.hold(Held("sound", None, 600.0, [Receivers([(victim.pid, time.time())])]))
     victim.send_signal(signal.SIGSTOP)
     until(lambda: is_stopped(victim), "the victim to stop")
-    assert guard.holding
-    guard.close()
-    until(lambda: not is_stopped(victim), "the second undo")
+    assert guards.holding
+    guards.close()
+    assert not guards.holding
+    until(lambda: not is_stopped(victim), "the second end")
     (failed,) = read_events(tmp_path, {"fault_undo_failed"})
-    assert (failed["fault"], "no filler" in failed["reason"]) == ("broken", True)
+    assert (failed["fault"], "srun" in failed["reason"]) == ("broken", True)
 
 
 def test_a_signal_reaches_no_process_that_began_after_it_was_announced(victim):

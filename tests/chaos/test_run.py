@@ -8,10 +8,9 @@ import signal
 import subprocess
 import time
 
-import psutil
 import pytest
 
-from everstep.chaos.find import find_target
+from everstep.chaos.cluster import find_target
 from everstep.chaos.target import LocalTarget
 from everstep.chaos.view import Proc
 from everstep.run.directory import LaunchError, holder_of
@@ -55,7 +54,7 @@ def test_workers_agents_and_lighthouse_die_as_ordered_and_come_back(run, tmp_pat
     assert "fault: kill-worker on group 0" in said
     died = run.wait_for("workers_died", after=begin, group=0)
     assert "rank 1 was killed by SIGKILL" in died["reason"]
-    assert run.wait_for("agent_died", after=begin, target_group=1)["exitcode"] == -signal.SIGKILL
+    assert "was killed by SIGKILL" in run.wait_for("workers_died", after=begin, group=1)["reason"]
     run.wait_for("lighthouse_started", after=begin)
     for group in (0, 1):
         run.wait_for("commit", after=run.wait_for("workers_started", after=begin, group=group)["t"], group=group)
@@ -74,7 +73,7 @@ def test_a_stopped_worker_goes_on_when_its_time_is_up(run, tmp_path):
     run.wait_for("commit", after=undone["t"], group=2, rank=0)
     assert run.workers(2) == before, "it was not started again"
     (fault,) = run.events("fault", after=begin)
-    assert fault["until"] - fault["t"] == pytest.approx(1.0, abs=0.5)
+    assert undone["t"] - fault["t"] == pytest.approx(1.0, abs=0.5)
     assert "fault undone: stop-worker" in said
 
 
@@ -91,7 +90,7 @@ def test_ctrl_c_ends_the_faults_that_last(run, tmp_path):
 
 
 def test_a_hang_is_ended_by_the_watchdog(run, tmp_path):
-    begin, _ = broken(run, tmp_path, 'name = "hang"\ngroup = 0')
+    begin, _ = broken(run, tmp_path, 'name = "stop-worker"\nduration_s = 0.0\ngroup = 0')
     run.wait_for("workers_stalled", after=begin, group=0)
     run.wait_for("commit", after=run.wait_for("workers_started", after=begin, group=0)["t"], group=0)
 
@@ -115,7 +114,7 @@ def test_a_process_of_somebody_else_is_never_touched(run):
     ("args", "says"),
     [
         (("--every", "5", "--faults", "kill-wrker"), "there is no fault kill-wrker, did you mean kill-worker?"),
-        (("--every", "5", "--faults", "exception"), "--fault_tolerance.allow_faults"),
+        (("--every", "5", "--faults", "nan-gradient"), "--fault_tolerance.allow_faults"),
         (("--every", "5", "--faults", "kill-all", "--spare-group", "0"), "some are spared"),
         (("--every", "0"), "--every must be more than 0 seconds"),
         (("--every", "5", "--for", "ever"), "give a time like 90s, 10m or 2h"),
@@ -130,20 +129,12 @@ def test_what_cannot_be_done_is_one_sentence(run, args, says):
     assert said.count("\n") == 1
 
 
-def test_all_groups_at_once_and_then_the_launcher(run, tmp_path):
-    supervisor = run.process.pid
-    children = psutil.Process(supervisor).children(recursive=True)
-    begin, _ = broken(run, tmp_path, 'name = "kill-all"', 'name = "kill-launcher"\nduration_s = 0.5')
-    faults = {event["fault"]: event for event in run.events("fault", after=begin)}
-    assert faults["kill-all"]["target_group"] == faults["kill-launcher"]["target_group"] == [0, 1, 2]
-    assert run.process.wait(120) == -signal.SIGKILL
-    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
-    again = until(lambda: holder_of(run.run_dir), "the run to be started again")
-    assert again[0] != supervisor
-    started = until(lambda: run.events("run_started", after=begin), "the new start")[0]
+def test_all_groups_at_once_come_back(run, tmp_path):
+    begin, _ = broken(run, tmp_path, 'name = "kill-all"')
+    (fault,) = run.events("fault", after=begin)
+    assert fault["target_group"] == [0, 1, 2]
     for group in range(3):
-        for rank in range(len(run.workers(group))):
-            until(lambda g=group, r=rank: run.events("commit", after=started["t"], group=g, rank=r), "its steps")
+        run.wait_for("commit", after=run.wait_for("workers_started", after=begin, group=group)["t"], group=group)
 
 
 def test_a_run_that_is_over_is_not_broken(run):

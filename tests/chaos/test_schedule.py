@@ -5,9 +5,8 @@ import random
 import pytest
 
 from everstep.chaos.campaign import read_campaign
-from everstep.chaos.hosts import KillLighthouse
-from everstep.chaos.processes import Hang, KillAll, KillGroup, KillSeveral, KillWorker
-from everstep.chaos.schedule import Both, Entry, Every, Listed
+from everstep.chaos.kinds import KillGroup, KillLighthouse, KillSeveral, KillWorker, StopWorker
+from everstep.chaos.schedule import Every, Schedule
 from everstep.chaos.target import LocalTarget
 from everstep.run.directory import LaunchError
 
@@ -43,13 +42,6 @@ def test_a_fault_that_had_to_wait_does_not_bring_the_next_one_closer(target):
     assert names(schedule, target, (146,)) == ["kill-group"]
 
 
-def test_every_kind_comes_before_one_comes_again(target):
-    kinds = [KillGroup(), KillWorker(), Hang(), KillAll()]
-    target.told.take_part(0, 1, 2)
-    drawn = names(Every(1.0, kinds, seed=3), target, range(13))
-    assert [set(drawn[i : i + 4]) for i in (0, 4, 8)] == [{fault.name for fault in kinds}] * 3
-
-
 def test_a_kind_that_cannot_be_done_holds_nobody_up(target):
     target.told.take_part(0, 1, 2)
     drawn = names(Every(1.0, [KillLighthouse(), KillGroup()], seed=0), target, range(5))
@@ -73,11 +65,11 @@ def test_a_seed_repeats_kinds_pauses_and_victims(target):
 
 
 def test_entries_come_at_their_step_or_time_and_only_once(target):
-    schedule = Listed([Entry(KillGroup(), at_step=5), Entry(Hang(), at_s=3.0)], seed=0)
+    schedule = Schedule([KillGroup(at_step=5), StopWorker(at_s=3.0)])
     target.told.take_part(0, 1, 2, step=4)
     begin = target.run.first_commit
     assert names(schedule, target, (begin, begin + 2.9)) == []
-    assert names(schedule, target, (begin + 3.0, begin + 3.0)) == ["hang"]
+    assert names(schedule, target, (begin + 3.0, begin + 3.0)) == ["stop-worker"]
     target.told.take_part(0, 1, 2, step=7)
     assert names(schedule, target, (begin + 4.0, begin + 4.0)) == ["kill-group"]
     assert schedule.finished()
@@ -85,12 +77,12 @@ def test_entries_come_at_their_step_or_time_and_only_once(target):
 
 
 def test_an_entry_that_cannot_be_done_waits_then_is_named_with_the_reason(target):
-    schedule = Listed([Entry(KillGroup(), at_step=1, patience_s=10.0), Entry(Hang(), at_step=99)], seed=0)
+    schedule = Schedule([KillGroup(at_step=1, patience_s=10.0), StopWorker(at_step=99)])
     target.told.take_part(0)
     assert names(schedule, target, (100, 109, 111)) == []
     assert schedule.unmet() == [
         "kill-group at step 1 could not be done within 10 s: 0 groups take part that may be hit.",
-        "hang at step 99 did not come up.",
+        "stop-worker at step 99 did not come up.",
     ]
 
 
@@ -98,24 +90,24 @@ def test_what_waits_changes_nothing_for_the_others(target):
     target.told.take_part(0, 1, 2)
 
     def victim(*before):
-        schedule = Listed([*before, Entry(KillWorker(), at_step=1)], seed=5)
+        schedule = Schedule([*before, KillWorker(at_step=1)], seed=5)
         dues = [schedule.due(target, 0.0) for _ in range(2)]
         return [due.choose.random() for due in dues if due and due.fault.name == "kill-worker"]
 
-    assert victim(Entry(KillGroup(), at_step=99)) == victim(Entry(KillGroup(), at_step=1))
+    assert victim(KillGroup(at_step=99)) == victim(KillGroup(at_step=1))
 
 
 def test_each_entry_draws_for_itself(target):
     target.told.take_part(0, 1, 2)
-    schedule = Listed([Entry(KillWorker(), at_step=1) for _ in range(4)], seed=5)
+    schedule = Schedule([KillWorker(at_step=1) for _ in range(4)], seed=5)
     dues = [schedule.due(target, 0.0) for _ in range(4)]
     assert len({due.choose.random() for due in dues}) == 4
 
 
-def test_a_campaign_with_pauses_goes_on_after_its_entries(target):
+def test_faults_every_so_often_go_on_after_those_of_a_campaign(target):
     target.told.take_part(0, 1, 2)
-    schedule = Both(Listed([Entry(Hang(), at_step=1)], 0), Every(10.0, [KillGroup()], 0))
-    assert names(schedule, target, (0, 0, 10, 20)) == ["hang", "kill-group", "kill-group"]
+    schedule = Schedule([StopWorker(at_step=1)], 0, Every(10.0, [KillGroup()], 0))
+    assert names(schedule, target, (0, 0, 10, 20)) == ["stop-worker", "kill-group", "kill-group"]
     assert not schedule.finished()
 
 
@@ -138,26 +130,25 @@ def test_a_campaign_file_says_which_when_and_how(tmp_path):
     path = tmp_path / "c.toml"
     path.write_text(CAMPAIGN)
     campaign = read_campaign(path)
-    assert (campaign.seed, campaign.spare_groups) == (7, (0,))
-    stop, kill = campaign.entries
-    assert (stop.fault.name, stop.at_step, stop.fault.duration_s) == ("stop-worker", 12, 3)
-    assert (kill.fault.name, kill.at_s, kill.fault.group, kill.fault.rank) == ("kill-worker", 4, 1, 0)
+    assert (campaign.seed, campaign.spare_groups) == (7, [0])
+    stop, kill = campaign.faults
+    assert (stop.name, stop.at_step, stop.duration_s) == ("stop-worker", 12, 3)
+    assert (kill.name, kill.at_s, kill.group, kill.rank) == ("kill-worker", 4, 1, 0)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "needs [[fault]] entries, or every = SECONDS"),
-        ("sed = 1\nevery = 2", "unknown key sed, did you mean seed?"),
-        ('every = "x"', "every = 'x' should be of type float"),
-        ("every = 3\nfaults = ['hung']", "there is no fault hung, did you mean hang?"),
-        ("[[fault]]\nat_step = 1", "number 1: name = FAULT is missing"),
+        ("", "has no fault"),
+        ("sed = 1\nfault = []", "unknown key 'sed'"),
+        ("fault = 'x'", "fault should be"),
+        ("[[fault]]\nat_step = 1", "there is no fault , did you mean"),
         ("[[fault]]\nname = 'kill-grup'\nat_step = 1", "did you mean kill-group?"),
-        ("[[fault]]\nname = 'hang'", "number 1 (hang): give either at_step or at_s"),
-        ("[[fault]]\nname = 'hang'\nat_step = 1\nat_s = 1", "give either at_step or at_s"),
-        ("[[fault]]\nname = 'hang'\nat_step = '1'", "at_step = '1' should be of type int"),
-        ("[[fault]]\nname = 'hang'\nat_step = 1\ndurations = 4", "unknown key durations, did you mean duration_s?"),
-        ("[[fault]]\nname = 'hang'\nat_step = 1\ngroup = true", "group = True should be of type int"),
+        ("[[fault]]\nname = 'kill-all'", "fault 1 (kill-all): give either at_step or at_s"),
+        ("[[fault]]\nname = 'kill-all'\nat_step = 1\nat_s = 1", "give either at_step or at_s"),
+        ("[[fault]]\nname = 'kill-all'\nat_step = '1'", "fault 1 (kill-all).at_step should be"),
+        ("[[fault]]\nname = 'kill-all'\nat_step = 1\ndurations = 4", "fault 1 (kill-all) has the unknown key"),
+        ("[[fault]]\nname = 'kill-all'\nat_step = 1\ngroup = true", "fault 1 (kill-all).group should be"),
         ("every = ", "not valid TOML"),
     ],
 )

@@ -4,25 +4,25 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 
-from everstep.chaos import signals
-from everstep.chaos.find import find_target
-from everstep.chaos.guard import end_leftovers
-from everstep.chaos.storage import FILLER, own_segments
+from everstep.chaos.cluster import find_target
+from everstep.chaos.kinds import own_segments
+from everstep.chaos.signals import Receivers
 from everstep.chaos.target import LocalTarget, _keeps
-from everstep.chaos.undo import Undo
 from everstep.chaos.view import Proc, View
+from everstep.run import typed
 from everstep.run.directory import LaunchError, RunDir, holder_of
-from everstep.run.events import EventLog, read_events
+from everstep.run.events import EventLog
 from everstep.run.files import read_json, write_json
 from everstep.run.token import run_token
 from everstep.run.typed import UnfitError
 from everstep.snapshot.peers import Place
+from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 
 
@@ -34,119 +34,23 @@ def victim():
     process.wait()
 
 
-def stop(process):
-    process.send_signal(signal.SIGSTOP)
-    deadline = time.monotonic() + 10
-    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
-def plant(run_dir, undo, name="guard-1.jsonl", mode=0o600):
-    journal = run_dir / "state" / "chaos" / name
-    journal.parent.mkdir(parents=True, exist_ok=True)
-    held = {"fault": "x", "target_group": None, "lasts_s": 1.0, "undo": undo}
-    journal.write_text(json.dumps({"number": 0, "held": held}) + "\n")
-    journal.chmod(mode)
-    return journal
-
-
-def ended(run_dir):
-    events = EventLog(run_dir, None, None, "chaos")
-    end_leftovers(run_dir, events)
-    return [event["kind"] for event in read_events(run_dir)]
-
-
-def again(path):
-    """A command that leaves a trace."""
-    argv = [sys.executable, "-c", f"open({str(path)!r}, 'w')"]
-    return {"argv": argv, "cwd": "/", "environment": dict(os.environ), "run_dir": str(path.parent), "killed": 99999}
-
-
-def test_a_planted_journal_runs_no_command_and_kills_nobody(tmp_path, victim):
-    trace = tmp_path / "trace"
-    hostile = [
-        {"do": "os:system", "args": {"command": f"touch {trace}"}},
-        {"do": "everstep.chaos.launcher:start_again", "args": again(trace)},
-        {"do": "everstep.chaos.signals:send", "args": {"procs": [[victim.pid, time.time()]], "signum": 9}},
-        {"do": "continue", "args": {"procs": [[victim.pid, time.time()]], "signum": 9}},
-        {"do": "continue", "args": {"procs": [[-1, time.time()]]}},
-        {"do": "continue-on-nodes", "args": {"commands": [["touch", str(trace)]]}},
-        {"do": "continue-on-nodes", "args": {"orders": [{"job": 1, "node": f"x; touch {trace}", "procs": []}]}},
-        {"do": "remove-filler", "args": {"path": str(tmp_path / "precious")}},
-        {"do": "remove-filler", "args": {"path": str(tmp_path / "folder" / FILLER)}},
-        [],
-        7,
-    ]
-    (tmp_path / "precious").write_text("precious")
-    (tmp_path / "folder" / FILLER).mkdir(parents=True)
-    for number, undo in enumerate(hostile):
-        plant(tmp_path, undo, f"guard-{number}.jsonl")
-    kinds = ended(tmp_path)
-    time.sleep(0.5)  # for a command, if one was started
-    assert not trace.exists()
-    assert victim.poll() is None
-    assert (tmp_path / "precious").exists()
-    assert (tmp_path / "folder" / FILLER).exists()
-    assert set(kinds) == {"fault_undo_failed"}
-
-
-def test_how_to_start_a_run_again_does_not_stand_in_a_file(tmp_path):
-    trace = tmp_path / "trace"
-    (tmp_path / "logs").mkdir()
-    Undo("start-again", again(trace))()
-    deadline = time.monotonic() + 30
-    while not trace.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert trace.exists(), "the guard that was told the command does start it"
-    trace.unlink()
-    assert Undo("start-again", again(trace)).for_a_journal == Undo("start-again")
-    plant(tmp_path, {"do": "start-again", "args": {}})
-    assert ended(tmp_path) == ["fault_undo_failed"]
-
-
-def test_a_process_that_only_has_the_pid_is_left_alone(tmp_path, victim):
-    stop(victim)
-    born = psutil.Process(victim.pid).create_time()
-    plant(tmp_path, {"do": "continue", "args": {"procs": [[victim.pid, born - 5]]}})
-    ended(tmp_path)
-    assert psutil.Process(victim.pid).status() == psutil.STATUS_STOPPED
-    plant(tmp_path, {"do": "continue", "args": {"procs": [[victim.pid, born]]}})
-    assert ended(tmp_path)[-1] == "fault_undone"
-    deadline = time.monotonic() + 10
-    while psutil.Process(victim.pid).status() == psutil.STATUS_STOPPED and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert psutil.Process(victim.pid).status() != psutil.STATUS_STOPPED
-
-
-def test_journals_that_others_could_have_written_are_passed_over(tmp_path, victim):
-    stop(victim)
-    undo = {"do": "continue", "args": {"procs": [[victim.pid, time.time()]]}}
-    plant(tmp_path, undo, mode=0o666)
-    target = plant(tmp_path, undo, "elsewhere")
-    (target.parent / "guard-2.jsonl").symlink_to(target)
-    os.mkfifo(target.parent / "guard-3.jsonl")
-    assert ended(tmp_path) == []
-    assert psutil.Process(victim.pid).status() == psutil.STATUS_STOPPED
-
-
 def test_a_directory_that_others_can_write_to_is_no_run(tmp_path):
     EventLog(tmp_path, None, None, "supervisor").close()
     (tmp_path / "config.toml").write_text("")
     tmp_path.chmod(0o777)
     with pytest.raises(LaunchError, match="chmod go-w"):
         find_target(tmp_path)
-    with pytest.raises(ValueError, match="chmod go-w"):
-        end_leftovers(tmp_path, EventLog(tmp_path, None, None, "chaos"))
 
 
 def test_only_this_runs_arenas_are_removed(tmp_path):
     """`kill-host` removed whatever folder a keeper's file named."""
     token = run_token(tmp_path)
-    mine = Segment(tmp_path, run_id(token), 0)
+    apart = Snapshot(failure_domain="group", segment_dir=str(tmp_path))
+    mine = Segment.of(apart, run_id(token), 0)
     mine.create()
     other = tmp_path / "precious"
     other.mkdir()
-    link = Segment(tmp_path / "links", run_id(token), 2)
+    link = Segment.of(replace(apart, segment_dir=str(tmp_path / "links")), run_id(token), 2)
     link.root.mkdir()
     link.path.symlink_to(other)
     places = [
@@ -217,7 +121,18 @@ def test_a_draft_is_nobodys_link_and_what_is_read_is_a_file(tmp_path):
     assert read_json(path) == {}
 
 
-def test_signals_are_ordered_by_type_only():
-    for args in ({}, {"procs": [[1, 0.0]]}, {"procs": [["7", 0.0]]}, {"procs": [[True, 0.0]]}, {"procs": {}}):
+def test_what_is_signalled_is_told_by_type_only():
+    sound = {"procs": [[7, 0.0]], "job": 3, "node": "n1"}
+    assert typed.parse(Receivers, sound).node == "n1"
+    for change in (
+        {"procs": [[1, 0.0]]},
+        {"procs": [[-1, 0.0]]},
+        {"procs": [["7", 0.0]]},
+        {"procs": [[True, 0.0]]},
+        {"procs": {}},
+        {"job": "1; touch x"},
+        {"node": "x; touch y"},
+        {"node": "-x"},
+    ):
         with pytest.raises(UnfitError):
-            signals.undo(args)
+            typed.parse(Receivers, sound | change)

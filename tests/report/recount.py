@@ -65,7 +65,11 @@ def recount(events):
         disputed = sum(len(set(owners) - {-1}) > 1 for owners in slots)
         whole = any(not e["coverage_ok"] and -1 not in e["owners"] for e in commits[quorum])
         repeated += (len(slots) if whole else disputed) * batch / len(slots)
-    away = sum(any(event["recomputed"] for event in members) for members in attempts.values())
+    refused = {(event["group"], event["step"]) for event in events if event["kind"] == "slot_refused"}
+    away = sum(
+        any(event["recomputed"] and (event["group"], event["step"]) not in refused for event in members)
+        for members in attempts.values()
+    )
     again, seen = 0, set()
     for (step, *_), members in attempts.items():
         computed = [slot for event in members for slot in event["computed"]]
@@ -104,25 +108,26 @@ def time_split(events):
             if event["kind"] in SPEAKS and not event.get("rank") and event["t"] <= end:
                 words[event["target_group"] if event["kind"] == "agent_died" else event["group"]].append(event)
         for group, said in words.items():
-            at, up, over = session[0]["t"], False, False
+            at, up, over, away = session[0]["t"], False, False, "start-up"
             for event in said:
                 gap, at = event["t"] - at, event["t"]
-                for state, seconds in of_gap(event, gap, up).items():
+                for state, seconds in of_gap(event, gap, up, away).items():
                     whole[str(group)][state] += seconds
                 if event["kind"] == "worker_ready":
-                    up, over = True, False
+                    up, over, away = True, False, "restarting"
                 elif event["kind"] in ("workers_started", "workers_died", "agent_died"):
                     up = False
                 elif event["kind"] in ("left", "training_done", "agent_ended"):
                     up, over = False, True
             if not up and not over:
-                whole[str(group)]["restarting"] += end - at
+                whole[str(group)][away] += end - at
     return whole
 
 
-def of_gap(event, gap, up):
-    """State -> seconds of the time before an event. `up`: whether the group had workers that train."""
-    kind, usual = event["kind"], "productive" if up else "restarting"
+def of_gap(event, gap, up, away):
+    """State -> seconds of the time before an event. `up`: whether the group had workers that train; `away`: what it
+    does when it has none."""
+    kind, usual = event["kind"], "productive" if up else away
     if kind in ("quorum", "heal"):
         spent = min(gap, event.get("wait_s" if kind == "quorum" else "took_s", 0.0))
         return {usual: gap - spent, "waiting" if kind == "quorum" else "healing": spent}
@@ -130,8 +135,8 @@ def of_gap(event, gap, up):
         again = gap * len(event["recomputed"]) / max(1, len(event["computed"]))
         return {"recomputed": again, "productive": gap - again}
     if kind in ("workers_started", "workers_died", "agent_died"):
-        return {"stalled" if up else "restarting": gap}
-    fixed = {"worker_ready": "restarting", "quorum_failed": "waiting", "waiting_for_state": "waiting",
+        return {"stalled" if up else away: gap}
+    fixed = {"worker_ready": away, "quorum_failed": "waiting", "waiting_for_state": "waiting",
              "attempt": "stalled", "commit": "productive"}  # fmt: skip
     return {fixed.get(kind, usual): gap}
 

@@ -42,6 +42,16 @@ def test_computing_a_held_slot_again_is_seen_even_when_the_group_does_not_say_so
     assert thrown_away(collect_attempts(run.events)) == 1
 
 
+def test_a_group_of_which_a_slot_was_refused_held_nothing_that_could_be_thrown_away():
+    run = Timeline().start(0, 0, 1).add(0.9, "slot_refused", 0, 1, slot=1, reason="a gradient is not finite")
+    run.attempt(1, 1, 0, [0, 1], committed=False).attempt(1, 1, 1, [2, 3], committed=False)
+    run.attempt(2, 1, 0, [0, 1], recomputed=[0, 1], took_s=0.5).attempt(2, 1, 1, [], held=[2, 3], took_s=0.5)
+    attempts = collect_attempts(run.events)
+    assert (len(attempts), thrown_away(attempts), slots_recomputed(attempts)) == (2, 0, 2)
+    run.attempt(3, 2, 0, [0, 1], committed=False).attempt(4, 2, 0, [0, 1], recomputed=[0, 1], took_s=0.5)
+    assert thrown_away(collect_attempts(run.events)) == 1, "of another step"
+
+
 def test_groups_that_threw_work_away_in_the_same_attempt_count_once():
     run = Timeline().start(0, 0, 1)
     for t, committed in ((1, False), (2, True)):

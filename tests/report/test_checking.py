@@ -8,21 +8,17 @@ from rich.console import Console
 from everstep.launch.status import local_status
 from everstep.launch.view import RunState, panel
 from everstep.report.checking import Checking
+from everstep.report.curves import Curves
 from everstep.report.metrics import Metrics
 from everstep.report.page import write_page
-from everstep.report.scalars import Scalars
 from everstep.report.score import score, summary
 from everstep.run.events import read_events
 from timeline import Timeline
 
 UNFIT = "rank 1 on host a refused slot 3 of step 2 2 times: layer 4 wq.y (moderate): take it out of service."
 NARROW = "Another group got the same: bounds are widened."
-SEEN = [
-    {"layer": layer, "section": "wo.dx", "kind": "moderate", "magnitude": 4.0, "ratio": 3.0, "own": True}
-    for layer in (0, 1)
-]
-COVERED = "12 of 12 parts checked, 1.5% of the time, 7e-06 harmful errors expected unseen in 10^6 steps"
-JUDGED = "1 rank sent away as unfit, 2 bounds widened, 1 slot let pass as not finite"
+COVERED = "12 of 12 parts checked, 1.5% of the time, each layer in 3.0% of the slots"
+JUDGED = "1 rank sent away as unfit, 1 slot accepted with findings, 1 slot not finite on any group"
 
 
 def found(action, rank=1):
@@ -33,18 +29,16 @@ def found(action, rank=1):
 def run_dir(tmp_path):
     story = Timeline().add(0.0, "run_started", role="supervisor", groups=2, steps=4, ranks_per_group=2, seed=0)
     story.start(0.5, 0, 1).commit(1, 1, [0, 1])
-    for rank, (overhead, risk) in enumerate(((0.01, 3e-6), (0.015, 4e-6))):
-        story.add(1.1, "attention_schedule", 0, 1, rank=rank, coverage="12 of 12", overhead=0.5, residual_risk=1.0)
-        story.add(
-            1.2, "attention_schedule", 0, 1, rank=rank, coverage="12 of 12", overhead=overhead, residual_risk=risk
-        )
-    for action in ("recomputed", "refused", "accepted"):
+    for rank, (overhead, rate) in enumerate(((0.01, 0.03), (0.015, 0.05))):
+        story.add(1.1, "attention_schedule", 0, 1, rank=rank, coverage="12 of 12", overhead=0.5, rate=1.0)
+        story.add(1.2, "attention_schedule", 0, 1, rank=rank, coverage="12 of 12", overhead=overhead, rate=rate)
+    for action in ("recomputed", "refused"):
         story.add(1.3, "finding", 0, 2, **found(action))
     story.add(1.3, "slot_refused", 0, 2, slot=3, reason="attention findings")
-    story.add(1.4, "unfit", 0, 2, rank=1, slot=3, reason=UNFIT, witnesses=1)
+    story.add(1.4, "unfit", 0, 2, rank=1, slot=3, reason=UNFIT)
     for group in (0, 1):
-        story.add(1.5, "bound_suspect", group, 2, slot=1, reason=NARROW, witnesses=1, evidence=SEEN)
-        story.add(1.6, "not_finite", group, 2, slot=2, reason="it is let pass", witnesses=1, evidence=[])
+        story.add(1.5, "slot_accepted", group, 2, slot=1, reason=NARROW)
+        story.add(1.6, "not_finite", group, 2, slot=2, reason="it is not finite")
     story.commit(2, 2, [0, 1])
     for group in (0, 1):
         story.add(3, "agent_ended", group, role="agent", status="done", reason="")
@@ -53,20 +47,20 @@ def run_dir(tmp_path):
 
 def test_the_report_counts_what_was_found_and_says_what_is_checked(run_dir):
     figures = score(run_dir)
-    assert [figures[f"findings_{name}"] for name in ("corrected", "recomputed", "refused", "accepted")] == [0, 1, 1, 1]
-    assert [figures[name] for name in ("ranks_unfit", "bounds_widened", "slots_not_finite")] == [1, 2, 1]
+    assert [figures[f"findings_{name}"] for name in ("corrected", "recomputed", "refused")] == [0, 1, 1]
+    assert [figures[name] for name in ("ranks_unfit", "slots_accepted", "slots_not_finite")] == [1, 1, 1]
     assert figures["attention_coverage"] == "12 of 12"
-    assert (figures["attention_overhead"], figures["attention_residual_risk"]) == (0.015, pytest.approx(7e-6))
+    assert (figures["attention_overhead"], figures["attention_rate"]) == (0.015, 0.03)
     lines = summary(figures).splitlines()
     assert f"attention {COVERED}" in lines
-    assert f"findings  0 corrected, 1 recomputed, 1 refused, 1 accepted; {JUDGED}" in lines
+    assert f"findings  0 corrected, 1 recomputed, 1 refused; {JUDGED}" in lines
 
 
 def test_the_page_names_who_was_sent_away_first_and_the_bounds_below(run_dir):
     text = write_page(run_dir).read_text()
     top, rest = text.split('class="cards"', 2)[0], text.split("<h2>Attention check</h2>")[1]
     assert UNFIT in top
-    for sentence in (COVERED, JUDGED, NARROW, "it is let pass", "1 accepted"):
+    for sentence in (COVERED, JUDGED, NARROW, "it is not finite", "1 refused"):
         assert sentence in rest
     assert rest.count(NARROW) == 1
 
@@ -76,7 +70,7 @@ def test_status_and_view_tell_of_it(run_dir):
     state = RunState(2)
     lines = [line.split(" ", 1)[1] for line in map(state.apply, read_events(run_dir)) if ":" in line[:3]]
     assert [line for line in lines if line.startswith("attention: 12 of 12")], "once it is known"
-    assert "group 0 rank 1: layer 4 wq.y, slot 3 of step 2: nan, accepted" in lines
+    assert "group 0 rank 1: layer 4 wq.y, slot 3 of step 2: nan, refused" in lines
     assert "group 0: slot 3 of step 2 was refused: attention findings" in lines
     assert [f"group 0: {UNFIT}", f"group 1: {NARROW}"] == [
         line for line in lines if line.endswith((UNFIT, f"1: {NARROW}"))
@@ -90,8 +84,6 @@ def test_metrics_and_curves_have_it(run_dir):
     metrics, points = Metrics(2, 1), []
 
     class Kept:
-        until = -float("inf")
-
         def write(self, step, t, scalars):
             points.append(scalars)
 
@@ -99,39 +91,37 @@ def test_metrics_and_curves_have_it(run_dir):
 
     events = list(read_events(run_dir))
     metrics.follow(events)
-    Scalars([Kept()]).follow(events)
+    Curves(run_dir, [Kept()]).follow(events)
 
     def of(name, **labels):
         return metrics.registry.get_sample_value(f"everstep_{name}", labels)
 
-    assert of("findings_total", action="accepted") == 1
-    assert (of("ranks_unfit_total"), of("attention_bounds_widened"), of("slots_not_finite_total")) == (1, 2, 1)
+    assert of("findings_total", action="refused") == 1
+    assert (of("ranks_unfit_total"), of("slots_accepted"), of("slots_not_finite_total")) == (1, 1, 1)
     assert (of("attention_parts_checked"), of("attention_overhead")) == (12, 0.015)
-    assert of("attention_residual_risk") == pytest.approx(7e-6)
+    assert of("attention_rate") == 0.03
     first, last = points
     assert not [name for name in first if name.startswith("attention/")]
     assert {name: value for name, value in last.items() if name.startswith("attention/")} == {
-        "attention/findings": 3.0,
+        "attention/findings": 2.0,
         "attention/ranks_unfit": 1.0,
         "attention/overhead": 0.015,
-        "attention/residual_risk": pytest.approx(7e-6),
+        "attention/rate": 0.03,
     }
 
 
-def test_a_group_that_is_gone_leaves_no_risk_behind():
+def test_a_group_that_is_gone_is_not_counted():
     seen = Checking()
+    for group, rate in enumerate((0.1, 0.2)):
+        seen.take({"kind": "attention_schedule", "group": group, "rank": 0, "coverage": "1 of 1", "rate": rate})
+    assert seen.rate == 0.1
     for group in (0, 1):
-        seen.take({"kind": "attention_schedule", "group": group, "rank": 0, "coverage": "1 of 1", "residual_risk": 1.0})
-    assert seen.residual_risk == 2.0
-    for group in (1, 0):
         seen.take({"kind": "agent_ended", "group": group, "status": "failed"})
-        assert (seen.residual_risk, seen.overhead) == (1.0, None), "what was true when the last one ended"
+        assert (seen.rate, seen.overhead) == (0.2, None), "what was true when the last one ended"
 
 
-@pytest.mark.parametrize(
-    "damage", [{"evidence": [1]}, {"evidence": [{"layer": "x", "section": "y"}]}, {"reason": None}]
-)
+@pytest.mark.parametrize("damage", [{"slot": "x"}, {"slot": None}, {"reason": None}])
 def test_an_event_that_somebody_else_wrote_is_passed_over(tmp_path, damage):
-    event = {"slot": 1, "reason": NARROW, "witnesses": 1, "evidence": SEEN} | damage
-    story = Timeline().start(0, 0).commit(1, 1, [0]).add(2, "bound_suspect", 0, 2, **event)
-    assert score(story.write(tmp_path))["bounds_widened"] == 0
+    event = {"slot": 1, "reason": NARROW} | damage
+    story = Timeline().start(0, 0).commit(1, 1, [0]).add(2, "slot_accepted", 0, 2, **event)
+    assert score(story.write(tmp_path))["slots_accepted"] == 0

@@ -1,16 +1,21 @@
-"""The page while a run goes: what the file would be, again and again."""
+"""The page while a run goes, and what may ask for it: few connections, each for a short time, under our own names."""
 
+import http.client
 import shutil
+import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
+from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
 from everstep.report import serve
-from everstep.report.page import write_page
 from timeline import Timeline
+from watched import environment, until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -18,8 +23,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 @pytest.fixture
 def going(tmp_path, monkeypatch):
     """A run of five steps so far, and its server."""
-    monkeypatch.setattr(serve, "KEPT_S", 0.1)
-    monkeypatch.setattr(serve, "SHARE", 10.0)
+    monkeypatch.setattr(serve, "CONNECTION_S", 1.5, raising=False)
     line = Timeline().add(0, "run_started", role="supervisor", groups=1, steps=9).start(0.5, 0)
     for step in range(1, 6):
         line.commit(float(step), step, [0])
@@ -29,11 +33,6 @@ def going(tmp_path, monkeypatch):
     server.close()
 
 
-def fetched(server):
-    with urllib.request.urlopen(server.address, timeout=30) as page:
-        return page.read().decode()
-
-
 def grow(folder, *steps):
     line = Timeline()
     for step in steps:
@@ -41,19 +40,36 @@ def grow(folder, *steps):
     line.write(folder)
 
 
-def test_it_is_the_same_page_and_grows_with_the_run(going):
+def test_the_file_and_what_is_served_are_the_same_page_and_grow_with_the_run(going):
     folder, server = going
+
+    def page_says(count):
+        text = urllib.request.urlopen(server.address, timeout=30).read().decode()
+        return text if f"<b>{count}</b><span>steps of 9</span>" in text else ""
+
     assert server.address.startswith("http://127.0.0.1:")
-    text = fetched(server)
-    assert "<b>5</b><span>steps of 9</span>" in text
-    assert "const again" in text
+    text = until(lambda: page_says(5), "the page")
+    assert "as of" in text
     assert "broken" not in text[text.index("<header>") : text.index("</header>")], "a run that goes has not failed"
     grow(folder, 6, 7)
-    deadline = time.monotonic() + 60
-    while "<b>7</b><span>steps of 9</span>" not in (text := fetched(server)):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    assert "<script" not in write_page(folder).read_text(), "the file needs none"
+    until(lambda: page_says(7), "the page to grow")
+    assert "<b>7</b><span>steps of 9</span>" in (folder / "report.html").read_text()
+    assert (folder / "report.json").is_file()
+    server._writer.kill()
+    server._writer.wait()
+    grow(folder, 8)
+    until(lambda: page_says(8), "another writer")
+
+
+def test_the_writer_ends_with_its_launcher(tmp_path):
+    Timeline().start(0, 0).commit(1, 1, [0]).write(tmp_path)
+    words = "import sys, time; from pathlib import Path; from everstep.report.serve import PageServer\n"
+    words += "print(PageServer(Path(sys.argv[1]))._writer.pid, flush=True); time.sleep(600)"
+    launcher = subprocess.Popen([sys.executable, "-c", words, tmp_path], stdout=subprocess.PIPE, env=environment())
+    writer = psutil.Process(int(launcher.stdout.readline()))
+    launcher.kill()
+    launcher.wait()
+    until(lambda: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE, "the writer to end")
 
 
 def test_nothing_else_of_the_run_directory_is_served(going):
@@ -63,22 +79,72 @@ def test_nothing_else_of_the_run_directory_is_served(going):
             urllib.request.urlopen(server.address + path, timeout=30)
 
 
+def is_closed(connection):
+    connection.settimeout(0.01)
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_64_connections_that_say_nothing_or_little_hold_sixteen_at_most_and_not_for_long(going):
+    _, server = going
+    place = urlsplit(server.address)
+    held = [socket.create_connection((place.hostname, place.port)) for _ in range(64)]
+    until(lambda: sum(map(is_closed, held)) >= 48, "the others to be refused", 10)
+    slow = [connection for connection in held if not is_closed(connection)]
+    assert 0 < len(slow) <= 16
+    begin = time.monotonic()
+    while slow and time.monotonic() < begin + 10:
+        for connection in slow:
+            connection.send(b"G")  # a byte now and then keeps a timeout of one read from passing
+        time.sleep(0.2)
+        slow = [connection for connection in slow if not is_closed(connection)]
+    assert slow == []
+    for connection in held:
+        connection.close()
+    assert urllib.request.urlopen(server.address, timeout=30).status == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1", 200),
+        ("localhost:8080", 200),
+        ("[::1]:1", 200),
+        (socket.gethostname(), 200),
+        ("rebound.example", 403),
+        ("127.0.0.1.rebound.example:80", 403),
+        ("", 403),
+    ],
+)
+def test_a_name_that_is_not_this_machines_reads_nothing(going, host, status):
+    _, server = going
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+    connection.request("GET", "/", headers={"Host": host})
+    answer = connection.getresponse()
+    assert answer.status == status
+    assert b"<!doctype" not in answer.read() or status == 200
+    connection.close()
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 def test_a_browser_that_stays_sees_the_run_go_on(going, tmp_path_factory):
     folder, server = going
-    made, asked = server.text, []
+    until(lambda: (folder / "report.html").exists(), "the page")
+    text, asked = (folder / "report.html").read_text(), []
+    ended = text[: text.index("<script>")].replace("<b>5</b>", "<b>6</b>")
 
-    def text():
+    def page():
         asked.append(len(asked))
-        if len(asked) == 2:
-            grow(folder, 6, 7, 8)
-            server._until = 0.0
-        return made()
+        return "text/html", (text if len(asked) == 1 else ended).encode()
 
-    server.text = text
+    server._server.documents["/"] = page
     # Its clock runs ahead while nothing is being fetched.
     command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
     command += [f"--user-data-dir={tmp_path_factory.mktemp('profile')}", server.address]
     seen = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     assert len(asked) >= 2, "it asks again"
-    assert "<b>8</b><span>steps of 9</span>" in seen
+    assert "<b>6</b><span>steps of 9</span>" in seen

@@ -1,54 +1,19 @@
 """A run on Slurm: its steps are signalled with scancel, single processes on their own node, by an overlapping step."""
 
-import re
-import shlex
-import subprocess
-import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
-from signal import SIGCONT, Signals
-from typing import Annotated, Any
 
-from everstep.chaos.target import Target
-from everstep.chaos.undo import Known, Undo
+from everstep.chaos.signals import Receivers, output
+from everstep.chaos.target import LocalTarget, Target
 from everstep.chaos.view import Proc, View
 from everstep.launch.slurm import job_file, require_slurm, states_of
-from everstep.run import typed
 from everstep.run.directory import LaunchError, over_file, stop_file
 from everstep.run.files import read_json
+from everstep.run.token import require_own
 
-TIMEOUT_S = 60.0
 LOOK_EVERY_S = 3.0
-
-
-@dataclass(frozen=True)
-class _Order:
-    """A signal to processes of one job on one node, "" for a job of one node."""
-
-    job: Annotated[int, typed.Within(1, 1 << 40)]
-    node: str
-    procs: list[Known]
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9._-]{0,255}", self.node) or self.node.startswith("-"):
-            raise ValueError(f"{self.node!r} is no node")
-
-
-@dataclass(frozen=True)
-class _Orders:
-    orders: list[_Order]
-
-
-def _command(order: _Order, signum: int) -> list[str]:
-    """The command that carries an order out."""
-    what = typed.dumps({"procs": order.procs, "signum": int(signum)}).decode()
-    where = [f"--nodelist={order.node}"] if order.node else []
-    # As one task of one node beside what runs there; it takes no resources of its own.
-    srun = ["srun", f"--jobid={order.job}", "--overlap", "--nodes=1", "--ntasks=1", "--mem=0", *where]
-    return [*srun, sys.executable, "-m", "everstep.chaos.signals", what]
 
 
 class SlurmTarget(Target):
@@ -72,59 +37,51 @@ class SlurmTarget(Target):
                 return self._alive  # a controller that is too busy to answer is no reason to stop
             finally:
                 self._looked = time.monotonic()
-        return self._alive
+        return self._alive and not self._over()
 
-    def over(self) -> bool:
+    def _over(self) -> bool:
         ended = (over_file(self.run_dir, group).exists() for group in range(self.run.groups))
         return stop_file(self.run_dir).exists() or all(ended)
 
-    def launcher(self) -> Proc | None:
-        return None
-
-    def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
-        reached: list[int] = []
-        for order in self._orders(procs):
-            said = run(_command(order, signum)).strip().splitlines()
-            reached += typed.parse(list[int], typed.loads(said[-1] if said else "[]"))
-        return reached
-
-    def go_on_later(self, procs: Iterable[Proc]) -> Undo:
-        return Undo("continue-on-nodes", {"orders": [asdict(order) for order in self._orders(procs)]})
-
     def kill_agent(self, group: int) -> None:
-        run(["scancel", "--signal=KILL", f"{self._jobs['groups']}_{group}.0"])
+        output(["scancel", "--signal=KILL", f"{self._jobs['groups']}_{group}.0"])
 
-    def _orders(self, procs: Iterable[Proc]) -> list["_Order"]:
-        """One order for each job that has some of these processes."""
-        orders = []
+    def receivers(self, procs: Iterable[Proc]) -> list[Receivers]:
+        found = []
         for job, some in groupby(sorted(procs, key=self._job_of), key=self._job_of):
             members = list(some)
-            orders.append(_Order(job, members[0].node, [(proc.pid, proc.since) for proc in members]))
-        return orders
+            found.append(Receivers([(proc.pid, proc.since) for proc in members], job, members[0].node))
+        return found
 
     def _job_of(self, proc: Proc) -> int:
         """The job that a process belongs to. Raises LaunchError when it is not running."""
         if proc.role == "lighthouse":
             return int(self._jobs["lighthouse"])
-        listed = run(["squeue", "--noheader", "--array", f"--jobs={self._jobs['groups']}", "--format=%K|%A"])
+        listed = output(["squeue", "--noheader", "--array", f"--jobs={self._jobs['groups']}", "--format=%K|%A"])
         ids = dict(line.strip().split("|") for line in listed.splitlines())
         if str(proc.group) not in ids:
             raise LaunchError(f"Slurm runs no job of group {proc.group}.")
         return int(ids[str(proc.group)])
 
 
-def run(command: Sequence[str]) -> str:
-    """What a command of Slurm says. Raises LaunchError when it fails."""
+def find_target(run_dir: Path, spared: Iterable[int] = ()) -> Target:
+    """The run in `run_dir`, wherever it runs. Raises LaunchError: no run is there, it is over, or it was submitted to a
+    Slurm that cannot be reached from here."""
+    run_dir = Path(run_dir).resolve()
+    if not (run_dir / "events").is_dir():
+        raise LaunchError(f"{run_dir} is no run directory: there are no events in it.")
+    if not (run_dir / "config.toml").is_file():
+        raise LaunchError(f"the run in {run_dir} has not begun yet: wait for its first step.")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, cwd=Path("/"))
-    except subprocess.TimeoutExpired:
-        raise LaunchError(f"no answer within {TIMEOUT_S:g} s: {shlex.join(command)}") from None
-    if done.returncode:
-        raise LaunchError(f"{done.stderr.strip() or done.stdout.strip()}\n  {shlex.join(command)}")
-    return done.stdout
-
-
-def undo(args: dict[str, Any]) -> None:
-    """SIGCONT to the processes that were stopped, on their nodes."""
-    for order in typed.parse(_Orders, args).orders:
-        run(_command(order, SIGCONT))
+        require_own(run_dir)
+    except ValueError as error:
+        raise LaunchError(f"{error}.") from None
+    submitted = "groups" in read_json(job_file(run_dir))
+    view = View(run_dir, spared, one_host=not submitted)
+    target: Target = SlurmTarget(view) if submitted else LocalTarget(view)
+    view.catch_up()
+    if not target.alive():
+        ended = view.ended
+        why = f"{ended['status']}, {ended['reason']}" if ended else "none of its jobs or its supervisor is left"
+        raise LaunchError(f"the run in {run_dir} is over: {why}.")
+    return target

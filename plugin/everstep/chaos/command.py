@@ -1,26 +1,25 @@
 """`everstep chaos`: break a running run, and show what happens."""
 
 import re
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from everstep.chaos.campaign import Campaign, make, read_campaign
-from everstep.chaos.find import find_target
-from everstep.chaos.registry import FAULTS, find
+from everstep.chaos.campaign import Campaign, read_campaign
+from everstep.chaos.cluster import find_target
+from everstep.chaos.fault import why_never
+from everstep.chaos.kinds import FAULTS, find
 from everstep.chaos.runner import Runner, drive
-from everstep.chaos.schedule import Both, Every, Listed, Schedule
+from everstep.chaos.schedule import Every, Schedule
 from everstep.chaos.target import Target
 from everstep.launch.view import describe
 from everstep.run.directory import LaunchError
-from everstep.run.stops import STOPS, collect_stops
+from everstep.run.stops import collect_stops
 
 DEFAULT_FAULTS = ("kill-group",)
 SHOWN = {"fault", "fault_undone", "fault_undo_failed", "workers_died", "workers_stalled", "agent_died", "run_started"}
@@ -44,7 +43,7 @@ class Plan:
     """Draws kinds, groups and ranks. Default: the campaign's, else 0."""
 
     faults: str | None = None
-    """Kinds for --every, with commas: kill-worker,hang; "all": every kind that can be done to this run. Default:
+    """Kinds for --every, with commas: kill-worker,straggler; "all": every kind that can be done to this run. Default:
     kill-group. See everstep chaos --list."""
 
     spare_group: tuple[int, ...] | None = None
@@ -60,63 +59,55 @@ class Chaos(Plan):
 
     Ends with Ctrl-C, with the run, after --for, or when a campaign is through; every fault that still lasts ends with
     it. Only processes of this run are touched, and never the last group that holds its state, unless the fault is about
-    that (kill-all, kill-launcher).
+    that (kill-all).
     """
 
     run_dir: tyro.conf.Positional[Path | None] = None
     """The run directory of a run that is going on."""
 
     list: bool = False
-    """Show every kind of fault, what it breaks and what is expected of the run, and end."""
+    """Show every kind of fault and what it breaks, and end."""
 
 
 @dataclass(frozen=True)
 class Order:
     """A plan that was found to make sense, before there need be a run."""
 
+    plan: Plan
     campaign: Campaign
-    every_s: float | None
     for_s: float | None
     names: list[str]
-    spared: tuple[int, ...]
-    seed: int
-    jitter: bool
+    spared: list[int]
 
     def runner(self, target: Target) -> Runner:
         """Raises LaunchError for a kind of fault that this run never allows."""
-        parts: list[Schedule] = []
-        if self.campaign.entries:
-            possible([entry.fault.name for entry in self.campaign.entries], target)
-            parts.append(Listed(self.campaign.entries, self.seed))
-        if self.every_s is not None:
-            parts.append(Every(self.every_s, make(possible(self.names, target)), self.seed, self.jitter))
-        return Runner(target, Both(*parts))
+        faults = [FAULTS[name]() for name in (FAULTS if self.names == ["all"] else self.names)]
+        if self.names == ["all"]:
+            faults = [fault for fault in faults if why_never(fault, target) is None]
+        for fault in [*faults, *self.campaign.faults]:
+            if reason := why_never(fault, target):
+                raise LaunchError(f"{reason}.")
+        seed = self.plan.seed if self.plan.seed is not None else self.campaign.seed
+        every = Every(self.plan.every, faults, seed, self.plan.jitter) if self.plan.every is not None else None
+        return Runner(target, Schedule(self.campaign.faults, seed, every))
 
 
 def settle(plan: Plan) -> Order:
     """Raises LaunchError for what makes no sense."""
     campaign = read_campaign(plan.campaign) if plan.campaign else Campaign()
-    every_s = plan.every if plan.every is not None else campaign.every
-    if every_s is None and not campaign.entries:
+    if plan.every is None and not campaign.faults:
         raise LaunchError("give --every SECONDS, or a --campaign FILE.toml.")
-    if every_s is not None and every_s <= 0:
+    if plan.every is not None and plan.every <= 0:
         raise LaunchError("--every must be more than 0 seconds.")
-    names = plan.faults.split(",") if plan.faults else [*campaign.faults] or [*DEFAULT_FAULTS]
+    names = plan.faults.split(",") if plan.faults else [*DEFAULT_FAULTS]
     if names != ["all"]:
         find(names)
-    return Order(
-        campaign=campaign,
-        every_s=every_s,
-        for_s=seconds(plan.for_) if plan.for_ else None,
-        names=names,
-        spared=plan.spare_group if plan.spare_group is not None else campaign.spare_groups,
-        seed=plan.seed if plan.seed is not None else campaign.seed,
-        jitter=plan.jitter or campaign.jitter,
-    )
+    spared = campaign.spare_groups if plan.spare_group is None else [*plan.spare_group]
+    return Order(plan, campaign, seconds(plan.for_) if plan.for_ else None, names, spared)
 
 
 def chaos(command: Chaos, flags: Sequence[str]) -> int:
-    """Exit status 0: what was asked for was done; 1: the run was gone, or faults of the campaign were not done."""
+    """Exit status 0: what was asked for was done; 1: faults of the campaign were not done."""
     if flags:
         raise LaunchError(f"unknown argument {flags[0]}; see --help.")
     if command.list:
@@ -126,20 +117,9 @@ def chaos(command: Chaos, flags: Sequence[str]) -> int:
         raise LaunchError("give the directory of a run that is going on; `everstep chaos --list` shows the faults.")
     order = settle(command)
     runner = order.runner(find_target(command.run_dir, order.spared))
-    with stops_obeyed() as stops:
-        _, unmet = inject(runner, order.for_s, lambda: bool(stops))
+    stops = collect_stops()
+    _, unmet = inject(runner, order.for_s, lambda: bool(stops))
     return int(bool(unmet))
-
-
-@contextmanager
-def stops_obeyed() -> Iterator[list[int]]:
-    """As `collect_stops`, for a while."""
-    before = {signum: signal.getsignal(signum) for signum in STOPS}
-    try:
-        yield collect_stops()
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def inject(runner: Runner, for_s: float | None, stopping: Callable[[], bool]) -> tuple[str, list[str]]:
@@ -153,30 +133,9 @@ def inject(runner: Runner, for_s: float | None, stopping: Callable[[], bool]) ->
 
     why = drive(runner, say, for_s, stopping)
     unmet = runner.schedule.unmet() if why != "stopped" else []
-    if why == "gone":
-        unmet.append(f"The run in {runner.target.run_dir} ended without a word and was not started again.")
     print(f"{runner.injected} faults in {time.monotonic() - begin:.0f} s.", flush=True)
     print(*unmet, sep="\n", end="\n" if unmet else "", file=sys.stderr)
     return why, unmet
-
-
-def possible(names: Sequence[str], target: Target) -> list[str]:
-    """The kinds that are named; "all": those that the target allows. Raises LaunchError for one that it does not."""
-    if list(names) == ["all"]:
-        return [name for name, kind in FAULTS.items() if refused(name, target) is None]
-    for name in names:
-        if reason := refused(name, target):
-            raise LaunchError(reason)
-    return list(names)
-
-
-def refused(name: str, target: Target) -> str | None:
-    """Why this kind can never be done to the target; None: it may be."""
-    kind = FAULTS[name]
-    if target.kind not in kind.on:
-        return f"{name} cannot be done to a run on {target.kind}, only on {', '.join(sorted(kind.on))}."
-    reason = kind().never(target.run)
-    return f"{name} cannot be done to {target.run_dir}: {reason}." if reason else None
 
 
 def seconds(text: str) -> float:
@@ -189,9 +148,5 @@ def seconds(text: str) -> float:
 
 def listing() -> str:
     """Every kind of fault for people."""
-    lines = []
-    for name, kind in FAULTS.items():
-        where = ", ".join(sorted(kind.on))
-        lines += [f"{name}  ({where})", f"    breaks    {kind.breaks}", f"    ends      {kind.undone}"]
-        lines += [f"    expected  {kind.expected}", ""]
-    return "\n".join(lines).rstrip()
+    lines = [f"{name:<18}{', '.join(sorted(kind.on)):<14}{kind.breaks}" for name, kind in FAULTS.items()]
+    return "\n".join([*lines, "", "What each costs a run: docs/faults.md."])

@@ -1,8 +1,9 @@
-"""What a fault is: a small class that says what it breaks, how that is undone, and what recovery is expected.
+"""What a fault is: a small class that says what it breaks, whom it can hit and when. What is
+expected of the run is in docs/faults.md.
 
 A fault is planned before anything happens: `plan` decides whom to hit and returns an Injection. The runner then makes
-sure of its end (the guard notes how it is undone), writes the `fault` event, and strikes. So there is never a fault
-that nobody would end, nor a death that no event explains.
+sure of its end, writes the `fault` event, and strikes. So there is never a fault that nobody would end, nor a death
+that no event explains.
 """
 
 import random
@@ -11,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from everstep.chaos.signals import Receivers
 from everstep.chaos.target import Target
-from everstep.chaos.undo import Undo
 from everstep.chaos.view import View
 
 
@@ -27,8 +28,8 @@ class Injection:
     pids: list[int] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
     """Whatever else its event should say."""
-    undo: Undo | None = None
-    """How its effect ends after `Fault.duration_s`; None: nothing to end, or the run itself ends it."""
+    stopped: list[Receivers] = field(default_factory=list)
+    """What it stops, and what goes on after `Fault.duration_s`."""
 
     @property
     def groups(self) -> list[int]:
@@ -39,8 +40,7 @@ class Injection:
 
 @dataclass(kw_only=True)
 class Fault(ABC):
-    """A way to break a run. Its fields are what a campaign may set; a subclass is registered in
-    `everstep.chaos.registry`.
+    """A way to break a run. Its fields are what a campaign may set.
 
     Names that begin with `kill` count as kills: they take processes away that the group then has to start again.
     """
@@ -48,17 +48,28 @@ class Fault(ABC):
     name: ClassVar[str]
     breaks: ClassVar[str]
     """What it does to the run, one sentence."""
-    undone: ClassVar[str]
-    """How it ends, one sentence."""
-    expected: ClassVar[str]
-    """What recovery is expected, one sentence."""
     on: ClassVar[frozenset[str]] = frozenset({"local", "slurm"})
     """Kinds of targets it can be done to."""
 
     duration_s: float = 0.0
-    """Seconds until it is undone. 0: an instant, nothing to undo."""
+    """Seconds until it ends. 0: an instant, or for ever."""
     group: int | None = None
     """Hit this group. None: one that is drawn from those that take part."""
+    at_step: int | None = None
+    """In a campaign: due once this step is committed."""
+    at_s: float | None = None
+    """In a campaign: due so many seconds after the first step that was seen."""
+    patience_s: float = 60.0
+    """In a campaign: how long it may wait for the run to be in a state in which it can be done."""
+
+    @property
+    def when(self) -> str:
+        return f"step {self.at_step}" if self.at_step is not None else f"{self.at_s:g} s"
+
+    def is_due(self, step: int, since_first_s: float) -> bool:
+        """Whether its time in a campaign has come."""
+        by_step = self.at_step is not None and step >= self.at_step
+        return by_step or (self.at_s is not None and since_first_s >= self.at_s)
 
     def never(self, run: View) -> str | None:
         """Why it can never be done to this run, because of its settings; None: it can, at times."""
@@ -85,3 +96,16 @@ class Fault(ABC):
     def victim(self, run: View, choose: random.Random) -> int:
         """The group to hit."""
         return choose.choice(run.candidates()) if self.group is None else self.group
+
+
+def why_never(fault: Fault, target: Target) -> str | None:
+    """Why a fault can never be done to the target; None: it can, at times."""
+    if target.kind not in fault.on:
+        return f"{fault.name} cannot be done to a run on {target.kind}, only on {', '.join(sorted(fault.on))}"
+    reason = fault.never(target.run)
+    return f"{fault.name} cannot be done to {target.run_dir}: {reason}" if reason else None
+
+
+def why_not(fault: Fault, target: Target) -> str | None:
+    """Why a fault cannot be done to the target now; None: it can."""
+    return why_never(fault, target) or fault.why_not(target.run)

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from everstep.chaos.guard import Guard, Held
-from everstep.chaos.processes import KillGroup
+from everstep.chaos.guard import Guards, Held
+from everstep.chaos.kinds import KillGroup
 from everstep.chaos.schedule import Due, Every, Schedule
 from everstep.chaos.target import LocalTarget, Target
 from everstep.chaos.view import View
@@ -13,8 +13,6 @@ from everstep.run.directory import LaunchError
 from everstep.run.events import EventLog
 
 TICK_S = 0.05
-RETURN_S = 120.0
-"""How long a run may be without a supervisor before it counts as over."""
 
 
 class Runner:
@@ -24,7 +22,7 @@ class Runner:
         self.target, self.schedule = target, schedule
         self.injected = 0
         self._events = EventLog(target.run_dir, None, None, "chaos")
-        self._guard = Guard(target.run_dir)
+        self._guards = Guards(target.run_dir)
 
     def tick(self, now: float) -> None:
         """Inject what is due; `now` is `time.monotonic()`."""
@@ -39,9 +37,9 @@ class Runner:
         fault = due.fault
         injection = fault.plan(self.target, due.choose)
         fields = dict(injection.fields)
-        if injection.undo is not None:
-            self._guard.hold(Held(fault.name, injection.target_group, fault.duration_s, injection.undo))
-            fields["until"] = time.time() + fault.duration_s
+        if injection.stopped:
+            self._guards.hold(Held(fault.name, injection.target_group, fault.duration_s, injection.stopped))
+            fields["lasts_s"] = fault.duration_s
         self.target.run.hit(injection.groups)
         self._events.emit("fault", fault=fault.name, target_group=injection.target_group, pids=injection.pids, **fields)
         injection.strike()
@@ -50,18 +48,18 @@ class Runner:
     @property
     def holding(self) -> bool:
         """Whether some fault has not ended yet."""
-        return self._guard.holding
+        return self._guards.holding
 
     def close(self) -> None:
         """End every fault that still lasts."""
-        self._guard.close()
+        self._guards.close()
         self._events.close()
 
 
 def every_so_often(every_s: float, seed: int, run_dir: Path) -> Callable[[list[dict]], None]:
     """`everstep run --chaos-every S`: kills all workers of a random group every `every_s` seconds. To be called by the
     supervisor at every tick, with the new events."""
-    runner = Runner(LocalTarget(View(run_dir)), Every(every_s, [KillGroup()], seed))
+    runner = Runner(LocalTarget(View(run_dir)), Schedule(every=Every(every_s, [KillGroup()], seed)))
 
     def tick(events: list[dict]) -> None:
         runner.target.run.apply(events)
@@ -74,11 +72,10 @@ def drive(runner: Runner, say: Callable[[dict], None], for_s: float | None, stop
     """Inject until the schedule is finished, `for_s` seconds since the first step are over (and in both cases the last
     faults have ended), the run is over, or `stopping`; end the faults that still last.
 
-    `say` gets every new event of the run. Returns why it ended: "finished", "time", "stopped", "over" (the run ended)
-    or "gone" (nobody started it again).
+    `say` gets every new event of the run. Returns why it ended: "finished", "time", "stopped", or "over" (the run has
+    ended).
     """
-    run = runner.target.run
-    seen, why = time.monotonic(), ""
+    run, why = runner.target.run, ""
     try:
         while not why:
             now = time.monotonic()
@@ -87,14 +84,10 @@ def drive(runner: Runner, say: Callable[[dict], None], for_s: float | None, stop
             enough = for_s is not None and run.first_commit is not None and now - run.first_commit > for_s
             if stopping():
                 why = "stopped"
-            elif runner.target.alive():
-                seen = now
-                if not enough:
-                    runner.tick(now)
-            elif runner.target.over():
+            elif not runner.target.alive():
                 why = "over"
-            elif now - seen > RETURN_S:
-                why = "gone"
+            elif not enough:
+                runner.tick(now)
             if not why and not runner.holding:
                 why = "finished" if runner.schedule.finished() else "time" if enough else ""
             time.sleep(TICK_S)

@@ -1,11 +1,10 @@
-"""When which fault is due: every so many seconds, or as a campaign file says."""
+"""When which fault is due: every so many seconds, or at the steps and times of a campaign file."""
 
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from everstep.chaos.fault import Fault
+from everstep.chaos.fault import Fault, why_not
 from everstep.chaos.target import Target
 
 
@@ -17,131 +16,67 @@ class Due:
     choose: random.Random
 
 
-class Schedule(ABC):
-    """Says what is due. Its clock starts when the run has committed a step."""
-
-    @abstractmethod
-    def due(self, target: Target, now: float) -> Due | None:
-        """A fault that is due and can be done now; asked again, the next one. `now` is `time.monotonic()`."""
-
-    def finished(self) -> bool:
-        """Whether nothing will ever be due again."""
-        return False
-
-    def unmet(self) -> list[str]:
-        """A sentence for each fault that should have been and was not."""
-        return []
-
-
-def why_not(fault: Fault, target: Target) -> str | None:
-    """Why a fault cannot be done to the target now; None: it can."""
-    if target.kind not in fault.on:
-        return f"{fault.name} cannot be done to a {target.kind} target"
-    return fault.never(target.run) or fault.why_not(target.run)
-
-
-class Every(Schedule):
-    """Every `every_s` seconds one of `faults`; with `jitter` after a time drawn from half to one and a half of that.
-    They come in a random order, all of them before one comes again, as far as they can be done. One that has to wait
-    does not bring the next one closer."""
+class Every:
+    """Every `every_s` seconds one of `faults`, drawn from those that can be done then; with `jitter` after a time drawn
+    from half to one and a half of that. One that has to wait does not bring the next one closer. The clock starts when
+    a group takes part in a step."""
 
     def __init__(self, every_s: float, faults: Sequence[Fault], seed: int, jitter: bool = False):
         self._every_s, self._faults, self._jitter = every_s, list(faults), jitter
         self._random = random.Random(seed)
-        self._deck: list[Fault] = []
         self._due: float | None = None
 
     def due(self, target: Target, now: float) -> Due | None:
+        """The fault that is due and can be done now; `now` is `time.monotonic()`."""
         if self._due is None:
             if target.run.taking_part:
                 self._due = now + self._pause_s()
             return None
         if now < self._due:
             return None
-        fault = self._first_possible(target)
-        if fault is None:
-            self._shuffle_in()
-            fault = self._first_possible(target)
-        if fault is None:
+        possible = [fault for fault in self._faults if why_not(fault, target) is None]
+        if not possible:
             return None
-        self._deck.remove(fault)
         self._due = now + self._pause_s()
-        return Due(fault, self._random)
-
-    def _first_possible(self, target: Target) -> Fault | None:
-        return next((fault for fault in self._deck if why_not(fault, target) is None), None)
-
-    def _shuffle_in(self) -> None:
-        """Put what has been done back beneath what has not."""
-        done = [fault for fault in self._faults if fault not in self._deck]
-        self._random.shuffle(done)
-        self._deck += done
+        return Due(self._random.choice(possible), self._random)
 
     def _pause_s(self) -> float:
         return self._every_s * (self._random.uniform(0.5, 1.5) if self._jitter else 1.0)
 
 
-@dataclass
-class Entry:
-    """A fault of a campaign: due at a committed step, or so many seconds after the first step that was seen."""
+class Schedule:
+    """The faults of a campaign at their steps and times, and beside them, or alone, faults every so often. Each fault
+    of a campaign draws for itself, so that one that waits changes nothing for the others."""
 
-    fault: Fault
-    at_step: int | None = None
-    at_s: float | None = None
-    patience_s: float = 60.0
-    """How long it may wait for the run to be in a state in which it can be done."""
-    waits_since: float | None = None
-
-    def __str__(self) -> str:
-        when = f"step {self.at_step}" if self.at_step is not None else f"{self.at_s:g} s"
-        return f"{self.fault.name} at {when}"
-
-
-class Listed(Schedule):
-    """The entries of a campaign. Each draws for itself, so that one that waits changes nothing for the others."""
-
-    def __init__(self, entries: Sequence[Entry], seed: int):
-        self._left = list(entries)
-        self._random = {id(entry): random.Random(f"{seed}.{index}") for index, entry in enumerate(entries)}
+    def __init__(self, entries: Sequence[Fault] = (), seed: int = 0, every: Every | None = None):
+        self._left = [(fault, random.Random(f"{seed}.{index}")) for index, fault in enumerate(entries)]
+        self._waits_since: dict[int, float] = {}
         self._given_up: list[str] = []
+        self._every = every
 
     def due(self, target: Target, now: float) -> Due | None:
-        run = target.run
-        if run.first_commit is None:
-            return None
+        """A fault that is due and can be done now; asked again, the next one. `now` is `time.monotonic()`."""
+        begun = target.run.first_commit
         for entry in list(self._left):
-            by_step = entry.at_step is not None and run.step >= entry.at_step
-            by_time = entry.at_s is not None and now - run.first_commit >= entry.at_s
-            if not (by_step or by_time):
+            fault, choose = entry
+            if begun is None or not fault.is_due(target.run.step, now - begun):
                 continue
-            entry.waits_since = entry.waits_since or now
-            reason = why_not(entry.fault, target)
+            since = self._waits_since.setdefault(id(fault), now)
+            reason = why_not(fault, target)
             if reason is None:
                 self._left.remove(entry)
-                return Due(entry.fault, self._random[id(entry)])
-            if now - entry.waits_since > entry.patience_s:
+                return Due(fault, choose)
+            if now - since > fault.patience_s:
                 self._left.remove(entry)
-                self._given_up.append(f"{entry} could not be done within {entry.patience_s:g} s: {reason}.")
-        return None
+                self._given_up.append(
+                    f"{fault.name} at {fault.when} could not be done within {fault.patience_s:g} s: {reason}."
+                )
+        return self._every.due(target, now) if self._every else None
 
     def finished(self) -> bool:
-        return not self._left
+        """Whether nothing will ever be due again."""
+        return not self._left and self._every is None
 
     def unmet(self) -> list[str]:
-        return self._given_up + [f"{entry} did not come up." for entry in self._left]
-
-
-class Both(Schedule):
-    """A campaign's entries, and beside them faults every so often. It has no end while there are those."""
-
-    def __init__(self, *parts: Schedule):
-        self._parts = parts
-
-    def due(self, target: Target, now: float) -> Due | None:
-        return next((due for part in self._parts if (due := part.due(target, now)) is not None), None)
-
-    def finished(self) -> bool:
-        return all(part.finished() for part in self._parts)
-
-    def unmet(self) -> list[str]:
-        return [sentence for part in self._parts for sentence in part.unmet()]
+        """A sentence for each fault that should have been and was not."""
+        return self._given_up + [f"{fault.name} at {fault.when} did not come up." for fault, _ in self._left]

@@ -6,26 +6,55 @@ does on a node of a cluster what `send` does here.
 """
 
 import os
+import re
+import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import psutil
 
-from everstep.chaos.undo import Known
 from everstep.run import typed
+from everstep.run.directory import LaunchError
 
 SLACK_S = 1.0
 """By how much a process may seem to be younger than its announcement: the kernel counts starts in jiffies."""
+COMMAND_TIMEOUT_S = 60.0
+
+Known = tuple[Annotated[int, typed.Within(2, 1 << 31)], float]
+"""A pid, of one process (not init, and none of the numbers below 1 that mean many), and the wall time at which the run
+had that process."""
 
 
 @dataclass(frozen=True)
-class _Stopped:
-    """What goes on again when a fault ends."""
+class Receivers:
+    """Processes that can be reached by one command: those of this machine, or of one job on one node."""
 
     procs: list[Known]
+    job: Annotated[int, typed.Within(0, 1 << 40)] = 0
+    """The Slurm job; 0: this machine."""
+    node: str = ""
+    """Its node; "" for a job of one node."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9._-]{0,255}", self.node) or self.node.startswith("-"):
+            raise ValueError(f"{self.node!r} is no node")
+
+    def signal(self, signum: int) -> list[int]:
+        """Send a signal to those that are still the ones announced; returns their pids. Raises LaunchError when Slurm
+        refuses."""
+        if not self.job:
+            return send(self.procs, signum)
+        what = typed.dumps({"procs": self.procs, "signum": int(signum)}).decode()
+        where = [f"--nodelist={self.node}"] if self.node else []
+        # As one task of one node beside what runs there; it takes no resources of its own.
+        srun = ["srun", f"--jobid={self.job}", "--overlap", "--nodes=1", "--ntasks=1", "--mem=0", *where]
+        said = output([*srun, sys.executable, "-m", "everstep.chaos.signals", what]).strip().splitlines()
+        return typed.parse(list[int], typed.loads(said[-1] if said else "[]"))
 
 
 @dataclass(frozen=True)
@@ -44,7 +73,7 @@ def is_same(pid: int, since: float) -> bool:
 
 
 def send(procs: Sequence[Known], signum: int) -> list[int]:
-    """Send a signal to those that are still the ones announced; returns their pids."""
+    """Send a signal to those processes of this machine that are still the ones announced; returns their pids."""
     reached = []
     for pid, since in procs:
         try:
@@ -62,9 +91,17 @@ def send(procs: Sequence[Known], signum: int) -> list[int]:
     return reached
 
 
-def undo(args: dict[str, Any]) -> None:
-    """SIGCONT to the processes that were stopped, if they are still those."""
-    send(typed.parse(_Stopped, args).procs, signal.SIGCONT)
+def output(command: Sequence[str]) -> str:
+    """What a command of Slurm says. Raises LaunchError when it fails."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S, cwd=Path("/")
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"no answer within {COMMAND_TIMEOUT_S:g} s: {shlex.join(command)}") from None
+    if done.returncode:
+        raise LaunchError(f"{done.stderr.strip() or done.stdout.strip()}\n  {shlex.join(command)}")
+    return done.stdout
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import psutil
 
 from everstep.chaos import signals
-from everstep.chaos.undo import Undo
+from everstep.chaos.signals import Receivers
 from everstep.chaos.view import Proc, View
 from everstep.run import typed
 from everstep.run.directory import holder_of
@@ -34,25 +34,16 @@ class Target(ABC):
         """Whether the run goes on."""
 
     @abstractmethod
-    def over(self) -> bool:
-        """Whether it ended for good, rather than was killed."""
-
-    @abstractmethod
-    def launcher(self) -> Proc | None:
-        """The supervisor; None where the batch system is the supervisor, or it has ended."""
-
-    @abstractmethod
-    def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
-        """Send a signal to processes of the run. Those that are not (any more) are left alone; returns the pids of
-        the others."""
-
-    @abstractmethod
-    def go_on_later(self, procs: Iterable[Proc]) -> Undo:
-        """SIGCONT to processes of the run as something to be done later, by whoever it may be."""
+    def receivers(self, procs: Iterable[Proc]) -> list[Receivers]:
+        """How processes are reached. Those that are not the run's (any more) are left out."""
 
     @abstractmethod
     def kill_agent(self, group: int) -> None:
-        """The group's agent dies, and its workers with it."""
+        """All of a group dies, its agent included if it has one of its own."""
+
+    def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
+        """Send a signal to processes of the run; returns the pids of those that were reached."""
+        return [pid for receivers in self.receivers(procs) for pid in receivers.signal(signum)]
 
     def keepers(self, group: int) -> list[Proc]:
         """The processes that hold the group's snapshots."""
@@ -68,22 +59,16 @@ class LocalTarget(Target):
     def alive(self) -> bool:
         return self.launcher() is not None
 
-    def over(self) -> bool:
-        return self.run.ended is not None
-
     def launcher(self) -> Proc | None:
+        """The supervisor; None when it has ended."""
         found = holder_of(self.run_dir)
         return Proc(found[0], found[1], "launcher") if found and signals.is_same(*found) else None
 
-    def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
-        return signals.send([(p.pid, p.since) for p in procs if self._ours(p)], signum)
-
-    def go_on_later(self, procs: Iterable[Proc]) -> Undo:
-        return Undo("continue", {"procs": [[p.pid, p.since] for p in procs if self._ours(p)]})
+    def receivers(self, procs: Iterable[Proc]) -> list[Receivers]:
+        return [Receivers([(p.pid, p.since) for p in procs if self._ours(p)])]
 
     def kill_agent(self, group: int) -> None:
-        agent = self.run.agent(group)
-        self.signal([agent] if agent else [], SIGKILL)
+        self.signal(self.run.workers(group), SIGKILL)
 
     def _ours(self, proc: Proc) -> bool:
         """Whether the process that has this pid now is a part of this run. That it is the one that the run announced is

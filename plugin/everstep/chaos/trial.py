@@ -14,13 +14,13 @@ from pathlib import Path
 
 import tyro
 
-from everstep.chaos.command import Plan, inject, settle, stops_obeyed
-from everstep.chaos.find import find_target
-from everstep.chaos.runner import RETURN_S
+from everstep.chaos.cluster import find_target
+from everstep.chaos.command import Plan, inject, settle
 from everstep.chaos.target import Target
 from everstep.report.page import write_page
 from everstep.report.score import score, summary, verdict
 from everstep.run.directory import LaunchError, default_run_dir, holder_of, read_toml
+from everstep.run.stops import collect_stops
 
 POLL_S = 0.2
 ALLOW = "--fault_tolerance.allow_faults"
@@ -61,17 +61,21 @@ def trial(command: Trial, flags: Sequence[str]) -> int:
     run_dir = (command.run_dir or default_run_dir(command.config, time.localtime())).resolve()
     if run_dir.exists():
         raise LaunchError(f"{run_dir} is there already: a trial needs a run of its own.")
+    stops = collect_stops()
     started = _start(command, run_dir, [*_steps(command.steps), ALLOW, *flags])
     try:
-        with stops_obeyed() as stops:
-            target = _await_run(started, run_dir, order.spared)
-            why, unmet = inject(order.runner(target), order.for_s, lambda: bool(stops))
-            _await_end(target, started, stop=why in ("time", "stopped"))
-            reference = None
-            if command.verify and not stops:
-                reference = _run_again(command, run_dir, flags)
+        target = _await_run(started, run_dir, order.spared)
+        why, unmet = inject(order.runner(target), order.for_s, lambda: bool(stops))
+        asked = why in ("time", "stopped")
+        while started.poll() is None:
+            if asked or stops:
+                started.send_signal(signal.SIGINT)
+                started.wait()
+            time.sleep(POLL_S)
+        reference = _run_again(command, run_dir, flags) if command.verify and not stops else None
     finally:
-        _end(started, run_dir)
+        started.terminate()  # whatever went wrong here, the run does not stay
+        started.wait()
     figures = score(run_dir, reference)
     print(summary(figures, may_stop=True))
     if reference and (missing := figures["steps"] - figures["loss_delta_steps"]):
@@ -111,22 +115,6 @@ def _await_run(started: subprocess.Popen[bytes], run_dir: Path, spared: Sequence
     return find_target(run_dir, spared)
 
 
-def _await_end(target: Target, started: subprocess.Popen[bytes], stop: bool) -> None:
-    """Until the run is over, which a launcher that was killed and is being started again is not. `stop`: ask for it."""
-    seen = time.monotonic()
-    while not target.over() and time.monotonic() - seen < RETURN_S:
-        started.poll()  # or it stays a zombie, should it have been killed
-        target.run.follow()
-        launcher = target.launcher()
-        if launcher is not None:
-            seen = time.monotonic()
-            if stop:
-                stop = not target.signal([launcher], signal.SIGINT)
-        time.sleep(POLL_S)
-    while target.alive():
-        time.sleep(POLL_S)
-
-
 def _run_again(command: Trial, run_dir: Path, flags: Sequence[str]) -> Path:
     """The same run without faults, as far as that one came."""
     figures, config = score(run_dir), read_toml(run_dir / "config.toml")
@@ -143,14 +131,6 @@ def _run_again(command: Trial, run_dir: Path, flags: Sequence[str]) -> Path:
     if status:
         raise LaunchError(f"the run without faults ended with status {status}, see {reference}/logs/launcher.log.")
     return reference
-
-
-def _end(started: subprocess.Popen[bytes], run_dir: Path) -> None:
-    """Whatever went wrong here, the run does not stay."""
-    holder = holder_of(run_dir)
-    if holder is not None:
-        os.kill(holder[0], signal.SIGTERM)
-    started.wait()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

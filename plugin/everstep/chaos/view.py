@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from everstep.chaos import signals
-from everstep.run.beats import Beat, beat_path, read_beat
 from everstep.run.events import EventTail, read_events
 from everstep.snapshot.peers import Place, read_places
 
@@ -184,12 +183,6 @@ class View:
         """The keepers of the group's snapshots, as each wrote about itself; on this machine those that live."""
         places = [place for place in read_places(self.run_dir) if place.group == group]
         return [p for p in places if signals.is_same(p.pid, p.started_at)] if self.one_host else places
-
-    def beat(self, group: int, rank: int = 0) -> Beat | None:
-        """The last beat of a rank's newest worker: its step and phase. None before its first."""
-        beat = read_beat(beat_path(self.run_dir, group, rank))
-        pids = [worker.pid for worker in self.workers(group)]
-        return beat if beat is not None and beat.pid in pids else None
 
     def section(self, name: str) -> dict[str, Any]:
         """A section of the run's resolved config."""

@@ -24,13 +24,16 @@ def collect_attempts(events: Iterable[dict[str, Any]]) -> list[Attempt]:
 
     Groups' events belong to one attempt unless they name different quorums, or one of them began after another had
     ended: a lighthouse that was started again counts its quorums anew. A slot counts as
-    computed again when the group says so, and also when the same process computed it twice for one step.
-    Reads attempt, heal and worker_ready of rank 0.
+    computed again when the group says so, and also when the same process computed it twice for one step. A group of
+    which a slot was refused has dropped what it held, like one that died: what it computes again was not thrown away.
+    Reads attempt, heal, slot_refused and worker_ready of rank 0.
     """
     attempts: list[Attempt] = []
     newest: dict[tuple[int, Any], Attempt] = {}
     started: dict[int, float] = {}
     computed_before: dict[int, tuple[int, set[int]]] = {}
+    dropped: dict[int, int] = {}
+    """By group: the step in which it dropped what it held."""
     for event in events:
         kind, group, step = event["kind"], event.get("group"), event.get("step")
         if event.get("rank") or not isinstance(group, int):
@@ -40,6 +43,8 @@ def collect_attempts(events: Iterable[dict[str, Any]]) -> list[Attempt]:
             computed_before.pop(group, None)
         elif kind == "heal":
             computed_before.pop(group, None)
+        elif kind == "slot_refused" and isinstance(step, int):
+            dropped[group] = step
         elif kind == "attempt" and isinstance(step, int):
             began = max(event["t"] - (event.get("took_s") or 0.0), started.get(group, 0.0))
             named = (step, event.get("quorum_id"))
@@ -53,8 +58,9 @@ def collect_attempts(events: Iterable[dict[str, Any]]) -> list[Attempt]:
                 earlier = set()
             attempt.members.add(group)
             attempt.computed.extend(slots)
-            attempt.recomputed.update((group, slot) for slot in event.get("recomputed") or [])
-            attempt.recomputed.update((group, slot) for slot in slots if slot in earlier)
+            if dropped.get(group) != step:
+                attempt.recomputed.update((group, slot) for slot in event.get("recomputed") or [])
+                attempt.recomputed.update((group, slot) for slot in slots if slot in earlier)
             computed_before[group] = (step, earlier.union(slots))
     return attempts
 

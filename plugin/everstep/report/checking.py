@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-EVENTS = ("attention_schedule", "bound_suspect", "finding", "not_finite", "unfit")
+EVENTS = ("attention_schedule", "finding", "not_finite", "slot_accepted", "unfit")
 """Of attention checks; every rank has its own."""
 
 
@@ -22,8 +22,8 @@ def covered(figures: Mapping[str, Any]) -> str:
     words = [f"{figures['attention_coverage']} parts checked"]
     if figures["attention_overhead"] is not None:
         words.append(f"{figures['attention_overhead']:.1%} of the time")
-    if figures["attention_residual_risk"] is not None:
-        words.append(f"{figures['attention_residual_risk']:.1g} harmful errors expected unseen in 10^6 steps")
+    if figures["attention_rate"] is not None:
+        words.append(f"each layer in {figures['attention_rate']:.1%} of the slots")
     return ", ".join(words)
 
 
@@ -31,8 +31,8 @@ def judged(figures: Mapping[str, Any]) -> str:
     """What became of refusals, of `Checking.figures`; empty where there was nothing to judge."""
     counts = (
         ("ranks_unfit", "rank sent away as unfit", "ranks sent away as unfit"),
-        ("bounds_widened", "bound widened", "bounds widened"),
-        ("slots_not_finite", "slot let pass as not finite", "slots let pass as not finite"),
+        ("slots_accepted", "slot accepted with findings", "slots accepted with findings"),
+        ("slots_not_finite", "slot not finite on any group", "slots not finite on any group"),
     )
     return ", ".join(
         f"{figures[name]} {one if figures[name] == 1 else many}" for name, one, many in counts if figures[name]
@@ -48,10 +48,10 @@ class Checking:
     """Of each rank that was sent away: why."""
     doubts: dict[str, None] = field(default_factory=dict)
     """What became of refusals that were nobody's fault, each once."""
-    widened: set[tuple[int, str]] = field(default_factory=set)
-    """Layers and sections whose bounds were."""
+    accepted: set[tuple[int, int]] = field(default_factory=set)
+    """Steps and slots that were computed with their findings."""
     not_finite: set[tuple[int, int]] = field(default_factory=set)
-    """Steps and slots that were let pass."""
+    """Steps and slots that no group could compute."""
     _plans: dict[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
     """By group and rank: the newest `attention_schedule`."""
 
@@ -69,8 +69,8 @@ class Checking:
                 self.findings += 1
             case "unfit":
                 self.unfit.append(event["reason"])
-            case "bound_suspect":
-                self.widened |= {(seen["layer"], seen["section"]) for seen in event["evidence"]}
+            case "slot_accepted":
+                self.accepted.add((event["step"], event["slot"]))
                 self.doubts[event["reason"]] = None
             case "not_finite":
                 self.not_finite.add((event["step"], event["slot"]))
@@ -87,20 +87,19 @@ class Checking:
         return max(self._known("overhead"), default=None)
 
     @property
-    def residual_risk(self) -> float | None:
-        """Harmful errors expected to pass unseen in 10^6 steps, of all ranks together; None: not known."""
-        known = self._known("residual_risk")
-        return sum(known) if known else None
+    def rate(self) -> float | None:
+        """Share of slots in which a layer is checked, of the rank for which it is the least; None: not known."""
+        return min(self._known("rate"), default=None)
 
     def figures(self) -> dict[str, Any]:
         """Of report.json."""
         return {
             "ranks_unfit": len(self.unfit),
-            "bounds_widened": len(self.widened),
+            "slots_accepted": len(self.accepted),
             "slots_not_finite": len(self.not_finite),
             "attention_coverage": self.coverage,
             "attention_overhead": self.overhead,
-            "attention_residual_risk": self.residual_risk,
+            "attention_rate": self.rate,
         }
 
     def _known(self, name: str) -> list[float]:

@@ -4,14 +4,14 @@ A thread follows the run's events from their beginning, in whatever process is t
 or on a cluster the lighthouse's job. It asks no trainer, and no trainer waits for it.
 """
 
-import hashlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everstep.report.scalars import Scalars, Sink, TensorBoard, WandB
+from everstep.report.curves import Curves, Sink, TensorBoard, WandB
+from everstep.report.serve import Server
 from everstep.run.events import EventTail
 
 POLL_S = 1.0
@@ -73,51 +73,51 @@ class Teller:
             _say("metrics end here", error)
 
     def _follow(self) -> None:
+        from prometheus_client import generate_latest
+
         from everstep.report.metrics import Metrics
 
         what = self._what
-        metrics, scalars = Metrics(what.groups, what.min_groups), Scalars(_sinks(what))
-        stop_serving = _serve(what, metrics.registry) if what.port else None
+        metrics, curves = Metrics(what.groups, what.min_groups), Curves(what.run_dir, _sinks(what))
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        server = None
+        if what.port:
+            server = _opened(
+                f"no figures on {what.host}:{what.port} (fault_tolerance.metrics_port)",
+                lambda: Server(what.host, what.port, {"/metrics": lambda: (kind, generate_latest(metrics.registry))}),
+            )
         tail = EventTail(what.run_dir)
         try:
             while True:
                 last = self._over.wait(POLL_S)
                 events = tail.new()
                 metrics.follow(events)
-                scalars.follow(events)
+                curves.follow(events)
                 if last:
                     return
         finally:
-            scalars.close()
-            if stop_serving is not None:
-                stop_serving()
+            curves.close()
+            if server is not None:
+                server.close()
 
 
 def _sinks(what: Telling) -> list[Sink]:
     """Those that are wanted and can be opened."""
-    wanted: list[tuple[str, Callable[[], Sink]]] = []
+    found: list[Any] = []
     if what.tensorboard:
-        wanted.append(("TensorBoard", lambda: TensorBoard(what.run_dir / what.tensorboard_folder)))
+        folder = what.run_dir / what.tensorboard_folder
+        found.append(_opened("nothing goes to TensorBoard", lambda: TensorBoard(folder)))
     if what.wandb:
-        run_id = hashlib.blake2b(str(what.run_dir.resolve()).encode(), digest_size=6).hexdigest()
-        wanted.append(("W&B", lambda: WandB(what.run_dir, run_id)))
-    found: list[Sink] = []
-    for name, opened in wanted:
-        try:
-            found.append(opened())
-        except Exception as error:  # noqa: BLE001  whatever keeps one away must not keep the others away
-            _say(f"nothing goes to {name}", error)
-    return found
+        found.append(_opened("nothing goes to W&B", lambda: WandB(what.run_dir)))
+    return [sink for sink in found if sink is not None]
 
 
-def _serve(what: Telling, registry: Any) -> Callable[[], None] | None:
-    """Serve a prometheus_client registry; what ends that, or None if it cannot be."""
-    from prometheus_client import start_http_server
-
+def _opened(otherwise: str, make: Callable[[], Any]) -> Any:
+    """What is made; None, and a sentence, when it cannot be: that must not keep the others away."""
     try:
-        return start_http_server(what.port, what.host, registry=registry)[0].shutdown
-    except OSError as error:
-        _say(f"no figures on {what.host}:{what.port} (fault_tolerance.metrics_port)", error)
+        return make()
+    except Exception as error:  # noqa: BLE001  a package, a port, a network
+        _say(otherwise, error)
         return None
 
 

@@ -53,23 +53,17 @@ class Metrics:
         self._refused = counter("slots_refused", "Slots computed again", "group")
         self._findings = counter("findings", "What the attention check saw and did", "action")
         self._unfit = counter("ranks_unfit", "Ranks that the attention check sent away")
-        self._widened = gauge("attention_bounds_widened", "Bounds of the attention check that were widened")
-        self._not_finite = counter("slots_not_finite", "Slots let pass: not finite on any group")
+        self._accepted = gauge("slots_accepted", "Slots computed with findings that several groups had")
+        self._not_finite = counter("slots_not_finite", "Slots that are not finite on any group")
         self._covered = gauge("attention_parts_checked", "Parts of a model's attention that are checked")
         self._overhead = gauge("attention_overhead", "Time of the attention check by that of the slots")
-        self._risk = gauge("attention_residual_risk", "Harmful errors expected to pass unseen in 10^6 steps")
+        self._rate = gauge("attention_rate", "Share of slots in which a layer is checked")
         self._skipped = counter("snapshots_skipped", "Snapshots not taken", "group")
-        self._unprotected = gauge("snapshot_unprotected", "1 while a group's snapshots are not coded", "group")
-        self._unprotected_steps = gauge(
-            "snapshot_unprotected_steps",
-            "Committed steps since a group's snapshots are not coded; 0: they are",
-            "group",
-        )
+        self._protected = gauge("snapshot_protected_step", "Newest step whose snapshot is coded")
+        self._age_steps = gauge("snapshot_age_steps", "Committed steps since the newest coded snapshot")
+        self._survives = gauge("snapshot_survives_hosts", "Hosts that it may lose at once")
         self._protection = Protection()
         self._checking = Checking()
-        self._known: set[int] = set()
-        self._repairs = counter("snapshot_repairs", "Damaged buffers in memory that were made anew", "group")
-        self._damages = counter("snapshot_damages", "Damaged buffers in memory that could not be", "group")
         self._lighthouse = counter("lighthouse_starts", "Starts of the lighthouse")
         self._diverged = counter("replicas_diverged", "Audits that found a replica to differ")
         self._bad_nodes = counter("bad_nodes", "Nodes that a group left")
@@ -99,22 +93,12 @@ class Metrics:
             self._protection.take(event)
             if event["kind"] in (*EVENTS, "audit"):  # every rank has its own
                 self._take_check(event)
-            elif event["kind"] == "snapshot_repaired":
-                self._repairs.labels(str(event["group"])).inc()
-            elif event["kind"] == "snapshot_damaged":
-                self._damages.labels(str(event["group"])).inc()
             elif event.get("rank") in (None, 0):
                 self._take(event)
                 self._take_time(event, self._begin)
-        self._take_protection()
-
-    def _take_protection(self) -> None:
-        exposed = self._protection.exposed()
-        self._known |= exposed.keys() | self._protection.coded
-        for group in self._known:
-            found = exposed.get(group)
-            self._unprotected.labels(str(group)).set(found is not None)
-            self._unprotected_steps.labels(str(group)).set(found.steps if found else 0)
+        self._protected.set(self._protection.step)
+        self._age_steps.set(self._protection.age_steps)
+        self._survives.set(self._protection.survives)
 
     def _take(self, event: dict[str, Any]) -> None:
         group = str(event.get("group"))
@@ -132,8 +116,11 @@ class Metrics:
                 self._commit(event)
             case "attempt":
                 self._attempts.labels(group, str(bool(event["committed"])).lower()).inc()
-                if event["recomputed"] and self._first(
-                    "attempt", event["step"], event.get("quorum_id"), event["attempt"]
+                dropped = ("refused", event["group"], event["step"]) in self._seen
+                if (
+                    event["recomputed"]
+                    and not dropped
+                    and self._first("attempt", event["step"], event.get("quorum_id"), event["attempt"])
                 ):
                     self._thrown_away.inc()
             case "worker_moved":
@@ -149,6 +136,7 @@ class Metrics:
                 self._heal_s.inc(event["took_s"])
             case "slot_refused":
                 self._refused.labels(group).inc()
+                self._first("refused", event["group"], event["step"])  # which drops what the group holds
             case "snapshot":
                 self._snapshot.set(event["step"])
                 self._snapshot_at.set(event["t"])
@@ -179,14 +167,14 @@ class Metrics:
                 self._findings.labels(event["action"]).inc()
             case "unfit":
                 self._unfit.inc()
-            case "bound_suspect":
-                self._widened.set(len(checking.widened))
+            case "slot_accepted":
+                self._accepted.set(len(checking.accepted))
             case "not_finite" if self._first("not_finite", event["step"], event["slot"]):
                 self._not_finite.inc()
             case "attention_schedule":
                 self._covered.set(int((checking.coverage or "0").partition(" ")[0]))
                 self._overhead.set(checking.overhead or 0.0)
-                self._risk.set(checking.residual_risk or 0.0)
+                self._rate.set(checking.rate or 0.0)
 
     def _take_time(self, event: dict[str, Any], begin: float) -> None:
         group = group_of(event)

@@ -1,52 +1,83 @@
 """report.html: one file that shows what a run did and what its faults cost, for a browser, without a network."""
 
 import itertools
+import json
+import os
+import select
 import sys
 import time
 import tomllib
-from collections import defaultdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from everstep import __version__
 from everstep.report import plots
 from everstep.report.checking import covered, judged
-from everstep.report.score import ACTIONS, Measured, checking_of, counted, curve, loss_delta, measure, verdict
+from everstep.report.protection import Protection
+from everstep.report.score import (
+    ACTIONS,
+    READ_FIELDS,
+    Measured,
+    checking_of,
+    counted,
+    curve,
+    load_events,
+    loss_delta,
+    measure,
+    reduced,
+    verdict,
+)
 from everstep.report.sessions import stated
 from everstep.report.times import STATES
+from everstep.run.events import EventTail
 from everstep.run.files import LARGEST, write_whole
 from everstep.run.regular import read_regular
 
-FEW_FAULTS = 20
-"""Up to so many are drawn as dots."""
 MOST_FAILURES = 6
-LIVE_MS = 3000
-"""How often a live page asks again."""
-PACKAGES = ("everstep", "torch", "torchtitan", "torchft", "numpy")
+PAUSE_S, FIRST_PAUSE_S = 3.0, 0.5
+SHARE = 0.5
+"""Of one core that writing the page again and again may take, below all other processes."""
+NICENESS = 10
+RELOAD_MS = 4000
+"""How often the page of a run that goes on is loaded again."""
 
 
 def write_page(run_dir: Path, against: Path | None = None) -> Path:
-    """Write RUN_DIR/report.html; its path.
+    """Write RUN_DIR/report.html and report.json; the page's path. The page of a run that goes on loads itself again.
 
     against: the directory of another run of the same config, drawn beneath the losses. Raises FileNotFoundError when a
     directory holds no event log.
     """
-    text = render(run_dir, against)
-    page = run_dir / "report.html"
-    write_whole(page, text.encode())
-    return page
+    return _write(run_dir, load_events(run_dir), against)
 
 
-def render(run_dir: Path, against: Path | None = None, *, live: bool = False) -> str:
-    """The page's text. `live`: it fetches itself again every few seconds. Raises FileNotFoundError as `write_page`."""
-    found = measure(run_dir)
+def keep_writing(run_dir: Path) -> None:
+    """Write the page of a run again and again until stdin ends, and then once more. Events are read once, and kept."""
+    os.nice(NICENESS)
+    events: list[dict[str, Any]] = []
+    tail, took_s, over = EventTail(run_dir), 0.0, False
+    while not over:
+        over = bool(select.select([0], [], [], max(PAUSE_S, took_s / SHARE) if events else FIRST_PAUSE_S)[0])
+        begin = time.process_time()
+        events += [reduced(event) for event in tail.new() if event["kind"] in READ_FIELDS]
+        events.sort(key=lambda event: event["t"])  # a log on another node may be seen late
+        try:
+            _write(run_dir, events, None)
+        except OSError as error:  # a full disk
+            print(f"everstep: the page is not written: {error}", flush=True)
+        took_s = time.process_time() - begin
+
+
+def _write(run_dir: Path, events: list[dict[str, Any]], against: Path | None) -> Path:
+    as_of = time.time()
+    found = measure(events)
     reference = curve(against) if against is not None else {}
     figures = found.figures | loss_delta(found.losses, reference)
     environment = jinja2.Environment(loader=jinja2.PackageLoader("everstep.report"), autoescape=True)
     environment.filters["duration"] = duration
-    return environment.get_template("report.html.jinja").render(
+    text = environment.get_template("report.html.jinja").render(
         name=run_dir.resolve().name,
         facts=_facts(run_dir, found),
         failures=_failures(found),
@@ -54,9 +85,9 @@ def render(run_dir: Path, against: Path | None = None, *, live: bool = False) ->
         judged=judged(figures),
         doubts=list(checking_of(found.events).doubts)[-MOST_FAILURES:],
         actions=ACTIONS,
-        live=live,
-        live_ms=LIVE_MS,
-        causes=plots.STATE_COLOURS | {"start-up": "#9d7bd8", "lost": "#7a1f1f", "idle": "#c9ced6"},
+        as_of=as_of,
+        reload_ms=RELOAD_MS,
+        causes=plots.STATE_COLOURS | {"lost": "#a83232", "idle": "#c9ced6"},
         percent=percent,
         clock=clock,
         figures=figures,
@@ -71,9 +102,13 @@ def render(run_dir: Path, against: Path | None = None, *, live: bool = False) ->
         },
         rows=_fault_table(run_dir, found),
         config=_text_of(run_dir / "config.toml"),
-        versions=_versions(),
+        version=__version__,
         compared=against.resolve().name if against is not None else "",
     )
+    page = run_dir / "report.html"
+    write_whole(page, text.encode())
+    write_whole(run_dir / "report.json", json.dumps(figures, indent=2).encode() + b"\n")
+    return page
 
 
 def percent(share: float | None) -> str:
@@ -96,20 +131,19 @@ def _pictures(found: Measured, reference: dict[int, float]) -> dict[str, str]:
     final = sorted(found.final, key=lambda commit: commit.step)
     gaps = {b.step: b.t - a.t for a, b in itertools.pairwise(final) if b.parent is a}
     begin = min((parts[0].begin for parts in found.stretches.values() if parts), default=0.0)
-    pictures = {}
-    for size, wide in (("wide", True), ("narrow", False)):
-        pictures[f"loss {size}"] = plots.loss(found.losses, reference, found.validations, hit, wide)
-        pictures[f"lanes {size}"] = plots.lanes(found.stretches, begin, wide)
-        pictures[f"steps {size}"] = plots.step_times(gaps, found.figures["step_s_median"], hit, wide)
-        for name, label in (("grad_norm", "gradient norm"), ("lr", "learning rate")):
-            values = {commit.step: getattr(commit, name) for commit in final if getattr(commit, name) is not None}
-            if values:
-                pictures[f"{name} {size}"] = plots.curve(values, label, wide)
+    pictures = {
+        "loss": plots.loss(found.losses, reference, found.validations, hit),
+        "lanes": plots.lanes(found.stretches, begin),
+        "steps": plots.step_times(gaps, found.figures["step_s_median"], hit),
+    }
+    for name, label in (("grad_norm", "gradient norm"), ("lr", "learning rate")):
+        values = {commit.step: getattr(commit, name) for commit in final if getattr(commit, name) is not None}
+        if values:
+            pictures[name] = plots.curve(values, label)
     for name, what in (("delay_s", "delay"), ("rejoin_s", "rejoin")):
         values = [row[name] for row in found.rows if row[name] is not None]
         if values:
-            draw = plots.dots if len(values) <= FEW_FAULTS else plots.distribution
-            pictures[what] = draw(values, what)
+            pictures[what] = plots.dots(values, what)
     return pictures
 
 
@@ -135,6 +169,11 @@ def _facts(run_dir: Path, found: Measured) -> dict[str, str]:
         facts["validation loss"] = f"{found.validations[last]:.4f} (step {last})"
     if found.events:
         facts["started"] = clock(found.events[0]["t"])
+    protection = Protection()
+    for event in found.events:
+        protection.take(event)
+    if snapshots := protection.line():
+        facts["snapshots"] = snapshots
     return facts
 
 
@@ -151,7 +190,7 @@ def _failures(found: Measured) -> list[str]:
             said[str(event.get("reason"))] = None
         elif event["kind"] == "workers_stacks":
             said[f"group {event['group']} hung: {event.get('summary')}"] = None
-        elif event["kind"] == "unfit":
+        elif event["kind"] in ("unfit", "group_failing"):
             said[event["reason"]] = None
     if found.figures["error"] and not found.figures["give_ups"]:
         said[found.figures["error"]] = None
@@ -159,30 +198,12 @@ def _failures(found: Measured) -> list[str]:
 
 
 def _fault_table(run_dir: Path, found: Measured) -> list[dict[str, Any]]:
-    """The faults with a link to where the hit group's log goes on: the header line of its next start."""
-    starts: dict[int, list[tuple[float, str]]] = defaultdict(list)
-    for event in found.events:
-        if event["kind"] == "worker_up" and event.get("rank") == 0:
-            header = f"group {event['group']} rank 0 incarnation {event['incarnation']}"
-            starts[event["group"]].append((event["t"], header))
+    """The faults, with a link to the hit group's log."""
     rows = []
     for row in found.rows:
-        group, link = row["group"], ""
-        if group is not None and (run_dir / "logs" / f"group-{group}" / "rank-0.log").exists():
-            header = next((text for t, text in starts[group] if t > row["t"]), "")
-            link = f"logs/group-{group}/rank-0.log" + (f"#:~:text={header.replace(' ', '%20')}" if header else "")
-        rows.append(row | {"link": link})
+        log = f"logs/group-{row['group']}/rank-0.log"
+        rows.append(row | {"link": log if (run_dir / log).exists() else ""})
     return rows
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _text_of(path: Path) -> str:
@@ -191,3 +212,7 @@ def _text_of(path: Path) -> str:
         return read_regular(path, LARGEST).decode(errors="replace")
     except OSError:
         return ""
+
+
+if __name__ == "__main__":
+    keep_writing(Path(sys.argv[1]))

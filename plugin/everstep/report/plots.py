@@ -11,7 +11,6 @@ import numpy as np
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from everstep.report.times import STATES, Stretch
 
@@ -25,11 +24,14 @@ STATE_COLOURS = {
     "recomputed": "#f0e442",
     "stalled": "#d55e00",
     "healing": "#cc79a7",
+    "start-up": "#9d7bd8",
     "restarting": "#56b4e9",
     "waiting": "#8a94a3",
 }
 """Told apart by every kind of colour blindness: Okabe and Ito, Color Universal Design (2008)."""
 MOST_POINTS = 1500
+HALF = 4.2
+"""Width in inches of a plot that has another one beside it."""
 LANE_COLUMNS, MOST_COLUMNS = 600, 6_000
 """Columns of a lane, and of all lanes together."""
 
@@ -56,11 +58,10 @@ def loss(
     reference: Mapping[int, float],
     validation: Mapping[int, float],
     faults: Sequence[int],
-    wide: bool,
 ) -> str:
     """Loss against committed step, the run to compare with beneath it, a dot for each validation, a mark at each step
     with a fault."""
-    axes = _axes(3.2, wide)
+    axes = _axes(3.2)
     axes.plot(*_thinned(reference), color=REFERENCE, linewidth=4)
     axes.plot(*_thinned(mine), color=MINE, linewidth=1.4)
     axes.plot(*_thinned(validation), "o", color=VALIDATION, markersize=4, markeredgewidth=0)
@@ -69,9 +70,9 @@ def loss(
     return _svg(axes)
 
 
-def step_times(by_step: Mapping[int, float], usual: float | None, faults: Sequence[int], wide: bool) -> str:
+def step_times(by_step: Mapping[int, float], usual: float | None, faults: Sequence[int]) -> str:
     """Seconds from each commit to the next."""
-    axes = _axes(2.4, wide)
+    axes = _axes(2.4)
     axes.plot(*_thinned(by_step), color=MINE, linewidth=1.0)
     if usual is not None:
         axes.axhline(usual, color=INK, linewidth=0.7, linestyle=":")
@@ -81,28 +82,29 @@ def step_times(by_step: Mapping[int, float], usual: float | None, faults: Sequen
     return _svg(axes)
 
 
-def curve(by_step: Mapping[int, float], label: str, wide: bool) -> str:
+def curve(by_step: Mapping[int, float], label: str) -> str:
     """Any figure against committed step."""
-    axes = _axes(1.9, wide)
+    axes = _axes(1.9)
     axes.plot(*_thinned(by_step), color=MINE, linewidth=1.0)
     axes.set(xlabel="committed step", ylabel=label)
     return _svg(axes)
 
 
 def dots(values: Sequence[float], what: str) -> str:
-    """A few values on one line, each a dot: fewer than a histogram needs."""
-    axes = _axes(1.1, wide=False)
-    axes.plot(values, [0.0] * len(values), "o", color=MINE, alpha=0.6, markersize=7, markeredgewidth=0)
+    """Values on one line, each a dot."""
+    axes = _axes(1.1, HALF)
+    axes.plot(values, [0.0] * len(values), "o", color=MINE, alpha=0.4, markersize=7, markeredgewidth=0)
     axes.set(xlabel=f"{what}, seconds", yticks=[], ylim=(-1, 1))
     axes.set_xlim(left=min(0.0, *values))
     axes.spines["left"].set_visible(False)
     return _svg(axes)
 
 
-def lanes(by_group: Mapping[int, Sequence[Stretch]], begin: float, wide: bool) -> str:
+def lanes(by_group: Mapping[int, Sequence[Stretch]], begin: float) -> str:
     """Each group's states over time: a column's height is shared as its time was. Empty where a group was not there."""
-    axes = _axes(0.6 + 0.34 * max(1, len(by_group)), wide)
-    end = max((part.end for parts in by_group.values() for part in parts), default=begin + 1)
+    axes = _axes(0.6 + 0.34 * max(1, len(by_group)))
+    end = max((part.end for parts in by_group.values() for part in parts), default=begin)
+    end = max(end, begin + 1.0)
     unit_s, unit = next((size, name) for size, name in UNITS if end - begin >= 3 * size or size == 1)
     columns = min(LANE_COLUMNS, MOST_COLUMNS // max(1, len(by_group)))
     edges = np.linspace(0, (end - begin) / unit_s, columns + 1)
@@ -145,23 +147,13 @@ def shares(parts: Sequence[Stretch], begin: float, end: float, columns: int) -> 
     return found.clip(0, 1)
 
 
-def distribution(values: Sequence[float], what: str) -> str:
-    """How often a fault cost so many seconds."""
-    axes = _axes(2.2, wide=False)
-    axes.hist(values, bins=min(30, max(5, len(values) // 3)), color=MINE)
-    axes.set(xlabel=f"{what}, seconds", ylabel="faults")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    return _svg(axes)
-
-
-def _axes(height: float, wide: bool) -> Axes:
-    """For a screen, or for a phone and for half a screen."""
-    return plt.subplots(figsize=(8.4 if wide else 4.2, height))[1]
+def _axes(height: float, width: float = 2 * HALF) -> Axes:
+    return plt.subplots(figsize=(width, height))[1]
 
 
 def _mark(axes: Axes, steps: Sequence[int]) -> None:
     if steps:
-        axes.plot(sorted(set(steps)), [0.0] * len(set(steps)), "|", color=FAULT, markersize=9, markeredgewidth=0.8,
+        axes.plot(sorted(set(steps)), [0.0] * len(set(steps)), "|", color=FAULT, markersize=14, markeredgewidth=1.6,
                   clip_on=False, transform=axes.get_xaxis_transform())  # fmt: skip
 
 

@@ -12,9 +12,8 @@ from everstep.report.lineage import Commit
 from everstep.report.sessions import Session, commits_by_session
 from everstep.report.times import STATES, Stretch
 
-CAUSES = ("start-up", *(state for state in STATES if state != "productive"), "lost", "idle")
-"""Of badput. `start-up`: from a session's begin to a group's first readiness. The states of `times.STATES`. `lost`:
-steps that a restore took back. `idle`: allocated and not there."""
+CAUSES = (*(state for state in STATES if state != "productive"), "lost", "idle")
+"""Of badput: the states of `times.STATES`. `lost`: steps that a restore took back. `idle`: allocated and not there."""
 
 
 def productive_s(final: Sequence[Commit], runs: Sequence[Session], step_s: float | None) -> float | None:
@@ -62,12 +61,9 @@ def badput_s(
 ) -> dict[str, float]:
     """Allocated group-seconds, productive ones and those of each cause: together groups times the sessions' lengths."""
     spent = dict.fromkeys(("productive", *CAUSES), 0.0)
-    begins = {run.begin for run in runs}
     for parts in by_group.values():
-        starting = False
         for part in parts:
-            starting = part.state == "restarting" and (starting or part.begin in begins)
-            spent["start-up" if starting else part.state] += part.end - part.begin
+            spent[part.state] += part.end - part.begin
     steps = len(final) + dropped
     if steps:
         spent["lost"] = spent["productive"] * dropped / steps

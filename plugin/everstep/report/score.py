@@ -60,18 +60,22 @@ READ_FIELDS: dict[str, tuple[str, ...]] = {
     "validation": ("loss",),
     "audit": ("agreed", "differing"),
     "slot_skipped": ("slot",),
+    "slot_refused": (),
     "finding": ("action",),
     "unfit": ("reason",),
-    "bound_suspect": ("reason", "evidence"),
+    "slot_accepted": ("slot", "reason"),
+    "group_failing": ("reason",),
     "not_finite": ("slot", "reason"),
-    "attention_schedule": ("coverage", "overhead", "residual_risk"),
+    "attention_schedule": ("coverage", "overhead", "rate"),
 }
 """The events that are read, with the fields used besides t, group, rank and step."""
 
+_READ = {kind: ("t", "kind", "group", "rank", "step", *fields) for kind, fields in READ_FIELDS.items()}
+
 GOODPUT_DEFINITION = "time in steps of the final state, of all time that the groups had (Google's)"
 
-ACTIONS = ("corrected", "recomputed", "refused", "accepted")
-"""What the attention check can do about what it finds; accepted: let pass, as it is not finite on any group."""
+ACTIONS = ("corrected", "recomputed", "refused")
+"""What the attention check can do about what it finds."""
 
 LOSS_TOLERANCE = 1e-4
 """Largest difference of a loss to the other run's that `verdict` accepts: sums in another order stay far
@@ -85,11 +89,12 @@ def load_events(run_dir: Path) -> list[dict[str, Any]]:
     """
     if not (Path(run_dir) / "events").is_dir():
         raise FileNotFoundError(f"{run_dir} has no events/ folder; give the directory of a run")
-    wanted = {kind: ("t", "kind", "group", "rank", "step", *fields) for kind, fields in READ_FIELDS.items()}
-    return [
-        {name: event[name] for name in wanted[event["kind"]] if name in event}
-        for event in read_events(run_dir, wanted.keys())
-    ]
+    return [reduced(event) for event in read_events(run_dir, READ_FIELDS.keys())]
+
+
+def reduced(event: dict[str, Any]) -> dict[str, Any]:
+    """Of an event that is read, the fields that are."""
+    return {name: event[name] for name in _READ[event["kind"]] if name in event}
 
 
 @contextmanager
@@ -132,10 +137,9 @@ class Measured:
     """Validation loss by step; of a step that was made again, what came out last."""
 
 
-def measure(run_dir: Path) -> Measured:
-    """Everything at once, for a page. Raises FileNotFoundError when there is no event log."""
+def measure(events: list[dict[str, Any]]) -> Measured:
+    """Everything at once, for a page, of what `load_events` gives."""
     with _uncollected():
-        events = load_events(run_dir)
         figures, rows, final = _measure(events)
         validations = {event["step"]: event["loss"] for event in events if event["kind"] == "validation"}
         spent = stretches(events, collect_sessions(events))
@@ -363,10 +367,12 @@ def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
     reason = f" ({f['reason']})" if f["reason"] else ""
     asked = f" of {f['steps_asked']}" if f["steps_asked"] is not None else ""
     skipped = f", {f['slots_skipped']} skipped as poison" if f["slots_skipped"] else ""
+    dropped = f["commits_dropped"]
+    given_up = f"; {counted(dropped, 'commit')} given up when the run went back to an older state" if dropped else ""
     lines = [
         ("run", f"{f['status']}{reason} after {_seconds(f['wall_s'])}"),
         ("faults", faults),
-        ("steps", f"{f['steps']}{asked}"),
+        ("steps", f"{f['steps']}{asked}{given_up}"),
         ("attempts", f"{f['attempts']}, {f['attempts_thrown_away']} thrown away"),
         ("samples", f"{f['samples']} trained, {f['samples_lost']} lost, {f['samples_repeated']} repeated"),
         ("slots", f"{f['slots_recomputed']} computed again{skipped}"),

@@ -11,10 +11,11 @@ from typing import Any
 
 from everstep.report.sessions import Session
 
-STATES = ("productive", "recomputed", "stalled", "healing", "restarting", "waiting")
+STATES = ("productive", "recomputed", "stalled", "healing", "start-up", "restarting", "waiting")
 """`productive`: what led to a commit, and what follows one. `recomputed`: the share of it that computed slots which
 this group had held before. `stalled`: attempts that did not commit, and what a death cut off. `healing`: receiving a
-state. `restarting`: no process that trains. `waiting`: for a quorum."""
+state. `start-up`: until a group is first ready in a session. `restarting`: no process that trains, later on.
+`waiting`: for a quorum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Lane:
     def __init__(self, begin: float) -> None:
         self.stretches: list[Stretch] = []
         self._at = begin
+        self._begun = False
         self._alive = False
         self._ended = False
 
@@ -45,10 +47,11 @@ class Lane:
         t = event["t"]
         match event["kind"]:
             case "worker_ready":
-                self.until(t, "restarting")
-                self._alive, self._ended = True, False
+                self.until(t, self._away)
+                self._begun = self._alive = True
+                self._ended = False
             case "workers_died" | "agent_died" | "workers_started":
-                self.until(t, "stalled" if self._alive else "restarting")
+                self.until(t, "stalled" if self._alive else self._away)
                 self._alive = False
             case "quorum":
                 self.until(t - (event.get("wait_s") or 0.0), self._usual)
@@ -74,11 +77,16 @@ class Lane:
     def close(self, end: float) -> None:
         """The session ends; a group that is down by then was never brought back."""
         if not self._alive and not self._ended:
-            self.until(end, "restarting")
+            self.until(end, self._away)
 
     @property
     def _usual(self) -> str:
-        return "productive" if self._alive else "restarting"
+        return "productive" if self._alive else self._away
+
+    @property
+    def _away(self) -> str:
+        """What a group does that has no process that trains."""
+        return "restarting" if self._begun else "start-up"
 
 
 def group_of(event: dict[str, Any]) -> int | None:
@@ -109,5 +117,5 @@ def split(by_group: dict[int, list[Stretch]]) -> dict[str, Any]:
     for group, parts in by_group.items():
         for part in parts:
             each[group][part.state] += part.end - part.begin
-    totals = {f"{state}_s": sum(times[state] for times in each.values()) for state in STATES}
+    totals = {f"{state.replace('-', '_')}_s": sum(times[state] for times in each.values()) for state in STATES}
     return totals | {"time_by_group": {str(group): times for group, times in each.items()}}

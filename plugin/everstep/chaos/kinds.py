@@ -1,0 +1,259 @@
+"""All kinds of faults, by name."""
+
+import contextlib
+import difflib
+import os
+import random
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGKILL, SIGSTOP, Signals
+from typing import ClassVar
+
+from everstep.chaos.fault import Fault, Injection
+from everstep.chaos.orders import NanGradient, Straggler
+from everstep.chaos.target import Target
+from everstep.chaos.view import View
+from everstep.run.directory import LaunchError
+from everstep.run.token import read_token
+from everstep.snapshot.buffer import HEADER_BYTES
+from everstep.snapshot.peers import Place, read_places
+from everstep.snapshot.segment import BUFFERS, Segment, run_id
+
+NO_SNAPSHOTS = "it takes no snapshots (snapshot.enable)"
+
+
+@dataclass(kw_only=True)
+class KillWorker(Fault):
+    name = "kill-worker"
+    breaks = "SIGKILL to one worker of a group."
+    signum: ClassVar[Signals] = SIGKILL
+
+    rank: int | None = None
+    """Hit this rank. None: one that is drawn."""
+
+    def why_not(self, run: View) -> str | None:
+        if self.rank is not None and self.group is not None and self.rank >= len(run.workers(self.group)):
+            return f"group {self.group} has no rank {self.rank}"
+        return super().why_not(run)
+
+    def plan(self, target: Target, choose: random.Random) -> Injection:
+        group = self.victim(target.run, choose)
+        worker = choose.choice(target.run.workers(group)) if self.rank is None else target.run.workers(group)[self.rank]
+        return Injection(
+            strike=lambda: target.signal([worker], self.signum),
+            target_group=group,
+            pids=[worker.pid],
+            fields={"target_rank": worker.rank},
+            stopped=target.receivers([worker]) if self.duration_s else [],
+        )
+
+
+@dataclass(kw_only=True)
+class StopWorker(KillWorker):
+    name = "stop-worker"
+    breaks = "SIGSTOP to one worker for a while, or with duration_s = 0 for ever, as one that hangs."
+    signum = SIGSTOP
+
+    duration_s: float = 4.0
+
+
+class KillGroup(Fault):
+    name = "kill-group"
+    breaks = "SIGKILL to all workers of a group."
+
+    def plan(self, target: Target, choose: random.Random) -> Injection:
+        return kill_workers(target, [self.victim(target.run, choose)])
+
+
+@dataclass(kw_only=True)
+class KillSeveral(Fault):
+    name = "kill-several"
+    breaks = "SIGKILL to all workers of several groups at once."
+
+    count: int = 2
+    """How many groups."""
+
+    def never(self, run: View) -> str | None:
+        return None if run.groups > self.count else f"it has {run.groups} groups, and one has to be left"
+
+    def why_not(self, run: View) -> str | None:
+        return self.why_no_group(run, self.count)
+
+    def plan(self, target: Target, choose: random.Random) -> Injection:
+        return kill_workers(target, sorted(choose.sample(target.run.candidates(self.count), self.count)))
+
+
+class KillAll(Fault):
+    name = "kill-all"
+    breaks = "SIGKILL to all workers of all groups at once: nobody holds the state any more."
+
+    def never(self, run: View) -> str | None:
+        return "it hits every group, and some are spared" if run.spared else None
+
+    def why_not(self, run: View) -> str | None:
+        return None if run.taking_part else "no group takes part"
+
+    def plan(self, target: Target, choose: random.Random) -> Injection:
+        return kill_workers(target, [group for group in target.run.group_ids if target.run.workers(group)])
+
+
+class KillAgent(Fault):
+    name = "kill-agent"
+    breaks = "SIGKILL to the step of a group's job on Slurm, its agent included; on one machine to all its workers."
+
+    def plan(self, target: Target, choose: random.Random) -> Injection:
+        group = self.victim(target.run, choose)
+        agent = target.run.agent(group)
+        pids = [agent.pid] if agent else [worker.pid for worker in target.run.workers(group)]
+        return Injection(strike=lambda: target.kill_agent(group), target_group=group, pids=pids)
+
+
+class KillKeeper(Fault):
+    name = "kill-keeper"
+    breaks = "SIGKILL to the process that holds a group's snapshots. Its shared memory stays."
+
+    def never(self, run: View) -> str | None:
+        return None if run.takes_snapshots else NO_SNAPSHOTS
+
+    def why_not(self, run: View) -> str | None:
+        return None if self._groups(run) else "no keeper lives that may be hit"
+
+    def _groups(self, run: View) -> list[int]:
+        mine = run.group_ids if self.group is None else [self.group]
+        return [group for group in mine if group not in run.spared and run.keepers(group)]
+
+    def plan(self, target: Target, choose: random.Random) -> Injection:
+        group = choose.choice(self._groups(target.run))
+        keepers = target.keepers(group)
+        # The group itself is not hit: it goes on taking part.
+        return Injection(
+            strike=lambda: target.signal(keepers, SIGKILL),
+            pids=[keeper.pid for keeper in keepers],
+            fields={"keeper_of": group},
+        )
+
+
+class KillHost(Fault):
+    name = "kill-host"
+    breaks = "Workers and keeper of a group are killed, and the memory of its snapshots is lost: a host dies."
+    on = frozenset({"local"})
+
+    def plan(self, target: Target, choose: random.Random) -> Injection:
+        group = self.victim(target.run, choose)
+        agent, keepers = target.run.agent(group), target.keepers(group)
+        segments = own_segments(target.run_dir, target.run.keepers(group))
+
+        def strike() -> None:
+            target.kill_agent(group)
+            target.signal(keepers, SIGKILL)
+            for segment in segments:
+                segment.remove()
+
+        pids = [agent.pid] if agent else [worker.pid for worker in target.run.workers(group)]
+        return Injection(strike=strike, target_group=group, pids=pids + [keeper.pid for keeper in keepers])
+
+
+class KillLighthouse(Fault):
+    name = "kill-lighthouse"
+    breaks = "SIGKILL to the lighthouse."
+    signum: ClassVar[Signals] = SIGKILL
+
+    def why_not(self, run: View) -> str | None:
+        return None if run.lighthouse else "there is no lighthouse now"
+
+    def plan(self, target: Target, choose: random.Random) -> Injection:
+        procs = [target.run.lighthouse] if target.run.lighthouse else []
+        return Injection(strike=lambda: target.signal(procs, self.signum), pids=[proc.pid for proc in procs])
+
+
+class CorruptSnapshot(Fault):
+    name = "corrupt-snapshot"
+    breaks = "One bit of a published snapshot in memory flips."
+    on = frozenset({"local"})
+
+    def never(self, run: View) -> str | None:
+        return None if run.takes_snapshots else NO_SNAPSHOTS
+
+    def why_not(self, run: View) -> str | None:
+        return None if _published(run.run_dir) else "no snapshot is in this machine's memory yet"
+
+    def plan(self, target: Target, choose: random.Random) -> Injection:
+        group, file, size = choose.choice(_published(target.run_dir))
+        at, bit = HEADER_BYTES + choose.randrange(size), 1 << choose.randrange(8)
+
+        def strike() -> None:
+            with open(file, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as buffer:
+                buffer.seek(at)
+                byte = buffer.read(1)
+                buffer.seek(at)
+                buffer.write(bytes([byte[0] ^ bit]))
+
+        return Injection(strike=strike, fields={"of_group": group, "file": str(file), "at_byte": at})
+
+
+def kill_workers(target: Target, groups: list[int]) -> Injection:
+    """All workers of these groups at once."""
+    workers = [worker for group in groups for worker in target.run.workers(group)]
+    return Injection(
+        strike=lambda: target.signal(workers, SIGKILL),
+        target_group=groups if len(groups) > 1 else groups[0],
+        pids=[worker.pid for worker in workers],
+    )
+
+
+def own_segments(run_dir: Path, places: Iterable[Place]) -> list[Segment]:
+    """The segments of this run's keepers. A path that a keeper's file names is believed only if it is the one that
+    follows from the run's token, a folder, and this user's."""
+    found = []
+    for place in places:
+        path, run = Path(place.segment), run_id(read_token(run_dir))
+        segment = Segment(path.parent, run, place.group, path)
+        with contextlib.suppress(OSError):
+            there = os.lstat(segment.path)
+            own = path.name in (f"everstep-{run}", f"everstep-{run}-group-{place.group}")
+            if own and stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid():
+                found.append(segment)
+    return found
+
+
+def _published(run_dir: Path) -> list[tuple[int, Path, int]]:
+    """Published data buffers on this machine: group, file, payload bytes."""
+    found = []
+    for segment in own_segments(run_dir, read_places(run_dir)):
+        for rank in [rank for group, rank in segment.columns() if group == segment.group]:
+            for index, header in zip(range(BUFFERS), segment.headers("data", rank), strict=True):
+                if header is not None:
+                    found.append((segment.group, segment.file("data", rank, index), header.payload_bytes))
+    return found
+
+
+FAULTS: dict[str, type[Fault]] = {
+    kind.name: kind
+    for kind in (
+        KillWorker,
+        KillGroup,
+        KillSeveral,
+        KillAll,
+        KillHost,
+        KillAgent,
+        KillKeeper,
+        KillLighthouse,
+        StopWorker,
+        Straggler,
+        NanGradient,
+        CorruptSnapshot,
+    )
+}
+
+
+def find(names: Iterable[str]) -> list[type[Fault]]:
+    """The kinds of these names. Raises LaunchError with the nearest name for one that is unknown."""
+    found = []
+    for name in names:
+        if name not in FAULTS:
+            near = difflib.get_close_matches(name, FAULTS, 1, cutoff=0.0)[0]
+            raise LaunchError(f"there is no fault {name}, did you mean {near}? All: {', '.join(sorted(FAULTS))}.")
+        found.append(FAULTS[name])
+    return found
