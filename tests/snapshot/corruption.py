@@ -99,7 +99,7 @@ class Site:
     """The files of a run of a few groups, and keepers that serve whatever lies there, unverified."""
 
     def __init__(self, groups: int = 4, scale: float = SCALE, **settings: Any) -> None:
-        coded = settings.get("parity", 1) > 0 and settings.get("scope") != "full"
+        coded = settings.get("parity", 1) > 0
         self.strangers: list[bytes] = []
         with Cluster(groups, **settings) as stranger:
             for step in (OLD, NEW):
@@ -114,18 +114,18 @@ class Site:
             self.run.settled(step, coded)
             if step == OLDER:
                 self.strangers += _contents(self.run).values()
-        for copier in self.run.copiers.values():
-            copier.close()
-        self.run.copiers.clear()
+        self.run.kill_trainers()
         for group in self.run.groups:
             self.run.kill_keeper(group)
         self.files = _contents(self.run)
         for place in self.run.run_dir.glob("state/keepers/*.json"):
             place.unlink()
         settled = replace(self.run.settings, transfer_timeout_s=3600.0)  # connections may rest
-        self.keepers = [keeper.Keeper(self.run.run_dir, group, "127.0.0.1", settled) for group in self.run.groups]
-        for each in self.keepers:
-            peers.write_place(self.run.run_dir, each.place())
+        self.keepers = [
+            keeper.Keeper(self.run.run_dir, self.run.segment(group), "127.0.0.1", settled) for group in self.run.groups
+        ]
+        for group, each in zip(self.run.groups, self.keepers, strict=True):
+            peers.write_place(self.run.run_dir, each.place(group))
         self.states = {step: state_of(step, scale=scale) for step in (OLDER, OLD, NEW)}
         self.layout = Layout.of(self.states[NEW].tensors)
         self.flat = {step: self._flat(step) for step in self.states}
@@ -183,7 +183,7 @@ class Site:
 def _contents(run: Cluster) -> dict[Path, bytes]:
     """Of the run's buffers."""
     folders = [run.segment(group).path for group in run.groups]
-    return {path: path.read_bytes() for folder in folders for path in sorted(folder.glob("rank-*.[bp]*-*"))}
+    return {path: path.read_bytes() for folder in folders for path in sorted(folder.glob("group-*.[bp]*-*"))}
 
 
 def _used(data: bytes) -> int:
@@ -264,7 +264,7 @@ def disguise(site: Site, chance: random.Random, path: Path) -> list[Path]:
     if body is None or other is None:
         return [path]
     names = ["run", "kind", "group", "rank", "step", "members", "history"]
-    names += chance.sample(["part", "witness", "witness_digest", "sequence", "code", "parity_group", "givers"], 3)
+    names += chance.sample(["part", "sequence", "start", "code", "parity_group", "roots"], 3)
     path.write_bytes(_packed({**other, **{name: body[name] for name in names if name in body}}) + data[HEADER_BYTES:])
     return [path]
 
@@ -289,15 +289,15 @@ def garbage(site: Site, chance: random.Random, path: Path) -> list[Path]:
 
 
 def forge(site: Site, chance: random.Random, path: Path) -> list[Path]:
-    """Another byte in a part or a layout, to which table, root and header fit: all but what the trainer said of it."""
+    """Another byte in a layout, to which table, root and header fit: all but the topology that the header names."""
     data = bytearray(path.read_bytes())
     header, body = _unpack_header(bytes(data[:HEADER_BYTES])), _body(bytes(data))
-    if header is None or body is None or not header.split or HEADER_BYTES + header.payload_bytes > len(data):
+    if header is None or body is None or header.kind != "data" or HEADER_BYTES + header.payload_bytes > len(data):
         return [path]
-    place = chance.choice([span for name, span in header.sections.items() if name in ("part", "layout")])
+    place = chance.choice([span for name, span in header.sections.items() if name == "layout"])
     data[HEADER_BYTES + chance.randrange(*place)] ^= 1 << chance.randrange(8)
     payload = memoryview(data)[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
-    table = chunk_digests(payload, header.split)
+    table = chunk_digests(payload)
     end = HEADER_BYTES + header.payload_bytes
     del payload
     data[end : end + table.nbytes] = table.tobytes()

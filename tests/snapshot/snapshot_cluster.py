@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from everstep.run.events import read_events
 from everstep.run.token import run_token
 from everstep.snapshot import keepers, peers, recovery, restore, sources
+from everstep.snapshot.agreement import Agreed
 from everstep.snapshot.buffer import HEADER_BYTES
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.header import Kind
@@ -60,18 +60,17 @@ def file_of(segment: Segment, kind: Kind, step: int, rank: int = 0) -> Path:
 
 
 class Cluster:
-    """Groups with one rank each, their keepers as processes, their copiers here."""
+    """Groups with one rank each, their keepers as processes, their copiers here. `per_host` groups share a host, which
+    is a directory of its own."""
 
-    def __init__(self, groups: int, locations=lambda group: 0, **settings) -> None:
-        self.location_of = locations
+    def __init__(self, groups: int, per_host: int = 1, **settings) -> None:
+        self.per_host = per_host
         self.home = Path(tempfile.mkdtemp(prefix="everstep-test-", dir="/dev/shm"))
         self.run_dir = self.home / "run"
         (self.run_dir / "events").mkdir(parents=True)
         self.token = run_token(self.run_dir)
         self.settings = replace(
-            Snapshot(
-                enable=True, segment_dir=str(self.home), memory_reserve_gb=0.0, coding_timeout_s=5.0, coding_share=1.0
-            ),
+            Snapshot(enable=True, interval=1, segment_dir=str(self.home), memory_reserve_gb=0.0, coding_timeout_s=5.0),
             **settings,
         )
         self.groups = list(range(groups))
@@ -86,22 +85,29 @@ class Cluster:
         return self
 
     def __exit__(self, *_) -> None:
-        for copier in self.copiers.values():
-            copier.close()
+        self.kill_trainers()
         for place in peers.read_places(self.run_dir):
             self.kill_keeper(place.group)
         shutil.rmtree(self.home, ignore_errors=True)
 
+    def host_of(self, group: int) -> int:
+        return group // self.per_host
+
+    def settings_of(self, group: int) -> Snapshot:
+        folder = self.home / f"host-{self.host_of(group)}"
+        folder.mkdir(exist_ok=True)
+        return replace(self.settings, segment_dir=str(folder))
+
     def segment(self, group: int) -> Segment:
-        return Segment(self.home, run_id(self.token), group)
+        return Segment.of(self.settings_of(group), run_id(self.token), group)
 
     def start_keeper(self, group: int) -> peers.Place:
-        return keepers.start_keeper(self.run_dir, group, "127.0.0.1", self.settings)
+        return keepers.start_keeper(self.run_dir, group, "127.0.0.1", self.settings_of(group))
 
     def start_copier(self, group: int) -> None:
         emit = lambda kind, step=None, **fields: self.events.append((group, kind, step, fields))  # noqa: E731
         self.segment(group).create()
-        self.copiers[group] = Copier(self.segment(group), 0, 1, self.settings, emit)
+        self.copiers[group] = Copier(self.segment(group), 0, 1, self.settings_of(group), emit)
 
     def kill_keeper(self, group: int) -> None:
         for place in peers.read_places(self.run_dir):
@@ -111,9 +117,33 @@ class Cluster:
                 wait_until(lambda: not psutil.pid_exists(place.pid) or is_zombie(place.pid))  # noqa: B023
 
     def lose_host(self, group: int) -> None:
-        """The keeper and its memory are gone."""
+        """The keeper of a group's host and its memory are gone."""
         self.kill_keeper(group)
         self.segment(group).remove()
+        for each in self.groups:
+            if self.host_of(each) == self.host_of(group):
+                peers.place_file(self.run_dir, each).unlink(missing_ok=True)
+
+    def kill_trainers(self) -> None:
+        for copier in self.copiers.values():
+            copier.close()
+        self.copiers.clear()
+
+    def words(self, members) -> dict:
+        return {g: replace(self.copiers[g].word(), location=1 + self.host_of(g)) for g in members}
+
+    def restart(self, found: recovery.Recovery, start: str = "again") -> None:
+        """All trainers start again from what was found, which they publish before they go on."""
+        restored = found.restored
+        for group in self.groups:
+            self.start_copier(group)
+            self.copiers[group].agreed = Agreed(anchor=(restored.step, restored.history, restored.start))
+        words = self.words(self.groups)
+        for group in self.groups:
+            fresh = state_of(restored.step)
+            self.tensors[group] = {n: t.clone() for n, t in fresh.tensors.items()}
+            state = State(self.tensors[group], fresh.meta, fresh.blobs)
+            self.copiers[group].restored((restored.step, restored.history, start), self.groups, words, state)
 
     def commit(
         self, step: int, members=None, history=1, scale: float = 1, seed: int = 0, settle: bool = True, **more
@@ -125,7 +155,7 @@ class Cluster:
             self.copiers[group].wait()
         if settle:
             wait_until(lambda: all(self.copiers[group].word().settled for group in members))
-        words = {group: replace(self.copiers[group].word(), location=self.location_of(group)) for group in members}
+        words = self.words(members)
         for group in members:
             fresh = state_of(step, seed, scale)
             mine = self.tensors.setdefault(group, {n: t.clone() for n, t in fresh.tensors.items()})
@@ -146,6 +176,7 @@ class Cluster:
     def wait(self) -> None:
         for copier in self.copiers.values():
             copier.wait()
+        wait_until(lambda: all(copier.idle for copier in self.copiers.values()))
 
     def settled(self, step: int, coded: bool = True) -> None:
         """Until every keeper that holds `step` has verified it and coded its parity."""
@@ -165,10 +196,6 @@ class Cluster:
     def all_settled(self) -> None:
         """Until every group has done with its newest snapshot what can be done."""
         wait_until(lambda: all(copier.word().settled for copier in self.copiers.values()))
-
-    def told(self, kind: str) -> list[tuple[int, int, int]]:
-        """Group, rank and step of what the keepers have told of this kind."""
-        return [(e["group"], e["rank"], e["step"]) for e in read_events(self.run_dir) if e["kind"] == kind]
 
     def held(self) -> list[peers.Held]:
         """What the keepers say they hold."""

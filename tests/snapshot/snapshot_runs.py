@@ -43,6 +43,7 @@ reduce_timeout_s = 20.0
 quorum_timeout_s = 60.0
 [snapshot]
 enable = true
+failure_domain = "group"
 [debug]
 seed = 0
 """

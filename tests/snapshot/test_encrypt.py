@@ -57,7 +57,7 @@ def payload(run, address):
 def test_a_keeper_sends_what_only_members_can_read_if_it_was_told_to(encrypt):
     with Cluster(1) as run:
         run.kill_keeper(0)
-        place = keepers.start_keeper(run.run_dir, 0, "127.0.0.1", run.settings, encrypt=encrypt)
+        place = keepers.start_keeper(run.run_dir, 0, "127.0.0.1", run.settings_of(0), encrypt=encrypt)
         run.commit(7, settle=False)
         run.wait()
         relay = Relay(place.address)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from everstep.snapshot.export import ExportError, fetch, whole
 from everstep.snapshot.layout import Layout, Shard
+from everstep.snapshot.recovery import ExportError, fetch, whole
 from everstep.snapshot.restore import Restored
-from everstep.titan.export import DATALOADER_BLOB, pack_dataloader, unpack_dataloader
+from everstep.titan.dataloader_blob import DATALOADER_BLOB, pack_dataloader, unpack_dataloader
 from snapshot_cluster import TIMEOUT, Cluster, state_of
 from snapshot_runs import STEPS, Run, end
 
@@ -62,7 +62,7 @@ def test_shards_of_several_ranks_become_whole_tensors():
             view.copy_(tensors[name])
         blobs = {DATALOADER_BLOB: pack_dataloader({"rows_read": 8, f"dp_rank_{rank}": bytes([rank])})}
         body = {"size": layout.size, "entries": [asdict(entry) for entry in layout.entries]}
-        ranks.append(Restored(9, "a", flat.numpy(), body, {"lr": 1}, blobs))
+        ranks.append(Restored(9, 7, "", flat.numpy(), body, {"lr": 1}, blobs))
     found = whole(ranks)
     assert torch.equal(found.tensors["param/w"], weight)
     assert torch.equal(found.tensors["optimizer/0/0/step"], steps)

@@ -13,15 +13,15 @@ import psutil
 import pytest
 import torch
 
-from everstep.snapshot import keepers, parity, peers, restore, sweep
-from everstep.snapshot.board import Channels
+from everstep.snapshot import keepers, parity, peers, restore
 from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.header import Header
 from everstep.snapshot.layout import Layout
 from everstep.snapshot.plan import State
 from everstep.snapshot.room import cgroup_free_bytes, make_room, memory_needed
+from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment
-from everstep.snapshot.stripes import parity_group
+from everstep.snapshot.stripes import Domains
 from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, file_of, in_keepers, is_zombie, wait_until
 
 
@@ -39,7 +39,7 @@ def poison(monkeypatch):
 
 
 @pytest.mark.parametrize("which", ["another group's", "parity", "swapped"])
-def test_a_file_that_lies_where_another_belongs_is_never_restored(unmended, which):
+def test_a_file_that_lies_where_another_belongs_is_never_restored(which):
     with Cluster(3) as run:
         run.take(1, 2, scale=2)
         segments = [run.segment(group) for group in run.groups]
@@ -80,23 +80,6 @@ def test_a_gap_between_parts_is_an_error_and_no_memory(monkeypatch):
         broken = restore.Column(column.identity, lone, (), ())
         with pytest.raises(restore.RestoreError, match="are in no part"):
             restore.restore_rank(broken, 0, 0, run.token, TIMEOUT)
-
-
-def test_groups_whose_states_differ_are_not_mixed():
-    with Cluster(3) as run:
-        run.take(1)
-        run.take(2)
-        run.tensors[1]["param/w"][7, 7] += 1  # an undetected fault in one group's memory, before the next snapshot
-        words = {g: c.word() for g, c in run.copiers.items()}
-        for group in run.groups:
-            run.copiers[group].committed(3, 1, run.groups, words, lambda g=group: State(run.tensors[g], {"step": 3}))
-        run.wait()
-        decision = run.decide()
-        assert decision.step < 3
-        assert "hold different bytes" in decision.reasons[0]
-        run.all_settled()
-        assert not any(c.word().published for c in run.copiers.values()), "so that step 2 stays"
-        assert_is_step(run.recover().restored, 2)
 
 
 def test_a_buffer_that_the_next_forward_changes_is_restored_as_it_was():
@@ -148,146 +131,23 @@ def frozen(run: Cluster, group: int) -> int:
     return pid
 
 
-def coded(run: Cluster, group: int) -> set[int]:
-    """Steps of which a group holds finished parity over its own part."""
-    return {h.step for h in run.segment(group).headers("parity", 0) if h and group in h.givers}
-
-
-def test_a_frozen_keeper_costs_only_its_own_protection():
-    with Cluster(6, parity=2, coding_timeout_s=3.0) as run:
-        run.take(1, 2)
-        pid = frozen(run, 5)
-        for step in (3, 4, 5, 6):
-            run.commit(step)
-            run.wait()
-        run.all_settled()
-        others = [g for g in run.groups if g != 5]
-        assert {step for g, kind, step, _ in run.events if kind == "snapshot" and g == 0} == {1, 2, 3, 4, 5, 6}
-        assert all(run.copiers[g].word().coded for g in others)
-        told = [(g, fields["reason"]) for g, kind, _, fields in run.events if kind == "snapshot_unprotected"]
-        assert [g for g, _ in told] == [5]
-        os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: run.copiers[5].word().coded)
-        run.commit(7)
-        run.wait()
-        run.all_settled()
-        back = [fields["steps"] for g, kind, _, fields in run.events if kind == "snapshot_protected" and g == 5]
-        assert len(back) == 2, "once at the beginning, once now"
-        assert back[0] == 0
-        assert back[1] >= 3
-        for group in (5, 0):
-            run.lose_host(group)
-        run.resumes("parity", 7, group=1)
-
-
-def test_hosts_lost_while_a_keeper_is_frozen_are_decoded_without_it():
-    with Cluster(6, parity=1, coding_timeout_s=3.0) as run:
-        run.take(1, 2)
-        pid = frozen(run, 5)
-        for step in (3, 4):
-            run.commit(step)
-            run.wait()
-        run.all_settled()
-        os.kill(pid, signal.SIGCONT)
-        run.lose_host(0)
-        found = run.recover(group=1)
-        assert found.decision.step == 4
-        assert_is_step(found.restored, 4)
-
-
-def test_a_keeper_that_is_started_again_keeps_its_piece_of_the_code_over_a_host_that_is_lost():
-    """It does not know that the code was whole, and codes the parts that it can still see."""
-    with Cluster(4) as run:
-        run.take(1, 2)
-        run.kill_keeper(0)
-        run.lose_host(3)
-        run.start_keeper(0)
-        found = lambda: [h for h in run.segment(0).headers("parity", 0) if h and h.step == 2]  # noqa: E731
-        wait_until(lambda: any(3 not in header.givers for header in found()))
-        run.resumes("parity", 2, group=1)
-
-
-def test_what_comes_late_is_coded_beside_the_older_steps_parity_and_not_over_it():
-    with Cluster(4) as run:
-        run.take(1)
-        pid = frozen(run, 3)
-        run.commit(2)
-        run.wait()
-        wait_until(lambda: all(run.copiers[g].word().coded for g in (0, 1, 2)))
-        os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: run.copiers[3].word().coded)
-        held = [h for h in run.segment(0).headers("parity", 0) if h]
-        assert sorted((h.step, len(h.givers)) for h in held) == [(1, 4), (2, 3), (2, 4)]
-        run.take(3, 4)
-        assert not run.segment(0).file("parity", 0, 2).exists(), "its memory is given back"
-        assert {h.step for h in run.segment(0).headers("parity", 0) if h} == {3, 4}
-
-
-def test_a_group_whose_memory_is_full_holds_no_parity_and_is_protected_by_the_others(monkeypatch, tmp_path):
-    """Its keeper is told that it has no room, as by a full tmpfs."""
-    code = """
-        if '"group": 2' in ' '.join(sys.orig_argv):
-            import everstep.snapshot.room as room
-            from everstep.snapshot.buffer import SnapshotError
-            def full(*a, **k): raise SnapshotError('snapshots need 1 bytes more, and there are 0 free')
-            room.make_room = full
-    """
-    in_keepers(monkeypatch, tmp_path, code)
-    with Cluster(4, coding_timeout_s=4.0) as run:
-        for step in (1, 2):
-            run.commit(step)
-            run.wait()
-        run.all_settled()
-        assert coded(run, 2) == set()
-        assert all(run.copiers[g].word().coded for g in run.groups), "its part is in the others' code"
-        run.lose_host(2)
-        run.resumes("parity", 2, group=1)
-
-
 def test_what_a_watch_cannot_do_does_not_end_it(monkeypatch, tmp_path):
-    in_keepers(monkeypatch, tmp_path, "import everstep.snapshot.parity as p\np.MAX_DATA = 1")
+    in_keepers(monkeypatch, tmp_path, "import everstep.snapshot.parity as p\np.encode = lambda *a: 1 / 0")
     with Cluster(3, coding_timeout_s=2.0) as run:
         for step in (1, 2):
             run.commit(step)
             run.wait()
         wait_until(lambda: run.segment(0).read_notes(0).reason != "")
-        assert "ParityError" in run.segment(0).read_notes(0).reason
+        assert "ZeroDivisionError" in run.segment(0).read_notes(0).reason
         reasons = [f["reason"] for g, kind, _, f in run.events if kind == "snapshot_unprotected" and g == 0]
-        assert len(reasons) == 1
+        assert any("ZeroDivisionError" in reason for reason in reasons)
         # The watch lives: what comes next is verified as well.
         wait_until(lambda: {h.header.step for h in run.held() if h.header.group == 0 and h.sound} == {1, 2})
 
 
-def test_parity_that_rots_after_publication_is_found_and_made_again(scrubbing):
-    with Cluster(3) as run:
-        run.take(1)
-        segment = run.segment(0)
-        index = next(i for i, h in enumerate(segment.headers("parity", 0)) if h)
-        path = segment.file("parity", 0, index)
-        taken_at = segment.headers("parity", 0)[index].taken_at
-        whole = path.read_bytes()
-        path.write_bytes(whole[:70_000] + bytes([whole[70_000] ^ 1]) + whole[70_001:])
-        wait_until(lambda: any(h and h.taken_at > taken_at for h in segment.headers("parity", 0)))
-        wait_until(lambda: run.told("snapshot_repaired") == [(0, 0, 1)])
-        wait_until(lambda: run.copiers[0].word().coded)
-        run.lose_host(1)
-        found = run.recover(group=2)
-        assert found.decision.source == "parity"
-        assert_is_step(found.restored, 1)
-
-
-@pytest.mark.parametrize("parities", [1, 2])
-@pytest.mark.parametrize("groups", [255, 257, 258, 1000])
-def test_any_number_of_groups_has_a_code(groups, parities):
-    for group in (0, groups // 2, groups - 1):
-        mine = parity_group(range(groups), 8, group)
-        assert group in mine
-        parity.encoding_rows(len(mine) - parities, parities)
-
-
 def test_a_header_of_thousands_of_groups_is_small_and_comes_back():
     members = tuple(group for group in range(13_000) if group % 1000)
-    mine = parity_group(members, 8, 1)
+    mine = Domains(members, 8, 2, (0,) * len(members)).group_of(1)
     header = Header(
         run="0" * 16, kind="data", group=1, rank=0, ranks=8, step=1, history=1, members=members, parity=2,
         parity_group=mine, topology="t", state_bytes=64, part=(0, 0), sequence=1, taken_at=1.0,
@@ -310,22 +170,6 @@ def test_mute_keepers_are_waited_for_together_and_not_one_after_the_other(tmp_pa
         held, silent = peers.reachable(places, b"x" * 32, TIMEOUT, 1.0)
         assert (held, len(silent)) == ({}, 6)
         assert time.monotonic() - began < 3
-
-
-def test_an_address_is_looked_up_once_and_in_its_own_file_only(tmp_path, monkeypatch):
-    for group in range(50):
-        place = peers.Place(group, f"h{group}", f"127.0.0.1:{1000 + group}", 1000 + group, "", 1.0)
-        path = peers.places_dir(tmp_path) / f"group-{group}@h{group}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(place.__dict__))
-    opened = []
-    plain = peers.read_json
-    monkeypatch.setattr(peers, "read_json", lambda path: (opened.append(path.name), plain(path))[1])
-    channels = Channels(tmp_path, b"x" * 32, TIMEOUT)
-    assert [channels.address_of(7) for _ in range(5)] == ["127.0.0.1:1007"] * 5
-    assert opened == ["group-7@h7.json"]
-    channels.learn(7, "127.0.0.1:9", 2.0)
-    assert channels.address_of(7) == "127.0.0.1:9"
 
 
 def test_connections_and_files_of_a_keeper_stay_few_step_after_step():
@@ -369,15 +213,15 @@ def test_a_keeper_without_descriptors_to_spare_goes_on_and_codes_again_when_it_h
         assert_is_step(found.restored, found.decision.step)
 
 
-@pytest.mark.parametrize(("parities", "share"), [(0, 1.0), (1, 1.0), (2, 1.0), (1, 1e-6)])
-def test_no_more_memory_is_taken_than_was_reserved(parities, share):
-    with Cluster(4, parity=parities, coding_share=share) as run:
+@pytest.mark.parametrize("parities", [0, 1, 2])
+def test_no_more_memory_is_taken_than_was_reserved(parities):
+    with Cluster(4, parity=parities) as run:
         run.take(1, scale=4, coded=parities > 0)
-        run.take(2, 3, 4, scale=4, coded=parities > 0 and share == 1.0)
+        run.take(2, 3, 4, scale=4, coded=parities > 0)
         for group in run.groups:
             segment = run.segment(group)
             size = max(header.payload_bytes for header in segment.headers("data", 0) if header)
-            needed = memory_needed(size, 4, parities, run.settings.buffers)
+            needed = memory_needed(size, 4, parities)
             assert needed / 2 < segment.bytes_of(0) <= needed
 
 
@@ -407,9 +251,7 @@ def test_an_orderly_end_in_the_middle_of_coding_leaves_nothing():
             run.wait()
             time.sleep(0.05 * trial)
             pids = [place.pid for place in peers.read_places(run.run_dir)]
-            for copier in run.copiers.values():
-                copier.close()
-            run.copiers.clear()
+            run.kill_trainers()
             assert keepers.end_keepers(run.run_dir) == []
             wait_until(lambda: all(not psutil.pid_exists(p) or is_zombie(p) for p in pids))  # noqa: B023
             assert not any(run.segment(g).path.exists() for g in run.groups)
@@ -420,26 +262,24 @@ def test_what_no_run_owns_is_swept_and_what_one_owns_is_not(tmp_path, capsys, mo
         run.commit(1)
         gone.commit(1)
         for site in (run, gone):
-            site.wait()
-            for copier in site.copiers.values():
-                copier.close()
-            site.copiers.clear()
+            site.kill_trainers()
         run.kill_keeper(1)
         gone.kill_keeper(0)
-        moved = run.home / gone.segment(0).path.name
+        moved = run.segment(1).path.parent / gone.segment(0).path.name
         shutil.move(gone.segment(0).path, moved)
         shutil.rmtree(gone.run_dir)
-        found = {litter.path: litter for litter in sweep.find(run.home)}
-        assert found.keys() == {moved, run.segment(1).path}, "one has a keeper"
+        found = {litter.path: litter for litter in keepers.find_litter(moved.parent)}
+        assert found.keys() == {moved, run.segment(1).path}
+        assert keepers.find_litter(run.segment(0).path.parent) == [], "it has a keeper"
         assert (found[moved].run_is_there, found[run.segment(1).path].run_is_there) == (False, True)
         assert found[moved].run_dir == gone.run_dir.resolve()
-        sweep.sweep(run.home)
+        keepers.sweep(moved.parent)
         said = capsys.readouterr().out
         assert f"{gone.run_dir.resolve()}, which is gone" in said
         assert "kept: its run is going on" in said
         assert not moved.exists()
-        monkeypatch.setattr(sweep, "ALIVE_S", 0.0)
-        sweep.sweep(run.home)
+        monkeypatch.setattr(keepers, "ALIVE_S", 0.0)
+        keepers.sweep(moved.parent)
         assert not run.segment(1).path.exists()
         assert run.segment(0).path.exists()
         assert run.decide().reasons, "and the living keeper still answers"
@@ -451,7 +291,7 @@ def test_the_next_keeper_on_the_host_removes_what_runs_that_are_gone_left():
         gone.wait()
         gone.copiers.pop(0).close()
         gone.kill_keeper(0)
-        moved = run.home / gone.segment(0).path.name
+        moved = run.segment(0).path.parent / gone.segment(0).path.name
         shutil.move(gone.segment(0).path, moved)
         shutil.rmtree(gone.run_dir)
         run.kill_keeper(0)
@@ -480,11 +320,11 @@ def test_ranks_that_ask_for_room_at_the_same_moment_are_not_promised_the_same_by
     from everstep.snapshot import room
 
     monkeypatch.setattr(room, "cgroup_free_bytes", lambda: 1000)
-    segment = Segment(tmp_path, "r" * 16, 0)
+    segment = Segment.of(Snapshot(segment_dir=str(tmp_path)), "r" * 16, 0)
     segment.create()
-    make_room(tmp_path, segment.path, 0, 600, 0, 0)
+    make_room(segment.room_note(0), 600, 0, 0)
     with pytest.raises(SnapshotError, match=r"need 600 bytes more, and there are 400 .* 600 promised to other ranks"):
-        make_room(tmp_path, segment.path, 1, 600, 0, 0)
-    make_room(tmp_path, segment.path, 0, 700, 0, 0)
+        make_room(segment.room_note(1), 600, 0, 0)
+    make_room(segment.room_note(0), 700, 0, 0)
     segment.file("data", 0, 0).write_bytes(bytes(700))
-    make_room(tmp_path, segment.path, 1, 600, 0, 0)
+    make_room(segment.room_note(1), 600, 0, 0)

@@ -7,10 +7,9 @@ import torch
 
 from everstep.snapshot import recovery
 from everstep.snapshot.copier import Copier
-from everstep.snapshot.export import fetch, whole
-from everstep.snapshot.layout import Layout, Shard
+from everstep.snapshot.layout import Layout, ShapeError, Shard
 from everstep.snapshot.plan import State
-from everstep.snapshot.reshape import ShapeError
+from everstep.snapshot.recovery import fetch, whole
 from snapshot_cluster import TIMEOUT, Cluster, wait_until
 
 AT_ONCE = timedelta(0)
@@ -89,10 +88,9 @@ SHAPES = {
 
 def save(run: Cluster, ranks: list[Rank]) -> None:
     """One committed step of groups with these ranks."""
-    for copier in run.copiers.values():
-        copier.close()
+    run.kill_trainers()
     copiers = [
-        (Copier(run.segment(group), rank, len(ranks), run.settings, lambda *a, **k: None), rank)
+        (Copier(run.segment(group), rank, len(ranks), run.settings_of(group), lambda *a, **k: None), rank)
         for group in run.groups
         for rank in range(len(ranks))
     ]
@@ -101,8 +99,7 @@ def save(run: Cluster, ranks: list[Rank]) -> None:
         tensors, shards = ranks[rank]
         state = State(tensors, {"step": 1}, {"data": bytes([rank])}, shards)
         copier.committed(1, 1, run.groups, {}, lambda state=state: state)
-    for copier, _ in copiers:
-        copier.wait()
+    run.wait()
 
 
 def restored(run: Cluster, ranks: list[Rank], rank: int) -> recovery.Recovery:

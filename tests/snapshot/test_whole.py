@@ -5,8 +5,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from everstep.snapshot.export import ExportError, whole
 from everstep.snapshot.layout import Layout, Shard
+from everstep.snapshot.recovery import ExportError, whole
 from everstep.snapshot.restore import Restored
 
 
@@ -16,7 +16,7 @@ def rank_with(tensors: dict[str, torch.Tensor], shards: dict[str, Shard]) -> Res
     for name, view in layout.views(flat).items():
         view.copy_(tensors[name])
     body = {"size": layout.size, "entries": [asdict(entry) for entry in layout.entries]}
-    return Restored(9, "a", flat.numpy(), body, {}, {})
+    return Restored(9, 7, "", flat.numpy(), body, {}, {})
 
 
 WEIGHT = torch.arange(35, dtype=torch.float32).view(7, 5)

@@ -21,13 +21,14 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
+from everstep.run.regular import open_regular
 from everstep.snapshot.header import Header
 
 MAGIC = b"evsbuf01"
@@ -44,32 +45,30 @@ class SnapshotError(RuntimeError):
     """A buffer that cannot be made, written or believed; the message says which file and why."""
 
 
-def chunks(payload_bytes: int, split: int = 0) -> list[tuple[int, int]]:
-    """Where the chunks of a payload begin and end: every MiB, and anew at `split`."""
-    starts = [*range(0, split, CHUNK_BYTES), *range(split, payload_bytes, CHUNK_BYTES)]
-    return list(zip(starts, [*starts[1:], payload_bytes], strict=True)) if starts else []
+def chunks(payload_bytes: int) -> list[tuple[int, int]]:
+    """Where the chunks of a payload begin and end: every MiB."""
+    return [(at, min(at + CHUNK_BYTES, payload_bytes)) for at in range(0, payload_bytes, CHUNK_BYTES)]
 
 
-def table_bytes(payload_bytes: int, split: int = 0) -> int:
+def table_bytes(payload_bytes: int) -> int:
     """Size of the chunk table of a payload."""
-    return (-(-split // CHUNK_BYTES) + -(-(payload_bytes - split) // CHUNK_BYTES)) * 8
+    return -(-payload_bytes // CHUNK_BYTES) * 8
 
 
-def file_bytes(payload_bytes: int, split: int = 0) -> int:
+def file_bytes(payload_bytes: int) -> int:
     """Size that a file with this payload has at least."""
-    return HEADER_BYTES + payload_bytes + table_bytes(payload_bytes, split)
+    return HEADER_BYTES + payload_bytes + table_bytes(payload_bytes)
 
 
 def reserved_bytes(payload_bytes: int) -> int:
-    """Size of the file that is made for a payload, however it is split. Some is spare: what a snapshot carries beside
-    tensors is a few bytes longer at one step than at another, and to make room anew costs as much as the copy."""
-    return -(-(file_bytes(payload_bytes, 1) + SPARE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+    """Size of the file that is made for a payload. Some is spare: what a snapshot carries beside tensors is a few bytes
+    longer at one step than at another, and to make room anew costs as much as the copy."""
+    return -(-(file_bytes(payload_bytes) + SPARE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def chunk_digests(payload: memoryview, split: int = 0) -> np.ndarray:
+def chunk_digests(payload: memoryview) -> np.ndarray:
     """The chunk table of a payload in memory: uint64, one per chunk."""
-    digest = xxhash.xxh3_64_intdigest
-    return as_table([digest(payload[a:b]) for a, b in chunks(len(payload), split)])
+    return as_table([xxhash.xxh3_64_intdigest(payload[a:b]) for a, b in chunks(len(payload))])
 
 
 def as_table(digests: Sequence[int]) -> np.ndarray:
@@ -109,19 +108,14 @@ def _parsed(body: bytes) -> Header | None:
         return None  # of another schema, or a lie: nothing that this version may use
 
 
-def emptied(path: Path) -> bool:
-    """Whether the file's writer has wiped its header and not published since, which is no damage. Raises OSError."""
-    with path.open("rb", buffering=0) as file:
-        return file.read(len(MAGIC)) == bytes(len(MAGIC))
-
-
 class BufferReader:
     """Reads a buffer that another process may be overwriting or deleting. Usable from several threads."""
 
     def __init__(self, path: Path) -> None:
-        """Raises FileNotFoundError or PermissionError."""
+        """Raises OSError: it is not there, not ours, or no file, such as a pipe, which would be waited for."""
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY)
+        with open_regular(path) as file:
+            self._fd = os.dup(file.fileno())
         self._own = threading.local()
 
     def close(self) -> None:
@@ -133,7 +127,7 @@ class BufferReader:
         if len(area) == FIRST_READ_BYTES and _PREFIX.unpack_from(area)[1] > FIRST_READ_BYTES - _PREFIX.size:
             area = os.pread(self._fd, HEADER_BYTES, 0)
         header = _unpack_header(area)
-        if header is None or os.fstat(self._fd).st_size < file_bytes(header.payload_bytes, header.split):
+        if header is None or os.fstat(self._fd).st_size < file_bytes(header.payload_bytes):
             return None
         return header
 
@@ -157,31 +151,25 @@ class BufferReader:
 
     def table(self, header: Header) -> np.ndarray | None:
         """The chunk table, or None when it is not the one that the header vouches for."""
-        table = np.empty(table_bytes(header.payload_bytes, header.split) // 8, dtype="<u8")
+        table = np.empty(table_bytes(header.payload_bytes) // 8, dtype="<u8")
         self.read_into(table.view(np.uint8).data, header.payload_bytes)
         return table if root_of(table) == header.root else None
 
-    def damage(self, header: Header, give_way: Callable[[], None] = lambda: None) -> str | None:
-        """Recompute every checksum. None: every byte is the published one. Else what is wrong, as a sentence.
-
-        `give_way` is called after each chunk, so that a background check can be slowed or stopped.
-        """
+    def damage(self, header: Header) -> str:
+        """Recompute every checksum: what is wrong, as a sentence; "" if every byte is the published one. Raises
+        SnapshotError when the file has become too short."""
         table = self.table(header)
         if table is None:
             return "the checksum table does not match its header"
         bad = []
         buffer = memoryview(bytearray(min(CHUNK_BYTES, header.payload_bytes)))
-        for index, (digest, (start, stop)) in enumerate(
-            zip(table, chunks(header.payload_bytes, header.split), strict=True)
-        ):
-            view = buffer[: stop - start]
-            self.read_into(view, start)
-            if xxhash.xxh3_64_intdigest(view) != digest:
+        for index, (digest, (start, stop)) in enumerate(zip(table, chunks(header.payload_bytes), strict=True)):
+            self.read_into(buffer[: stop - start], start)
+            if xxhash.xxh3_64_intdigest(buffer[: stop - start]) != digest:
                 bad.append(index)
-            give_way()
         if self.header() != header:
             return "it was overwritten while it was checked"
-        return f"chunks {bad} do not match their checksums" if bad else None
+        return f"chunks {bad} do not match their checksums" if bad else ""
 
 
 class BufferWriter:
@@ -204,7 +192,7 @@ class BufferWriter:
             if self._map is not None and self._still_there() and payload_bytes <= self.capacity:
                 return False
             self.release()
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
             os.pwrite(self._fd, bytes(_PREFIX.size), 0)
             size = os.fstat(self._fd).st_size
             want = reserved_bytes(payload_bytes)
@@ -227,7 +215,7 @@ class BufferWriter:
                 ) from error
             raise SnapshotError(f"{self.path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
         # What is spare is one more chunk of the table at most.
-        self.capacity = payload_bytes + want - file_bytes(payload_bytes, 1) - 8
+        self.capacity = payload_bytes + want - file_bytes(payload_bytes) - 8
         return True
 
     def _still_there(self) -> bool:

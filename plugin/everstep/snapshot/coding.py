@@ -1,341 +1,313 @@
-"""A keeper's parity: shards of its parity group's payloads, fetched, combined and published block by block.
+"""What a keeper does of one rank's snapshots: each is verified and coded, or given up, within one deadline.
 
-Whoever has verified its part tells the others of its parity group. The lowest group among those that have spoken
-chooses the code: over all parts, as soon as all are there; after a grace, or when the others are suspects, over some.
-A member that comes later is taken in by another code over the same step, and what its peers have meanwhile is theirs
-without it. Every piece names the exact payloads that it is over, so that pieces of two codes are never mixed.
+With m members of a parity group that may be lost, a keeper makes m rows of parity over shards of the other members'
+payloads. It asks their keepers for the parts, block by block of all at once, verifies every block against its giver's
+checksums and combines it while the next is on its way. Nobody chooses anything: the parity group stands in the header
+that the trainer wrote. Who is not there in time is named, and the trainers leave it out of the next snapshot.
 """
 
+import contextlib
 import json
+import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from everstep import wire
-from everstep.snapshot import parity
-from everstep.snapshot.board import Board, Channels, Heard, code_message
-from everstep.snapshot.buffer import BufferWriter, SnapshotError, chunk_digests
-from everstep.snapshot.header import Header, difference
-from everstep.snapshot.peers import open_buffer
-from everstep.snapshot.room import BLOCK_BYTES, make_room
-from everstep.snapshot.segment import Segment
-from everstep.snapshot.stripes import Code, code_id, effective_parity
+from everstep.snapshot import parity, peers
+from everstep.snapshot.buffer import BufferReader, BufferWriter, SnapshotError, chunk_digests, root_of, table_bytes
+from everstep.snapshot.header import Header
+from everstep.snapshot.peers import Channels
+from everstep.snapshot.room import BLOCK_BYTES, BUFFERS, make_room
+from everstep.snapshot.section import Snapshot
+from everstep.snapshot.segment import Notes, Segment
+from everstep.snapshot.stripes import Code, code_id
 
-WAIT_S = 0.25
-TELL_AGAIN_S = 1.0
-"""Between two tellings of a part: to all members until a code is whole, then to those that have not been heard of."""
-PEER_SILENT_S = 3.0
-"""Longest silence of another keeper while its shards are fetched."""
+POLL_S = 0.05
+CALM_S = 10.0
+"""After this long without a new snapshot LOOK_S is often enough."""
+LOOK_S = 1.0
+HEARTBEAT_S = 0.5
+SLOWEST_BYTES_S = 200e6
+"""Of parts a host must code, so that large ones have more time than snapshot.coding_timeout_s."""
+NOBODY = -1
+ASK_AGAIN_S = 0.05
+"""Between two questions to a keeper whose trainer has not published yet."""
+
+log = logging.getLogger("everstep.keeper")
 
 
 class CodingError(RuntimeError):
-    """A piece of a code that could not be made, and why."""
+    """A snapshot that was not coded, why, and because of which group, or of NOBODY."""
 
-    def __init__(self, message: str, group: int | None = None) -> None:
+    def __init__(self, message: str, group: int) -> None:
         super().__init__(message)
         self.group = group
-        """Whose fault it is."""
 
 
-class Coder:
-    """Codes one rank's parity buffers."""
+class Keeps(Protocol):
+    """What a watch needs of its keeper."""
 
-    def __init__(
-        self,
-        segment: Segment,
-        rank: int,
-        board: Board,
-        channels: Channels,
-        reserve_bytes: int,
-        turn: threading.Lock,
-        over: threading.Event,
-    ) -> None:
-        """`turn`: held while shards are fetched and combined: a keeper's ranks code one after the other, so that the
-        memory and connections of one are enough."""
-        self._segment, self._rank, self._board, self._channels = segment, rank, board, channels
-        self._reserve_bytes, self._turn, self._over = reserve_bytes, turn, over
+    settings: Snapshot
+    channels: Channels
+    over: threading.Event
+    """The keeper ends."""
+    turn: threading.Lock
+    """Of the rank that codes: so that the memory and connections of one are enough."""
+
+    def spoken(self) -> None:
+        """Somebody has a use for the keeper."""
+        ...
+
+
+class Watch:
+    """Verifies and codes what one rank's trainer publishes, in a thread of its own."""
+
+    def __init__(self, keeper: Keeps, segment: Segment, rank: int) -> None:
+        self._keeper, self._segment, self.rank = keeper, segment, rank
+        self._lock = threading.Lock()
+        self._notes = Notes()
         self._writers = [BufferWriter(path) for path in segment.files("parity", rank)]
-        self._whole_codes: set[str] = set()
-        self._failed: dict[str, float] = {}
-        self.worked_s = 0.0
-        """In all, on making pieces."""
+        self._dealt: Header | None = None
+        self.sound: dict[int, bool] = {}
+        """By sequence: whether the bytes of a buffer matched its checksums."""
+        self._thread = threading.Thread(target=self._run, name=f"group-{segment.group}.rank-{rank}", daemon=True)
+        self._thread.start()
 
-    def code(
-        self,
-        own: Header,
-        timeout: timedelta,
-        newest: Callable[[], bool],
-        note: Callable[..., None],
-    ) -> None:
-        """Have `own` coded, with all of its parity group or with those that are there, and go on until all are in it
-        or a newer snapshot is published here.
+    def note(self, **changes: Any) -> None:
+        """Tell the trainer, by way of the notes file."""
+        with self._lock:
+            self._notes = replace(self._notes, heartbeat=time.monotonic(), **changes)
+            try:
+                self._segment.write_notes(self.rank, self._notes)
+            except OSError as error:
+                log.warning("group %d, rank %d: notes cannot be written: %s", self._segment.group, self.rank, error)
 
-        Args:
-            timeout: after this long without parity it is given up, and noted; coding goes on all the same.
-            newest: False once a newer step is published here.
-            note: tells the trainer; gets `coded`, `settled` and `reason`.
-        """
-        group, began = own.parity_group, time.monotonic()
-        deadline, grace = began + timeout.total_seconds(), began + timeout.total_seconds() / 3
-        with self._board.changed:
-            heard = self._board.of(self._rank, own.identity)
-            pieces = [piece for piece in self._segment.headers("parity", self._rank) if piece]
-            for piece in pieces:
-                if piece.identity == own.identity:  # of this keeper's life before
-                    heard.coded.setdefault(piece.code, set()).add(own.group)
-            self._whole_codes &= {piece.code for piece in pieces} | {name for _, _, name in heard.codes.values()}
-            self._failed.clear()
-        told, settled, whole, why = 0.0, False, False, "no parity yet"
-        while newest() and not self._over.is_set():
-            now = time.monotonic()
-            with self._board.changed:
-                heard = self._board.of(self._rank, own.identity)
-                heard.parts[own.group] = own  # each time: what is heard of too many others displaces it
-                absent = [g for g in group if g not in heard.parts]
-                parts = list(heard.parts.values())
-            if now - told > TELL_AGAIN_S:
-                # Answers bring what others have told and was lost: to a keeper that was just starting, for one.
-                self._tell_part(own, absent if whole else group)
-                told = now
-            differing = difference(parts)
-            if differing:
-                # Not for coding: no such snapshot is ever restored. The trainers overwrite it with the next.
-                note(sound=False, coded=False, settled=True, reason=f"{differing}: one of them is wrong")
-                return
-            chosen = self._choose(own, heard, patient=now < grace)
-            if chosen is not None:
-                code, name = chosen
-                with self._board.changed:
-                    mine = own.group not in code.holders or own.group in heard.coded.get(name, ())
-                    known = all(giver in heard.parts for giver in code.givers)
-                    done = set(code.holders) <= heard.coded.get(name, set())
-                if known and not mine and now - self._failed.get(name, -TELL_AGAIN_S) >= TELL_AGAIN_S:
-                    why = self._make(own, code, name, heard, newest)
-                    continue
-                if done and own.group in code.givers:
-                    self._whole_codes.add(name)
-                    whole = True
-                    if not settled or why:
-                        settled, why = True, ""
-                        note(coded=True, settled=True, reason="")
-                    if set(code.givers) == set(group):
-                        return
-                elif not done:
-                    lacking = set(code.holders) - heard.coded.get(name, set())
-                    why = why or f"no parity yet of {_named(lacking)}"
-            if now > deadline and not settled:
-                settled = True
-                note(settled=True, reason=self._reason(own, absent, why))
-            with self._board.changed:
-                self._board.changed.wait(WAIT_S)
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the thread, once the keeper is over."""
+        self._thread.join(timeout_s)
 
-    def drop(self, path: Path, header: Header) -> None:
-        """Forget a piece of parity that turned out damaged, so that it is made again."""
-        writer = next(writer for writer in self._writers if writer.path == path)
-        writer.reserve(header.payload_bytes)
-        writer.begin()
-        with self._board.changed:
-            for groups in self._board.of(self._rank, header.identity).coded.values():
-                groups.discard(header.group)
+    def _run(self) -> None:
+        mark, looked, dealt_at = -1, -LOOK_S, time.monotonic()
+        while not self._keeper.over.is_set():
+            now, found = time.monotonic(), self._segment.mark(self.rank)
+            if found == mark and now - looked < LOOK_S:
+                self._keeper.over.wait(POLL_S if now - dealt_at < CALM_S else HEARTBEAT_S)
+                continue
+            mark, looked = found, now  # the mark first: a snapshot that is published meanwhile has another
+            try:
+                newest = self._newest()
+                if newest is not None and (self._dealt is None or newest.sequence > self._dealt.sequence):
+                    self._keeper.spoken()
+                    self._dealt = newest
+                    self._deal(newest)
+                    dealt_at = time.monotonic()
+            except Exception as error:
+                log.exception("group %d, rank %d", self._segment.group, self.rank)
+                self._give_up(f"the keeper failed: {type(error).__name__}: {error}", self._segment.group)
 
-    def _reason(self, own: Header, absent: list[int], why: str) -> str:
-        if absent:
-            return f"nothing is heard of {_named(set(absent))}"
-        return why or f"the parity of step {own.step} is not complete"
+    def _newest(self) -> Header | None:
+        held = filter(None, self._segment.headers("data", self.rank))
+        return max(held, key=lambda header: header.sequence, default=None)
 
-    def _tell_part(self, own: Header, groups: list[int] | tuple[int, ...]) -> None:
-        with self._board.changed:
-            roomless = own.group in self._board.of(self._rank, own.identity).roomless
-        message = {"op": "part", "rank": self._rank, "identity": list(own.identity), "header": own.to_json()}
-        back = lambda group, answer: self._board.heard_back(self._rank, own.identity, group, answer)  # noqa: E731
-        self._board.tell(groups, {**message, "roomless": roomless}, back)
-
-    def _choose(self, own: Header, heard: Heard, patient: bool) -> tuple[Code, str] | None:
-        """The code to use, chosen here if it is this group's turn to choose."""
-        suspects = self._board.suspects()
-        with self._board.changed:
-            there = sorted(g for g in own.parity_group if g in heard.parts and (g not in suspects or g == own.group))
-            awaited = [g for g in own.parity_group if g not in heard.parts and g not in suspects]
-            holders = [g for g in there if g not in heard.roomless]
-            current = heard.code(suspects)
-            if there[0] != own.group or (awaited and patient) or len(holders) < 2:
-                return current
-            code = Code(tuple(there), tuple(holders), effective_parity(len(holders), own.parity))
-            roots = {g: heard.parts[g].root for g in there}
-            name = code_id(code, roots)
-            known = heard.codes.get(own.group)
-            if known is not None and (
-                known[2] == name or (set(there) < set(known[1].givers) and not self._lost(known))
-            ):
-                return current
-            heard.codes[own.group] = ((known[0] if known else 0) + 1, code, name)
-            number = heard.codes[own.group][0]
-            current = heard.code(suspects)
-        message = {"op": "code", "rank": self._rank, "identity": list(own.identity)}
-        self._board.tell(own.parity_group, {**message, **code_message(own.group, number, code, name)})
-        return current
-
-    def _lost(self, known: tuple[int, Code, str]) -> bool:
-        """Whether a code that was chosen cannot be finished: one of its givers does not answer any more."""
-        return bool(set(known[1].givers) & self._board.suspects()) and known[2] not in self._whole_codes
-
-    def _make(self, own: Header, code: Code, name: str, heard: Heard, newest: Callable[[], bool]) -> str:
-        """Make and publish this group's piece of a code. Returns why it could not, or ""."""
-        with self._board.changed:
-            sources = {giver: heard.parts.get(giver) for giver in code.givers}
+    def _deal(self, newest: Header) -> None:
+        # The ranks of a host are coded one after the other.
+        patience_s = self._keeper.settings.coding_timeout_s + newest.ranks * newest.payload_bytes / SLOWEST_BYTES_S
+        deadline = time.monotonic() + patience_s
+        damage = self._damage(newest)
+        self.sound = {**dict(list(self.sound.items())[-BUFFERS:]), newest.sequence: not damage}
+        if damage:
+            log.error("group %d, rank %d, step %d: %s", self._segment.group, self.rank, newest.step, damage)
+            self._give_up(damage, self._segment.group)
+            return
+        coding = newest.parity > 0
+        self.note(sequence=newest.sequence, sound=True, coded=False, settled=not coding, reason="", waits_for=-1)
+        if not coding:
+            return
         try:
-            if name != code_id(code, {g: h.root if h else "" for g, h in sources.items()}):
-                raise CodingError("the parts that its code is over are not known here yet")
-            known = {giver: header for giver, header in sources.items() if header is not None}
-            with self._turn:
-                begun = time.monotonic()
-                try:
-                    self._combine(own, code, name, known, newest)
-                finally:
-                    self.worked_s += time.monotonic() - begun
-        except SnapshotError as error:
-            with self._board.changed:
-                heard.roomless.add(own.group)
-            self._failed[name] = time.monotonic()
-            self._tell_part(own, own.parity_group)
-            return str(error)
+            self._code(newest, deadline)
         except CodingError as error:
-            self._failed[name] = time.monotonic()
-            return str(error)
-        with self._board.changed:
-            heard.coded.setdefault(name, set()).add(own.group)
-        message = {"op": "coded", "rank": self._rank, "identity": list(own.identity), "group": own.group, "name": name}
-        back = lambda group, answer: self._board.heard_back(self._rank, own.identity, group, answer)  # noqa: E731
-        self._board.tell(own.parity_group, message, back)
-        return ""
+            self._give_up(str(error), error.group)
+        except SnapshotError as error:
+            self._give_up(str(error), self._segment.group)
+        else:
+            self.note(coded=True, settled=True)
 
-    def _combine(
-        self, own: Header, code: Code, name: str, sources: dict[int, Header], newest: Callable[[], bool]
-    ) -> None:
-        m, length = code.parity, code.shard_bytes({g: h.payload_bytes for g, h in sources.items()})
-        covers = json.dumps([sources[giver].to_json() for giver in code.givers]).encode()
-        size = m * length + len(covers)
-        writer = self._writer(own, code, size)
-        payload = writer.payload(size)
-        out = np.frombuffer(payload, dtype=np.uint8)
-        stripes = [code.stripe_coded_by(own.group, row) for row in range(m)]
-        givers = sorted({giver for stripe in stripes for giver in code.columns(stripe)})
-        block = [parity.aligned_bytes(min(BLOCK_BYTES, length)) for _ in range(len(code.givers))]
-        channels: dict[int, wire.Channel] = {}
-        giver = own.group
-        try:
-            for giver in givers:
-                channels[giver] = self._channels.take(giver)
-                channels[giver].set_timeout(timedelta(seconds=PEER_SILENT_S))
-                open_buffer(channels[giver], sources[giver])
-            for row, stripe in enumerate(stripes):
-                columns = code.columns(stripe)
-                rows = parity.encoding_rows(len(columns), m)
-                first = {giver: code.stripes_of(giver).index(stripe) * length for giver in columns}
-                for start in range(0, length, BLOCK_BYTES):
-                    if not newest():
-                        raise CodingError("a newer step was published meanwhile")
-                    span, ranges = min(BLOCK_BYTES, length - start), {}
-                    for giver in columns:
-                        limit = sources[giver].payload_bytes
-                        begin, end = min(first[giver] + start, limit), min(first[giver] + start + span, limit)
-                        ranges[giver] = (begin, end - begin)
-                        if end > begin:
-                            channels[giver].ask_range(begin, end - begin)
-                    for giver, shard in zip(columns, block, strict=False):
-                        begin, count = ranges[giver]
-                        shard[count:span] = 0
-                        if count:
-                            channels[giver].receive_range(wire.Pieces([shard[:count].data]), begin, count, base=begin)
-                    target = out[row * length + start : row * length + start + span]
-                    parity.combine([rows[row]], [shard[:span] for shard in block[: len(columns)]], [target])
-            for giver in givers:
-                if not channels[giver].ask({"op": "still"}).get("still"):
-                    raise CodingError(f"group {giver} went on to another step", giver)
-            for giver in givers:
-                self._channels.give(channels.pop(giver))
-        except wire.WireError as error:
-            raise CodingError(f"group {giver}: {error}", giver) from error
-        finally:
-            for channel in channels.values():  # after a failure answers may still be due on them
-                channel.close()
-        payload[m * length :] = covers
+    def _give_up(self, reason: str, group: int) -> None:
+        """What is being dealt with is as far as it will get."""
+        if self._dealt is not None:
+            sequence = self._dealt.sequence
+            sound = self.sound.get(sequence, False)
+            self.note(sequence=sequence, sound=sound, coded=False, settled=True, reason=reason, waits_for=group)
+
+    def _damage(self, header: Header) -> str:
+        for path, held in zip(
+            self._segment.files("data", self.rank), self._segment.headers("data", self.rank), strict=True
+        ):
+            if held == header:
+                with contextlib.suppress(OSError, SnapshotError), contextlib.closing(BufferReader(path)) as reader:
+                    return reader.damage(header)
+        return "it is not there any more"
+
+    def _code(self, own: Header, deadline: float) -> None:
+        """Make and publish this member's piece of the code. Raises CodingError or SnapshotError."""
+        code = Code(own.parity_group, own.parity)
+        for piece in filter(None, self._segment.headers("parity", self.rank)):
+            if piece.identity == own.identity and own.root in piece.roots:
+                return  # of this keeper's life before
+        with contextlib.ExitStack() as stack:
+            givers = self._givers(own, code, deadline, stack)
+            if not self._keeper.turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise CodingError("other ranks of this host are still being coded", NOBODY)
+            stack.callback(self._keeper.turn.release)
+            headers = [own if member == own.group else givers[member].header for member in code.members]
+            covers = json.dumps([header.to_json() for header in headers]).encode()
+            length = code.shard_bytes([header.payload_bytes for header in headers])
+            size = code.parity * length + len(covers)
+            writer = self._writer(own, size)
+            payload = writer.payload(size)
+            for row in range(code.parity):
+                stripe = code.stripe_coded_by(own.group, row)
+                shards = [
+                    (givers[giver], code.stripes_of(giver).index(stripe) * length) for giver in code.columns(stripe)
+                ]
+                _combine(shards, np.frombuffer(payload[row * length : (row + 1) * length], dtype=np.uint8), row)
+            payload[code.parity * length :] = covers
         header = replace(
             own,
             kind="parity",
             part=(0, 0),
-            part_digest="",
-            witness=(0, 0),
-            witness_digest="",
-            parity=m,
-            code=name,
-            givers=code.givers,
-            holders=code.holders,
-            sections={"shards": (0, m * length), "covers": (m * length, size)},
+            code=code_id(code, [header.root for header in headers]),
+            roots=tuple(header.root for header in headers),
+            sections={"shards": (0, code.parity * length), "covers": (code.parity * length, size)},
             payload_bytes=size,
             taken_at=time.time(),
             root="",
         )
         writer.publish(header, chunk_digests(payload))
 
-    def _writer(self, own: Header, code: Code, size: int) -> BufferWriter:
-        """A parity buffer, emptied, with room for `size` bytes.
+    def _givers(self, own: Header, code: Code, deadline: float, stack: contextlib.ExitStack) -> dict[int, "_Giver"]:
+        """Connections to the other members, as soon as their keepers serve their parts of the same snapshot."""
+        found: dict[int, _Giver] = {}
+        turn = code.members.index(own.group)
+        others = code.members[turn + 1 :] + code.members[:turn]
+        why = ""
+        while absent := [member for member in others if member not in found]:
+            for member in absent:
+                try:
+                    found[member] = _Giver.open(self._keeper.channels, own, member, deadline)
+                    stack.callback(found[member].close)
+                except wire.WireError as error:
+                    why = why or f"group {member}: {error}"
+                if time.monotonic() >= deadline:
+                    late = next(member for member in others if member not in found)
+                    raise CodingError(f"the part of group {late} did not come in time ({why})", late)
+            if self._keeper.over.is_set() or self._is_old(own):
+                raise CodingError("a newer step was published meanwhile", NOBODY)
+            if len(found) < len(others):
+                self._keeper.over.wait(ASK_AGAIN_S)
+        return found
 
-        Not one that protects something: a piece of an older snapshot that is held here, or of this one by a code that
-        may be whole elsewhere. So a step that is coded again, because a member came late or is lost, has a third
-        buffer. Where there is no room for one, a code that takes in more may overwrite the one that it replaces.
+    def _is_old(self, header: Header) -> bool:
+        newest = self._newest()
+        return newest is not None and newest.sequence > header.sequence
 
-        Raises:
-            SnapshotError: there is no room for one.
-        """
-        held = self._segment.headers("parity", self._rank)
-        data = {header.identity for header in self._segment.headers("data", self._rank) if header}
-        *first, spare = (
-            header is None or header.identity not in data or self._replaced(header, held) for header in held
-        )
-        if any(first):
-            if spare:
-                self._writers[-1].release()
-                self._writers[-1].path.unlink(missing_ok=True)
-            return self._emptied(self._writers[first.index(True)], size)
-        fewer = {}
-        for index, header in enumerate(held):
-            if header is not None and header.identity == own.identity:
-                whole = header.code in self._whole_codes
-                if set(header.givers) < set(code.givers) or (not whole and set(header.givers) == set(code.givers)):
-                    fewer[index] = (whole, len(header.givers))
-        if spare:
-            try:
-                return self._emptied(self._writers[-1], size)
-            except SnapshotError:
-                if not fewer:
-                    raise
-        if not fewer:
-            raise SnapshotError("there is no parity buffer that protects nothing else")
-        return self._emptied(self._writers[min(fewer, key=lambda index: fewer[index])], size)
-
-    def _replaced(self, piece: Header, held: list[Header | None]) -> bool:
-        """Whether another code over the same step, a piece of which is held, is whole and protects as much."""
-        whole = [h for h in held if h is not None and h.identity == piece.identity and h.code in self._whole_codes]
-        mine = set(piece.givers)
-        return any(mine < set(h.givers) for h in whole) or (
-            piece.code not in self._whole_codes and any(mine == set(h.givers) for h in whole)
-        )
-
-    def _emptied(self, writer: BufferWriter, size: int) -> BufferWriter:
+    def _writer(self, own: Header, size: int) -> BufferWriter:
+        """The parity buffer that does not belong to the other snapshot that is held here, emptied, with room for `size`
+        bytes. Raises SnapshotError: there is no room."""
+        held = self._segment.headers("parity", self.rank)
+        data = {h.identity for h in self._segment.headers("data", self.rank) if h and h.identity != own.identity}
+        free = [index for index, header in enumerate(held) if header is None or header.identity not in data]
+        writer = self._writers[free[0] if free else 0]
         if writer.capacity < size:
-            held_bytes = self._segment.bytes_of(self._rank)
+            held_bytes = self._segment.bytes_of(self.rank)
             total = held_bytes + size - writer.capacity
-            make_room(self._segment.root, self._segment.path, self._rank, total, held_bytes, self._reserve_bytes)
+            reserve = int(self._keeper.settings.memory_reserve_gb * 2**30)
+            make_room(self._segment.room_note(self.rank), total, held_bytes, reserve)
         writer.reserve(size)
         writer.begin()
         return writer
 
 
-def _named(groups: set[int]) -> str:
-    return ("group " if len(groups) == 1 else "groups ") + ", ".join(map(str, sorted(groups)))
+class _Giver:
+    """A connection on which a member's keeper serves its part."""
+
+    def __init__(self, channels: Channels, channel: wire.Channel, header: Header) -> None:
+        self._channels, self._channel, self.header = channels, channel, header
+        self._table = np.zeros(table_bytes(header.payload_bytes) // 8, dtype="<u8")
+        self._due = 0
+        """Answers that have been asked for and not taken."""
+
+    @classmethod
+    def open(cls, channels: Channels, own: Header, member: int, deadline: float) -> "_Giver":
+        """Raises wire.WireError if the member's keeper does not serve its part of the same snapshot now."""
+        channel, answer = channels.open(peers.wanted("data", member, own.rank, own.identity), deadline)
+        try:
+            header = peers.header_of(answer, channel.peer)
+            alike = header.identity, header.parity_group, header.parity, header.group
+            if alike != (own.identity, own.parity_group, own.parity, member):
+                raise wire.WireError(f"{channel.peer} codes with the groups {header.parity_group}")
+            giver = cls(channels, channel, header)
+            at, table = header.payload_bytes, giver._table
+            channel.ask_range(at, table.nbytes)
+            channel.receive_range(wire.Pieces([table.view(np.uint8).data]), at, table.nbytes, base=at)
+            if root_of(table) != header.root:
+                raise wire.WireError(f"{channel.peer} sent another table than it announced")
+        except wire.WireError:
+            channel.close()
+            raise
+        return giver
+
+    def ask(self, at: int) -> None:
+        """Ask for the block at this byte of the payload, if there is one."""
+        count = min(BLOCK_BYTES, self.header.payload_bytes - at)
+        if count > 0:
+            try:
+                self._channel.ask_range(at, count)
+            except wire.WireError as error:
+                raise self._failed(str(error)) from error
+            self._due += 1
+
+    def take(self, at: int, block: np.ndarray) -> None:
+        """The block that was asked for, verified; zeros beyond the payload's end."""
+        count = max(0, min(BLOCK_BYTES, self.header.payload_bytes - at))
+        block[count:] = 0
+        if not count:
+            return
+        try:
+            self._channel.receive_range(wire.Pieces([block[:count].data]), at, count, base=at)
+        except wire.WireError as error:
+            raise self._failed(str(error)) from error
+        self._due -= 1
+        if wire.digest_of([block[:count].data]) != self._table[at // BLOCK_BYTES]:
+            raise self._failed(f"its bytes from {at} on are damaged")
+
+    def _failed(self, why: str) -> CodingError:
+        return CodingError(f"the part of group {self.header.group} did not come: {why}", self.header.group)
+
+    def close(self) -> None:
+        """Keep the connection for the next snapshot, unless answers are still due on it."""
+        if self._due:
+            self._channel.close()
+        else:
+            self._channels.give(self.header.group, self.header.rank, self._channel)
+
+
+def _combine(shards: list[tuple[_Giver, int]], out: np.ndarray, row: int) -> None:
+    """Row `row` of parity over shards that begin at these bytes of the givers' payloads. One block of each is combined
+    while the next is on its way."""
+    blocks = [parity.aligned_bytes(min(BLOCK_BYTES, len(out))) for _ in shards]
+    first_row = parity.aligned_bytes(len(blocks[0]))
+    for giver, first in shards:
+        giver.ask(first)
+    for start in range(0, len(out), BLOCK_BYTES):
+        following, target = start + BLOCK_BYTES, out[start : start + BLOCK_BYTES]
+        for (giver, first), block in zip(shards, blocks, strict=True):
+            if following < len(out):
+                giver.ask(first + following)
+            giver.take(first + start, block[: len(target)])
+        rows = [target] if row == 0 else [first_row[: len(target)], target]
+        parity.encode([block[: len(target)] for block in blocks], rows)

@@ -14,8 +14,10 @@ from typing import Any, Literal, NamedTuple
 
 import xxhash
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 Kind = Literal["data", "parity"]
+Moment = tuple[int, int, str]
+"""Step, history and start of a snapshot: the same in all groups that took it together."""
 KINDS: tuple[Kind, ...] = ("data", "parity")
 
 
@@ -24,7 +26,7 @@ class Identity(NamedTuple):
 
     step: int
     key: str
-    """Digest over run, step, history, members, rank, ranks, layout and size of the state."""
+    """Digest over run, step, history, start, members, rank, ranks, layout and size of the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,28 +46,20 @@ class Header:
     history: int
     """Hash chain over the run's commits up to this step, 64 bits: equal in the groups that committed together, and
     another when the step is committed again after the run went back."""
+    start: str = ""
+    """Of a snapshot that was taken of a restored state: names the start that restored it. "": of a commit."""
     members: tuple[int, ...]
     """The groups that share this snapshot, in ascending order."""
     parity: int
-    """Parity shards per stripe: members of a parity group that may be lost. 0 for a snapshot that is not coded."""
-    parity_group: tuple[int, ...] = ()
+    """Parity shards per stripe: members of the parity group that may be lost. 0 for a snapshot that is not coded."""
+    parity_group: tuple[int, ...]
     """The members whose parts are coded together with this one's, in ascending order."""
-    interim: bool = False
-    """Keepers neither verify nor code it; whoever restores it verifies it."""
     topology: str
     """Digest of the layout of the rank's state and of ranks per group."""
     state_bytes: int
     """Size of the rank's whole state, of which each member holds a part."""
     part: tuple[int, int]
     """Where this member's part of the state begins and ends. (0, 0) in parity."""
-    part_digest: str = ""
-    """Of the part's bytes in the trainer's memory, taken there and not from the copy."""
-    witness: tuple[int, int] = (0, 0)
-    """A part of another member, of which this group holds the same bytes."""
-    witness_digest: str = ""
-    """Of the witnessed part's bytes in this trainer's memory."""
-    meta_digest: str = ""
-    """Of what the snapshot carries beside tensors; equal in all members."""
     sections: dict[str, tuple[int, int]]
     """Where in the payload each section begins and ends."""
     sequence: int
@@ -74,20 +68,23 @@ class Header:
     """Wall clock, seconds."""
     payload_bytes: int = 0
     root: str = ""
-    """XXH3-64 of the chunk table, hexadecimal."""
+    """XXH3-64 of the chunk table, hexadecimal. The chunks' digests are of the bytes in the trainer's memory."""
     code: str = ""
     """Of parity: names the code and the payloads that it is over."""
-    givers: tuple[int, ...] = ()
-    """Of parity: the groups whose payloads it is over."""
-    holders: tuple[int, ...] = ()
-    """Of parity: the groups that hold a piece of it."""
+    roots: tuple[str, ...] = ()
+    """Of parity: the roots of those payloads, by member of the parity group."""
     schema: int = SCHEMA_VERSION
 
     @functools.cached_property
     def identity(self) -> Identity:
-        named = [self.run, self.step, self.history, _ranges(self.members), self.rank, self.ranks]
+        named = [self.run, self.step, self.history, self.start, _ranges(self.members), self.rank, self.ranks]
         body = json.dumps([*named, self.topology, self.state_bytes])
         return Identity(self.step, xxhash.xxh3_128_hexdigest(body.encode()))
+
+    @property
+    def moment(self) -> "Moment":
+        """What state of the run this is of."""
+        return self.step, self.history, self.start
 
     def is_for(self, *, run: str, kind: str, group: int, rank: int) -> bool:
         """Whether this is what the reader of that group's file looks for."""
@@ -110,10 +107,8 @@ class Header:
                 **body,
                 "members": _members(json.dumps(body["members"])),
                 "parity_group": tuple(body["parity_group"]),
-                "givers": tuple(body["givers"]),
-                "holders": tuple(body["holders"]),
+                "roots": tuple(body["roots"]),
                 "part": _span(body["part"]),
-                "witness": _span(body["witness"]),
                 "sections": {str(name): _span(span) for name, span in body["sections"].items()},
             }
             made = cls(**values)
@@ -127,20 +122,18 @@ class Header:
         for name in integers:
             if type(getattr(self, name)) is not int or not 0 <= getattr(self, name) < 1 << 64:
                 raise ValueError(f"{name} is {getattr(self, name)!r}")
-        texts = ("run", "topology", "part_digest", "witness_digest", "meta_digest", "root", "code")
+        texts = ("run", "start", "topology", "root", "code")
         for name in texts:
             if type(getattr(self, name)) is not str:
                 raise ValueError(f"{name} is {getattr(self, name)!r}")
         if type(self.taken_at) not in (int, float) or not 0 <= self.taken_at < 1 << 63:
             raise ValueError(f"taken_at is {self.taken_at!r}")
-        if type(self.interim) is not bool or (self.interim and (self.parity or self.kind == "parity")):
-            raise ValueError(f"interim is {self.interim!r} with parity {self.parity}")
         if self.kind not in KINDS or not self.rank < self.ranks:
             raise ValueError(f"kind {self.kind}, rank {self.rank} of {self.ranks}")
         # `_members` made them, in ascending order; a start of a thousand groups reads many thousand headers.
         if not _among((self.group,), self.members):
             raise ValueError(f"group {self.group} is none of the members")
-        if (self.parity or self.parity_group) and not (
+        if not (
             _ascending(self.parity_group)
             and self.group in self.parity_group
             and _among(self.parity_group, self.members)
@@ -148,15 +141,12 @@ class Header:
         ):
             raise ValueError(f"parity {self.parity} over the groups {self.parity_group}")
         if self.kind == "parity" and not (
-            _ascending(self.holders)
-            and _ascending(self.givers)
-            and self.group in self.holders
-            and set(self.holders) <= set(self.givers) <= set(self.parity_group)
-            and 1 <= self.parity < len(self.holders)
+            self.parity >= 1
+            and len(self.roots) == len(self.parity_group)
+            and all(type(root) is str for root in self.roots)
         ):
-            raise ValueError(f"parity over the groups {self.givers}, held by {self.holders}")
-        spans = [(self.part, self.state_bytes), (self.witness, self.state_bytes)]
-        spans += [(span, self.payload_bytes) for span in self.sections.values()]
+            raise ValueError(f"parity over {len(self.roots)} payloads of the groups {self.parity_group}")
+        spans = [(self.part, self.state_bytes), *((span, self.payload_bytes) for span in self.sections.values())]
         if not all(0 <= begin <= end <= limit for (begin, end), limit in spans):
             raise ValueError("a part or section that lies outside")
         wanted = {"part", "own", "layout"} if self.kind == "data" else {"shards", "covers"}
@@ -165,11 +155,6 @@ class Header:
         if self.kind == "data" and self.sections["part"] != (0, self.part[1] - self.part[0]):
             raise ValueError("a part that is not where it should be")
         return self
-
-    @property
-    def split(self) -> int:
-        """Where in the payload the chunks of the table begin anew: after the part, so that they are the part's own."""
-        return self.part[1] - self.part[0] if self.kind == "data" else 0
 
 
 _FIELDS = frozenset(field.name for field in fields(Header))
@@ -238,7 +223,7 @@ def topology_of(layout: dict[str, Any], rank: int, ranks: int) -> str:
 
 
 def coverage_error(headers: Sequence[Header]) -> str:
-    """Why these members' parts are not [0, state_bytes) exactly once; "" if they are. A whole copy covers it alone."""
+    """Why these members' parts are not [0, state_bytes) exactly once; "" if they are."""
     sizes = {header.state_bytes for header in headers}
     if len(sizes) != 1:
         return f"its parts are of states of {sorted(sizes)} bytes"
@@ -249,18 +234,3 @@ def coverage_error(headers: Sequence[Header]) -> str:
             return f"bytes {min(at, begin)} to {max(at, begin)} of {size} {what}"
         at = end
     return "" if at == size else f"bytes {at} to {size} are in no part"
-
-
-def difference(headers: Sequence[Header]) -> str:
-    """Why these members' copies are not of one state; "" if nothing says so. Each part's digest is compared with that
-    of every other group that looked at the same bytes."""
-    seen: dict[tuple[int, int], tuple[str, int]] = {}
-    metas: dict[str, int] = {}
-    for header in headers:
-        metas.setdefault(header.meta_digest, header.group)
-        for span, digest in ((header.part, header.part_digest), (header.witness, header.witness_digest)):
-            if digest and seen.setdefault(span, (digest, header.group))[0] != digest:
-                return f"groups {seen[span][1]} and {header.group} hold different bytes {span[0]} to {span[1]}"
-    if len(metas) > 1:
-        return f"groups {', '.join(map(str, metas.values()))} differ in what they hold beside tensors"
-    return ""

@@ -28,8 +28,8 @@ class Finding:
     """One buffer, checked."""
 
     held: Held
-    damage: str | None
-    """None: every checksum matches."""
+    damage: str
+    """"": every checksum matches."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _check(places: Sequence[Place], token: bytes, timeout: timedelta) -> list[Fi
             continue  # it is in `silent`
         for found in answer["findings"]:
             header = peers.header_of(found["header"], place.address)
-            findings.append(Finding(Held(place.address, header, found["damage"] is None), found["damage"]))
+            findings.append(Finding(Held(place.address, header, not found["damage"]), found["damage"]))
     return findings
 
 

@@ -1,13 +1,13 @@
 """The keeper: the process that outlives its trainers and holds their snapshots (REFT's snapshot management
 process).
 
-One per group and host: a session of its own, so that no signal to a process group reaches it; a lock, so that
-there is only one per run, group and host. It verifies what trainers publish, codes parity with the other
-groups' keepers, answers questions over TCP to holders of the run's token, and ends, removing its segment, when
-it is told that the run is over, when the run directory has gone, or when nobody has spoken for it for
-`keeper_ttl_s`.
+One per run and host: a session of its own, so that no signal to a process group reaches it; a lock, so that there is
+only one. It serves every buffer of its run that lies in its segment, whichever groups run here now. It verifies what
+trainers publish, codes parity with the keepers of other hosts, answers questions over TCP to holders of the run's
+token, and ends, removing its segment, when it is told that the run is over, when the run directory has gone, or when
+nobody has spoken for it for `keeper_ttl_s`.
 
-A keeper that is killed leaves its segment behind; the next one started for the same run and group adopts it.
+A keeper that is killed leaves its segment behind; the next one started for the same run adopts it.
 """
 
 import argparse
@@ -22,30 +22,26 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from everstep import wire
-from everstep.run.events import EventLog
 from everstep.run.token import read_token
 from everstep.snapshot import peers
-from everstep.snapshot.board import Board, Channels
 from everstep.snapshot.buffer import BufferReader, SnapshotError, table_bytes
+from everstep.snapshot.coding import HEARTBEAT_S, POLL_S, Watch
 from everstep.snapshot.header import KINDS, Header
-from everstep.snapshot.keepers import LOCKED_EXIT
-from everstep.snapshot.peers import Place
-from everstep.snapshot.rank_watch import POLL_S, RankWatch
+from everstep.snapshot.keepers import LOCKED_EXIT, sweep_behind, write_owner
+from everstep.snapshot.peers import Channels, Place
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
-from everstep.snapshot.sweep import sweep_behind, write_owner
 
-HEARTBEAT_S = 0.5
 GONE_S = 20.0
+IDLE_S = 600.0
+"""For which a connection of another keeper may rest between two snapshots."""
 JOIN_S = 15.0
 """For a watch to end: longer than any wait of one."""
-NEWS = frozenset({"part", "code", "coded"})
 
 log = logging.getLogger("everstep.keeper")
 
@@ -53,81 +49,70 @@ log = logging.getLogger("everstep.keeper")
 class Keeper:
     """The process's parts: segment, server, one watch per rank."""
 
-    def __init__(self, run_dir: Path, group: int, host: str, settings: Snapshot, encrypt: bool = False) -> None:
-        self.run_dir, self.group, self.settings = run_dir, group, settings
+    def __init__(self, run_dir: Path, segment: Segment, host: str, settings: Snapshot, encrypt: bool = False) -> None:
+        """`segment`: of any group."""
+        self.run_dir, self.segment, self.settings = run_dir, segment, settings
         self.token = read_token(run_dir)
-        self.segment = Segment(Path(settings.segment_dir), run_id(self.token), group)
         self.over = threading.Event()
-        self.changed = threading.Condition()
-        self._watches: dict[int, RankWatch] = {}
+        self.turn = threading.Lock()
+        self._watches: dict[tuple[int, int], Watch] = {}
         self._spoken_at = time.monotonic()
         self._touched_ns = -1
         self._gone_since = 0.0
         self.started_at = time.time()
-        timeout = timedelta(seconds=settings.transfer_timeout_s)
-        self.channels = Channels(run_dir, self.token, timeout)
-        self.board = Board(group, self.channels, self.changed, lambda: asdict(self.place()))
-        self.turn = threading.Lock()
+        self.channels = Channels(run_dir, self.token)
+        timeout = timedelta(seconds=max(settings.transfer_timeout_s, IDLE_S))
         self._server = wire.Server(host, self.token, self._talk, timeout, encrypt=encrypt)
 
-    def place(self) -> Place:
-        return Place(
-            self.group,
-            socket.gethostname(),
-            self._server.address,
-            os.getpid(),
-            str(self.segment.path),
-            self.started_at,
-        )
+    def place(self, group: int) -> Place:
+        address, path = self._server.address, str(self.segment.path)
+        return Place(group, socket.gethostname(), address, os.getpid(), path, self.started_at)
 
     def spoken(self) -> None:
         """Somebody has a use for this keeper."""
         self._spoken_at = time.monotonic()
-
-    def tell(self, kind: str, rank: int, step: int, **fields: Any) -> None:
-        """An event of the run, if its directory is there. Of things so rare that no file is kept open for them."""
-        if (self.run_dir / "events").is_dir():
-            with (
-                contextlib.suppress(OSError),
-                contextlib.closing(EventLog(self.run_dir, self.group, rank, "keeper")) as events,
-            ):
-                events.emit(kind, step, **fields)
 
     def run(self) -> str:
         """Until the keeper is to end. Returns why it does; the segment has been removed then."""
         why = ""
         while not self.over.wait(POLL_S if not self._watches else HEARTBEAT_S):
             self._watch_new_ranks()
-            for watch in self._watches.values():
+            for watch in list(self._watches.values()):
                 watch.note()
             why = self._reason_to_end()
             if why:
                 break
         self.over.set()
-        with self.changed:
-            self.changed.notify_all()
         self._server.close()
-        self.board.close()
+        self.channels.close()
         # A watch that is still coding would make files anew in a segment that is being removed.
         for watch in self._watches.values():
             watch.join(JOIN_S)
         self.segment.remove()
-        with contextlib.suppress(OSError):  # the run directory may be gone, which is why we end
-            peers.place_file(self.run_dir, self.group).unlink()
+        for group in {group for group, _ in self._watches}:
+            self._forget(group)
         return why or "the run is over"
+
+    def _forget(self, group: int) -> None:
+        with contextlib.suppress(OSError):  # the run directory may be gone, which is why we end
+            peers.place_file(self.run_dir, group).unlink()
 
     def _watch_new_ranks(self) -> None:
         try:
-            ranks = self.segment.ranks()
+            columns = self.segment.columns()
         except OSError as error:  # no descriptor to spare: there may be one later, and what is held is of use till then
             log.warning("%s cannot be looked at: %s", self.segment.path, error)
             return
-        for rank in ranks:
-            if rank not in self._watches:
-                try:
-                    self._watches[rank] = RankWatch(self, rank)
-                except RuntimeError as error:  # no thread to spare: there may be one later
-                    log.warning("rank %d is not looked after yet: %s", rank, error)
+        for group, rank in columns:
+            if (group, rank) in self._watches:
+                continue
+            known = {watched for watched, _ in self._watches}
+            try:
+                self._watches[group, rank] = Watch(self, self.segment.beside(group), rank)
+                if group not in known:
+                    peers.write_place(self.run_dir, self.place(group))
+            except (RuntimeError, OSError) as error:  # no thread to spare, no run directory: there may be one later
+                log.warning("rank %d of group %d is not looked after yet: %s", rank, group, error)
 
     def _reason_to_end(self) -> str:
         with contextlib.suppress(OSError):  # no agent has touched it yet
@@ -160,25 +145,15 @@ class Keeper:
         message: dict[str, Any] | None = channel.receive_frame()
         while message is not None:
             operation = str(message.get("op"))
-            if operation in NEWS:
-                # Not `spoken`: keepers that only tell each other things do not keep each other alive.
-                try:
-                    answer = self.board.take_news(message)
-                except (ValueError, TypeError) as error:
-                    raise wire.RefusedError(f"the news are not understood: {error}") from error
-                channel.send_frame(answer)
-                message = channel.receive_frame()
-                continue
             if operation == "open":
+                # Not `spoken`: keepers that only code do not keep each other alive.
                 message = self._serve_buffer(channel, message)
-                continue
-            if operation == "hold":
-                message = self._hold_buffer(channel, message)
                 continue
             if operation == "inventory":
                 channel.send_frame({"buffers": self._inventory()})
             elif operation == "ping":
-                channel.send_frame(asdict(self.place()))
+                groups = sorted({group for group, _ in self._watches})
+                channel.send_frame({"pid": os.getpid(), "groups": groups})
             elif operation == "check":
                 channel.send_frame({"findings": self._check()})
             elif operation == "end":
@@ -190,100 +165,74 @@ class Keeper:
             self.spoken()
             message = channel.receive_frame()
 
+    def _held(self) -> list[tuple[Path, Header]]:
+        """Every buffer that is published here."""
+        return [
+            (path, header)
+            for group, rank in self.segment.columns()
+            for segment in [self.segment.beside(group)]
+            for kind in KINDS
+            for path in segment.files(kind, rank)
+            if (header := segment.header(kind, rank, path)) is not None
+        ]
+
     def _inventory(self) -> list[dict[str, Any]]:
         """What is held, and whether it is sound as far as it has been looked at."""
         buffers = []
-        for rank in self.segment.ranks():
-            watch = self._watches.get(rank)
-            for kind in KINDS:
-                for header in filter(None, self.segment.headers(kind, rank)):
-                    sound = watch and watch.sound.get((kind, header.sequence, header.code))
-                    buffers.append({"header": header.to_json(), "sound": sound})
+        for _, header in self._held():
+            watch = self._watches.get((header.group, header.rank))
+            known = watch is not None and header.kind == "data"
+            sound = watch.sound.get(header.sequence) if watch is not None and known else None
+            buffers.append({"header": header.to_json(), "sound": sound})
         return buffers
 
     def _check(self) -> list[dict[str, Any]]:
-        """Every buffer's checksums, recomputed now. `damage` is None for a buffer that is as it was published."""
+        """Every buffer's checksums, recomputed now. `damage` is "" for a buffer that is as it was published."""
         findings = []
-        for rank in self.segment.ranks():
-            for kind in KINDS:
-                for path in self.segment.files(kind, rank):
-                    with contextlib.suppress(OSError, SnapshotError):  # no such buffer, or it went while we looked
-                        reader = BufferReader(path)
-                        with contextlib.closing(reader):
-                            header = reader.header()
-                            if header is not None:
-                                strange = not self.segment.owns(header, kind, rank)
-                                damage = "it is another buffer's file" if strange else reader.damage(header)
-                                findings.append({"header": header.to_json(), "damage": damage})
+        for path, header in self._held():
+            with contextlib.suppress(OSError, SnapshotError), contextlib.closing(BufferReader(path)) as reader:
+                findings.append({"header": header.to_json(), "damage": reader.damage(header)})
         return findings
 
-    def _find(self, message: dict[str, Any]) -> tuple[BufferReader, Header]:
-        """The buffer that is asked for. Raises wire.RefusedError if it is not held here, or is damaged."""
-        kind, group, rank, code = (message.get(key) for key in ("kind", "group", "rank", "code"))
+    def _find(self, message: dict[str, Any]) -> tuple[BufferReader, Header] | None:
+        """The buffer that is asked for; None if it is not held here, or is damaged."""
+        kind, group, rank, root = (message.get(key) for key in ("kind", "group", "rank", "root"))
         identity = message.get("identity")
-        if kind not in KINDS or type(rank) is not int or rank < 0 or not isinstance(identity, list):
-            raise wire.RefusedError(f"there is no buffer of kind '{kind}' and rank '{rank}'")
-        for path in self.segment.files(kind, rank):
-            try:
-                reader = BufferReader(path)
-            except OSError:
-                continue
-            header = reader.header()
-            if (
-                header is not None
-                and self.segment.owns(header, kind, rank)
-                and group == self.group
-                and list(header.identity) == identity
-                and header.code == code
-            ):
-                watch = self._watches.get(rank)
-                if watch is None or watch.sound.get((kind, header.sequence, header.code)) is not False:
-                    return reader, header
-                reader.close()
-                raise wire.RefusedError(f"step {header.step} of rank {rank} is damaged here")
-            reader.close()
-        step = identity[0] if identity else "?"
-        raise wire.RefusedError(f"step {step} of rank {rank} is not held here")
+        if kind not in KINDS or type(rank) is not int or type(group) is not int or not isinstance(identity, list):
+            raise wire.RefusedError(f"there is no buffer of kind '{kind}', group '{group}' and rank '{rank}'")
+        segment, watch = self.segment.beside(group), self._watches.get((group, rank))
+        found = []
+        for path in segment.files(kind, rank):
+            header = segment.header(kind, rank, path)
+            if header is not None and list(header.identity) == identity and root in ("", header.root):
+                damaged = kind == "data" and watch is not None and watch.sound.get(header.sequence) is False
+                if not damaged:
+                    found.append((header.sequence, path, header))
+        for _, path, header in sorted(found, key=lambda one: -one[0]):
+            with contextlib.suppress(OSError):
+                return BufferReader(path), header
+        return None
 
     def _serve_buffer(self, channel: wire.Channel, message: dict[str, Any]) -> dict[str, Any] | None:
         """Serve one buffer's bytes. Returns the first message that is about something else, None at the end."""
-        reader, header = self._find(message)
+        found = self._find(message)
+        if found is None:
+            channel.send_frame({"header": None})
+            return channel.receive_frame()
+        reader, header = found
         with contextlib.closing(reader):
             channel.send_frame({"header": header.to_json()})
-            source = _Served(reader, header)
-            while True:
-                try:
-                    following = wire.serve_ranges(channel, source)
-                except SnapshotError as error:
-                    raise wire.WireError(str(error)) from error
-                if following is None or following.get("op") != "still":
-                    return following
-                channel.send_frame({"still": reader.header() == header})
-
-    def _hold_buffer(self, channel: wire.Channel, message: dict[str, Any]) -> dict[str, Any]:
-        """Keep a buffer from being overwritten for as long as the peer keeps asking. Returns its first other
-        message."""
-        reader, header = self._find(message)
-        with contextlib.closing(reader):
-            while (watch := self._watches.get(header.rank)) is None:  # a rank's first buffer: seen within POLL_S
-                if self.over.wait(POLL_S):
-                    raise wire.RefusedError(f"the keeper of group {self.group} is ending")
-            watch.hold(header.sequence)
             try:
-                while True:
-                    channel.send_frame({"still": reader.header() == header})
-                    following = channel.receive_frame()
-                    if following.get("op") != "still":
-                        return following
-            finally:
-                watch.release(header.sequence)
+                return wire.serve_ranges(channel, _Served(reader, header))
+            except SnapshotError as error:
+                raise wire.WireError(str(error)) from error
 
 
 class _Served:
     """A buffer's payload and table as `wire.Bytes`."""
 
     def __init__(self, reader: BufferReader, header: Header) -> None:
-        self.size = header.payload_bytes + table_bytes(header.payload_bytes, header.split)
+        self.size = header.payload_bytes + table_bytes(header.payload_bytes)
         self.views = reader.views
 
 
@@ -318,28 +267,27 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     run_dir, group, settings = Path(order["run_dir"]), int(order["group"]), Snapshot(**order["settings"])
-    segment = Segment(Path(settings.segment_dir), run_id(read_token(run_dir)), group)
+    segment = Segment.of(settings, run_id(read_token(run_dir)), group)
     try:
         segment.create()
-        lock = os.open(segment.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(segment.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        log.info("group %d of this run has a keeper on this host", group)
+        log.info("this run has a keeper on this host")
         return LOCKED_EXIT
     except (SnapshotError, OSError) as error:
         log.error("%s", error)
         return 1
     try:
-        keeper = Keeper(run_dir, group, order["host"], settings, order["encrypt"])
+        keeper = Keeper(run_dir, segment, order["host"], settings, order["encrypt"])
     except wire.WireError as error:
         log.error("%s", error)
         return 1
     write_owner(segment.path, run_dir)
-    for litter in sweep_behind(segment.root, settings.keeper_ttl_s):
+    for litter in sweep_behind(segment.root, settings.keeper_ttl_s, segment.run):
         log.info("removed %s", litter.describe())
     signal.signal(signal.SIGTERM, lambda *_: keeper.over.set())
-    peers.write_place(run_dir, keeper.place())
-    log.info("keeping %s, adopted ranks %s", segment.path, segment.ranks())
+    log.info("keeping %s, adopted (group, rank) %s", segment.path, segment.columns())
     log.info("ended: %s", keeper.run())
     return 0
 

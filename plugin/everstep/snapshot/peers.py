@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import math
 import os
 import socket
 import threading
@@ -24,6 +25,8 @@ CONNECTIONS, TRIES = 2, 3
 """To download a buffer."""
 ASKERS = 256
 """Keepers that are asked at a time."""
+LOOK_S = 1.0
+"""Between two looks into the run directory for the keepers of a group."""
 
 
 @dataclass(frozen=True)
@@ -119,20 +122,19 @@ def _listed(address: str, answer: dict[str, Any]) -> list[Held]:
         raise wire.WireError(f"{address} keeps buffers of another version: {error}") from error
 
 
-def wanted(kind: Kind, group: int, rank: int, identity: Identity, code: str = "") -> dict[str, Any]:
-    """Names a buffer in a question to a keeper."""
-    return {"kind": kind, "group": group, "rank": rank, "identity": list(identity), "code": code}
+def wanted(kind: Kind, group: int, rank: int, identity: Identity, root: str = "") -> dict[str, Any]:
+    """Asks a keeper to serve a buffer from now on; with a root exactly that one, else the newest of that snapshot."""
+    return {"op": "open", "kind": kind, "group": group, "rank": rank, "identity": list(identity), "root": root}
 
 
 def open_buffer(channel: wire.Channel, header: Header) -> None:
     """Make the channel serve exactly this buffer's payload and table, end to end.
 
-    Raises wire.RefusedError when the keeper does not hold it, or another generation of it.
+    Raises wire.RefusedError when the keeper does not hold it any more.
     """
-    name = wanted(header.kind, header.group, header.rank, header.identity, header.code)
-    answer = channel.ask({"op": "open", **name})
-    if header_of(answer.get("header"), channel.peer) != header:
-        raise wire.RefusedError(f"{channel.peer} has published step {header.step} anew")
+    answer = channel.ask(wanted(header.kind, header.group, header.rank, header.identity, header.root))["header"]
+    if answer is None or header_of(answer, channel.peer) != header:
+        raise wire.RefusedError(f"{channel.peer} does not hold step {header.step} of rank {header.rank} as it did")
 
 
 def header_of(body: Any, peer: str) -> Header:
@@ -143,49 +145,76 @@ def header_of(body: Any, peer: str) -> Header:
         raise wire.WireError(f"{peer} sent {error}") from error
 
 
-class Hold:
-    """Buffers that their trainers leave alone while this context lasts, so that large ones can be read at
-    leisure. Snapshots that would need the place are skipped meanwhile.
+class Channels:
+    """A keeper's connections to the others of its run, kept open from one snapshot to the next."""
 
-    Entering raises wire.WireError if a keeper does not hold a buffer any more. A hold ends with the process that
-    has it.
-    """
+    def __init__(self, run_dir: Path, token: bytes) -> None:
+        self._run_dir, self._token = run_dir, token
+        self._lock = threading.Lock()
+        self._idle: dict[tuple[int, int], wire.Channel] = {}
+        self._looked: dict[int, tuple[float, list[str]]] = {}
 
-    def __init__(self, buffers: Sequence[Held], token: bytes, timeout: timedelta) -> None:
-        self._buffers, self._token, self._timeout = buffers, token, timeout
-        self._channels: list[wire.Channel] = []
-        self._over = threading.Event()
+    def open(self, question: dict[str, Any], deadline: float) -> tuple[wire.Channel, Any]:
+        """A connection for this thread alone, until `give`, on which a buffer is served (`wanted`); and its header as
+        it was sent. Every receive on it fails after the deadline, of time.monotonic().
 
-    def __enter__(self) -> "Hold":
-        self._asker = threading.Thread(target=self._keep_asking, name="buffer-holder", daemon=True)
-        try:
-            for held in self._buffers:
-                self._channels.append(connect(held.address, self._token, self._timeout))
-                header = held.header
-                question = wanted(header.kind, header.group, header.rank, header.identity)
-                if not self._channels[-1].ask({"op": "hold", **question}).get("still"):
-                    raise wire.WireError(f"{held.address} has gone on to another step")
-        except wire.WireError:
-            self._close()
-            raise
-        self._asker.start()
-        return self
+        Raises wire.WireError: no keeper that is known holds it now.
+        """
+        group, rank = question["group"], question["rank"]
+        with self._lock:
+            idle = self._idle.pop((group, rank), None)
+        tried, why = [idle] if idle else [], f"no keeper of group {group} is known"
+        for address in [channel.peer for channel in tried] + self._addresses(group):
+            try:
+                channel = tried.pop() if tried else connect(address, self._token, _left(deadline))
+            except wire.WireError as error:
+                why = str(error)
+                continue
+            try:
+                channel.set_deadline(deadline)
+                channel.set_timeout(_left(deadline))
+                answer = channel.ask(question)["header"]
+            except (wire.WireError, KeyError) as error:
+                channel.close()
+                why = str(error)
+                continue
+            if answer is not None:
+                return channel, answer
+            self.give(group, rank, channel)
+            why = f"{address} does not hold it yet"
+        raise wire.WireError(why)
 
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._asker.join()
-        self._close()
+    def _addresses(self, group: int) -> list[str]:
+        """Where keepers with buffers of the group are or were, the latest first."""
+        looked, found = self._looked.get(group, (-LOOK_S, []))
+        if time.monotonic() - looked >= LOOK_S:
+            found = [place.address for place in find_places(self._run_dir, group)]
+            self._looked[group] = time.monotonic(), found
+        return found
 
-    def _keep_asking(self) -> None:
-        # A keeper takes a peer that is silent for the transfer timeout for dead, and the buffer for free.
-        while not self._over.wait(self._timeout.total_seconds() / 4):
-            for channel in self._channels:
-                with contextlib.suppress(wire.WireError):  # the download will notice
-                    channel.ask({"op": "still"})
+    def give(self, group: int, rank: int, channel: wire.Channel) -> None:
+        """Keep the connection for the next time. Only one on which no answer is due."""
+        channel.set_deadline(math.inf)
+        with self._lock:
+            other = self._idle.pop((group, rank), None)
+            self._idle[group, rank] = channel
+        if other is not None:
+            other.close()
 
-    def _close(self) -> None:
-        for channel in self._channels:
+    def close(self) -> None:
+        with self._lock:
+            idle = list(self._idle.values())
+            self._idle.clear()
+        for channel in idle:
             channel.close()
+
+
+def _left(deadline: float) -> timedelta:
+    """Raises wire.WireError when there is nothing left of it."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise wire.WireError("the time for it is over")
+    return timedelta(seconds=left_s)
 
 
 def download(address: str, token: bytes, timeout: timedelta, header: Header, sink: wire.Bytes) -> None:

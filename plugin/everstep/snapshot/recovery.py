@@ -1,9 +1,8 @@
-"""Coming back: the sources decided once per group, carried out by all its ranks, and decided again when it
-fails.
+"""Coming back: the sources decided once per group, carried out by all its ranks, and decided again when it fails.
 
 A buffer whose bytes turn out wrong, or whose keeper dies while it is read, is set aside and the sources asked
 again without it; so a damaged part is decoded from parity, and what cannot be decoded gives way to an older
-step.
+step. A whole state for whoever wants to write it down (`fetch`, `whole`) is had in the same way.
 """
 
 import time
@@ -14,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from everstep import wire
 from everstep.run.token import read_token
 from everstep.snapshot import peers, sources
 from everstep.snapshot.header import KINDS
-from everstep.snapshot.layout import Layout
+from everstep.snapshot.layout import Layout, Reshaped, ShapeError, whole_layout
 from everstep.snapshot.peers import Held, Place
-from everstep.snapshot.reshape import Reshaped, ShapeError
 from everstep.snapshot.restore import Blame, Restored, RestoreError, restore_rank
 from everstep.snapshot.segment import run_id
 
@@ -131,7 +131,7 @@ def restore_reshaped(
     state is in memory and not all.
 
     Raises:
-        RestoreError, reshape.ShapeError
+        RestoreError, layout.ShapeError
     """
     made, saved = Reshaped(layout), sorted(decision.columns)
     fetched, own, decoded = 0, None, set()
@@ -174,7 +174,8 @@ def gather(
     answered: dict[Place, list[Held]] = {}
     look_s = LOOK_S
     while True:
-        places = _latest(peers.read_places(run_dir))
+        # One that keeps several groups is asked once, and one that was killed has a successor.
+        places = list({(place.host, place.segment): place for place in reversed(peers.read_places(run_dir))}.values())
         left = [place for place in places if place not in answered]
         found, silent = peers.reachable(left, token, timeout, min(look_s, timeout.total_seconds()))
         look_s *= 2  # a host that is busy starting a run answers late
@@ -185,11 +186,6 @@ def gather(
         time.sleep(0.1)
 
 
-def _latest(places: list[Place]) -> list[Place]:
-    """One keeper per group and host."""
-    return list({(place.group, place.host): place for place in reversed(places)}.values())
-
-
 def _with_reasons(decision: sources.Decision, silent: Mapping[str, str], notes: list[str]) -> sources.Decision:
     if decision.source == "memory" and not notes:
         return decision
@@ -197,3 +193,84 @@ def _with_reasons(decision: sources.Decision, silent: Mapping[str, str], notes: 
     if len(unanswered) > REASONS:
         unanswered[REASONS:] = [f"{len(unanswered) - REASONS} more keepers do not answer"]
     return replace(decision, reasons=(*notes, *decision.reasons, *unanswered))
+
+
+POLL_S = 0.1
+
+
+class ExportError(RuntimeError):
+    """No state that could be written; the message says why."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The state of a whole replica group after one step."""
+
+    step: int
+    tensors: dict[str, torch.Tensor]
+    """Whole tensors, by the names that the snapshots give them."""
+    meta: dict[str, Any]
+    """What the groups' snapshots carry beside tensors; equal on all ranks."""
+    blobs: list[dict[str, bytes]]
+    """By rank: what is its own."""
+
+
+def fetch(run_dir: Path, *, not_before: int = 0, timeout: timedelta, patience: timedelta) -> list[Restored]:
+    """The newest state that can be had from memory, by rank.
+
+    Args:
+        not_before: the lowest step that will do; it is waited for.
+        timeout: the longest silence of a keeper.
+        patience: for the whole wait.
+
+    Raises:
+        ExportError: nothing restorable came in time.
+    """
+    token = read_token(run_dir)
+    deadline = time.monotonic() + patience.total_seconds()
+    blamed: list[Blame] = []
+    why = "no keeper of this run answers"
+    while True:
+        held, silent = gather(run_dir, token, timeout, timedelta(0))
+        usable = [buffer for buffer in held if not any(blame.hits(buffer.header) for blame in blamed)]
+        decision = sources.decide(usable, run=run_id(token))
+        if decision.from_memory and decision.step >= not_before:
+            try:
+                return _read(decision, token, timeout)
+            except RestoreError as error:
+                blamed.append(error.blame)
+                why = str(error)
+            except wire.WireError as error:
+                why = str(error)
+        elif decision.from_memory:
+            why = f"the newest step in memory is {decision.step}, not {not_before}"
+        else:
+            why = "; ".join([*decision.reasons, *(f"{name} does not answer: {w}" for name, w in silent.items())]) or why
+        if time.monotonic() >= deadline:
+            raise ExportError(f"{run_dir}: no state could be taken from memory: {why}")
+        time.sleep(POLL_S)
+
+
+def _read(decision: sources.Decision, token: bytes, timeout: timedelta) -> list[Restored]:
+    """All ranks' states."""
+    return [
+        restore_rank(column, rank, min(column.data, default=0), token, timeout)
+        for rank, column in sorted(decision.columns.items())
+    ]
+
+
+def whole(ranks: list[Restored]) -> Whole:
+    """Put the ranks' shards together.
+
+    Raises:
+        ExportError: the shards do not make up whole tensors.
+    """
+    layouts = [Layout.from_json(restored.layout) for restored in ranks]
+    made = Reshaped(whole_layout(layouts))
+    try:
+        for restored, layout in zip(ranks, layouts, strict=True):
+            made.take(layout, restored.flat)
+        flat = torch.from_numpy(made.finish())
+    except ShapeError as error:
+        raise ExportError(str(error)) from error
+    return Whole(ranks[0].step, made.layout.views(flat), ranks[0].meta, [restored.blobs for restored in ranks])

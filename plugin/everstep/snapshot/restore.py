@@ -1,8 +1,8 @@
 """Carrying out a recovery decision for one rank: fetch the parts, decode the missing, verify every byte.
 
 The state lands in one flat memory, of which the restored tensors are views. Nothing is returned before the parts
-cover it exactly once and every payload, fetched or decoded, has matched the chunk table that its publisher wrote (of a
-decoded payload: the root of that table, which the parity's publishers kept) and the digest of its trainer's bytes.
+cover it exactly once and every payload, fetched or decoded, has matched the chunk table of its trainer's bytes (of a
+decoded payload: the root of that table, which the parity's publishers kept).
 """
 
 import json
@@ -18,7 +18,7 @@ import numpy as np
 from everstep import wire
 from everstep.snapshot import parity, peers
 from everstep.snapshot.buffer import as_table, chunks, root_of, table_bytes
-from everstep.snapshot.header import Header, Identity, Kind, coverage_error, difference, topology_of
+from everstep.snapshot.header import Header, Identity, Kind, coverage_error, topology_of
 from everstep.snapshot.peers import Held
 from everstep.snapshot.room import BLOCK_BYTES
 from everstep.snapshot.sources import Column, code_of
@@ -70,6 +70,8 @@ class Restored:
 
     step: int
     history: int
+    start: str
+    """Of the snapshot: `header.Header.start`."""
     flat: np.ndarray
     """uint8 [state_bytes]: the tensors end to end, as `layout` says."""
     layout: dict[str, Any]
@@ -97,27 +99,20 @@ class _Payload:
 
     def section(self, name: str) -> bytes:
         """Any section but the state itself."""
-        part_bytes = self.header.split
+        part_bytes = self.header.part[1] - self.header.part[0]
         begin, end = self.header.sections[name]
         return self.rest[begin - part_bytes : end - part_bytes].tobytes()
 
     def wrong(self) -> str:
-        """Why the bytes are not the published ones, which are those that the trainer had; "" if they are."""
-        spans = chunks(self.header.payload_bytes, self.header.split)
-        digests = [wire.digest_of(self.pieces.views(a, b - a)) for a, b in spans]
+        """Why the bytes are not the published ones; "" if they are."""
+        digests = [wire.digest_of(self.pieces.views(a, b - a)) for a, b in chunks(self.header.payload_bytes)]
         if root_of(as_table(digests)) != self.header.root:
             return "is not what was saved"
-        begin, end = self.header.part
-        claimed = self.header.part_digest
-        if claimed.startswith("xxh3:"):
-            found = (
-                f"xxh3:{root_of(as_table([d for d, (a, _) in zip(digests, spans, strict=True) if a < end - begin]))}"
-            )
-        else:
-            from everstep.snapshot.plan import part_digest_of  # takes torch, which a keeper does without
-
-            found = part_digest_of(self.flat[begin:end].data, claimed)
-        return "" if found == claimed else "is not what the trainer held when it was saved"
+        try:
+            unpack_own(self.section("own"), **whose(self.header))
+        except ValueError as error:
+            return f"is another's: {error}"
+        return ""
 
 
 def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: timedelta) -> Restored:
@@ -137,11 +132,7 @@ def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: t
     covers = {h.group: h for pieces in codes for h in pieces.covers if h.group in column.missing}
     data = {holder: held.header for holder, held in column.data.items()}
     headers = {**data, **covers}
-    whole = [g for g, header in data.items() if header.part == (0, header.state_bytes)]
-    if whole:  # one copy is enough, the nearest
-        nearest = group if group in whole else min(whole)
-        headers = data = {nearest: data[nearest]}
-    why_not = coverage_error(list(headers.values())) or difference(list(headers.values()))
+    why_not = coverage_error(list(headers.values()))
     if why_not or covers.keys() != set(column.missing):
         blame = Blame("parity" if column.missing else "data", rank, column.identity, None)
         raise RestoreError(f"step {step} of rank {rank}: {why_not or 'its parity is over other parts'}", blame)
@@ -151,12 +142,12 @@ def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: t
     for pieces in codes:
         pieces.decode(payloads, frozenset(column.missing))
     for holder, payload in payloads.items():
-        wrong = _wrong(payload)
+        wrong = payload.wrong()
         if not wrong:
             continue
         if holder in column.missing:
             # Either a part that passed its own checks or some parity is of another step: no telling which.
-            code = next(p.code_name for p in codes if holder in p.code.givers)
+            code = next(p.code_name for p in codes if holder in p.code.members)
             blame = Blame("parity", rank, column.identity, None, code)
             raise RestoreError(f"step {step} of rank {rank}: what parity gives for group {holder} {wrong}", blame)
         blame = Blame("data", rank, column.identity, holder)
@@ -164,9 +155,7 @@ def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: t
     chosen = group if group in payloads else sorted(payloads)[group % len(payloads)]
     header = payloads[chosen].header
     try:
-        own = payloads[chosen].section("own")
-        whose = {"run": header.run, "step": step, "history": header.history, "group": chosen, "rank": rank}
-        meta, blobs = unpack_own(own, **whose)
+        meta, blobs = unpack_own(payloads[chosen].section("own"), **whose(header))
         layout = json.loads(payloads[chosen].section("layout"))
         if topology_of(layout, rank, header.ranks) != header.topology:
             raise ValueError("its layout is not the one that its header names")
@@ -175,14 +164,7 @@ def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: t
         if chosen in column.missing:
             blame = Blame("parity", rank, column.identity, None)
         raise RestoreError(f"step {step} of rank {rank}: the part of group {chosen}: {error}", blame) from error
-    return Restored(step, header.history, flat, layout, meta, blobs, source.fetched_bytes, column.missing)
-
-
-def _wrong(payload: _Payload) -> str:
-    try:
-        return payload.wrong()
-    except ValueError as error:
-        return f"cannot be verified: {error}"
+    return Restored(step, header.history, header.start, flat, layout, meta, blobs, source.fetched_bytes, column.missing)
 
 
 class _Source:
@@ -211,7 +193,7 @@ class _Source:
     def _download(self, held: Held, sink: list[memoryview]) -> None:
         """Payload into `sink`, and after it the table, which must be the one that the header vouches for."""
         header = held.header
-        table = np.zeros(table_bytes(header.payload_bytes, header.split) // 8, dtype="<u8")
+        table = np.zeros(table_bytes(header.payload_bytes) // 8, dtype="<u8")
         pieces = wire.Pieces([*sink, table.view(np.uint8).data])
         peers.download(held.address, self._token, self._timeout, header, pieces)
         with self._lock:
@@ -220,13 +202,14 @@ class _Source:
             raise wire.WireError(f"the {header.kind} that {held.address} sent is not the one that it announced")
 
     def fetch(self, payloads: Mapping[int, _Payload], first: int) -> None:
-        """Every member's payload to its place, `first`'s keeper first: it is the nearest."""
+        """Every member's payload to its place, in turn from `first` on, whose keeper is the nearest: groups that start
+        together do not all begin with the same keeper."""
 
         def one(held: Held) -> None:
             payload = payloads[held.header.group]
             self._download(held, payload.pieces.views(0, payload.pieces.size) if payload.pieces.size else [])
 
-        self._each(one, [self._column.data[g] for g in sorted(payloads, key=lambda g: (g != first, g))])
+        self._each(one, [self._column.data[g] for g in sorted(payloads, key=lambda g: (g < first, g))])
 
     def parities(self) -> list["_Pieces"]:
         """The pieces of each code that is needed."""
@@ -247,11 +230,12 @@ class _Source:
             fetched = self._each(one, pieces)
             header, _, covers = fetched[0]
             code = code_of(header)
-            over = {h.group: h for h in covers}
             sound = all(h.identity == self._column.identity and h.kind == "data" for h in covers)
             alike = all(h.code == header.code and c == covers for h, _, c in fetched)
             named = (
-                over.keys() == set(code.givers) and code_id(code, {g: h.root for g, h in over.items()}) == header.code
+                tuple(h.group for h in covers) == code.members
+                and tuple(h.root for h in covers) == header.roots
+                and code_id(code, header.roots) == header.code
             )
             if not (sound and alike and named):
                 blame = Blame("parity", self._rank, self._column.identity, None, header.code)
@@ -276,8 +260,8 @@ class _Pieces:
         """Fill the missing payloads, stripe by stripe, from the ones that are there and from parity."""
         code = self.code
         length = next(iter(self.shards.values())).shape[1]
-        block = [parity.aligned_bytes(min(BLOCK_BYTES, length)) for _ in range(2 * len(code.givers))]
-        for stripe in range(len(code.holders)):
+        block = [parity.aligned_bytes(min(BLOCK_BYTES, length)) for _ in range(2 * len(code.members))]
+        for stripe in range(len(code.members)):
             givers, holders = code.columns(stripe), code.rows(stripe)
             lost = [c for c, giver in enumerate(givers) if giver in missing]
             if not lost:
@@ -319,22 +303,30 @@ def _write_clipped(pieces: wire.Pieces, offset: int, source: np.ndarray) -> None
         at += len(view)
 
 
-def pack_own(meta: dict[str, Any], blobs: dict[str, bytes], **whose: int | str) -> bytes:
-    """A JSON object and named byte strings as one byte string that says whose it is: of which run, step, history,
-    group and rank."""
+def whose(header: Header) -> dict[str, Any]:
+    """What a payload says of itself: its header could be another's."""
+    names = ("run", "step", "history", "start", "group", "rank", "state_bytes")
+    return {**{name: getattr(header, name) for name in names}, "part": list(header.part)}
+
+
+def pack_own(meta: dict[str, Any], blobs: dict[str, bytes], **whose: Any) -> bytes:
+    """A JSON object and named byte strings as one byte string that says whose it is."""
     named = [[name, len(blob)] for name, blob in blobs.items()]
     head = json.dumps({"of": whose, "meta": meta, "blobs": named}).encode()
     return len(head).to_bytes(8, "little") + head + b"".join(blobs.values())
 
 
-def unpack_own(data: bytes, **whose: int | str) -> tuple[dict[str, Any], dict[str, bytes]]:
+def unpack_own(data: bytes, **whose: Any) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The inverse of `pack_own`. Raises ValueError if it is somebody else's."""
     at = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:at])
     if not isinstance(head, dict) or head.get("of") != whose:
         raise ValueError(f"it is of {head.get('of') if isinstance(head, dict) else head}, not of {whose}")
     blobs = {}
-    for name, size in head["blobs"]:
-        blobs[name] = data[at : at + size]
-        at += size
-    return head["meta"], blobs
+    try:
+        for name, size in head["blobs"]:
+            blobs[name] = data[at : at + size]
+            at += size
+        return head["meta"], blobs
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"it is none: {error}") from error

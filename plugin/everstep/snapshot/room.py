@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,32 +12,37 @@ import psutil
 
 from everstep.run.regular import read_regular
 from everstep.snapshot.buffer import SnapshotError, reserved_bytes
+from everstep.snapshot.stripes import Code
 
-BUFFERS = 3
-"""At most; the third is for interim snapshots."""
-PARITY_BUFFERS = 3
-"""The third is made, if there is room, when a step is coded a second time, and removed afterwards."""
-BLOCK_BYTES = 2 << 20
-"""What coding and decoding hold of each shard at a time."""
+LOCK_S = 1.0
+"""Longest wait for another process that looks for room; it takes a millisecond."""
+BUFFERS = 2
+"""Of a rank, and as many of parity: the newest coded snapshot, and the one that is being written."""
+BLOCK_BYTES = 1 << 20
+"""What coding and decoding hold of each shard at a time: a chunk of the checksum tables."""
+COVER_BYTES = 2048
+"""Of parity, for the header of each payload that it is over."""
 
 
-def memory_needed(payload_bytes: int, members: int, parity: int, buffers: int) -> int:
-    """Bytes for one rank: its buffers and the two parity buffers that its keeper codes, in tmpfs, and the blocks that
-    coding holds. `members`: of its parity group."""
-    m, data = min(parity, members - 1), buffers * reserved_bytes(payload_bytes)
-    if m <= 0:
+def memory_needed(payload_bytes: int, members: int, parity: int) -> int:
+    """Bytes for one rank: its two buffers and two parity buffers, in tmpfs, and the blocks that coding holds.
+    `members`: of its parity group."""
+    data = BUFFERS * reserved_bytes(payload_bytes)
+    if parity <= 0:
         return data
-    shards = m * -(-payload_bytes // (members - m))
-    return data + 2 * reserved_bytes(shards) + members * min(BLOCK_BYTES, shards)
+    shard = Code(tuple(range(members)), parity).shard_bytes([payload_bytes])
+    covers = members * COVER_BYTES
+    return data + BUFFERS * reserved_bytes(parity * shard + covers) + members * min(BLOCK_BYTES, shard)
 
 
-def make_room(directory: Path, segment: Path, rank: int, total_bytes: int, held_bytes: int, reserve_bytes: int) -> None:
+def make_room(note: Path, total_bytes: int, held_bytes: int, reserve_bytes: int) -> None:
     """Reserve `total_bytes` for a rank, of which it holds `held_bytes`; ranks that ask at the same moment are served
-    one after the other, and each counts what those before it have reserved and not taken yet.
+    one after the other, and each counts what those before it have reserved and not taken yet. `note`: a file of the
+    rank in its segment, whose name ends in .room and begins as those of its buffers do.
 
     Raises SnapshotError, with bytes needed and found, when they are not there.
     """
-    note = segment / f"rank-{rank}.room"
+    directory = note.parent.parent
     with _lock(directory):
         promised = sum(max(0, wanted - held) for other, wanted, held in _reservations(directory) if other != note)
         check_room(directory, total_bytes - held_bytes, reserve_bytes, promised)
@@ -52,8 +58,8 @@ def _reservations(directory: Path) -> Iterator[tuple[Path, int, int]]:
         with contextlib.suppress(OSError):  # removed meanwhile
             # Others may have put theirs beside ours, with notes that say or are anything.
             if is_own_directory(segment):
-                for note in segment.glob("rank-*.room"):
-                    yield note, _number(note), _held(note.parent, note.name.split(".")[0])
+                for note in segment.glob("*.room"):
+                    yield note, _number(note), _held(note.parent, note.name.removesuffix(".room"))
 
 
 def is_own_directory(path: Path) -> bool:
@@ -69,12 +75,25 @@ def _number(note: Path) -> int:
         return 0
 
 
-def _held(segment: Path, rank: str) -> int:
+def _held(segment: Path, column: str) -> int:
     total = 0
-    for file in (*segment.glob(f"{rank}.buffer-*"), *segment.glob(f"{rank}.parity-*")):
+    for file in (*segment.glob(f"{column}.buffer-*"), *segment.glob(f"{column}.parity-*")):
         with contextlib.suppress(OSError):  # gone meanwhile
             total += file.stat().st_size
     return total
+
+
+def lock_within(fd: int, wait_s: float) -> bool:
+    """Lock an open file for this process alone. False if another has held it for `wait_s`: it may be stopped."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
 
 
 def lock_file(directory: Path) -> Path:
@@ -95,7 +114,8 @@ def _lock(directory: Path) -> Iterator[None]:
         found = os.fstat(fd)
         if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
             raise SnapshotError(f"{path} is open to other users: remove it or set snapshot.segment_dir")
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        if not lock_within(fd, LOCK_S):
+            raise SnapshotError(f"{path} is held by another process for longer than {LOCK_S:g} s")
         yield
     finally:
         os.close(fd)

@@ -1,38 +1,39 @@
-"""The segment: one keeper's directory of buffers on tmpfs.
+"""The segment: one keeper's directory on tmpfs, with the buffers of a run's groups on this host.
 
-everstep-RUN-group-K/
-    lock                     held by the keeper (flock)
-    rank-R.buffer-0, -1, -2  the newest snapshots of a rank, written by its trainer
-    rank-R.parity-0, -1      the two newest parities coded by the keeper; parity-2 while a step is coded a second time
-    rank-R.writing           held (flock) while one of the rank's buffers is written or exchanged
-    rank-R.rebuilt           a buffer that is being made anew
-    rank-R.notes             what the keeper knows about the rank's buffers, for the trainer
+everstep-RUN/                       everstep-RUN-group-K where each group counts as a host of its own
+    lock                            held by the keeper (flock)
+    owner.json                      the run directory
+    touched                         a trainer has a use for the keeper
+    group-K.rank-R.buffer-0, -1     the newest snapshots of a rank, written by its trainer
+    group-K.rank-R.parity-0, -1     the newest parities coded by the keeper
+    group-K.rank-R.mark             its time changes whenever the trainer has published
+    group-K.rank-R.notes            what the keeper knows about the rank's newest snapshot, for the trainer
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
 
+from everstep.run.regular import NotRegularError, read_regular
 from everstep.snapshot.buffer import BufferReader, SnapshotError
 from everstep.snapshot.header import Header, Kind
-from everstep.snapshot.room import BUFFERS, PARITY_BUFFERS, is_own_directory
+from everstep.snapshot.room import BUFFERS, is_own_directory
+from everstep.snapshot.section import Snapshot
 
 NOTES_BYTES = 4096
 REASON_CHARACTERS = 500
 """Which fit, whatever they are."""
 READ_TRIES = 100
 _FILE_WORD: dict[Kind, str] = {"data": "buffer", "parity": "parity"}
-_COUNT: dict[Kind, int] = {"data": BUFFERS, "parity": PARITY_BUFFERS}
+_COLUMN = re.compile(r"group-(\d{1,9})\.rank-(\d{1,9})\.mark")
 
 
 def run_id(token: bytes) -> str:
@@ -42,7 +43,7 @@ def run_id(token: bytes) -> str:
 
 @dataclass(frozen=True)
 class Notes:
-    """A keeper's word on one rank's newest snapshots, written for the trainer beside it."""
+    """A keeper's word on one rank's newest snapshot, written for the trainer beside it."""
 
     heartbeat: float = 0.0
     """time.monotonic() of the keeper's last word."""
@@ -53,25 +54,29 @@ class Notes:
     coded: bool = False
     """Its parity shards are published here."""
     settled: bool = False
-    """No parity work on it is under way or to come."""
+    """No work on it is under way or to come."""
     reason: str = ""
     """Why it is settled without being coded."""
-    rests_until: float = 0.0
-    """time.monotonic() until which the next snapshots are not to be verified and coded."""
-    holding: int = -1
-    """A buffer that somebody reads and that must not be overwritten meanwhile."""
-    held: int = -1
-    """The buffer that was held last."""
+    waits_for: int = -1
+    """The group because of which; -1 for none."""
 
 
 class Segment:
     """Paths and bookkeeping of one group's buffers on this host."""
 
-    def __init__(self, directory: Path, run: str, group: int) -> None:
-        self.root = directory
-        self.run = run
-        self.group = group
-        self.path = directory / f"everstep-{run}-group-{group}"
+    def __init__(self, directory: Path, run: str, group: int, path: Path) -> None:
+        self.root, self.run, self.group, self.path = directory, run, group, path
+
+    @classmethod
+    def of(cls, settings: Snapshot, run: str, group: int) -> "Segment":
+        """That of a group under these settings."""
+        directory = Path(settings.segment_dir)
+        own = f"-group-{group}" if settings.failure_domain == "group" else ""
+        return cls(directory, run, group, directory / f"everstep-{run}{own}")
+
+    def beside(self, group: int) -> "Segment":
+        """Another group's in the same directory."""
+        return Segment(self.root, self.run, group, self.path)
 
     def create(self) -> None:
         """Raises SnapshotError, naming the directory, when it cannot be made or is another user's."""
@@ -88,21 +93,24 @@ class Segment:
         """Give all memory back. Mappings that processes still have live on until they drop them."""
         shutil.rmtree(self.path, ignore_errors=True)
 
+    def drop(self, rank: int) -> None:
+        """Give up what a rank holds, and give its memory back."""
+        for path in self.path.glob(f"group-{self.group}.rank-{rank}.*"):
+            path.unlink(missing_ok=True)
+
     def file(self, kind: Kind, rank: int, index: int) -> Path:
-        return self.path / f"rank-{rank}.{_FILE_WORD[kind]}-{index}"
+        return self.path / f"group-{self.group}.rank-{rank}.{_FILE_WORD[kind]}-{index}"
 
     def files(self, kind: Kind, rank: int) -> list[Path]:
         """The rank's buffers, of which not all need be there."""
-        return [self.file(kind, rank, index) for index in range(_COUNT[kind])]
+        return [self.file(kind, rank, index) for index in range(BUFFERS)]
 
-    def ranks(self) -> list[int]:
-        """The ranks that have buffers here."""
-        found = set()
-        with contextlib.suppress(FileNotFoundError):  # removed under us: no ranks
-            for name in os.listdir(self.path):
-                if match := re.fullmatch(r"rank-(\d+)\.buffer-\d", name):
-                    found.add(int(match.group(1)))
-        return sorted(found)
+    def columns(self) -> list[tuple[int, int]]:
+        """The groups and ranks that keep snapshots in this directory. Raises OSError when it cannot be read."""
+        found = []
+        with contextlib.suppress(FileNotFoundError):  # removed under us: none
+            found = [match for name in os.listdir(self.path) if (match := _COLUMN.fullmatch(name))]
+        return sorted((int(match.group(1)), int(match.group(2))) for match in found)
 
     def headers(self, kind: Kind, rank: int) -> list[Header | None]:
         """What each of the rank's buffers holds; None for one that holds nothing or is not of this run."""
@@ -112,19 +120,15 @@ class Segment:
         """What one of them holds. Raises OSError when it is there and cannot be read."""
         try:
             reader = BufferReader(path)
-        except (FileNotFoundError, PermissionError):
+        except (FileNotFoundError, PermissionError, NotRegularError, IsADirectoryError):
             return None
         try:
             header = reader.header()
         finally:
             reader.close()
-        if header is None or not self.owns(header, kind, rank):
-            return None
-        return header
-
-    def owns(self, header: Header, kind: Kind, rank: int) -> bool:
-        """Whether a header found in the rank's file of that kind belongs there. A file may have been put anywhere."""
-        return header.is_for(run=self.run, kind=kind, group=self.group, rank=rank)
+        # A file may have been put anywhere.
+        fits = header is not None and header.is_for(run=self.run, kind=kind, group=self.group, rank=rank)
+        return header if fits else None
 
     def bytes_of(self, rank: int) -> int:
         """Memory that the rank's buffers and parity take now."""
@@ -135,48 +139,39 @@ class Segment:
                     total += path.stat().st_size
         return total
 
-    @contextlib.contextmanager
-    def writing(self, rank: int, wait_s: float) -> Iterator[None]:
-        """Alone among those who write the rank's buffers, its trainer, or put another in one's place, its keeper.
-
-        Who has written changes the `mark`. Raises SnapshotError if somebody else is at it for longer than `wait_s`: a
-        keeper that is stopped may be, and nobody waits for it.
-        """
-        path, deadline = self._writing(rank), time.monotonic() + wait_s
+    def set_mark(self, rank: int) -> None:
+        """Say that the rank has something new. Raises SnapshotError."""
+        path = self._mark(rank)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+            os.utime(fd, ns=(time.time_ns(),) * 2)  # finer than the clock that the kernel would take
+            os.close(fd)
         except OSError as error:
             raise SnapshotError(f"{path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
-        try:
-            while True:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() >= deadline:
-                        raise SnapshotError(f"{path} is held by another process") from None
-                    time.sleep(0.01)
-            yield
-            os.utime(fd, ns=(time.time_ns(),) * 2)  # finer than the clock that the kernel would take
-        finally:
-            os.close(fd)
 
     def mark(self, rank: int) -> int:
         """Another number whenever the rank's trainer has published; -1 before the first time. Cheaper than to read
         headers."""
         try:
-            return os.stat(self._writing(rank)).st_mtime_ns
+            return os.stat(self._mark(rank)).st_mtime_ns
         except OSError:
             return -1
 
-    def _writing(self, rank: int) -> str:
-        return f"{self.path}/rank-{rank}.writing"
+    def _mark(self, rank: int) -> str:
+        return f"{self.path}/group-{self.group}.rank-{rank}.mark"
+
+    def room_note(self, rank: int) -> Path:
+        """Where the rank notes the memory that it has reserved (`room.make_room`)."""
+        return self.path / f"group-{self.group}.rank-{rank}.room"
+
+    def _notes(self, rank: int) -> Path:
+        return self.path / f"group-{self.group}.rank-{rank}.notes"
 
     def write_notes(self, rank: int, notes: Notes) -> None:
         """In place, so that a tmpfs that has become full does not silence a keeper. Raises OSError."""
         body = json.dumps(replace(notes, reason=notes.reason[:REASON_CHARACTERS]).__dict__).encode()
         record = xxhash.xxh3_64_hexdigest(body).encode() + body
-        fd = os.open(self.path / f"rank-{rank}.notes", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self._notes(rank), os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         try:
             os.pwrite(fd, record.ljust(NOTES_BYTES), 0)
         finally:
@@ -186,7 +181,7 @@ class Segment:
         """The keeper's last word, or an empty one when there is none."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             for _ in range(READ_TRIES):  # one that is just being written is half the one and half the other
-                record = (self.path / f"rank-{rank}.notes").read_bytes()
+                record = read_regular(self._notes(rank), NOTES_BYTES)
                 digest, body = record[:16], record[16:].rstrip()
                 if xxhash.xxh3_64_hexdigest(body).encode() == digest:
                     return Notes(**json.loads(body))

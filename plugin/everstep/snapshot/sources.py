@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from everstep.snapshot.header import Header, Identity, coverage_error, difference
+from everstep.snapshot.header import Header, Identity, Moment, coverage_error
 from everstep.snapshot.peers import Held
 from everstep.snapshot.stripes import Code
 
@@ -78,13 +78,17 @@ class Decision:
 
 @dataclass
 class _Candidate:
-    step: int
-    history: int
+    moment: Moment
     members: tuple[int, ...]
     ranks: int
     taken_at: float = 0.0
     data: dict[int, dict[int, Held]] = field(default_factory=lambda: defaultdict(dict))
+    """By rank and group."""
     parity: dict[int, list[Held]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def step(self) -> int:
+        return self.moment[0]
 
 
 def decide(
@@ -121,7 +125,7 @@ def decide(
         else:
             source = "memory" if candidate.step == newest else "older"
         reshaped = _reshaped(columns, ranks, topologies)
-        return Decision(source, candidate.step, candidate.history, columns, tuple(reasons), reshaped)
+        return Decision(source, candidate.step, candidate.moment[1], columns, tuple(reasons), reshaped)
     if not candidates:
         reasons.append("no keeper holds a snapshot of this run that fits")
     if disk_step is not None:
@@ -153,7 +157,7 @@ def _candidates(held: Iterable[Held], run: str, reasons: list[str]) -> list[_Can
                 said.add(why_not)
                 reasons.append(why_not)
             continue
-        key = (header.step, header.history, header.members, header.ranks)
+        key = (header.moment, header.members, header.ranks)
         candidate = found.setdefault(key, _Candidate(*key))
         candidate.taken_at = max(candidate.taken_at, header.taken_at)
         if header.kind == "parity":
@@ -163,7 +167,7 @@ def _candidates(held: Iterable[Held], run: str, reasons: list[str]) -> list[_Can
         best = column.get(header.group)
         if best is None or header.sequence > best.header.sequence:
             column[header.group] = buffer
-    order = lambda c: (c.step, c.taken_at, c.history, c.members, c.ranks)  # noqa: E731
+    order = lambda c: (c.step, c.taken_at, c.moment, c.members, c.ranks)  # noqa: E731
     return sorted(found.values(), key=order, reverse=True)
 
 
@@ -186,15 +190,8 @@ def _columns(candidate: _Candidate) -> tuple[dict[int, Column], str]:
         identities = {header.identity for header in headers}
         if len(identities) != 1:
             return {}, f"rank {rank} has two layouts" if headers else f"no keeper has a part of rank {rank}"
-        differing = difference([buffer.header for buffer in data.values()])
-        if differing:
-            return {}, f"rank {rank}: {differing}: one of them is wrong"
-        whole = [group for group, buffer in data.items() if buffer.header.part == (0, buffer.header.state_bytes)]
-        if whole:
-            columns[rank] = Column(headers[0].identity, {group: data[group] for group in whole}, (), ())
-            continue
         missing = [group for group in candidate.members if group not in data]
-        codes, why_not = _codes(frozenset(missing), pieces)
+        codes, why_not = _codes(frozenset(missing), data, pieces)
         if why_not:
             return {}, f"rank {rank}: no keeper has the part of {_names(missing)}, and {why_not}"
         if not missing:
@@ -205,33 +202,33 @@ def _columns(candidate: _Candidate) -> tuple[dict[int, Column], str]:
     return columns, ""
 
 
-def _codes(missing: frozenset[int], pieces: list[Held]) -> tuple[tuple[tuple[Held, ...], ...], str]:
+def _codes(
+    missing: frozenset[int], data: Mapping[int, Held], pieces: list[Held]
+) -> tuple[tuple[tuple[Held, ...], ...], str]:
     """For each parity group that lost parts, the pieces of a code that gives them back; or why there is none."""
     by_code: dict[str, dict[int, Held]] = defaultdict(dict)
     for piece in pieces:
         by_code[piece.header.code][piece.header.group] = piece
-    left, chosen, why = set(missing), [], ""
+    left, chosen, why = set(missing), [], "no keeper has its parity"
     for held in sorted(by_code.values(), key=lambda held: (-len(held), _any(held).code)):
         header = _any(held)
         lost = frozenset(left.intersection(header.parity_group))
         if not lost:
             continue
-        why_not = code_of(header).lacks(lost, frozenset(held))
+        there = {group for group, root in zip(header.parity_group, header.roots, strict=True)
+                 if group in data and data[group].header.root == root}  # fmt: skip
+        why_not = code_of(header).lacks(frozenset(header.parity_group) - there, frozenset(held))
         if why_not:
-            why = why_not
+            why = f"it cannot be decoded: {why_not}"
             continue
         chosen.append(tuple(held[group] for group in sorted(held)))
         left -= lost
-    if not left:
-        return tuple(chosen), ""
-    if not pieces:
-        return (), "no keeper has its parity"
-    return (), f"it cannot be decoded: {why or 'no keeper has its parity'}"
+    return (tuple(chosen), "") if not left else ((), why)
 
 
 def code_of(header: Header) -> Code:
     """The code that a parity buffer is a piece of."""
-    return Code(header.givers, header.holders, header.parity)
+    return Code(header.parity_group, header.parity)
 
 
 def _any(held: Mapping[int, Held]) -> Header:

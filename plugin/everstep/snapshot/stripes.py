@@ -1,84 +1,141 @@
 """Who holds what of a coded snapshot: RAIM5's rotation (REFT, arXiv 2310.12670), for one parity shard or two.
 
-A code has *givers*, whose payloads it protects, and *holders*, which have room for parity; every holder is a giver.
-With h holders there are h stripes, and parity row j of stripe s lies with holder (s + j) mod h. The givers that hold
-none of a stripe's m rows give one shard of their payload to it: a holder's payload is cut into h - m shards, that of a
-giver without room into h. So no member holds both a shard and the parity over it, and all holders store and code
-equally much: m / (h - m) of a payload.
+The members of a parity group each hold a part and parity over the others' parts. With n members there are n stripes,
+and parity row j of stripe s lies with member (s + j) mod n. The members that hold none of a stripe's m rows give one
+shard of their payload to it, so a payload is cut into n - m shards. No member holds both a shard and the parity over
+it, and all store and code equally much: m / (n - m) of a payload.
 """
 
 import functools
 import hashlib
 import json
+import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+
+from everstep.snapshot.buffer import CHUNK_BYTES
 
 ALIGNMENT = 64
+HOST_BITS, SWITCH_BITS = 20, 10
+"""A host and two switches fit, with the rest of a word on a snapshot, into the 53 bits that a float64 has, as which
+groups tell it each other."""
+LOCATION_BITS = HOST_BITS + 2 * SWITCH_BITS
 
 
-def parity_group(
-    members: Sequence[int], size: int, group: int, locations: Mapping[int, int] = MappingProxyType({})
-) -> tuple[int, ...]:
-    """The members whose parts are coded together with those of `group`: about `size` of them (at most 1.5 times as
-    many), so that coding costs the same however many groups a run has.
+def location_of(environment: Mapping[str, str], host: str) -> int:
+    """Where a rank's host is, as a number that sorts neighbours together. From the lowest bit: the host, the switch (or
+    block) that it is on, and the one above that, each as a hash.
 
-    Members are dealt out in turn, in the order of their locations and then of their numbers. Those on one host, and
-    those on one switch, are thus in different parity groups, and the loss of a rack takes few members of each. Where
-    locations are not known, numbers stand for them: schedulers give neighbouring tasks to neighbouring nodes.
-
-    `locations`: by group (`location.location_of`); the same mapping in all groups.
+    On a cluster whose Slurm knows its topology, SLURM_TOPOLOGY_ADDR is the way to the task's node from the uppermost
+    switch down, such as `s0.s4.s8.node1`, and SLURM_TOPOLOGY_ADDR_PATTERN says what each part is. Elsewhere only the
+    host is known. Two hosts of the same hash are never in one parity group with parity 1, which does no harm.
     """
-    order = sorted(members, key=lambda member: (locations.get(member, 0), member))
-    count = max(1, round(len(members) / size))
-    return tuple(sorted(order[order.index(group) % count :: count]))
+    path = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
+    pattern = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    if pattern[-1] != "node" or len(path) != len(pattern):  # none, or a name with dots in it
+        path = [host]
+    switches = path[:-1]
+    above, switch = _hash(switches[:-1], SWITCH_BITS), _hash(switches, SWITCH_BITS)
+    return (above << SWITCH_BITS | switch) << HOST_BITS | _hash(path, HOST_BITS)
 
 
-def effective_parity(members: int, parity: int) -> int:
-    """Parity shards per stripe that this many members allow."""
-    return max(0, min(parity, members - 1))
+def _hash(path: list[str], bits: int) -> int:
+    """0 for nothing."""
+    return zlib.crc32(".".join(path).encode()) % ((1 << bits) - 1) + 1 if path else 0
+
+
+@dataclass(frozen=True)
+class Domains:
+    """Which members of a snapshot are coded together. Equal in all groups, from what they told each other."""
+
+    members: tuple[int, ...]
+    size: int
+    """Members of a parity group, about: at most 1.5 times as many."""
+    parity: int
+    """Members of a parity group that may be lost: [snapshot] parity."""
+    locations: tuple[int, ...]
+    """Of the members (`location_of`); 0 where it is not known, which counts as a host of its own."""
+
+    @functools.cached_property
+    def hosts(self) -> dict[int, int]:
+        """By member: a number for its host."""
+        return {member: place or -1 - member for member, place in zip(self.members, self.locations, strict=True)}
+
+    @functools.cached_property
+    def groups(self) -> list[tuple[int, ...]]:
+        """The parity groups. At most `parity` members of each are on one host, and those on one switch are in as many
+        parity groups as there are: members are dealt out in turn, in the order of their places, to as many parity
+        groups as that takes. Some may then have a single member."""
+        together = max(Counter(self.hosts.values()).values())
+        enough = -(-together // self.parity) if self.parity else 1
+        count = max(1, round(len(self.members) / self.size), enough)
+        order = sorted(self.members, key=lambda member: (self.hosts[member], member))
+        return [tuple(sorted(order[first::count])) for first in range(min(count, len(order)))]
+
+    def group_of(self, member: int) -> tuple[int, ...]:
+        """The parity group of a member."""
+        return next(group for group in self.groups if member in group)
+
+    def rows(self, group: Sequence[int]) -> int:
+        """Parity shards per stripe of a parity group; 0 for one that is on one host."""
+        alone = len({self.hosts[member] for member in group}) == 1
+        return 0 if alone else min(self.parity, len(group) - 1)
+
+    @functools.cached_property
+    def exposed(self) -> tuple[int, ...]:
+        """The members whose host's loss the snapshot does not survive."""
+        lost = set()
+        for group in self.groups:
+            there = Counter(self.hosts[member] for member in group)
+            lost |= {host for host, count in there.items() if count > self.rows(group)}
+        return tuple(member for member in self.members if self.hosts[member] in lost)
+
+    @property
+    def survives(self) -> int:
+        """How many of the hosts that are not exposed may be lost at once."""
+        return min((self.rows(group) for group in self.groups if self.rows(group)), default=0)
 
 
 @dataclass(frozen=True)
 class Code:
-    """How the payloads of some groups are coded. Groups in ascending order."""
+    """How the payloads of a parity group are coded."""
 
-    givers: tuple[int, ...]
-    holders: tuple[int, ...]
+    members: tuple[int, ...]
+    """In ascending order."""
     parity: int
-    """Rows of a stripe, 1 or 2; less than there are holders."""
+    """Rows of a stripe, 1 or 2; less than there are members."""
 
     def rows(self, stripe: int) -> tuple[int, ...]:
         """The holders of a stripe's parity, by row."""
-        return tuple(self.holders[(stripe + row) % len(self.holders)] for row in range(self.parity))
+        return tuple(self.members[(stripe + row) % len(self.members)] for row in range(self.parity))
 
     def columns(self, stripe: int) -> tuple[int, ...]:
         """The givers of a stripe's shards, by column."""
         rows = self.rows(stripe)
-        return tuple(giver for giver in self.givers if giver not in rows)
+        return tuple(member for member in self.members if member not in rows)
 
     @functools.cache  # noqa: B019 - a handful of small codes
     def stripes_of(self, giver: int) -> tuple[int, ...]:
         """The stripes to which a giver's 0th, 1st, … shard go."""
-        return tuple(stripe for stripe in range(len(self.holders)) if giver not in self.rows(stripe))
+        return tuple(stripe for stripe in range(len(self.members)) if giver not in self.rows(stripe))
 
     def stripe_coded_by(self, holder: int, row: int) -> int:
         """The stripe of which a holder has parity row `row`."""
-        return (self.holders.index(holder) - row) % len(self.holders)
+        return (self.members.index(holder) - row) % len(self.members)
 
-    def shard_bytes(self, payload_bytes: Mapping[int, int]) -> int:
-        """Length of the shards: what the longest needs, rounded up. What a payload lacks counts as 0."""
-        return max(
-            -(-payload_bytes[giver] // (len(self.stripes_of(giver)) * ALIGNMENT)) * ALIGNMENT for giver in self.givers
-        )
+    def shard_bytes(self, payload_bytes: Sequence[int]) -> int:
+        """Length of the shards of these payloads: whole chunks of the checksum tables, so that whoever reads a shard
+        can verify it, or the only chunk. What a payload lacks counts as 0."""
+        longest = max(payload_bytes)
+        if longest <= CHUNK_BYTES:
+            return -(-longest // ALIGNMENT) * ALIGNMENT
+        return -(-longest // ((len(self.members) - self.parity) * CHUNK_BYTES)) * CHUNK_BYTES
 
     def lacks(self, missing: frozenset[int], parity_there: frozenset[int]) -> str:
-        """Why the payloads of `missing` givers cannot be decoded from the others' and the parity of the holders that
+        """Why the payloads of `missing` members cannot be decoded from the others' and the parity of the members that
         are there; "" if they can."""
-        strange = missing - set(self.givers)
-        if strange:
-            return f"it does not cover {', '.join(map(str, sorted(strange)))}"
-        for stripe in range(len(self.holders)):
+        for stripe in range(len(self.members)):
             lost = sum(giver in missing for giver in self.columns(stripe))
             rows = sum(holder in parity_there for holder in self.rows(stripe))
             if lost > rows:
@@ -86,10 +143,9 @@ class Code:
         return ""
 
 
-def code_id(code: Code, roots: Mapping[int, str]) -> str:
+def code_id(code: Code, roots: Sequence[str]) -> str:
     """Names a code over exactly these payloads."""
-    body = json.dumps([code.givers, code.holders, code.parity, [roots[giver] for giver in code.givers]])
-    return hashlib.blake2b(body.encode(), digest_size=12).hexdigest()
+    return hashlib.blake2b(json.dumps([code.members, code.parity, list(roots)]).encode(), digest_size=12).hexdigest()
 
 
 def part_bounds(state_bytes: int, members: int, index: int) -> tuple[int, int]:
