@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from everstep.attention.guard import Checks, Guard
+from everstep.attention.guard import Checks
 from everstep.attention.injection import Fault, Injector
 from everstep.attention.section import AttentionCheck, Inject
 
@@ -30,8 +30,8 @@ class Bench:
 
     def __init__(self, **section) -> None:
         self.checks = Checks(AttentionCheck(enable=True, **{"frequency": 1.0, **section}))
+        self.guard = self.checks.guard(3, "wqkv", ())
         self.checks.injector = self.aim = Aimed()
-        self.guard = Guard(self.checks, 3, "wqkv")
 
     def run(self, compute, section: str = "", fault: Fault | None = None, part: int = 0):
         """compute's value, whether the slot is refused, and the findings."""
@@ -40,7 +40,7 @@ class Bench:
         value = compute(self.guard)
         if section:
             assert self.aim.fault is None, f"nothing called {section} was computed"
-        refused = self.checks.refused()
+        refused = bool(self.checks.refused())
         return value, refused, self.checks.drain()
 
 

@@ -38,13 +38,13 @@ def main(told: Path) -> None:
     checked.tile_sums = noting
     checks.begin(1, 0)
     _, expected = logits_and_gradients(model, spec, masked=False)
-    refused, findings, worst = checks.refused(), checks.drain(), 0.0
+    refused, findings, worst = bool(checks.refused()), checks.drain(), 0.0
     for step, section in enumerate(HITS, start=2):
         checks.begin(step, 0)
         if rank == 1:
             aim(checks, section, Fault("nan", 0.3))
         _, gradients = logits_and_gradients(model, spec, masked=False)
-        refused |= checks.refused()
+        refused |= bool(checks.refused())
         findings += checks.drain()
         for name, gradient in gradients.items():
             a, b = gradient.to_local(), expected[name].to_local()

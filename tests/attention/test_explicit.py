@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention_coverage import attention_case, close, new_guard, struck
+from attention.cases import attention_case
 from everstep.attention import explicit
 from everstep.attention.injection import Fault
 from everstep.attention.masks import Visible, documents_of
@@ -153,9 +153,16 @@ def test_scores_of_the_forward_that_no_check_saw_are_seen_by_the_backward(make_b
     """The forward goes unchecked; the backward makes the scores again and finds that rows do not sum to 1."""
     bench = make_bench()
     args = operands()
-    bench.checks.schedule.checking = lambda layer, section, **_: section == explicit.BACKWARD
     fault = Fault("scale", 0.5, magnitude=1e3)
-    _, refused, findings = bench.run(lambda guard: computed(*args, Visible(causal=False), guard), "scores", fault)
+
+    def compute(guard):
+        q, k, v, do = args
+        checked, guard.checks.schedule.checked = guard.checks.schedule.checked, frozenset()
+        out, _ = explicit.attention(q, k, v, Visible(causal=False), guard=guard)
+        guard.checks.schedule.checked = checked
+        return torch.autograd.grad(out, (q, k, v), do)
+
+    _, refused, findings = bench.run(compute, "scores", fault)
     assert refused
     assert [(f["section"], f["action"]) for f in findings] == [("scores.backward", "refused")]
 
@@ -177,11 +184,12 @@ def test_one_value_in_all_of_an_aligned_tile_does_not_cancel():
 
 @pytest.mark.parametrize("result", ["dk", "dv"])
 @pytest.mark.parametrize("place", [0.07, 0.087, 0.21, 0.34, 0.56, 0.78, 0.91])
-def test_a_tile_of_one_value_where_nothing_is_seen_is_found(result, place):
+def test_a_tile_of_one_value_where_nothing_is_seen_is_found(bench, result, place):
     """Keys outside a block's documents have no gradient there."""
     case = attention_case("explicit", 256, 2, "block", 32, torch.float32, "normal", 1)
-    guard = new_guard()
-    outputs, refused, findings = struck(case, guard, result, Fault("tile", place, magnitude=1567.5))
-    guard.checks.begin(1, 0)
-    assert close(outputs, case.run(guard)) < 1e-4 or refused
+    outputs, refused, findings = bench.run(case.run, result, Fault("tile", place, magnitude=1567.5))
+    clean, _, _ = bench.run(case.run)
     assert findings
+    if not refused:
+        for output, right in zip(outputs, clean, strict=True):
+            torch.testing.assert_close(output, right, rtol=1e-4, atol=1e-4)

@@ -4,10 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention_products import EXTREME, campaign
 from everstep.attention import linear, product
 from everstep.attention.injection import Fault
-from everstep.attention.product import _settle_rows_on_device, apply_sums, bias_sums, halves, row_deviation, tile_sums
+from everstep.attention.product import apply_sums, bias_sums, halves, row_deviation, tile_sums
 
 RESULTS = ("wqkv.y", "wqkv.dx", "wqkv.dw")
 
@@ -48,7 +47,7 @@ def test_a_wrong_row_is_computed_again(bench, dtype, result, kind):
         torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
     assert not refused
     assert [(f["section"], f["action"], f["layer"]) for f in findings] == [(result, "recomputed", 3)]
-    if kind in ("nan", "inf", "near-inf"):
+    if kind in ("nan", "inf"):
         assert findings[0]["kind"] == kind
 
 
@@ -66,26 +65,6 @@ def test_damage_that_the_sums_see_in_part_is_repaired_whole(bench, result, magni
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("rows", "left"), [((16, 32), 0), ((37, 38), 0), ((30, 34), 2), ((5, 6), 0), ((34, 38), 0)])
-def test_a_device_computes_the_aligned_group_of_the_first_wrong_row_again(bench, rows, left):
-    """38 rows: groups are 0 to 15, 16 to 31, 32 to 37. Wrong rows beside the first one's group are refused."""
-    x, w = torch.randn(38, 64), torch.randn(64, 64)
-    clean, sums = x @ w, tile_sums(w)
-    y = clean.clone()
-    y[slice(*rows)] += 3
-
-    def check(part, chosen):
-        return row_deviation(part, x if chosen is None else x[chosen], sums)
-
-    seen = check(y, None)
-    bench.checks.begin(1, 0)
-    fixed = _settle_rows_on_device(
-        bench.guard, "wqkv.y", y, seen, seen.bad(), check, lambda chosen: x[chosen] @ w, backward=False
-    )
-    assert bench.checks.refused() == bool(left)
-    assert (fixed - clean).abs().amax(-1).gt(1e-3).sum() == left
-
-
 @pytest.mark.parametrize("result", RESULTS)
 def test_detecting_only_refuses_and_leaves_the_result(make_bench, result):
     args = operands(torch.float32)
@@ -96,14 +75,13 @@ def test_detecting_only_refuses_and_leaves_the_result(make_bench, result):
     assert any(x.isnan().any() for x in got)
 
 
-def test_a_rate_of_zero_checks_nothing(make_bench):
+def test_a_rate_of_zero_checks_nothing_but_extremes(make_bench):
     args = operands(torch.float32)
-    got, refused, findings = make_bench(frequency=0.0).run(
-        lambda guard: computed(*args, guard), "wqkv.y", Fault("nan", 0.4)
-    )
-    assert got[0].isnan().any()
-    assert not refused
-    assert not findings
+    bench = make_bench(frequency=0.0)
+    for fault, seen in ((Fault("scale", 0.4), False), (Fault("nan", 0.4), True)):
+        got, refused, findings = bench.run(lambda guard: computed(*args, guard), "wqkv.y", fault)
+        assert not torch.equal(got[0], computed(*args)[0])
+        assert refused == bool(findings) == seen
 
 
 def test_sums_of_weights_are_kept_until_the_weights_change(bench):
@@ -121,16 +99,21 @@ def test_sums_of_weights_are_kept_until_the_weights_change(bench):
     assert not findings
 
 
-def test_a_broken_sum_of_weights_is_not_repaired_by_recomputing(bench):
-    """The weights, or their sums, changed in memory: every row differs and computing again does not help."""
+def test_a_broken_sum_of_weights_refuses_one_slot_and_is_made_anew(bench):
     x, w, b, _ = operands(torch.float32)
     sums = linear.WeightSums()
-    with torch.no_grad():
-        linear.linear(x, w, b, bench.guard, sums)
-        w[3, 5] += 4
-        _, refused, findings = bench.run(lambda guard: linear.linear(x, w, b, guard, sums))
+
+    def compute(guard):
+        with torch.no_grad():
+            return linear.linear(x, w, b, guard, sums)
+
+    compute(bench.guard)
+    bench.run(compute)
+    sums._kept["rows"][1].plain[3, 0] += 100.0
+    _, refused, findings = bench.run(compute)
     assert refused
-    assert findings[0]["action"] == "refused"
+    assert [f["action"] for f in findings] == ["refused"]
+    assert bench.run(compute)[1:] == (False, [])
 
 
 def test_gradients_pass_gradcheck(bench):
@@ -188,16 +171,6 @@ def test_a_bias_raises_no_alarm_though_its_sum_is_nothing_or_takes_the_product_b
         for b in (bias, against):
             y = F.linear(x, w, b)
             assert not row_deviation(y, x, tile_sums(w.t()), bias_sums(b)).bad().any()
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_no_error_of_a_product_passes_or_is_repaired_wrongly_be_it_one_of_the_checks_own(dtype):
-    """Put into the results of PyTorch's own kernels."""
-    told = campaign(40, 3, (256,), (dtype,))
-    assert not sum(count["missed"] + count["repaired wrongly"] for count in told.values())
-    extreme = [told[f"{dtype}, {kind}"] for kind in EXTREME]
-    assert all(count["found"] == count["faults"] > 0 for count in extreme)
-    assert torch.equal(torch.eye(3) @ torch.eye(3), torch.eye(3)), "the kernels are as they were"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -42,12 +42,3 @@ def test_what_follows_a_computation_is_seen_and_can_be_kept_from_it():
             assert not private.watched()
             torch.ones(2) + 1
         assert mode.calls == counted > 0
-
-
-def test_what_a_kernel_keeps_for_its_backward_is_found_behind_later_views():
-    q_BNLH = torch.randn(1, 2, 8, 4, requires_grad=True)
-    out = torch.nn.functional.scaled_dot_product_attention(q_BNLH, q_BNLH, q_BNLH, is_causal=True)
-    scores_BNLL = (q_BNLH @ q_BNLH.mT / 2).masked_fill(torch.ones(8, 8).triu(1).bool(), float("-inf"))
-    kept = private.kept_logsumexp(out.transpose(1, 2))
-    assert kept is not None
-    torch.testing.assert_close(kept, scores_BNLL.logsumexp(-1).detach())

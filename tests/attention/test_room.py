@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import everstep.attention
-from attention_cost import peak_bytes
 from everstep.attention import explicit, fused, linear
 from everstep.attention.masks import Visible
 
-CPU = torch.device("cpu")
 ROOM = Path(everstep.attention.__file__).parent
 ALONE = sorted(path.stem for path in ROOM.glob("*.py") if path.stem not in ("__init__", "override"))
 
@@ -43,6 +42,19 @@ def test_everything_but_the_glue_works_without_torchtitan_and_torchft():
     assert done.stdout.strip() == "only override needs it", done.stderr[-2000:]
 
 
+def peak_bytes(call):
+    """The most memory that tensors made in `call` hold at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    assert events, "the profiler saw no memory"
+    return most
+
+
 def attended(length, attend):
     q, k, v, do = (torch.randn(1, length, 4, 16) for _ in range(4))
     for x in (q, k, v):
@@ -57,8 +69,8 @@ def test_memory_of_the_explicit_path_grows_with_the_length(bench):
         return explicit.attention(q, k, v, Visible(), guard=bench.guard)[0]
 
     bench.checks.begin(1, 0)
-    peak_bytes(attended(64, checked), CPU)
-    short, long = (peak_bytes(attended(length, checked), CPU) for length in (1024, 2048))
+    peak_bytes(attended(64, checked))
+    short, long = (peak_bytes(attended(length, checked)) for length in (1024, 2048))
     assert not bench.checks.refused()
     assert long < 2.5 * short
     assert long < 0.4 * 4 * 2048**2 * 4
@@ -86,8 +98,9 @@ def test_a_rate_of_zero_takes_no_memory(make_bench):
         return attended(256, lambda q, k, v: fused.attention(kernel, q, k, v, scale=None, guard=guard)[0])()
 
     off, on = make_bench(frequency=0.0), make_bench(frequency=1.0)
+    on.checks.begin(1, 0)
     for run in (projected, watched):
         run(None)
-        stock = peak_bytes(lambda run=run: run(None), CPU)
-        assert peak_bytes(lambda run=run: run(off.guard), CPU) == pytest.approx(stock, rel=0.01)
-        assert peak_bytes(lambda run=run: run(on.guard), CPU) > 1.002 * stock
+        stock = peak_bytes(lambda run=run: run(None))
+        assert peak_bytes(lambda run=run: run(off.guard)) == pytest.approx(stock, rel=0.01)
+        assert peak_bytes(lambda run=run: run(on.guard)) > 1.002 * stock

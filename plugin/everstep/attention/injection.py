@@ -70,45 +70,6 @@ def inject(tensor: torch.Tensor, fault: Fault) -> torch.Tensor:
     return out
 
 
-class StandingFault:
-    """A fault as tensors beside a result: a recorded graph makes of the result what they say when it is replayed.
-
-    Args:
-        like: the result.
-    """
-
-    def __init__(self, like: torch.Tensor) -> None:
-        self._like = like.new_empty(like.shape, device="meta")
-        self._set = False
-        size = max(like.shape[-1], _WARP_TILE**2)
-        self._places = torch.zeros(size, dtype=torch.int64, device=like.device)
-        # One of three changes: bits flipped, values scaled, or `_base` put there.
-        self._how, self._factor, self._base = (like.new_zeros(1) for _ in range(3))
-
-    def set(self, fault: Fault | None) -> None:
-        """What is put into the result from now on; None: nothing."""
-        if fault is not None:
-            places = fault.places(self._like)
-            self._places.copy_(torch.cat([places, places[:1].expand(len(self._places) - len(places))]))
-            self._base.copy_(fault.value(torch.zeros(1, dtype=self._base.dtype)))
-            self._factor.fill_(fault.magnitude)
-            self._how.fill_({"bitflip": 1, "bits": 1, "scale": 2, "row": 2, "tile": 2}.get(fault.kind, 3))
-        elif self._set:
-            self._how.zero_()
-        self._set = fault is not None
-
-    def put(self, x: torch.Tensor) -> torch.Tensor:
-        """A copy of x with the fault in it that is set."""
-        out = x.clone(memory_format=torch.contiguous_format)
-        flat, bits = out.view(-1), _INTEGERS[x.element_size()]
-        hit = flat.index_select(0, self._places)
-        flipped = (hit.view(bits) ^ self._base.view(bits)).view(x.dtype)
-        scaled = torch.where(hit == 0, self._base, hit * self._factor)
-        changed = torch.where(self._how == 1, flipped, torch.where(self._how == 2, scaled, self._base))
-        flat.index_copy_(0, self._places, torch.where(self._how == 0, hit, changed))
-        return out
-
-
 class Injector:
     """Carries out `[attention_check.inject]` on one rank.
 
@@ -123,8 +84,6 @@ class Injector:
         self._hit_step = 0
         self._armed: tuple[int, str, Fault, random.Random] | None = None
         self._ordered: tuple[Fault, random.Random] | None = None
-        self.always = False
-        """Whether faults may be ordered at any time: what is compiled or recorded before must let them in."""
         self.hits: list[tuple[int, int, str]] = []
         """Step, layer and section of every fault so far."""
 
@@ -136,7 +95,7 @@ class Injector:
     @property
     def active(self) -> bool:
         """Whether results may be hit at all."""
-        return self.always or bool(self.plan.kind) or self._armed is not None
+        return bool(self.plan.kind) or self._armed is not None
 
     def order(self, fault: Fault, seed: str) -> None:
         """Hit one result of the next slot with this fault, whatever the plan."""

@@ -7,19 +7,15 @@ number would be compiled in, once for every layer. Every operator says that it c
 dropped, nor merged with another one, nor put into another order.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.library import Library, infer_schema, register_fake
 
-from .findings import outcome
-from .fused import BACKWARD, FORWARD, compare_backward, links, look
+from .fused import FORWARD, compare_backward, links
 from .guard import Guard, guard_of
-from .identities import backward_deviation
 from .linear import WeightSums, input_gradient, project, weight_gradient
-from .private import unseen_by_checkpointing
 
 _LIBRARY = Library("everstep", "FRAGMENT")
 
@@ -41,16 +37,6 @@ def _operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., An
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False)
-
-
-def _in_one_pass(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """`function` compiled: where a model is, a compiler is there. On a CPU only, since it was tried on no other."""
-    return _compiled(function) if device.type == "cpu" else function
 
 
 def _sums(guard: Guard) -> WeightSums:
@@ -107,26 +93,9 @@ def _touch(x: torch.Tensor, ticket: torch.Tensor, section: str, backward: bool) 
     return touched.clone() if touched is x else touched
 
 
-@_operator("watch_forward", lambda *_: None)
-def _watch_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    ticket: torch.Tensor,
-    scale: float,
-    plain_scores: bool,
-) -> None:
-    guard = guard_of(ticket)
-    pairs = q.shape[0] * q.shape[2] * float(q.shape[1]) ** 2 / 2
-    flops = 2 * pairs * (q.shape[-1] + v.shape[-1])
-    if guard.checking(FORWARD, flops=flops, cost=float(q.numel() + v.numel())):
-        with torch.no_grad(), unseen_by_checkpointing(), guard.timing(FORWARD, q.device):
-            found = look(q, k, v, out, lse, None, guard, scale, plain_scores).all()
-            bad = found.bad()
-            if not guard.looks(bad) or bad.any():
-                guard.report(FORWARD, outcome(found, refused=bad.sum()))
+@_operator("look_at_scores", lambda *_: None)
+def _look_at_scores(lse: torch.Tensor, ticket: torch.Tensor) -> None:
+    guard_of(ticket).look_at_scores(FORWARD, lse)
 
 
 @_operator("watch_backward", lambda *_: None)
@@ -147,12 +116,10 @@ def _watch_backward(
     wide_sums: bool,
 ) -> None:
     guard = guard_of(ticket)
-    pairs = q.shape[0] * q.shape[2] * float(q.shape[1]) ** 2 / 2
-    flops = 2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1])
-    if guard.checking(BACKWARD, flops=flops, cost=10.0 * q.numel(), backward=True):
-        compare, seen = _in_one_pass(backward_deviation, q.device), (d_out, out, lse, d_lse)
+    if guard.checked:
         with torch.no_grad():
-            compare_backward(guard, compare, q, k, v, dq, dk, dv, seen, scale, plain_scores, wide_sums)
+            seen, known = (d_out, out, lse, d_lse), (scale, plain_scores, wide_sums)
+            compare_backward(guard, (q, k, v), (dq, dk, dv), seen, known, in_graph=True)
 
 
 class _Touched(torch.autograd.Function):
@@ -214,8 +181,8 @@ def attention(
     wide_sums: bool = False,
     hands_out_lse: bool = False,
 ) -> tuple[torch.Tensor, Any]:
-    """`fused.attention` for a graph. A finding of the forward refuses the slot there: nothing in a graph can run the
-    kernel again, and no second run is made. hands_out_lse: whether `attend` returns one."""
+    """`fused.attention` for a graph, in which nothing can run the kernel again: no second run is made of the forward.
+    hands_out_lse: whether `attend` returns one."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     ticket, injecting = guard.ticket, guard.injecting
     watched = torch.is_grad_enabled()
@@ -223,10 +190,10 @@ def attention(
     if watched:
         q, k, v, *link = _Inputs.apply(q, k, v, ticket, injecting, hands_out_lse, scale, plain_scores, wide_sums)
     out, lse = attend(q, k, v)
+    if lse is not None:
+        _look_at_scores(lse.detach(), ticket)
     if injecting:
         out = _Touched.apply(out, ticket)
-    still = tuple(None if x is None else x.detach() for x in (q, k, v, out, lse))
-    _watch_forward(*still, ticket, scale, plain_scores)
     if watched:
         out, lse = _Output.apply(out, lse, *link)
     return out, lse

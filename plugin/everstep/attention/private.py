@@ -26,12 +26,3 @@ def unseen_by_checkpointing() -> AbstractContextManager:
 def watched() -> bool:
     """Whether something follows what is computed, as selective activation checkpointing does."""
     return _len_torch_dispatch_stack() > 0
-
-
-def kept_logsumexp(out: torch.Tensor) -> torch.Tensor | None:
-    """What scaled_dot_product_attention on a CPU keeps for its backward, of the call that `out` comes from: the
-    logarithm of each row's sum of exponentials, [B, N, L]. None where another kernel computed."""
-    node, seen = out.grad_fn, 0
-    while node is not None and not hasattr(node, "_saved_logsumexp") and seen < 8:
-        node, seen = (node.next_functions[0][0] if node.next_functions else None), seen + 1
-    return getattr(node, "_saved_logsumexp", None)

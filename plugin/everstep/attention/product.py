@@ -9,20 +9,20 @@ A fault that hit several elements may leave some of them within the bounds. What
 than what was seen, and where that cannot be had the slot is refused: nothing is called repaired on the word of
 the very sums that could not see all of the damage.
 
-On a CPU nothing is asynchronous, so `settle` looks at the verdict and does more only when there is something
-to do. On an accelerator it never looks: the same repair runs on every call, on the device, and changes only
-what is wrong.
+`settle` looks at its verdict. `settle_rows` does so on a CPU; on an accelerator nothing waits for it, and what is wrong
+refuses the slot.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .checksums import Direction, Sums, correct_both, weights
-from .findings import Deviation, outcome
+from .compiled import worst_of
+from .findings import Deviation
 from .guard import Guard
 from .private import unseen_by_checkpointing
 from .roundoff import (
@@ -39,11 +39,6 @@ from .roundoff import (
     underflow,
     vanishing,
 )
-
-REPAIR_ROWS = 16
-"""Rows of a projection that an accelerator computes again in each checked call, wrong or not: an aligned group,
-as the tiles are that a warp computes."""
-
 
 PROBES = 16
 """Sums with signs from which an accelerator estimates norms of rows."""
@@ -127,7 +122,7 @@ def narrow_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torc
     return torch.mm(a, b, out_dtype=dtype)
 
 
-@functools.cache  # never dropped: a recorded graph goes on reading it
+@functools.cache
 def signs(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """1 and -1 without a pattern, always the same (length, PROBES)."""
     mixed = (torch.arange(length * PROBES, device=device, dtype=torch.int64) + 1) * 0x9E3779B1 & 0x7FFFFFFF
@@ -173,7 +168,7 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSu
         loss = loss + store * torch.minimum(magnitude, 1.01 * reach) + store**2 / slack * reach
         if bias is not None:  # the product may have been rounded before its bias was added
             loss = loss + store * torch.minimum(magnitude + bias.magnitudes, 1.01 * product)
-    return Deviation(expected - tile_totals(y), loss + _vanishing(y, inner), reach)
+    return Deviation(expected - tile_totals(y), loss + _vanishing(y, inner))
 
 
 def _vanishing(y: torch.Tensor, inner: int) -> float:
@@ -185,72 +180,29 @@ def settle_rows(
     guard: Guard,
     section: str,
     y: torch.Tensor,
-    check: Callable[[torch.Tensor, torch.Tensor | None], Deviation],
-    compute: Callable[[torch.Tensor | None], torch.Tensor],
+    operands: Callable[[], tuple[Any, ...]],
+    compute: Callable[[], torch.Tensor],
     *,
-    renew: Callable[[], None],
     backward: bool = False,
 ) -> torch.Tensor:
-    """Check y (M, N) by rows, and compute it again where it is wrong: all of it on a CPU, the aligned group of
-    REPAIR_ROWS with the first wrong row on an accelerator, where wrong rows beside it refuse the slot.
+    """Check y (M, N) by rows. What is wrong refuses the slot; on a CPU, where the verdict is at hand, y is computed
+    again first.
 
     Args:
-        check: deviation of given rows; (rows of y, their indices or None for all).
-        compute: rows of y from the inputs; of all for None.
-        renew: has `check` make its sums anew.
+        operands: what `row_deviation` takes beside y.
+        compute: y from its inputs.
 
     Returns:
-        y where nothing was wrong. On an accelerator always y, repaired in its own storage.
+        y, or what was computed in its place.
     """
-    with unseen_by_checkpointing(), guard.timing(section, y.device):
-        return _settle_rows(guard, section, y, check, compute, renew, backward=backward)
-
-
-def _settle_rows(guard, section, y, compare, compute, renew, *, backward):
-    def check(part, rows):
-        return guard.widened(section, compare(part, rows))
-
-    seen = check(y, None)
-    bad = seen.bad()
-    if not guard.looks(y):
-        return _settle_rows_on_device(guard, section, y, seen, bad, check, compute, backward=backward)
-    if not bad.any():
+    with unseen_by_checkpointing(), guard.timing():
+        worst_of_rows, given = worst_of(row_deviation, y), operands()
+        worst, action = worst_of_rows(y, *given), "refused"
+        if y.device.type == "cpu" and guard.correct and not worst <= 1:
+            y = compute()
+            action = "recomputed" if worst_of_rows(y, *given) <= 1 else "refused"
+        guard.report(section, worst, action, backward=backward)
         return y
-    renew()
-    if not check(y, None).bad().any():
-        guard.report(section, outcome(seen, corrected=bad.any(-1).sum(), checksum=True), backward=backward)
-        return y
-    if not guard.correct:
-        guard.report(section, outcome(seen, refused=bad.sum()), backward=backward)
-        return y
-    fixed = compute(None)
-    left = check(fixed, None).bad().sum()
-    guard.report(section, outcome(seen, recomputed=bad.any(-1).sum(), refused=left), backward=backward)
-    return fixed
-
-
-def first_group(wrong: torch.Tensor) -> torch.Tensor:
-    """Indices of the aligned group of REPAIR_ROWS that holds the first True of wrong (M,); the last row
-    repeats where the group would go beyond it."""
-    first = wrong.to(torch.int8).argmax() // REPAIR_ROWS * REPAIR_ROWS
-    return (first + torch.arange(REPAIR_ROWS, device=wrong.device)).clamp_max(wrong.shape[0] - 1)
-
-
-def _settle_rows_on_device(guard, section, y, seen, bad, check, compute, *, backward):
-    wrong = bad.any(-1)
-    count = wrong.sum()
-    if not guard.correct:
-        guard.report(section, outcome(seen, refused=count), backward=backward)
-        return y
-    rows = first_group(wrong)
-    fixed = torch.where(count > 0, compute(rows), y[rows])
-    elsewhere = wrong.index_fill(0, rows, False).sum()
-    left = check(fixed, rows).bad().any(-1).sum() + elsewhere
-    # Selective checkpointing keeps y and refuses a tensor whose version moved; what it keeps should be the
-    # repaired one, so the write goes past the version counter.
-    y.data.index_copy_(0, rows, fixed)
-    guard.report(section, outcome(seen, recomputed=count, refused=left), backward=backward)
-    return y
 
 
 def rebuild(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor):
@@ -291,38 +243,27 @@ def settle(
     *,
     backward: bool = False,
 ) -> torch.Tensor:
-    """Check y = a @ b with `check`, the cheapest sum that sees every element; rebuild what is wrong.
+    """Check y = a @ b with `check`, the cheapest sum that sees every element; rebuild what is wrong, or where its sums
+    cannot vouch for that compute it again. Looks at the verdict, on any device.
 
     Returns:
-        y itself when nothing was wrong (on an accelerator: an equal tensor).
+        y itself when nothing was wrong.
     """
     with unseen_by_checkpointing():
-        return _settle(guard, section, y, a, b, check, backward=backward)
-
-
-def _settle(guard, section, y, a, b, compare, *, backward):
-    def check(result):
-        return guard.widened(section, compare(result))
-
-    seen = check(y)
-    bad = seen.bad()
-    on_host = y.device.type == "cpu"
-    if on_host and not bad.any():
-        return y
-    if not guard.correct:
-        guard.report(section, outcome(seen, refused=bad.sum()), backward=backward)
-        return y
-    if on_host and not check(y).bad().any():
-        guard.report(section, outcome(seen, corrected=1, checksum=True), backward=backward)
-        return y
-    repaired = rebuild(y, a, b)
-    fixed, recomputed = repaired.matrix, torch.zeros((), dtype=torch.int64, device=y.device)
-    left = check(fixed).bad().sum() + repaired.beyond + repaired.doubtful
-    if on_host and left:
-        # 2-D damage, or more than the rebuilding sums can vouch for: from the inputs, again.
-        fixed = a @ b
-        left = check(fixed).bad().sum()
-        recomputed = recomputed + 1
-    corrected = repaired.corrected * (recomputed == 0)
-    guard.report(section, outcome(seen, corrected=corrected, recomputed=recomputed, refused=left), backward=backward)
-    return fixed
+        seen = check(y)
+        if not seen.bad().any():
+            return y
+        if not guard.correct:
+            guard.report(section, seen.worst(), "refused", backward=backward)
+            return y
+        if not check(y).bad().any():  # the first sums were wrong
+            guard.report(section, seen.worst(), "corrected", backward=backward)
+            return y
+        repaired = rebuild(y, a, b)
+        fixed, action = repaired.matrix, "corrected"
+        if check(fixed).bad().any() or repaired.beyond or repaired.doubtful:
+            fixed, action = a @ b, "recomputed"
+            if check(fixed).bad().any():
+                action = "refused"
+        guard.report(section, seen.worst(), action, backward=backward)
+        return fixed

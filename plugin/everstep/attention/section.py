@@ -72,30 +72,20 @@ class AttentionCheck:
     """Check the attention of every layer. Off: the model is torchtitan's own, unchanged."""
 
     mode: Literal["correct", "detect"] = "correct"
-    """`correct`: repair what can be repaired, refuse the slot otherwise. `detect`: refuse the slot on every
-    finding."""
+    """`correct`: repair what can be repaired in place (on the explicit path; projections on CPUs) and refuse the slot
+    otherwise. `detect`: refuse the slot on every finding."""
 
     frequency: Literal["adaptive"] | float = "adaptive"
-    """Share of the calls of each section that are checked: 0.0 to 1.0, or `adaptive`: derived for each
-    section and layer from its cost, its FLOPs and the measured error rate, to stay below residual_risk. With CUDA
-    graphs slots are drawn, and each is checked whole or not at all. Low adaptive rates are made up for in one step
-    of eight, and nothing is looked at in the others."""
-
-    residual_risk: float = 1e-5
-    """For frequency = "adaptive": harmful errors expected to pass unseen on this rank in one million
-    committed steps."""
+    """Share of slots in which a layer is checked, forward and backward: 0.0 to 1.0, or `adaptive`: as many as
+    `max_overhead` allows."""
 
     max_overhead: float = 0.02
     """For frequency = "adaptive": the most that checks take, as a share of what slots take without them, measured on
-    the device. Where residual_risk would take more, more risk is left, and an event says how much."""
+    the device."""
 
     path: Literal["auto", "explicit", "fused"] = "auto"
-    """How attention is computed. `explicit`: scores, softmax and context as matrices, each checked and
-    corrected. `fused`: the stock kernel, watched through identities. `auto`: fused wherever that kernel runs."""
-
-    rerun: Literal["always", "never"] = "always"
-    """On the fused path, whether a checked forward runs its kernel twice and compares: round-off hides a wrong score
-    from every cheaper check, most of all in bf16 and fp16. `adaptive` draws these calls by their own, lower rate."""
+    """How attention is computed. `explicit`: scores, softmax and context as matrices, each checked and corrected.
+    `fused`: the stock kernel, run twice and watched through identities. `auto`: fused wherever that kernel runs."""
 
     allow_injection: bool = False
     """Permit `[attention_check.inject]`. Never in a run whose result matters."""
@@ -112,15 +102,7 @@ class AttentionCheck:
             self.path in ("auto", "explicit", "fused"),
             f'attention_check.path = {self.path!r}: must be "auto", "explicit" or "fused".',
         )
-        _require(
-            self.rerun in ("always", "never"),
-            f'attention_check.rerun = {self.rerun!r}: must be "always" or "never".',
-        )
         self.rate()
-        _require(
-            0 < self.residual_risk <= 1e6,
-            f"attention_check.residual_risk = {self.residual_risk}: must be above 0 and at most 1e6.",
-        )
         _require(
             0 < self.max_overhead <= 10,
             f"attention_check.max_overhead = {self.max_overhead}: must be above 0 and at most 10.",
