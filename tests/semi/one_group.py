@@ -38,7 +38,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
-from everstep.data.stream_states import decode_states  # noqa: E402
+from everstep.data.plain import decode_states  # noqa: E402
 from everstep.semi.worker_files import files_by_round, folder_of  # noqa: E402
 from everstep.step import ledger  # noqa: E402
 from everstep.step.interfaces import Commit  # noqa: E402
@@ -47,6 +47,7 @@ from everstep.titan.load import load_config  # noqa: E402
 from everstep.titan.trainer import EverstepTrainer  # noqa: E402
 
 HOUR = timedelta(hours=1)
+DEADLINE_S = 600.0
 EVENTS, TOLD = [], []
 
 
@@ -58,13 +59,13 @@ class Alone:
 
     def __init__(self, trainer):
         self.inner_steps, self.begun_after = 0, []
-        step = trainer.step_optimizer
+        step = trainer.optimizer.step
 
         def counted(*args):
             self.inner_steps += 1
             return step(*args)
 
-        trainer.step_optimizer = counted
+        trainer.optimizer.step = counted
 
     def start(self, tensor, timeout):
         self.begun_after.append(self.inner_steps)
@@ -103,40 +104,45 @@ class CutError(Exception):
     pass
 
 
+def settled(trainer):
+    """All that is to be written is."""
+    assert trainer.work.store.settle(DEADLINE_S)
+
+
 def cut_short(trainer, worker, steps):
     """A worker's round ends after so many steps, each written before the next."""
-    made, step = [], trainer.step_optimizer
+    made, step = [], trainer.optimizer.step
 
     def counted(*args):
-        trainer._store.settle()
+        settled(trainer)
         if len(made) == steps:
             raise CutError
         made.append(args)
         return step(*args)
 
-    trainer.step_optimizer = counted
-    trainer._reducer.begin(trainer.column, HOUR, trainer.committed + 1)
-    trainer._reducer.begin_slot(last=False, apart=False)
+    trainer.optimizer.step = counted
+    trainer.work.reducer.begin(trainer.column, HOUR, trainer.committed + 1)
+    trainer.work.reducer.begin_slot(last=False)
     with contextlib.suppress(CutError):
-        trainer.compute(trainer.committed + 1, worker)
+        trainer.work.compute(trainer.committed + 1, worker, whole=False)
     assert len(made) == steps
-    trainer.step_optimizer = step
-    trainer.discard()
-    trainer._store.settle()
-    assert not trainer._store.failures()
+    trainer.optimizer.step = step
+    trainer.work.discard()
+    settled(trainer)
 
 
 def damaged(trainer, worker, how):
-    place = trainer._place_within(worker, trainer.committed + 1)
-    newest = max(trainer._store.within(place), key=lambda found: found.steps)
-    path = trainer._store.path(newest)
+    files = trainer.work.store.files
+    of = [place for place in files.of(worker) if place.round == trainer.committed and place.steps]
+    newest = max(of, key=lambda found: found.steps)
+    path = files.path(newest)
     match how:
         case []:
             pass
         case ["torn"]:
             path.write_bytes(path.read_bytes()[:-1])
         case ["under a foreign name"]:
-            path.rename(trainer._store.path(replace(newest, steps=newest.steps + 1)))
+            path.rename(files.path(replace(newest, steps=newest.steps + 1)))
         case _:
             raise ValueError(how)
 
@@ -144,10 +150,10 @@ def damaged(trainer, worker, how):
 def happens(trainer, what, scenario):
     match what:
         case ["moved", worker]:
-            every = trainer.settings.keep_every
+            every = trainer.config.semi_sync.keep_rounds
             if newest := trainer.committed // every * every:
                 written(trainer, worker, newest)
-            del trainer._owned[worker]
+            del trainer.work.store.held[worker]
             if isinstance(trainer.source, SlotStreams):
                 moves_streams(trainer)
         case ["lost", worker, round_]:
@@ -159,15 +165,16 @@ def happens(trainer, what, scenario):
             path.write_bytes(data)
         case ["healed"]:
             state = fetched(trainer)
-            of = trainer.round
+            of = trainer.work.state
             for tensor in (*of.trained, *of.momentum, *of.live, *of.balances, *of._balances.values()):
                 with torch.no_grad():
                     tensor.zero_()
-            trainer.round.marks, trainer._owned = {}, {}
+            of.marks = {}
+            trainer.work.store.held.clear()
             trainer.step = 0
-            trainer.heal(state)
+            trainer.work.heal(state)
         case ["cut", worker, steps, "of another history"]:
-            marks = trainer.round.marks
+            marks = trainer.work.state.marks
             mark = marks[trainer.committed]
             marks[trainer.committed] = replace(mark, history=mark.history ^ 1)
             cut_short(trainer, worker, steps)
@@ -179,14 +186,14 @@ def happens(trainer, what, scenario):
             state = fetched(trainer)
             end(trainer)
             trainer = begin(scenario)
-            trainer.heal(state)
+            trainer.work.heal(state)
         case ["absent", _]:
             pass
         case ["restarted"]:
-            trainer.save_last()
+            trainer.work.save_last()
             end(trainer)
             trainer = begin(scenario)
-            trainer.restore()
+            trainer.work.restore()
         case _:
             raise ValueError(what)
     return trainer
@@ -194,14 +201,15 @@ def happens(trainer, what, scenario):
 
 def fetched(trainer):
     """What a joiner gets, through the group's own door, when all states are written."""
-    for worker in range(trainer.workers) if trainer.committed else ():
+    for worker in range(trainer.shares) if trainer.committed else ():
         written(trainer, worker, trainer.committed)
-    trainer._door.serve(trainer.committed, trainer.history, trainer.serve())
-    fetch = trainer._door.fetch(trainer._door.address, trainer.committed, trainer.history)
+    door = trainer.participation.door
+    door.serve(trainer.committed, trainer.history, trainer.work.serve())
+    fetch = door.fetch(door.address, trainer.committed, trainer.history)
     while (state := fetch.state()) is None:
         assert not fetch.error, fetch.error
         time.sleep(0.01)
-    trainer._door.close()
+    door.close()
     return state
 
 
@@ -238,8 +246,8 @@ def run(scenario):
     EVENTS.clear()
     TOLD.clear()
     trainer = begin(scenario)
-    _, history = trainer.restore()
-    workers, begun = trainer.workers, []
+    _, history = trainer.work.restore()
+    workers, begun = trainer.shares, []
     for round_ in range(1, scenario["rounds"] + 1):
         before = scenario.get("before", {}).get(str(round_), ())
         for what in before:
@@ -247,25 +255,25 @@ def run(scenario):
         there = [worker for worker in range(workers) if ["absent", worker] not in before]
         sums = trainer.column
         sums.begun_after.clear()
-        trainer._reducer.begin(sums, HOUR, round_)
+        trainer.work.reducer.begin(sums, HOUR, round_)
         for worker in there:
             sums.inner_steps = 0
-            trainer._reducer.begin_slot(last=worker == there[-1], apart=False)
-            trainer.compute(round_, worker)
-            trainer._reducer.end_slot()
-        trainer._reducer.finish()
+            trainer.work.reducer.begin_slot(last=worker == there[-1])
+            trainer.work.compute(round_, worker, whole=False)
+            trainer.work.reducer.end_slot()
+        trainer.work.reducer.finish()
         begun.append(sorted(set(sums.begun_after)))
         parent, history = history, ledger.extend(history, round_, "alone")
-        of = trainer.results()
-        trainer.apply(
+        of = trainer.work.results()
+        trainer.work.apply(
             Commit(
                 step=round_, history=history, parent=parent, tokens=of.tokens, loss=of.loss, extra=of.extra,
                 owners=tuple(0 if worker in there else -1 for worker in range(workers)), groups=(0,),
-                able=(0,), held=-1, once=len(there) == workers, saver=-1, all_leave=False, quorum_id=0,
+                able=(0,), held=-1, once=len(there) == workers, saver=-1, all_leave=False, unfit=(), quorum_id=0,
                 attempts=1, compute_s=0.0, reduce_s=0.0, took_s=0.0,
             )
         )  # fmt: skip
-        trainer.discard()
+        trainer.work.discard()
     parameters = {name: whole(t) for part in trainer.model_parts for name, t in part.state_dict().items()}
     losses = [loss for event in EVENTS if event["kind"] == "commit" for loss in event["inner_losses"]]
     torch.save(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import cross_entropy
 
-from everstep.titan.cpu import use_plain_attention
+from everstep.titan import cpu
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Simulation:
 
 
 def build(config):
-    use_plain_attention(config.model_spec.model)
+    cpu.prepare(config)
     config.model_spec.model.update_from_config(config=config)
     with torch.device("meta"):
         model = config.model_spec.model.build()
@@ -105,7 +105,9 @@ def simulate(
             adam.zero_grad()
             for slot in range(worker * each, (worker + 1) * each):
                 inputs, labels = data.microbatch(step, slot)
-                logits = local(inputs["input"], positions=inputs["positions"])
+                positions = inputs["positions"]
+                masks = local.get_attention_masks(positions=positions)
+                logits = local(inputs["input"], positions=positions, attention_masks=masks)
                 loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) / each
                 loss.backward()
                 losses[-1] += loss.item() / len(there)

@@ -40,10 +40,6 @@ def load(tmp_path):
 
 
 REFUSED = {
-    "an unknown method": (
-        GOOD.replace("diloco", "dilcoo"),
-        '[semi_sync] method must be one of "none", "local_sgd", "diloco", got "dilcoo"',
-    ),
     "workers that do not divide the batch": (
         GOOD.replace("workers = 4", "workers = 5"),
         "[semi_sync] workers = 5 must divide the batch: global_batch_size = 24 is no multiple of 5 workers x "
@@ -52,10 +48,6 @@ REFUSED = {
     "fewer workers than groups": (
         GOOD.replace("workers = 4", "workers = 2"),
         "[semi_sync] workers = 2 must be at least groups = 3: each carries one",
-    ),
-    "no steps between two rounds": (
-        GOOD.replace("sync_steps = 10", "sync_steps = 0"),
-        "[semi_sync] sync_steps must be at least 1, got 0",
     ),
     "half a round at the end": (
         GOOD.replace("steps = 100", "steps = 105"),
@@ -71,22 +63,9 @@ REFUSED = {
         GOOD.replace("enable = true", "enable = false"),
         '[semi_sync] method = "diloco" needs [fault_tolerance] enable = true',
     ),
-    "an outer rate below nothing": (
-        GOOD + "outer_lr = -0.7\n",
-        "[semi_sync] outer_lr must be more than 0, got -0.7",
-    ),
-    "a momentum that never ends": (
-        GOOD + "outer_momentum = 1.0\n",
-        "[semi_sync] outer_momentum must be at least 0 and less than 1, got 1.0",
-    ),
     "an outer optimizer that local SGD has not": (
         GOOD.replace("diloco", "local_sgd") + "outer_lr = 0.5\n",
         '[semi_sync] outer_lr is read with method = "diloco" only, but method is "local_sgd"',
-    ),
-    "a sum that would outlast the round": (
-        GOOD + "overlap_steps = 10\n",
-        "[semi_sync] overlap_steps = 10 must be at least 0 and less than sync_steps / fragments = 10: a sum ends "
-        "before the next begins",
     ),
     "a sum that would outlast a fragment's round": (
         GOOD + "fragments = 5\noverlap_steps = 2\n",
@@ -102,25 +81,10 @@ REFUSED = {
         "[semi_sync] sync_steps = 10 must be a multiple of fragments = 3: they are synchronised in turn, equally far "
         "apart",
     ),
-    "no fragments": (GOOD + "fragments = 0\n", "[semi_sync] fragments = 0 must be at least 1"),
-    "workers that keep all of their own": (
-        GOOD + "mixing = 1.0\n",
-        "[semi_sync] mixing = 1.0 must be at least 0 and less than 1: a worker that keeps all of its own takes nothing "
-        "over",
-    ),
-    "states that are never written": (GOOD + "keep_every = 0\n", "[semi_sync] keep_every = 0 must be at least 1"),
     "states within rounds that are never written": (
         GOOD + "fragments = 2\nkeep_steps = 6\n",
-        "[semi_sync] keep_steps = 6 must be at most the sync_steps / fragments = 5 steps of a round",
-    ),
-    "states within rounds too often": (GOOD + "keep_steps = -1\n", "[semi_sync] keep_steps = -1 must be at least 0"),
-    "unknown numbers": (
-        GOOD + 'quantize = "fp4"\n',
-        '[semi_sync] quantize must be one of "none", "bf16", "int8", got "fp4"',
-    ),
-    "fragments of local SGD": (
-        GOOD.replace("diloco", "local_sgd") + "fragments = 2\n",
-        '[semi_sync] fragments is read with method = "diloco" only, but method is "local_sgd"',
+        "[semi_sync] keep_steps = 6 must be at most the sync_steps / fragments = 5 steps of a round, or a multiple of "
+        "them",
     ),
     "snapshots": (
         GOOD + "[snapshot]\nenable = true\n",
@@ -136,18 +100,9 @@ REFUSED = {
         '[fault_tolerance] on_loss = "shrink" is about slots: with [semi_sync] method = "diloco" set [semi_sync] '
         "on_loss",
     ),
-    "an unknown way to lose": (
-        GOOD + 'on_loss = "redistribute"\n',
-        '[semi_sync] on_loss must be one of "resume", "shrink", got "redistribute"',
-    ),
     "waiting for what is not adopted": (
         GOOD + 'on_loss = "shrink"\nadopt_after_s = 5.0\n',
         '[semi_sync] adopt_after_s is read with on_loss = "resume" only: "shrink" moves no workers',
-    ),
-    "waiting for longer than anything": (
-        GOOD + "adopt_after_s = 3600.0\n",
-        "[semi_sync] adopt_after_s = 3600.0 must be at least 0 and less than [fault_tolerance] give_up_after_s = "
-        "3600.0",
     ),
 }
 

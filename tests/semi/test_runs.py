@@ -10,12 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from everstep.chaos.campaign import read_campaign
 from everstep.report import score
 from everstep.run.beats import beat_path, read_beat
 from everstep.titan.load import load_config
 from everstep.titan.trainer import EverstepTrainer
-from llama3_ft import LLAMA3_FT, STDLIB
 from reference import build
 from semi_runs import (
     DEADLINE_S,
@@ -89,7 +87,10 @@ WAYS = {
     "streamed, kept": STREAMED | {"keep_steps": 1},
     "quarters, kept": QUARTERS | {"keep_steps": 1},
 }
-ROUNDS_CAMPAIGN = Path(__file__).resolve().parents[2] / "configs/chaos/rounds.toml"
+ROUNDS_CAMPAIGN = Path(__file__).resolve().parents[1] / "chaos" / "rounds.toml"
+ROUNDS_FAULTS = {"kill-mid-round", "kill-during-sum", "kill-host-and-states", "kill-adopter"}
+IN_WORKER = {"imports": ["in_worker.faults"]}
+"""Tests' own faults (tests/chaos)."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class Long:
             semi_sync=self.semi,
             checkpoint={"interval": 5 * self.semi["sync_steps"]},
             fault_tolerance={"groups": 3, "allow_faults": True},
+            override=IN_WORKER,
         )
 
     @property
@@ -149,12 +151,12 @@ def test_each_fault_of_rounds_changes_nothing(start, reference, tmp_path, way):
     chaos(run, ROUNDS_CAMPAIGN)
     assert run.wait(DEADLINE_S) == 0, run.said()
     figures = long.is_as_without_failures(run, reference(config))
-    assert figures["faults"].keys() - {"died"} == {entry.fault.name for entry in read_campaign(ROUNDS_CAMPAIGN).entries}
+    assert figures["faults"].keys() - {"died"} == ROUNDS_FAULTS
     assert figures["deaths_unprovoked"] == 0
 
 
 def chaos(run, campaign):
-    command = [sys.executable, "-m", "everstep.cli", "chaos", str(run.run_dir), "--campaign", str(campaign)]
+    command = [sys.executable, "-m", "more_faults", "chaos", str(run.run_dir), "--campaign", str(campaign)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -173,6 +175,7 @@ def test_groups_of_two_ranks_are_what_the_paper_says_also_when_one_dies_within_a
         "semi_sync": {"sync_steps": 8, "fragments": 2, "overlap_steps": 1, "mixing": 0.5, "keep_steps": 1},
         "parallelism": {degree: 2},
         "fault_tolerance": {"allow_faults": True},
+        "override": IN_WORKER,
     }
     config = semi_config(tmp_path / "run.toml", **sections)
     model = build(load_config(config, EverstepTrainer.Config))
@@ -198,7 +201,11 @@ def test_groups_of_two_ranks_are_what_the_paper_says_also_when_one_dies_within_a
 @pytest.mark.parametrize("to", ["bf16", "int8"])
 def test_changes_in_few_bits_give_the_same_to_the_bit_whoever_carries_whom(start, reference, tmp_path, to):
     semi = {"sync_steps": 8, "fragments": 2, "overlap_steps": 2, "mixing": 0.5, "keep_steps": 1}
-    sections = {"training": {"steps": 20 * 8}, "fault_tolerance": {"groups": 3, "allow_faults": True}}
+    sections = {
+        "training": {"steps": 20 * 8},
+        "fault_tolerance": {"groups": 3, "allow_faults": True},
+        "override": IN_WORKER,
+    }
     config = semi_config(tmp_path / "run.toml", semi_sync=semi | {"quantize": to}, **sections)
     clean, run = (start(config, name=name) for name in ("clean", "run"))
     soon(run, lambda: run.events("commit"))
@@ -217,49 +224,3 @@ def test_changes_in_few_bits_give_the_same_to_the_bit_whoever_carries_whom(start
     print(to, "off by", off / rounding, "of what rounding makes")
     assert off < 0.3 * rounding
     assert score.verdict(score.score(run.run_dir)) == []
-
-
-@pytest.mark.slow
-def test_the_debug_model_of_02s_ft_trainer_trains_and_survives(start, tmp_path):
-    """Two groups, as the file says but for what a CPU lacks; its run with a kill in the middle of a round beside the
-    one without."""
-    config = tmp_path / "debug_model.toml"
-    small = LLAMA3_FT.replace("seq_len = 2048", "seq_len = 64\nglobal_batch_size = 16").replace(
-        '"nccl"', '"gloo"\ngroups = 2'
-    )
-    config.write_text(small.replace("enable_profiling = true", "enable_profiling = false") + STDLIB)
-    clean, run = (start(config, name=name) for name in ("clean", "run"))
-    rounds, steps, workers = 20, 5, 2
-    soon(run, lambda: any(event["groups"] == [0, 1] for event in run.events("commit")))
-    soon(run, lambda: computes(run, 1))
-    killed = run.kill(1)
-    soon(run, lambda: run.events("heal", killed, group=1))
-    assert (clean.wait(DEADLINE_S), run.wait(DEADLINE_S)) == (0, 0), clean.said() + run.said()
-    assert rounds_in_the_final_state(run.run_dir, steps) == Counter(
-        (step // steps + 1, worker, step + 1) for step in range(rounds * steps) for worker in range(workers)
-    )
-    losses = losses_of(run)
-    print(
-        "losses",
-        losses[0],
-        losses[-1],
-        "differ by",
-        max(abs(a - b) for a, b in zip(losses, losses_of(clean), strict=True)),
-    )
-    assert losses[-1] < losses[0] - 1
-    assert losses == pytest.approx(losses_of(clean), abs=1e-5)
-    assert score.verdict(score.score(run.run_dir)) == []
-
-
-@pytest.mark.slow
-def test_more_workers_than_fit_into_memory_are_refused(start, tmp_path):
-    many = 100_000
-    config = semi_config(
-        tmp_path / "run.toml",
-        training={"global_batch_size": many},
-        semi_sync={"workers": many},
-        fault_tolerance={"groups": 1},
-    )
-    run = start(config)
-    assert run.wait(DEADLINE_S) != 0
-    assert f"the states of {many} workers need" in run.said() + (run.run_dir / "logs/group-0/rank-0.log").read_text()

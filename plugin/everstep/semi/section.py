@@ -44,17 +44,15 @@ class SemiSync:
     """Diloco only: the numbers that each worker's change is sent in. They are summed in float32; what rounding takes
     away is not made up for later."""
 
-    keep_every: int = 1
-    """Rounds between two writes of each worker's own state to the run directory. Of a worker that moves to another
-    group the rounds since are made again."""
-
     keep_steps: int = 0
-    """Optimizer steps between two writes of a worker's state within a round to the run directory: whoever makes the
-    round of a lost worker goes on from there. 0: it begins the round anew."""
+    """Optimizer steps between two writes of each worker's own state to the run directory. 0: those of a round. Less:
+    whoever makes the round of a lost worker goes on from the newest state within it. More, a multiple of a round's:
+    the rounds since the newest state are made again."""
 
     on_loss: Literal["resume", "shrink"] = "resume"
     """When a group is lost: `resume` has its workers' rounds computed by others, so that all workers are in each
-    synchronisation; `shrink` synchronises those whose groups are there (torchft's behaviour)."""
+    synchronisation; a worker whose state is nowhere ends the run. `shrink` synchronises those whose groups are there
+    (torchft's behaviour); a worker whose state is nowhere begins anew."""
 
     adopt_after_s: float = 0.0
     """Resume only: how long the others wait for a lost group before one of them takes its workers over. Whatever it is,
@@ -68,6 +66,16 @@ class SemiSync:
     def round_steps(self) -> int:
         """h: steps of each worker between two synchronisations of anything, H / P."""
         return self.sync_steps // self.fragments
+
+    @property
+    def keep_rounds(self) -> int:
+        """K: rounds between two states of a worker after a round that are written."""
+        return max(1, self.keep_steps // self.round_steps)
+
+    @property
+    def keep_within(self) -> int:
+        """Steps between two states within a round that are written; 0: none is."""
+        return self.keep_steps if self.keep_steps < self.round_steps else 0
 
     def commits(self, steps: int) -> int:
         """How many commits a run of so many optimizer steps makes: its rounds, or the steps themselves."""

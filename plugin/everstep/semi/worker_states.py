@@ -1,0 +1,139 @@
+"""One rank's store of workers' own states: the newest of each worker in memory, and files that outlive the group.
+
+A thread writes while training goes on. Of a worker at most two states wait or are being written: one that has not begun
+gives way to the next. A state that cannot be written is tried again until then.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from everstep.semi.worker_files import Place, WorkerFiles
+
+RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    place: Place
+    parts: Sequence[memoryview]
+    keep_round: int
+    keep_steps: int
+
+
+class WorkerStates:
+    """Keeps states, and tells which are not on storage yet.
+
+    Args:
+        files: of this rank.
+        rounds: K, rounds between two states of a worker that are written. While the state after the last K rounds is
+            written, the state before it has to be there.
+    """
+
+    def __init__(self, files: WorkerFiles, rounds: int) -> None:
+        self.files, self._rounds = files, rounds
+        self.held: dict[int, tuple[Place, bytes]] = {}
+        """By worker the newest state after a round that this rank has in memory."""
+        self._change = threading.Condition()
+        self._waiting: dict[int, _Job] = {}
+        self._writing: _Job | None = None
+        self._saved: dict[int, int] = {}
+        """By worker the round of the newest state that was given to be written."""
+        self._written: dict[int, int] = {}
+        """By worker the round of the newest state that is known to be on storage, or with other groups."""
+        self._error = ""
+        threading.Thread(target=self._write_on, name="worker-states", daemon=True).start()
+
+    def hold(self, place: Place, state: bytes) -> None:
+        """Keep a worker's newest state in memory."""
+        self.held[place.worker] = place, state
+
+    def holds(self, worker: int, round_: int) -> bool:
+        """Whether a worker's state after a round is in memory."""
+        return worker in self.held and self.held[worker][0].round == round_
+
+    def has(self, place: Place) -> bool:
+        """Whether a state after a round is in memory or in a file, by its name and size."""
+        return self.holds(place.worker, place.round) or self.files.has(place)
+
+    def of(self, worker: int) -> list[Place]:
+        """The states of a worker in memory and in files."""
+        return [*self.files.of(worker), *(place for place, _ in self.held.values() if place.worker == worker)]
+
+    def read(self, place: Place) -> bytes | None:
+        """A state in memory or in a file; None if it is not there whole and authentic."""
+        held, state = self.held.get(place.worker, (None, b""))
+        return state if held == place else self.files.read(place)
+
+    def save(self, place: Place, parts: Sequence[memoryview], *, keep_steps: int = 0) -> None:
+        """Begin to write a state, in parts. See `is_over` for what is removed then. One within a round is for an idle
+        store only, lest it displace one after a round."""
+        with self._change:
+            self._waiting[place.worker] = _Job(place, parts, place.round - 2 * self._rounds, keep_steps)
+            if not place.steps:
+                self._saved[place.worker] = place.round
+                self._written.setdefault(place.worker, place.round - self._rounds)  # where it was taken up
+            self._change.notify_all()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be written."""
+        with self._change:
+            return self._is_idle()
+
+    def _is_idle(self) -> bool:
+        return not self._waiting and self._writing is None
+
+    def behind(self) -> str:
+        """Which worker's state has waited for too long, and why; empty as long as each but the newest state of a worker
+        is on storage."""
+        with self._change:
+            return self._behind()
+
+    def _behind(self) -> str:
+        late = [w for w, round_ in self._saved.items() if self._written[w] < round_ - self._rounds]
+        if not late:
+            return ""
+        return (
+            f"states of worker{'s'[: len(late) > 1]} {', '.join(map(str, late))} after round {self._written[late[0]]} "
+            f"are not written to {self.files.folder}: {self._error or 'the storage takes longer than a round'}"
+        )
+
+    def catch_up(self, timeout_s: float) -> bool:
+        """Wait until nothing is `behind`; whether that came in time."""
+        with self._change:
+            return self._change.wait_for(lambda: not self._behind(), timeout_s)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait for all that is to be written; whether it was in time."""
+        with self._change:
+            return self._change.wait_for(self._is_idle, timeout_s)
+
+    def let_go(self, known: Sequence[Place]) -> None:
+        """Forget states in memory that are of none of these places, or older than one of them that is in a file."""
+        for worker, (place, _) in list(self.held.items()):
+            mine = [one for one in known if one.worker == worker]
+            if place not in mine or any(one.round > place.round and self.files.has(one) for one in mine):
+                del self.held[worker]
+
+    def _write_on(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: bool(self._waiting))
+                worker = next(iter(self._waiting))
+                self._writing = job = self._waiting.pop(worker)
+            error = ""
+            try:
+                self.files.write(job.place, job.parts, keep_round=job.keep_round, keep_steps=job.keep_steps)
+            except OSError as failed:
+                error = str(failed)
+            with self._change:
+                self._writing, self._error = None, error
+                if error:
+                    self._waiting.setdefault(worker, job)
+                elif not job.place.steps:
+                    self._written[worker] = max(job.place.round, self._written[worker])
+                self._change.notify_all()
+            if error:
+                time.sleep(RETRY_S)
