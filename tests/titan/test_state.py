@@ -127,5 +127,5 @@ def test_a_snapshot_is_shared_among_the_groups_that_have_the_state(monkeypatch):
     one._copier = Copier()
     one._segment = None
     fields = dict.fromkeys(Commit.__dataclass_fields__, 0)
-    one.committed(Commit(**fields | {"groups": (0, 1, 2), "able": (0, 2)}), {}, dict, keep=False)
+    one.committed(Commit(**fields | {"groups": (0, 1, 2), "able": (0, 2)}), {}, dict, wanted=False)
     assert shared == [(0, 2)]

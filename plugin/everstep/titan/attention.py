@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.attention import (
     BaseAttention,
@@ -27,9 +27,10 @@ from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 from everstep.attention import explicit, fused, operators
 from everstep.attention.guard import Checks, Guard
 from everstep.attention.linear import WeightSums, linear, result_names
-from everstep.attention.masks import Visible, documents_of
+from everstep.attention.masks import Visible, documents_of, ranges_of
 from everstep.attention.section import AttentionCheck
 from everstep.titan import private
+from everstep.titan.cpu_attention import MatrixFlexAttention, MatrixMask, MatrixVarlenAttention
 
 _PROJECTIONS = ["model_spec.model.*.attention.*"]
 _INNER = ["model_spec.model.*.attention.inner_attention"]
@@ -88,8 +89,8 @@ class _CheckedInner:
     """
 
     guard: Guard | None = None
-    hands_out_lse: ClassVar[bool] = True
-    """Whether the stock forward gives lse to an `out_transform`."""
+    hands_out_lse: ClassVar[Literal["always", "asked", "never"]] = "always"
+    """Whether the stock forward gives lse to an `out_transform`; `asked`: where the model has one, at a price."""
     wide_sums: ClassVar[bool] = False
     """Whether the kernel adds up dK and dV, over all queries and the query heads of a group, in its accumulators."""
     reads: ClassVar[torch.dtype | None] = None
@@ -101,10 +102,7 @@ class _CheckedInner:
 
     def results(self, name: str) -> tuple[str, ...]:
         """Names of what is checked."""
-        if self.explicit_path:
-            return explicit.RESULTS
-        imitable = not self.hands_out_lse and not torch.accelerator.is_available()
-        return (*fused.RESULTS, fused.SCORES) if imitable else fused.RESULTS
+        return explicit.RESULTS if self.explicit_path else fused.RESULTS
 
     def _visible(self, q_BLNH: torch.Tensor, masks: dict[str, Any]) -> Visible:
         """The mask that `masks`, the keyword arguments of the stock forward about it, stand for."""
@@ -118,16 +116,17 @@ class _CheckedInner:
             out, lse = explicit.attention(q_BLNH, k_BLNH, v_BLNH, visible, scale=scale, guard=guard)
             return out if out_transform is None else out_transform(out, lse)
         stock: Callable[..., Any] = super().forward  # pyrefly: ignore[missing-attribute] of the class next in line
-        if not self.hands_out_lse:
+        if self.hands_out_lse == "never":
             out_transform = None  # as the stock forward, which takes it and does nothing with it
         if guard is None:
             transform = {} if out_transform is None else {"out_transform": out_transform}
             return stock(q_BLNH, k_BLNH, v_BLNH, scale=scale, **transform, **kwargs)
         kwargs.pop("enable_gqa", None)
+        with_lse = self.hands_out_lse == "always" or (self.hands_out_lse == "asked" and out_transform is not None)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
             given = {**kwargs, "scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
-            if self.hands_out_lse:
+            if with_lse:
                 return stock(q, k, v, out_transform=lambda out, lse: (out, lse), **given)
             return stock(q, k, v, **given), None
 
@@ -135,7 +134,7 @@ class _CheckedInner:
         plain = kwargs.get("score_mod") is None
         known = {"scale": scale, "guard": guard, "plain_scores": plain, "wide_sums": self.wide_sums}
         if torch.compiler.is_compiling():
-            out, lse = operators.attention(attend, q, k, v, hands_out_lse=self.hands_out_lse, **known)
+            out, lse = operators.attention(attend, q, k, v, hands_out_lse=with_lse, **known)
         else:
             out, lse = fused.attention(attend, q, k, v, **known)
         out = out.to(q_BLNH.dtype)
@@ -157,7 +156,18 @@ class CheckedFlexAttention(_CheckedInner, FlexAttention):
                 'attention_check.path = "explicit": this model changes scores by a score_mod, which the '
                 'explicit path does not compute; use attention_check.path = "fused".'
             )
-        return _seen_by_block_mask(masks["attention_masks"], q_BLNH.shape[1])
+        return _seen_by_block_mask(masks["attention_masks"])
+
+
+class CheckedMatrixFlexAttention(CheckedFlexAttention, MatrixFlexAttention):
+    """FlexAttention on a CPU, watched, or replaced by attention as matrices."""
+
+    wide_sums = False
+    hands_out_lse = "asked"
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckedFlexAttention.Config, MatrixFlexAttention.Config):
+        pass
 
 
 class CheckedVarlenAttention(_CheckedInner, VarlenAttention):
@@ -179,10 +189,21 @@ class CheckedVarlenAttention(_CheckedInner, VarlenAttention):
         )
 
 
+class CheckedMatrixVarlenAttention(CheckedVarlenAttention, MatrixVarlenAttention):
+    """Varlen attention on a CPU, watched, or replaced by attention as matrices."""
+
+    reads = None
+    hands_out_lse = "asked"
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckedVarlenAttention.Config, MatrixVarlenAttention.Config):
+        pass
+
+
 class CheckedScaledDotProductAttention(_CheckedInner, ScaledDotProductAttention):
     """Scaled dot product attention, watched, or replaced by attention as matrices."""
 
-    hands_out_lse = False
+    hands_out_lse = "never"
 
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledDotProductAttention.Config):
@@ -194,20 +215,14 @@ class CheckedScaledDotProductAttention(_CheckedInner, ScaledDotProductAttention)
         return Visible(causal=masks.get("is_causal", True))
 
 
-def _seen_by_block_mask(mask: BlockMask, length: int) -> Visible:
-    """The rule of a BlockMask, and on a CPU which keys its rows of blocks can see at all.
-
-    On an accelerator that would be a look at the device's data, so every key is gone through there.
-    """
-    if mask.kv_num_blocks.device.type != "cpu":
+def _seen_by_block_mask(mask: BlockMask) -> Visible:
+    """The rule of a BlockMask. Which keys are seen at all is known of a matrix; on an accelerator it would be a look at
+    the device's data, so every key is gone through there."""
+    if not isinstance(mask, MatrixMask):
         return Visible(causal=False, mod=mask.mask_mod)
-    rows, columns = mask.BLOCK_SIZE
-    dense = mask.to_dense().flatten(0, 1).any(0)
-    ranges = []
-    for row in dense:
-        used = row.nonzero().flatten().tolist() or [0]
-        ranges.append((used[0] * columns, min((used[-1] + 1) * columns, length)))
-    return Visible(causal=False, mod=mask.mask_mod, ranges=(rows, tuple(ranges)))
+    if mask.seen is None:
+        return Visible()
+    return Visible(causal=False, mod=mask.mask_mod, ranges=ranges_of(mask.seen))
 
 
 @override(target=Linear.Config, fqns=_PROJECTIONS, description="Everstep: projections that check themselves")
@@ -232,13 +247,15 @@ def checked_projections(config: Linear.Config) -> Linear.Config:
 @override(target=FlexAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
 def checked_flex(config: FlexAttention.Config, *, path: str) -> FlexAttention.Config:
     """The checked counterpart of FlexAttention."""
-    return derive(config, CheckedFlexAttention.Config, path=path)
+    own = CheckedMatrixFlexAttention if isinstance(config, MatrixFlexAttention.Config) else CheckedFlexAttention
+    return derive(config, own.Config, path=path)
 
 
 @override(target=VarlenAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
 def checked_varlen(config: VarlenAttention.Config, *, path: str) -> VarlenAttention.Config:
     """The checked counterpart of VarlenAttention."""
-    return derive(config, CheckedVarlenAttention.Config, path=path)
+    own = CheckedMatrixVarlenAttention if isinstance(config, MatrixVarlenAttention.Config) else CheckedVarlenAttention
+    return derive(config, own.Config, path=path)
 
 
 @override(target=ScaledDotProductAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
@@ -263,7 +280,9 @@ def apply(config: Any, section: AttentionCheck) -> None:
     kinds = {type(attention.inner_attention) for _, attention, _, _ in model.traverse(BaseAttention.Config)}
     names = {
         FlexAttention.Config: "checked_flex",
+        MatrixFlexAttention.Config: "checked_flex",
         VarlenAttention.Config: "checked_varlen",
+        MatrixVarlenAttention.Config: "checked_varlen",
         ScaledDotProductAttention.Config: "checked_sdpa",
     }
     if not kinds:
@@ -273,7 +292,7 @@ def apply(config: Any, section: AttentionCheck) -> None:
         raise ValueError(f"attention_check.enable: inner attention {', '.join(unknown)} cannot be checked.")
     _refuse(config)
     on_cpu = not torch.accelerator.is_available()
-    runs = not on_cpu or kinds == {ScaledDotProductAttention.Config}
+    runs = not (on_cpu and kinds & {FlexAttention.Config, VarlenAttention.Config})
     path = ("fused" if runs else "explicit") if section.path == "auto" else section.path
     compiled = config.compile.enable and "model" in config.compile.components
     if compiled and path == "explicit":
@@ -287,24 +306,21 @@ def apply(config: Any, section: AttentionCheck) -> None:
         raise ValueError(
             'attention_check.path = "fused": the attention kernel of this model does not run on a CPU; use "explicit".'
         )
-    if path == "explicit" and not on_cpu and not config.training.disable_cuda_graphs:
-        raise ValueError(
-            'attention_check.path = "explicit": cannot be recorded; use attention_check.path = "fused" or set '
-            "training.disable_cuda_graphs = true."
-        )
-    if on_cpu:
-        # Compiling the mask takes longer than a CPU run's masks take without.
-        private.make_masks_with(create_block_mask)
     here = __name__
     config.override.imports += [
         f"{here}.checked_projections",
-        *((f"{here}.{names[kind]}", {"path": path}) for kind in sorted(kinds, key=str)),
+        *((f"{here}.{name}", {"path": path}) for name in sorted({names[kind] for kind in kinds})),
     ]
 
 
 def _refuse(config: Any) -> None:
     """Raise for settings under which checks would be wrong or silent."""
     parallelism = config.parallelism
+    if torch.accelerator.is_available() and not config.training.disable_cuda_graphs:
+        raise ValueError(
+            "attention_check.enable: a recorded CUDA graph cannot be checked in some slots and not in others; set "
+            "training.disable_cuda_graphs = true."
+        )
     if parallelism.context_parallel_degree > 1:
         raise ValueError(
             "attention_check.enable: parallelism.context_parallel_degree > 1 is not supported: the gradient of a key "
@@ -379,16 +395,13 @@ def coverage(model_parts: Iterable[nn.Module]) -> Coverage:
 _OTHER_ATTENTION = re.compile(r"Attention$|DeltaNet$")
 
 
-def attach(
-    model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: int = 0, seed: int = 0, recorded: bool = False
-) -> Checks:
+def attach(model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: int = 0, seed: int = 0) -> Checks:
     """Give the checked modules of a built model their guards.
 
     Args:
         model_parts: as the Trainer holds them, parallelized or not.
         rank: this rank in its group, named in findings.
         seed: draws which calls are checked.
-        recorded: whether slots are replays of recorded graphs; then call `record_both`.
 
     Returns:
         What the training step calls: `begin`, `refused`, `committed`, `drain`.
@@ -397,7 +410,7 @@ def attach(
         ValueError: something of the attention is not checked, `apply` having been called after the model was built, or
             the model having an attention that it does not know.
     """
-    checks = Checks(section, rank=rank, seed=seed, recorded=recorded)
+    checks = Checks(section, rank=rank, seed=seed)
     model_parts = list(model_parts)
     inner = 0
     for part in model_parts:
@@ -422,23 +435,3 @@ def attach(
             f"{', '.join(checks.coverage.missing[:3])}; switch attention_check off."
         )
     return checks
-
-
-def record_both(trainer: Any, checks: Checks) -> None:
-    """Have a trainer that records its forward and backward record them twice, with every check and with none, and
-    replay what `checks` says of the slot.
-
-    Raises:
-        ValueError: nobody would say that a slot begins.
-    """
-    if not trainer.config.fault_tolerance.enable:
-        raise ValueError(
-            "attention_check.enable: with CUDA graphs it needs fault_tolerance.enable = true; set it, or "
-            "training.disable_cuda_graphs = true."
-        )
-    checked, plain = trainer.fwd_bwd_fn, private.recorded_again(trainer)
-
-    def forward_backward(*args: Any) -> torch.Tensor:
-        return (checked if checks.schedule.whole else plain)(*args)
-
-    trainer.fwd_bwd_fn = forward_backward

@@ -14,7 +14,6 @@ import torch
 import torch.distributed
 from torch.distributed.fsdp import FSDPModule
 
-from everstep.config.private import component_of
 from everstep.titan import private
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
@@ -90,35 +89,7 @@ def sum_only_collectives(model_parts: list[torch.nn.Module]) -> None:
 
 
 def prepare(config: Any) -> None:
-    """Give a trainer config's model an attention that a CPU trains, in place.
+    """Give a trainer config's model an attention that a CPU trains, under the model's own masks, in place."""
+    from everstep.titan import cpu_attention
 
-    Where a mask says no more than "causal" that is scaled dot product attention, which CPUs have a kernel of. Models
-    with windows or sinks, and rows that are split among ranks, keep their masks: they are computed as matrices.
-    """
-    from torchtitan.models.common.decoder import Decoder
-
-    model = config.model_spec.model
-    masks = getattr(component_of(model), "get_attention_masks", None)
-    if masks is Decoder.get_attention_masks and config.parallelism.context_parallel_degree == 1:
-        use_plain_attention(model)
-    else:
-        from everstep.titan.cpu_attention import keep_masks
-
-        keep_masks(model)
-
-
-def use_plain_attention(model_config) -> None:
-    """Swap FlexAttention, which has no CPU backward, for scaled dot product attention in a torchtitan model config.
-
-    Args:
-        model_config: a `BaseModel.Config`; changed in place. Configs that use neither are left as they are.
-    """
-    from torchtitan.models.common.attention import (
-        FlexAttention,
-        ScaledDotProductAttention,
-        VarlenAttention,
-    )
-
-    for kind in (FlexAttention.Config, VarlenAttention.Config):
-        for _, _, parent, field in list(model_config.traverse(kind)):
-            setattr(parent, field, ScaledDotProductAttention.Config())
+    cpu_attention.prepare(config.model_spec.model, split_rows=config.parallelism.context_parallel_degree > 1)

@@ -1,7 +1,8 @@
-"""Attention as matrices, for models whose masks say more than "causal" on a machine without an accelerator.
+"""FlexAttention and varlen attention on a machine without an accelerator, under the masks that the model asks for.
 
-PyTorch has no backward of FlexAttention on a CPU and no varlen attention at all. Both are computed here from their own
-masks, with the whole score matrix in memory: for tries and tests, with rows of a few hundred tokens.
+PyTorch has no backward of FlexAttention on a CPU and no varlen attention at all. Both are computed here by scaled dot
+product attention, which CPUs have a kernel of, with their mask as a matrix: for tries and tests, with rows of a few
+hundred tokens. Where a model wants the logarithms of the rows' sums too (sinks), scores and weights are matrices.
 
 Shape suffixes, as torchtitan's: B batch, L positions, N heads, H head dimension; S positions of keys.
 """
@@ -12,69 +13,135 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask, create_mask
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torchtitan.config.override import derive
-from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
 from everstep.titan import private
 
+Transform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-def keep_masks(model_config: Any) -> None:
-    """Have FlexAttention and varlen attention computed as matrices, in this process and in a model config.
+
+class MatrixMask(BlockMask):
+    """A BlockMask of one block, with its mask as a matrix, made once for all layers.
+
+    seen: bool [B or 1, N or 1, L, S], true where a query sees a key; None: all keys up to its own, and no other.
+    """
+
+    seen: torch.Tensor | None
+
+
+def prepare(model_config: Any, *, split_rows: bool = False) -> None:
+    """Have FlexAttention and varlen attention computed on a CPU, in this process and in a model config.
 
     Args:
-        model_config: a `BaseModel.Config`; changed in place.
+        model_config: a `BaseModel.Config`; changed in place. Configs that use neither are left as they are.
+        split_rows: whether ranks have parts of rows, and so of their masks.
     """
-    private.make_masks_with(create_block_mask)
-    private.compute_flex_with(flex_attention)
-    for _, config, parent, field in list(model_config.traverse(VarlenAttention.Config)):
-        setattr(parent, field, derive(config, DenseVarlenAttention.Config))
+    private.make_masks_with(create_block_mask if split_rows else matrix_mask, create_block_mask)
+    for kind, own in ((FlexAttention, MatrixFlexAttention), (VarlenAttention, MatrixVarlenAttention)):
+        for _, config, parent, field in list(model_config.traverse(kind.Config)):
+            setattr(parent, field, derive(config, own.Config))
+
+
+def matrix_mask(
+    mask_mod: Callable[..., torch.Tensor],
+    batch: int | None,
+    heads: int | None,
+    queries: int,
+    keys: int,
+    device: Any = None,
+    **blocks: Any,
+) -> MatrixMask:
+    """In place of torch's `create_block_mask`, as torchtitan calls it; blocks: sizes that a kernel would want."""
+    sizes = batch or 1, heads or 1, queries, keys
+    b, h, i, j = (
+        torch.arange(size, device=device).view([-1 if at == place else 1 for at in range(4)])
+        for place, size in enumerate(sizes)
+    )
+    seen = mask_mod(b, h, i, j).expand(sizes)
+    one = torch.ones(*sizes[:2], 1, dtype=torch.int32, device=device)
+    mask = MatrixMask.from_kv_blocks(
+        one,
+        torch.zeros_like(one).unsqueeze(-1),
+        BLOCK_SIZE=(queries, keys),
+        mask_mod=mask_mod,
+        seq_lengths=(queries, keys),
+        compute_q_blocks=False,
+    )
+    mask.seen = None if torch.equal(seen, (j <= i).expand(sizes)) else seen
+    return mask
 
 
 def attend(
-    q_BNLH: torch.Tensor, k_BNSH: torch.Tensor, v_BNSH: torch.Tensor, mask_BNLS: torch.Tensor, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention under a mask (true: is seen), with fewer heads of keys than of queries where there are.
+    q_BLNH: torch.Tensor,
+    k_BSNH: torch.Tensor,
+    v_BSNH: torch.Tensor,
+    seen_BNLS: torch.Tensor | None,
+    scale: float | None,
+    out_transform: Transform | None,
+) -> torch.Tensor:
+    """Attention under a mask (see `MatrixMask.seen`), with fewer heads of keys than of queries where there are.
 
-    Returns:
-        the output [B, N, L, H], and the logarithm of each row's sum of exponentials [B, N, L].
+    Args:
+        out_transform: makes the result of the output [B, L, N, H] and of the logarithm of each row's sum of
+            exponentials [B, L, N].
     """
-    if k_BNSH.shape[1] != q_BNLH.shape[1]:
+    q_BNLH, k_BNSH, v_BNSH = (part.transpose(1, 2) for part in (q_BLNH, k_BSNH, v_BSNH))
+    grouped = k_BNSH.shape[1] != q_BNLH.shape[1]
+    if out_transform is None:
+        known = {"scale": scale, "enable_gqa": grouped}
+        out = F.scaled_dot_product_attention(
+            q_BNLH, k_BNSH, v_BNSH, attn_mask=seen_BNLS, is_causal=seen_BNLS is None, **known
+        )
+        return out.transpose(1, 2)
+    if grouped:
         repeats = q_BNLH.shape[1] // k_BNSH.shape[1]
         k_BNSH, v_BNSH = (part.repeat_interleave(repeats, dim=1) for part in (k_BNSH, v_BNSH))
+    if seen_BNLS is None:
+        seen_BNLS = torch.ones(q_BNLH.shape[2], k_BNSH.shape[2], dtype=torch.bool, device=q_BNLH.device).tril()
     scale = q_BNLH.shape[-1] ** -0.5 if scale is None else scale
-    scores_BNLS = (q_BNLH @ k_BNSH.transpose(-1, -2)).float() * scale
-    scores_BNLS = scores_BNLS.masked_fill(~mask_BNLS, float("-inf"))
+    scores_BNLS = (q_BNLH.float() @ k_BNSH.float().transpose(-1, -2)) * scale
+    scores_BNLS = scores_BNLS.masked_fill(~seen_BNLS, float("-inf"))
     lse_BNL = scores_BNLS.logsumexp(-1)
-    weights_BNLS = (scores_BNLS - lse_BNL.unsqueeze(-1)).exp().to(v_BNSH.dtype)
-    return weights_BNLS @ v_BNSH, lse_BNL
+    out_BNLH = (scores_BNLS - lse_BNL.unsqueeze(-1)).exp() @ v_BNSH.float()
+    return out_transform(out_BNLH.to(q_BLNH.dtype).transpose(1, 2), lse_BNL.transpose(1, 2))
 
 
-def flex_attention(
-    q_BNLH: torch.Tensor,
-    k_BNSH: torch.Tensor,
-    v_BNSH: torch.Tensor,
-    *,
-    score_mod: Callable | None,
-    block_mask: BlockMask,
-    scale: float | None,
-    enable_gqa: bool,
-    return_aux: AuxRequest,
-    kernel_options: dict,
-) -> tuple[torch.Tensor, AuxOutput]:
-    """In place of `torch.nn.attention.flex_attention.flex_attention`, as torchtitan calls it."""
-    if score_mod is not None:
-        raise NotImplementedError("score_mod of FlexAttention is not computed on a CPU: it needs an accelerator")
-    rows, heads = block_mask.kv_num_blocks.shape[:2]
-    mask_BNLS = create_mask(
-        block_mask.mask_mod, rows, heads, q_BNLH.shape[2], k_BNSH.shape[2], device=str(q_BNLH.device)
-    )
-    out_BNLH, lse_BNL = attend(q_BNLH, k_BNSH, v_BNSH, mask_BNLS, scale)
-    return out_BNLH, AuxOutput(lse=lse_BNL if return_aux.lse else None)
+class MatrixFlexAttention(FlexAttention):
+    """FlexAttention by scaled dot product attention."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlexAttention.Config):
+        pass
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: BlockMask,
+        score_mod: Callable | None = None,
+        scale: float | None = None,
+        out_transform: Transform | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """As FlexAttention's."""
+        if score_mod is not None:
+            raise NotImplementedError("score_mod of FlexAttention is not computed on a CPU: it needs an accelerator")
+        with spmd.no_typecheck():
+            if isinstance(attention_masks, MatrixMask):
+                seen = attention_masks.seen
+            else:  # a part of a mask, that rows split among ranks were given
+                sizes = *attention_masks.kv_num_blocks.shape[:2], q_BLNH.shape[1], k_BLNH.shape[1]
+                seen = create_mask(attention_masks.mask_mod, *sizes, device=str(q_BLNH.device))
+            return attend(q_BLNH, k_BLNH, v_BLNH, seen, scale, out_transform)
 
 
-class DenseVarlenAttention(VarlenAttention):
-    """Varlen attention as matrices, in the dtype of its inputs."""
+class MatrixVarlenAttention(VarlenAttention):
+    """Varlen attention by scaled dot product attention, in the dtype of its inputs."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -88,16 +155,13 @@ class DenseVarlenAttention(VarlenAttention):
         *,
         attention_masks: VarlenMetadata,
         scale: float | None = None,
-        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        out_transform: Transform | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """As VarlenAttention's."""
         with spmd.no_typecheck():
-            mask = _document_mask(attention_masks.cu_seq_q, q_BLNH.shape[:2], self.window_size)
-            q_BNLH, k_BNLH, v_BNLH = (part.transpose(1, 2) for part in (q_BLNH, k_BLNH, v_BLNH))
-            out_BNLH, lse_BNL = attend(q_BNLH, k_BNLH, v_BNLH, mask, scale)
-        out_BLNH = out_BNLH.transpose(1, 2)
-        return out_BLNH if out_transform is None else out_transform(out_BLNH, lse_BNL.transpose(1, 2))
+            seen = _document_mask(attention_masks.cu_seq_q, q_BLNH.shape[:2], self.window_size)
+            return attend(q_BLNH, k_BLNH, v_BLNH, seen, scale, out_transform)
 
 
 def _document_mask(starts: torch.Tensor, shape: torch.Size, window: tuple[int, int]) -> torch.Tensor:

@@ -8,7 +8,6 @@ importing it takes longer than some steps, after which the keepers hold another.
 """
 
 import argparse
-import io
 import os
 import shutil
 import sys
@@ -16,30 +15,13 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import torch
-
 from everstep.run.events import EventLog
 from everstep.run.lifeline import die_with_parent
-from everstep.snapshot.export import ExportError, Whole, fetch, whole
+from everstep.snapshot.recovery import ExportError, Whole, fetch, whole
+from everstep.titan.dataloader_blob import unpack_dataloader
 
-DATALOADER_BLOB = "dataloader"
 TIMEOUT = timedelta(seconds=10)
 PATIENCE = timedelta(seconds=60)
-
-
-def pack_dataloader(state: dict) -> bytes:
-    """A dataloader's `state_dict()` (numbers, strings, bytes) as a blob of a snapshot."""
-    sink = io.BytesIO()
-    torch.save(state, sink)
-    return sink.getvalue()
-
-
-def unpack_dataloader(blobs: list[dict[str, bytes]]) -> dict:
-    """The state of all ranks' dataloaders, each of which has keys of its own."""
-    merged: dict = {}
-    for blob in blobs:
-        merged |= torch.load(io.BytesIO(blob[DATALOADER_BLOB]), weights_only=True)  # noqa: TID251  plain tensors only
-    return merged
 
 
 def export(run_dir: Path, folder: Path, *, not_before: int = 0, below: bool = False, writer: int = 0) -> Whole:

@@ -1,14 +1,15 @@
-"""Sums of one fragment of the model at a time: a reducer for each, of which a step uses one."""
+"""What workers changed of one fragment of the model at a time, and its sum: a round uses one of several reducers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from everstep.semi.quantize import Quantize, decode
+from everstep.semi.quantize import Quantize, decode, encode
 from everstep.semi.rounds import fragment_of
-from everstep.step.reduction import GradientReducer, all_finite, local
+from everstep.step.reduction import LARGEST, LARGEST_PART, GradientReducer, all_within, local
+from everstep.step.streams import Streams
 
 
 class QuantizedReducer:
@@ -37,13 +38,11 @@ class QuantizedReducer:
     def begin(self, sums: Any, timeout: timedelta, step: int = 0) -> None:
         self._sums, self._timeout = sums, timeout
 
-    def begin_slot(self, *, last: bool, apart: bool) -> None: ...
+    def begin_slot(self, *, last: bool) -> None: ...
 
     def start(self) -> None: ...
 
     def end_slot(self) -> None: ...
-
-    def end_slots(self) -> None: ...
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -65,10 +64,10 @@ class QuantizedReducer:
             self._flat += decode(changes[worker], self._to)
 
     def finite(self) -> bool:
-        return all_finite([self._flat])
+        return all_within(LARGEST, [self._flat])
 
     def own_finite(self) -> bool:
-        return all_finite(decode(change, self._to) for change in self._offered().values())
+        return all_within(LARGEST_PART, (decode(change, self._to) for change in self._offered().values()))
 
     def stash(self) -> torch.Tensor:
         return self._flat.to("cpu", copy=True)
@@ -106,18 +105,15 @@ class FragmentReducer:
         self._now = self._of(step)
         self._now.begin(sums, timeout)
 
-    def begin_slot(self, *, last: bool, apart: bool) -> None:
+    def begin_slot(self, *, last: bool) -> None:
         self.in_last_slot = last
-        self._now.begin_slot(last=last, apart=apart)
+        self._now.begin_slot(last=last)
 
     def start(self) -> None:
         self._now.start()
 
     def end_slot(self) -> None:
         self._now.end_slot()
-
-    def end_slots(self) -> None:
-        self._now.end_slots()
 
     def finish(self) -> None:
         self._now.finish()
@@ -138,3 +134,67 @@ class FragmentReducer:
 
     def assign(self, scale: float) -> None:
         self._now.assign(scale)
+
+
+class Changes:
+    """What the workers that this group holds have changed of a round's fragment, and its sum over the groups.
+
+    Args:
+        params: that are trained, in the model's order.
+        fragments: by fragment the places of its parameters among them.
+        workers: M.
+        to: of `encode`.
+        bucket_bytes, streams: of `GradientReducer`.
+    """
+
+    def __init__(
+        self,
+        params: list[torch.nn.Parameter],
+        fragments: list[list[int]],
+        workers: int,
+        to: Quantize,
+        bucket_bytes: int,
+        streams: Streams,
+    ) -> None:
+        self._params, self._fragments, self._to = params, fragments, to
+        self._changed = [torch.zeros_like(param) for param in params]
+        """Summed over the workers."""
+        self._sent: dict[int, torch.Tensor] = {}
+        """The same by worker, where it is sent in fewer bits."""
+        parts = ([params[at] for at in places] for places in fragments)
+        self.reducer = FragmentReducer(
+            [
+                GradientReducer(part, bucket_bytes, streams, hooks=False)
+                if to == "none"
+                else QuantizedReducer(part, lambda: self._sent, to, workers)
+                for part in parts
+            ]
+        )
+
+    @torch.no_grad()
+    def add(self, round_: int, worker: int, changes: Iterable[torch.Tensor]) -> None:
+        """A worker's changes of the round's fragment, this rank's parts, join what is summed."""
+        if self._to != "none":
+            self._sent[worker] = encode(torch.cat([change.flatten() for change in changes]), self._to)
+            return
+        for at, change in zip(self._fragments[fragment_of(round_, len(self._fragments))], changes, strict=True):
+            local(self._changed[at]).add_(change)
+
+    def begin_sum(self, round_: int) -> None:
+        """The sum begins if this is the group's last worker, and goes on while the worker makes its last steps."""
+        if self._to == "none":
+            self.offer(round_)
+            self.reducer.start()
+
+    def offer(self, round_: int) -> None:
+        """What is summed stands where the reducer looks for gradients, and nothing else does."""
+        for param in self._params:
+            param.grad = None
+        for at in self._fragments[fragment_of(round_, len(self._fragments))]:
+            self._params[at].grad = self._changed[at]
+
+    def forget(self) -> None:
+        """Nothing has been changed yet."""
+        self._sent.clear()
+        for changed in self._changed:
+            local(changed).zero_()

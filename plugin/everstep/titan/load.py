@@ -33,6 +33,8 @@ def load_config(
     config_class: type[C],
     overrides: Sequence[str] = (),
     *,
+    groups: int | None = None,
+    ranks: int = 0,
     check: bool = True,
     allow_dropped: bool = False,
     warnings: list[str] | None = None,
@@ -46,6 +48,8 @@ def load_config(
             another word here.
         overrides: command line arguments in torchtitan's grammar, `--section.key value`; they win over the
             file.
+        groups: replica groups, instead of what file and overrides say.
+        ranks: of a group, for the checks; 0: not known.
         check: whether to refuse combinations that cannot work. A caller that applies more settings to the
             result checks afterwards, with `check_config`.
         allow_dropped: whether a converter that a file of 0.2 asks for may be left out.
@@ -58,10 +62,10 @@ def load_config(
     config = config_from_source(source, config_class, allow_dropped=allow_dropped, warnings=warnings)
     if overrides:
         config = _override(config, overrides)
-    if told := _replicas_as_groups(config):
+    if told := _replicas_as_groups(config, groups):
         _tell(f"{source.file}: {told}", warnings)
     if check:
-        for problem in problems(config):
+        for problem in problems(config, ranks):
             raise source.error(problem.key, problem.message)
         run_own_checks(config, lambda message: ConfigError(f"{source.file}: {message}"))
     return config
@@ -100,13 +104,18 @@ def _tell(warning: str, warnings: list[str] | None) -> None:
         warnings.append(warning)
 
 
-def _replicas_as_groups(config: Any) -> str:
-    """Make torchtitan's replicas replica groups, in place, where the number of groups is said; what to tell about it.
+def _replicas_as_groups(config: Any, groups: int | None) -> str:
+    """Settle the number of groups, in place; what to tell about it.
 
-    Each group is one replica then, and the global batch what torchtitan would have given all of them.
+    torchtitan's replicas become replica groups, as many as there are unless their number is said. Each group is one
+    replica then, and the global batch what torchtitan would have given all of them.
     """
     parallelism, training, ft = config.parallelism, config.training, config.fault_tolerance
     replicas = parallelism.data_parallel_replicate_degree
+    if ft.enable and ft.groups == 1:
+        ft.groups = max(1, replicas)
+    if groups is not None:
+        ft.groups = groups
     if not ft.enable or replicas < 2 or ft.groups < 2:
         return ""
     parallelism.data_parallel_replicate_degree = 1

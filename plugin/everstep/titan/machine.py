@@ -57,10 +57,9 @@ def choose_attention(config: Any) -> None:
     Raises:
         ValueError: it cannot be checked.
     """
-    check = config.attention_check
-    if not cpu.has_accelerator() and not (check.enable and check.path == "explicit"):  # which brings its own
+    if not cpu.has_accelerator():
         cpu.prepare(config)
-    attention.apply(config, check)
+    attention.apply(config, config.attention_check)
 
 
 def built_on_meta(config: Any) -> nn.Module:

@@ -34,20 +34,14 @@ def metrics_rank(parallel_dims: Any, pp_schedule: str) -> int:
     return _get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule)
 
 
-def make_masks_with(create_block_mask: Callable[..., Any]) -> None:
-    """What torchtitan, and PyTorch's context parallelism, make FlexAttention's masks with; their own are compiled."""
+def make_masks_with(make: Callable[..., Any], make_parts: Callable[..., Any]) -> None:
+    """What torchtitan makes FlexAttention's masks with, and what PyTorch's context parallelism makes the parts of them
+    with that its ranks have; their own are compiled."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
     from torchtitan.models.common import attention
 
-    replace(attention, "_compiled_create_block_mask", create_block_mask)
-    replace(context_parallel, "_compiled_create_block_mask", create_block_mask)
-
-
-def compute_flex_with(flex_attention: Callable[..., Any]) -> None:
-    """What torchtitan computes FlexAttention with; its own is compiled, and has no backward on a CPU."""
-    from torchtitan.models.common.attention import FlexAttention
-
-    replace(FlexAttention, "_compiled_flex_attn", staticmethod(flex_attention))
+    replace(attention, "_compiled_create_block_mask", make)
+    replace(context_parallel, "_compiled_create_block_mask", make_parts)
 
 
 def keep_in_checkpointing(operator: Any) -> None:
@@ -69,13 +63,6 @@ def models() -> Mapping[str, Any] | frozenset[str]:
 def computes_eagerly(trainer: Any) -> bool:
     """Whether a torchtitan trainer runs forward and backward as they are, and replays no recorded graph."""
     return trainer.fwd_bwd_fn == trainer._forward_backward_body
-
-
-def recorded_again(trainer: Any) -> Callable[..., torch.Tensor]:
-    """Another graph of a torchtitan trainer's forward and backward, recorded when it is first called for."""
-    from torchtitan.distributed.cudagraph import wrap_with_cuda_graph
-
-    return wrap_with_cuda_graph(trainer._forward_backward_body)
 
 
 # Datasets of torchtitan and of Hugging Face, each as its parts.

@@ -152,23 +152,22 @@ class RoundState(TrainingState):
         return [*own, *(self._live_params[name] for name in self._trained), *self._live_balances.values()]
 
     @property
+    def largest_within(self) -> int:
+        """Bytes of a state within a round at most, with all that is more, but for what is told of streams."""
+        params = max(sum(self.trained[at].nbytes for at in places) for places in self.fragments)
+        return self.within_bytes + 16 * self._settings.round_steps + (params if self._settings.overlap_steps else 0)
+
+    @property
     def within_bytes(self) -> int:
-        """What `leave_within` fills with nothing more."""
+        """Size of what `leave_within` gives with nothing more."""
         return sum(local(tensor).nbytes for tensor in self._within())
 
-    @torch.no_grad()
-    def leave_within(self, into: torch.Tensor, more: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Copy this rank's part of what the worker has now that the model and the optimizer compute, and of `more`, to
-        bytes in host memory; the part of `into` that they fill."""
-        at = 0
-        for tensor in (*self._within(), *more):
-            part = local(tensor).detach().contiguous().flatten().view(torch.uint8)
-            into[at : at + part.nbytes].copy_(part)
-            at += part.nbytes
-        return into[:at]
+    def leave_within(self, more: Iterable[torch.Tensor]) -> bytes:
+        """This rank's part of what the worker has now that the model and the optimizer compute, and of `more`."""
+        return _packed([*self._within(), *more])
 
     @torch.no_grad()
-    def enter_within(self, state: memoryview, step: int, more: Iterable[torch.Tensor]) -> None:
+    def enter_within(self, state: bytes | memoryview, step: int, more: Iterable[torch.Tensor]) -> None:
         """Make model, optimizer, learning rate and `more` what they were when a worker left this state, after a step
         of the run."""
         _copy(self._live_params.values(), self._global.values())
@@ -195,7 +194,7 @@ class RoundState(TrainingState):
         trained = self.trained
         synchronised = [trained[at] for at in self.fragment(round_)]
         self.marks[round_] = Mark(history, _packed([*synchronised, *self._balances.values()]))
-        oldest = round_ - 2 * self._settings.keep_every
+        oldest = round_ - 2 * self._settings.keep_rounds
         self.marks = {known: mark for known, mark in self.marks.items() if oldest <= known <= round_}
 
     @torch.no_grad()
@@ -233,9 +232,10 @@ class RoundState(TrainingState):
         return found
 
     @torch.no_grad()
-    def from_disk(self, saved: dict[str, Any], workers: Iterable[int]) -> dict[int, bytes]:
-        """Take over the momentum of what `on_disk` gave; the workers' own states."""
+    def from_disk(self, saved: dict[str, Any]) -> dict[int, bytes]:
+        """Take over the momentum of what `on_disk` gave; by worker its own state."""
         _copy(self._momentum.values(), (saved[name] for name in self._momentum))
+        workers = sorted({int(name.split(".")[1]) for name in saved if name.startswith("worker.")})
         return {worker: _packed(saved[f"worker.{worker}.{name}"] for name in self._own()) for worker in workers}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from everstep.run import fence
 from everstep.run.beats import DONE, STARTUP, Heartbeat, beats_of_groups
-from everstep.run.directory import stop_file
+from everstep.run.directory import ended_file, stop_file
 from everstep.run.files import read_json, write_json
 from everstep.run.poison import deaths_at
 
@@ -98,3 +98,11 @@ class RankFiles:
     def is_over(self) -> bool:
         """See `RunFiles.is_over`."""
         return self.finished_step() >= self._steps
+
+    def end_run(self, reason: str) -> None:
+        """No group can go on: their agents end them, and none starts over before somebody starts the run again."""
+        write_json(ended_file(self._run_dir), {"reason": reason})
+
+    def why_run_ended(self) -> str:
+        """What `end_run` of some group said since the run was started; empty if none did."""
+        return str(read_json(ended_file(self._run_dir)).get("reason", ""))

@@ -1,5 +1,6 @@
 """A rank's side of the CPU snapshots: its group's keeper, its copier, and the way back from memory."""
 
+import hashlib
 import os
 import socket
 import subprocess
@@ -20,12 +21,13 @@ from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.keepers import KeeperError, end_keepers, start_keeper, touch
 from everstep.snapshot.layout import Layout, Shard
-from everstep.snapshot.location import location_of
 from everstep.snapshot.plan import State
 from everstep.snapshot.recovery import recover
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
+from everstep.snapshot.stripes import location_of
 from everstep.step.interfaces import Commit
+from everstep.step.quorum import Quorum
 from everstep.titan.group import gather_json, least_in_group
 
 AGREED_SNAPSHOTS = "agreed_snapshots"
@@ -59,20 +61,24 @@ class Snapshots:
         self.shards: Mapping[str, Shard] = {}
         """`TrainingState.shards()`, once there is a state."""
         self._rank, self._ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._segment = Segment(Path(settings.segment_dir), run_id(token), group)
+        self._segment = Segment.of(settings, run_id(token), group)
+        self._restored = False
+        """Whether a snapshot of a restored state is on its way."""
         # Beside the building of the trainer: it takes a process.
         self._keeper_start = threading.Thread(target=self._start_keeper, name="keeper-start", daemon=True)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             self._keeper_start.start()
         self._location = location_of(os.environ, socket.gethostname())
+        if settings.failure_domain == "group":
+            self._location = location_of({}, f"group {group}")
         self._copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit, self._start_keeper)
 
     def _start_keeper(self) -> None:
         """Start this host's keeper of the group, or find it. Training goes on without one; an event says
         so."""
         try:
-            place = start_keeper(self._run_dir, self.group, self._host, self._settings, self._encrypt)
-            self._events.emit("keeper_found", pid=place.pid, address=place.address)
+            place = start_keeper(self._run_dir, self.group, self._host, self._settings, self._encrypt, self._rank)
+            self._events.emit("keeper_found", pid=place.pid, address=place.address, host=place.host)
         except (KeeperError, SnapshotError, OSError) as error:
             self._events.emit("snapshot_failed", reason=str(error))
 
@@ -81,9 +87,16 @@ class Snapshots:
             self._keeper_start.join()
 
     def settle(self) -> int:
-        """Wait until the last commit's snapshot is taken; the newest step held, -1 for none."""
-        self._copier.wait()
+        """The newest step held, -1 for none. After a start it waits until the state that was restored is coded, or
+        for snapshot.coding_timeout_s."""
+        if self._restored:
+            self._restored = False
+            self._copier.await_settled(self._settings.coding_timeout_s)
         return self._copier.published
+
+    def wait(self) -> None:
+        """Wait until the state may change."""
+        self._copier.wait()
 
     def word(self) -> int:
         """What this group says of its newest snapshot to the others, as a number; a collective of the group."""
@@ -100,23 +113,34 @@ class Snapshots:
         """Take over what `agreed` was at the group that this one heals from."""
         self._copier.agreed = Agreed.from_json(agreed)
 
-    def committed(self, commit: Commit, words: Mapping[int, int], state: Callable[[], HealState], keep: bool) -> None:
+    def committed(self, commit: Commit, words: Mapping[int, int], state: Callable[[], HealState], wanted: bool) -> None:
         """Take a snapshot of a step that was just committed, if one is due.
 
         Args:
             words: of all groups that spoke in this commit.
-            keep: a checkpoint will be written of it.
+            wanted: a checkpoint is due, which will be written of it or the next.
         """
-
-        def now() -> State:
-            fresh = state()
-            # What is agreed on snapshots is for joiners.
-            meta = {name: value for name, value in fresh.meta.items() if name != AGREED_SNAPSHOTS}
-            return State(fresh.tensors, meta, fresh.blobs, self.shards)
-
         touch(self._segment)
         said = {group: word for group, number in words.items() if (word := Word.decode(number)) is not None}
-        self._copier.committed(commit.step, commit.history, commit.able, said, now, keep)
+        taken = lambda: self._to_snapshot(state())  # noqa: E731
+        self._copier.committed(commit.step, commit.history, commit.able, said, taken, wanted)
+
+    def _to_snapshot(self, state: HealState) -> State:
+        # What is agreed on snapshots is for joiners.
+        meta = {name: value for name, value in state.meta.items() if name != AGREED_SNAPSHOTS}
+        return State(state.tensors, meta, state.blobs, self.shards)
+
+    def restored(self, step: int, history: int, quorum: Quorum, state: HealState) -> None:
+        """Take a snapshot of the state that the groups of a quorum have just restored, each for itself."""
+        start = hashlib.sha256(quorum.key.encode()).hexdigest()[:16]
+        words = {}
+        for member in quorum.members:
+            host = member.doors[self._rank].rpartition(":")[0]
+            words[member.group] = Word(location=location_of({}, host))
+            if self._settings.failure_domain == "group":
+                words[member.group] = Word(location=location_of({}, f"group {member.group}"))
+        self._restored = True
+        self._copier.restored((step, history, start), quorum.groups, words, self._to_snapshot(state))
 
     def recover(self, state: HealState, disk_step: int | None) -> HealState | None:
         """The newest state there is, if it is in memory; else None. A collective of the group.
@@ -142,7 +166,8 @@ class Snapshots:
         self._events.emit("recovery", found.decision.step, **found.event)
         if found.restored is None:
             return None
-        self._copier.learn_complete(found.restored.step, found.restored.history)
+        restored = found.restored
+        self._copier.agreed = Agreed(anchor=(restored.step, restored.history, restored.start))
         tensors = layout.views(torch.from_numpy(found.restored.flat))
         return HealState(tensors=tensors, meta=found.restored.meta, blobs=found.restored.blobs)
 
@@ -156,18 +181,20 @@ class Snapshots:
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
-    def close(self, over: bool) -> None:
-        """Let go of the segment. `over`: nothing will ever be restored from it, so the keeper is told to
-        end."""
+    def close(self, *, over: bool, leaves: bool) -> None:
+        """Let go of the segment. `over`: nothing of the run will ever be restored from memory, so this host's keeper is
+        told to end. `leaves`: this group alone has ended, and its part is given up."""
         self._await_keeper()  # one that comes up later would not hear that the run is over
         self._copier.close()
-        if over and int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            end_keepers(self._run_dir, {self.group})
+        if leaves:
+            self._segment.drop(self._rank)
+        elif over and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            end_keepers(self._run_dir)
 
 
 def _of_all_ranks(word: Word) -> Word:
     """What is true of a group if its ranks say these; a collective."""
-    free = not word.busy_if_anchor, not word.busy_if_not
-    everyone = least_in_group(word.published, word.settled, word.coded, word.able, *free, word.rested)
-    published, settled, coded, able, free_if_anchor, free_if_not, rested = map(bool, everyone)
-    return Word(published, settled, coded, able, not free_if_anchor, not free_if_not, rested)
+    published, settled, coded, able, nobody = least_in_group(
+        word.published, word.settled, word.coded, word.able, -word.waits_for
+    )
+    return Word(bool(published), bool(settled), bool(coded), bool(able), -nobody)

@@ -1,7 +1,8 @@
 """How a torchtitan trainer computes a slot, sums, and hands over its state: its side of the step protocol."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,18 +14,19 @@ from torchtitan.distributed import utils as dist_utils
 from everstep.attention.guard import Checks
 from everstep.data.slots import Batch, SlotSource
 from everstep.quorum.heal import HealState
+from everstep.quorum.process_group import RankColumn
 from everstep.run.events import EventLog
-from everstep.run.exits import UNFIT_EXIT
-from everstep.step.interfaces import Doubt, OutOfData, SlotRefused, SlotSums
+from everstep.run.exits import HOPELESS_EXIT, TrainerEnds
+from everstep.step.interfaces import OutOfData, SlotSums
 from everstep.step.reduction import local
 from everstep.titan import private
 from everstep.titan.data.streams import SlotStreams
-from everstep.titan.export import DATALOADER_BLOB, pack_dataloader
+from everstep.titan.dataloader_blob import DATALOADER_BLOB, pack_dataloader
+from everstep.titan.disk import DiskCheckpoints
 from everstep.titan.group import all_in_group
 from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import AGREED_SNAPSHOTS, Snapshots
 from everstep.titan.state import TrainingState, slot_seed
-from everstep.titan.witness import Witnesses, tell
 
 DATA_BLOB = "data"
 NOTES_INTERVAL = 10
@@ -41,10 +43,15 @@ class SlotTrainer(titan.Trainer):
     source: SlotSource
     snapshots: Snapshots | None
     checks: Checks | None
-    asks_others = True
-    """Whether a refused slot is another attempt's, which another group may compute."""
-    witnesses: Witnesses | None
-    """There where it is."""
+    run_dir: Path
+    column: RankColumn
+    disk: DiskCheckpoints
+    shares: int
+    """Of how many parts a commit is made."""
+    steps_per_commit = 1
+    """Optimizer steps."""
+    notes_interval = NOTES_INTERVAL
+    """Commits between two `notes`."""
     seed: int
     slots: int
     """S."""
@@ -63,10 +70,12 @@ class SlotTrainer(titan.Trainer):
         """Prepare for slots; once, when the model is built."""
         self.nominal_tokens = nominal_tokens
         self._scale = torch.tensor(nominal_tokens, device=self.device)
-        self._looks = False
-        """Whether checks look at the slot that comes next."""
         self._slot_tokens: dict[int, int] = {}
         self._slot_losses: dict[int, torch.Tensor] = {}
+        self._skipped: set[tuple[int, int]] = set()
+        """Steps and slots in which no group can compute a finite gradient."""
+        self._refused: set[int] = set()
+        """Slots in which this rank's checks found what was not repaired."""
         self.expert_loads = [
             buffer
             for part in self.model_parts
@@ -79,42 +88,27 @@ class SlotTrainer(titan.Trainer):
     @property
     def committed(self) -> int:
         """The number of the last commit in the step protocol, and in events."""
-        return self.step
-
-    @property
-    def shares(self) -> int:
-        """Of how many parts a commit is made."""
-        return self.slots
+        return self.step // self.steps_per_commit
 
     @property
     def samples(self) -> int:
         """Rows that enter the model in a commit."""
-        return self.config.training.global_batch_size
+        return self.config.training.global_batch_size * self.steps_per_commit
 
-    def may_refuse(self, step: int, slot: int) -> bool:
-        self._looks = self.asks_others and self.looks(step, slot)
-        return self._looks
-
-    def looks(self, step: int, slot: int) -> bool:
-        """Whether checks look at a slot; a collective of the group, the same on all of its ranks."""
-        if self.checks is None:
-            return False
-        return not all_in_group(not (self._doubted(step, slot) or self.checks.schedule.looks(step, slot)))
-
-    def _doubted(self, step: int, slot: int) -> bool:
-        return self.witnesses is not None and self.witnesses.doubted(step, slot)
-
-    def compute(self, step: int, slot: int) -> None:
-        if self.skips_poison and not all_in_group(not self.files.is_poison(step, slot)):
+    def compute(self, step: int, slot: int, *, whole: bool) -> None:
+        if self.skips_poison and not all_in_group(not self._is_poison(step, slot)):
             # Held like any other, with nothing in it.
             self._slot_tokens[slot], self._slot_losses[slot] = 0, torch.zeros((), dtype=torch.float64)
             self.events.emit("slot_skipped", step, slot=slot)
             return
         self.files.computes(step, slot)
-        self.compute_slot(step, slot, self._looks)
+        self.compute_slot(step, slot, whole=whole)
 
-    def compute_slot(self, step: int, slot: int, looks: bool) -> None:
-        """Forward and backward of a slot; see `Work.compute`. looks: of `looks`."""
+    def _is_poison(self, step: int, slot: int) -> bool:
+        return (step, slot) in self._skipped or self.files.is_poison(step, slot)
+
+    def compute_slot(self, step: int, slot: int, *, whole: bool) -> None:
+        """Forward and backward of a slot; see `Work.compute`."""
         torch.manual_seed(slot_seed(self.seed, step, slot, self.dp_rank))
         begin = time.perf_counter()
         batches = self._fetch(step, slot)
@@ -124,10 +118,9 @@ class SlotTrainer(titan.Trainer):
         tokens = sum(labels.numel() for _, labels in batches)
         valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in batches)
         inputs, labels = zip(*(self._on_device(batch) for batch in batches), strict=True)
-        seen, loads = self.ntokens_seen, [load.clone() for load in self.expert_loads] if looks else []
+        seen = self.ntokens_seen
         if self.checks is not None:
-            # A recorded graph has every check in it or none.
-            self.checks.begin(step, slot, whole=looks if self.checks.recorded else self._doubted(step, slot))
+            self.checks.begin(step, slot, whole=whole)
         pipelined = self.parallel_dims.pp_enabled
         loss = self.forward_backward_step(
             input_dict=list(inputs) if pipelined else inputs[0],
@@ -137,7 +130,7 @@ class SlotTrainer(titan.Trainer):
         self.metrics_processor.ntokens_since_last_log += tokens
         self.ntokens_seen = seen  # counts committed slots only
         if self.checks is not None:
-            self._judge(self.checks, step, slot, loads, looks)
+            self.checks.end()
         self._slot_tokens[slot] = valid
         # Of a pipeline's stages only the last one knows the loss; the others give -1.
         known = not pipelined or self.pp_has_last_stage
@@ -150,29 +143,30 @@ class SlotTrainer(titan.Trainer):
         }
         return moved, labels.to(self.device)
 
-    def _judge(self, checks: Checks, step: int, slot: int, loads: list[torch.Tensor], looks: bool) -> None:
-        """Report what the attention checks saw. Raises SlotRefused if some rank of the group has what is not repaired,
-        and ends the group when it recurs and there is no witness to hear."""
-        refused = checks.refused()
-        assert looks or not refused, "a slot that nothing looks at was refused"
+    def refused(self) -> frozenset[int]:
+        if self.checks is not None:
+            self._note_findings(self.checks)
+        return frozenset(self._refused)
+
+    def _note_findings(self, checks: Checks) -> None:
+        """Take over what the checks saw since this was last asked, and report it. One host synchronisation."""
+        self._refused |= checks.refused()
         for finding in checks.drain():
             # Step and rank are every event's own, and so is the word kind.
             fields = {name: value for name, value in finding.items() if name not in ("step", "rank", "kind")}
+            step = -(-finding["step"] // self.steps_per_commit)
             self.events.emit("finding", step, anomaly=finding["kind"], **fields)
-        if self.witnesses is None and tell(self.events, step, slot, checks.judge(slot, alone=True)):
-            raise SystemExit(UNFIT_EXIT)
-        if not looks or all_in_group(not refused):
+
+    def not_finite(self, step: int, slots: Collection[int]) -> None:
+        for slot in slots:
+            reason = "no group can compute it to a gradient whose norm is finite: the cause is in the data or the model"
+            self.events.emit("not_finite", step, slot=slot, reason=reason)
+        if self.skips_poison:
+            self._skipped |= {(step, slot) for slot in slots}
             return
-        for load, before in zip(self.expert_loads, loads, strict=True):
-            load.copy_(before)
-        raise SlotRefused("attention findings that were not repaired, on this rank or another of the group")
-
-    def testify(self, slots: Sequence[int]) -> bytes:
-        return b"" if self.witnesses is None else self.witnesses.testify(slots)
-
-    def weigh(self, step: int, doubts: Sequence[Doubt], said: Mapping[int, bytes]) -> None:
-        if self.witnesses is not None:
-            self.witnesses.weigh(step, doubts, said)
+        self.events.emit("diverged", step, reason="a gradient is not finite")
+        why = f"the gradients of slots {list(slots)} of step {step} are not finite on any group: training diverged"
+        raise TrainerEnds(HOPELESS_EXIT, why)
 
     def _fetch(self, step: int, slot: int) -> list[Batch]:
         """The slot's batches, one for each microbatch of a pipeline; none on all ranks of the group if one of them has
@@ -222,6 +216,9 @@ class SlotTrainer(titan.Trainer):
     def discard(self) -> None:
         self._slot_tokens.clear()
         self._slot_losses.clear()
+        self._refused.clear()
+        if self.checks is not None:
+            self.checks.forget()
         for load in self.expert_loads:
             local(load).zero_()
         # A CUDA graph adds to the memory that it was recorded with.
@@ -238,11 +235,6 @@ class SlotTrainer(titan.Trainer):
         for param, groups in zip(self.trainable, reached, strict=True):
             if groups == 0:
                 param.grad = None
-
-    @property
-    def notes_interval(self) -> int:
-        """Commits between two `notes`."""
-        return NOTES_INTERVAL
 
     def data_read(self, step: int) -> None:
         """`step` is committed: where the streams stand now is what the next notes tell, as then they will be ahead."""
@@ -278,7 +270,8 @@ class SlotTrainer(titan.Trainer):
 
     def take(self, state: HealState, source: str) -> None:
         """Take over a state of this rank column; `source` says in the events where it came from."""
-        self.settle()  # a snapshot of the state before may still be under way
+        if self.snapshots is not None:
+            self.snapshots.wait()  # a snapshot of the state before may still be under way
         self.state.load(state)
         self.source.learn(state.blobs[DATA_BLOB])
         self.source.committed(self.step)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from everstep.data.encoders import ByteEncoder, Encoder
+from everstep.data.byte_ids import ByteEncoder
+from everstep.data.pack import Encoder
 
 
 class HuggingFaceEncoder:

@@ -5,11 +5,11 @@ N, and its batch number p (from 0) belongs to step p + 1: stream slot * dp_size 
 that slot and rank. A batch is a function of (stream, number), because a dataloader that starts anew, or from
 its own saved state, gives the same batches again.
 
-Who computes a slot changes when groups come and go. The new owner takes the newest state it knows of the
-stream, or the beginning, and skips to the batch it needs. Groups therefore tell each other their streams'
-states from time to time: more often costs traffic, less often costs skipping, neither changes a batch. What they tell
-is plain values (`everstep.data.plain`), never a pickle. A batch is kept until its step is committed, because an attempt
-that failed asks for it again."""
+When groups come and go, the new owner of a slot takes the newest state that it knows of the stream, or the beginning,
+and skips to the batch it needs. Groups therefore tell each other their streams' states from time to time: more often
+costs traffic, less often costs skipping, neither changes a batch. States are plain values
+(`everstep.data.plain`), never pickles. A batch is kept until its step is committed, because an attempt that
+failed asks for it again."""
 
 import contextlib
 import copy
@@ -27,10 +27,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError, ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from everstep.data import plain
-from everstep.data.plain import PlainError
+from everstep.data.plain import PlainError, StreamState, decode_states, encode_states, plain, restored
 from everstep.data.slots import Batch
-from everstep.data.stream_states import StreamState, decode_states, encode_states
 from everstep.titan import private
 
 logger = logging.getLogger(__name__)
@@ -57,7 +55,7 @@ class _Stream:
                 known = None
             _let_states_be_copies(self.loader)
             if known:
-                _load_state(self.loader, plain.decode(known.state))
+                _load_state(self.loader, restored(known.state))
             self._batches = iter(self.loader)
         self.position = self.began_at = known.position if known else 0
 
@@ -72,7 +70,7 @@ class _Stream:
         if self._lost:
             raise StateUntold(f"it leaves out {self._lost}")
         try:
-            return StreamState(self.position, plain.encode(_state_of(self.loader)))
+            return StreamState(self.position, plain(_state_of(self.loader)))
         except PlainError as error:
             raise StateUntold(str(error)) from error
 

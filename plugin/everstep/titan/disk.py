@@ -1,0 +1,136 @@
+"""A trainer's checkpoints on disk: which one a run goes on from, and when one is written."""
+
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
+from torchtitan.components.checkpointer.base import TRAIN_STATE
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+from everstep.run.events import EventLog
+from everstep.titan import private
+from everstep.titan.checkpoints import SnapshotCheckpointManager
+from everstep.titan.run_files import RankFiles
+
+HISTORY = "history"
+DATA_BEGAN = "data_began_after"
+
+
+class Counters:
+    """torchtitan's counters, the history of the state that they belong to, and the step after which the data began: a
+    `Stateful`.
+
+    Args:
+        trainer: a `SlotTrainer`.
+        own: which of our own keys there are.
+    """
+
+    def __init__(self, trainer: Any, own: Collection[str] = (HISTORY, DATA_BEGAN)) -> None:
+        self._trainer, self._own = trainer, own
+
+    @property
+    def step(self) -> int:
+        return self._trainer.step
+
+    def state_dict(self) -> dict[str, Any]:
+        ours = {HISTORY: self._trainer.history, DATA_BEGAN: self._trainer.source.began_after}
+        return Trainer.state_dict(self._trainer) | {key: value for key, value in ours.items() if key in self._own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        Trainer.load_state_dict(self._trainer, state_dict)
+        self._trainer.history = int(state_dict.get(HISTORY, 0))
+        self._trainer.source.began_after = int(state_dict.get(DATA_BEGAN, 0))
+
+
+class DiskCheckpoints:
+    """One rank's part in the run's checkpoints.
+
+    Args:
+        manager: torchtitan's.
+        config: `[checkpoint]`.
+        trainer: whose counters are in a checkpoint.
+        events, files: of this rank.
+    """
+
+    def __init__(
+        self,
+        manager: BaseCheckpointManager,
+        config: BaseCheckpointManager.Config,
+        trainer: Any,
+        events: EventLog,
+        files: RankFiles,
+    ) -> None:
+        self._manager, self._config, self._trainer = manager, config, trainer
+        self._events, self._files = events, files
+        self.counters = Counters(trainer)
+        # pyrefly: ignore[missing-attribute] every manager of torchtitan has states, if it is enabled
+        self.states: dict[str, Any] = manager.states if config.enable else {}
+        """What a checkpoint is made of, by name: `Stateful`s."""
+        self.states[TRAIN_STATE] = self.counters
+
+    def newest(self) -> int | None:
+        """The newest checkpoint that torchtitan would load."""
+        if not self._config.enable or not isinstance(self._manager, CheckpointManager):
+            return None
+        step = private.newest_checkpoint(self._manager)
+        return step if step >= 0 else None
+
+    def keys(self) -> Collection[str] | None:
+        """What the checkpoint that is going to be loaded has. None: no checkpoint of this run, or one in another
+        format."""
+        step = self.newest() if self._config.load_step == -1 else self._config.load_step
+        if step is None or not isinstance(self._manager, CheckpointManager):
+            return None
+        folder = Path(self._manager.folder) / f"step-{step}"
+        if not (folder / ".metadata").exists():
+            return None
+        return FileSystemReader(folder).read_metadata().state_dict_metadata
+
+    def load(self) -> bool:
+        """Load the checkpoint that `[checkpoint]` names, or the newest; whether there was one. torchtitan's own lack
+        some of our keys, and a key that is not there cannot be loaded."""
+        keys = self.keys()
+        if keys is not None:
+            there = [key for key in (HISTORY, DATA_BEGAN) if f"{TRAIN_STATE}.{key}" in keys]
+            self.states[TRAIN_STATE] = Counters(self._trainer, there)
+        found = self._manager.load(step=self._config.load_step)
+        self.states[TRAIN_STATE] = self.counters
+        return bool(found)
+
+    def is_due_from_memory(self, step: int) -> bool:
+        """Whether a checkpoint of this step is to be written from the snapshots; the same in all groups."""
+        return isinstance(self._manager, SnapshotCheckpointManager) and self._manager.due(step)
+
+    def save(self, step: int, commit: int, *, last: bool = False) -> None:
+        """Write a checkpoint of this step if one is due. A folder without room stops nothing but the last one.
+        `commit`: for events."""
+        self._files.beat("checkpoint", commit)
+        begin = time.monotonic()
+        try:
+            saved = self._manager.save(step, last_step=last)
+        except CheckpointException as error:  # the same on all ranks of the group
+            if last:
+                raise
+            why, _ = next(iter(error.failures.values()))
+            what = f"{self._config.folder} of step {step}: {type(why).__name__}: {why}"
+            logger.warning(f"No checkpoint in {what}. Is there room? Training goes on.")
+            # pyrefly: ignore[missing-attribute]
+            self._manager.save_future = None
+            return
+        if saved:
+            self._events.emit("checkpoint_saved", commit, took_s=round(time.monotonic() - begin, 3))
+
+    def save_last(self, step: int, commit: int, *, goes_on: bool) -> None:
+        """The last checkpoint of the run, or if it `goes_on` one day, of this part of it."""
+        if goes_on and self._config.enable:
+            # The optimizer has to be in it.
+            # pyrefly: ignore[missing-attribute] the base class has it in its Config only
+            self._manager.last_save_model_only = False
+            # pyrefly: ignore[missing-attribute]
+            self._manager.last_save_in_hf = False
+        self.save(step, commit, last=True)

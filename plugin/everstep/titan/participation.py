@@ -1,0 +1,123 @@
+"""One rank's part in the step protocol: what it is built of, and when the other groups begin to wait for it."""
+
+import os
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+from everstep.config.sections import FaultTolerance
+from everstep.quorum.door import Door
+from everstep.quorum.heal import Whose
+from everstep.quorum.membership import Membership
+from everstep.quorum.process_group import RankColumn
+from everstep.quorum.ranks import GroupRanks
+from everstep.run.address import published_address
+from everstep.step import ledger
+from everstep.step.attempt import Group, Host, Peers, Rules
+from everstep.step.driver import Driver, End
+from everstep.step.interfaces import Reducer, Timeouts, Work
+from everstep.step.protocol import StepProtocol
+from everstep.step.streams import Streams
+from everstep.titan.place import RunPlace
+
+OF_STALL = 0.8
+"""Of `stall_timeout_s`: whoever waits for longer would be taken for stalled."""
+
+
+class HostClock:
+    """This host's monotonic clock; implements `everstep.step.interfaces.Clock`."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class Participation:
+    """Makes steps with the other groups.
+
+    Args:
+        config: an `EverstepTrainer.Config`.
+        place: of this rank.
+        whose: what its state is of.
+        streams: of its device.
+    """
+
+    def __init__(self, config: Any, place: RunPlace, whose: Whose, streams: Streams) -> None:
+        self._config, self._place = config, place
+        self._ft: FaultTolerance = config.fault_tolerance
+        ft = self._ft
+        self._ranks = GroupRanks(timedelta(seconds=ft.quorum_timeout_s + ft.stall_timeout_s))
+        self.life = self._ranks.broadcast(uuid.uuid4().hex.encode()).decode()
+        """Differs after every start of the group; the same on all its ranks."""
+        self.door = Door(place.host, place.token, timedelta(seconds=ft.heal_timeout_s), whose, ft.encrypt)
+        self.column = RankColumn(
+            ft.process_group,
+            column=self._ranks.rank,
+            host=place.host,
+            connect_timeout=timedelta(seconds=ft.connect_timeout_s),
+            reduce_timeout=self._longest_sum,
+            token=place.token,
+            streams=streams,
+        )
+        self._store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        self._membership: Membership | None = None
+
+    @property
+    def _longest_sum(self) -> timedelta:
+        """Longest wait for one sum over the groups. Those that began a round together need not end it within the time
+        of a step."""
+        ft = self._ft
+        rounds_s = OF_STALL * ft.stall_timeout_s if self._config.semi_sync.enabled else 0.0
+        return timedelta(seconds=max(ft.reduce_timeout_s, rounds_s))
+
+    def warm(self) -> None:
+        """Load what the sums over the groups need, before anybody waits for this group."""
+        self.column.warm(self._store, timedelta(seconds=self._ft.startup_timeout_s))
+
+    def run(self, work: Work, reducer: Reducer, shares: int) -> End:
+        """Announce this rank's group, for which the others wait in every quorum from here on, and make steps to the
+        end. `shares`: of how many a commit is made."""
+        driver = self._join(work, reducer, shares)
+        return driver.run()
+
+    def leave(self) -> None:
+        """The others go on without this group."""
+        if self._membership is not None:
+            self._membership.leave()
+        self.door.shutdown()
+
+    def _join(self, work: Work, reducer: Reducer, shares: int) -> Driver:
+        ft, semi, place = self._ft, self._config.semi_sync, self._place
+        if self._ranks.rank == 0:
+            given = ft.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
+            self._membership = Membership(
+                group=ft.group_id,
+                life=self.life,
+                token=place.token,
+                find_lighthouse=lambda: published_address(place.run_dir) or given,
+                heartbeat_timeout_s=ft.heartbeat_timeout_s,
+            )
+        on_loss: ledger.OnLoss = ft.on_loss
+        if semi.enabled:
+            on_loss = "shrink" if semi.on_loss == "shrink" else "redistribute"
+        give_up = timedelta(seconds=ft.give_up_after_s)
+        timeouts = Timeouts(
+            quorum=timedelta(seconds=ft.quorum_timeout_s),
+            reduce=self._longest_sum,
+            compute=timedelta(seconds=OF_STALL * ft.stall_timeout_s),
+            join=timedelta(seconds=ft.join_timeout_s),
+            give_up=give_up,
+        )
+        host = Host(HostClock(), place.files, place.events)
+        protocol = StepProtocol(
+            group=Group(ft.group_id, self.life, self._store, self._ranks),
+            rules=Rules(shares, on_loss, timeouts, ft.groups if semi.enabled else 0, semi.adopt_after_s),
+            work=work,
+            reducer=reducer,
+            peers=Peers(self._membership, self.column, self.door),
+            host=host,
+        )
+        return Driver(group=ft.group_id, protocol=protocol, work=work, host=host, give_up=give_up)

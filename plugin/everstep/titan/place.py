@@ -1,0 +1,62 @@
+"""This rank's place in the run directory, opened before torchtitan builds anything."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everstep.quorum.communicator import why_not
+from everstep.quorum.interface import InterfaceError, use_interface
+from everstep.run.beats import STARTUP
+from everstep.run.events import EventLog
+from everstep.run.exits import USAGE_EXIT, TrainerEnds
+from everstep.run.token import run_token
+from everstep.titan.run_files import RankFiles
+from everstep.titan.snapshots import Snapshots
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlace:
+    """Attributes:
+    run_dir: of the run.
+    host: what this rank's servers listen on and advertise.
+    token: the run's.
+    events, files: this rank's.
+    snapshots: of this rank's state; None without `[snapshot]`.
+    """
+
+    run_dir: Path
+    host: str
+    token: bytes
+    events: EventLog
+    files: RankFiles
+    snapshots: Snapshots | None
+
+
+def open_place(config: Any) -> RunPlace:
+    """The place of this rank in the run of an `EverstepTrainer.Config`; it beats from here on, so that a start that
+    takes too long is seen. Raises TrainerEnds if this machine cannot carry the groups' sums."""
+    ft, rank, run_dir = config.fault_tolerance, int(os.environ["RANK"]), Path(config.dump_folder)
+    if reason := why_not(ft.process_group):
+        # Once more: a file may be checked on a login node, or by nobody.
+        raise TrainerEnds(
+            USAGE_EXIT, f'[fault_tolerance] process_group = "{ft.process_group}" {reason}: set it to "gloo"'
+        )
+    try:
+        host = use_interface(ft.bind_host).address
+    except InterfaceError as error:
+        raise TrainerEnds(USAGE_EXIT, str(error)) from error
+    events = EventLog(run_dir, ft.group_id, rank, "worker")
+    files = RankFiles(
+        run_dir,
+        ft.group_id,
+        rank,
+        groups=ft.groups,
+        steps=config.semi_sync.commits(config.training.steps),
+        stall_timeout_s=ft.stall_timeout_s,
+    )
+    files.beat(STARTUP, 0)
+    token, snapshots = run_token(run_dir), None
+    if config.snapshot.enable:
+        snapshots = Snapshots(run_dir, ft.group_id, ft.groups, host, config.snapshot, token, events, ft.encrypt)
+    return RunPlace(run_dir, host, token, events, files, snapshots)

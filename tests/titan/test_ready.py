@@ -1,0 +1,60 @@
+"""A group is ready before the others begin to wait for it."""
+
+import itertools
+import time
+
+import pytest
+
+from watched import Watched, write_config
+
+DEADLINE_S = 400.0
+REDUCE_S = 3.0
+"""Much less than compiling takes."""
+
+
+@pytest.fixture
+def run(tmp_path):
+    config = write_config(
+        tmp_path / "run.toml",
+        job={"module": "cold_compiler", "config": "tiny"},
+        training={"steps": 100_000, "seq_len": 32, "global_batch_size": 4},
+        compile={"enable": True},
+        fault_tolerance={
+            "groups": 2,
+            "reduce_timeout_s": REDUCE_S,
+            "connect_timeout_s": REDUCE_S,
+            "join_timeout_s": REDUCE_S,
+            "quorum_timeout_s": 15.0,
+            "stall_timeout_s": 120.0,
+        },
+        checkpoint={"enable": False},
+    )
+    watched = Watched(config, tmp_path / "run")
+    yield watched
+    watched.end()
+
+
+def soon(run, found):
+    end = time.monotonic() + DEADLINE_S
+    while not (events := found()):
+        assert run.process.poll() is None, run.said()
+        assert time.monotonic() < end, run.said()
+        time.sleep(0.1)
+    return events
+
+
+def test_a_group_that_compiles_holds_nobody_up(run):
+    """With a cold compiler cache. The group that was killed asks for a quorum when it can compute a slot at once."""
+    soon(run, lambda: [event for event in run.events("commit", rank=0) if event["groups"] == [0, 1]])
+    killed = run.kill(1)
+    [healed, *_] = soon(run, lambda: run.events("heal", killed, group=1))
+    soon(run, lambda: len(run.events("commit", healed["t"], group=1)) >= 5)
+    told = run.events("compiled", killed, group=1)
+    assert told, "it compiled"
+    assert told[0]["took_s"] > REDUCE_S, "else this shows nothing"
+    failed = [event for event in run.events("attempt", told[0]["t"], group=0) if not event["committed"]]
+    assert failed == []
+    commits = [event["t"] for event in run.events("commit", killed + 5.0, group=0)]
+    gaps = [after - before for before, after in itertools.pairwise(commits)]
+    print("longest time between two commits of the group that was left", max(gaps), "compiled in", told[0]["took_s"])
+    assert max(gaps) < REDUCE_S
