@@ -38,7 +38,6 @@ class Command:
 COMMANDS = {
     "init": Command("write a config to start from", "commands.init", "Init", "init"),
     "doctor": Command("look whether a config can run here", "commands.doctor", "Doctor", "doctor", "torchtitan"),
-    "plan": Command("say what failures will cost on a cluster", "commands.plan", "Plan", "plan", "torchtitan"),
     "run": Command("start a run on this machine", "commands.run", "Run", "run", "torchtitan"),
     "watch": Command("watch a run", "commands.watch", "Watch", "watch"),
     "status": Command("show where a run is", "commands.cluster", "Status", "status"),

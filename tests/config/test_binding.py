@@ -1,6 +1,6 @@
 """Which data component, and which tokenizer, `[data]` means."""
 
-from everstep.data.pack import pack
+from everstep.data.pack import Pack, pack
 from everstep.titan.data.binding import bind_data, check_files
 from everstep.titan.data.byte_tokenizer import ByteTokenizer
 from everstep.titan.data.stdlib_text import StdlibText
@@ -20,7 +20,7 @@ def test_a_token_file_packed_in_bytes_needs_no_tokenizer_folder(load, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("enough to read " * 200)
     packed = tmp_path / "corpus.tokens"
-    pack([text], packed)
+    pack(Pack((text,), packed))
     config = load(f'[data]\nsource = "tokens"\npath = "{packed}"\n')
     config.hf_assets_path = str(tmp_path)
     check_files(config)

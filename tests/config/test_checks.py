@@ -84,7 +84,7 @@ REFUSED = {
     ),
     "fewer slots than groups": (
         GOOD.replace("global_batch_size = 24", "global_batch_size = 4"),
-        "run.toml:7: [training] global_batch_size = 4 has 2 slots (of local_batch_size = 2) for 3 "
+        "run.toml:7: [training] global_batch_size = 4 has 2 slots of 2 rows (local_batch_size = 2 x 1 DP ranks) for 3 "
         "groups: every group needs one at least",
     ),
     "no rows": (
@@ -95,11 +95,13 @@ REFUSED = {
         GOOD.replace("[fault", "steps = 0\n[fault"),
         "run.toml:8: [training] steps must be at least 1, got 0",
     ),
-    "replicas, and one group": (
-        GOOD.replace("groups = 3", "groups = 1").replace("min_groups = 2", "min_groups = 1")
-        + "[parallelism]\ndata_parallel_replicate_degree = 2\n",
-        "run.toml:13: [parallelism] data_parallel_replicate_degree = 2 means replica groups with fault tolerance: "
-        "set [fault_tolerance] groups = 2 (or --groups 2)",
+    "a port below nothing": (
+        GOOD + "metrics_port = -5\n",
+        "run.toml:12: [fault_tolerance] metrics_port must be at least 0, got -5",
+    ),
+    "half a rank": (
+        GOOD + "[parallelism]\ntensor_parallel_degree = 0\n",
+        "run.toml:13: [parallelism] tensor_parallel_degree must be at least 1, got 0",
     ),
     "a seed checkpoint": (
         GOOD + "[checkpoint]\ncreate_seed_checkpoint = true\n",
@@ -141,6 +143,34 @@ def test_a_combination_that_cannot_work_is_refused(load, tmp_path, text, message
     with pytest.raises(ConfigError) as caught:
         load(text)
     assert str(caught.value).removeprefix(f"{tmp_path}/") == message
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ranks", "message"),
+    [
+        ({"tensor": 2}, 1, "tensor_parallel_degree = 2 takes a multiple of 2 ranks in a group, and a group has 1"),
+        ({"pipeline": 2}, 3, "pipeline_parallel_degree = 2 takes a multiple of 2 ranks in a group, and a group has 3"),
+        ({"data_shard": 4}, 1, "data_parallel_shard_degree = 4 takes 4 ranks in a group, and a group has 1"),
+        ({"data_shard": 1}, 2, "data_parallel_shard_degree = 1 takes 1 ranks in a group, and a group has 2"),
+        (
+            {"tensor": 2, "data_shard": 3},
+            4,
+            "tensor_parallel_degree = 2 x data_parallel_shard_degree = 3 takes 6 ranks in a group, and a group has 4",
+        ),
+        ({"tensor": 2, "context": 2}, 8, ""),
+    ],
+)
+def test_a_groups_ranks_are_those_that_its_degrees_take(load, degrees, ranks, message):
+    keys = {"data_shard": "data_parallel_shard_degree"}
+    table = "".join(f"{keys.get(name, f'{name}_parallel_degree')} = {degree}\n" for name, degree in degrees.items())
+    text = GOOD + "[parallelism]\n" + table
+    if not message:
+        assert load(text, ranks=ranks)
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(text, ranks=ranks)
+    assert "run.toml:13: [parallelism] " in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_gpt_oss_in_float32_is_refused(load):
@@ -200,6 +230,15 @@ def test_a_token_file_that_is_there_is_accepted(load, tmp_path):
 def test_one_group_needs_no_global_batch(load):
     text = without("global_batch_size").replace("groups = 3\nmin_groups = 2", "groups = 1")
     assert slots_per_step(load(text), 1) == 1
+
+
+def test_a_file_that_begins_with_a_byte_order_mark_is_read(load):
+    assert load(GOOD, base='\ufeff[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n')
+
+
+def test_a_switch_is_said_to_take_no_value(load):
+    with pytest.raises(ConfigError, match=r"--fault_tolerance\.enable takes no value: .* --fault_tolerance\.no-enable"):
+        load(GOOD, ["--fault_tolerance.enable", "false"])
 
 
 def test_flags_are_checked_together_with_the_file(load):

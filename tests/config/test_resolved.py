@@ -172,11 +172,11 @@ def test_a_change_inside_the_model_is_another_identity(load):
 
 
 def test_the_attention_kernel_is_not_part_of_the_identity(load):
-    from everstep.titan.cpu import use_plain_attention
+    from everstep.titan import cpu
 
     before = load("")
     after = copy.deepcopy(before)
-    use_plain_attention(after.model_spec.model)
+    cpu.prepare(after)
     assert config_identity(before) == config_identity(after)
 
 

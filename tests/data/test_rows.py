@@ -11,7 +11,7 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 from torchtitan.models.llama3 import model_registry
 
 from everstep.data.documents import Documents
-from everstep.data.pack import pack
+from everstep.data.pack import Pack, pack
 from everstep.data.permutation import Permutation
 from everstep.data.slots import SlotSource
 from everstep.titan.data.stdlib_text import StdlibText
@@ -71,7 +71,7 @@ def test_rows_are_documents_laid_end_to_end_with_positions_of_their_own(lengths,
 
 @pytest.fixture
 def token_file(tmp_path, jsonl):
-    pack([jsonl], tmp_path / "documents.tokens")
+    pack(Pack((jsonl,), tmp_path / "documents.tokens"))
     return tmp_path / "documents.tokens"
 
 
@@ -156,7 +156,7 @@ def test_a_batch_does_not_depend_on_what_was_read_before(tmp_path_factory, token
     text = path.with_suffix(".txt")
     if not path.exists():
         text.write_text("It is the same row whoever reads it. " * 40)
-        pack([text], path)
+        pack(Pack((text,), path))
     config = TokenFile.Config(path=str(path))
     place = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, "seq_len": 16, "local_batch_size": 3}
     wanderer, fresh = config.build(**place), config.build(**place)

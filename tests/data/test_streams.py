@@ -20,9 +20,8 @@ from torchtitan.hf_datasets.text_datasets import (
     InterleavedHuggingFaceTextDataLoader,
 )
 
-from everstep.data import plain
+from everstep.data.plain import StreamState, decode_states, encode_states, plain
 from everstep.data.slots import SlotSource
-from everstep.data.stream_states import StreamState, decode_states, encode_states
 from everstep.titan.data.streams import SlotStreams, _state_of
 
 SEQ_LEN, BATCH = 16, 2
@@ -175,7 +174,7 @@ def test_where_a_state_leaves_something_out_streams_are_read_from_their_beginnin
         heir = streams(config, tokenizer, 2)
         heir.learn(owner.known_states())
         if step > 1:  # a checkpoint of before may have it
-            state = plain.encode(_state_of(owner._live[1].loader))
+            state = plain(_state_of(owner._live[1].loader))
             heir.learn(encode_states({1: StreamState(step - 1, state)}))
         heir.committed(step - 1)
         for group in (heir, owner):
@@ -351,18 +350,6 @@ def test_data_that_ends_raises_torchtitans_error_in_whoever_needs_more(datasets,
     for _ in range(2):
         with pytest.raises(DataloaderExhaustedError, match=f"stream 0 of 3 ended before batch {last}"):
             source.microbatch(last + 1, 0)
-
-
-def test_states_travel_as_bytes_and_damage_is_noticed():
-    states = {3: StreamState(7, b"abc"), 0: StreamState(2**40, b"")}
-    data = encode_states(states)
-    assert decode_states(data) == states
-    assert decode_states(b"") == {}
-    for size in range(1, len(data)):
-        with pytest.raises(ValueError, match="stream states"):
-            decode_states(data[:size])
-    with pytest.raises(ValueError, match="no stream states"):
-        decode_states(b"x" + data)
 
 
 def test_what_cannot_be_is_refused_in_a_sentence(datasets, tokenizer):

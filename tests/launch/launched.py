@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch.agent import AgentSettings
+from everstep.launch.agent_settings import AgentSettings
 from everstep.run.events import read_events
 from forked import Forked
 from watched import until
@@ -45,20 +45,23 @@ class TinyAgent:
 
     CODE = """
 import json, sys
-from everstep.launch.agent import AgentSettings, run_agent
+from everstep.launch.agent import run_agent
+from everstep.launch.agent_settings import AgentSettings
 settings = AgentSettings.from_json(json.loads(sys.argv[1]))
-sys.exit(run_agent(settings, preload=("everstep.launch.group_agent", "tiny_trainer")))
+sys.exit(run_agent(settings, preload=("everstep.launch.store", "tiny_trainer")))
 """
 
     def __init__(self, folder, *flags, **settings):
         self.run_dir = folder / "run"
         self.temporary = settings.pop("temporary", None) or short_folder()
         self.output = settings.pop("output", None) or folder / f"agent-{os.urandom(4).hex()}.out"
+        environment = settings.pop("environment", {})
         section = {f.name for f in fields(FaultTolerance)} - {f.name for f in fields(AgentSettings)}
+        config = folder / f"agent-{os.urandom(4).hex()}.toml"
+        config.write_text(f"flags = {json.dumps(['--fault_tolerance.groups', str(settings.get('groups', 1)), *flags])}")
         arguments = {
-            "config": "unused.toml", "run_dir": str(self.run_dir), "group": 0, "groups": 1, "ranks": 2,
+            "config": str(config), "run_dir": str(self.run_dir), "group": 0, "groups": 1, "ranks": 2,
             "lighthouse": "http://127.0.0.1:1", "entry": "tiny_trainer:main",
-            "flags": ["--fault_tolerance.groups", str(settings.get("groups", 1)), *flags],
             "fault_tolerance": {"enable": True} | {name: settings.pop(name) for name in section & settings.keys()},
             **settings,
         }  # fmt: skip
@@ -68,7 +71,7 @@ sys.exit(run_agent(settings, preload=("everstep.launch.group_agent", "tiny_train
                 [sys.executable, "-c", self.CODE, json.dumps(arguments)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": paths, "TMPDIR": str(self.temporary)},
+                env=os.environ | {"PYTHONPATH": paths, "TMPDIR": str(self.temporary)} | environment,
                 start_new_session=True,
             )
 
@@ -145,9 +148,6 @@ class TinyRun:
         """Pids of the group's newest workers."""
         self.wait_for("workers_started", group=group)
         return self.events("workers_started", group=group)[-1]["pids"]
-
-    def agent(self, group):
-        return self.events("agent_started", target_group=group)[-1]["pid"]
 
     def tree(self):
         """All processes of the run, the supervisor first."""

@@ -1,19 +1,57 @@
 """Runs the supervisor on the tiny trainer: `python run_tiny.py RUN_DIR GROUPS RANKS [flags]`."""
 
+import errno
+import itertools
+import os
+import random
 import sys
+import threading
+import time
 from pathlib import Path
 
-from everstep.config.sections import FaultTolerance
 from everstep.launch import supervisor, view, warm
 from everstep.run.directory import LaunchError
 
-PRELOAD = ("torchft", "everstep.launch.group_agent", "everstep.quorum.lighthouse", "tiny_trainer")
+PRELOAD = ("torchft", "everstep.launch.store", "everstep.quorum.lighthouse", "tiny_trainer")
+
+
+BURST_S, PAUSE_S = 0.4, 0.8
+FAULTS = (errno.ENOSPC, errno.EAGAIN, errno.EMFILE, errno.ENOMEM)
+FAIL = ("open", "os.posix_spawn", "os.rename", "os.mkdir", "os.link", "os.listdir", "os.scandir", "socket.bind")
+
+
+def run_short_of_everything(run_dir, faults):
+    """From now on what this process opens or makes fails in bursts, until so many faults were made; then says so."""
+    begun, made, launcher = time.monotonic(), itertools.count(1), os.getpid()
+    chance, over = random.Random(0), []
+
+    def fail(event, args):
+        if event not in FAIL or over or os.getpid() != launcher or threading.current_thread() is not MAIN:
+            return
+        if not (run_dir / "events" / "group-0.rank-0.jsonl").exists():
+            return
+        if (time.monotonic() - begun) % (BURST_S + PAUSE_S) > BURST_S or isinstance(args[0] if args else None, int):
+            return
+        number = next(made)
+        if number >= faults:
+            over.append(True)
+            (run_dir / "scarce-faults").write_text(str(number))
+        code = chance.choice(FAULTS)
+        raise OSError(code, os.strerror(code))
+
+    sys.addaudithook(fail)
+
+
+MAIN = threading.main_thread()
 
 
 def main():
     run_dir, groups, ranks, *flags = sys.argv[1:]
+    if "--tiny.scarce" in flags:
+        run_short_of_everything(Path(run_dir), int(flags[flags.index("--tiny.scarce") + 1]))
+    if "--tiny.fork_errno" in flags:
+        os.environ["TINY_FORK_ERRNO"] = flags[flags.index("--tiny.fork_errno") + 1]
     warm.SILENCE_S = 3.0
-    supervisor.AGENT_SILENCE_S = 6.0
     config = Path(run_dir).with_suffix(".toml")
     config.write_text("")
     settings = supervisor.RunSettings(
@@ -21,19 +59,13 @@ def main():
         run_dir=Path(run_dir),
         groups=int(groups),
         ranks_per_group=int(ranks),
-        fault_tolerance=FaultTolerance(
-            enable=True,
-            stall_timeout_s=3.0,
-            startup_timeout_s=60.0,
-            on_poison="skip" if "--tiny.skip" in flags else "stop",
-        ),
         flags=flags,
         entry="tiny_trainer:main",
         prepare="tiny_trainer:prepare",
         preload=PRELOAD,
     )
     try:
-        with view.open_view(settings.groups) as on_events:
+        with view.open_view() as on_events:
             sys.exit(supervisor.run(settings, on_events))
     except LaunchError as error:
         print(f"everstep: {error}", file=sys.stderr)

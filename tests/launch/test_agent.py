@@ -5,8 +5,10 @@ import signal
 import time
 
 import psutil
+import pytest
 
-from everstep.launch.agent import next_incarnation, reason_not_to_start
+from everstep.launch.agent import reason_not_to_start, shared_s
+from everstep.launch.progress import next_incarnation
 from everstep.launch.watchdog import RestartLimits
 from everstep.launch.worker import log_path
 from everstep.run.events import EventLog, last_event
@@ -25,6 +27,13 @@ def test_it_ends_when_its_workers_are_done_and_leaves_nothing_behind(agent):
     assert one.process.wait(60) == 0
     assert one.events("agent_ended")[0]["status"] == "done"
     assert list(one.temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize(("given", "found"), [("", max(1, len(os.sched_getaffinity(0)) // 2)), ("7", 7)])
+def test_workers_of_a_batch_job_share_the_cores_unless_they_are_told_how_many(agent, given, found):
+    one = agent("--training.steps", "3", job=7, environment={"OMP_NUM_THREADS": given})
+    assert one.process.wait(60) == 0
+    assert f"trains with {found} threads" in log_path(one.run_dir, 0, 0).read_text()
 
 
 def test_a_rank_that_is_done_earlier_leaves_the_others_to_go_on(agent):
@@ -135,7 +144,7 @@ def test_an_agents_start_costs_the_same_after_ten_and_after_ten_thousand_commits
         run_dir = tmp_path / str(commits)
         agent = EventLog(run_dir, 0, None, "agent")
         for number in range(3):
-            agent.emit("agent_up", pid=1)
+            agent.emit("agent_up", pid=1, after_step=0, shared_s=shared_s(run_dir))
             agent.emit("workers_started", incarnation=number, pids=[1])
         for group in range(3):
             worker = EventLog(run_dir, group, 0, "worker")

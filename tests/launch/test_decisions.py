@@ -1,18 +1,23 @@
 """The launcher's decisions: who has stalled, who is started again, who is killed, what the flags say."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from everstep.config.sections import FaultTolerance
-from everstep.launch.agent import AgentSettings, worker_argv
+from everstep.launch.agent_settings import AgentSettings, worker_argv
 from everstep.launch.machine import devices_of_groups
-from everstep.launch.settings import read_sections, run_settings
-from everstep.launch.watchdog import Death, RestartLimits, Stall, describe_exit, find_stall, reason_to_give_up
+from everstep.launch.watchdog import (
+    Cause,
+    Death,
+    RestartLimits,
+    Stall,
+    alike,
+    describe_exit,
+    find_stall,
+    pause_s,
+    reason_to_give_up,
+)
 from everstep.run.beats import Beat, Heartbeat, beat_path, read_beat
 from everstep.run.directory import LaunchError, RunDir, default_run_dir
 from everstep.run.exits import HOPELESS_EXIT
@@ -85,17 +90,22 @@ def deaths(*exits, committed=False, **more):
     return [Death(float(i), exitcode, committed, **more) for i, exitcode in enumerate(exits)]
 
 
+def why_given_up(deaths):
+    found = reason_to_give_up(deaths, LIMITS)
+    return found.why if found else ""
+
+
 def test_kills_are_what_restarts_are_for():
     assert reason_to_give_up(deaths(-9, -9, -9, -9, -9), LIMITS) is None
 
 
 def test_a_trainer_that_says_it_is_hopeless_is_believed():
-    assert "no use" in (reason_to_give_up(deaths(-9, HOPELESS_EXIT, committed=True), LIMITS) or "")
+    assert "no use" in why_given_up(deaths(-9, HOPELESS_EXIT, committed=True))
 
 
 def test_workers_that_fail_three_times_without_a_committed_step_are_given_up():
     assert reason_to_give_up(deaths(1, 1), LIMITS) is None
-    assert "started 3 times" in (reason_to_give_up(deaths(1, 1, 1), LIMITS) or "")
+    assert "started 3 times" in why_given_up(deaths(1, 1, 1))
     assert reason_to_give_up(deaths(1, 1, 1, committed=True), LIMITS) is None
     assert reason_to_give_up([*deaths(1, 1), *deaths(1, committed=True), *deaths(1, 1)], LIMITS) is None
 
@@ -112,6 +122,26 @@ def test_crashes_out_of_memory_and_hangs_count_as_failures_of_their_own():
     assert reason_to_give_up(deaths(-9, -9, -9, stalled=True), LIMITS)
 
 
+def test_a_group_that_fails_while_others_make_steps_is_not_given_up():
+    """Something may be wrong with its machine that passes."""
+    failures = [Death(30.0 * i, 1, committed=False, run_step=i) for i in range(50)]
+    assert reason_to_give_up(failures, LIMITS) is None
+    assert reason_to_give_up([*failures[:3], *(Death(30.0 * i, 1, False, run_step=2) for i in (3, 4))], LIMITS)
+
+
+def test_failures_of_one_cause_are_counted_and_put_off_the_next_start():
+    here, there = (Cause(1, "KeyError", f"data.py:{line} read") for line in (7, 9))
+    of = lambda *causes: [Death(float(i), 1, True, cause=cause) for i, cause in enumerate(causes)]  # noqa: E731
+    assert [alike(of(*causes)) for causes in ([here], [here, here], [here, there], [there, here, here])] == [1, 2, 1, 2]
+    assert alike([*of(here, here), Death(9.0, -9, True)]) == 0, "a kill is nobody's failure"
+    waits = [pause_s(of(*[here] * count)) for count in range(1, 12)]
+    assert waits[0] == 0.0, "one failure costs nothing"
+    assert waits == sorted(waits)
+    assert waits[3] == 4 * waits[1]
+    assert waits[-1] == 30.0
+    assert pause_s(deaths(-9, -9, -9, -9)) == 0.0
+
+
 def test_a_failure_while_others_were_struck_does_not_count():
     assert reason_to_give_up(deaths(1, 1, 1, excused=True), LIMITS) is None
     assert reason_to_give_up(deaths(-11, -11, -11, excused=True), LIMITS) is None
@@ -119,11 +149,11 @@ def test_a_failure_while_others_were_struck_does_not_count():
 
 
 def test_an_invalid_configuration_is_not_tried_again():
-    assert "configuration" in (reason_to_give_up(deaths(2), LIMITS) or "")
+    assert "configuration" in why_given_up(deaths(2))
 
 
 def test_restarts_are_counted_within_their_window():
-    assert "died 6 times" in (reason_to_give_up(deaths(-9, -9, -9, -9, -9, -9), LIMITS) or "")
+    assert "died 6 times" in why_given_up(deaths(-9, -9, -9, -9, -9, -9))
     spread = [Death(30.0 * i, -9, True) for i in range(20)]
     assert reason_to_give_up(spread, LIMITS) is None
 
@@ -133,108 +163,18 @@ def test_an_exit_in_words():
     assert describe_exit(3) == "exited with status 3"
 
 
-def sections(tmp_path, text, flags=()):
-    (tmp_path / "s.toml").write_text(text)
-    return read_sections(tmp_path / "s.toml", flags)
-
-
-def test_the_last_flag_counts_in_either_spelling(tmp_path):
-    flags = ["--training.steps", "3", "--debug.seed=4", "--training.steps=5", "--fault-tolerance.groups", "2"]
-    found = sections(tmp_path, "", flags)
-    assert (found.training.steps, found.debug.seed, found.fault_tolerance.groups) == (5, 4, 2)
-
-
-def test_a_flag_without_a_value_takes_none_from_its_neighbour(tmp_path):
-    found = sections(tmp_path, "", ["--fault_tolerance.allow_faults", "--training.steps", "5"])
-    assert found.fault_tolerance.allow_faults is True
-    assert found.training.steps == 5
-    on = "[fault_tolerance]\nenable = true\n"
-    assert sections(tmp_path, on, ["--fault_tolerance.no-enable"]).fault_tolerance.enable is False
-
-
-def test_flags_win_over_the_files_fault_tolerance_section(tmp_path):
-    text = "[fault_tolerance]\ngroups = 4\nstall_timeout_s = 7\n"
-    assert sections(tmp_path, text).fault_tolerance == FaultTolerance(groups=4, stall_timeout_s=7.0)
-    assert sections(tmp_path, text, ["--fault_tolerance.stall_timeout_s", "9"]).fault_tolerance.stall_timeout_s == 9.0
-    with pytest.raises(LaunchError, match=r"fault-tolerance\.groups must be a whole number, got many"):
-        sections(tmp_path, "", ["--fault_tolerance.groups", "many"])
-    with pytest.raises(LaunchError, match=r"s\.toml:2: \[fault_tolerance\] groups must be an integer"):
-        sections(tmp_path, "[fault_tolerance]\ngroups = 'x'\n")
-
-
-def test_torchtitans_replicas_are_the_groups_of_a_file_that_says_nothing_else(tmp_path):
-    hsdp = "[parallelism]\ndata_parallel_replicate_degree = 4\ntensor_parallel_degree = 2\n[fault_tolerance]\n"
-    assert sections(tmp_path, hsdp + "enable = true").fault_tolerance.groups == 4
-    assert sections(tmp_path, hsdp + "enable = true\ngroups = 3").fault_tolerance.groups == 3
-    assert sections(tmp_path, hsdp + "enable = false").fault_tolerance.groups == 1
-    flag = ["--parallelism.data_parallel_replicate_degree", "2"]
-    assert sections(tmp_path, hsdp + "enable = true", flag).fault_tolerance.groups == 2
-
-
-def test_the_launcher_reads_its_sections_without_torch(tmp_path):
-    (tmp_path / "s.toml").write_text("[model]\nname = 'llama3'\n[fault_tolerance]\ngroup_size = 5\n")
-    code = (
-        "import sys; from pathlib import Path; from everstep.launch.settings import read_sections\n"
-        "print(read_sections(Path(sys.argv[1])).fault_tolerance.groups, 'torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "s.toml")],
-        capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
-    assert done.stdout == "5 False\n"
-
-
-def settings(tmp_path, text="", groups=None, steps=None, chaos_every_s=None, flags=()):
-    config = tmp_path / "c.toml"
-    config.write_text(text)
-    return run_settings(config, tmp_path / "run", groups, 1, steps, chaos_every_s, flags)
-
-
-def test_a_run_always_has_a_seed(tmp_path):
-    assert settings(tmp_path).seed == 0
-    assert settings(tmp_path).flags == [], "a registry may say another"
-    assert settings(tmp_path, "[debug]\nseed = 5").seed == 5
-    assert settings(tmp_path, "[debug]\nseed = 5").flags == []
-    assert settings(tmp_path, flags=["--debug.seed", "6"]).seed == 6
-
-
-def test_steps_and_groups_of_the_command_line_win(tmp_path):
-    found = settings(tmp_path, "[debug]\nseed=1\n[fault_tolerance]\ngroups = 5", steps=9)
-    assert found.groups == 5
-    assert found.flags == ["--training.steps", "9"]
-    assert settings(tmp_path, "[fault_tolerance]\ngroups = 5", groups=2).groups == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        ({"groups": 0}, "--groups"),
-        ({"steps": 0}, "--steps"),
-        ({"chaos_every_s": 0.0}, "--chaos-every"),
-        ({"text": "[training"}, "not valid TOML"),
-        ({"text": "[debug]\nseed = 'x'"}, r"\[debug\] seed"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(tmp_path, arguments, what):
-    with pytest.raises(LaunchError, match=what):
-        settings(tmp_path, **arguments)
-
-
 def test_each_group_gets_devices_of_its_own_while_they_last():
     assert devices_of_groups(list("01234567"), 3, 2) == ["0,1", "2,3", "4,5"]
     assert devices_of_groups(["0"], 3, 1) == ["0", "0", "0"]
     assert devices_of_groups([], 2, 1) == [None, None]
 
 
-def test_a_worker_is_told_its_place_and_flags_that_its_config_does_not_hold_come_last():
-    argv = worker_argv(
-        AgentSettings("c.toml", Path("runs/x"), 1, 3, 1, "", ["--training.steps", "5"], host="10.0.0.1"), "http://h:1"
-    )
+def test_a_worker_is_told_its_place():
+    argv = worker_argv(AgentSettings("c.toml", Path("runs/x"), 1, 3, 1, "", host="10.0.0.1"), "http://h:1")
     assert argv[:6] == ["--module", "everstep", "--config", "c.toml", "--dump_folder", "runs/x"]
     assert argv[argv.index("--fault_tolerance.group_id") + 1] == "1"
     assert argv[argv.index("--fault_tolerance.lighthouse") + 1] == "http://h:1"
     assert argv[argv.index("--fault_tolerance.bind_host") + 1] == "10.0.0.1"
-    assert argv[-2:] == ["--training.steps", "5"]
 
 
 def test_the_default_run_directory_tells_config_and_time():

@@ -31,13 +31,20 @@ def start_claiming(run_dir, claim):
 
 
 def beat(run_dir, age_s=0.0):
-    """A sign of life of the group's agent, that long ago."""
+    """A sign of life of the group's agent on another host, that long ago by the file server's clock."""
     path = agent_beat_path(run_dir, 0)
-    file = BeatFile(path)
-    file.beat("watching")
-    file.close()
+    beat_elsewhere(path, "watching")
     then = path.stat().st_mtime - age_s
     os.utime(path, (then, then))
+
+
+def beat_elsewhere(path, phase, step=0):
+    """A beat of a process on another host."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(beats, "this_boot", lambda: b"another machine.")
+        file = BeatFile(path)
+        file.beat(phase, step)
+        file.close()
 
 
 def test_the_first_claim_is_had_at_once_and_told(tmp_path):
@@ -136,21 +143,44 @@ def test_an_agent_that_was_overtaken_before_it_began_starts_nothing(agent, tmp_p
     assert "7.3" in late.events("agent_ended")[0]["reason"]
 
 
+@pytest.mark.parametrize("skew_s", [-200.0, 0.0, 200.0])
+@pytest.mark.parametrize("host", ["this one", "another one"])
+def test_no_wall_clock_says_how_old_a_beat_is(tmp_path, monkeypatch, host, skew_s):
+    """Another host's beat: by the file server's clock. One of this host: by none of a file system, which is this host's
+    wall clock if its disk is its own."""
+    path = beat_path(tmp_path, 3, 0)
+    if host == "this one":
+        BeatFile(path).beat("compute", 7)
+        os.utime(path, (then := path.stat().st_mtime + skew_s, then))
+    else:
+        beat_elsewhere(path, "compute", 7)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + skew_s)
+    ((group, seen, age_s),) = beats.beats_of_groups(tmp_path)
+    assert (group, seen.step) == (3, 7)
+    assert 0.0 <= age_s < 1.0
+
+
 def test_a_beat_on_a_shared_file_system_counts_as_younger_than_it_looks(tmp_path, monkeypatch):
-    BeatFile(beat_path(tmp_path, 3, 0)).beat("compute", 7)
-    then = time.time() - 15.0
-    os.utime(beat_path(tmp_path, 3, 0), (then, then))
-
-    def age():
-        beats.shared_lag_s.cache_clear()
-        ((group, beat, age_s),) = beats.beats_of_groups(tmp_path)
-        assert (group, beat.step) == (3, 7)
-        return age_s
-
-    assert 14.5 < age() < 16.0, "this machine's own files tell the age as it is"
-    monkeypatch.setattr(beats, "LOCAL_FILES", frozenset())
-    assert 4.5 < age() < 6.0
+    path = beat_path(tmp_path, 3, 0)
+    beat_elsewhere(path, "compute", 7)
+    os.utime(path, (then := path.stat().st_mtime - 15.0, then))
     beats.shared_lag_s.cache_clear()
+    assert 14.5 < (beats.age_s(path) or 0.0) < 16.0, "this machine's own file systems tell the age as it is"
+    monkeypatch.setattr(beats, "LOCAL_FILES", frozenset())
+    beats.shared_lag_s.cache_clear()
+    assert 4.5 < (beats.age_s(path) or 0.0) < 6.0
+    beats.shared_lag_s.cache_clear()
+
+
+def test_a_beat_whose_age_cannot_be_known_is_a_young_one(tmp_path):
+    """A full disk, or a run directory of somebody else, takes no probe."""
+    path = beat_path(tmp_path, 3, 0)
+    beat_elsewhere(path, "compute", 7)
+    os.utime(path, (0.0, 0.0))
+    (path.parent / ".now").symlink_to("elsewhere")
+    assert beats.age_s(path) == 0.0
+    assert beats.age_s(beat_path(tmp_path, 4, 0)) is None
 
 
 def test_pushing_beats_that_are_not_there_costs_nothing(tmp_path):

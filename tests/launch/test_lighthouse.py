@@ -4,10 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 
 import psutil
 import pytest
 
+from everstep.config.sections import FaultTolerance
+from everstep.launch.prepare import Prepared, leave_answer
 from everstep.launch.probe import answers
 from everstep.run.address import await_address, publish_address, published_address
 from everstep.run.directory import over_file, stop_file
@@ -18,8 +21,11 @@ from launched import DEADLINE_S, alive, events_of, until
 @pytest.fixture
 def start(tmp_path):
     """Starts `everstep lighthouse` for two groups."""
-    config, processes = tmp_path / "run.toml", []
-    config.write_text("[fault_tolerance]\nenable = true\ngroups = 2\n")
+    config, processes = tmp_path / "run" / "config.toml", []
+    config.parent.mkdir()
+    config.write_text("")
+    settled = Prepared(2, 1, seed=0, steps=1, identity="", fault_tolerance=FaultTolerance(enable=True))
+    leave_answer(config.parent, asdict(settled))
     command = [sys.executable, "-m", "everstep.cli", "lighthouse", str(config), "--run-dir", str(tmp_path / "run")]
 
     def _start():

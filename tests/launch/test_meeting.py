@@ -10,7 +10,8 @@ import time
 import pytest
 
 from everstep.launch import meeting
-from everstep.launch.meeting import AskedToStop, Meeting, NodeLost, Round
+from everstep.launch.meeting import Meeting
+from everstep.launch.rounds import Alone, AskedToStop, NodeLost, Round
 from everstep.run.directory import LaunchError
 from forked import Forked, ran
 
@@ -27,9 +28,9 @@ def test_a_worker_finds_what_torchrun_would_have_set(tmp_path):
     assert done.returncode == 0, done.stderr
     theirs = json.loads(done.stdout.splitlines()[-1])
     for_the_agent = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
-    from_the_agent = {"TORCHELASTIC_ERROR_FILE"}
-    ours = Round("127.0.0.1", 1, 0, [1], None).environment(0, "role", "run", 0)
-    assert theirs.keys() - environment.keys() - for_the_agent == ours.keys() | from_the_agent
+    of_its_own = {"TORCHELASTIC_ERROR_FILE"}
+    ours = Round("run", "127.0.0.1", 1, 0, [1], None).environment(0, "role", 0)
+    assert theirs.keys() - environment.keys() - for_the_agent == ours.keys() | of_its_own
     alike = ours.keys() - {
         "MASTER_ADDR",
         "MASTER_PORT",
@@ -41,9 +42,9 @@ def test_a_worker_finds_what_torchrun_would_have_set(tmp_path):
 
 
 def test_ranks_are_counted_over_nodes_of_any_size():
-    place = Round("n0", 29500, 1, [2, 3, 1], None)
+    place = Round("run", "n0", 29500, 1, [2, 3, 1], None)
     assert list(place.ranks) == [2, 3, 4]
-    said = place.environment(3, "group-0", "run", 5)
+    said = place.environment(3, "group-0", 5)
     assert (said["RANK"], said["LOCAL_RANK"], said["LOCAL_WORLD_SIZE"], said["WORLD_SIZE"]) == ("3", "1", "3", "6")
     assert (said["GROUP_RANK"], said["GROUP_WORLD_SIZE"], said["TORCHELASTIC_RESTART_COUNT"]) == ("1", "3", "5")
 
@@ -115,9 +116,9 @@ def test_who_is_asked_to_stop_does_not_wait_for_a_first_node_that_is_stopped(fir
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
-def test_a_host_that_is_not_this_machine_is_told_with_the_flag(tmp_path, host):
+def test_a_host_that_is_not_this_machine_is_told_with_the_flag(host):
     with pytest.raises(LaunchError, match=rf"{host}: this machine cannot listen there: .* --host"):
-        Meeting(tmp_path / "rendezvous.json", "7.0", 1, 0, 1, host, lambda: False).next_round()
+        Alone("7.0", host, 1).next_round()
 
 
 def test_a_node_does_not_come_twice(first, tmp_path):

@@ -4,10 +4,11 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 
-from everstep.launch import health
-from everstep.launch.agent import reason_not_to_start
+from everstep.launch import node as fitness
+from everstep.launch.agent import last_step, reason_not_to_start, shared_s
 from everstep.launch.watchdog import STARTS_WITHOUT_A_COMMIT, RestartLimits
 from everstep.run.directory import bad_node_file, over_file
 from everstep.run.events import EventLog
@@ -124,18 +125,15 @@ def test_two_nodes_finish_together(agent):
 
 def test_a_node_that_waits_for_the_others_of_its_group_can_be_stopped(agent):
     alone = node(agent, 1)
-    until(lambda: alone.process.poll() is not None or _waits(alone), "the agent to be up")
+    until((alone.run_dir / "logs/group-0/warm.log").exists, "the agent to be up")
     alone.process.send_signal(signal.SIGTERM)
     assert alone.process.wait(DEADLINE_S) == 0
     assert alone.events("commit") == []
 
 
-def _waits(one):
-    """Whether there is a process below it: its fork point, from which on it waits for node 0, or the check of its
-    node."""
-    import psutil
-
-    return bool(psutil.Process(one.process.pid).children())
+def _below(one, word):
+    """Whether a process below it was executed with this word."""
+    return any(word in " ".join(child.cmdline()) for child in psutil.Process(one.process.pid).children())
 
 
 @pytest.mark.parametrize(
@@ -158,7 +156,7 @@ def test_a_bad_node_is_named_and_left(agent, tmp_path, flags, settings, reason):
 def test_a_stop_that_ends_the_check_of_a_node_makes_no_bad_node_of_it(agent):
     """A batch system's SIGTERM reaches every process of a job."""
     one = agent("--training.steps", "3", ranks=1, job=7, node="n3")
-    until(lambda: one.process.poll() is not None or _waits(one), "the check to run")
+    until(lambda: one.process.poll() is not None or _below(one, "doctor"), "the check to run")
     os.killpg(one.process.pid, signal.SIGTERM)
     assert one.process.wait(DEADLINE_S) == 0
     assert one.events("node_bad") == []
@@ -171,23 +169,23 @@ def test_without_another_node_to_go_to_an_unfit_one_is_the_end(agent):
 
 
 def test_a_healthy_node_has_no_complaint_and_one_that_cannot_write_has(tmp_path, monkeypatch):
-    assert health.complaint(tmp_path) == ""
+    assert fitness.storage_complaint(tmp_path) == ""
     assert not list(tmp_path.glob("**/.fit-*"))
     (tmp_path / "file").write_text("")
-    assert "cannot be written" in health.complaint(tmp_path / "file")
-    monkeypatch.setattr(health, "SMALLEST_FREE_BYTES", 1 << 60)
-    assert "/dev/shm has" in health.complaint(tmp_path)
+    assert "cannot be written" in fitness.storage_complaint(tmp_path / "file")
+    monkeypatch.setattr(fitness, "SMALLEST_FREE_BYTES", 1 << 60)
+    assert "/dev/shm has" in fitness.storage_complaint(tmp_path)
 
 
 def starts(tmp_path, *kinds):
-    """Each event where it belongs: a commit is rank 0's."""
-    agent, worker = EventLog(tmp_path, 0, None, "agent"), EventLog(tmp_path, 0, 0, "worker")
+    """What an agent writes when it comes up, and rank 0 at its next commit, in that order."""
     for kind in kinds:
+        step = last_step(tmp_path, 0)
         if kind == "commit":
-            worker.emit(kind, 1, groups=[0], loss=1.0, tokens=1.0, grad_norm=1.0, history="b", parent="a")
+            worker = EventLog(tmp_path, 0, 0, "worker")
+            worker.emit(kind, step + 1, groups=[0], loss=1.0, tokens=1.0, grad_norm=1.0, history="b", parent="a")
         else:
-            agent.emit(kind, pid=1)
-        agent, worker = EventLog(tmp_path, 0, None, "agent"), EventLog(tmp_path, 0, 0, "worker")
+            EventLog(tmp_path, 0, None, "agent").emit(kind, pid=1, after_step=step, shared_s=shared_s(tmp_path))
 
 
 def test_a_group_that_starts_again_and_again_without_a_step_is_not_started_any_more(tmp_path):

@@ -1,15 +1,20 @@
-"""What a run's config says is decided once: workers get what was judged before the start, flags and all."""
+"""A run's config is read and resolved once: everything else of the run takes what was settled."""
 
 import json
+import os
+import subprocess
+import sys
+from collections import Counter
 
 import pytest
 from torchtitan.config.manager import ConfigManager
 
+from everstep.commands import cluster
 from everstep.commands.agent import Agent, agent
 from everstep.launch import prepare, slurm
 from everstep.launch.agent import AgentSettings, worker_argv
-from everstep.launch.settings import run_settings
-from everstep.launch.supervisor import Supervisor
+from everstep.launch.prepare import Order, Prepared
+from everstep.launch.supervisor import RunSettings, Supervisor
 from everstep.run.directory import RunDir
 from everstep.titan import cpu
 
@@ -33,49 +38,87 @@ FLAGS = ["--parallelism.data_parallel_replicate_degree", "2", "--training.steps"
 
 
 @pytest.fixture
-def settled(tmp_path, monkeypatch):
+def settled(tmp_path):
     """Settings of a run, and its run directory with the config settled for its flags."""
     if not cpu.has_accelerator():
         cpu.stand_in()
-    monkeypatch.setenv("WORLD_SIZE", "1")
     (tmp_path / "run.toml").write_text(CONFIG)
-    settings = run_settings(tmp_path / "run.toml", tmp_path / "run", None, 1, None, None, FLAGS)
-    settings.run_dir.mkdir()
-    prepare.main(str(settings.config), str(settings.run_dir), settings.flags, 1, here=False)
-    assert prepare.take_answer(settings.run_dir)["steps"] == 7
-    assert not prepare.take_answer(settings.run_dir)
-    return settings
+    (tmp_path / "run").mkdir()
+    order = Order(str(tmp_path / "run.toml"), FLAGS, ranks=1, run_dir=str(tmp_path / "run"), here=False)
+    assert prepare.main(vars(order)) == 0
+    found = prepare.take_answer(tmp_path / "run")
+    assert isinstance(found, Prepared)
+    assert (found.groups, found.steps, found.snapshot.interval) == (2, 7, 3)
+    return found
 
 
-def test_workers_do_not_apply_flags_to_what_flags_have_decided(settled, monkeypatch):
+def test_workers_do_not_apply_flags_to_what_flags_have_decided(settled, tmp_path, monkeypatch):
     monkeypatch.setattr("signal.signal", lambda *_: None)  # a supervisor's handlers
-    supervisor = Supervisor(settled, RunDir(settled.run_dir))
+    supervisor = Supervisor(RunSettings(tmp_path / "run.toml", tmp_path / "run"), RunDir(tmp_path / "run"))
     supervisor._devices = [None, None]
-    config = ConfigManager().parse_args(worker_argv(supervisor._agent_settings(1), "http://h:1"))
+    config = ConfigManager().parse_args(worker_argv(supervisor._agent_settings(1, settled), "http://h:1"))
     assert config.parallelism.data_parallel_replicate_degree == 1, "each replica became a group"
     assert (config.training.steps, config.snapshot.interval, config.debug.seed) == (7, 3, 0)
     ft = config.fault_tolerance
     assert (ft.group_id, ft.groups, ft.lighthouse, ft.bind_host) == (1, 2, "http://h:1", "127.0.0.1")
-    assert config.dump_folder == str(settled.run_dir)
+    assert config.dump_folder == str(tmp_path / "run")
 
 
-def test_a_batch_job_gets_the_settled_config_and_no_flags(settled):
-    submission = slurm.Submission(config=settled.config, run_dir=settled.run_dir, groups=2, ranks_per_node=4)
+def test_a_batch_job_gets_the_settled_config_and_no_flags(tmp_path):
+    submission = slurm.Submission(config=tmp_path / "run.toml", run_dir=tmp_path / "run", groups=2, ranks_per_node=4)
     command = submission.commands()["groups"]
     script = next(word for word in command if word.endswith("train.sbatch"))
-    settled_config = str(settled.run_dir / "config.toml")
-    expected = [settled_config, "--run-dir", str(settled.run_dir), "--groups", "2", "--ranks", "4"]
+    settled_config = str(tmp_path / "run" / "config.toml")
+    expected = [settled_config, "--run-dir", str(tmp_path / "run"), "--groups", "2", "--ranks", "4"]
     assert command[command.index(script) + 1 :] == expected
 
 
-@pytest.mark.parametrize(("name", "own"), [("mine.toml", ["--fault_tolerance.groups", "2"]), ("run/config.toml", [])])
-def test_an_agent_adds_to_a_settled_config_what_it_is_given_alone(tmp_path, monkeypatch, name, own):
-    started = []
-    monkeypatch.setattr("everstep.launch.agent.run_agent", started.append)
-    (tmp_path / "run").mkdir()
-    (tmp_path / name).write_text(CONFIG + 'bind_host = "10.1.2.3"\nstall_timeout_s = 99\n')
-    agent(Agent(config=tmp_path / name, run_dir=tmp_path / "run", group=1), ["--training.steps", "5"])
-    (settings,) = started
-    assert settings.flags == [*own, "--training.steps", "5"]
-    assert (settings.groups, settings.host, settings.fault_tolerance.stall_timeout_s) == (2, "10.1.2.3", 99)
+@pytest.mark.parametrize(("name", "flags"), [("run.toml", FLAGS), ("run/config.toml", [])])
+def test_processes_of_a_batch_job_take_what_was_settled_or_settle_it(settled, tmp_path, monkeypatch, name, flags):
+    """The run directory's own config is not read again; another one is, and is the same run's."""
+    asked, agents, beacons = [], [], []
+    in_this_process = monkeypatch.setattr
+    in_this_process(prepare, "prepared", lambda order: asked.append(order) or prepare.prepare(order))
+    in_this_process("everstep.launch.agent.run_agent", agents.append)
+    in_this_process("everstep.launch.beacon.keep_up", beacons.append)
+    monkeypatch.setattr("everstep.titan.cpu.has_accelerator", lambda: True)
+    agent(Agent(config=tmp_path / name, run_dir=tmp_path / "run", group=1), flags)
+    cluster.run_lighthouse(cluster.Lighthouse(config=tmp_path / name, run_dir=tmp_path / "run"), flags)
+    (settings,), (beacon,) = agents, beacons
+    assert len(asked) == (2 if flags else 0)
+    assert (settings.groups, settings.config) == (2, str(tmp_path / "run" / "config.toml"))
+    assert settings.fault_tolerance == beacon.fault_tolerance == settled.fault_tolerance
     assert AgentSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+
+
+COUNTS = """
+import os, sys, tomllib
+try:
+    import tomli
+except ImportError:
+    tomli = tomllib
+for module in {tomllib, tomli}:
+    def loads(text, *args, _loads=module.loads, **more):
+        if "[job]" in text:
+            resolved = "resolved" if "dump_folder" in text else "own"
+            with open(os.environ["PARSES"], "a") as file:
+                file.write(f"{resolved} {os.getpid()}\\n")
+        return _loads(text, *args, **more)
+    module.loads = loads
+"""
+
+
+def test_a_run_reads_the_users_file_once_and_each_worker_the_resolved_one_once(tmp_path):
+    (tmp_path / "run.toml").write_text(CONFIG)
+    (tmp_path / "sitecustomize.py").write_text(COUNTS)
+    command = [sys.executable, "-m", "everstep.cli", "run", str(tmp_path / "run.toml"), "--steps", "1"]
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = os.environ | {"PYTHONPATH": paths, "PARSES": str(tmp_path / "parses"), "OMP_NUM_THREADS": "1"}
+    run_dir = ["--run-dir", str(tmp_path / "run")]
+    done = subprocess.run([*command, *run_dir], env=environment, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    parses = Counter((tmp_path / "parses").read_text().splitlines())
+    by_whose = Counter(line.split()[0] for line in parses.elements())
+    assert by_whose["own"] == 1
+    assert set(parses.values()) == {1}
+    assert by_whose["resolved"] == 2, parses

@@ -11,8 +11,6 @@ import time
 import psutil
 import pytest
 
-from everstep.launch.supervisor import AGENT_CRASHES
-from everstep.run.exits import REPLACED_EXIT
 from forked import ran
 from launched import FULL, alive, on_a_full_disk, until
 
@@ -83,15 +81,14 @@ def test_a_killed_worker_takes_its_group_down_and_is_replaced_warm(run):
 
 def test_the_rank_that_was_killed_is_named_though_its_peer_failed_before_anybody_looked(run):
     first, second = run.workers(0)
-    agent = run.events("agent_started", target_group=0)[-1]["pid"]
     killed = time.time()
-    os.kill(agent, signal.SIGSTOP)
+    os.kill(run.process.pid, signal.SIGSTOP)
     try:
         os.kill(second, signal.SIGKILL)
         os.kill(first, signal.SIGUSR1)
         until(lambda: not alive(first) and not alive(second), "both ranks to end")
     finally:
-        os.kill(agent, signal.SIGCONT)
+        os.kill(run.process.pid, signal.SIGCONT)
     assert "rank 1 was killed by SIGKILL" in run.wait_for("workers_died", after=killed, group=0)["reason"]
     run.wait_for("commit", after=run.wait_for("worker_up", after=killed, group=0)["t"], group=0, rank=1)
 
@@ -149,55 +146,51 @@ def test_a_lighthouse_that_hangs_is_replaced(run):
     assert not alive(before["pid"])
 
 
-def test_workers_die_with_their_agent_even_when_stopped_and_another_agent_takes_over(run):
-    agent, workers = run.agent(0), run.workers(0)
-    below = psutil.Process(agent).children(recursive=True)
-    os.kill(workers[0], signal.SIGSTOP)
-    killed = time.time()
-    os.kill(agent, signal.SIGKILL)
-    until(lambda: not any(alive(pid) for pid in workers), "the workers to die", deadline_s=5.0)
-    until(lambda: not any(alive(child.pid) for child in below), "all below the agent to die", deadline_s=5.0)
-    assert run.wait_for("agent_died", after=killed, target_group=0)["exitcode"] == -signal.SIGKILL
-    run.wait_for("commit", after=killed + 0.5, group=0, rank=1)
-    assert run.agent(0) != agent
+def warm_of(run):
+    """The process that a run's others are forked from; the first one was made before them, a later one was executed."""
+    children = psutil.Process(run.process.pid).children()
+    started = [child for child in children if "everstep.launch.warm" in child.cmdline()]
+    return started[0] if started else min(children, key=lambda child: child.create_time())
 
 
-def test_the_fork_point_is_replaced_with_its_agent(run):
-    agent = run.agent(1)
-    (fork_point,) = {psutil.Process(pid).ppid() for pid in run.workers(1)}
+def stores(run):
+    """The processes that serve the groups' stores, in no order."""
+    known = {run.process.pid, warm_of(run).pid, run.events("lighthouse_started")[-1]["pid"]}
+    known |= {pid for group in range(2) for pid in run.workers(group)}
+    return [child for child in psutil.Process(run.process.pid).children() if child.pid not in known]
+
+
+def test_a_group_whose_store_is_killed_starts_again(run):
+    one, _ = stores(run)
     killed = time.time()
-    os.kill(fork_point, signal.SIGKILL)
-    run.wait_for("agent_died", after=killed, target_group=1)
-    run.wait_for("commit", after=killed + 0.5, group=1, rank=1)
-    assert run.agent(1) != agent
+    one.kill()
+    died = run.wait_for("workers_died", after=killed)
+    assert died["reason"] == "its store was killed by SIGKILL"
+    run.wait_for("commit", after=killed + 0.5, group=died["group"], rank=1)
 
 
 def test_nobody_needs_the_warm_process_and_it_comes_back(run):
-    known = {run.agent(0), run.agent(1), run.events("lighthouse_started")[-1]["pid"]}
-    (warm,) = [c for c in psutil.Process(run.process.pid).children() if c.pid not in known]
-    before = run.workers(0), run.workers(1)
+    warm, before = warm_of(run), (run.workers(0), run.workers(1))
     warm.kill()
-    agent, killed = run.agent(0), time.time()
+    killed = time.time()
     run.wait_for("commit", after=killed, group=1)
     assert (run.workers(0), run.workers(1)) == before
-    os.kill(agent, signal.SIGKILL)  # only a new warm process can replace it
+    os.kill(before[0][0], signal.SIGKILL)  # only a new warm process can replace it
     run.wait_for("workers_started", after=killed, group=0)
-    run.wait_for("commit", after=killed, group=0, incarnation=None, rank=0)
+    run.wait_for("commit", after=killed + 0.5, group=0, rank=0)
 
 
 def test_a_warm_process_that_hangs_when_it_is_needed_is_replaced(run):
-    known = {run.agent(0), run.agent(1), run.events("lighthouse_started")[-1]["pid"]}
-    (warm,) = [c for c in psutil.Process(run.process.pid).children() if c.pid not in known]
-    agent, killed = run.agent(0), time.time()
-    os.kill(warm.pid, signal.SIGSTOP)
-    os.kill(agent, signal.SIGKILL)
+    warm, killed = warm_of(run), time.time()
+    warm.suspend()
+    os.kill(run.workers(0)[0], signal.SIGKILL)
     run.wait_for("workers_started", after=killed, group=0)
     assert not alive(warm.pid)
 
 
 def test_nobody_is_taken_for_hung_after_all_were_stopped(run):
     """As a batch system suspends a job, or docker a container."""
-    before = [run.agent(group) for group in range(2)], [run.workers(group) for group in range(2)]
+    before = [run.workers(group) for group in range(2)]
     tree, stopped = run.tree(), time.time()
     for process in tree:
         process.suspend()
@@ -207,7 +200,7 @@ def test_nobody_is_taken_for_hung_after_all_were_stopped(run):
     resumed = time.time()
     for group in range(2):
         run.wait_for("commit", after=resumed + 1.0, group=group, rank=1)
-    assert ([run.agent(group) for group in range(2)], [run.workers(group) for group in range(2)]) == before
+    assert [run.workers(group) for group in range(2)] == before
     assert not [one for one in run.events("workers_stalled") if one["t"] > stopped]
 
 
@@ -256,7 +249,7 @@ def test_nothing_outlives_a_killed_supervisor(start):
     for group in range(2):
         run.wait_for("commit", group=group)
     tree = run.tree()
-    assert len(tree) >= 3 + 2 * 3
+    assert len(tree) == 3 + 2 * 2, "launcher, warm process, lighthouse; store and worker of each group"
     os.kill(run.workers(1)[0], signal.SIGSTOP)
     run.process.kill()
     run.process.wait()
@@ -267,19 +260,31 @@ def test_nothing_outlives_a_killed_supervisor(start):
     assert list(run.temporary.iterdir()) == [], "what the killed one left behind is cleared away as well"
 
 
-def test_what_workers_leave_behind_ends_with_the_run(start):
+@pytest.mark.parametrize("kills", [3, pytest.param(200, marks=pytest.mark.slow)])
+def test_nothing_that_a_worker_started_outlives_its_incarnation(start, kills):
     run = start(1, 1, *ENDLESS, "--tiny.litter")
-    run.wait_for("commit")
-    os.kill(run.workers(0)[0], signal.SIGKILL)
-    run.wait_for("commit", after=run.wait_for("workers_started", incarnation=1)["t"])
-    litter = [int(event["text"]) for event in run.events("warning")]
-    assert [alive(pid) for pid in litter] == [True, True]
+    for incarnation in range(kills):
+        run.wait_for("workers_started", incarnation=incarnation)
+        until(lambda n=incarnation: len(run.events("warning")) > n, "what it starts")
+        known = [int(pid) for pid in run.events("warning")[-1]["text"].split()]
+        assert len(known) == 3
+        assert all(map(alive, known))
+        os.kill(run.workers(0)[0], signal.SIGKILL)
+        run.wait_for("workers_started", incarnation=incarnation + 1)
+        assert not any(map(alive, known)), "they are gone before the next incarnation starts"
     run.process.send_signal(signal.SIGINT)
-    run.wait_for("agent_ended")
-    ended = time.monotonic()
     assert run.process.wait(60) == 0
-    assert time.monotonic() - ended < 5.0, "nor does anybody wait for it"
-    assert not any(alive(pid) for pid in litter)
+
+
+def test_nothing_that_a_worker_started_outlives_a_killed_launcher(start):
+    run = start(1, 2, *ENDLESS, "--tiny.litter")
+    until(lambda: len(run.events("warning")) == 2, "what they start")
+    known = [int(pid) for event in run.events("warning") for pid in event["text"].split()]
+    assert all(map(alive, known))
+    warm_of(run).suspend()  # which cleans up, woken
+    run.process.kill()
+    run.process.wait()
+    until(lambda: not any(map(alive, known)), "what the workers started to die", deadline_s=10.0)
 
 
 @on_a_full_disk
@@ -310,31 +315,18 @@ def _read_until(controller, closed):
         os.read(ready[0], 1 << 16)
 
 
-def test_a_run_goes_on_while_nothing_can_be_imported_and_ends_with_the_last_agent(start):
+def test_a_run_goes_on_while_nothing_can_be_imported_and_ends_with_the_last_worker(start):
     run = start(1, 1, *ENDLESS)
     run.wait_for("commit")
     (run.temporary / "upgraded").touch()
-    known = {run.agent(0), run.events("lighthouse_started")[-1]["pid"]}
-    (warm,) = [c for c in psutil.Process(run.process.pid).children() if c.pid not in known]
-    warm.kill()
+    warm_of(run).kill()
     log = run.run_dir / "logs/warm.log"
     until(lambda: log.read_text().count("ImportError: it was upgraded") > 3, "several tries")
     run.wait_for("commit", after=time.time())
-    os.kill(run.agent(0), signal.SIGKILL)
+    os.kill(run.workers(0)[0], signal.SIGKILL)
     assert run.process.wait(60) == 1
     ended = run.events("run_ended")[0]
     assert (ended["status"], ended["reason"]) == ("failed", f"ImportError: it was upgraded. More in {log}.")
-
-
-def test_a_fork_point_may_be_killed_as_often_as_a_worker(start):
-    """Also before the first step: that is no failure of the group's."""
-    run = start(1, 1, *ENDLESS, "--tiny.first_s", "1000")
-    for number in range(AGENT_CRASHES + 1):
-        (worker,) = run.wait_for("workers_started", incarnation=number)["pids"]
-        until(lambda pid=worker: run.events("worker_up", pid=pid), "the worker to be up")
-        os.kill(psutil.Process(worker).ppid(), signal.SIGKILL)
-    run.wait_for("workers_started", incarnation=AGENT_CRASHES + 1)
-    assert {one["exitcode"] for one in run.events("agent_died")} == {REPLACED_EXIT}
 
 
 def test_a_check_of_the_config_that_was_killed_is_told(start):

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from everstep.launch import health, node
-from everstep.snapshot import room, sweep
+from everstep.launch import node
+from everstep.snapshot import keepers, room
 from everstep.snapshot.buffer import SnapshotError
+from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment
 
 NOBODY = 65534
@@ -58,27 +59,24 @@ def test_a_probe_overwrites_nobodys_file_through_a_link(shared, precious, tmp_pa
     """
     as_nobody(plant, shared, precious, os.getpid())
     planted = sorted(os.listdir(shared))
-    assert health.complaint(None) == ""
+    assert node.storage_complaint(None) == ""
     assert precious.read_text() == "precious"
     assert sorted(os.listdir(shared)) == planted, "what was probed with is gone, what was there is not"
-    (tmp_path / "state").mkdir()
-    assert node.clock_complaint(tmp_path) == ""
-    assert os.listdir(tmp_path / "state") == []
 
 
 def test_a_lock_that_another_user_made_is_refused_and_not_waited_for(shared, precious):
     lock = shared / f"everstep-room-{os.geteuid()}.lock"
     as_nobody("os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o666)", lock)
     with pytest.raises(SnapshotError, match="open to other users: remove it"):
-        room.make_room(shared, shared, 0, 0, 0, 0)
+        room.make_room(shared / "own" / "rank-0.room", 0, 0, 0)
     lock.unlink()
     as_nobody("os.symlink(sys.argv[1], sys.argv[2])", precious, lock)
     with pytest.raises(SnapshotError, match="cannot be used"):
-        room.make_room(shared, shared, 0, 0, 0, 0)
+        room.make_room(shared / "own" / "rank-0.room", 0, 0, 0)
     lock.unlink()
     as_nobody("os.mkfifo(sys.argv[1])", lock)
     with pytest.raises(SnapshotError, match="open to other users"):
-        room.make_room(shared, shared, 0, 0, 0, 0)
+        room.make_room(shared / "own" / "rank-0.room", 0, 0, 0)
     assert precious.read_text() == "precious"
 
 
@@ -93,16 +91,16 @@ def test_what_others_say_they_reserved_does_not_count_and_their_pipes_are_not_re
     as_nobody(plant, shared)
     segment = shared / "everstep-own"
     segment.mkdir(mode=0o700)
-    room.make_room(shared, segment, 0, 1000, 0, 0)
+    room.make_room(segment / "rank-0.room", 1000, 0, 0)
     assert (segment / "rank-0.room").read_text() == "1000"
 
 
 def test_a_segment_under_another_users_link_is_none_of_ours(shared, tmp_path):
     ours = tmp_path / "ours"
     ours.mkdir(mode=0o700)
-    segment = Segment(shared, "0123456789abcdef", 0)
+    segment = Segment.of(Snapshot(segment_dir=str(shared)), "0123456789abcdef", 0)
     as_nobody("os.symlink(sys.argv[1], sys.argv[2])", ours, segment.path)
     with pytest.raises(SnapshotError, match="belongs to another user"):
         segment.create()
     os.utime(ours, (0, 0))
-    assert sweep.find(shared) == []
+    assert keepers.find_litter(shared) == []

@@ -8,7 +8,10 @@ import sys
 
 from rich.console import Console
 
+from everstep.launch.status import local_status
 from everstep.launch.view import RunState, open_view, panel
+from everstep.report.page import write_page
+from everstep.run.events import EventLog, read_events
 
 
 def commit(step, t, groups=(0, 1), loss=2.0, tokens=100):
@@ -91,6 +94,21 @@ def test_the_line_tells_step_time_elapsed_time_what_is_left_and_kills():
     assert line.endswith("2.00 s/step  30 s elapsed  22 s left")
     state.apply(event("fault", t=131.0, fault="kill-group", target_group=1, pids=[1]))
     assert state.progress().endswith("1 kill")
+
+
+def test_nobodys_words_forge_a_line(tmp_path):
+    """In the console, in `everstep status` and on the page."""
+    log = EventLog(tmp_path, 0, None, "agent")
+    forged = "rank 0 exited\r12:00:00 run done: every group finished\n12:00:00 run done"
+    log.emit("workers_died", reason=forged, exitcodes={"0": 1})
+    log.emit("agent_ended", status="failed", reason="given up\r\x1b[1mrun done")
+    out = io.StringIO()
+    with open_view(1, Console(file=out)) as show:
+        show(list(read_events(tmp_path)))
+    said = out.getvalue() + local_status(tmp_path) + write_page(tmp_path).read_text()
+    assert not {"\r", "\x1b"} & set(said)
+    assert not [line for line in said.splitlines() if line.startswith(("12:00:00 run done", "run done"))]
+    assert "rank 0 exited\\r12:00:00" in out.getvalue(), "shown"
 
 
 def test_no_line_of_the_panel_is_glued_to_another():

@@ -68,7 +68,7 @@ def test_it_holds_the_scripts_the_configs_the_dashboards_and_the_templates(wheel
     names = zipfile.ZipFile(wheel).namelist()
     for name in (
         "files/configs/demo.toml",
-        "files/configs/chaos/workers.toml",
+        "files/configs/chaos/every-kind.toml",
         "files/slurm/train.sbatch",
         "files/slurm/lighthouse.sbatch",
         "files/docs/grafana.json",

@@ -1,29 +1,48 @@
 """A worker that does what the launcher can see of a trainer: beats, events, a clean end on SIGTERM.
 
 It has no model and no torch, so that processes are what these tests are about. Flags of its own:
-`--tiny.step_s S` (length of a step), `--tiny.fail` (raise before the first step), `--tiny.fail_in S` (raise in step
-S, its group's name in the second line), `--tiny.skip` (but not once that slot is poison), `--tiny.first_s S` (length of
-the first step), `--tiny.deaf S` (handle SIGTERM only after so many seconds), `--tiny.exit N` (leave with status N at
-once), `--tiny.vanish R` (rank R is gone at once, with status 0), `--tiny.early R` (rank R is done after the first
-step), `--tiny.litter` (leaves a process of its own behind). SIGUSR1 is to it what the death of a peer is to a trainer:
-an exception.
+
+    --tiny.step_s S, --tiny.first_s S    length of a step, and of the first one
+    --tiny.fail, --tiny.fail_group K     raise before the first step; only in group K
+    --tiny.fail_in S, --tiny.skip        raise in step S, its group's name in line 2; not once that slot is poison
+    --tiny.deaf S                        handle SIGTERM only after so many seconds
+    --tiny.exit N                        leave with status N at once
+    --tiny.vanish R, --tiny.early R      rank R is gone at once, with status 0; is done after the first step
+    --tiny.litter                        start processes of its own and tell their pids
+
+SIGUSR1 is to it what the death of a peer is to a trainer: an exception.
 """
 
+import itertools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 
-from everstep.launch.prepare import leave_answer
+from everstep.config.sections import FaultTolerance
+from everstep.launch.prepare import Prepared, leave_answer
 from everstep.run.beats import Heartbeat
 from everstep.run.events import EventLog
 from everstep.run.poison import deaths_at
 
 if (Path(os.environ.get("TMPDIR", "/tmp")) / "upgraded").exists():
     raise ImportError("it was upgraded")
+
+if number := os.environ.get("TINY_FORK_ERRNO"):  # of the warm process, which imports this first
+    warm, forks = os.getpid(), itertools.count(1)
+
+    def refuse(event, args):
+        """The second start of a group of two finds no room: its first process, twice."""
+        if event == "os.fork" and os.getpid() == warm and next(forks) in (6, 7):
+            raise OSError(int(number), os.strerror(int(number)))
+
+    sys.addaudithook(refuse)
 
 
 def flag(argv, name, default=None):
@@ -39,7 +58,7 @@ def main(argv):
         raise SystemExit(int(flag(argv, "--tiny.exit")))
     if rank == int(flag(argv, "--tiny.vanish", "-1")):
         os._exit(0)
-    if "--tiny.fail" in argv:
+    if "--tiny.fail" in argv or int(flag(argv, "--tiny.fail_group", "-1")) == group:
         raise RuntimeError("no such luck")
     asked_to_leave = []
     if (deaf_s := float(flag(argv, "--tiny.deaf", "0"))) > 0:
@@ -49,10 +68,13 @@ def main(argv):
     signal.signal(signal.SIGUSR1, fail)
     heart, events = Heartbeat(run_dir, group, rank), EventLog(run_dir, group, rank, "worker")
     if "--tiny.litter" in argv:
-        events.emit("warning", text=str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
+        plain, elsewhere = (subprocess.Popen(["sleep", "1000"], start_new_session=new) for new in (False, True))
+        forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+        forked.start()
+        events.emit("warning", text=f"{plain.pid} {elsewhere.pid} {forked.pid}")
     steps, step_s = int(flag(argv, "--training.steps")), float(flag(argv, "--tiny.step_s", "0.02"))
     begun = time.monotonic()
-    print(f"rank {rank} of group {group} trains", flush=True)
+    print(f"rank {rank} of group {group} trains with {os.environ['OMP_NUM_THREADS']} threads", flush=True)
     events.emit("training_started", step=1, source="fresh", slots=groups)
     for step in range(1, steps + 1):
         heart.beat("compute", step, slot=step % 4)
@@ -79,11 +101,20 @@ def fail(*_):
     raise RuntimeError("a peer is gone")
 
 
-def prepare(config, run_dir, flags, *_):
+def prepare(order):
     """Settle the config without torchtitan: all of it is flags. `--tiny.torn`: be killed while answering."""
+    run_dir, flags = order["run_dir"], ["--fault_tolerance.groups", str(order["groups"]), *order["flags"]]
     if "--tiny.torn" in flags:
         leave_answer(Path(run_dir), {})
         (Path(run_dir) / "state" / "prepared.json").write_text('{"steps":')
         os.kill(os.getpid(), signal.SIGKILL)
     (Path(run_dir) / "config.toml").write_text(f"flags = {json.dumps(flags)}")
-    leave_answer(Path(run_dir), {"steps": int(flag(flags, "--training.steps", "1000000"))})
+    ft = FaultTolerance(
+        enable=True,
+        stall_timeout_s=3.0,
+        startup_timeout_s=60.0,
+        on_poison="skip" if "--tiny.skip" in flags else "stop",
+    )
+    steps = int(flag(flags, "--training.steps", "1000000"))
+    found = Prepared(order["groups"], order["ranks"], seed=0, steps=steps, identity="tiny", fault_tolerance=ft)
+    leave_answer(Path(run_dir), asdict(found))

@@ -14,14 +14,14 @@ import torch
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
-from everstep.attention import linear
+from everstep.attention import product
 from everstep.attention.findings import Deviation
 from everstep.titan.work import SlotTrainer
 
 GROUP, SLOT, FIRST = "0", 0, 3
 FAULT = os.environ.get("EVERSTEP_TEST_FAULT", "")
 
-_compute_slot, _row_deviation = SlotTrainer.compute_slot, linear.row_deviation
+_compute_slot, _row_deviation = SlotTrainer.compute_slot, product.row_deviation
 _due = _installed = False
 _library = torch.library.Library("aten", "IMPL")
 
@@ -35,7 +35,7 @@ def _wrong_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _too_narrow(*args) -> Deviation:
     seen = _row_deviation(*args)
-    return Deviation(seen.residual, seen.residual.abs().amax() / 2.5, seen.scale) if _due else seen
+    return Deviation(seen.residual, seen.residual.abs().amax() / 2.5) if _due else seen
 
 
 def _poisonous(embeddings, inputs, output):
@@ -47,19 +47,19 @@ def _install(trainer):
     if FAULT == "kernel" and group == GROUP:
         _library.impl("mm", _wrong_product, "CPU")
     elif FAULT == "bound":
-        linear.row_deviation = _too_narrow
+        product.row_deviation = _too_narrow
     elif FAULT == "data":
         trainer.model_parts[0].tok_embeddings.register_forward_hook(_poisonous)
 
 
-def _compute_with_faults(trainer, step, slot, looks):
+def _compute_with_faults(trainer, step, slot, *, whole):
     global _due, _installed
     if step == FIRST and not _installed:  # workers that are started later are on another machine
         _install(trainer)
         _installed = True
     _due = step >= FIRST and slot == SLOT
     try:
-        return _compute_slot(trainer, step, slot, looks)
+        return _compute_slot(trainer, step, slot, whole=whole)
     finally:
         _due = False
 

@@ -22,8 +22,8 @@ import types
 from pathlib import Path
 
 from everstep import cli
-from everstep.launch import forking, supervisor, warm
-from everstep.run.lifeline import die_with_parent
+from everstep.launch import children, forking, warm
+from everstep.run.lifeline import die_with_parent, wake_at_parents_death
 
 LONGEST = 1 << 20
 
@@ -51,7 +51,7 @@ class ReadyWarm(warm.WarmProcess):
         def serve():
             ours.close()
             os.setsid()
-            die_with_parent(parent)
+            wake_at_parents_death(parent)
             if told := theirs.recv(LONGEST):
                 order = json.loads(told)
                 os.environ.update(order["environ"])
@@ -107,9 +107,9 @@ def become(request, streams, channel):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.modules["__main__"] = types.ModuleType("__main__")  # no child imports this file for its own
         argv = request["argv"]
-        if argv[:3] == ["-m", "everstep.cli", "run"] or argv[0].endswith("run_tiny.py"):
+        if argv[:3] == ["-m", "everstep.cli", "run"] or argv[0].endswith("run_tiny.py") or "run_agent" in "".join(argv):
             ReadyWarm.prepare()
-        supervisor.WarmProcess = ReadyWarm
+        children.WarmProcess = ReadyWarm
         status = run(argv) or 0
         atexit._run_exitfuncs()
     finally:

@@ -80,7 +80,7 @@ from everstep.launch import warm
 warm.preload(("torchtitan.train",))
 from everstep.launch.prepare import main, take_answer
 for call in json.loads(sys.argv[1]):
-    print("status", main(*call), take_answer(pathlib.Path(call[1])).get("error"))
+    print("status", main(call), take_answer(pathlib.Path(call["run_dir"])))
 """
 
 
@@ -93,8 +93,8 @@ def test_every_mistake_is_found_before_anything_starts(tmp_path):
         flags, ranks = list(args), 1
         if "--ranks-per-group" in flags:
             flags, ranks = [], 2
-        flags = ["--fault_tolerance.groups", "3", *flags]
-        calls.append([str(config), str(tmp_path / f"run-{index}"), flags, ranks])
+        run_dir = str(tmp_path / f"run-{index}")
+        calls.append({"config": str(config), "run_dir": run_dir, "flags": flags, "groups": 3, "ranks": ranks})
     command = [sys.executable, "-c", PREPARE, json.dumps(calls)]
     done = ran(command, env=environment(), cwd=tmp_path, timeout=COMPLETE_S)
     answers = [line for line in done.stdout.splitlines() if line.startswith("status ")]
@@ -129,7 +129,7 @@ def test_a_run_directory_is_not_taken_from_another_config_or_a_run_that_is_going
 
 
 def test_a_missing_file_needs_no_second(tmp_path):
-    assert "missing.toml: no such file" in refused(tmp_path / "missing.toml", tmp_path / "run")
+    assert "missing.toml: there is no such file" in refused(tmp_path / "missing.toml", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -169,10 +169,10 @@ def test_a_pid_that_would_be_everybody_is_no_event(tmp_path):
 
 def test_escape_sequences_do_not_reach_a_reader(tmp_path):
     log = EventLog(tmp_path, 0, None, "agent")
-    log.emit("workers_died", reason="\x1b[2J\x9b1mgone\nsecond line", exitcodes={"\x1b": 1})
+    log.emit("workers_died", reason="\x1b[2J\x9b1mgone\r\nrun done\u202e", exitcodes={"\x1b": 1})
     (event,) = read_events(tmp_path)
-    assert event["reason"] == "?[2J?1mgone\nsecond line"
-    assert event["exitcodes"] == {"?": 1}
+    assert event["reason"] == "\\x1b[2J\\x9b1mgone\\r\\nrun done\\u202e", "shown, not obeyed"
+    assert event["exitcodes"] == {"\\x1b": 1}
 
 
 def test_pipes_and_links_among_the_events_are_not_waited_for_nor_followed(tmp_path):

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from everstep.chaos.find import find_target
+from everstep.chaos.cluster import find_target
 from everstep.run.directory import LaunchError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -44,7 +44,7 @@ def test_workers_steps_and_lighthouse_of_a_slurm_run_are_hit_and_nothing_is_lost
     run.wait_for("fault_undone", after=begin, target_group=2)
     run.wait_for("lighthouse_died", after=begin)
     run.wait_for_step((0, 1, 2), after=time.time())
-    refused = run.everstep("chaos", run.run_dir, "--every", "5", "--faults", "kill-launcher", check=False)
+    refused = run.everstep("chaos", run.run_dir, "--every", "5", "--faults", "kill-host", check=False)
     assert "cannot be done to a run on slurm, only on local" in refused
     run.assert_as_without_failures()
     with pytest.raises(LaunchError, match="is over"):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def test_the_printed_commands_are_what_sbatch_takes(cluster, tmp_path):
-    config = write_config(tmp_path / "tiny.toml")
+    config = write_config(tmp_path / "tiny.toml", training={"global_batch_size": 12})
     words = ["--groups", "3", "--nodes-per-group", "2", "--run-dir", tmp_path / "run", "--dry-run"]
     printed = cluster.call("scripts/submit", config, *words, "--time=2:00:00", "--training.steps", "7").splitlines()
     assert [shlex.split(line)[0] for line in printed] == ["sbatch", "sbatch"]

@@ -54,14 +54,13 @@ class Agent:
 
 def agent(command: Agent, flags: Sequence[str]) -> int:
     """`everstep agent`; returns the exit status."""
-    from everstep.launch.agent import AgentSettings, run_agent
-    from everstep.launch.settings import local_host, read_sections
+    from everstep.launch.agent import run_agent
+    from everstep.launch.agent_settings import AgentSettings
+    from everstep.launch.machine import local_host
+    from everstep.launch.prepare import settled
     from everstep.launch.slurm import Allocation
 
     run_dir = command.run_dir.resolve()
-    section = read_sections(command.config, flags, command.groups).fault_tolerance
-    if command.config.resolve() != RunDir(run_dir).config:  # which says how many there are
-        flags = ["--fault_tolerance.groups", str(section.groups), *flags]
     slurm = Allocation.from_environment() if command.group is None else None
     if command.group is None and slurm is None:
         raise LaunchError("--group is missing: only in a Slurm array job the task's index says it.")
@@ -73,9 +72,11 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
         node_rank=command.node_rank,
         node="",
     )
+    prepared = settled(command.config, run_dir, flags, command.groups, command.ranks * place.nodes)
+    section = prepared.fault_tolerance
     return run_agent(
         AgentSettings(
-            config=str(command.config.resolve()),
+            config=str(RunDir(run_dir).config),
             run_dir=run_dir,
             group=place.group,
             job=place.job,
@@ -83,10 +84,9 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
             nodes=place.nodes,
             node_rank=place.node_rank,
             node=place.node,
-            groups=section.groups,
+            groups=prepared.groups,
             ranks=command.ranks,
             lighthouse=command.lighthouse,
-            flags=list(flags),
             host=command.host or section.bind_host or local_host(),
             fault_tolerance=section,
             stop_grace_s=command.stop_grace_s,

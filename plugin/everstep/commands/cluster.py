@@ -5,13 +5,13 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tyro
 
 from everstep.launch import beacon, doctor, slurm
-from everstep.launch.settings import Sections, read_sections
+from everstep.launch.prepare import Order, Prepared, prepared, settled
 from everstep.launch.status import local_status
 from everstep.run.directory import LaunchError, default_run_dir, leaves_nothing
 
@@ -92,23 +92,32 @@ class Stop:
 
 def run_lighthouse(command: Lighthouse, flags: Sequence[str]) -> int:
     """Until every group has ended; returns the exit status."""
-    section = read_sections(command.config, flags, command.groups).fault_tolerance
-    host = command.host or socket.gethostname()
-    return beacon.keep_up(beacon.Beacon(command.run_dir.resolve(), host, section.groups, section, command.page))
+    run_dir, host = command.run_dir.resolve(), command.host or socket.gethostname()
+    found = settled(command.config, run_dir, flags, command.groups, 0)
+    return beacon.keep_up(
+        beacon.Beacon(run_dir, host, found.groups, found.fault_tolerance, found.metrics, command.page)
+    )
 
 
 def submit(command: Submit, flags: Sequence[str]) -> int:
     """Exit status 0 when both jobs are queued."""
     sbatch_flags, titan_flags = slurm.split_flags(flags)
-    sections = read_sections(command.config, titan_flags, command.groups, allow_dropped=command.allow_dropped)
-    groups = sections.fault_tolerance.groups
-    if groups < 1 or command.nodes_per_group < 1 or command.ranks_per_node < 1:
+    if (command.groups or 1) < 1 or command.nodes_per_group < 1 or command.ranks_per_node < 1:
         raise LaunchError("--groups, --nodes-per-group and --ranks-per-node must be at least 1.")
+    order = Order(
+        config=str(command.config),
+        flags=titan_flags,
+        groups=command.groups,
+        ranks=command.ranks_per_node * command.nodes_per_group,
+        allow_dropped=command.allow_dropped,
+        here=False,
+    )
+    found = prepared(order)
     run_dir = (command.run_dir or default_run_dir(command.config, time.localtime())).resolve()
     submission = slurm.Submission(
         config=command.config.resolve(),
         run_dir=run_dir,
-        groups=groups,
+        groups=found.groups,
         nodes_per_group=command.nodes_per_group,
         sbatch_flags=sbatch_flags,
         lighthouse_flags=shlex.split(command.lighthouse_flags),
@@ -121,32 +130,21 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
     slurm.require_slurm()
     slurm.alive_jobs(run_dir)  # who submits twice is told at once
     with leaves_nothing(run_dir):
-        _look_first(command, sections, groups, run_dir, titan_flags)
-        ranks = command.ranks_per_node * command.nodes_per_group
-        warnings = slurm.settle(command.config, run_dir, groups, ranks, titan_flags, command.allow_dropped)
+        _look_first(found, command.nodes_per_group, run_dir)
+        warnings = prepared(replace(order, run_dir=str(run_dir))).warnings
     print(*warnings, sep="\n", end="\n" if warnings else "", file=sys.stderr)
     print(slurm.describe_submission(submission, slurm.submit(submission)))
     return 0
 
 
-def _look_first(command: Submit, sections: Sections, groups: int, run_dir: Path, flags: Sequence[str]) -> None:
+def _look_first(found: Prepared, nodes_per_group: int, run_dir: Path) -> None:
     """Say what `everstep doctor` has to say on a login node. Raises LaunchError for what cannot work."""
-    plan = doctor.Plan(
-        config=command.config,
-        flags=flags,
-        fault_tolerance=sections.fault_tolerance,
-        snapshot=sections.snapshot,
-        groups=groups,
-        nodes_per_group=command.nodes_per_group,
-        run_dir=run_dir,
-        host=sections.fault_tolerance.bind_host,
-        here=False,
-    )
-    found = [line for line in doctor.examine(plan) if line.verdict != "ok"]
-    if doctor.broken(found):
-        raise LaunchError("this run is not submitted:\n" + doctor.show(found))
-    if found:
-        print(doctor.show(found), file=sys.stderr)
+    plan = doctor.Plan(found, nodes_per_group, run_dir, host=found.fault_tolerance.bind_host, here=False)
+    lines = [line for line in doctor.examine(plan) if line.verdict != "ok"]
+    if doctor.broken(lines):
+        raise LaunchError("this run is not submitted:\n" + doctor.show(lines))
+    if lines:
+        print(doctor.show(lines), file=sys.stderr)
 
 
 def status(command: Status, flags: Sequence[str]) -> int:

@@ -1,8 +1,7 @@
 """`everstep doctor`: will this config run here?"""
 
 import json
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +9,9 @@ import tyro
 
 from everstep.launch import doctor as room
 from everstep.launch import node
-from everstep.launch.settings import local_host, read_sections
-from everstep.run import listeners
+from everstep.launch.machine import local_host
+from everstep.launch.prepare import Order, prepared
 from everstep.run.directory import LaunchError
-from everstep.snapshot.peers import read_places
-from everstep.wire import format_address
 
 
 @dataclass(kw_only=True)
@@ -29,7 +26,7 @@ class Doctor:
     """The run's TOML file."""
 
     node: bool = False
-    """Look at this node alone: GPUs there and computing right, network card, disk, clock. Needs no file. Every agent of
+    """Look at this node alone: GPUs there and computing right, network card, disk. Needs no file. Every agent of
     a batch job does the same before it starts workers."""
 
     gpus: int | None = None
@@ -47,16 +44,8 @@ class Doctor:
     ranks_per_group: int = 1
     """Ranks (processes, GPUs) in each group."""
 
-    measure_s: float = 0.0
-    """Wait so long for the doctors of the other nodes, measure latency and bandwidth to them and the lateness of
-    heartbeats, and propose timeouts. Needs --run-dir."""
-
     run_dir: Path | None = None
-    """The run directory that the nodes will share: whether it can be written, its clock, its lighthouse."""
-
-    listeners: bool = False
-    """Show what the processes of the run in --run-dir listen on, on this machine, and what guards each port. Needs no
-    file."""
+    """The run directory that the nodes will share: whether it can be written, and is nobody else's."""
 
     json: bool = False
     """Print one JSON object, and nothing else, to stdout."""
@@ -70,43 +59,22 @@ def doctor(command: Doctor, flags: Sequence[str]) -> int:
         lines = [room.Line("node", "error" if complaint else "ok", complaint or "fit to train on")]
         print(json.dumps(room.to_json(lines)) if command.json else room.show(lines))
         return int(bool(complaint))
-    if command.listeners:
-        if run_dir is None:
-            raise LaunchError("--listeners needs --run-dir, the run that is going on.")
-        lines = list(listening(run_dir)) or [room.Line("listening", "ok", "no process of this run, on this machine")]
-        print(json.dumps(room.to_json(lines)) if command.json else room.show(lines))
-        return 0
     if command.config is None:
         raise LaunchError("CONFIG is missing: give the TOML file of the run, or --node.")
-    if command.measure_s and run_dir is None:
-        raise LaunchError("--measure-s needs --run-dir, where the nodes find each other.")
-    sections = read_sections(command.config, flags, command.groups, allow_dropped=command.allow_dropped)
-    section = sections.fault_tolerance
-    plan = room.Plan(
-        config=command.config,
-        flags=flags,
-        fault_tolerance=section,
-        snapshot=sections.snapshot,
-        groups=section.groups,
-        nodes_per_group=command.nodes_per_group,
-        run_dir=run_dir,
-        ranks_per_group=command.ranks_per_group,
+    order = Order(
+        config=str(command.config),
+        flags=list(flags),
+        groups=command.groups,
+        ranks=command.ranks_per_group,
         allow_dropped=command.allow_dropped,
-        measure_s=command.measure_s,
-        host=section.bind_host or local_host(),
+        model=True,
     )
-    lines = list(room.examine(plan))
-    if run_dir is not None:
-        lines += listening(run_dir)
+    try:
+        found = prepared(order)
+    except LaunchError as error:
+        lines = [room.Line("config", "error", str(error), "change the file, or the flag")]
+    else:
+        host = found.fault_tolerance.bind_host or local_host()
+        lines = list(room.examine(room.Plan(found, command.nodes_per_group, run_dir, host)))
     print(json.dumps(room.to_json(lines)) if command.json else room.show(lines))
     return int(room.broken(lines))
-
-
-def listening(run_dir: Path) -> Iterator[room.Line]:
-    """Every port that a process of the run listens on, on this machine, and what guards it."""
-    keepers = [("keeper", place.pid) for place in read_places(run_dir) if place.host == socket.gethostname()]
-    for one in listeners.listeners([*listeners.processes(run_dir), *keepers]):
-        found = f"{format_address(one.address, one.port)}, {one.role} (pid {one.pid}); guarded by {one.guard}"
-        exposed = one.role in listeners.UNGUARDED and not one.local
-        advice = "let only the nodes of this job reach it: a firewall, or a private network" if exposed else ""
-        yield room.Line("listening", "warning" if exposed else "ok", found, advice)

@@ -45,6 +45,6 @@ def init(command: Init, flags: Sequence[str]) -> int:
         target.chmod(0o755)
         print(f"{target} is written: change what it says at the top, then run it on a login node.")
     else:
-        print(f"{target} is written. Look whether it can run here: everstep doctor {target}")
-        print(f"Start it: everstep run {target}")
+        print(f"{target} is written. Start it: everstep run {target}")
+        print(f"Look whether this machine can run it: everstep doctor {target}")
     return 0

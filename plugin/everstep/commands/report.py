@@ -46,7 +46,7 @@ def report(command: Report, flags: Sequence[str]) -> int:
     else:
         print(score.summary(figures))
         if command.html:
-            from everstep.report.page import write_page
+            from everstep.report.page import write_page  # matplotlib with it, which takes a while
 
             print(f"page      {write_page(command.run_dir, command.against)}")
     return int(bool(broken))

@@ -1,5 +1,6 @@
 """`everstep run`: one run on this machine."""
 
+import contextlib
 import functools
 import time
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import tyro
 
-from everstep.run.directory import default_run_dir
+from everstep.run.directory import LaunchError, default_run_dir
 
 
 @dataclass(kw_only=True)
@@ -49,33 +50,45 @@ def run(command: Run, flags: Sequence[str]) -> int:
     """`everstep run`; returns the exit status."""
     from everstep.chaos.runner import every_so_often
     from everstep.commands.report import write_score
+    from everstep.config.source import no_such_file
     from everstep.launch import supervisor, view
-    from everstep.launch.settings import run_settings
+    from everstep.launch.prepare import Prepared, take_answer
     from everstep.report import score
 
-    settings = run_settings(
-        command.config,
-        command.run_dir or default_run_dir(command.config, time.localtime()),
-        command.groups,
-        command.ranks_per_group,
-        command.steps,
-        command.chaos_every,
-        flags,
+    every_s = command.chaos_every
+    for name, value in (("--groups", command.groups), ("--ranks-per-group", command.ranks_per_group)):
+        if value is not None and value < 1:
+            raise LaunchError(f"{name} must be at least 1.")
+    if every_s is not None and every_s <= 0:
+        raise LaunchError("--chaos-every must be more than 0 seconds.")
+    if not command.config.is_file():
+        raise LaunchError(no_such_file(command.config))
+    settings = supervisor.RunSettings(
+        config=command.config,
+        run_dir=command.run_dir or default_run_dir(command.config, time.localtime()),
+        groups=command.groups,
+        ranks_per_group=command.ranks_per_group,
+        flags=[*flags, *([] if command.steps is None else ["--training.steps", str(command.steps)])],
         allow_dropped=command.allow_dropped,
         page=command.page,
     )
-    every_s = settings.chaos_every_s
-    injector = None if every_s is None else functools.partial(every_so_often, every_s, settings.seed)
-    with view.open_view(settings.groups) as on_events:
+    injector = None if every_s is None else functools.partial(every_so_often, every_s)
+    with view.open_view() as on_events:
         status = supervisor.run(settings, on_events, injector)
     print(f"Everything of this run is in {settings.run_dir}")
-    figures = write_score(settings.run_dir, None)
-    if not settings.fault_tolerance.enable:
+    try:
+        figures = write_score(settings.run_dir, None)
+    except OSError as error:  # a full disk
+        print(f"report.json is not written ({error.strerror}); later: everstep report {settings.run_dir}")
+        return status
+    found = take_answer(settings.run_dir)
+    if isinstance(found, Prepared) and not found.fault_tolerance.enable:
         print(score.plain_summary(figures, settings.run_dir))
         return status
     print(score.summary(figures))
     if every_s is not None or settings.page:
         from everstep.report.page import write_page
 
-        print(f"page      {write_page(settings.run_dir)}")
+        with contextlib.suppress(OSError):
+            print(f"page      {write_page(settings.run_dir)}")
     return status

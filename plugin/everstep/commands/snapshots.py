@@ -37,7 +37,7 @@ class Snapshots:
 def snapshots(command: Snapshots, flags: Sequence[str]) -> int:
     """Exit status 0 if the keepers hold a state that can be restored, and with --verify if all of it is sound."""
     if command.sweep:
-        from everstep.snapshot.sweep import sweep
+        from everstep.snapshot.keepers import sweep
 
         return sweep(command.segment_dir)
     if command.run_dir is None:

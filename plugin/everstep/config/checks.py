@@ -42,13 +42,21 @@ class Problem:
     """What is wrong, with values and what to do."""
 
 
-def dp_ranks(parallelism: Any, ranks_per_group: int) -> int:
-    """How many ranks of a group read data of their own: ranks / (tensor x context x pipeline parallel
-    degrees)."""
-    sharing = (
+def sharing(parallelism: Any) -> int:
+    """How many ranks of a group compute one microbatch together: tensor x context x pipeline parallel degrees."""
+    return (
         parallelism.tensor_parallel_degree * parallelism.context_parallel_degree * parallelism.pipeline_parallel_degree
     )
-    return ranks_per_group // sharing
+
+
+def fewest_ranks(parallelism: Any) -> int:
+    """The fewest ranks of a group that the parallel degrees can be laid out on."""
+    return sharing(parallelism) * max(1, parallelism.data_parallel_shard_degree)
+
+
+def dp_ranks(parallelism: Any, ranks_per_group: int) -> int:
+    """How many ranks of a group read data of their own. The degrees have been checked (`problems`)."""
+    return ranks_per_group // sharing(parallelism)
 
 
 def slots_per_step(config: Any, ranks_per_group: int) -> int:
@@ -66,10 +74,16 @@ def slots_per_step(config: Any, ranks_per_group: int) -> int:
     return training.global_batch_size // (training.local_batch_size * ranks)
 
 
-def problems(config: Any) -> Iterator[Problem]:
-    """Everything that is wrong with a trainer config, the most basic first."""
+def problems(config: Any, ranks: int = 0) -> Iterator[Problem]:
+    """Everything that is wrong with a trainer config, the most basic first.
+
+    Args:
+        ranks: of a group; 0: not known, the fewest that the config can be computed on.
+    """
     for check in _CHECKS:
         yield from check(config)
+    laid_out = list(_ranks(config, ranks))
+    yield from laid_out or _batch(config, ranks)
 
 
 _deferred = ContextVar("deferred", default=False)
@@ -106,6 +120,8 @@ def _groups(config: Any) -> Iterator[Problem]:
         ("min_groups", 1),
         ("group_id", 0),
         ("max_restarts", 0),
+        ("node_failures", 0),
+        ("metrics_port", 0),
         ("audit_interval", 0),
     ):
         if getattr(ft, key) < least:
@@ -198,7 +214,36 @@ def _precision(config: Any) -> Iterator[Problem]:
         )
 
 
-def _batch(config: Any) -> Iterator[Problem]:
+def _ranks(config: Any, ranks: int) -> Iterator[Problem]:
+    """Whether a group's ranks can be laid out in the parallel degrees."""
+    parallelism = config.parallelism
+    names = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree")
+    for key in (*names, "data_parallel_replicate_degree"):
+        if getattr(parallelism, key) < 1:
+            yield Problem(
+                ("parallelism", key), f"[parallelism] {key} must be at least 1, got {getattr(parallelism, key)}"
+            )
+            return
+    shard = parallelism.data_parallel_shard_degree
+    if shard != -1 and shard < 1:
+        yield Problem(
+            ("parallelism", "data_parallel_shard_degree"),
+            f"[parallelism] data_parallel_shard_degree must be at least 1, or -1 for all that is left, got {shard}",
+        )
+        return
+    together = sharing(parallelism) * parallelism.data_parallel_replicate_degree
+    if ranks and (ranks % together or shard not in (-1, ranks // together)):
+        degrees = {name: getattr(parallelism, name) for name in (*names, "data_parallel_shard_degree")}
+        written = [name for name, degree in degrees.items() if degree > 1] or ["data_parallel_shard_degree"]
+        needed = f"{together * shard} ranks" if shard > 0 else f"a multiple of {together} ranks"
+        yield Problem(
+            ("parallelism", written[0]),
+            f"[parallelism] {' x '.join(f'{name} = {degrees[name]}' for name in written)} takes {needed} in a group, "
+            f"and a group has {ranks}: change the degrees, or give another --ranks-per-group",
+        )
+
+
+def _batch(config: Any, ranks: int) -> Iterator[Problem]:
     training, parallelism, ft = config.training, config.parallelism, config.fault_tolerance
     for key in ("local_batch_size", "seq_len", "steps"):
         if getattr(training, key) < 1:
@@ -213,16 +258,15 @@ def _batch(config: Any) -> Iterator[Problem]:
                 f"least local_batch_size x DP ranks of a group x {ft.groups}",
             )
         return
-    # how many ranks a group has is known at the latest when it starts; until then, at least one reads data
-    ranks = max(1, parallelism.data_parallel_shard_degree)
-    if batch == 0 or batch % (training.local_batch_size * ranks):
-        yield Problem(("training", "global_batch_size"), _indivisible(training, ranks))
-    elif ft.enable and batch // (training.local_batch_size * ranks) < ft.groups:
-        slots = batch // (training.local_batch_size * ranks)
+    readers = dp_ranks(parallelism, ranks or fewest_ranks(parallelism))
+    rows = training.local_batch_size * readers
+    if batch == 0 or batch % rows:
+        yield Problem(("training", "global_batch_size"), _indivisible(training, readers))
+    elif ft.enable and batch // rows < ft.groups:
         yield Problem(
             ("training", "global_batch_size"),
-            f"[training] global_batch_size = {batch} has {slots} slots (of local_batch_size = "
-            f"{training.local_batch_size}) for {ft.groups} groups: every group needs one at least",
+            f"[training] global_batch_size = {batch} has {batch // rows} slots of {rows} rows (local_batch_size = "
+            f"{training.local_batch_size} x {readers} DP ranks) for {ft.groups} groups: every group needs one at least",
         )
 
 
@@ -366,12 +410,14 @@ def _fragments(semi: Any, layers: int) -> Iterator[Problem]:
         )
     if not 0 <= semi.mixing < 1:
         yield wrong("mixing", "at least 0 and less than 1: a worker that keeps all of its own takes nothing over")
-    if semi.keep_every < 1:
-        yield wrong("keep_every", "at least 1")
+    whole = semi.fragments > 0 and semi.round_steps > 0
     if semi.keep_steps < 0:
         yield wrong("keep_steps", "at least 0")
-    elif semi.fragments > 0 and semi.keep_steps > max(0, semi.round_steps):
-        yield wrong("keep_steps", f"at most the sync_steps / fragments = {semi.round_steps} steps of a round")
+    elif whole and semi.keep_steps > semi.round_steps and semi.keep_steps % semi.round_steps:
+        yield wrong(
+            "keep_steps",
+            f"at most the sync_steps / fragments = {semi.round_steps} steps of a round, or a multiple of them",
+        )
 
 
 _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
@@ -379,7 +425,6 @@ _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
     _timeouts,
     _fault_tolerant_training,
     _precision,
-    _batch,
     _optimizer,
     _data,
     _semi_sync,

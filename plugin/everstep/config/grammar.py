@@ -61,7 +61,9 @@ def _sentence(event: errors.ParseErrorEvent, args: Sequence[str], known: Sequenc
         names = ", ".join(_name(found.arg) for found in event.missing_arguments)
         return f"{names} is missing; see --help"
     if isinstance(event, errors.UnrecognizedArgs):
-        flag = next((token for token in event.tokens if token.startswith("-")), event.tokens[0])
+        flag = next((token for token in event.tokens if token.startswith("-")), "")
+        if not flag:
+            return _stray(event.tokens[0], args)
         name = flag.lstrip("-").partition("=")[0].replace("-", "_")
         if name in known:
             return f"--{name} is no flag: it is set in the file alone"
@@ -79,6 +81,15 @@ def _sentence(event: errors.ParseErrorEvent, args: Sequence[str], known: Sequenc
         )
     message = getattr(event, "message", "") or type(event).__name__
     return str(message).splitlines()[0]
+
+
+def _stray(word: str, args: Sequence[str]) -> str:
+    """What to say of a word that belongs to no flag, a switch's value for instance."""
+    before = args[args.index(word) - 1] if word in args[1:] else ""
+    section, dot, key = before.lstrip("-").rpartition(".")
+    if not before.startswith("--") or "=" in before:
+        return f"{word} belongs to no flag"
+    return f"{before} takes no value: it is on when it is there, and --{section}{dot}no-{key} is off"
 
 
 def _name(argument: Any) -> str:

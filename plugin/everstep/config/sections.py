@@ -43,7 +43,8 @@ class FaultTolerance:
     set it."""
 
     lighthouse: str = ""
-    """Address of torchft's lighthouse, `http://host:port`. Empty: the environment's TORCHFT_LIGHTHOUSE."""
+    """Address of the run's lighthouse (`everstep lighthouse`), `http://host:port`. Empty: the environment's
+    TORCHFT_LIGHTHOUSE."""
 
     process_group: Literal["gloo", "nccl"] = "gloo"
     """What carries the gradient sums between groups. gloo aborts cleanly and runs everywhere; nccl is faster
@@ -58,8 +59,8 @@ class FaultTolerance:
     lets the step do without the slot's tokens, with an event."""
 
     bind_host: str = ""
-    """Host name or address that this group's servers (heal source, gradient sums) listen
-    on and advertise. Empty: the host name's address. `everstep run` sets 127.0.0.1."""
+    """Host name or address that this group's servers (heal source, gradient sums) listen on and advertise; Gloo and
+    NCCL use its interface. Empty: this machine's address towards others. `everstep run` sets 127.0.0.1."""
 
     encrypt: bool = False
     """Encrypt states on their way to joiners, what keepers of snapshots send, and what groups say to the lighthouse

@@ -63,11 +63,9 @@ def read_source(path: FilePath) -> Source:
     """
     try:
         with open_regular(path, limit=LARGEST_BYTES) as file:
-            text = file.read().decode()
+            text = file.read().decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except FileNotFoundError:
-        near = _nearest_file(path)
-        hint = f"; the nearest is {near}" if near else ""
-        raise ConfigError(f"{path}: there is no such file{hint}") from None
+        raise ConfigError(no_such_file(path)) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -135,6 +133,12 @@ def describe(path: Path) -> str:
 def describe_table(path: Path) -> str:
     """`("validator", "dataloader")` as users write it: `[validator.dataloader]`."""
     return describe((*path, "")).rstrip() or "the top level"
+
+
+def no_such_file(path: FilePath) -> str:
+    """What to say of a config that is not there."""
+    near = _nearest_file(path)
+    return f"{path}: there is no such file" + (f"; the nearest is {near}" if near else "")
 
 
 def _nearest_file(path: FilePath) -> FilePath | None:

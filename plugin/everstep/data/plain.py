@@ -1,138 +1,130 @@
-"""Values that consist of numbers, text, bytes, arrays, lists and dicts, as bytes: what a dataloader's state may be.
+"""States of data streams, as they travel between groups and into checkpoints: JSON, never a pickle.
 
-A JSON header, then the bytes and arrays that it refers to. Decoding makes values of these types and does nothing else,
-whoever made the bytes.
+Decoding makes numbers, text, bytes, arrays, lists, tuples and dicts and does nothing else, whoever made the bytes.
 """
 
+import base64
 import math
-import struct
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from everstep.run import typed
+from everstep.run.typed import Count, UnfitError
 
-_MAGIC = b"evrplai1"
-_HEAD = struct.Struct("<8sI")
-DEPTH = 50
+_MAGIC = b"evrstrm3"
+_OLDER = (b"evrstrm1", b"evrstrm2")
+"""Their states are in formats that are not read any more."""
 _DTYPES = {
     str(np.dtype(name)): np.dtype(name)
-    for name in ("?", *(f"{k}{n}" for k in "iu" for n in (1, 2, 4, 8)), "f2", "f4", "f8")
+    for name in ("?", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)), "f2", "f4", "f8")
 }
 
 
 class PlainError(ValueError):
-    """A value that is not plain, or bytes that are no plain value; in one sentence."""
+    """A state that is not plain, or bytes that are no plain state; in one sentence."""
 
 
-def encode(value: Any) -> bytes:
-    """`value` as bytes. Raises PlainError, naming the place, for anything but None, bool, int, float, str, bytes, numpy
-    arrays and tensors of numbers, and lists, tuples and dicts of these."""
-    blobs: list[bytes] = []
-    header = typed.dumps(_encode(value, "state", blobs, DEPTH))
-    return b"".join([_HEAD.pack(_MAGIC, len(header)), header, *blobs])
+@dataclass(frozen=True)
+class StreamState:
+    """Where a stream stands."""
+
+    position: Count
+    """Batches taken from it since its beginning."""
+
+    state: Any
+    """What its dataloader needs to go on there, as `plain` has it."""
 
 
-def decode(data: bytes) -> Any:
-    """The value that `encode` was given; tensors are on the CPU. Raises PlainError."""
+def encode_states(states: dict[int, StreamState]) -> bytes:
+    """`states` by stream number, as bytes that `decode_states` reads."""
+    return _MAGIC + typed.dumps([[stream, known.position, known.state] for stream, known in sorted(states.items())])
+
+
+def decode_states(data: bytes) -> dict[int, StreamState]:
+    """The states in `data`; none in empty data, nor in data of an older version: a stream of which nothing is known is
+    read from its beginning. Raises ValueError if it is no such data or cut off."""
+    if not data or data[: len(_MAGIC)] in _OLDER:
+        return {}
+    if data[: len(_MAGIC)] != _MAGIC:
+        raise ValueError("these are no stream states")
     try:
-        magic, length = _HEAD.unpack_from(data)
-        if magic != _MAGIC or length > len(data) - _HEAD.size:
-            raise PlainError("these bytes are no plain value")
-        begin = _HEAD.size + length
-        value, end = _decode(typed.loads(data[_HEAD.size : begin]), data, begin, DEPTH)
-    except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise PlainError(f"these bytes are no plain value: {error}") from error
-    if end != len(data):
-        raise PlainError(f"a plain value of {end} bytes is followed by {len(data) - end} more")
-    return value
+        found = typed.parse(list[tuple[Count, Count, Any]], typed.loads(data[len(_MAGIC) :], 1 << 32))
+    except UnfitError as error:
+        raise ValueError(f"these stream states are damaged: {error}") from error
+    return {stream: StreamState(position, state) for stream, position, state in found}
 
 
-def _encode(value: Any, place: str, blobs: list[bytes], depth: int) -> Any:
-    if depth == 0:
-        raise PlainError(f"{place} is nested too deeply")
+def plain(value: Any, place: str = "state") -> Any:
+    """`value` as what `typed.dumps` writes. Raises PlainError, naming the place, for anything but None, bool, int,
+    float, str, bytes, numpy arrays and tensors of numbers, and lists, tuples and dicts of these."""
     kind = type(value)
-    if value is None or kind in (bool, str):
+    if value is None or kind in (bool, str) or (kind is int and abs(value) < 1 << 63):
         return value
     if kind is int:
-        return value if -(1 << 63) <= value < 1 << 63 else {"int": hex(value)}
+        return {"int": hex(value)}
     if kind is float:
         return value if math.isfinite(value) else {"float": repr(value)}
     if kind is bytes:
-        blobs.append(value)
-        return {"bytes": len(value)}
-    if kind is torch.Tensor:
-        try:
-            array = value.detach().cpu().numpy()
-        except (TypeError, RuntimeError) as error:  # bfloat16, sparse tensors
-            raise PlainError(f"{place} is a tensor that is no plain value: {error}") from error
-        return {"tensor": _encode(array, place, blobs, depth - 1)}
-    if kind is np.ndarray and str(value.dtype) in _DTYPES:
-        blobs.append(np.ascontiguousarray(value).tobytes())
-        return {"array": [str(value.dtype), list(value.shape)]}
-    if isinstance(value, np.generic) and str(value.dtype) in _DTYPES:
-        return _encode(value.item(), place, blobs, depth)
-    if kind is list:
-        return [_encode(item, f"{place}[{i}]", blobs, depth - 1) for i, item in enumerate(value)]
-    if kind is tuple:
-        return {"tuple": [_encode(item, f"{place}[{i}]", blobs, depth - 1) for i, item in enumerate(value)]}
-    if isinstance(value, dict) and all(map(_is_key, value)):
-        items = [[key, _encode(item, f"{place}[{key!r}]"[:200], blobs, depth - 1)] for key, item in value.items()]
-        return {"dict": items}
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return _array(value, place)
+    try:
+        if kind in (list, tuple):
+            items = [plain(item, f"{place}[{i}]"[:200]) for i, item in enumerate(value)]
+            return items if kind is list else {"tuple": items}
+        if isinstance(value, dict) and all(type(key) in (int, str) for key in value):
+            return {"dict": [[plain(key), plain(item, f"{place}[{key!r}]"[:200])] for key, item in value.items()]}
+    except RecursionError:
+        raise PlainError(f"{place[:200]} is nested too deeply") from None
     raise PlainError(f"{place} is of type {kind.__module__}.{kind.__qualname__}, which is no plain value")
 
 
-def _is_key(key: Any) -> bool:
-    return type(key) is str or (type(key) is int and -(1 << 63) <= key < 1 << 63)
+def _array(value: Any, place: str) -> Any:
+    try:
+        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    except (TypeError, RuntimeError) as error:  # bfloat16, sparse tensors
+        raise PlainError(f"{place} is a tensor that is no plain value: {error}") from error
+    if str(array.dtype) not in _DTYPES:
+        raise PlainError(f"{place} is of type {array.dtype}, which is no plain value")
+    if isinstance(value, np.generic):
+        return plain(value.item(), place)
+    kind = "tensor" if isinstance(value, torch.Tensor) else "array"
+    return {kind: [str(array.dtype), list(array.shape), base64.b64encode(array.tobytes()).decode()]}
 
 
-def _decode(node: Any, data: bytes, at: int, depth: int) -> tuple[Any, int]:
-    """The value of a node, and where the bytes of the next one begin."""
-    if depth == 0:
-        raise PlainError("it is nested too deeply")
+def restored(node: Any) -> Any:
+    """The value that `plain` was given; tensors are on the CPU. Raises PlainError."""
+    try:
+        return _restored(node)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise PlainError(f"this is no plain value: {str(error)[:200]}") from error
+
+
+def _restored(node: Any) -> Any:
     if isinstance(node, list):
-        values = []
-        for item in node:
-            value, at = _decode(item, data, at, depth - 1)
-            values.append(value)
-        return values, at
+        return [_restored(item) for item in node]
     if not isinstance(node, dict):
-        return node, at
+        return node
     ((kind, content),) = node.items()
     match kind:
         case "int":
-            if len(content) > 1000:  # Python's own limit is for decimals
-                raise PlainError("an integer is too long")
-            return int(content, 16), at
+            return int(content[:1000], 16)  # Python's own limit is for decimals
         case "float":
-            return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content], at
+            return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content]
         case "bytes":
-            return _take(data, at, content)
-        case "array":
-            name, shape = typed.parse(tuple[str, list[typed.Count]], content)
-            dtype = _DTYPES.get(name)
-            if dtype is None:
-                raise PlainError(f"{name[:40]} is no type of numbers")
-            raw, at = _take(data, at, math.prod(shape) * dtype.itemsize)
-            return np.frombuffer(raw, dtype).reshape(shape).copy(), at
-        case "tensor":
-            array, at = _decode(content, data, at, depth - 1)
-            return torch.from_numpy(array), at
+            return base64.b64decode(content, validate=True)
         case "tuple":
-            values, at = _decode(list(content), data, at, depth - 1)
-            return tuple(values), at
+            return tuple(_restored(list(content)))
         case "dict":
-            found = {}
-            for key, item in content:
-                if not _is_key(key):
-                    raise PlainError("a key is neither text nor number")
-                found[key], at = _decode(item, data, at, depth - 1)
-            return found, at
-    raise PlainError(f"{ascii(kind)[:40]} is no kind of plain value")
-
-
-def _take(data: bytes, at: int, size: Any) -> tuple[bytes, int]:
-    if type(size) is not int or not 0 <= size <= len(data) - at:
-        raise PlainError("it is cut off")
-    return bytes(data[at : at + size]), at + size
+            found = {_restored(key): _restored(item) for key, item in content}
+            if not all(type(key) in (int, str) for key in found):
+                raise ValueError("a key is neither text nor number")
+            return found
+        case "array" | "tensor":
+            name, shape, raw = typed.parse(tuple[str, list[Count], Any], content)
+            array = np.frombuffer(base64.b64decode(raw, validate=True), _DTYPES[name]).reshape(shape).copy()
+            return torch.from_numpy(array) if kind == "tensor" else array
+    raise ValueError(f"{ascii(kind)[:40]} is no kind of plain value")

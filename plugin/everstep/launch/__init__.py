@@ -1,11 +1,11 @@
-"""Starting a run and keeping it up: supervisor, agents, warm workers, watchdog.
+"""Starting a run and keeping it up: one loop (`launcher`). It is all of `everstep run` on one machine (`supervisor`),
+one group of a batch job (`agent`), or a lighthouse alone (`beacon`).
 
-    supervisor (`everstep run`) ── warm process: torchtitan imported once, forks what is asked for
-      ├── lighthouse                forked from the warm process, restarted on the same port
-      └── agent, one per group      forked from the warm process, child of the supervisor
-            └── fork point          forked from its agent while that is still small
-                  └── workers       forked from the fork point: a restart imports nothing
+    launcher ── warm process: torchtitan imported once, forks what is asked for; restarts import nothing
+      ├── lighthouse
+      ├── store of each group
+      └── workers
 
-Every arrow is also a lifeline: the kernel kills the lower process when the upper one dies, stopped or not.
-Nothing here imports torch at module level except `meeting` (and so `group_agent`), which only an agent loads.
+All are the launcher's children, and the kernel kills them when it dies. Nothing here imports torch at module level but
+what only the warm process and launchers of groups on several nodes load (`store`, `meeting`).
 """

@@ -1,36 +1,21 @@
-"""Processes forked on request, from one that has everything imported and no thread of its own.
+"""Processes forked on request, from one that has everything imported and no thread of its own (`warm`).
 
 Forking is safe because whoever forks here initialises no CUDA and starts no thread (pyarrow's jemalloc has one of its
-own and stops it around a fork). Requests and answers are JSON objects, one a packet of a SOCK_SEQPACKET socketpair:
-
-    {"id", "run": "module:function", "args", "log", "env"}    call `run` with `args`, its output appended to `log`
-    {"id", "pid"}                                             it was forked
-    {"pid", "exitcode"}                                       it has ended; a fork point's children only
-    {"reap": true}                                            nobody sends those a signal any more whose end was told
-
-Two processes fork: the warm process detaches what it forks, whose parent becomes the supervisor (`fork_detached`); a
-fork point keeps its children, and tells its agent how they ended (`ForkPoint`).
+own and stops it around a fork). What is forked is detached: the launcher, a subreaper above, becomes its parent.
 """
 
 import contextlib
 import importlib
 import io
-import json
 import os
-import select
 import signal
-import socket
 import sys
 import traceback
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from everstep.run.lifeline import die_with_adopter, die_with_parent
-from everstep.run.stops import STOPS
-
-MAX_PACKET = 1 << 20
+from everstep.run.lifeline import die_with_adopter
 
 
 class _Output(io.FileIO):
@@ -74,12 +59,12 @@ def redirect_output(path: Path) -> None:
     keep_on_without_output()
 
 
-def _resolve(name: str):
+def _resolve(name: str) -> Callable[..., int | None]:
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
 
 
-def become(request: dict, parent_pid: int) -> None:
+def become(request: Mapping[str, Any], parent_pid: int) -> None:
     """Turn this forked process into what was asked for, which dies with `parent_pid`; never returns."""
     status = 1
     try:
@@ -123,153 +108,38 @@ def forked(run: Callable[[], None]) -> int:
     return pid
 
 
-def fork_detached(request: dict, adopter_pid: int, channel: socket.socket) -> int:
+def fork_detached(request: Mapping[str, Any], adopter_pid: int, close: Callable[[], None]) -> int:
     """Fork a grandchild that runs `request`, in a session of its own; returns its pid. The child in between ends at
-    once, and `adopter_pid`, a subreaper above this process, becomes the parent."""
-    pid_r, pid_w = os.pipe()
+    once, and `adopter_pid`, a subreaper above this process, becomes the parent. `close` is called in the grandchild.
+
+    Raises OSError if the system has no room for another process.
+    """
+    answer_r, answer_w = os.pipe()
 
     def fork_again() -> None:
-        os.close(pid_r)
-        if pid := os.fork():
-            os.write(pid_w, str(pid).encode())
+        os.close(answer_r)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            pid = -(error.errno or 1)
+        if pid:
+            os.write(answer_w, str(pid).encode())
             return
-        os.close(pid_w)
-        channel.close()
-        os.setsid()  # a terminal's Ctrl-C is for the supervisor to handle
+        os.close(answer_w)
+        close()
+        os.setsid()  # a terminal's Ctrl-C is for the launcher to handle
         become(request, adopter_pid)
 
-    middle = forked(fork_again)
-    os.close(pid_w)
-    pid = int(os.read(pid_r, 32))
-    os.close(pid_r)
-    os.waitpid(middle, 0)
+    try:
+        middle = forked(fork_again)
+        os.close(answer_w)
+        answer_w = -1
+        pid = int(os.read(answer_r, 32))
+        os.waitpid(middle, 0)
+    finally:
+        for fd in (answer_r, answer_w):
+            if fd >= 0:
+                os.close(fd)
+    if pid < 0:
+        raise OSError(-pid, os.strerror(-pid))
     return pid
-
-
-class Forker:
-    """The side that asks: sends requests, collects answers without blocking. `pid` is the process that forks."""
-
-    gone = False
-    """Whether the other side has closed: that process has ended."""
-
-    def __init__(self, channel: socket.socket, pid: int):
-        self.pid = pid
-        self._channel = channel
-        self._channel.setblocking(False)
-        self._next_id = 0
-        self._unsent: deque[bytes] = deque()
-
-    def fileno(self) -> int:
-        return self._channel.fileno()
-
-    def fork(self, run: str, args: Sequence, log: Path, env: Mapping[str, str] | None = None) -> int:
-        """Ask for a process that calls `run` ("module:function") with `args` (JSON), with `env` besides ours; returns
-        the request's id. Of one that has died nobody answers."""
-        self._next_id += 1
-        request = {"id": self._next_id, "run": run, "args": list(args), "log": str(log), "env": dict(env or {})}
-        self._ask(request)
-        return self._next_id
-
-    def _ask(self, request: dict) -> None:
-        self._unsent.append(json.dumps(request).encode())
-        self._send()
-
-    def _send(self) -> None:
-        """As much as the channel takes. The rest goes with later calls: what it holds will be answered."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            while self._unsent:
-                self._channel.send(self._unsent[0])
-                self._unsent.popleft()
-
-    def answers(self) -> list[dict]:
-        """What has arrived since the last call."""
-        self._send()
-        found = []
-        while True:
-            try:
-                packet = self._channel.recv(MAX_PACKET)
-            except BlockingIOError:
-                return found
-            except ConnectionResetError:
-                packet = b""
-            if not packet:
-                self.gone = True
-                return found
-            found.append(json.loads(packet))
-
-    def close(self) -> None:
-        self._channel.close()
-
-
-class ForkPoint(Forker):
-    """A copy of this process, from which it forks others that are to find everything imported.
-
-    It dies with its maker, and its children die with it. Must be made from the main thread, before this process has
-    others.
-    """
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        maker = os.getpid()
-
-        def serve() -> None:
-            die_with_parent(maker)
-            ours.close()
-            os.closerange(0, 1)
-            os.open(os.devnull, os.O_RDONLY)  # the lowest that is free: 0
-            # A batch system signals every process of a job, a terminal every one in the foreground: a stop must reach
-            # the children through their agent.
-            for stop in STOPS:
-                signal.signal(stop, signal.SIG_IGN)
-            _serve_children(theirs)
-
-        pid = forked(serve)
-        theirs.close()
-        super().__init__(ours, pid)
-
-    def exitcode(self) -> int:
-        """How it ended, negative for a signal; waits for it. To be asked once."""
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-    def reap(self) -> None:
-        """Give the pids back of children that have ended: until then nobody else gets one, and a signal that comes too
-        late reaches nobody."""
-        self._ask({"reap": True})
-
-
-def _serve_children(channel: socket.socket) -> None:
-    """Fork a child for each request, and tell when and how each ended. Returns when the other side closes."""
-    own_pid = os.getpid()
-    children: dict[int, int] = {}  # pids by pidfd
-    ended: list[int] = []  # told, and not reaped yet
-    waiting = select.poll()
-    waiting.register(channel, select.POLLIN)
-    while True:
-        ready = {fd for fd, _ in waiting.poll()}
-        for fd in children.keys() & ready:
-            waiting.unregister(fd)
-            os.close(fd)
-            ended.append(children.pop(fd))
-            end = os.waitid(os.P_PID, ended[-1], os.WEXITED | os.WNOWAIT)
-            assert end is not None  # without WNOHANG
-            exitcode = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-            channel.send(json.dumps({"pid": ended[-1], "exitcode": exitcode}).encode())
-        if channel.fileno() in ready:
-            packet = channel.recv(MAX_PACKET)
-            if not packet:
-                return
-            request = json.loads(packet)
-            if "reap" in request:
-                while ended:
-                    os.waitpid(ended.pop(), 0)
-                continue
-            pid = os.fork()
-            if pid == 0:
-                channel.close()
-                for fd in children:
-                    os.close(fd)
-                become(request, own_pid)
-            fd = os.pidfd_open(pid)
-            waiting.register(fd, select.POLLIN)
-            children[fd] = pid
-            channel.send(json.dumps({"id": request["id"], "pid": pid}).encode())

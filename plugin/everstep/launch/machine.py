@@ -1,14 +1,23 @@
 """What a run takes from the machine it runs on: ports and devices."""
 
+import os
 import random
 import socket
+import sys
 from collections.abc import Sequence
 
+from everstep.launch.scarce import is_scarce
+from everstep.quorum.interface import interface_of
 from everstep.run.directory import LaunchError
 
 HOST = "127.0.0.1"
 PORTS = range(20_000, 32_000)
 """Below the ports of Linux's outgoing connections: the lighthouse must get its own back."""
+
+
+def local_host() -> str:
+    """The address at which other machines of a cluster reach this one."""
+    return interface_of("").address
 
 
 def devices_of_groups(visible: Sequence[str], groups: int, ranks_per_group: int) -> list[str | None]:
@@ -24,6 +33,21 @@ def devices_of_groups(visible: Sequence[str], groups: int, ranks_per_group: int)
     ]
 
 
+def limited_threads(ranks: int) -> dict[str, str]:
+    """What shares this machine's cores among `ranks` processes, for their environment; nothing if OMP_NUM_THREADS is
+    set already. Ranks whose thread pools outnumber the cores slow each other down tenfold. As torchrun does; a process
+    that was forked after torch had been imported follows with `follow_threads`."""
+    if os.environ.get("OMP_NUM_THREADS"):  # an empty one is none
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
+
+
+def follow_threads() -> None:
+    """Have torch compute with OMP_NUM_THREADS threads, in a process that was forked after torch had read it."""
+    if (torch := sys.modules.get("torch")) is not None and os.environ.get("OMP_NUM_THREADS", "").isdecimal():
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
 def free_port(host: str = HOST) -> int:
     """A TCP port of PORTS that nobody has now. Raises LaunchError when there is none."""
     for port in random.sample(PORTS, len(PORTS)):
@@ -34,6 +58,20 @@ def free_port(host: str = HOST) -> int:
                 continue
             return port
     raise LaunchError(f"no free port between {PORTS.start} and {PORTS.stop} on {host}.")
+
+
+def listen(host: str) -> socket.socket:
+    """A socket that listens on a free port of `host` alone. Raises LaunchError if `host` is not this machine, and
+    OSError if there is no room for it."""
+    try:
+        return socket.create_server((host, 0), backlog=1024)
+    except OSError as error:
+        if is_scarce(error):
+            raise
+        raise LaunchError(
+            f"{host}: this machine cannot listen there: {error.strerror}. Give an address of its own with --host, or "
+            "as [fault_tolerance] bind_host."
+        ) from None
 
 
 def listens(host: str, port: int) -> bool:

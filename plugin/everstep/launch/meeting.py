@@ -1,26 +1,23 @@
-"""How the agents of one group meet, on one node or on several. The only file of this room that imports torch."""
+"""How the agents of a group on several nodes meet. Loaded only by those: it imports torch."""
 
 import contextlib
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from torch.distributed import DistNetworkError, TCPStore
 
+from everstep.launch import store as group_store
+from everstep.launch.machine import listen
+from everstep.launch.rounds import AskedToStop, NodeLost, Round
 from everstep.launch.watchdog import Awake
-from everstep.run.directory import LaunchError
 from everstep.run.files import read_json, write_json
 
 POLL_S = 0.1
-STORE_TIMEOUT = timedelta(seconds=60)
 PEER_BEAT_S = 0.5
 PEER_SILENCE_S = 30.0
 """An agent of the group that was there and has said nothing for this long is gone, its node with it perhaps."""
@@ -30,78 +27,6 @@ minutes."""
 
 SILENT = f"the agent on node {{node}} of this group has been silent for {PEER_SILENCE_S:g} s"
 FIRST_NODE_GONE = "the agent on node 0 of this group is gone"
-UNLIMITED_RESTARTS = 2**31 - 1
-
-
-class NodeLost(RuntimeError):
-    """The agent on another node of this group is gone: a batch system has to start the group again."""
-
-
-class AskedToStop(Exception):
-    """While the other nodes of the group were awaited."""
-
-
-@dataclass(frozen=True)
-class Round:
-    """One incarnation of a group's workers, as one of its nodes sees it."""
-
-    host: str
-    port: int
-    """Where the workers' store listens."""
-    node_rank: int
-    sizes: list[int]
-    """How many ranks each node has."""
-    store: TCPStore | None
-    """On node 0, which serves it for as long as this object is there."""
-
-    @property
-    def ranks(self) -> range:
-        """Of this node."""
-        first = sum(self.sizes[: self.node_rank])
-        return range(first, first + self.sizes[self.node_rank])
-
-    def environment(self, rank: int, role: str, run_id: str, restarts: int) -> dict[str, str]:
-        """What torchrun documents that a worker finds in its environment."""
-        size = str(sum(self.sizes))
-        return {
-            "LOCAL_RANK": str(rank - self.ranks.start),
-            "RANK": str(rank),
-            "GROUP_RANK": str(self.node_rank),
-            "ROLE_RANK": str(rank),
-            "ROLE_NAME": role,
-            "LOCAL_WORLD_SIZE": str(len(self.ranks)),
-            "WORLD_SIZE": size,
-            "GROUP_WORLD_SIZE": str(len(self.sizes)),
-            "ROLE_WORLD_SIZE": size,
-            "MASTER_ADDR": self.host,
-            "MASTER_PORT": str(self.port),
-            "TORCHELASTIC_RESTART_COUNT": str(restarts),
-            "TORCHELASTIC_MAX_RESTARTS": str(UNLIMITED_RESTARTS),
-            "TORCHELASTIC_RUN_ID": run_id,
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        }
-
-
-def _serve_store(host: str) -> TCPStore:
-    """A fresh store on a free port of `host` only; by itself it would listen on every interface. Raises LaunchError
-    when `host` is not this machine."""
-    try:
-        listener = socket.create_server((host, 0), backlog=1024)
-    except OSError as error:
-        raise LaunchError(
-            f"{host}: this machine cannot listen there: {error.strerror}. Give an address of its own with --host, or "
-            "as [fault_tolerance] bind_host."
-        ) from None
-    port = listener.getsockname()[1]
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        timeout=STORE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
 class _Calls:
@@ -130,7 +55,7 @@ class _Calls:
 class Meeting:
     """Where the agents of one group meet, each of which runs the workers of one node.
 
-    Every incarnation of the workers is a round, with a fresh store of the workers' own that node 0 serves. The agents
+    Every incarnation of the workers is a round, with a fresh store of the workers' own that node 0 starts. The agents
     of a group on several nodes share the run directory: node 0 serves a store for as long as its agent lives and
     publishes its address there, under the group's claim, so that agents of an earlier start do not meet those of a
     later one. A node whose workers died joins the next round; the others see that it waits and follow. Each agent
@@ -162,9 +87,6 @@ class Meeting:
     def next_round(self) -> Round:
         """Join the next round, and wait for the other nodes. Raises NodeLost and AskedToStop, and RuntimeError for the
         second agent of a node."""
-        if self._nodes == 1:
-            own = _serve_store(self._host)
-            return Round(self._host, own.port, 0, [self._ranks], own)
         if self._store is None:
             self._calls = _Calls()
             self._store = self._meet()
@@ -178,20 +100,22 @@ class Meeting:
         self._ask(store.add, f"{name}/joined", 1)
         while self._ask(store.add, f"{name}/joined", 0) < self._nodes:
             self._pause(store)
-        own = None
+        listener = None
         if self._node_rank == 0:
-            own = _serve_store(self._host)
-            self._ask(store.set, f"{name}/workers", f"{self._host} {own.port}")
+            listener = listen(self._host)
+            self._ask(store.set, f"{name}/workers", f"{self._host} {listener.getsockname()[1]}")
         while not self._ask(store.check, [f"{name}/workers"]):
             self._pause(store)
         host, port = self._ask(store.get, f"{name}/workers").decode().split()
         sizes = [int(self._ask(store.get, f"{name}/ranks/{node}")) for node in range(self._nodes)]
-        return Round(host, int(port), self._node_rank, sizes, own)
+        return Round(self._claim, host, int(port), self._node_rank, sizes, listener)
 
     def _meet(self) -> TCPStore:
         """The store that all agents of this start of the group share."""
         if self._node_rank == 0:
-            store = _serve_store(self._host)
+            listener = listen(self._host)
+            port = listener.getsockname()[1]
+            store = group_store.serve(listener.detach(), self._host, port)
             write_json(self._file, {"claim": self._claim, "host": self._host, "port": store.port})
             return store
         came = time.monotonic()
@@ -199,7 +123,7 @@ class Meeting:
             self._look_for(0, came)
             self._pause()
         place = found["host"], found["port"]
-        options = {"is_master": False, "timeout": STORE_TIMEOUT, "wait_for_workers": False}
+        options = {"is_master": False, "timeout": group_store.TIMEOUT, "wait_for_workers": False}
         store = self._ask(lambda: TCPStore(*place, **options))
         if self._ask(store.add, f"came/{self._node_rank}", 1) > 1:
             raise RuntimeError(

@@ -1,19 +1,20 @@
-"""Is this node fit to train on? `everstep doctor --node`, and every agent of a batch job before its workers start.
+"""Is this node fit to train on? A few things that break on single nodes and that a trainer would only meet later.
 
-Beside what `health` looks at before each start of workers: the GPUs are there and compute right, the network card is
-up, the clock agrees with the file server's. torch is imported only where there is a GPU to look at.
+An agent looks at storage before each start of its workers, and at all of it before the first one; `everstep doctor
+--node` does the same. torch is imported only where there is a GPU to look at.
 """
 
 import os
+import shutil
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
 
-from everstep.launch import health
-from everstep.run.fence import LEASE_S
+from everstep.launch.scarce import is_scarce
 
+SHARED_MEMORY = Path("/dev/shm")
+SMALLEST_FREE_BYTES = 64 << 20
 GPU_FILES = Path("/dev")
 SIZE, TRIALS = 256, 3
 LOOPBACK = "lo"
@@ -24,21 +25,43 @@ def complaint(run_dir: Path | None, host: str = "", gpus: int | None = None) -> 
 
     gpus: how many the ranks here need; None: as many as there are.
     """
-    return (
-        health.complaint(run_dir)
-        or (clock_complaint(run_dir) if run_dir is not None else "")
-        or network_complaint(host)
-        or gpu_complaint(gpus)
-    )
+    return storage_complaint(run_dir) or network_complaint(host) or gpu_complaint(gpus)
 
 
-def clock_complaint(run_dir: Path) -> str:
-    """How far this clock is from the file server's, if that is too far."""
-    begin = time.time()
-    with tempfile.NamedTemporaryFile(dir=run_dir / "state", prefix=".clock-") as probe:
-        end, written = time.time(), os.fstat(probe.fileno()).st_mtime
-    skew_s = max(begin - written, written - end, 0.0)
-    return f"its clock is {skew_s:.1f} s from the file server's" if skew_s > LEASE_S else ""
+def storage_complaint(run_dir: Path | None) -> str:
+    """Whether the run directory, if there is one, or a local temporary folder takes no write, or shared memory has too
+    little room for what a trainer's processes exchange."""
+    for folder in [*([run_dir / "state"] if run_dir is not None else []), Path(tempfile.gettempdir())]:
+        try:
+            _write(folder)
+        except OSError as error:
+            return f"{folder} cannot be written: {error.strerror}"
+    if SHARED_MEMORY.exists():
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        if free < SMALLEST_FREE_BYTES:
+            return f"{SHARED_MEMORY} has {free >> 20} MiB free, {SMALLEST_FREE_BYTES >> 20} are needed"
+    return ""
+
+
+def mount_complaint(run_dir: Path) -> str:
+    """Whether this node cannot write to the run directory. Raises OSError if it is full, which is no fault of this
+    node's."""
+    try:
+        _write(run_dir / "state")
+    except OSError as error:
+        if is_scarce(error):
+            raise
+        return f"{run_dir} cannot be written: {error.strerror}"
+    return ""
+
+
+def _write(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    # Others may write to a temporary folder: a name that nobody can have put a link under.
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".fit-") as file:
+        file.write(b"x" * 4096)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def network_complaint(host: str) -> str:

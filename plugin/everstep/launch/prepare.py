@@ -1,66 +1,126 @@
-"""What only torchtitan can tell about a run before it starts: is the config valid, and is it this run
-directory's.
+"""A run's config, read and judged once: by one function, for every command that takes a config.
 
-Runs in a fork of the warm process, so that the processes of the run start from untouched modules.
+`prepare` reads the user's file and flags with torchtitan, refuses what cannot work, and settles the rest in the run
+directory: `config.toml`, which workers load, and `state/prepared.json`, which everything else of the run takes.
+`everstep run` has it done in a fork of its warm process; the other commands start it as a process of its own, since it
+imports torchtitan (`prepared`).
 """
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from everstep.config.errors import ConfigError
+from everstep.config.sections import FaultTolerance
+from everstep.run import typed
+from everstep.run.directory import LaunchError, RunDir
 from everstep.run.exits import USAGE_EXIT
 from everstep.run.files import read_json, write_json, write_whole
+from everstep.run.typed import UnfitError
+from everstep.snapshot.section import Snapshot
+
+ADAM_STATES = 2
+"""What the optimizers of torchtitan keep for each parameter, of its own type."""
+TIMEOUT_S = 600.0
 
 
-def main(
-    config: str,
-    run_dir: str,
-    flags: Sequence[str],
-    ranks: int,
-    allow_dropped: bool = False,
-    here: bool = True,
-) -> int:
-    """Check `config` with torchtitan `flags` for groups of `ranks`, and settle it in `run_dir`/config.toml.
+@dataclass(frozen=True)
+class Order:
+    """What to prepare."""
 
-    `here`: whether this machine is one that trains; a login node need not have a GPU.
-
-    Leaves {"steps", "identity", "devices", "warnings"} or {"error": sentence} for `take_answer`.
-    """
-    os.environ["WORLD_SIZE"] = str(ranks)  # what the workers will see
-    try:
-        found, status = _settle(Path(config), Path(run_dir), flags, ranks, allow_dropped, here), 0
-    except ConfigError as error:
-        found, status = {"error": str(error)}, USAGE_EXIT
-    leave_answer(Path(run_dir), found)
-    return status
+    config: str
+    flags: list[str] = field(default_factory=list)
+    """torchtitan's; they win over the file."""
+    groups: int | None = None
+    """None: as many as the file says."""
+    ranks: int = 0
+    """Of a group, on all of its nodes; 0: the fewest that the config can be computed on."""
+    run_dir: str = ""
+    """Where the config is settled; empty: it is judged, and nothing is written."""
+    allow_dropped: bool = False
+    """Whether a converter that a file of torchtitan 0.2 asks for may be left out."""
+    here: bool = True
+    """Whether this machine is one that trains; a login node need not have a GPU."""
+    model: bool = False
+    """Whether to say how large the model is."""
 
 
-def leave_answer(run_dir: Path, found: dict[str, Any]) -> None:
-    write_json(_answer_file(run_dir), found)
+@dataclass(frozen=True)
+class Model:
+    """What `everstep doctor` asks of a model that is built on the meta device."""
+
+    parameters: int
+    state_bytes: int
+    """Parameters and optimizer state of one group, over all its ranks."""
+    device_bytes: list[int]
+    """Memory of each GPU here."""
+    train_timeout_s: float
+    """How long ranks of a group wait for each other."""
+    checked: str | None
+    """What attention checks cover ("12 of 12"); None: they are off."""
+    unchecked: list[str]
+    """Some of what they do not."""
 
 
-def take_answer(run_dir: Path) -> dict[str, Any]:
-    """What `main` left, once; empty if it left nothing."""
-    answer = read_json(_answer_file(run_dir))
-    _answer_file(run_dir).unlink(missing_ok=True)
-    return answer
+@dataclass(frozen=True)
+class Prepared:
+    """What a run's config says to all that is not a trainer."""
+
+    groups: int
+    ranks: int
+    """Of a group."""
+    seed: int
+    steps: int
+    """Commits to make."""
+    identity: str
+    """See `config_identity`."""
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """torchtitan's `[metrics]`."""
+    devices: list[str] = field(default_factory=list)
+    """The CUDA devices that the run may use, as CUDA_VISIBLE_DEVICES names them; none without CUDA."""
+    warnings: list[str] = field(default_factory=list)
+    """What the user should know."""
+    model: Model | None = None
 
 
-def _answer_file(run_dir: Path) -> Path:
-    return run_dir / "state" / "prepared.json"
-
-
-def judge(
-    source: Path, flags: Sequence[str], ranks: int, *, allow_dropped: bool = False, here: bool = True
-) -> tuple[Any, list[str]]:
-    """The config of `source` with torchtitan's `flags`, for groups of `ranks`, and what the user should know of it.
+def prepare(order: Order) -> Prepared:
+    """Read, judge and, with a run directory, settle a config.
 
     Raises:
-        ConfigError: a run of it cannot work.
+        ConfigError: a run of it cannot work, or the run directory holds a run of another config.
     """
-    from everstep.config.checks import slots_per_step
+    from everstep.config.resolved import config_identity, resolved_toml
+
+    config, ranks, warnings = _judge(order)
+    if order.run_dir:
+        run_dir = Path(order.run_dir)
+        warnings += _refuse_another(config, run_dir)
+        write_whole(RunDir(run_dir).config, resolved_toml(config).encode())
+    return Prepared(
+        groups=config.fault_tolerance.groups,
+        ranks=ranks,
+        seed=config.debug.seed or 0,
+        steps=config.semi_sync.commits(config.training.steps),
+        identity=config_identity(config),
+        fault_tolerance=config.fault_tolerance,
+        snapshot=config.snapshot,
+        metrics={key: value for key, value in asdict(config.metrics).items() if isinstance(value, str | bool)},
+        devices=_devices(),
+        warnings=warnings,
+        model=_model(config) if order.model else None,
+    )
+
+
+def _judge(order: Order) -> tuple[Any, int, list[str]]:
+    """The config, the ranks of a group, and what the user should know. Raises ConfigError."""
+    from everstep.config.checks import fewest_ranks
     from everstep.quorum.communicator import why_not
     from everstep.titan.cpu import has_accelerator
     from everstep.titan.data.binding import check_files
@@ -68,66 +128,159 @@ def judge(
     from everstep.titan.machine import needs_gpu
     from everstep.titan.trainer import EverstepTrainer
 
-    warnings: list[str] = []
-    config = load_config(source, EverstepTrainer.Config, flags, allow_dropped=allow_dropped, warnings=warnings)
+    source, warnings = Path(order.config), list[str]()
+    config = load_config(
+        source,
+        EverstepTrainer.Config,
+        order.flags,
+        groups=order.groups,
+        ranks=order.ranks,
+        allow_dropped=order.allow_dropped,
+        warnings=warnings,
+    )
+    ranks = order.ranks or fewest_ranks(config.parallelism)
     ft = config.fault_tolerance
     if not ft.enable and ft.groups > 1:
         raise ConfigError(
             f"{source}: {ft.groups} groups need fault tolerance, or each trains alone: "
             "set [fault_tolerance] enable = true, or give --groups 1"
         )
-    if ft.enable:
-        slots = slots_per_step(config, ranks)
-        if slots < ft.groups:
-            raise ConfigError(
-                f"{source}: [training] global_batch_size = {config.training.global_batch_size} has {slots} slots "
-                f"with {ranks} ranks in a group, for {ft.groups} groups: every group needs one at least"
-            )
     check_files(config)
-    if here and not has_accelerator():
+    if order.here and not has_accelerator():
         for problem in needs_gpu(config):
             raise ConfigError(f"{source}: {problem.message}")
-    if here and ft.enable and (reason := why_not(ft.process_group)):
+    if order.here and ft.enable and (reason := why_not(ft.process_group)):
         raise ConfigError(
             f'{source}: [fault_tolerance] process_group = "{ft.process_group}" {reason}: set it to "gloo"'
         )
-    return config, warnings
+    return config, ranks, warnings
 
 
-def _settle(source: Path, run_dir: Path, flags: Sequence[str], ranks: int, allow_dropped: bool, here: bool) -> dict:
-    from everstep.config.resolved import config_identity, differing_keys, resolved_toml
+def _refuse_another(config: Any, run_dir: Path) -> list[str]:
+    """Raises ConfigError if `run_dir` holds a run of another config; what to know of going on with it."""
+    from everstep.config.resolved import differing_keys
     from everstep.titan.load import load_config
     from everstep.titan.trainer import EverstepTrainer
 
-    config, warnings = judge(source, flags, ranks, allow_dropped=allow_dropped, here=here)
-    settled = run_dir / "config.toml"
-    if settled.exists():
-        if not config.checkpoint.enable:
-            warnings.append(
-                f"{run_dir} holds an earlier part of this run, and no checkpoint of it ([checkpoint] enable is false): "
-                + ("unless its snapshots are still in memory, " if config.snapshot.enable else "")
-                + "it begins at step 1 again"
-            )
-        differing = differing_keys(load_config(settled, EverstepTrainer.Config, check=False), config)
-        if differing:
-            raise ConfigError(
-                f"{run_dir} holds a run of another config: {'; '.join(differing)}. "
-                "Give another --run-dir, or undo the changes."
-            )
-    write_whole(settled, resolved_toml(config).encode())
-    return {
-        "steps": config.semi_sync.commits(config.training.steps),
-        "identity": config_identity(config),
-        "devices": _devices(),
-        "warnings": warnings,
-    }
+    settled = RunDir(run_dir).config
+    if not settled.exists():
+        return []
+    if differing := differing_keys(load_config(settled, EverstepTrainer.Config, check=False), config):
+        raise ConfigError(
+            f"{run_dir} holds a run of another config: {'; '.join(differing)}. "
+            "Give another --run-dir, or undo the changes."
+        )
+    if config.checkpoint.enable:
+        return []
+    unless = "unless its snapshots are still in memory, " if config.snapshot.enable else ""
+    return [
+        f"{run_dir} holds an earlier part of this run, and no checkpoint of it ([checkpoint] enable is false): "
+        f"{unless}it begins at step 1 again"
+    ]
 
 
 def _devices() -> list[str]:
-    """The CUDA devices that this run may use, as CUDA_VISIBLE_DEVICES names them; none without CUDA."""
     from torch import cuda
 
     if not cuda.is_available():
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return visible.split(",") if visible else [str(index) for index in range(cuda.device_count())]
+
+
+def _model(config: Any) -> Model:
+    from torch import cuda
+
+    from everstep.titan.attention import coverage
+    from everstep.titan.machine import built_on_meta, choose_attention, trained_parameters
+
+    try:
+        choose_attention(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    model = built_on_meta(config)
+    parameters, size = trained_parameters(model, config)
+    checked = coverage([model]) if config.attention_check.enable else None
+    return Model(
+        parameters=parameters,
+        state_bytes=parameters * size * (1 + ADAM_STATES),
+        device_bytes=[cuda.get_device_properties(index).total_memory for index in range(cuda.device_count())],
+        train_timeout_s=config.comm.train_timeout_seconds,
+        checked=None if checked is None else str(checked),
+        unchecked=[] if checked is None else list(checked.missing[:3]),
+    )
+
+
+# How it is asked and answered.
+
+
+def main(order: dict[str, Any]) -> int:
+    """Prepare in this process, for `everstep run`, and leave the answer for `take_answer`; returns the exit status."""
+    asked = typed.parse(Order, order)
+    answer = _answer(asked)
+    leave_answer(Path(asked.run_dir), answer)
+    return USAGE_EXIT if "error" in answer else 0
+
+
+def _answer(order: Order) -> dict[str, Any]:
+    os.environ["WORLD_SIZE"] = str(max(1, order.ranks))  # what the workers will see
+    try:
+        return asdict(prepare(order))
+    except ConfigError as error:
+        return {"error": str(error)}
+
+
+def prepared(order: Order) -> Prepared:
+    """What `prepare` says in a process of its own; with a run directory it is left there too. Raises LaunchError."""
+    command = [sys.executable, "-m", "everstep.launch.prepare", json.dumps(asdict(order))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"torchtitan was not imported within {TIMEOUT_S:g} s.") from None
+    if done.returncode:
+        raise LaunchError((done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1])
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "error" in answer:
+        raise LaunchError(answer["error"])
+    if order.run_dir:
+        leave_answer(Path(order.run_dir), answer)
+    return typed.parse(Prepared, answer)
+
+
+def settled(config: Path, run_dir: Path, flags: Sequence[str], groups: int | None, ranks: int) -> Prepared:
+    """What a process of a batch job is told: what was prepared if `config` is the run directory's own and nothing is
+    changed, else prepared here. Raises LaunchError."""
+    if config.resolve() == RunDir(run_dir).config.resolve() and not flags:
+        found = take_answer(run_dir)
+        if isinstance(found, Prepared) and groups in (None, found.groups):
+            return found
+    return prepared(Order(str(config), list(flags), groups, ranks, str(run_dir)))
+
+
+def leave_answer(run_dir: Path, found: dict[str, Any]) -> None:
+    """Say what was prepared, or {"error": sentence}, in the run directory."""
+    write_json(run_dir / "state" / "prepared.json", found)
+
+
+def forget_answer(run_dir: Path) -> None:
+    """Remove what an earlier start was told."""
+    (run_dir / "state" / "prepared.json").unlink(missing_ok=True)
+
+
+def take_answer(run_dir: Path) -> Prepared | str:
+    """What was prepared in a run directory, or the sentence that says why not; empty if nothing was."""
+    found = read_json(run_dir / "state" / "prepared.json")
+    if "error" in found:
+        return str(found["error"])
+    try:
+        return typed.parse(Prepared, found)
+    except UnfitError:
+        return ""
+
+
+if __name__ == "__main__":
+    from everstep.titan import cpu
+
+    if not cpu.has_accelerator():
+        cpu.stand_in()
+    print(json.dumps(_answer(typed.parse(Order, json.loads(sys.argv[1])))))

@@ -7,7 +7,7 @@ the ten thousandth step.
 import os
 from pathlib import Path
 
-from everstep.run.events import EventTail, event_path
+from everstep.run.events import EventTail, event_path, last_event
 
 COMMIT = b'"kind":"commit"'
 STRIKES = ("fault", "lighthouse_died", "workers_stalled", "agent_died", "node_bad")
@@ -63,3 +63,16 @@ class StrikeWatch:
             else:
                 others |= event["kind"] in STRIKES
         return others, own
+
+
+def newest_step(run_dir: Path, groups: int) -> int:
+    """The newest step that any group of a run has committed; 0: none."""
+    newest = (last_event(event_path(run_dir, group, 0, "worker"), {"commit"}) for group in range(groups))
+    return max((event["step"] for event in newest if event is not None), default=0)
+
+
+def next_incarnation(run_dir: Path, group: int) -> int:
+    """0 for a group's first workers in this run directory, then one more each time. Read from the end of the group's
+    own log."""
+    last = last_event(event_path(run_dir, group, None, "agent"), {"workers_started"})
+    return 0 if last is None else last["incarnation"] + 1

@@ -4,7 +4,6 @@ A run is two jobs: an array with one task per replica group, and a small one for
 is the run directory, on a file system that all nodes see. RUN_DIR/state/slurm.json names the jobs.
 """
 
-import json
 import os
 import re
 import shlex
@@ -17,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from everstep import files
-from everstep.launch.prepare import take_answer
 from everstep.report.protection import Protection
 from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
-from everstep.run.directory import LaunchError, ask_to_stop, over_file, stop_file
+from everstep.run.directory import LaunchError, ask_to_stop, ended_file, over_file, stop_file
 from everstep.run.events import read_events
 from everstep.run.files import read_json, write_json
 
@@ -103,6 +101,7 @@ def submit(submission: Submission) -> dict[str, int]:
     """
     run_dir, alive = submission.run_dir, alive_jobs(submission.run_dir)
     stop_file(run_dir).unlink(missing_ok=True)
+    ended_file(run_dir).unlink(missing_ok=True)
     for group in range(submission.groups):
         (run_dir / "logs" / f"group-{group}").mkdir(parents=True, exist_ok=True)
         if "groups" not in alive:
@@ -202,7 +201,7 @@ def status(run_dir: Path) -> str:
         notes = [f"{over['status']}: {over['reason']}"] if over else []
         if task and task.state == "PENDING":
             notes.append(task.reason)
-        notes += run["notes"].get(group, [])
+        notes += [*run["notes"].get(group, []), *filter(None, [run["failing"].get(group)])]
         lines.append(
             f"{group:>5}  {task.state if task else 'ended':12} {(task.nodes if task else '') or '-':16} "
             f"{run['starts'].get(group, 0):>6}  {beat:24} {'; '.join(notes)}"
@@ -217,6 +216,7 @@ def _as_the_run_sees_it(run_dir: Path) -> dict[str, Any]:
         "seen": set(),
         "starts": {},
         "notes": {},
+        "failing": {},
         "snapshots": Protection(),
     }
     for event in read_events(run_dir):
@@ -224,12 +224,16 @@ def _as_the_run_sees_it(run_dir: Path) -> dict[str, Any]:
         group = event["group"]
         if group is not None:
             seen["seen"].add(group)
+        if event["kind"] == "commit":
+            seen["failing"].pop(group, None)
         if event["kind"] == "commit" and event["step"] >= seen["step"]:
             seen["step"], seen["groups"] = event["step"], " ".join(map(str, sorted(event["groups"])))
         elif event["kind"] == "agent_up":
             seen["starts"][group] = seen["starts"].get(group, 0) + 1
         elif event["kind"] == "node_bad":
             seen["notes"].setdefault(group, []).append(f"left node {event['node']}: {event['reason']}")
+        elif event["kind"] == "group_failing":
+            seen["failing"][group] = event["reason"]
     return seen
 
 
@@ -243,22 +247,6 @@ def split_flags(flags: Sequence[str]) -> tuple[list[str], list[str]]:
             target = titan if re.match(r"--[a-z_]+\.", flag) else slurm
         target.append(flag)
     return slurm, titan
-
-
-def settle(
-    config: Path, run_dir: Path, groups: int, ranks: int, flags: Sequence[str], allow_dropped: bool = False
-) -> list[str]:
-    """Check the config as groups of `ranks` will and put it, resolved, into the run directory; what the user should
-    know of it. Raises LaunchError."""
-    take_answer(run_dir)  # of an earlier submission that was killed
-    order = [str(config), str(run_dir), ["--fault_tolerance.groups", str(groups), *flags], ranks, allow_dropped, False]
-    code = "import sys, json; from everstep.launch.prepare import main; main(*json.loads(sys.argv[1]))"
-    command = [sys.executable, "-c", code, json.dumps(order)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = take_answer(run_dir) or {"error": done.stderr.strip()[-2000:]}
-    if "error" in found:
-        raise LaunchError(found["error"])
-    return found.get("warnings", [])
 
 
 def say_what_is_missing() -> int:

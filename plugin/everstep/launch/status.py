@@ -32,8 +32,11 @@ def local_status(run_dir: Path) -> str:
         going = state.ended or "not running on this machine, and nothing says how it ended"
     lines = [f"run     {going}", f"step    {state.progress()}"]
     lines.append(f"groups  {state.names()} in the last step; {state.kills} kills, {state.deaths} deaths so far")
+    if state.left_out:
+        lines.append(f"        {state.left_out}")
+    lines += [f"failing {reason}" for _, reason in sorted(state.failing.items())]
     if snapshots := protection.line():
-        lines.append(f"memory  snapshots {snapshots}")
+        lines.append(f"memory  {snapshots}")
     checks = state.checking.figures()
     if told := "; ".join(filter(None, (covered(checks), judged(checks)))):
         lines.append(f"checks  attention: {told}")

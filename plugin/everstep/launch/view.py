@@ -68,10 +68,15 @@ def describe(event: dict) -> str:
             return "stopping: workers finish their step and save; Ctrl-C again ends the run at once"
         case "lighthouse_started":
             return f"lighthouse at {event['address']}"
+        case "left_out":
+            return left_out(event)
         case "lighthouse_died":
             return f"lighthouse died ({event['exitcode']}), starting again"
-        case "agent_died":
-            return f"agent of group {target} died ({event['exitcode']}), starting again"
+        case "resource_shortage":
+            whose = "" if group is None else f"group {group}: "
+            return f"{whose}{event['reason']}; it is tried again in {event['again_s']:.0f} s"
+        case "group_failing":
+            return f"{event['reason']}; it starts again in {event['again_s']:.0f} s"
         case "workers_started":
             return f"group {group}: workers started, incarnation {event['incarnation']}"
         case "workers_died":
@@ -89,13 +94,15 @@ def describe(event: dict) -> str:
         case "fault_undone":
             return f"fault undone: {event.get('fault', '')} on group {target}"
         case "snapshot_unprotected" if not event.get("rank"):
-            return f"group {group}: snapshots are not coded from step {event['step']} on: {event['reason']}"
-        case "snapshot_protected" if not event.get("rank") and event["steps"]:
-            return f"group {group}: snapshots are coded again, after {event['steps']} steps"
-        case "snapshot_repaired":
-            return f"group {group}: {event['what']} of step {event['step']} in memory was damaged and is made anew"
-        case "snapshot_damaged":
-            return f"group {group}: {event['what']} of step {event['step']} in memory is damaged: {event['reason']}"
+            coded = event.get("coded_step")
+            still = f"protected is step {coded}" if coded is not None else "nothing is protected"
+            return f"group {group}: the snapshot of step {event['step']} was given up, {still}: {event['reason']}"
+        case "snapshot_failed" if not event.get("rank"):
+            return f"group {group}: no snapshot: {event['reason']}"
+        case "workers_unprotected" if not event.get("rank"):
+            return f"group {group}: if it dies now, the run ends: {event['reason']}"
+        case "workers_protected" if not event.get("rank"):
+            return f"group {group}: its workers' states are on storage again"
         case "validation":
             return f"step {event['step']}: validation loss {event['loss']:.5f}"
         case "audit" if not event.get("agreed", True):
@@ -104,10 +111,25 @@ def describe(event: dict) -> str:
             return wrong(event)
         case "slot_refused" if not event.get("rank"):
             return f"group {group}: slot {event['slot']} of step {event['step']} was refused: {event['reason']}"
-        case "unfit" | "bound_suspect" | "not_finite":
+        case "unfit" | "slot_accepted" | "not_finite":
             return f"group {group}: {event['reason']}"
         case _:
             return ""
+
+
+def left_out(event: dict) -> str:
+    """Who is left out of the quorums because of whom, as a line for people."""
+    if not event["groups"]:
+        return "all groups reach each other again"
+    cut = ", ".join(f"{one} and {other}" for one, other in event["cut"])
+    names = ", ".join(map(str, event["groups"]))
+    return f"left out until they reach the others again: groups {names} (no connections between groups {cut})"
+
+
+def show_plainly(events: list[dict]) -> None:
+    """Events as lines on stdout."""
+    for line in filter(None, map(describe, events)):
+        print(line, flush=True)
 
 
 @dataclass
@@ -123,8 +145,12 @@ class RunState:
     deaths: int = 0
     ended: str = ""
     """How the run ended; empty while it goes."""
+    left_out: str = ""
+    """Which groups cannot be reached, as a line for people; empty while all are."""
     taking_part: set[int] = field(default_factory=set)
     checking: Checking = field(default_factory=Checking)
+    failing: dict[int, str] = field(default_factory=dict)
+    """By group, why it fails again and again, until it takes part in a step."""
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
     _began: float | None = None
     _newest: float | None = None
@@ -165,6 +191,12 @@ class RunState:
             self.kills += str(event.get("fault", "")).startswith("kill")
         elif kind == "workers_died":
             self.deaths += 1
+        elif kind == "left_out":
+            self.left_out = left_out(event) if event["groups"] else ""
+        elif kind == "commit":
+            self.failing.pop(event["group"], None)
+        elif kind == "group_failing":
+            self.failing[event["group"]] = event["reason"]
         elif kind == "training_started" and event["source"] != "peer" and event["step"] <= self.step:
             self.step = event["step"] - 1  # everybody had died: the steps after this come again
             self._commits.clear()
@@ -251,8 +283,9 @@ def panel(state: RunState) -> Table:
 
 
 @contextmanager
-def open_view(groups: int, console: Console | None = None) -> Iterator[OnEvents]:
-    """Shows a run; call what it gives with each batch of new events, and with an empty one now and then.
+def open_view(groups: int = 0, console: Console | None = None) -> Iterator[OnEvents]:
+    """Shows a run, of `groups` until it says how many it has; call what it gives with each batch of new events, and
+    with an empty one now and then.
 
     A reader who goes away (a closed pipe, a terminal, a full disk) ends the view, not the run.
     """

@@ -1,10 +1,19 @@
-"""The warm process: imports torch, torchtitan and ours once, then forks agents and lighthouses on request.
+"""The warm process: imports torch, torchtitan and ours once, then forks workers and lighthouses on request.
 
-A run on one machine pays the import once instead of once per group, and restarts of agents and of the
-lighthouse are forks (`everstep.launch.forking`). A forked process is detached from the warm process:
-the supervisor, as subreaper, becomes its parent, so that nobody depends on the warm process staying alive.
+A launcher pays the import once, and restarts are forks (`everstep.launch.forking`). A forked process is detached from
+the warm process: the launcher, as subreaper, becomes its parent, so nobody depends on the warm process staying alive.
+When the launcher dies the kernel kills its workers, and the warm process what those had started themselves.
+
+Requests and answers are JSON objects, one a packet of a SOCK_SEQPACKET socketpair:
+
+    {"id", "run": "module:function", "args", "log", "env"}    call `run` with `args`, its output appended to `log`; a
+                                                              descriptor that comes along is its first argument
+    {"id", "pid"} or {"id", "errno"}                          it was forked, or could not be
+    {"forget": pid}                                           its session is empty
+    {"ready": true} or {"fatal": sentence}                    after the imports
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -14,16 +23,20 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from everstep.launch.forking import MAX_PACKET, Forker, fork_detached
+from everstep.launch import offspring
+from everstep.launch.forking import fork_detached
 from everstep.launch.memory import oom_kills
 from everstep.launch.watchdog import Death
-from everstep.run.lifeline import die_with_parent
+from everstep.run.lifeline import wake_at_parents_death
 
 SILENCE_S = 30.0
 """For a fork."""
+MAX_PACKET = 1 << 20
 
 PRELOAD = (
     "torchft",
@@ -39,11 +52,11 @@ PRELOAD = (
     "everstep.titan.data.tokens",
     "everstep.titan.semi_sync",
     "everstep.titan.trainer",
-    "everstep.launch.group_agent",
+    "everstep.launch.store",
     "everstep.launch.worker",
     "everstep.quorum.lighthouse",
 )
-"""What an agent, its workers and a lighthouse use. All of it: what a worker imports by itself delays each restart,
+"""What workers, their stores and a lighthouse use. All of it: what a worker imports by itself delays each restart,
 and a restart must not meet a newer version of a file than its group began with."""
 
 
@@ -72,101 +85,164 @@ def preload(modules: Sequence[str] = PRELOAD) -> None:
         gc.enable()
 
 
-def serve(channel: socket.socket, supervisor_pid: int, modules: Sequence[str]) -> None:
-    """Import `modules`, then fork what is asked for, detached. Returns when the other side closes.
-
-    Sends {"ready": true} after the imports, or {"fatal": sentence} and returns when one fails.
-    """
+def serve(channel: socket.socket, launcher_pid: int, modules: Sequence[str]) -> None:
+    """Import `modules`, then fork what is asked for, detached. When the other side closes, the launcher has ended: kill
+    what its workers left, and return."""
+    sessions: set[int] = set()
+    mark = f"{offspring.RUN_MARK}={os.environ.get(offspring.RUN_MARK)}"
     try:
         preload(modules)
     except Exception as error:  # noqa: BLE001  whatever a package does while it is imported
         traceback.print_exc()
         channel.send(json.dumps({"fatal": f"{type(error).__name__}: {error}"}).encode())
         return
-    channel.send(json.dumps({"ready": True}).encode())
-    while packet := channel.recv(MAX_PACKET):
-        request = json.loads(packet)
-        pid = fork_detached(request, supervisor_pid, channel)
-        channel.send(json.dumps({"id": request["id"], "pid": pid}).encode())
+    with contextlib.suppress(ConnectionError):
+        channel.send(json.dumps({"ready": True}).encode())
+        while True:
+            packet, fds, _, _ = socket.recv_fds(channel, MAX_PACKET, 1)
+            if not packet:
+                break
+            request = json.loads(packet)
+            if "forget" in request:
+                sessions.discard(request["forget"])
+                continue
+            request["args"] = [*fds, *request["args"]]
+            try:
+                pid = fork_detached(request, launcher_pid, channel.close)
+                sessions.add(pid)
+                answer = {"id": request["id"], "pid": pid}
+            except OSError as error:
+                answer = {"id": request["id"], "errno": error.errno}
+            finally:
+                for fd in fds:
+                    os.close(fd)
+            channel.send(json.dumps(answer).encode())
+    offspring.kill_all(sessions, mark)
 
 
-class WarmProcess(Forker):
-    """The supervisor's side. Requests may be sent at once; they are answered when the imports are done. `pid` dies with
-    this process.
+@dataclass(frozen=True)
+class Request:
+    """A process to be forked: it calls `run` ("module:function") with `args` (JSON), and has `env` besides ours."""
+
+    run: str
+    args: Sequence
+    log: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class WarmProcess:
+    """The launcher's side. Requests may be sent at once; they are answered when the imports are done.
+
+    Raises OSError if it cannot be started.
     """
 
     def __init__(self, modules: Sequence[str], log: Path):
-        self._oom_kills = oom_kills()
-        super().__init__(*self._start(modules, log))
         self.ready = False
         self.fatal = ""
         """What it could not import."""
-        self.asked: dict[int, str] = {}
-        """By request, the name of what it has not forked yet."""
+        self.owed: set[int] = set()
+        """Requests that it has not answered."""
+        self._oom_kills = oom_kills()
         self._heard_mono = 0.0
-        """When it last answered, or was asked while nobody waited for an answer."""
+        """When it last answered, or was asked while it owed nothing."""
+        self._next_id = 0
+        self._unsent: deque[tuple[bytes, int]] = deque()
+        self._channel, self.pid = self._start(modules, log)
+        self._channel.setblocking(False)
 
-    def ask(self, name: str, run: str, args: Sequence, log: Path) -> None:
-        """Have it fork what the caller calls `name`, once. Who that became, `forked` says."""
-        if name not in self.asked.values():
-            if not self.asked:
-                self._heard_mono = time.monotonic()
-            self.asked[self.fork(run, args, log)] = name
+    def fileno(self) -> int:
+        return self._channel.fileno()
 
-    def forked(self) -> list[tuple[str, int]]:
-        """Names and pids of what it has forked since the last call."""
+    def fork(self, request: Request, fd: int = -1) -> int:
+        """Ask for a process, whose first argument is `fd` if there is one, and which is closed here; the request's id.
+        Of one that has died nobody answers."""
+        self._next_id += 1
+        if not self.owed:
+            self._heard_mono = time.monotonic()
+        self.owed.add(self._next_id)
+        order = asdict(request) | {"id": self._next_id, "log": str(request.log)}
+        self._unsent.append((json.dumps(order).encode(), fd))
+        self._send()
+        return self._next_id
+
+    def forget(self, pid: int) -> None:
+        """Nothing is left of a process that it forked, nor of what that started."""
+        self._unsent.append((json.dumps({"forget": pid}).encode(), -1))
+        self._send()
+
+    def answers(self) -> list[dict]:
+        """What has arrived since the last call, without waiting."""
+        self._send()
         found = []
-        for answer in self.answers():
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while packet := self._channel.recv(MAX_PACKET):
+                found.append(json.loads(packet))
+        for answer in found:
             self._heard_mono = time.monotonic()
             self.ready = self.ready or "ready" in answer
             self.fatal = answer.get("fatal", self.fatal)
-            if "id" in answer:
-                found.append((self.asked.pop(answer["id"]), answer["pid"]))
+            self.owed.discard(answer.get("id"))
         return found
 
     def hangs(self, startup_timeout_s: float) -> bool:
         """Whether it owes an answer for too long."""
         patience_s = SILENCE_S if self.ready else startup_timeout_s
-        return bool(self.asked) and time.monotonic() - self._heard_mono > patience_s
+        return bool(self.owed) and time.monotonic() - self._heard_mono > patience_s
 
     def crashed(self, exitcode: int) -> bool:
         """Whether it ended of its own doing."""
         oom = exitcode == -signal.SIGKILL and oom_kills() > self._oom_kills
         return Death(time.monotonic(), exitcode, committed=False, out_of_memory=oom).crashed
 
+    def close(self) -> None:
+        while self._unsent:
+            self._close_sent(self._unsent.popleft()[1])
+        self._channel.close()
+
+    def _send(self) -> None:
+        """As much as the channel takes. The rest goes with later calls: what it holds will be answered."""
+        with contextlib.suppress(OSError):  # one that has died is reaped, whatever else is short is tried again
+            while self._unsent:
+                packet, fd = self._unsent[0]
+                socket.send_fds(self._channel, [packet], [fd] if fd >= 0 else [])
+                self._unsent.popleft()
+                self._close_sent(fd)
+
+    def _close_sent(self, fd: int) -> None:
+        if fd >= 0:
+            os.close(fd)
+
     def _start(self, modules: Sequence[str], log: Path) -> tuple[socket.socket, int]:
         """Our end of its channel, and its pid."""
         log.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         os.set_inheritable(theirs.fileno(), True)
-        command = [
-            sys.executable,
-            "-m",
-            "everstep.launch.warm",
-            str(theirs.fileno()),
-            str(os.getpid()),
-            *modules,
-        ]
+        command = [sys.executable, "-m", "everstep.launch.warm", str(theirs.fileno()), str(os.getpid()), *modules]
         append = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        pid = os.posix_spawn(
-            sys.executable,
-            command,
-            os.environ,
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_OPEN, 1, str(log), append, 0o644),
-                (os.POSIX_SPAWN_DUP2, 1, 2),
-            ],
-            setsid=True,
-        )
-        theirs.close()
+        try:
+            pid = os.posix_spawn(
+                sys.executable,
+                command,
+                os.environ,
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_OPEN, 1, str(log), append, 0o644),
+                    (os.POSIX_SPAWN_DUP2, 1, 2),
+                ],
+                setsid=True,
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         return ours, pid
 
 
 def main() -> None:
-    fd, supervisor_pid, *modules = sys.argv[1:]
-    die_with_parent(int(supervisor_pid))
-    serve(socket.socket(fileno=int(fd)), int(supervisor_pid), modules)
+    fd, launcher_pid, *modules = sys.argv[1:]
+    wake_at_parents_death(int(launcher_pid))
+    serve(socket.socket(fileno=int(fd)), int(launcher_pid), modules)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """What an agent decides about its workers: have they stalled, and is another restart worth it."""
 
+import itertools
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from everstep.launch.scarce import backoff_s
 from everstep.run.beats import DONE, STARTUP, Beat
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
 
@@ -77,6 +79,18 @@ def find_stall(
 
 
 @dataclass(frozen=True)
+class Cause:
+    """What workers ended of, so that two ends of the same cause are equal. No text that a person reads is in it."""
+
+    exitcode: int
+    type: str = ""
+    """Of the exception, if there was one."""
+    place: str = ""
+    """Where it was raised: file, line and function."""
+    stalled: bool = False
+
+
+@dataclass(frozen=True)
 class Death:
     """One end of a group's workers: when (monotonic seconds), how, and what this incarnation had done.
 
@@ -89,11 +103,19 @@ class Death:
     """Whether it had committed a step."""
 
     error: str = ""
-    """The exception's type and first line, when there was one."""
+    """The exception's type and first line, for people."""
+
+    cause: Cause | None = None
+
+    run_step: int = 0
+    """The newest step that any group of the run had committed then."""
 
     excused: bool = False
     """Another group, another node of this one or the lighthouse was struck meanwhile, which explains an error of those
     that wait for it; or this one was, on purpose."""
+
+    struck: bool = False
+    """This group was struck, on purpose."""
 
     stalled: bool = False
     """The watchdog killed it."""
@@ -124,26 +146,37 @@ CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.
 """Signals that a process brings upon itself."""
 
 
-def reason_to_give_up(deaths: Sequence[Death], limits: RestartLimits) -> str | None:
+@dataclass(frozen=True)
+class GiveUp:
+    """Why the workers should not be started again. `final`: whatever other groups do."""
+
+    why: str
+    final: bool
+
+
+def reason_to_give_up(deaths: Sequence[Death], limits: RestartLimits) -> GiveUp | None:
     """Why the workers should not be started again after the last of `deaths`; None: start them.
 
     Signals from outside (a kill, a machine that goes down) are what restarts are for and count only towards
-    `max_restarts`. Workers that end by themselves before they have committed a step would, several times in a row, do
-    so for ever.
+    `max_restarts`. Workers that end by themselves several times in a row before they have committed a step would do so
+    for ever, unless other groups make steps meanwhile: then something may be wrong with this machine that passes.
     """
     last = deaths[-1]
     if last.exitcode == USAGE_EXIT and not last.committed:
-        return "its configuration is not valid"
+        return GiveUp("its configuration is not valid", final=True)
     if last.exitcode == HOPELESS_EXIT:
-        return "its trainer found that going on is no use; its log says why"
+        return GiveUp("its trainer found that going on is no use; its log says why", final=True)
     if last.exitcode == UNFIT_EXIT:
-        return "its trainer found this machine unfit, and there is no other to go to; its log says why"
+        why = "its trainer found this machine unfit, and there is no other to go to; its log says why"
+        return GiveUp(why, final=True)
     recent = [death for death in deaths if death.mono > last.mono - limits.window_s]
     if len(recent) > limits.max_restarts:
-        return f"it died {len(recent)} times within {limits.window_s:g} s (fault_tolerance.max_restarts)"
-    failed = sum(death.by_itself for death in since_commit(deaths))
+        why = f"it died {len(recent)} times within {limits.window_s:g} s (fault_tolerance.max_restarts)"
+        return GiveUp(why, final=True)
+    failed = sum(death.by_itself and death.run_step == last.run_step for death in since_commit(deaths))
     if last.by_itself and failed >= STARTS_WITHOUT_A_COMMIT:
-        return f"it was started {failed} times and failed each time before it had committed a step"
+        why = f"it was started {failed} times and failed each time before any group had committed a step"
+        return GiveUp(why, final=False)
     return None
 
 
@@ -151,6 +184,18 @@ def since_commit(deaths: Sequence[Death]) -> Sequence[Death]:
     """The deaths after the last incarnation that committed a step."""
     newest = max((index for index, death in enumerate(deaths) if death.committed), default=-1)
     return deaths[newest + 1 :]
+
+
+def alike(deaths: Sequence[Death]) -> int:
+    """How many of the newest deaths had one cause, and were of the workers' own doing."""
+    same = itertools.takewhile(lambda death: death.by_itself and death.cause == deaths[-1].cause, reversed(deaths))
+    return sum(1 for _ in same)
+
+
+def pause_s(deaths: Sequence[Death]) -> float:
+    """How long to wait before the next start: not at all after a death that is the first of its cause or came from
+    outside."""
+    return backoff_s(alike(deaths) - 1)
 
 
 def describe_exit(exitcode: int) -> str:

@@ -1,18 +1,29 @@
 """A worker: one rank of one group, forked warm, that runs the trainer."""
 
+import contextlib
+import errno
+import fcntl
 import importlib
 import multiprocessing
 import os
 import sys
 import threading
 import time
+import traceback
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from everstep.launch import stacks
+from everstep.launch.machine import follow_threads
+from everstep.run import typed
 from everstep.run.beats import DONE, STARTUP, Heartbeat
 from everstep.run.events import EventLog
+from everstep.run.exits import TrainerEnds
+from everstep.run.files import read_json, write_json
 
 EXIT_TIMEOUT_S = 10.0
+PREDECESSOR_TIMEOUT_S = 120.0
+LONGEST_ERROR = 300
 
 
 def log_path(run_dir: Path, group: int, rank: int) -> Path:
@@ -21,17 +32,43 @@ def log_path(run_dir: Path, group: int, rank: int) -> Path:
 
 
 def error_path(run_dir: Path, group: int, rank: int) -> Path:
-    """Where `torch.distributed.elastic` records the exception that a rank ended with."""
+    """Where a rank leaves the exception that it ended with."""
     return log_path(run_dir, group, rank).with_suffix(".error.json")
+
+
+@dataclass(frozen=True)
+class WorkerError:
+    """The exception that a rank ended with."""
+
+    type: str
+    place: str
+    """File, line and function where it was raised."""
+    first_line: str
+    traceback: str
+
+
+def read_error(run_dir: Path, group: int, rank: int) -> WorkerError | None:
+    """None: it ended with none, or could not say."""
+    try:
+        return typed.parse(WorkerError, read_json(error_path(run_dir, group, rank)))
+    except typed.UnfitError:
+        return None
 
 
 def start(run_dir: str, group: int, incarnation: int, entry: str, argv: list[str]) -> None:
     """Run the trainer `entry`, `module:function`, with `argv`; returns when it is done or was asked to stop. Which rank
-    this is stands in torchrun's environment variables."""
-    from torch.distributed.elastic.multiprocessing.errors import record
-
+    this is stands in torchrun's environment variables. What ends it is left for the launcher, see `read_error`."""
+    rank = int(os.environ["RANK"])
     try:
-        record(_work)(Path(run_dir), group, incarnation, entry, argv)
+        await_predecessor(Path(run_dir), group, rank)
+        _work(Path(run_dir), group, incarnation, entry, argv)
+    except Exception as error:
+        with contextlib.suppress(OSError):  # a full disk
+            write_json(error_path(Path(run_dir), group, rank), asdict(_described(error)))
+        if isinstance(error, TrainerEnds):
+            traceback.print_exc()
+            sys.exit(error.status)
+        raise
     finally:
         for child in multiprocessing.active_children():
             if child.daemon:  # a dataloader's, which would look only every 5 s whether its parent is there
@@ -39,8 +76,39 @@ def start(run_dir: str, group: int, incarnation: int, entry: str, argv: list[str
     _let_others_end()
 
 
+def _described(error: Exception) -> WorkerError:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno} {frames[-1].name}" if frames else ""
+    name = type(error).__qualname__
+    lines = str(error).strip().splitlines()
+    first_line = f"{name}: {lines[0]}" if lines else name
+    return WorkerError(name, place, first_line[:LONGEST_ERROR], "".join(traceback.format_exception(error)))
+
+
+def await_predecessor(run_dir: Path, group: int, rank: int) -> None:
+    """Wait until no other process of this rank is left: one of a launcher that was killed may take a while to die.
+
+    The lock is a process's own, which none that it forks holds as well, and goes with it. Raises TimeoutError.
+    """
+    path = run_dir / "state" / f"group-{group}.rank-{rank}.alive"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S
+    while True:
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return  # and keep the descriptor
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                return  # where there are no such locks, nobody can tell
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"an earlier process of rank {rank} of group {group} still runs")
+        time.sleep(0.02)
+
+
 def _work(run_dir: Path, group: int, incarnation: int, entry: str, argv: list[str]) -> None:
     rank = int(os.environ["RANK"])
+    follow_threads()
     heart = Heartbeat(run_dir, group, rank)
     heart.beat(STARTUP)
     stacks_file = stacks.listen(run_dir, group, rank)

@@ -5,7 +5,8 @@ page-cached file (about a microsecond), so a beat belongs at every phase and eve
 `time.monotonic()`: writer and reader share a host. The writer's pid tells a beat of this incarnation from
 one that a dead worker left.
 
-Other hosts go by the file's time. Over NFS a write stays in the writer's page cache for up to half a minute, and what a
+Other hosts compare the file's time with that of a probe file written now, so that both times are the file server's and
+no host's wall clock matters. Over NFS a write stays in the writer's page cache for up to half a minute, and what a
 reader knows of a file may be as old: the agent pushes its beats to the server once a second (`push`), readers open a
 file before they ask for its time, and `shared_lag_s` is what remains.
 """
@@ -16,10 +17,12 @@ import math
 import os
 import struct
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.run.regular import read_regular
+from everstep.run.files import file_system_now
+from everstep.run.regular import NotRegularError, open_regular, read_regular
 
 STARTUP = "startup"
 DONE = "done"
@@ -31,8 +34,14 @@ SHARED_LAG_S = 10.0
 LOCAL_FILES = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"})
 """File systems that hosts do not share, so that nobody reads a beat late."""
 
-_RECORD = struct.Struct("<4sqdq28sq")  # mark, pid, monotonic seconds, step, phase, slot
-_MARK = b"beat"
+_RECORD = struct.Struct("<4s16sqdq28sq")  # mark, boot, pid, monotonic seconds, step, phase, slot
+_MARK = b"bea2"
+
+
+@functools.cache
+def this_boot() -> bytes:
+    """Which start of which machine this is (16 bytes): processes that agree on it share a monotonic clock."""
+    return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,8 @@ class Beat:
     step: int
     phase: str
     slot: int = -1
+    boot: bytes = b""
+    """The writer's `this_boot`."""
 
 
 def beat_path(run_dir: Path, group: int, rank: int) -> Path:
@@ -66,7 +77,7 @@ class BeatFile:
 
     def beat(self, phase: str, step: int = 0, slot: int = -1) -> None:
         """I am alive, in `phase` (at most 28 bytes are kept) of step `step`, at slot `slot` if any."""
-        record = _RECORD.pack(_MARK, os.getpid(), time.monotonic(), step, phase.encode()[:28], slot)
+        record = _RECORD.pack(_MARK, this_boot(), os.getpid(), time.monotonic(), step, phase.encode()[:28], slot)
         os.pwrite(self._fd, record, 0)
 
     def close(self) -> None:
@@ -83,24 +94,32 @@ class Heartbeat(BeatFile):
 
 
 def read_beat(path: Path) -> Beat | None:
-    """The last beat in a file; None when there is none yet, or something else."""
+    """The last beat in a file; None when there is none yet, or something else, or it cannot be read now."""
+    try:
+        return load_beat(path)
+    except OSError:
+        return None
+
+
+def load_beat(path: Path) -> Beat | None:
+    """The last beat in a file; None when there is none yet, or something else. Raises OSError if it cannot be read."""
     try:
         record = read_regular(path, _RECORD.size)
-    except OSError:
+    except (FileNotFoundError, NotRegularError):
         return None
     if len(record) != _RECORD.size:
         return None
-    mark, pid, mono, step, phase, slot = _RECORD.unpack(record)
+    mark, boot, pid, mono, step, phase, slot = _RECORD.unpack(record)
     if mark != _MARK or pid < 2 or not math.isfinite(mono):
         return None
     name = phase.rstrip(b"\0").decode(errors="replace")
-    return Beat(pid, mono, step, "".join(c if c.isprintable() else "?" for c in name), slot)
+    return Beat(pid, mono, step, "".join(c if c.isprintable() else "?" for c in name), slot, boot)
 
 
 def push(paths: list[Path]) -> None:
     """Hand the newest beats of this host to the file server, where other hosts see them."""
     for path in paths:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # there is none yet, or no room now: it is pushed again in a second
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 os.fdatasync(fd)
@@ -108,16 +127,31 @@ def push(paths: list[Path]) -> None:
                 os.close(fd)
 
 
-def written(path: Path) -> float | None:
+def _written(path: Path) -> float | None:
     """When a beat file was last written, by its server's clock; None: never. Opening it is what makes NFS ask."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
+        with open_regular(path, links=False) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
         return None
+
+
+def age_s(path: Path) -> float | None:
+    """How many seconds ago a beat file was written, or fewer; None: there is no beat.
+
+    A beat of this host tells it by the monotonic clock. For one of another host it is the time between the file's and a
+    probe file's, less `shared_lag_s`; 0 if no probe can be written there.
+    """
+    beat, since = read_beat(path), _written(path)
+    if beat is None or since is None:
+        return None
+    if beat.boot == this_boot():
+        return max(0.0, time.monotonic() - beat.mono)
     try:
-        return os.fstat(fd).st_mtime
-    finally:
-        os.close(fd)
+        now = file_system_now(path.parent)
+    except OSError:  # a full disk, or somebody else's run directory
+        return 0.0
+    return max(0.0, now - since - shared_lag_s(path.parent))
 
 
 @functools.cache
@@ -132,15 +166,13 @@ def shared_lag_s(run_dir: Path) -> float:
 
 
 def beats_of_groups(run_dir: Path) -> list[tuple[int, Beat, float]]:
-    """The last beat of each group's rank 0: group id, beat, and its age in seconds, by the file's clock, which groups
-    on several hosts share, and no more than it surely is: less `shared_lag_s`."""
+    """The last beat of each group's rank 0: group id, beat, and its `age_s`."""
     found = []
     for path in sorted((Path(run_dir) / "state").glob("group-*.rank-0.beat")):
-        since, beat = written(path), read_beat(path)
-        if beat is not None and since is not None:
-            with contextlib.suppress(ValueError):  # none of ours
-                group = int(path.name.removeprefix("group-").partition(".")[0])
-                found.append((group, beat, max(0.0, time.time() - since - shared_lag_s(Path(run_dir)))))
+        beat, age = read_beat(path), age_s(path)
+        group = path.name.removeprefix("group-").partition(".")[0]
+        if beat is not None and age is not None and group.isdecimal():
+            found.append((int(group), beat, age))
     return found
 
 

@@ -137,6 +137,11 @@ def stop_file(run_dir: Path) -> Path:
     return Path(run_dir) / "state" / "stop"
 
 
+def ended_file(run_dir: Path) -> Path:
+    """Says why no group of the run can go on: {"reason"}. The next start of the run removes it."""
+    return Path(run_dir) / "state" / "ended.json"
+
+
 def ask_to_stop(run_dir: Path) -> None:
     """Make `stop_file`."""
     stop_file(run_dir).parent.mkdir(parents=True, exist_ok=True)

@@ -71,13 +71,6 @@ def _numbers(value: Any) -> bool:
     return type(value) is dict and all(map(_number, value.values()))
 
 
-def _evidence(value: Any) -> bool:
-    """What attention checks saw, place by place."""
-    return type(value) is list and all(
-        type(seen) is dict and _int(seen.get("layer")) and _text(seen.get("section")) for seen in value
-    )
-
-
 def _name(value: Any) -> bool:
     return _text(value) or _int(value)
 
@@ -97,6 +90,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
             "cpu_s",
             "copy_s",
             "blocked_s",
+            "again_s",
         ),
         _or_none(lambda value: _seconds(value) and value >= 0),
     ),
@@ -104,15 +98,16 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "metrics": _numbers,
     "tokens": _or_none(lambda value: _finite(value) and value >= 0),
     **dict.fromkeys(("computed", "recomputed", "held_before"), _or_none(_list_of(_count))),
-    **dict.fromkeys(("joiners", "differing"), _or_none(_list_of(_group))),
+    **dict.fromkeys(("joiners", "differing", "members", "exposed"), _or_none(_list_of(_group))),
+    "cut": _list_of(_list_of(_group)),
+    "survives": _count,
     **dict.fromkeys(("reason", "status", "source", "kind", "role", "address", "node", "phase", "fault"), _text),
     **dict.fromkeys(
         ("action", "outcome", "version", "checksum", "at_phase", "folder", "file", "history", "parent"), _or_none(_text)
     ),
     **dict.fromkeys(("section", "anomaly", "coverage"), _text),
-    **dict.fromkeys(("overhead", "residual_risk"), _or_none(lambda value: _finite(value) and value >= 0)),
+    **dict.fromkeys(("overhead", "rate"), _or_none(lambda value: _finite(value) and value >= 0)),
     "layer": _int,
-    "evidence": _evidence,
     **dict.fromkeys(("committed", "agreed", "coverage_ok", "by_itself"), _flag),
     **dict.fromkeys(("summary", "text", "error"), _or_none(_text)),
     **dict.fromkeys(("slot", "at_step", "at_slot"), _or_none(_int)),
@@ -125,6 +120,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "exitcodes": _exitcodes,
     "incarnation": _name,
     "bytes": _count,
+    "count": _count,
     **dict.fromkeys(("inner_steps", "payload_bytes", "kept_bytes", "gradient_bytes", "rounds_again"), _count),
     "inner_losses": _list_of(_number),
     "attempt": _count,
@@ -144,6 +140,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "agent_started": ("target_group", "pid"),
     "agent_up": (*_GROUP, "pid"),
     "agent_died": ("target_group",),
+    "group_failing": (*_GROUP, "count", "reason"),
+    "resource_shortage": ("reason", "again_s"),
     "agent_ended": (*_GROUP, "status", "reason"),
     "node_bad": (*_GROUP, "node", "reason"),
     "workers_started": (*_GROUP, "pids"),
@@ -152,6 +150,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "workers_stacks": (*_GROUP, "summary"),
     "poison_slot": ("step", "slot", "groups"),
     "slot_skipped": (*_STEP, "slot"),
+    "left_out": (*_STEP, "groups", "cut"),
     "page": ("address",),
     "warning": ("text",),
     "worker_up": (*_GROUP, "incarnation"),
@@ -160,17 +159,17 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "commit": (*_STEP, "groups", "loss", "tokens", "history", "parent"),
     "heal": (*_GROUP, "step", "bytes", "took_s"),
     "worker_moved": (*_STEP, "worker", "rounds_again"),
+    "workers_unprotected": (*_STEP, "reason"),
     "checkpoint_saved": _STEP,
     "validation": (*_STEP, "loss"),
     "snapshot": _STEP,
     "snapshot_unprotected": (*_STEP, "reason"),
-    "snapshot_protected": (*_STEP, "steps"),
-    "snapshot_repaired": (*_STEP, "reason", "bytes"),
-    "snapshot_damaged": (*_STEP, "reason"),
+    "snapshot_protected": (*_STEP, "members", "survives", "exposed"),
+    "snapshot_failed": (*_GROUP, "reason"),
     "finding": ("action",),
     "slot_refused": (*_STEP, "slot", "reason"),
     "unfit": (*_GROUP, "reason"),
-    "bound_suspect": (*_GROUP, "reason", "evidence"),
+    "slot_accepted": (*_STEP, "slot", "reason"),
     "not_finite": (*_STEP, "slot", "reason"),
     "attention_schedule": (*_GROUP, "coverage"),
     "audit": (*_STEP, "agreed", "differing"),
@@ -188,7 +187,7 @@ def fits(event: dict[str, Any]) -> bool:
             return False
     if any(event.get(name) is None for name in NEEDED.get(kind, ())):
         return False
-    if kind in ("agent_started", "agent_died") and not _group(event["target_group"]):
+    if kind in ("agent_started", "agent_died") and not _group(event["target_group"]):  # of earlier versions
         return False
     # The number of groups of a run, and the groups of a step.
     groups = event.get("groups")

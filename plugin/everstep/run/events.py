@@ -26,6 +26,7 @@ LONGEST_LINE = 16 << 20
 """Bytes; a commit names every slot of a step."""
 LONGEST_READ = 64 << 20
 """Bytes of one file that a tail takes in at once."""
+MOST_UNWRITTEN = 100
 RESERVED = ("t", "mono", "role", "group", "rank", "step", "kind")
 
 
@@ -61,6 +62,8 @@ class EventLog:
         self.path = event_path(run_dir, group, rank, role)
         self._head = {"role": role, "group": group, "rank": rank}
         self._complained = False
+        self.unwritten: list[dict[str, Any]] = []
+        """The newest events that the disk refused, for who wants to tell them otherwise."""
         # The wall clock of a host may be set while we run; what happened did not happen in another order.
         self._wall, self._mono = time.time(), time.monotonic()
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,6 +94,7 @@ class EventLog:
             if not self._complained:
                 print(f"everstep: events are lost, {self.path}: {error}", file=sys.stderr, flush=True)
             self._complained = True
+            self.unwritten = [*self.unwritten[-MOST_UNWRITTEN:], event]
         return event
 
     def close(self) -> None:
@@ -107,13 +111,14 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if type(event) is not dict or "t" not in event or type(event.get("kind")) is not str or not fits(event):
         return None
     event = {"mono": event["t"], "group": None, "rank": None, "step": None} | event
-    return event if line.isascii() and b"\\u" not in line else _shown(event)
+    return event if line.isascii() and b"\\" not in line else _shown(event)
 
 
 def _shown(value: Any) -> Any:
-    """`value` without characters that a terminal would obey: a reason may quote what came from elsewhere."""
+    """`value` with escapes for characters that a terminal would obey: a reason may quote what came from elsewhere, and
+    must not make a line of its own."""
     if isinstance(value, str):
-        return value if value.isprintable() else "".join(c if c.isprintable() or c in "\n\t" else "?" for c in value)
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
     if isinstance(value, list):
         return [_shown(item) for item in value]
     if isinstance(value, dict):

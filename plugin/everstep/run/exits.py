@@ -15,11 +15,16 @@ NODE_BAD_EXIT = 5
 FENCED_EXIT = 6
 """An agent or trainer whose group was started again elsewhere."""
 
-REPLACED_EXIT = 7
-"""An agent whose fork point a signal has killed: another agent takes over, and nobody has failed."""
-
 HOPELESS_EXIT = 64
 """A trainer that would end the same way again: training that diverged, for instance."""
 
 UNFIT_EXIT = 65
 """A trainer on a machine that cannot be trusted: its results were wrong repeatedly."""
+
+
+class TrainerEnds(Exception):
+    """A trainer's own decision to end for good: its process ends with `status`, and its agent tells the text."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status

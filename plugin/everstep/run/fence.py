@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from everstep.run import typed
-from everstep.run.beats import agent_beat_path, shared_lag_s, written
+from everstep.run.beats import age_s, agent_beat_path
 from everstep.run.files import read_json, write_json
 
 LEASE_S = 10.0
@@ -142,10 +142,6 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _silent(run_dir: Path, group: int) -> bool:
-    """Whether the group's agent has not beaten within the lease, by the shared file system's clock."""
-    beat = written(agent_beat_path(run_dir, group))
-    if beat is None:
-        return True
-    probe = fence_file(run_dir, group).with_suffix(".now")
-    probe.touch()
-    return probe.stat().st_mtime - beat > LEASE_S + shared_lag_s(Path(run_dir))
+    """Whether the group's agent has not beaten within the lease, or never."""
+    age = age_s(agent_beat_path(run_dir, group))
+    return age is None or age > LEASE_S

@@ -41,6 +41,18 @@ def read_json(path: Path) -> dict:
     return found if isinstance(found, dict) else {}
 
 
+def file_system_now(folder: Path) -> float:
+    """The time that a file gets which is written in `folder` now, in seconds: its file system's clock, to be compared
+    with times of other files there and with nothing else. Raises OSError if nothing can be written."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(folder / ".now", flags, 0o644)
+    try:
+        os.utime(fd)
+        return os.fstat(fd).st_mtime
+    finally:
+        os.close(fd)
+
+
 def order_file(run_dir: Path, group: int, rank: int = 0) -> Path:
     """Where a rank of a run that allows faults is told to break itself (`everstep.chaos.orders`)."""
     return Path(run_dir) / "state" / "chaos" / f"group-{group}.rank-{rank}.json"

@@ -29,6 +29,14 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+def wake_at_parents_death(parent_pid: int) -> None:
+    """From now on SIGCONT reaches this process when `parent_pid` dies, so that it can clean up even if it was stopped.
+    Ends at once if that has happened already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
 def adopt_orphans() -> None:
     """Make this process the parent of descendants whose own parent ends (a child subreaper)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -2,13 +2,17 @@
 
 import os
 import secrets
+import shutil
 import stat
 from pathlib import Path
 
+from everstep.run.files import read_json, write_json
 from everstep.run.regular import NotRegularError, open_regular
 
 TOKEN_FILE = "token"
 TOKEN_BYTES = 32
+HOME_FILE = ".token-home"
+"""Which directory the token was made for, as JSON."""
 
 
 def run_token(run_dir: Path) -> bytes:
@@ -37,6 +41,30 @@ def run_token(run_dir: Path) -> bytes:
         finally:
             draft.unlink()
     return read_token(run_dir)
+
+
+def own_token(run_dir: Path) -> bytes:
+    """As `run_token`, for whoever starts a run alone. A directory that was copied from a run's which is still in its
+    place gets a token of its own: it is another run, with other snapshots and keepers.
+
+    Raises as `run_token`.
+    """
+    token, here = run_token(run_dir), run_dir.resolve()
+    home = run_dir / HOME_FILE
+    before = Path(read_json(home).get("run_dir") or here)
+    if before != here and _is_of(before, token) and not before.samefile(here):
+        (run_dir / TOKEN_FILE).unlink()
+        shutil.rmtree(run_dir / "state" / "keepers", ignore_errors=True)
+        token = run_token(run_dir)
+    write_json(home, {"run_dir": str(here)})
+    return token
+
+
+def _is_of(run_dir: Path, token: bytes) -> bool:
+    try:
+        return read_token(run_dir) == token
+    except (OSError, ValueError):
+        return False
 
 
 def read_token(run_dir: Path) -> bytes:

@@ -1,0 +1,66 @@
+"""What a launcher is told about one group."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everstep.config.sections import FaultTolerance
+from everstep.launch.watchdog import RestartLimits
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """One group's agent. Times in seconds."""
+
+    config: str
+    """The resolved TOML file that the workers load."""
+    run_dir: Path
+    group: int
+    groups: int
+    ranks: int
+    lighthouse: str
+    """`http://host:port`; empty: as published in the run directory."""
+    ranks_here: int = 0
+    """Ranks on this machine that share its cores; 0: this group's."""
+    host: str = "127.0.0.1"
+    """Address that the group's servers listen on."""
+    devices: str | None = None
+    """CUDA_VISIBLE_DEVICES of the workers; None: as inherited."""
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+    """The run's section. Without fault tolerance workers neither beat nor tell of commits: no watchdog watches,
+    and one that ran for longer than startup_timeout_s counts as one that trained."""
+    stop_grace_s: float = 120.0
+    entry: str = "everstep.train:main"
+    """`module:function` that a worker calls with its argv."""
+    job: int = 0
+    """The batch system's job, if there is one."""
+    restart: int = 0
+    """How often the batch system has restarted that job."""
+    nodes: int = 1
+    """Nodes of this group."""
+    node_rank: int = 0
+    node: str = ""
+    """This node's name in the batch system, if there are others to go to."""
+
+    @property
+    def limits(self) -> RestartLimits:
+        """How often the group's workers are started again."""
+        return RestartLimits(self.fault_tolerance.max_restarts, self.fault_tolerance.restart_window_s)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"run_dir": str(self.run_dir)}
+
+    @classmethod
+    def from_json(cls, said: dict[str, Any]) -> "AgentSettings":
+        """What `to_json` wrote."""
+        section = FaultTolerance(**said["fault_tolerance"])
+        return cls(**said | {"run_dir": Path(said["run_dir"]), "fault_tolerance": section})
+
+
+def worker_argv(settings: AgentSettings, lighthouse: str) -> list[str]:
+    """What a worker of this group is started with: the config, and its place in the run."""
+    return [
+        "--module", "everstep", "--config", settings.config, "--dump_folder", str(settings.run_dir),
+        "--fault_tolerance.group_id", str(settings.group),
+        "--fault_tolerance.lighthouse", lighthouse, "--fault_tolerance.bind_host", settings.host,
+    ]  # fmt: skip

@@ -1,0 +1,517 @@
+"""One replica group's workers on this machine: started, watched, killed, and what their deaths mean.
+
+    waiting → starting → running → ending → waiting …, until it is over
+
+Nothing here waits: `look` is called by the launcher's loop, again and again. A group whose rank died is torn down by
+SIGKILL at once: there is nothing left to save. The next incarnation starts when nothing of the last one is left, nor of
+what its workers started themselves. Each restart is decided by `watchdog.reason_to_give_up`.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from everstep.launch import flight, node, offspring, stacks
+from everstep.launch.agent_settings import AgentSettings
+from everstep.launch.autopsy import death_of, error_of, is_poison, slot_of, why
+from everstep.launch.children import Child, Children
+from everstep.launch.incarnation import Incarnation
+from everstep.launch.machine import limited_threads
+from everstep.launch.progress import CommitWatch, StrikeWatch, next_incarnation
+from everstep.launch.rounds import Alone, AskedToStop
+from everstep.launch.scarce import Pause
+from everstep.launch.warm import Request
+from everstep.launch.watchdog import (
+    Awake,
+    Death,
+    Stall,
+    alike,
+    find_stall,
+    pause_s,
+    reason_to_give_up,
+)
+from everstep.launch.worker import error_path, log_path
+from everstep.run import fence
+from everstep.run.beats import DONE, BeatFile, agent_beat_path, beat_path, load_beat
+from everstep.run.directory import ended_file
+from everstep.run.events import EventLog, event_path, last_event
+from everstep.run.exits import (
+    FENCED_EXIT,
+    GAVE_UP_EXIT,
+    KILLED_EXIT,
+    NODE_BAD_EXIT,
+    UNFIT_EXIT,
+)
+from everstep.run.fence import Claim
+from everstep.run.files import read_json
+from everstep.run.poison import Deaths, Slot, deaths_at, poisoned, why_at
+
+if TYPE_CHECKING:
+    from everstep.launch.meeting import Meeting
+
+WATCH_INTERVAL_S = 0.5
+"""How often to look for all but deaths, which are seen at once."""
+ASK_AGAIN_S = 3.0
+"""A worker that was asked to stop is asked again: a signal that comes while it starts is lost to its handler."""
+PEER_FAILS_WITHIN_S = 0.1
+"""For how long after an exit somebody who died of a signal is still taken for its cause."""
+PEER_FAILS_ELSEWHERE_S = 0.5
+"""The same for somebody on another node, whose agent has to tell."""
+FIRST_STEP_SLACK = 2.0
+"""How much longer than the longest one before a first step may take: nothing is in a cache on a new node."""
+LITTER_PATIENCE_S = 30.0
+"""How long the next incarnation waits for what the last one's workers started and what SIGKILL does not end."""
+ALIKE_ARE_TOLD = frozenset(3 * 2**n for n in range(20))
+"""After how many failures of one cause it is said: the first three, and each time they have doubled."""
+STORE = -1
+"""In place of a rank: the process that serves the group's store."""
+
+State = Literal["waiting", "starting", "running", "ending", "over"]
+Status = Literal["done", "stopped", "killed", "failed", "fenced", "node_bad", "crashed"]
+EXITS: dict[Status, int] = {
+    "done": 0, "stopped": 0, "killed": KILLED_EXIT, "failed": GAVE_UP_EXIT, "fenced": FENCED_EXIT,
+    "node_bad": NODE_BAD_EXIT, "crashed": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class End:
+    """How a group ended on this machine, for good."""
+
+    status: Status
+    reason: str
+
+
+class Group:
+    """One group. `end` is None until it is over.
+
+    Args:
+        settings: of it.
+        children: by whom its processes are forked.
+        stopping: whether a clean stop has been asked for.
+        argv: of its workers.
+        events: its log.
+    """
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        argv: list[str],
+        children: Children,
+        stopping: Callable[[], bool],
+        events: EventLog,
+    ) -> None:
+        self.settings = settings
+        self.events = events
+        self.state: State = "waiting"
+        self.end: End | None = None
+        self.deaths: list[Death] = []
+        self.hopeless = ""
+        """Why another start seems to be of no use, unless other groups go on."""
+        self._argv, self._children, self._stopping = argv, children, stopping
+        self._number = next_incarnation(settings.run_dir, settings.group) - 1
+        self._first_number = self._number + 1
+        self._claim = Claim(settings.job, settings.restart)
+        self._meeting = self._meet()
+        self._now: Incarnation | None = None
+        self._first: Child | None = None
+        """The death that brought the incarnation down."""
+        self._first_mono = 0.0
+        self._stall: Stall | None = None
+        self._not_before_mono = 0.0
+        self._ending_mono = 0.0
+        self._scarce = Pause()
+        self._heart: BeatFile | None = None
+        self._commits = CommitWatch(settings.run_dir, settings.group)
+        self._strikes = StrikeWatch(settings.run_dir, settings.group)
+        self._first_step_s: float | None = None
+        """The longest time from a start to its first commit so far."""
+        self._next_watch = 0.0
+        self._watches = False
+        """Whether this look is one of those of twice a second."""
+        self._awake = Awake()
+        self._stop_deadline: float | None = None
+        self._ask_again = 0.0
+        self._killed_in_the_end = ""
+        """Why a stop was not clean."""
+        self._poison_before = self._poison()
+
+    def _meet(self) -> "Alone | Meeting":
+        settings = self.settings
+        if settings.nodes == 1:
+            return Alone(f"group-{settings.group}.{self._first_number}", settings.host, settings.ranks)
+        from everstep.launch.meeting import Meeting  # which imports torch
+
+        file = settings.run_dir / "state" / f"group-{settings.group}.rendezvous.json"
+        run_id = f"group-{settings.group}.{self._claim}"
+        ranks, rank = settings.ranks, settings.node_rank
+        return Meeting(file, run_id, settings.nodes, rank, ranks, settings.host, self._stopping)
+
+    # What the loop calls
+
+    def look(self) -> None:
+        """What has happened, and what follows from it.
+
+        Raises:
+            NodeLost: another node of the group is gone.
+            OSError: there is no room for something; it is tried again at a later look.
+        """
+        if self.state == "over":
+            return
+        self._watch()
+        before = None
+        while before != self.state:  # what follows at once is not put off to the next turn
+            before = self.state
+            if self.state == "waiting":
+                self._wait_or_start()
+            elif self.state in ("starting", "running"):
+                self._look_at_workers()
+            elif self.state == "ending":
+                self._finish_ending()
+
+    def finish(self, status: Status, reason: str) -> None:
+        """It is over for good. What still runs of it is killed."""
+        if self.end is None:
+            self.state, self.end = "over", End(status, reason)
+            if self._now is not None:
+                self._now.kill()
+            self.events.emit("agent_ended", status=status, reason=reason)
+
+    def is_scarce(self, why: str) -> None:
+        """There was no room for something of this group: say so, and wait with its next start."""
+        if self._scarce.is_over:  # else it has been said
+            wait_s = self._scarce.failed()
+            self._not_before_mono = max(self._not_before_mono, self._scarce.until_mono)
+            self.events.emit("resource_shortage", reason=why, again_s=wait_s)
+
+    def committed(self) -> None:
+        """Some group of this run has committed a step."""
+        self.hopeless = ""
+
+    # Looks of twice a second
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        self._watches = now >= self._next_watch
+        if not self._watches:
+            return
+        self._next_watch = now + WATCH_INTERVAL_S
+        if not fence.holds(self.settings.run_dir, self.settings.group, self._claim):
+            self.finish("fenced", f"group {self.settings.group} was started again elsewhere; this start of it ends")
+            return
+        if reason := read_json(ended_file(self.settings.run_dir)).get("reason"):
+            self.finish("failed", f"group {self.settings.group} ends, as the run cannot go on: {reason}")
+            return
+        for slot, deaths in self._poison().items():
+            if self._poison_before.get(slot) != deaths:  # what was known before may have been put right
+                self.finish("failed", self._why_poison(slot))
+                return
+        if self.settings.node_rank == 0:
+            self._heart = self._heart or BeatFile(agent_beat_path(self.settings.run_dir, self.settings.group))
+            self._heart.beat("watching")
+        if self._now is not None and not self._now.committed and self._commits.seen():
+            self._now.committed = True
+            self._scarce.worked()
+            self._first_step_s = max(self._first_step_s or 0.0, now - self._now.started_mono)
+
+    def _poison(self) -> dict[Slot, Deaths]:
+        """The slots that end the run."""
+        if self.settings.fault_tolerance.on_poison != "stop":
+            return {}
+        return poisoned(self.settings.run_dir, self.settings.groups)
+
+    def _why_poison(self, slot: Slot) -> str:
+        deaths, why = deaths_at(self.settings.run_dir, slot).deaths, why_at(self.settings.run_dir, slot)
+        return (
+            f"slot {slot[1]} of step {slot[0]} ended the workers of group(s) {', '.join(map(str, sorted(deaths)))}, "
+            f"{deaths.total()} times: {why}. Its data, or what the model makes of it, is at fault; "
+            'with [fault_tolerance] on_poison = "skip" a run goes on without it'
+        )
+
+    # A start
+
+    def _wait_or_start(self) -> None:
+        if self._stopping():
+            self._end_stopped()
+        elif time.monotonic() >= self._not_before_mono and self._children.warm is not None:
+            try:
+                self._start()
+            except AskedToStop:
+                self._end_stopped()
+
+    def _start(self) -> None:
+        settings = self.settings
+        if settings.node and (sick := node.storage_complaint(None) or node.mount_complaint(settings.run_dir)):
+            self.finish("node_bad", sick)
+            return
+        place = self._meeting.next_round()
+        self._commits.restart()
+        self._strikes.restart()
+        now = Incarnation(self._number + 1, place)
+        requests = {rank: self._worker(now, rank) for rank in place.ranks}
+        # From here on nothing fails for want of room but the forks, which are refused.
+        self._number, self._now, self._first, self._stall = now.number, now, None, None
+        self.state = "starting"
+        for rank, request in requests.items():
+            now.workers[rank] = Child("worker", rank, self._on_end, on_refusal=self._on_refusal)
+            self._children.ask(now.workers[rank], request)
+        if place.listener is not None:  # which listens already, so the workers need not wait for their store
+            now.store = Child("store", settings.group, self._on_end, on_refusal=self._on_refusal)
+            log = settings.run_dir / "logs" / f"group-{settings.group}" / "store.log"
+            name, _, value = now.mark.partition("=")
+            request = Request("everstep.launch.store:main", [place.host, place.port], log, {name: value})
+            self._children.ask(now.store, request, place.listener.detach())
+
+    def _worker(self, now: Incarnation, rank: int) -> Request:
+        settings = self.settings
+        error_path(settings.run_dir, settings.group, rank).unlink(missing_ok=True)
+        name, _, value = now.mark.partition("=")
+        env = now.place.environment(rank, f"group-{settings.group}", now.number - self._first_number)
+        env |= {name: value, "EVERSTEP_WORKERS_STARTED": repr(now.started_mono)}
+        env |= limited_threads(settings.ranks_here or settings.ranks)
+        if settings.devices is not None:
+            env["CUDA_VISIBLE_DEVICES"] = settings.devices
+        if settings.job:
+            env[fence.ENVIRONMENT] = str(self._claim)
+        args = [str(settings.run_dir), settings.group, now.number, settings.entry, self._argv]
+        log = log_path(settings.run_dir, settings.group, rank)
+        return Request("everstep.launch.worker:start", args, log, env)
+
+    def _on_refusal(self, child: Child, errno: int) -> None:
+        if self._now is not None and child in self._now.all:
+            self._now.refused = errno
+
+    def _on_end(self, child: Child, exitcode: int) -> None:
+        if self._now is not None and child in self._now.all:
+            self._now.ended.append(child)
+
+    # While they run
+
+    def _look_at_workers(self) -> None:
+        now = self._now
+        assert now is not None
+        if now.refused is not None:
+            if now.refused:
+                self.is_scarce(f"no room for its processes: {os.strerror(now.refused)}")
+            self._tear_down()
+            return
+        if self.state == "starting":
+            if not all(now.pids.values()):
+                return
+            self.state = "running"
+            # A group's incarnation is told once, by its first node.
+            kind = "workers_started" if self.settings.node_rank == 0 else "node_workers_started"
+            self.events.emit(kind, incarnation=now.number, pids=list(now.pids.values()))
+        if self._stopping():
+            self._meeting.beat()
+            self._stop_cleanly(now)
+        elif self._watches and self._stall is None and not self._dead(now):
+            self._stall = self._find_stall(now)
+            if self._stall is not None:
+                self._tell_stall(now, self._stall)
+                now.kill()
+        if self._dead(now):
+            self._look_at_death(now)
+        elif not now.running:
+            if self._meeting.all_ended() or self._is_overdue():
+                self._end_done()
+        elif not self._stopping() and self._meeting.is_awaited():
+            self._tear_down()
+
+    def _look_at_death(self, now: Incarnation) -> None:
+        """Find the one that brought the group down. Whom a signal killed takes a while to give its memory back, during
+        which a peer may notice and fail."""
+        self._first_mono = self._first_mono or time.monotonic()
+        dead = self._dead(now)
+        hung = [child for child in dead if self._stall is not None and child.index == self._stall.rank]
+        first = hung[0] if hung else min(dead, key=lambda child: (child.exitcode or 0) >= 0)
+        waited = time.monotonic() - self._first_mono > PEER_FAILS_WITHIN_S
+        if self._stall is None and (first.exitcode or 0) >= 0 and now.running and not waited:
+            return
+        self._first = first
+        if (first.exitcode or 0) < 0 and self._stall is None:
+            self._meeting.tell_killed()
+        self._tear_down()
+
+    def _dead(self, now: Incarnation) -> list[Child]:
+        """Those that ended before they had done their work, be it with status 0, in the order of their deaths."""
+        return [
+            child
+            for child in now.ended
+            if child.exitcode != 0 or (child.kind == "worker" and not self._is_done(child)) or child.kind == "store"
+        ]
+
+    def _is_done(self, child: Child) -> bool:
+        beat = load_beat(beat_path(self.settings.run_dir, self.settings.group, child.index))
+        return beat is not None and beat.pid == child.pid and beat.phase == DONE
+
+    def _find_stall(self, now: Incarnation) -> Stall | None:
+        awake_mono, ft = self._awake.since(), self.settings.fault_tolerance
+        if not ft.enable:
+            return None
+        beats = {rank: load_beat(beat_path(self.settings.run_dir, self.settings.group, rank)) for rank in now.workers}
+        patience_s = None
+        if not now.committed:
+            longest_s = self._first_step_s
+            patience_s = ft.startup_timeout_s
+            patience_s = patience_s if longest_s is None else min(patience_s, FIRST_STEP_SLACK * longest_s)
+        return find_stall(
+            now.pids, beats, now.started_mono, time.monotonic(), ft.stall_timeout_s, ft.startup_timeout_s, patience_s,
+            awake_mono,
+        )  # fmt: skip
+
+    def _tell_stall(self, now: Incarnation, stall: Stall) -> None:
+        """Say who hangs, and where each rank is before all are killed."""
+        settings, number = self.settings, now.number
+        self.events.emit(
+            "workers_stalled", incarnation=number, phase=stall.phase, idle_s=stall.idle_s, stalled_rank=stall.rank
+        )
+        try:
+            self._tell_stacks(now)
+        except OSError as error:  # what hangs is killed all the same
+            print(f"where group {settings.group} hangs cannot be told: {error}", flush=True)
+
+    def _tell_stacks(self, now: Incarnation) -> None:
+        settings = self.settings
+        places = stacks.collect(settings.run_dir, settings.group, now.pids)
+        dumps = {rank: flight.dump_path(settings.run_dir, settings.group, rank) for rank in now.pids}
+        waits = flight.waits({rank: flight.entries_of(path) for rank, path in dumps.items()})
+        files = [stacks.stacks_path(settings.run_dir, settings.group, one.rank) for one in places if not one.state]
+        files += [path for path in dumps.values() if path.exists()]
+        self.events.emit(
+            "workers_stacks",
+            incarnation=now.number,
+            summary="; ".join([*waits, stacks.summary(places)]),
+            ranks={str(place.rank): str(place) for place in places},
+            files=[str(path.relative_to(settings.run_dir)) for path in files],
+        )
+
+    # A clean stop
+
+    def _stop_cleanly(self, now: Incarnation) -> None:
+        mono = time.monotonic()
+        if self._stop_deadline is None:
+            self._stop_deadline = mono + self.settings.stop_grace_s
+        if self._is_overdue():
+            if now.running:
+                self._killed_in_the_end = f"did not end within {self.settings.stop_grace_s:g} s and was killed"
+                self._tear_down()
+        elif mono >= self._ask_again:
+            self._ask_again = mono + ASK_AGAIN_S
+            for child in now.running:
+                if not self._is_done(child):
+                    child.signal(signal.SIGTERM)
+
+    def _is_overdue(self) -> bool:
+        """Whether a clean stop has taken as long as it may."""
+        return self._stop_deadline is not None and time.monotonic() > self._stop_deadline
+
+    def _end_stopped(self) -> None:
+        if self._killed_in_the_end:
+            self.finish("killed", self._killed_in_the_end)
+        else:
+            self.finish("stopped", "asked to stop")
+
+    def _end_done(self) -> None:
+        """All workers have done their work."""
+        self._tear_down()
+        path = event_path(self.settings.run_dir, self.settings.group, 0, "worker")
+        last = last_event(path, {"training_done", "left"})
+        if self._stopping():
+            self._end_stopped()
+        elif last is not None and last["kind"] == "left":
+            self.finish("stopped", "its workers were asked to stop")
+        else:
+            self.finish("done", "its workers finished")
+
+    # The end of an incarnation
+
+    def _tear_down(self) -> None:
+        assert self._now is not None
+        self._now.kill()
+        self.state, self._ending_mono = "ending", time.monotonic()
+
+    def _finish_ending(self) -> None:
+        """Once nothing of the incarnation is left, nor of what its workers started: what comes after it."""
+        now = self._now
+        assert now is not None
+        now.kill()  # who was asked for may come late
+        if now.asked or any(child.alive for child in now.all):
+            return
+        sessions = {child.pid for child in now.all}
+        left = offspring.left_by(sessions, now.mark, self._children.pids)
+        offspring.kill(left)
+        if left and time.monotonic() - self._ending_mono < LITTER_PATIENCE_S:
+            return
+        for pid in sessions:
+            self._children.forget(pid)
+        first, self._now, self._first_mono, self.state = self._first, None, 0.0, "waiting"
+        if first is not None:
+            self._after_death(now, first)
+        elif self._stopping():
+            self._end_stopped()
+
+    def _after_death(self, now: Incarnation, first: Child) -> None:
+        """Tell how the workers ended, `first` before the others, count it, and decide whether they start again."""
+        settings = self.settings
+        now.committed = now.committed or self._commits.seen()
+        peer_killed = (first.exitcode or 0) > 0 and self._meeting.others_were_killed(PEER_FAILS_ELSEWHERE_S)
+        death = death_of(settings, now, first, self._stall, self._strikes, peer_killed=peer_killed)
+        self.deaths.append(death)
+        reason, error = why(first, death, self._stall), error_of(settings, first)
+        told = f"group {settings.group}, incarnation {now.number}: {reason}\n{error.traceback if error else ''}"
+        print(told.strip(), flush=True)
+        slot = slot_of(settings, first)
+        poison = slot is not None and is_poison(settings, slot, now.number, death, reason, self.events)
+        self.events.emit(
+            "workers_died",
+            incarnation=now.number,
+            reason=reason,
+            error=death.error,
+            committed=death.committed,
+            by_itself=death.by_itself,
+            at_step=slot[0] if slot is not None else None,
+            at_slot=slot[1] if slot is not None else None,
+            exitcodes={str(first.index if first.kind == "worker" else STORE): death.exitcode},
+        )
+        if self._stopping():
+            # A worker that has not begun yet has nothing to finish: SIGTERM just ends it.
+            if death.exitcode != -signal.SIGTERM and not self._killed_in_the_end:
+                self._killed_in_the_end = reason
+            self._end_stopped()
+        elif settings.node and (bad := self._reason_to_move(death)):
+            self.finish("node_bad", f"{bad}; last: {reason}")
+        elif slot is not None and poison:
+            self.deaths.pop()  # the next start does without it, or there is none
+            if settings.fault_tolerance.on_poison == "stop":
+                self.finish("failed", self._why_poison(slot))
+        else:
+            self._decide(reason)
+
+    def _decide(self, reason: str) -> None:
+        found = reason_to_give_up(self.deaths, self.settings.limits)
+        if found is not None:
+            text = f"group {self.settings.group} is given up, {found.why}; last: {reason}"
+            if found.final:
+                self.finish("failed", text)
+                return
+            self.hopeless = text
+        wait_s = pause_s(self.deaths)
+        self._not_before_mono = time.monotonic() + wait_s
+        count = alike(self.deaths)
+        if count in ALIKE_ARE_TOLD:
+            said = f"group {self.settings.group} has failed {count} times in the same way: {reason}"
+            self.events.emit("group_failing", count=count, reason=said, again_s=wait_s)
+
+    def _reason_to_move(self, death: Death) -> str | None:
+        """Why the group should go on without this node."""
+        if death.exitcode == UNFIT_EXIT:
+            return "its arithmetic was wrong twice in the same place"
+        window_s = self.settings.limits.window_s
+        recent = sum(one.mono > death.mono - window_s for one in self.deaths)
+        if 0 < self.settings.fault_tolerance.node_failures <= recent:
+            return f"workers died here {recent} times within {window_s:g} s (fault_tolerance.node_failures)"
+        return None

@@ -1,0 +1,81 @@
+"""What the workers of an incarnation started themselves and left behind: processes of a dataloader, plain subprocesses.
+
+They are known by the session that their worker leads, by a variable that was in its environment when they were
+executed, or by descending from one that is known so. Keepers of snapshots are meant to stay. Out of reach is only what
+a worker forked twice, into a session of its own, without executing anything.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import psutil
+
+RUN_MARK = "EVERSTEP_LAUNCHER"
+"""In the environment of everything below a launcher."""
+MARK = "EVERSTEP_INCARNATION"
+"""In the environment of the workers of an incarnation."""
+KEPT = ("everstep.snapshot.keeper", "everstep.report.page")
+"""Modules of processes that end otherwise: keepers of snapshots wait for the next start, the page's writer for its
+server."""
+
+
+def left_by(sessions: Collection[int], mark: str, known: Collection[int]) -> list[psutil.Process]:
+    """The orphans of workers that led `sessions` and had `mark` in their environment, with all below them.
+
+    This process is a subreaper: they are its children. `known` are children that it has started itself.
+    """
+    found: dict[int, psutil.Process] = {}
+    for pid in _children() - set(known):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child = psutil.Process(pid)
+            if _belongs(pid, sessions, mark) and not is_kept(child):
+                found |= {one.pid: one for one in (child, *child.children(recursive=True)) if not is_kept(one)}
+    return list(found.values())
+
+
+def _children() -> set[int]:
+    """Of this process, without a look at all others if the kernel can tell."""
+    try:
+        told = [(task / "children").read_text() for task in Path("/proc/self/task").iterdir()]
+    except FileNotFoundError:
+        return {child.pid for child in psutil.Process().children()}
+    return {int(pid) for line in told for pid in line.split()}
+
+
+def kill(processes: Collection[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process.send_signal(signal.SIGKILL)  # psutil looks first whether the pid is another's by now
+
+
+def kill_all(sessions: Collection[int], mark: str) -> None:
+    """Kill what is in `sessions` or has `mark`, wherever it is in the tree: the launcher of these workers is dead."""
+    while found := [one for one in _of_this_user() if _belongs(one.pid, sessions, mark) and not is_kept(one)]:
+        kill(found)
+        psutil.wait_procs(found, timeout=1.0)
+
+
+def is_kept(process: psutil.Process) -> bool:
+    """Whether it is to be left alone."""
+    try:
+        return any(module in process.cmdline() for module in KEPT)
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def _of_this_user() -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            ended = process.status() == psutil.STATUS_ZOMBIE
+            if process.pid != os.getpid() and process.uids().real == os.geteuid() and not ended:
+                yield process
+
+
+def _belongs(pid: int, sessions: Collection[int], mark: str) -> bool:
+    try:
+        return os.getsid(pid) in sessions or mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended
+        return False

@@ -1,0 +1,111 @@
+"""A full disk, no processes or descriptors to spare, a group that fails again and again: nobody is lost, and it is
+told."""
+
+import errno
+import itertools
+import os
+import signal
+import time
+
+import pytest
+
+from everstep.launch.scarce import Pause, backoff_s, is_scarce, patiently
+from everstep.launch.status import local_status
+from everstep.report.page import write_page
+from launched import until
+
+ENDLESS = ("--training.steps", "1000000")
+
+
+def test_waits_grow_and_are_bounded():
+    waits = [backoff_s(failures) for failures in range(12)]
+    assert waits[0] == 0.0
+    assert waits == sorted(waits)
+    assert waits[-1] == waits[-2] == 30.0
+    pause = Pause()
+    assert pause.is_over
+    pause.failed()
+    assert not pause.is_over
+    pause.worked()
+    assert (pause.is_over, pause.failures) == (True, 0)
+
+
+def test_what_there_is_no_room_for_is_tried_again_and_other_errors_are_not(capsys, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    tried = []
+
+    def act():
+        tried.append(1)
+        if len(tried) < 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return "done"
+
+    assert patiently("its claim", act, lambda: False) == "done"
+    assert capsys.readouterr().out.count("its claim: No space left on device; it is tried again in") == 2
+    with pytest.raises(FileNotFoundError):
+        patiently("it", lambda: os.open("/nowhere/at/all", os.O_RDONLY), lambda: False)
+    assert not is_scarce(PermissionError(errno.EACCES, ""))
+
+
+def test_an_agent_waits_for_room_for_its_claim_and_obeys_a_stop_meanwhile():
+    def full():
+        raise OSError(errno.ENOSPC, "")
+
+    asked = []
+    assert patiently("its claim", full, lambda: bool(asked.append(1)) or len(asked) > 2) is None
+
+
+@pytest.mark.parametrize("faults", [pytest.param(500, id="500 faults")])
+def test_a_launcher_that_has_no_room_for_anything_now_and_then_loses_no_group(start, faults):
+    """Opens, spawns and sockets of the launcher fail in bursts of half a second, while its workers are killed."""
+    run = start(3, 1, *ENDLESS, "--tiny.scarce", str(faults))
+    for group in range(3):
+        run.wait_for("commit", group=group)
+    done = run.run_dir / "scarce-faults"
+    kills = 0
+    while not done.exists():
+        os.kill(run.workers(kills % 3)[0], signal.SIGKILL)
+        kills += 1
+        newest = run.events("workers_started", group=(kills - 1) % 3)[-1]["incarnation"]
+        until(
+            lambda n=newest, g=(kills - 1) % 3: run.events("workers_started", group=g)[-1]["incarnation"] > n,
+            "it to start again",
+        )
+    assert int(done.read_text()) >= faults
+    over = time.time()
+    for group in range(3):
+        run.wait_for("commit", after=over, group=group)
+    assert run.events("agent_ended") == []
+    told = run.events("resource_shortage")
+    assert told
+    assert "it is tried again in" in run.said()
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(60) == 0
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM])
+def test_a_fork_that_is_refused_is_told_and_tried_again(start, number):
+    run = start(1, 2, *ENDLESS, "--tiny.fork_errno", str(number))
+    run.wait_for("commit")
+    os.kill(run.workers(0)[0], signal.SIGKILL)
+    short = run.wait_for("resource_shortage", group=0)
+    assert os.strerror(number) in short["reason"]
+    run.wait_for("commit", after=short["t"] + 0.5)
+    assert len(run.events("workers_died")) == 1, "a refusal is nobody's death"
+
+
+def test_a_group_that_fails_again_and_again_while_another_commits_is_summed_up_and_not_given_up(start):
+    run = start(2, 1, *ENDLESS, "--tiny.fail_group", "1")
+    told = run.wait_for("group_failing", group=1)
+    assert told["count"] == 3
+    assert told["reason"].startswith("group 1 has failed 3 times in the same way: rank 0 exited with status 1: Runtime")
+    run.wait_for("group_failing", group=1, count=6)
+    deaths = [event["t"] for event in run.events("workers_died", group=1)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(deaths)]
+    assert gaps[-1] > 4.0 > gaps[0], "it is started again later each time"
+    assert run.events("agent_ended") == []
+    assert told["reason"] in run.said()
+    assert f"failing {told['reason'].replace('3 times', '6 times')}" in local_status(run.run_dir)
+    assert "has failed 6 times in the same way" in write_page(run.run_dir).read_text()
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(60) == 0

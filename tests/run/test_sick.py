@@ -1,0 +1,113 @@
+"""Runs of two groups in which a slot is wrong or not finite: on one group, on all, once."""
+
+import math
+
+import pytest
+
+from everstep.report import score
+from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT
+from everstep.step.ledger import ASK_AFTER
+from watched import LOSS_TOLERANCE, write_config
+
+STEPS, GROUPS = 6, (0, 1)
+FIRST, SLOT = 3, 0
+"""Of `faulty_job`."""
+DEADLINE_S = 900.0
+PATIENT = {
+    "stall_timeout_s": 300.0,
+    "startup_timeout_s": 900.0,
+    "reduce_timeout_s": 60.0,
+    "quorum_timeout_s": 90.0,
+}
+
+
+@pytest.fixture
+def with_fault(start, tmp_path, monkeypatch):
+    """A run of two groups that meets a fault of `faulty_job`, from its begin to its end."""
+
+    def _with_fault(fault):
+        monkeypatch.setenv("EVERSTEP_TEST_FAULT", fault)
+        config = write_config(
+            tmp_path / f"{fault}.toml",
+            job={"module": "faulty_job", "config": "debugmodel"},
+            training={"steps": STEPS, "global_batch_size": 4},
+            attention_check={"enable": True, "frequency": 1.0},
+            fault_tolerance=PATIENT,
+        )
+        run = start(config, "--groups", "2")
+        run.status = run.wait(DEADLINE_S)
+        return run
+
+    return _with_fault
+
+
+def refusals(run, group, step=FIRST):
+    return [
+        event for event in run.events("slot_refused", group=group) if (event["step"], event["slot"]) == (step, SLOT)
+    ]
+
+
+def same_losses(run, other):
+    figures = score.score(run.run_dir, other.run_dir)
+    assert figures["status"] == "done", figures["reason"]
+    assert (figures["samples_lost"], figures["samples_repeated"]) == (0, 0)
+    return figures["loss_delta_undefined"] == 0 and figures["loss_delta_max"] <= LOSS_TOLERANCE
+
+
+def test_an_error_of_one_group_names_it_and_a_bound_that_all_leave_names_nobody(with_fault):
+    wrong = with_fault("kernel")
+    assert wrong.status == 0, wrong.said()
+    assert len(refusals(wrong, 0)) == ASK_AFTER
+    assert not refusals(wrong, 1)
+    assert wrong.events("commit", step=FIRST)[0]["owners"][SLOT] == 1
+    (unfit,) = wrong.events("unfit")
+    assert (unfit["group"], unfit["step"], unfit["slot"]) == (0, FIRST, SLOT)
+    assert "group 1 computed it" in unfit["reason"]
+    assert [set(event["exitcodes"].values()) for event in wrong.events("workers_died")] == [{UNFIT_EXIT}]
+    assert not wrong.events("slot_accepted")
+    (last,) = wrong.events("commit", step=STEPS)
+    assert last["groups"] == [1]
+
+    narrow = with_fault("bound")
+    assert narrow.status == 0, narrow.said()
+    assert sum(len(refusals(narrow, group)) for group in GROUPS) == ASK_AFTER + 1
+    steps = range(FIRST, STEPS + 1)
+    assert [(event["step"], event["slot"]) for event in narrow.events("slot_accepted")] == [(s, SLOT) for s in steps]
+    assert not narrow.events("unfit")
+    assert not narrow.events("workers_died")
+    assert all(narrow.events("commit", step=step)[0]["groups"] == [0, 1] for step in steps)
+    assert same_losses(narrow, wrong)
+    guarded, there = score.score(wrong.run_dir)["attention_coverage"].split(" of ")
+    assert guarded == there > "0"
+
+
+@pytest.mark.slow
+def test_numbers_that_are_not_finite_anywhere_send_no_group_away(with_fault):
+    """Training diverges, and says so, as it does without the check."""
+    run = with_fault("data")
+    assert run.status != 0
+    assert not run.events("unfit")
+    assert {event["group"] for event in run.events("not_finite")} == {0, 1}
+    assert {event["step"] for event in run.events("diverged")} == {FIRST}
+    died = [code for event in run.events("workers_died") for code in event["exitcodes"].values()]
+    assert set(died) == {HOPELESS_EXIT}
+
+
+def test_a_gradient_whose_norm_overflows_is_never_committed(start, tmp_path):
+    """At the check's default, which looks at few calls."""
+    runs = []
+    for name, inject in (("clean", {}), ("near-inf", {"kind": "near-inf", "every": 4, "seed": 2})):
+        config = write_config(
+            tmp_path / f"{name}.toml",
+            training={"steps": 9},
+            attention_check={"enable": True, "allow_injection": bool(inject)},
+            fault_tolerance=PATIENT,
+            **{"attention_check.inject": inject},
+        )
+        runs.append(start(config, "--groups", "2"))
+        assert runs[-1].wait(DEADLINE_S) == 0, runs[-1].said()
+    clean, hit = runs
+    assert all(math.isfinite(event["grad_norm"]) for event in hit.events("commit"))
+    assert hit.events("slot_refused"), "nothing was hit, or it was harmless"
+    assert same_losses(hit, clean)
+    assert not hit.events("unfit")
