@@ -71,8 +71,6 @@ class Samples:
             if event["kind"] == "lighthouse_started":
                 self._lighthouse = event["address"]
                 self._roles[event["pid"]] = "lighthouse"
-            elif event["kind"] == "agent_started":
-                self._roles[event["pid"]] = "agent"
             elif event["kind"] == "workers_started" and event["group"] == 0:
                 self._roles.update(dict.fromkeys(event["pids"], TRAINER))
 

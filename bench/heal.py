@@ -36,7 +36,7 @@ import psutil
 import torch
 
 from everstep import wire
-from everstep.quorum.heal import HealServer, HealState, fetch
+from everstep.quorum.heal import Fetch, HealServer, HealState
 from everstep.snapshot.buffer import HEADER_BYTES, BufferReader
 from everstep.wire import sealing
 
@@ -172,7 +172,7 @@ def take(kind: str, address: str, into: dict[str, torch.Tensor], connections: in
     elif "keeper" in kind:
         keeper_fetch(address, wire.Pieces(views_of(into)), connections)
     else:
-        fetch(address, TOKEN, 1, into, TIMEOUT, connections, encrypt=kind == "encrypted")
+        Fetch(TOKEN, 1, connections=connections, encrypt=kind == "encrypted").run(address, TIMEOUT)
 
 
 def main() -> None:

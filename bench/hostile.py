@@ -36,8 +36,8 @@ import psutil
 
 from everstep.run.address import published_address
 from everstep.run.events import read_events
-from everstep.run.listeners import Listener, listeners, processes
 from everstep.snapshot.peers import read_places
+from listeners import Listener, listeners, processes
 
 ROOT = Path(__file__).parents[1]
 ENDINGS = {"workers_died", "workers_stalled", "agent_died", "lighthouse_died", "quorum_failed", "workers_started"}

@@ -119,7 +119,6 @@ class Group(threading.Thread):
             life=str(incarnation),
             token=TOKEN,
             find_lighthouse=lambda: self._lighthouse,
-            connect_timeout=timedelta(seconds=20),
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
         )
         membership.follow()

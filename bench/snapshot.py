@@ -8,7 +8,7 @@ in place as an optimizer would, at every step. Time is counted from the end of t
 computes again, plus what it waits before the next change. Reported as the median over steps, the first left
 out (allocation).
 
-- everstep: `Copier`, the segment in tmpfs, one group's 1/groups part; and the whole state (`scope = "full"`).
+- everstep: `Copier`, the segment in tmpfs, one group's 1/groups part; and the whole state, of a group that is alone.
 - dcp async: `torch.distributed.checkpoint.async_save` to tmpfs, the previous save awaited before the next
   begins; on CUDA also with its pinned-memory stager in a process of its own.
 
@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +60,6 @@ def bandwidths(nbytes: int = 32 << 20, shards: int = 4) -> dict[str, float]:
     for seed, array in enumerate((*data, *out)):
         array[:] = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
     total = nbytes * shards / 1e9
-    rows = parity.encoding_rows(shards, 2)
 
     def memcpy() -> None:
         for shard in data:
@@ -70,16 +69,12 @@ def bandwidths(nbytes: int = 32 << 20, shards: int = 4) -> dict[str, float]:
         for shard in data:
             chunk_digests(shard.data)
 
-    found = {
+    return {
         "memcpy": total / best_s(memcpy),
         "xxh3": total / best_s(checksum),
-        "xor": total / best_s(lambda: parity.combine(rows[:1], data, out[:1])),
-        "rs": total / best_s(lambda: parity.combine(rows, data, out)),
-        "xor_numpy": total / best_s(lambda: parity.combine_numpy(rows[:1], data, out[:1])),
-        "rs_numpy": total / best_s(lambda: parity.combine_numpy(rows, data, out)),
+        "P": total / best_s(lambda: parity.encode(data, out[:1])),
+        "P and Q": total / best_s(lambda: parity.encode(data, out)),
     }
-    found["isal"] = float(parity.isal() is not None)
-    return found
 
 
 class Trainer:
@@ -122,9 +117,9 @@ def measure(trainer: Trainer, steps: int, begin: Callable[[int], None], before_c
     return {"blocked_s": statistics.median(blocked[1:]), "step_s": statistics.median(took[1:])}
 
 
-def with_everstep(trainer: Trainer, steps: int, home: Path, groups: int, scope: Literal["sharded", "full"]) -> dict:
-    settings = Snapshot(enable=True, segment_dir=str(home), memory_reserve_gb=0.5, parity=0, scope=scope)
-    segment = Segment(home, "0" * 16, 0)
+def with_everstep(trainer: Trainer, steps: int, home: Path, groups: int) -> dict:
+    settings = Snapshot(enable=True, segment_dir=str(home), memory_reserve_gb=0.5, parity=0, interval=1)
+    segment = Segment.of(settings, "0" * 16, 0)
     segment.create()
     events: list[dict] = []
     copier = Copier(segment, 0, 1, settings, lambda kind, step=None, **fields: events.append({"kind": kind, **fields}))
@@ -202,9 +197,9 @@ def main() -> None:
             methods: dict[str, Callable[[], dict]] = {
                 "none": lambda trainer=trainer: measure(trainer, args.steps, lambda _: None, lambda: None),
                 f"everstep 1/{args.groups}": lambda trainer=trainer: with_everstep(
-                    trainer, args.steps, home, args.groups, "sharded"
+                    trainer, args.steps, home, args.groups
                 ),
-                "everstep full": lambda trainer=trainer: with_everstep(trainer, args.steps, home, 1, "full"),
+                "everstep full": lambda trainer=trainer: with_everstep(trainer, args.steps, home, 1),
                 "dcp async": lambda trainer=trainer: with_dcp(trainer, args.steps, home, pinned=False),
             }
             if device.type == "cuda":
@@ -220,9 +215,7 @@ def main() -> None:
     memcpy = record["bandwidth_gb_s"]["memcpy"]
     for name, rate in record["bandwidth_gb_s"].items():
         with contextlib.suppress(ZeroDivisionError):
-            print(
-                f"{name:12} {rate:6.2f} GB/s  {rate / memcpy:5.2f} of memcpy" if name != "isal" else f"isal {rate:.0f}"
-            )
+            print(f"{name:12} {rate:6.2f} GB/s  {rate / memcpy:5.2f} of memcpy")
     for row in record["blocked"]:
         share = row["blocked_s"] / row["step_s"]
         extra = f"  copied {row['copied_bytes'] / 1e9:.2f} GB in {row['copy_s']:.3f} s" if "copy_s" in row else ""

@@ -1,4 +1,4 @@
-"""What snapshots at every step cost a real run: tokens per second and processor time, with them and without.
+"""What snapshots cost a real run: tokens per second and processor time, with them and without.
 
     python bench/snapshot_run.py [--config configs/demo.toml] [--groups 2] [--steps 60] [--rounds 2] [--json]
     python bench/snapshot_run.py --section attention_check --snapshot.no-enable   # the same of another section
@@ -29,7 +29,6 @@ from typing import Any
 
 import psutil
 
-from everstep.attention.schedule import GATHERED
 from everstep.run.events import read_events
 from everstep.snapshot import peers
 
@@ -143,7 +142,6 @@ def measure(args: argparse.Namespace, home: Path) -> dict[str, dict[str, float]]
     for which, (events, meter) in runs.items():
         at, tokens = commits[which]
         steps = sorted(step for step, t in at.items() if begin <= t <= end)
-        steps = steps[: len(steps) - (len(steps) - 1) % GATHERED]
         first, last, count = at[steps[0]], at[steps[-1]], len(steps) - 1
         trainers_s, keepers_s = meter.between(first, last)
         taken = snapshots_of(events)

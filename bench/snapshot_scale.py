@@ -37,17 +37,23 @@ from everstep.snapshot.buffer import chunk_digests, root_of
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.header import Header
 from everstep.snapshot.layout import Layout
-from everstep.snapshot.plan import State, meta_digest
+from everstep.snapshot.plan import State
 from everstep.snapshot.restore import pack_own, read_padded
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
-from everstep.snapshot.stripes import Code, code_id, parity_group, part_bounds
+from everstep.snapshot.stripes import Code, Domains, code_id, part_bounds
 
 STEP = 7
 SERVERS = 8
 """Processes that the light keepers share."""
 PATIENCE = timedelta(seconds=10)
 TIMEOUT = timedelta(seconds=10)
+
+
+@functools.lru_cache(maxsize=20_000)
+def parity_group(groups: int, group: int) -> tuple[int, ...]:
+    """The groups that one is coded with, each on a host of its own."""
+    return Domains(tuple(range(groups)), 8, 1, tuple(range(1, groups + 1))).group_of(group)
 
 
 def state_of(rank: int, nbytes: int, step: int) -> dict[str, torch.Tensor]:
@@ -60,8 +66,8 @@ def coding(groups: int, ranks: int, steps: int, state_bytes: int, home: Path) ->
     run_dir = home / "run"
     run_dir.mkdir(parents=True)
     token = run_token(run_dir)
-    settings = Snapshot(enable=True, segment_dir=str(home), memory_reserve_gb=0.0)
-    mine = parity_group(range(groups), settings.parity_group, 0)
+    settings = Snapshot(enable=True, interval=1, failure_domain="group", segment_dir=str(home), memory_reserve_gb=0.0)
+    mine = parity_group(groups, 0)
     for group in range(groups):
         if group not in mine:
             place = peers.Place(group, f"host-{group}", "127.0.0.1:9", os.getpid(), "", 1.0)
@@ -73,13 +79,13 @@ def coding(groups: int, ranks: int, steps: int, state_bytes: int, home: Path) ->
     failures: list[Any] = []
     try:
         for group in mine:
-            segment = Segment(home, run_id(token), group)
+            segment = Segment.of(settings, run_id(token), group)
             for rank in range(ranks):
                 emit = lambda kind, step=None, **f: failures.append((kind, f)) if "fail" in kind else None  # noqa: E731
                 copiers[group, rank] = Copier(segment, rank, ranks, settings, emit)
         pids = [place.pid for place in places]
         rows = []
-        everyone = {group: Word(published=True, coded=True) for group in range(groups)}
+        everyone = {group: Word(published=True, coded=True, location=group + 1) for group in range(groups)}
         for step in range(1, steps + 1):
             states = [state_of(rank, state_bytes, step) for rank in range(ranks)]
             before = {pid: _use(pid) for pid in pids}
@@ -110,10 +116,10 @@ def coding(groups: int, ranks: int, steps: int, state_bytes: int, home: Path) ->
         keepers.end_keepers(run_dir)
     part = part_bounds(state_bytes, groups, 0)
     size = part[1] - part[0] + 1500
-    shards = [parity.aligned_bytes(-(-size // (len(mine) - 1))) for _ in range(len(mine) - 1)]
+    shards = [parity.aligned_bytes(-(-size // (64 * (len(mine) - 1))) * 64) for _ in range(len(mine) - 1)]
     began = time.perf_counter()
     for _ in range(ranks):
-        parity.combine(parity.encoding_rows(len(shards), 1), shards, [parity.aligned_bytes(len(shards[0]))])
+        parity.encode(shards, [parity.aligned_bytes(len(shards[0]))])
     return {"parity_group": len(mine), "arithmetic_s": time.perf_counter() - began, "steps": rows}
 
 
@@ -144,7 +150,7 @@ class Light:
             else:
                 header, payload = self._held(message["kind"], message["rank"])
                 channel.send_frame({"header": header.to_json()})
-                table = chunk_digests(payload.data, header.split)
+                table = chunk_digests(payload.data)
                 message = wire.serve_ranges(channel, wire.Pieces([payload.data, table.view(np.uint8).data]))
 
     def _held(self, kind: str, rank: int) -> tuple[Header, np.ndarray]:
@@ -168,21 +174,19 @@ def _flat(rank: int, nbytes: int) -> tuple[Layout, np.ndarray]:
 def part_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: int) -> tuple[Header, np.ndarray]:
     """A group's part as its copier would publish it."""
     layout, flat = _flat(rank, nbytes)
-    members, mine = tuple(range(groups)), parity_group(range(groups), 8, group)
-    after = mine[(mine.index(group) + 1) % len(mine)]
-    part, witness = (part_bounds(layout.size, groups, g) for g in (group, after))
-    own = pack_own({"step": STEP}, {}, run=run, step=STEP, history=1, group=group, rank=rank)
+    members, mine = tuple(range(groups)), parity_group(groups, group)
+    part = part_bounds(layout.size, groups, group)
+    about = {"run": run, "step": STEP, "history": 1, "start": "", "group": group, "rank": rank}
+    own = pack_own({"step": STEP}, {}, **about, state_bytes=layout.size, part=list(part))
     described = json.dumps(layout.to_json(), separators=(",", ":")).encode()
     size = part[1] - part[0]
     payload = np.concatenate([flat[part[0] : part[1]], np.frombuffer(own + described, dtype=np.uint8)])
-    digest = lambda span: f"xxh3:{root_of(chunk_digests(flat[span[0] : span[1]].data))}"  # noqa: E731
     header = Header(
         run=run, kind="data", group=group, rank=rank, ranks=ranks, step=STEP, history=1, members=members, parity=1,
         parity_group=mine, topology=layout.topology(rank, ranks), state_bytes=layout.size, part=part,
-        part_digest=digest(part), witness=witness, witness_digest=digest(witness),
-        meta_digest=meta_digest({"step": STEP}), sequence=1, taken_at=1.0, payload_bytes=len(payload),
+        sequence=1, taken_at=1.0, payload_bytes=len(payload),
         sections={"part": (0, size), "own": (size, size + len(own)), "layout": (size + len(own), len(payload))},
-        root=root_of(chunk_digests(payload.data, size)),
+        root=root_of(chunk_digests(payload.data)),
     )  # fmt: skip
     return header, payload
 
@@ -190,10 +194,11 @@ def part_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: in
 @functools.lru_cache(maxsize=20_000)
 def parity_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: int) -> tuple[Header, np.ndarray]:
     """A group's piece of its parity group's code, as its keeper would publish it."""
-    mine = parity_group(range(groups), 8, group)
+    mine = parity_group(groups, group)
     parts = {g: part_of(run, groups, ranks, nbytes, g, rank) for g in mine}
-    code = Code(mine, mine, 1)
-    length = code.shard_bytes({g: header.payload_bytes for g, (header, _) in parts.items()})
+    code = Code(mine, 1)
+    length = code.shard_bytes([header.payload_bytes for header, _ in parts.values()])
+    roots = tuple(header.root for header, _ in parts.values())
     stripe = code.stripe_coded_by(group, 0)
     shards = []
     for giver in code.columns(stripe):
@@ -202,13 +207,13 @@ def parity_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: 
         read_padded(wire.Pieces([parts[giver][1].data]), at, shard)
         shards.append(shard)
     out = parity.aligned_bytes(length)
-    parity.combine(parity.encoding_rows(len(shards), 1), shards, [out])
+    parity.encode(shards, [out])
     covers = json.dumps([parts[g][0].to_json() for g in mine]).encode()
     payload = np.concatenate([out, np.frombuffer(covers, dtype=np.uint8)])
     own = parts[group][0]
     values: dict[str, Any] = {
-        **own.__dict__, "kind": "parity", "part": (0, 0), "part_digest": "", "witness": (0, 0), "witness_digest": "",
-        "code": code_id(code, {g: header.root for g, (header, _) in parts.items()}), "givers": mine, "holders": mine,
+        **own.__dict__, "kind": "parity", "part": (0, 0),
+        "code": code_id(code, roots), "roots": roots,
         "sections": {"shards": (0, length), "covers": (length, len(payload))}, "payload_bytes": len(payload),
         "root": root_of(chunk_digests(payload.data)),
     }  # fmt: skip

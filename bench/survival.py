@@ -31,7 +31,7 @@ import numpy as np
 from everstep.snapshot.header import Header
 from everstep.snapshot.peers import Held
 from everstep.snapshot.sources import decide
-from everstep.snapshot.stripes import effective_parity, parity_group
+from everstep.snapshot.stripes import Domains
 
 DAY_S = 86_400.0
 SCHEMES = {"no parity": 0, "parity 1": 1, "parity 2": 2}
@@ -63,7 +63,7 @@ class Case:
 
 def group_sizes(hosts: int, size: int) -> list[int]:
     """How large the parity groups of a run are."""
-    return [len(each) for each in {parity_group(range(hosts), size, host) for host in range(hosts)}]
+    return [len(each) for each in Domains(tuple(range(hosts)), size, 1, (0,) * hosts).groups]
 
 
 def closed_form(case: Case) -> float:
@@ -81,15 +81,16 @@ def closed_form(case: Case) -> float:
 def restorable(hosts: int, parity: int, size: int, lost: frozenset[int]) -> bool:
     """Whether the decision finds the step when these hosts are gone."""
     held = []
+    domains = Domains(tuple(range(hosts)), size, parity, (0,) * hosts)
     for group in range(hosts):
-        mine = parity_group(range(hosts), size, group)
-        rows = effective_parity(len(mine), parity)
+        mine = domains.group_of(group)
+        rows = domains.rows(mine)
         for kind in ("data", "parity") if rows else ("data",):
             header = Header(
                 run="r", kind=kind, group=group, rank=0, ranks=1, step=1, history=1, members=tuple(range(hosts)),
                 parity=rows, parity_group=mine, topology="t", state_bytes=hosts, sections={}, sequence=1, taken_at=0.0,
                 part=(group, group + 1) if kind == "data" else (0, 0), code=str(mine[0]) if kind == "parity" else "",
-                givers=mine if kind == "parity" else (), holders=mine if kind == "parity" else (),
+                roots=("",) * len(mine) if kind == "parity" else (),
             )  # fmt: skip
             if group not in lost:
                 held.append(Held(str(group), header, True))

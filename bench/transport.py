@@ -116,6 +116,7 @@ def member(name: int, way: str, store: str, pipe: Connection) -> None:
     )
     # Here and not while a time is taken: it asks the name server for an address's name.
     column._keep_store(store, reach(store, CONNECT))
+    board = reach(store, CONNECT)
     me, under_way = psutil.Process(), []
     while True:
         try:
@@ -128,7 +129,9 @@ def member(name: int, way: str, store: str, pipe: Connection) -> None:
                 key, rank, size, dies_after_s = given
                 if dies_after_s is not None:
                     threading.Timer(dies_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
-                column.connect(key=key, store=store, rank=rank, size=size)
+                board.set(f"{key}/{rank}", column.address)
+                peers = [board.get(f"{key}/{peer}").decode() for peer in range(size)]
+                column.connect(key=key, store=store, host=0, rank=rank, peers=peers)
             elif what == "sum":
                 answer = float(column.total(torch.full((1 << 18,), float(given[0])), TIMEOUT)[0])
             elif what == "begin":

@@ -1,8 +1,10 @@
 """What the house's rules say about its code, for as far as nothing else checks it."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 import everstep
@@ -72,3 +74,9 @@ def test_private_names_of_other_packages_stand_in_a_rooms_private_file_alone():
 )
 def test_a_reach_is_seen(code):
     assert list(reaches(ast.parse(code), set()))
+
+
+def test_no_files_import_each_other_in_a_circle():
+    graph = grimp.build_graph("everstep", cache_dir=None)
+    imports = {module: set(graph.find_modules_directly_imported_by(module)) for module in graph.modules}
+    TopologicalSorter(imports).prepare()

@@ -176,7 +176,7 @@ def verdict(known):
         return f"passes ({known['delta']:.0e}{', rounded' if known['delta'] > catalog.LOSS_TOLERANCE else ''})"
     why = re.sub(r"^\S+\.toml(:\d+)?: ", "", known["why"]).replace("|", "\\|")
     if "needs a GPU, and there is none here" in why:
-        return f"needs a GPU: {why.replace(' needs a GPU, and there is none here', '')}"
+        return f"needs a GPU: {re.sub(r'(: it)? needs a GPU, and there is none here', '', why)}"
     return f"{known['result']}: {why}"
 
 

@@ -25,13 +25,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import catalog
-from everstep.launch import forking, supervisor, warm
+from everstep.launch import children, forking, supervisor, warm
 
 warm.preload()
 
 from torchtitan import trainer as titan  # noqa: E402
 
-from everstep.launch.settings import run_settings  # noqa: E402
 from everstep.run.directory import LaunchError  # noqa: E402
 from everstep.run.lifeline import die_with_parent  # noqa: E402
 from everstep.titan import cpu  # noqa: E402
@@ -148,9 +147,9 @@ def ends(pid):
 
 def supervise(config, ranks, groups, folder, kill, answer):
     os.environ["EVERSTEP_TEST_KILL"] = kill
-    supervisor.WarmProcess = ForkedWarm
+    children.WarmProcess = ForkedWarm
     try:
-        settings = run_settings(Path(config), Path(folder), groups, ranks, None, None, [], entry="mid_step_kill:main")
+        settings = supervisor.RunSettings(Path(config), Path(folder), groups, ranks, entry="mid_step_kill:main")
         found = {"status": supervisor.run(settings)}
     except LaunchError as error:
         found = {"refused": str(error)}

@@ -1,0 +1,59 @@
+"""The docs name what there is: files, commands, campaigns, kinds of faults, fields of report.json."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from everstep.chaos.kinds import FAULTS
+from everstep.cli import COMMANDS
+from everstep.report.metrics import Metrics
+from everstep.report.score import loss_delta, score_events
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def text_of(name):
+    return (ROOT / name).read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_a_file(page):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith(("http:", "https:")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_campaigns_exist(page):
+    text = page.read_text()
+    for command in re.findall(r"(?:^    |`)everstep ([a-z]+)", text, flags=re.MULTILINE):
+        assert command in COMMANDS, f"{page.name} names everstep {command}"
+    for file in re.findall(r"\b((?:configs|scripts|bench)/[\w./-]*\w)", text):
+        assert (ROOT / file).exists(), f"{page.name} names {file}"
+
+
+def test_the_readme_links_every_page():
+    assert not [page.name for page in PAGES[1:] if f"docs/{page.name}" not in text_of("README.md")]
+
+
+def test_every_fault_that_a_user_can_make_has_its_row():
+    assert not [name for name in FAULTS if f"`{name}`" not in text_of("docs/faults.md")]
+    assert not [name for name in FAULTS if f"`{name}`" not in text_of("docs/chaos.md")]
+
+
+def named(names, text):
+    """Those of `names` that the text has, where `a_b_c`, `_d` stands for a_b_c and a_b_d."""
+    return {name for name in names if f"`{name}`" in text or f"`_{name.rpartition('_')[2]}`" in text}
+
+
+def test_every_figure_is_explained():
+    figures, _ = score_events([])
+    fields = {*figures, *loss_delta({}, {})}
+    assert fields == named(fields, text_of("docs/report.md"))
+    metrics = {
+        family.name.removeprefix("everstep_") + ("_total" if family.type == "counter" else "")
+        for family in Metrics(1, 1).registry.collect()
+    }
+    assert metrics == named(metrics, text_of("docs/monitoring.md"))
