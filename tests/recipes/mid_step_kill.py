@@ -20,9 +20,9 @@ def main(argv):
     ):
         compute = EverstepTrainer.compute
 
-        def dies(trainer, step, slot):
+        def dies(trainer, step, slot, *, whole):
             if step < STEP:
-                compute(trainer, step, slot)
+                compute(trainer, step, slot, whole=whole)
                 return
             seen = []
 
@@ -35,7 +35,7 @@ def main(argv):
                 for param in part.parameters():
                     if param.requires_grad:
                         param.register_post_accumulate_grad_hook(on_gradient)
-            compute(trainer, step, slot)
+            compute(trainer, step, slot, whole=whole)
             os.kill(os.getpid(), signal.SIGKILL)  # a schedule that runs no hooks
 
         EverstepTrainer.compute = dies

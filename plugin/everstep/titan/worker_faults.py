@@ -44,12 +44,12 @@ class WorkerFaults:
         elif order["fault"] == "nan-gradient":
             self._nan_due = True
 
-    def compute(self, step: int, slot: int) -> None:
+    def compute(self, step: int, slot: int, *, whole: bool) -> None:
         """The `compute` of the trainer's work, with the faults that are due."""
         if time.monotonic() < self._slow_until:
             time.sleep(STRAGGLE_S)
         due, self._nan_due = self._nan_due, False
-        self._compute(step, slot)
+        self._compute(step, slot, whole=whole)
         if due:
             hit = next(p for p in self.trainer.model_parts[0].parameters() if p.requires_grad)
             if hit.grad is None:  # taken already
