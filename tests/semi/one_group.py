@@ -42,6 +42,7 @@ from everstep.data.plain import decode_states  # noqa: E402
 from everstep.semi.worker_files import files_by_round, folder_of  # noqa: E402
 from everstep.step import ledger  # noqa: E402
 from everstep.step.interfaces import Commit  # noqa: E402
+from everstep.step.quorum import Quorum  # noqa: E402
 from everstep.titan.data.streams import SlotStreams  # noqa: E402
 from everstep.titan.load import load_config  # noqa: E402
 from everstep.titan.trainer import EverstepTrainer  # noqa: E402
@@ -49,6 +50,7 @@ from everstep.titan.trainer import EverstepTrainer  # noqa: E402
 HOUR = timedelta(hours=1)
 DEADLINE_S = 600.0
 EVENTS, TOLD = [], []
+NOBODY = Quorum(id=0, members=(), key="", step=-1, history=0, able=(), sources={})
 
 
 class Alone:
@@ -193,7 +195,7 @@ def happens(trainer, what, scenario):
             trainer.work.save_last()
             end(trainer)
             trainer = begin(scenario)
-            trainer.work.restore()
+            trainer.work.restore(NOBODY)
         case _:
             raise ValueError(what)
     return trainer
@@ -246,7 +248,7 @@ def run(scenario):
     EVENTS.clear()
     TOLD.clear()
     trainer = begin(scenario)
-    _, history = trainer.work.restore()
+    _, history = trainer.work.restore(NOBODY)
     workers, begun = trainer.shares, []
     for round_ in range(1, scenario["rounds"] + 1):
         before = scenario.get("before", {}).get(str(round_), ())
