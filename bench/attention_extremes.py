@@ -2,14 +2,21 @@
 
     python bench/attention_extremes.py --faults 5000
 
-A Llama 3 of two layers, one slot a step, whose attention is the emulated kernel of attention_flash.py: any intermediate
-of any of its tiles is hit, forward, backward and between them, and any result of a projection. The slot's gradient is
-then asked what a group asks: whether the checks refuse the slot (none is drawn here: only what is looked at in every
-slot counts, and the default's sampled checks find more), whether its loss is finite, and whether the elements of its
-sum are within `step.reduction.LARGEST`. Harm: the largest change of a parameter's gradient, by its norm.
+A Llama 3 of two layers whose attention is the emulated kernel of attention_flash.py: any intermediate of any of its
+tiles is hit, forward, backward and between them, and any result of a projection. Half of the faults are in fp32, half
+in bf16; half of each in an eager model, half in one that `torch.compile` compiled block by block, the kernel an
+operator in its graphs. The slot's gradient is then asked what a group asks: whether the checks refuse the slot (none is
+drawn here: only what is looked at in every slot counts, and the default's sampled checks find more), whether its loss
+is finite, and whether the elements of its sum are within `step.reduction.LARGEST`.
+
+What passes is counted by its harm, the largest change of a parameter's gradient by its norm: of the gradient of the
+slot's 128 tokens alone, and of a step of --tokens, by default those of one sequence of 8192 on eight devices. A row of
+one head that the kernel loses is one token's share of a gradient, so its harm falls as the root of the tokens.
 """
 
 import argparse
+import itertools
+import math
 import random
 from collections import Counter
 from typing import Any
@@ -17,17 +24,68 @@ from typing import Any
 import torch
 from torch import nn
 
-from attention_flash import BACKWARD, FORWARD, Strike, flash
-from everstep.attention import fused, linear
-from everstep.attention.guard import Checks
+from attention_flash import BACKWARD, FORWARD, Flash, Strike, flash, untouched
+from everstep.attention import fused, linear, operators
+from everstep.attention.guard import Checks, Guard
 from everstep.attention.injection import Fault, Injector
 from everstep.attention.section import AttentionCheck, Inject
 from everstep.step.reduction import LARGEST, all_within
 
-LENGTH, DIM, HEADS, KV_HEADS, HEAD, WORDS, LAYERS = 128, 64, 4, 2, 16, 64, 2
+LENGTH, DIM, HEADS, KV_HEADS, HEAD, WORDS, LAYERS, BLOCK = 128, 64, 4, 2, 16, 64, 2, 64
 HARMFUL = 0.01
 PROJECTED = tuple(name for module in ("wqkv", "wo") for name in linear.result_names(module))
 KINDS = ("inf", "nan", "near-inf")
+
+
+hooks: list[Any] = [untouched]
+"""What sees the kernel's intermediates where it is an operator in a graph."""
+
+
+class Saved:
+    """Of an autograd function's context, what `Flash` uses."""
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        """Keep them."""
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
+        """Nothing to do."""
+
+
+@torch.library.custom_op("bench::flash", mutates_args=())
+def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Flash.forward` as an operator."""
+    return Flash.forward(Saved(), q, k, v, q.shape[-1] ** -0.5, True, BLOCK, hooks[-1])
+
+
+@flash_forward.register_fake
+def _(q, k, v):
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("bench::flash_backward", mutates_args=())
+def flash_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, d_out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`Flash.backward` as an operator."""
+    ctx = Saved()
+    ctx.saved_tensors = q, k, v, out, lse
+    ctx.scale, ctx.causal, ctx.block, ctx.hook = q.shape[-1] ** -0.5, True, BLOCK, hooks[-1]
+    return Flash.backward(ctx, d_out, None)[:3]
+
+
+@flash_backward.register_fake
+def _(q, k, v, out, lse, d_out):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+flash_forward.register_autograd(
+    lambda ctx, d_out, d_lse: flash_backward(*ctx.saved_tensors, d_out), setup_context=_keep
+)
 
 
 class OneShot(Injector):
@@ -62,17 +120,26 @@ class Block(nn.Module):
         self.first, self.second = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
         self.guards = [checks.guard(layer, name, ()) for name in ("wqkv", "inner", "wo")]
         self.sums = [linear.WeightSums(), linear.WeightSums()]
-        self.hook = None
+        self.hook: Any = untouched
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, L, D) to the same."""
         of_qkv, of_inner, of_out = self.guards
-        qkv = linear.linear(self.first(x), self.wqkv.weight, None, of_qkv, self.sums[0]).unflatten(-1, (-1, HEAD))
-        q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=2)
-        kernel = flash(block=64) if self.hook is None else flash(block=64, hook=self.hook)
-        out, _ = fused.attention(kernel, q, k, v, scale=None, guard=of_inner, wide_sums=True)
-        h = x + linear.linear(out.flatten(2), self.wo.weight, None, of_out, self.sums[1])
+        qkv = self.projected(self.first(x), self.wqkv, of_qkv, 0).unflatten(-1, (-1, HEAD))
+        q, k, v = (part.contiguous() for part in qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=2))
+        known = {"scale": None, "guard": of_inner, "wide_sums": True}
+        if torch.compiler.is_compiling():
+            out, _ = operators.attention(flash_forward, q, k, v, hands_out_lse=True, **known)
+        else:
+            out, _ = fused.attention(flash(block=BLOCK, hook=self.hook), q, k, v, **known)
+        h = x + self.projected(out.flatten(2), self.wo, of_out, 1)
         return h + self.down(nn.functional.silu(self.up(self.second(h))))
+
+    def projected(self, x: torch.Tensor, module: nn.Linear, guard: Guard, number: int) -> torch.Tensor:
+        """As titan.attention.CheckedLinear."""
+        if torch.compiler.is_compiling():
+            return operators.linear(x, module.weight, None, guard)
+        return linear.linear(x, module.weight, None, guard, self.sums[number])
 
 
 class Model(nn.Module):
@@ -96,13 +163,25 @@ class Model(nn.Module):
 class Campaign:
     """Faults in one dtype, and what became of them."""
 
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, dtype: torch.dtype, seed: int, *, compiled: bool = False, tokens: int = 0) -> None:
         torch.manual_seed(seed)
         self.draw = random.Random(seed)
         self.checks = Checks(AttentionCheck(enable=True, frequency=0.0))
         self.shot = self.checks.injector = OneShot()
         self.model = Model(self.checks).to(dtype)
-        self.counts: Counter[tuple[str, str]] = Counter()
+        self.compiled = compiled
+        if compiled:
+            for layer in self.model.layers:
+                layer.compile(fullgraph=True)
+        self.step = self.slot(*self.data())[0]
+        for _ in range(tokens // LENGTH - 1):
+            for total, part in zip(self.step, self.slot(*self.data())[0], strict=True):
+                total += part
+
+    def data(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and labels of a slot."""
+        tokens = torch.randint(0, WORDS, (1, LENGTH))
+        return tokens, tokens.roll(-1, 1)
 
     def slot(self, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
         """The gradients of a slot, and whether its group would let go of them."""
@@ -115,46 +194,79 @@ class Campaign:
         self.checks.drain()
         return [g.detach().double().clone() for g in gradients], bool(dropped)
 
-    def fault(self) -> tuple[str, str, bool, float]:
-        """One fault on new data: where, its kind, whether it was seen, and how much it harms."""
+    def watch(self, number: int, hook: Any) -> None:
+        """Have `hook` see the intermediates of a layer's kernel."""
+        if self.compiled:  # one operator for all layers: a count of each layer's own
+            hooks[:] = [OfLayer(number, hook)]
+        else:
+            self.model.layers[number].hook = hook
+
+    def fault(self) -> tuple[str, str, bool, float, float]:
+        """One fault on new data: where, its kind, whether it was seen, and how much it harms the slot and the step."""
         draw = self.draw
-        tokens = torch.randint(0, WORDS, (1, LENGTH))
-        labels = tokens.roll(-1, 1)
+        data = self.data()
         kind, number = draw.choice(KINDS), draw.randrange(LAYERS)
-        layer: Any = self.model.layers[number]
         fault = Fault(kind, draw.random(), sign=draw.choice((-1, 1)))
         name = draw.choice((*FORWARD, *BACKWARD, *PROJECTED))
         count = Strike()
-        layer.hook = count
-        clean, dropped = self.slot(tokens, labels)
+        self.watch(number, count)
+        clean, dropped = self.slot(*data)
         assert not dropped, "an alarm without a fault"
+        strike = untouched
         if name in PROJECTED:
-            layer.hook, self.shot.aim = None, (number, name, fault)
+            self.shot.aim = (number, name, fault)
         else:
-            layer.hook = Strike(name, draw.randrange(count.counts[name]), fault)
-        got, dropped = self.slot(tokens, labels)
-        layer.hook = None
-        harm = max(
-            float((a - b).norm() / b.norm().clamp_min(1e-30)) if a.isfinite().all() else float("inf")
-            for a, b in zip(got, clean, strict=True)
+            strike = Strike(name, draw.randrange(count.counts[name]), fault)
+        self.watch(number, strike)
+        got, dropped = self.slot(*data)
+        self.watch(number, untouched)
+        assert self.shot.aim is None, f"{name} was not hit"
+        assert getattr(strike, "hit", True), f"{name} was not hit"
+        apart = [float((a - b).norm().nan_to_num(math.inf)) for a, b in zip(got, clean, strict=True)]
+        of_slot, of_step = (
+            max(by / max(float(whole.norm()), 1e-30) for by, whole in zip(apart, gradients, strict=True))
+            for gradients in (clean, self.step)
         )
-        return name, kind, dropped, harm
+        return name, kind, dropped, of_slot, of_step
+
+
+class OfLayer:
+    """A hook of one layer, where all layers' kernels call it: the forwards in order, the backwards the other way."""
+
+    def __init__(self, number: int, hook: Any) -> None:
+        self.hook, self.calls = hook, 0
+        self.mine = number, 2 * LAYERS - 1 - number
+
+    def __call__(self, name: str, tile: torch.Tensor) -> torch.Tensor:
+        at = self.calls % (2 * LAYERS)
+        if name in ("lse", "dv"):  # the last of a forward, of a backward
+            self.calls += 1
+        return self.hook(name, tile) if at in self.mine else tile
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=65536, help="of the step that harm is measured by")
     args = parser.parse_args()
-    for dtype in (torch.float32, torch.bfloat16):
-        campaign, seen, passed = Campaign(dtype, args.seed), Counter(), Counter()
+    total: Counter[str] = Counter()
+    for turn, (dtype, compiled) in enumerate(itertools.product((torch.float32, torch.bfloat16), (False, True))):
+        campaign = Campaign(dtype, args.seed + turn, compiled=compiled, tokens=args.tokens)
+        became: Counter[tuple[str, str]] = Counter()
+        where: Counter[tuple[str, str]] = Counter()
         worst = 0.0
-        for _ in range(args.faults // 2):
-            name, kind, dropped, harm = campaign.fault()
-            seen[kind, "seen" if dropped else "harmless" if harm <= HARMFUL else "committed"] += 1
-            if not dropped and harm > HARMFUL:
-                passed[name, kind], worst = passed[name, kind] + 1, max(worst, harm)
-        print(f"{dtype}: {dict(seen)}; committed, by where: {dict(passed)}; the largest harm {worst:.3g}", flush=True)
+        for _ in range(args.faults // 4):
+            name, kind, dropped, of_slot, of_step = campaign.fault()
+            fate = "seen" if dropped else "harms the step" if of_step > HARMFUL else "harmless"
+            became[kind, fate] += 1
+            total[fate] += 1
+            if not dropped:
+                worst = max(worst, of_step)
+                where[name, kind] += of_slot > HARMFUL
+        print(f"{dtype}, {'compiled' if compiled else 'eager'}: {dict(became)}; not seen, and more than 1 % of the")
+        print(f"    slot's own gradient: {dict(+where)}; most of what passed harms its step by {worst:.2%}", flush=True)
+    print(dict(total))
 
 
 if __name__ == "__main__":

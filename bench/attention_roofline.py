@@ -1,36 +1,67 @@
-"""What the checks would take on an H100, counted and not measured: kernels, bytes and FLOPs of every check, by running
-the package's own code on meta tensors, and the time of a roofline.
+"""What the attention check adds to a training step on an H100, counted and not measured: kernels, bytes and time.
 
     python bench/attention_roofline.py --json
 
-Shapes of Llama 3 8B: dim 4096, 32 query and 8 key heads of 128, hidden 14336, length 8192, bf16, one sequence. A kernel
-takes the longest of its bytes at 80 % of 3.35 TB/s, its FLOPs at 65 % of 989 TFLOP/s (bf16; fp32 at 60), and 3 µs.
-`eager` runs every operation as a kernel of its own, as the checks do today. `fused` is what a compiler could make of
-them, on paper: each run of elementwise operations and reductions between two matrix products reads its inputs and
-writes its results once, one kernel for every shape of input; matrix products stay as they are. The last line with
---json holds rate1_of_block and kernels_per_layer of the fused form, the same of the eager one, and default_of_block,
-which is the ceiling that adaptive rates keep to.
+One layer's attention is built from torchtitan's own config as a user's trainer builds it, on tensors without values,
+and run forward and backward three times: torchtitan's own, with the check at `frequency = 0` (what is looked at in
+every slot) and with every layer checked, which the default does until it has timed its checks. The difference is what
+the check costs: every operation that reaches the device, the second run of the kernel, sums of weights (made once a
+step; one slot a step here) and the timing events. One kernel a slot, which gathers all layers' verdicts, is left out.
+What `torch.compile` makes of a comparison is counted from Inductor's schedule for the same tensors on an H100, after
+its fusions.
+
+A kernel takes the longest of its bytes at 80 % of 3.35 TB/s, its FLOPs at 65 % of 989 TFLOP/s (60 for fp32; attention
+at 650 forward, 550 backward), and 1.5 us; an event takes 1.5 us. The block is taken for fast: its products, attention
+and forty passes over its activations, without a single launch. Not counted: time of the host.
 """
 
 import argparse
-import contextlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
+from torch._dynamo.device_interface import CudaInterface
+from torch._inductor.debug import DebugContext
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime import hints
+from torch._inductor.virtualized import V
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-import everstep.attention.product as product
-from everstep.attention import fused, identities, linear
+from everstep.titan import cpu
+
+if not cpu.has_accelerator():
+    cpu.stand_in()
+
+from torchtitan.config import TrainingConfig
+from torchtitan.config.override import apply_overrides
+from torchtitan.models import deepseek_v3, llama3, qwen3
+from torchtitan.models.common.attention import FlexAttention
+from torchtitan.trainer import Trainer
+
+from everstep.attention import compiled, fused, guard, linear, product
+from everstep.attention.schedule import Schedule
 from everstep.attention.section import AttentionCheck
+from everstep.titan import attention as checked
 
-BYTES_A_SECOND, FLOPS_A_SECOND, FP32_FLOPS_A_SECOND, LAUNCH_S = 0.8 * 3.35e12, 0.65 * 989e12, 60e12, 3e-6
+BYTES_A_SECOND, FLOPS_A_SECOND, FP32_FLOPS_A_SECOND, LAUNCH_S = 0.8 * 3.35e12, 0.65 * 989e12, 60e12, 1.5e-6
 FLASH_FORWARD, FLASH_BACKWARD = 650e12, 550e12
-LENGTH, DIM, HEADS, KV_HEADS, HEAD, HIDDEN = 8192, 4096, 32, 8, 128, 14336
-FREE = ("aten.empty", "aten.detach", "aten.zeros_like", "aten.full", "aten.arange", "aten.scalar_tensor")
+LENGTH = 8192
+MODELS = {
+    "Llama 3 8B": lambda: llama3.model_registry("8B", attn_backend="flex"),
+    "Llama 3 70B": lambda: llama3.model_registry("70B", attn_backend="flex"),
+    "Qwen3 32B": lambda: qwen3.model_registry("32B", attn_backend="flex"),
+    "DeepSeek V3 16B": lambda: deepseek_v3.model_registry("16B", attn_backend="flex"),
+}
+FREE = ("aten.empty", "aten.new_empty", "aten.detach", "aten.arange", "aten.scalar_tensor", "aten._unsafe_view")
 
 
 def size(x: torch.Tensor) -> int:
@@ -41,179 +72,292 @@ def size(x: torch.Tensor) -> int:
     return count
 
 
-@dataclass
-class Count(TorchDispatchMode):
-    """Kernels, bytes, FLOPs and roofline seconds of what runs under it."""
+def seconds(moved: float, flops: float, rate: float) -> float:
+    """What one kernel takes."""
+    return max(moved / BYTES_A_SECOND, flops / rate, LAUNCH_S)
+
+
+class Cost(NamedTuple):
+    """Of a run: kernels, bytes and seconds."""
 
     kernels: int = 0
     bytes: float = 0.0
-    flops: float = 0.0
     seconds: float = 0.0
-    fused_kernels: int = 0
-    fused_bytes: float = 0.0
-    fused_seconds: float = 0.0
-    _open: dict[int, torch.Tensor] = field(default_factory=dict)
-    _made: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
-    """What this run of fusable operations made: its storage, and its bytes."""
 
-    def __post_init__(self) -> None:
+    def plus(self, other: "Cost") -> "Cost":
+        """Both."""
+        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def less(self, other: "Cost") -> "Cost":
+        """This without the other."""
+        return Cost(*(a - b for a, b in zip(self, other, strict=True)))
+
+
+class Count(TorchDispatchMode):
+    """What runs under it; every operation that is not a view is a kernel."""
+
+    def __init__(self) -> None:
         super().__init__()
+        self.cost = Cost()
 
-    def __hash__(self) -> int:
-        return id(self)
+    def add(self, moved: float, flops: float = 0.0, rate: float = FLOPS_A_SECOND) -> None:
+        """One kernel."""
+        self.cost = self.cost.plus(Cost(1, moved, seconds(moved, flops, rate)))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "everstep":  # its own operations are what counts
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         name = str(func)
-        if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
-            for a in tree_leaves(args):  # a view of what is made in this run is made in it, too
-                if isinstance(a, torch.Tensor) and self._base(a) in self._made:
-                    for o in tree_leaves(out):
-                        self._take(o)
+        if func.is_view or name.startswith(FREE):
             return out
-        if name.startswith(FREE):
-            return out
-        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
+        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         written = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        moved = sum(map(size, read)) + sum(map(size, written))
-        if name.startswith(("aten.index.", "aten.index_select", "aten.index_copy", "aten.index_fill", "aten.gather")):
-            moved = 3 * min(map(size, read + written))
-        flops = self._product(name, read)
-        rate = FLOPS_A_SECOND if read and read[0].dtype == torch.bfloat16 else FP32_FLOPS_A_SECOND
-        took = max(moved / BYTES_A_SECOND, flops / rate, LAUNCH_S)
-        self.kernels, self.bytes, self.flops = self.kernels + 1, self.bytes + moved, self.flops + flops
-        self.seconds += took
-        if flops or name.startswith("everstep."):
-            self.close()
-            self.fused_kernels, self.fused_bytes = self.fused_kernels + 1, self.fused_bytes + moved
-            # What a compiler feeds into a product in its own precision does not become fp32 in memory first.
-            self.fused_seconds += took
-        else:
-            for x in read:
-                if self._base(x) not in self._made:
-                    self._open[self._base(x)] = x
-            for x in written:
-                self._take(x)
+        if all(x.device.type == "cpu" for x in (*read, *written)):
+            return out
+        flops = 0.0
+        if name.startswith(("aten.mm", "aten.addmm", "aten.bmm", "aten.matmul", "aten.linear")):
+            a = [x for x in read if x.dim() >= 2][-2]
+            flops = 2.0 * a.numel() * written[0].shape[-1]
+        narrow = not read or read[0].dtype == torch.bfloat16
+        self.add(sum(map(size, read + written)), flops, FLOPS_A_SECOND if narrow else FP32_FLOPS_A_SECOND)
         return out
 
-    def _take(self, x: torch.Tensor) -> None:
-        self._made.setdefault(self._base(x), (StorageWeakRef(x.untyped_storage()), size(x)))
+
+counting: list[Count] = []
+"""The count that is running."""
+
+
+class Flash(torch.autograd.Function):
+    """A stock kernel, causal: one forward, and in the backward delta, dK with dV, and dQ."""
 
     @staticmethod
-    def _base(x: torch.Tensor) -> int:
-        return x.untyped_storage()._cdata
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        b, length, n = q.shape[:3]
+        out, lse = q.new_empty(b, length, n, v.shape[-1]), q.new_empty(b, length, n, dtype=torch.float32)
+        counting[-1].add(sum(map(size, (q, k, v, out, lse))), flash_flops(q, v), FLASH_FORWARD)
+        return out, lse
 
     @staticmethod
-    def _product(name: str, read: list[torch.Tensor]) -> float:
-        if name.startswith("everstep."):  # a kernel of ours; two of them multiply
-            a, matrices = read[:2][-1], name.startswith(("everstep.pair_sums", "everstep.output_sums"))
-            return 2.0 * a.numel() * a.shape[-1] * matrices
-        if "mm" not in name.split(".")[1]:
-            return 0.0
-        a, b = [x for x in read if x.dim() >= 2][-2:]
-        return 2.0 * a.numel() * b.shape[-1]
-
-    def close(self) -> None:
-        """A run of fusable operations ends: it read what was there before it, and wrote what somebody still refers to.
-        All else stays in registers."""
-        if self._made:
-            moved = sum(map(size, self._open.values()))
-            moved += sum(count for kept, count in self._made.values() if not kept.expired())
-            kernels = max(1, len({tuple(x.shape) for x in self._open.values() if x.numel() > 1 << 20}))
-            self.fused_kernels, self.fused_bytes = self.fused_kernels + kernels, self.fused_bytes + moved
-            self.fused_seconds += max(moved / BYTES_A_SECOND, kernels * LAUNCH_S)
-        self._open.clear()
-        self._made.clear()
+    def backward(ctx, d_out, _):  # pyrefly: ignore[bad-override] torch declares backward(ctx, *grads)
+        q, k, v = ctx.saved_tensors
+        gradients = tuple(map(torch.empty_like, (q, k, v)))
+        counting[-1].add(2 * size(d_out))
+        for part in (0.6, 0.4):
+            moved = sum(map(size, (q, k, v, d_out, *gradients)))
+            counting[-1].add(moved * part, 2.5 * part * flash_flops(q, v), FLASH_BACKWARD)
+        return gradients
 
 
-def counted(call: Callable[[], object]) -> Count:
-    """What `call` does."""
-    count = Count()
-    with count:
-        call()
-    count.close()
-    return count
+def flash_flops(q: torch.Tensor, v: torch.Tensor) -> float:
+    """Of a causal forward."""
+    return q.shape[0] * q.shape[2] * q.shape[1] ** 2 / 2 * 2 * (q.shape[-1] + v.shape[-1])
 
 
-def on_meta(*shape: int) -> torch.Tensor:
-    """A bf16 tensor without values."""
-    return torch.empty(*shape, device="meta", dtype=torch.bfloat16)
+def stock(self, q, k, v, *, out_transform=None, **kwargs):
+    """In place of FlexAttention.forward."""
+    out, lse = Flash.apply(q, k, v)
+    return out if out_transform is None else out_transform(out, lse)
 
 
-def checks() -> dict[str, Count]:
-    """Every check of one layer at rate 1, forward and backward; the weights' sums, made once a step, by themselves."""
-    # The Python form of it knows CUDA alone.
-    product.narrow_product = torch.ops.aten.mm.dtype
-    for module in (product, fused):
-        setattr(module, "unseen_by_checkpointing", contextlib.nullcontext)  # noqa: B010
-    found = {}
-    for name, inner, outer in (
-        ("wqkv", DIM, (HEADS + 2 * KV_HEADS) * HEAD),
-        ("wo", HEADS * HEAD, DIM),
+H100 = types.SimpleNamespace(
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    warp_size=32,
+    shared_memory_per_block_optin=232448,
+    L2_cache_size=50 << 20,
+    total_memory=80 << 30,
+    name="NVIDIA H100",
+)
+
+
+@contextmanager
+def on_an_h100() -> Iterator[None]:
+    """Inductor plans for an H100, though none is here."""
+    properties = hints.DeviceProperties(
+        type="cuda", index=0, multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32,
+    )  # fmt: skip
+    create = classmethod(lambda cls, device: properties)
+    with (
+        mock.patch.object(hints.DeviceProperties, "create", create),
+        mock.patch("torch.cuda.get_device_properties", return_value=H100),
+        mock.patch.object(CudaInterface, "get_device_properties", staticmethod(lambda device=None: H100)),
+        mock.patch("torch._inductor.scheduler.has_triton", return_value=True),
+        mock.patch("torch.compiler.is_compiling", return_value=True),
+        mock.patch.object(product, "signs", product.signs.__wrapped__),  # as the compiler, which has no caches
     ):
-        x, dy, w = on_meta(LENGTH, inner), on_meta(LENGTH, outer), on_meta(outer, inner)
-        for length in (LENGTH, inner, outer):
-            product.signs(length, x.dtype, x.device)  # made once in a run
-        rows, columns = product.tile_sums(w.t()), product.tile_sums(w)
-        for part, call in (
-            ("y", lambda x=x, dy=dy, rows=rows: product.row_deviation(dy, x, rows).bad()),
-            ("dx", lambda x=x, dy=dy, columns=columns: product.row_deviation(x, dy, columns).bad()),
-            ("dw", lambda x=x, dy=dy, w=w: product.row_deviation(w, dy.t(), product.tile_sums(x)).bad()),
-            ("sums of weights, once a step", lambda w=w: linear.WeightSums().rows(w, 0)),
-        ):
-            found[f"{name}.{part}"] = counted(call)
-    q, out, dq, d_out = (on_meta(1, LENGTH, HEADS, HEAD) for _ in range(4))
-    k, v, dk, dv = (on_meta(1, LENGTH, KV_HEADS, HEAD) for _ in range(4))
-    scale = HEAD**-0.5
-    found["attention.forward"] = counted(lambda: identities.forward_deviation(out, v).bad())
-
-    found["attention.backward"] = counted(
-        lambda: identities.backward_deviation(q, k, v, out, d_out, dq, dk, dv, None, None, scale, wide_sums=True).bad()
-    )
-    return found
+        yield
 
 
-def block_seconds() -> float:
+def planned(function: Callable[..., Any], given: tuple[Any, ...]) -> tuple[Cost, Any]:
+    """What Inductor makes of `function` for tensors like the given ones, and its result without values."""
+    leaves, form = tree_flatten(given)
+    fake = FakeTensorMode()
+
+    def flat(*tensors: torch.Tensor) -> Any:
+        rest = iter(tensors)
+        args, known = tree_unflatten([next(rest) if isinstance(x, torch.Tensor) else x for x in leaves], form)
+        made.append(function(*args, **known))
+        return tree_leaves(made[-1])
+
+    with fake:
+        like = [x for x in leaves if isinstance(x, torch.Tensor)]
+        tensors = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") for x in like]
+    cost, made = Cost(), []
+    with on_an_h100(), fake:
+        graph = make_fx(flat, select_decomp_table())(*tensors)
+        lowered = GraphLowering(graph, example_inputs=tensors)
+        with V.set_graph_handler(lowered), V.set_fake_mode(fake), V.set_debug_handler(DebugContext()):
+            lowered.run(*tensors)
+            lowered._update_scheduler()
+            for node in lowered.scheduler.nodes:
+                moved = node.get_read_write_buffers_sizes()
+                if moved:
+                    cost = cost.plus(Cost(1, moved, seconds(moved, node.estimate_flops() or 0, FLOPS_A_SECOND)))
+    return cost, tree_map_only(torch.Tensor, without_values, made[-1])
+
+
+def without_values(x: torch.Tensor) -> torch.Tensor:
+    """A tensor like x."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+_plans: dict[Any, tuple[Cost, Any]] = {}
+
+
+def as_compiled(function: Callable[..., Any], like: torch.Tensor, *, in_graph: bool = False):
+    """In place of `compiled.at_once`: counted as what the compiler makes of it."""
+
+    def at_once(*args: Any, **known: Any) -> Any:
+        described = [
+            (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x for x in tree_leaves((args, known))
+        ]
+        key = function, str(described)
+        with _disable_current_modes():
+            if key not in _plans:
+                _plans[key] = planned(function, (args, known))
+            cost, result = _plans[key]
+            counting[-1].cost = counting[-1].cost.plus(cost)
+            return result
+
+    return at_once
+
+
+class Holder(nn.Module):
+    """One layer, under the name that it has in a model."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"1": layer})
+
+
+def ran(name: str, section: AttentionCheck | None, *, in_graph: bool) -> Cost:
+    """One slot of one layer's attention, forward and backward; in_graph: as a compiled block calls it."""
+    spec = MODELS[name]()
+    training = TrainingConfig(seq_len=LENGTH, local_batch_size=1, disable_cuda_graphs=True)
+    config = Trainer.Config(model_spec=spec, training=training)
+    spec.model.layers = spec.model.layers[1:2]
+    spec.model.update_from_config(config=config)
+    count = Count()
+    counting[:] = [count]
+    with mock.patch("torch.accelerator.is_available", return_value=True):
+        if section is not None:
+            checked.apply(config, section)
+    if config.override.imports:
+        apply_overrides(config.override, config)
+    with torch.device("meta"):
+        holder = Holder(spec.model.layers[0].build()).to(torch.bfloat16)
+    checks = None if section is None else checked.attach([holder], section)
+    x = torch.empty(1, LENGTH, spec.model.dim, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    positions = torch.empty(1, LENGTH, device="meta", dtype=torch.int64)
+    with (
+        mock.patch.object(FlexAttention, "forward", stock),
+        mock.patch.object(compiled, "at_once", as_compiled),
+        mock.patch.object(linear, "at_once", as_compiled),
+        mock.patch.object(guard, "unseen_by_checkpointing", nullcontext),
+        mock.patch.object(fused, "unseen_by_checkpointing", nullcontext),
+        mock.patch.object(product, "unseen_by_checkpointing", nullcontext),
+        mock.patch("torch.compiler.is_compiling", return_value=in_graph),
+        count,
+    ):
+        if checks is not None:
+            checks.begin(1, 0)
+        attention: Any = holder.layers["1"].attention
+        attention(x, None, positions).sum().backward()
+        if checks is not None:
+            for _ in checks._timed:
+                count.add(0.0)
+                count.add(0.0)
+    return count.cost
+
+
+def block_seconds(name: str) -> float:
     """One transformer block, forward and backward, without checks."""
-    weights = DIM * (HEADS + 2 * KV_HEADS) * HEAD + HEADS * HEAD * DIM + 3 * DIM * HIDDEN
-    attention = 2 * 2 * LENGTH * LENGTH / 2 * HEADS * HEAD
-    elementwise = 40 * LENGTH * DIM * 2 / BYTES_A_SECOND
-    return (
-        6 * LENGTH * weights / FLOPS_A_SECOND
-        + attention / FLASH_FORWARD
-        + 2.5 * attention / FLASH_BACKWARD
-        + elementwise
-    )
+    model = MODELS[name]().model
+    config = model.layers[1]
+    with torch.device("meta"):
+        layer = config.build()
+    weights = 0.0
+    for fqn, p in layer.named_parameters():
+        routed = "routed_experts" in fqn
+        share = config.moe.routed_experts.token_dispatcher.top_k / config.moe.num_experts if routed else 1.0
+        weights += share * p.numel() * (p.dim() > 1)
+    attention = config.attention
+    key = getattr(attention, "qk_nope_head_dim", 0) + getattr(attention, "qk_rope_head_dim", 0)
+    value = getattr(attention, "v_head_dim", None) or attention.head_dim or model.dim // attention.n_heads
+    flops = LENGTH**2 / 2 * 2 * attention.n_heads * ((key or value) + value)
+    elementwise = 40 * LENGTH * model.dim * 2 / BYTES_A_SECOND
+    return 6 * LENGTH * weights / FLOPS_A_SECOND + flops / FLASH_FORWARD + 2.5 * flops / FLASH_BACKWARD + elementwise
+
+
+def rate_of(block_s: float, checks_s: float, layers: int) -> float:
+    """The rate that the default's schedule ends at, of what a slot and its checks take."""
+    section = AttentionCheck()
+    schedule = Schedule(section.rate(), section.max_overhead)
+    for layer in range(layers):
+        schedule.add(layer)
+    for slot in range(20):
+        schedule.begin(1, slot)
+        drawn = len(schedule.checked)
+        schedule.slot_took(layers * block_s + drawn * checks_s, drawn * checks_s, drawn)
+    return schedule.rate(0, 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="the last line as JSON")
+    parser.add_argument("--models", default=",".join(MODELS), help="some of the names that are printed")
     args = parser.parse_args()
-    block = block_seconds()
-    found = checks()
-    forward = 2 * 2 * LENGTH * LENGTH / 2 * HEADS * HEAD / FLASH_FORWARD
-    print(f"H100 by roofline, Llama 3 8B, length {LENGTH}, bf16, counted on meta tensors; block {1e3 * block:.2f} ms")
-    print(f"{'':36s}{'eager: kernels':>16s}{'GB':>8s}{'ms':>8s}{'fused: kernels':>16s}{'GB':>8s}{'ms':>8s}")
-    for name, count in found.items():
-        eager = f"{count.kernels:16d}{count.bytes / 1e9:8.2f}{1e3 * count.seconds:8.3f}"
-        compiled = f"{count.fused_kernels:16d}{count.fused_bytes / 1e9:8.2f}{1e3 * count.fused_seconds:8.3f}"
-        print(f"{name:36s}{eager}{compiled}")
-    each_slot = [count for name, count in found.items() if "once a step" not in name]
-    eager, compiled = (sum(getattr(count, name) for count in each_slot) for name in ("seconds", "fused_seconds"))
-    kernels = sum(count.fused_kernels for count in each_slot)
-    most = AttentionCheck().max_overhead
-    print(f"rate 1 without the second run: eager {eager / block:.1%} of a block, fused {compiled / block:.1%}")
-    print(f"a second run of the forward in every call: {forward / block:.1%} more")
-    result = {
-        "rate1_of_block": round(compiled / block, 4),
-        "rate1_eager_of_block": round(eager / block, 4),
-        "second_run_of_block": round(forward / block, 4),
-        "default_of_block": round(min(most, (compiled + forward) / block), 4),
-        "kernels_per_layer": kernels,
-        "eager_kernels_per_layer": sum(count.kernels for count in each_slot),
-    }
-    print(json.dumps(result) if args.json else result)
+    result = {}
+    columns = ("kernels", "GB", "of block", "kernels", "GB", "of block", "rate", "of block")
+    print(f"{'length ' + str(LENGTH) + ', bf16':44s}{'every slot':^28s}{'rate 1':^28s}{'default':^18s}")
+    print(f"{'':44s}" + "".join(f"{column:>10s}" if column != "GB" else f"{column:>8s}" for column in columns))
+    for name in args.models.split(","):
+        block = block_seconds(name)
+        layers = len(MODELS[name]().model.layers)
+        for in_graph in (False, True):
+            without = ran(name, None, in_graph=in_graph)
+            always = ran(name, AttentionCheck(enable=True, frequency=0.0), in_graph=in_graph).less(without)
+            full = ran(name, AttentionCheck(enable=True), in_graph=in_graph).less(without)
+            rate = rate_of(block + always.seconds, full.seconds - always.seconds, layers)
+            default = always.seconds + rate * (full.seconds - always.seconds)
+            shares = [part / block for part in (always.seconds, full.seconds, default)]
+            title = f"{name}, {'compiled' if in_graph else 'eager'}"
+            print(
+                f"{title:44s}{always.kernels:10d}{always.bytes / 1e9:8.2f}{shares[0]:10.2%}"
+                f"{full.kernels:10d}{full.bytes / 1e9:8.2f}{shares[1]:10.2%}{rate:10.3f}{shares[2]:10.2%}"
+            )
+            result[title] = dict(zip(("every_slot", "rate_1", "default"), (round(x, 5) for x in shares), strict=True))
+            result[title] |= {"kernels_every_slot": always.kernels, "kernels_rate_1": full.kernels, "rate": rate}
+    if args.json:
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -216,6 +216,8 @@ def backward_deviation(
     counted = _counted(queries.alike | (flat & d_outs.alike))
     # Alike rows of dO are alike in every partial sum of dV and dK that a kernel rounds.
     together = _counted(d_outs.alike).mean(-1, keepdim=True)
+    # Of all that rounding does, the share that alike rows do: to every column in the same measure.
+    common = 1.0 - count / counted.sum(-1, keepdim=True)
 
     total, d_square = d_outs.wide.sum(2), d_outs.norm2.sum(-1, keepdim=True)
     most_v = (d_square.sqrt() + underflow(count * value_dim, dtype)) * math.sqrt(count)
@@ -225,7 +227,7 @@ def backward_deviation(
     noise = noise + count * tiny
     shared = unit * _weighed(d_outs.wide, same_p.to(acc)).abs() + summed * total.abs()
     parts = [
-        _columns(d_values.wide.sum(2) - total, unit * _capped(noise, most_v * math.sqrt(keys)), shared, most_v),
+        _columns(d_values.wide.sum(2) - total, unit * _capped(noise, most_v * math.sqrt(keys)), shared, most_v, common),
         _largest(d_values.most(), most_v),
     ]
     if plain_scores:
@@ -259,7 +261,7 @@ def backward_deviation(
         of_rows = of_rows + _weighed(of_keys.squares, weight_dk * d_keys.norm2)
         of_columns = q_rows + _weighed(d_keys.squares, weight_dk * of_keys.norm2)
         parts += [
-            _columns(d_keys.wide.sum(2) - from_lse, sigma, summed * from_lse.abs(), most_k),
+            _columns(d_keys.wide.sum(2) - from_lse, sigma, summed * from_lse.abs(), most_k, common),
             _matrix(
                 product - _outer(k, dk, n_kv),
                 product,
@@ -282,12 +284,19 @@ def _capped(squares: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
     return torch.minimum(squares.sqrt(), most)
 
 
-def _columns(residual: torch.Tensor, sigma: torch.Tensor, shared: torch.Tensor, most: torch.Tensor) -> Deviation:
-    """Residual columns (B, N_kv, H), with their norm as one column more. shared: what all terms may have in common.
-    most: the largest that a column can be (B, N_kv, 1)."""
+def _columns(residual, sigma, shared, most, common) -> Deviation:
+    """Residual columns (B, N_kv, H), with their norm as one column more.
+
+    Args:
+        sigma: what rounding does to a column.
+        shared: what all terms may have in common.
+        most: the largest that a column can be (B, N_kv, 1).
+        common: the share of sigma, 0 to 1, that may be the same in every column (B, N_kv, 1).
+    """
     norm = torch.linalg.vector_norm
     shared = torch.minimum(shared, most)
-    of_norm = NORM * norm(sigma, dim=-1, keepdim=True) + PEAK * sigma.amax(-1, keepdim=True)
+    factor = NORM + (COLUMN - NORM) * common
+    of_norm = factor * norm(sigma, dim=-1, keepdim=True) + PEAK * sigma.amax(-1, keepdim=True)
     return Deviation(
         torch.cat([residual, norm(residual, dim=-1, keepdim=True)], -1),
         torch.cat([COLUMN * sigma + 2 * shared, of_norm + 2 * norm(shared, dim=-1, keepdim=True)], -1),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .compiled import at_once
 from .guard import Guard
 from .product import TileSums, bias_sums, settle_rows, tile_sums
 
@@ -26,7 +27,7 @@ class WeightSums:
         kept = self._kept.get(name)
         if kept is None or kept[0] != key:
             with torch.no_grad():
-                kept = self._kept[name] = (key, tile_sums(b))
+                kept = self._kept[name] = (key, at_once(tile_sums, b)(b))
         return kept[1]
 
     def rows(self, weight: torch.Tensor, version: int) -> TileSums:
@@ -124,7 +125,7 @@ def weight_gradient(guard: Guard, dy: torch.Tensor, x: torch.Tensor) -> torch.Te
         guard,
         section,
         dw,
-        lambda: (dy.t(), tile_sums(x)),
+        lambda: (dy.t(), at_once(tile_sums, x)(x)),
         lambda: dy.t() @ x,
         backward=True,
     )

@@ -1,0 +1,22 @@
+"""What the check adds on an H100, counted over the whole call: each bound is a tenth above what was counted."""
+
+import pytest
+
+from attention_roofline import block_seconds, ran, rate_of
+from everstep.attention.section import AttentionCheck
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("in_graph", "most"), [(False, 0.116), (True, 0.070)], ids=["eager", "compiled"])
+def test_what_a_call_of_llama_3_8b_adds(in_graph, most):
+    name = "Llama 3 8B"
+    block, without = block_seconds(name), ran(name, None, in_graph=in_graph)
+    always, full = (
+        ran(name, section, in_graph=in_graph).less(without)
+        for section in (AttentionCheck(enable=True, frequency=0.0), AttentionCheck(enable=True))
+    )
+    assert 0.002 < always.seconds / block < 0.0033
+    assert 0.04 < full.seconds / block < most
+    sampled = full.seconds - always.seconds
+    rate = rate_of(block + always.seconds, sampled, 32)
+    assert (always.seconds + rate * sampled) / block < 0.02
