@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch.agent_settings import AgentSettings
+from everstep.launch.settings import GroupSettings
 from everstep.run.events import read_events
 from forked import Forked
 from watched import until
@@ -45,10 +45,14 @@ class TinyAgent:
 
     CODE = """
 import json, sys
+from pathlib import Path
+from everstep.config.sections import FaultTolerance
 from everstep.launch.agent import run_agent
-from everstep.launch.agent_settings import AgentSettings
-settings = AgentSettings.from_json(json.loads(sys.argv[1]))
-sys.exit(run_agent(settings, preload=("everstep.launch.store", "tiny_trainer")))
+from everstep.launch.settings import GroupSettings
+told = json.loads(sys.argv[1])
+section = FaultTolerance(**told.pop("fault_tolerance"))
+settings = GroupSettings(run_dir=Path(told.pop("run_dir")), fault_tolerance=section, **told)
+sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))
 """
 
     def __init__(self, folder, *flags, **settings):
@@ -56,7 +60,7 @@ sys.exit(run_agent(settings, preload=("everstep.launch.store", "tiny_trainer")))
         self.temporary = settings.pop("temporary", None) or short_folder()
         self.output = settings.pop("output", None) or folder / f"agent-{os.urandom(4).hex()}.out"
         environment = settings.pop("environment", {})
-        section = {f.name for f in fields(FaultTolerance)} - {f.name for f in fields(AgentSettings)}
+        section = {f.name for f in fields(FaultTolerance)} - {f.name for f in fields(GroupSettings)}
         config = folder / f"agent-{os.urandom(4).hex()}.toml"
         config.write_text(f"flags = {json.dumps(['--fault_tolerance.groups', str(settings.get('groups', 1)), *flags])}")
         arguments = {
@@ -103,7 +107,7 @@ def events_of(run_dir, kind, **fields):
 class TinyRun:
     """A supervisor of its own process, with everything below it."""
 
-    def __init__(self, run_dir, groups, ranks, *flags, terminal=None, temporary=None, output=None):
+    def __init__(self, run_dir, groups, ranks, *flags, terminal=None, temporary=None, output=None, forked=True):
         self.run_dir = run_dir
         self.output = output or run_dir.with_suffix(".out")
         self.temporary = temporary or short_folder()
@@ -116,7 +120,8 @@ class TinyRun:
         }
         if terminal is None:
             with self.output.open("ab") as output:
-                self.process = Forked(command, stdout=output, stderr=subprocess.STDOUT, **options)
+                starts = Forked if forked else subprocess.Popen
+                self.process = starts(command, stdout=output, stderr=subprocess.STDOUT, **options)
         else:
             self.process = subprocess.Popen(
                 command,

@@ -12,7 +12,7 @@ from pathlib import Path
 from everstep.launch import supervisor, view, warm
 from everstep.run.directory import LaunchError
 
-PRELOAD = ("torchft", "everstep.launch.store", "everstep.quorum.lighthouse", "tiny_trainer")
+PRELOAD = ("upgraded", "tiny_trainer", "torchft", "everstep.quorum.lighthouse")
 
 
 BURST_S, PAUSE_S = 0.4, 0.8

@@ -1,6 +1,5 @@
 """The command line answers at once, and says in one sentence what the user can put right."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import pytest
 
 from everstep.cli import COMMANDS
 from everstep.report.score import score, verdict
-from forked import ran
 from launched import DEADLINE_S
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -49,23 +47,10 @@ def test_every_command_explains_itself_without_torch(command):
     assert shown.stdout.endswith("False\n")
 
 
-@pytest.mark.parametrize(
-    ("args", "what"),
-    [
-        (("rum",), "did you mean run"),
-        (("run", "missing.toml"), "missing.toml: no such file"),
-        (("run", "broken.toml"), "broken.toml: not valid TOML"),
-        (("report", "nothing"), "nothing"),
-        (("report", "nothing", "--jsn"), "--jsn"),
-    ],
-)
-def test_mistakes_are_named_in_one_sentence_and_nothing_is_written(tmp_path, args, what):
-    (tmp_path / "broken.toml").write_text("[training\n")
-    done = everstep(*args, cwd=tmp_path)
-    assert done.returncode == 2
-    assert what in done.stderr
-    assert "Traceback" not in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["broken.toml"]
+def test_a_mistake_ends_a_process_with_one_sentence(tmp_path):
+    done = everstep("run", "missing.toml", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "everstep: missing.toml: there is no such file\n")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_cannot_work_ends_before_anything_is_started(start):
@@ -90,7 +75,7 @@ def test_an_error_in_the_first_step_gives_up_after_three_starts_and_names_itself
     assert len(run.events("workers_started")) == 3
     (ended,) = run.events("run_ended")
     assert ended["status"] == "failed"
-    assert "started 3 times and failed each time" in ended["reason"]
+    assert "its workers were started 3 times and failed each time" in ended["reason"]
     assert "FileNotFoundError: there is no dataset for port" in ended["reason"]
     assert "in group 0" not in ended["reason"], "the first line says what it is"
     assert "FileNotFoundError" in run.said()
@@ -101,7 +86,7 @@ def test_an_error_that_all_groups_have_ends_the_run_at_once(start):
     assert run.process.wait(60) == 1
     assert len(run.events("workers_started")) < 9, "not every group needs to try three times"
     (ended,) = run.events("run_ended")
-    assert "all 3 groups failed in the same way" in ended["reason"]
+    assert "workers of 3 groups were started 3 times and failed each time" in ended["reason"]
     assert "FileNotFoundError" in ended["reason"]
 
 
@@ -138,66 +123,3 @@ def test_a_first_step_that_is_longer_than_a_stall_is_no_stall(start):
     run = start(1, 1, "--tiny.first_s", "5", "--training.steps", "3")
     assert run.process.wait(60) == 0
     assert run.events("workers_stalled") == []
-
-
-PREPARE = """
-import json, pathlib, sys
-from everstep.launch import warm
-warm.preload(("torchtitan.train",))
-from everstep.launch.prepare import main, take_answer
-calls = json.loads(sys.argv[1])
-print(json.dumps([[main(*call), take_answer(pathlib.Path(call[1]))] for call in calls]))
-"""
-
-CONFIG = """
-[job]
-module = "llama3"
-config = "llama3_debugmodel"
-[training]
-steps = 4
-local_batch_size = 2
-global_batch_size = 12
-disable_cuda_graphs = true
-[data]
-source = "stdlib"
-[fault_tolerance]
-enable = true
-groups = 3
-"""
-
-
-def test_the_config_is_checked_and_settled_before_a_run_starts(tmp_path):
-    good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
-    good.write_text(CONFIG)
-    bad.write_text(CONFIG.replace("steps =", "stepz ="))
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-
-    def call(config, *flags, ranks=1):
-        return [str(config), str(run_dir), list(flags), ranks]
-
-    calls = [
-        call(bad),
-        call(good, ranks=4),
-        call(good, "--fault_tolerance.no-enable"),
-        call(good),
-        call(good, "--fault_tolerance.groups", "2"),
-        call(good, "--debug.seed", "8"),
-    ]
-    done = ran([sys.executable, "-c", PREPARE, json.dumps(calls)], env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
-    unknown_key, indivisible, apart, settled, fewer_groups, other_seed = json.loads(done.stdout.splitlines()[-1])
-    assert unknown_key[0] == 2
-    assert "stepz" in unknown_key[1]["error"]
-    assert "steps" in unknown_key[1]["error"]
-    assert indivisible[0] == 2
-    assert "global_batch_size" in indivisible[1]["error"]
-    assert apart[0] == 2
-    assert "enable = true" in apart[1]["error"]
-    assert settled[0] == 0
-    assert settled[1]["steps"] == 4
-    assert (run_dir / "config.toml").exists()
-    assert fewer_groups[0] == 0, "the number of groups does not decide the result"
-    assert fewer_groups[1]["identity"] == settled[1]["identity"]
-    assert other_seed[0] == 2
-    assert "seed" in other_seed[1]["error"]

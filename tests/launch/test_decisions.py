@@ -5,15 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from everstep.launch.agent_settings import AgentSettings, worker_argv
 from everstep.launch.machine import devices_of_groups
+from everstep.launch.settings import GroupSettings
 from everstep.launch.watchdog import (
     Cause,
     Death,
-    RestartLimits,
+    Patience,
     Stall,
     alike,
     describe_exit,
+    failures,
     find_stall,
     pause_s,
     reason_to_give_up,
@@ -22,11 +23,11 @@ from everstep.run.beats import Beat, Heartbeat, beat_path, read_beat
 from everstep.run.directory import LaunchError, RunDir, default_run_dir
 from everstep.run.exits import HOPELESS_EXIT
 
-LIMITS = RestartLimits(max_restarts=5, window_s=100.0)
+LIMITS = (5, 100.0)
 
 
 def stall(beats, now, pids=None):
-    return find_stall(pids or {0: 10, 1: 11}, beats, 1000.0, now, stall_timeout_s=5.0, startup_timeout_s=60.0)
+    return find_stall(pids or {0: 10, 1: 11}, beats, 1000.0, now, Patience(5.0, 60.0))
 
 
 def test_a_rank_that_beats_has_not_stalled():
@@ -78,12 +79,12 @@ def test_a_beat_costs_microseconds(tmp_path):
 
 def test_a_first_step_may_compile_and_a_later_one_may_not_stall():
     beats = {0: Beat(10, 1100.0, 1, "compute"), 1: Beat(11, 1100.0, 1, "reduce")}
-    first = {"stall_timeout_s": 5.0, "startup_timeout_s": 60.0, "first_step_s": 60.0}
-    assert find_stall({0: 10, 1: 11}, beats, 1000.0, 1159.0, **first) is None
-    assert find_stall({0: 10, 1: 11}, beats, 1000.0, 1161.0, **first) == Stall(0, "compute", 61.0)
+    first = Patience(5.0, 60.0, first_step_s=60.0)
+    assert find_stall({0: 10, 1: 11}, beats, 1000.0, 1159.0, first) is None
+    assert find_stall({0: 10, 1: 11}, beats, 1000.0, 1161.0, first) == Stall(0, "compute", 61.0)
     assert stall(beats, 1106.0) == Stall(0, "compute", 6.0)
     heals = {0: Beat(10, 1100.0, 1, "heal"), 1: Beat(11, 1105.0, 1, "reduce")}
-    assert find_stall({0: 10, 1: 11}, heals, 1000.0, 1106.0, **first) == Stall(0, "heal", 6.0), "that has its timeout"
+    assert find_stall({0: 10, 1: 11}, heals, 1000.0, 1106.0, first) == Stall(0, "heal", 6.0), "that has its timeout"
 
 
 def deaths(*exits, committed=False, **more):
@@ -91,42 +92,40 @@ def deaths(*exits, committed=False, **more):
 
 
 def why_given_up(deaths):
-    found = reason_to_give_up(deaths, LIMITS)
-    return found.why if found else ""
+    return reason_to_give_up(deaths, *LIMITS)
 
 
 def test_kills_are_what_restarts_are_for():
-    assert reason_to_give_up(deaths(-9, -9, -9, -9, -9), LIMITS) is None
+    assert not why_given_up(deaths(-9, -9, -9, -9, -9))
+    assert failures(deaths(-9, -9, -9, -9, -9)) == 0
 
 
 def test_a_trainer_that_says_it_is_hopeless_is_believed():
     assert "no use" in why_given_up(deaths(-9, HOPELESS_EXIT, committed=True))
 
 
-def test_workers_that_fail_three_times_without_a_committed_step_are_given_up():
-    assert reason_to_give_up(deaths(1, 1), LIMITS) is None
-    assert "started 3 times" in why_given_up(deaths(1, 1, 1))
-    assert reason_to_give_up(deaths(1, 1, 1, committed=True), LIMITS) is None
-    assert reason_to_give_up([*deaths(1, 1), *deaths(1, committed=True), *deaths(1, 1)], LIMITS) is None
+FAILED = [Death(30.0 * i, 1, committed=False, run_step=i) for i in range(50)]
 
 
-def test_a_kill_between_failures_neither_counts_nor_hides_them():
-    assert reason_to_give_up(deaths(1, -9, 1), LIMITS) is None
-    assert reason_to_give_up(deaths(1, -9, 1, 1), LIMITS)
-    assert reason_to_give_up(deaths(1, 1, 1, -9), LIMITS) is None
-
-
-def test_crashes_out_of_memory_and_hangs_count_as_failures_of_their_own():
-    assert reason_to_give_up(deaths(-11, -6, -7), LIMITS)
-    assert reason_to_give_up(deaths(-9, -9, -9, out_of_memory=True), LIMITS)
-    assert reason_to_give_up(deaths(-9, -9, -9, stalled=True), LIMITS)
-
-
-def test_a_group_that_fails_while_others_make_steps_is_not_given_up():
-    """Something may be wrong with its machine that passes."""
-    failures = [Death(30.0 * i, 1, committed=False, run_step=i) for i in range(50)]
-    assert reason_to_give_up(failures, LIMITS) is None
-    assert reason_to_give_up([*failures[:3], *(Death(30.0 * i, 1, False, run_step=2) for i in (3, 4))], LIMITS)
+@pytest.mark.parametrize(
+    ("ended", "count"),
+    [
+        (deaths(1, 1), 2),
+        (deaths(1, 1, 1, committed=True), 0),
+        ([*deaths(1, 1), *deaths(1, committed=True), *deaths(1, 1)], 2),
+        (deaths(1, -9, 1, -9), 2),
+        (deaths(-11, -6, -7), 3),
+        (deaths(-9, -9, out_of_memory=True), 2),
+        (deaths(-9, -9, stalled=True), 2),
+        (deaths(1, 1, 1, excused=True), 0),
+        (deaths(-11, -11, excused=True), 0),
+        ([*deaths(1, excused=True), *deaths(1, 1)], 2),
+        (FAILED, 1),
+        ([*FAILED[:3], Death(90.0, 1, False, run_step=2), Death(120.0, 1, False, run_step=2)], 3),
+    ],
+)
+def test_failures_count_if_they_are_the_workers_own_and_nobody_commits(ended, count):
+    assert failures(ended) == count
 
 
 def test_failures_of_one_cause_are_counted_and_put_off_the_next_start():
@@ -142,12 +141,6 @@ def test_failures_of_one_cause_are_counted_and_put_off_the_next_start():
     assert pause_s(deaths(-9, -9, -9, -9)) == 0.0
 
 
-def test_a_failure_while_others_were_struck_does_not_count():
-    assert reason_to_give_up(deaths(1, 1, 1, excused=True), LIMITS) is None
-    assert reason_to_give_up(deaths(-11, -11, -11, excused=True), LIMITS) is None
-    assert reason_to_give_up([*deaths(1, excused=True), *deaths(1, 1)], LIMITS) is None
-
-
 def test_an_invalid_configuration_is_not_tried_again():
     assert "configuration" in why_given_up(deaths(2))
 
@@ -155,7 +148,7 @@ def test_an_invalid_configuration_is_not_tried_again():
 def test_restarts_are_counted_within_their_window():
     assert "died 6 times" in why_given_up(deaths(-9, -9, -9, -9, -9, -9))
     spread = [Death(30.0 * i, -9, True) for i in range(20)]
-    assert reason_to_give_up(spread, LIMITS) is None
+    assert not why_given_up(spread)
 
 
 def test_an_exit_in_words():
@@ -170,7 +163,7 @@ def test_each_group_gets_devices_of_its_own_while_they_last():
 
 
 def test_a_worker_is_told_its_place():
-    argv = worker_argv(AgentSettings("c.toml", Path("runs/x"), 1, 3, 1, "", host="10.0.0.1"), "http://h:1")
+    argv = GroupSettings("c.toml", Path("runs/x"), 1, 3, 1, "http://h:1", host="10.0.0.1").worker_argv
     assert argv[:6] == ["--module", "everstep", "--config", "c.toml", "--dump_folder", "runs/x"]
     assert argv[argv.index("--fault_tolerance.group_id") + 1] == "1"
     assert argv[argv.index("--fault_tolerance.lighthouse") + 1] == "http://h:1"

@@ -2,18 +2,18 @@
 
 import json
 import os
-import signal
 import sys
-import threading
-import time
 
 import pytest
 
 from everstep.launch import meeting
-from everstep.launch.meeting import Meeting
-from everstep.launch.rounds import Alone, AskedToStop, NodeLost, Round
+from everstep.launch.meeting import Meeting, Round
+from everstep.launch.settings import GroupSettings
+from everstep.run.beats import BeatFile, agent_beat_path
 from everstep.run.directory import LaunchError
-from forked import Forked, ran
+from everstep.run.fence import Fenced
+from forked import ran
+from launched import until
 
 SCRIPT = "import json, os; print(json.dumps(dict(os.environ)))"
 
@@ -49,86 +49,87 @@ def test_ranks_are_counted_over_nodes_of_any_size():
     assert (said["GROUP_RANK"], said["GROUP_WORLD_SIZE"], said["TORCHELASTIC_RESTART_COUNT"]) == ("1", "3", "5")
 
 
-FIRST_NODE = """
-import signal, sys, time
-from pathlib import Path
-from everstep.launch.meeting import Meeting
-asked = []
-signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
-first = Meeting(Path(sys.argv[1]), "7.0", 2, 0, 1, "127.0.0.1", lambda: bool(asked))
-first.next_round()
-while True:
-    first.beat() if asked else first.is_awaited()
-    time.sleep(0.05)
-"""
-
-
-def of_two(folder, node_rank, stopping=lambda: False):
-    return Meeting(folder / "rendezvous.json", "7.0", 2, node_rank, 1, "127.0.0.1", stopping)
-
-
 @pytest.fixture
-def first(tmp_path):
-    """The agent of a first node, which watches."""
-    process = Forked([sys.executable, "-c", FIRST_NODE, str(tmp_path / "rendezvous.json")])
-    yield process
-    process.kill()
-    process.wait()
+def folder(tmp_path):
+    """A run's folder, in which every node of the group beats."""
+    for node in range(2):
+        BeatFile(agent_beat_path(tmp_path, 0, node)).beat("watching")
+    return tmp_path
 
 
-def test_a_first_node_that_is_stopped_is_not_waited_for_for_ever(first, tmp_path, monkeypatch):
-    """Its kernel takes what is sent to it, and nobody answers."""
-    monkeypatch.setattr(meeting, "PEER_SILENCE_S", 1.0)
-    second = of_two(tmp_path, 1)
-    second.next_round()
-    assert not second.is_awaited()
-    os.kill(first.pid, signal.SIGSTOP)
-    begun = time.monotonic()
-    with pytest.raises(NodeLost, match="node 0 of this group has been silent"):
-        second.is_awaited()
-    assert time.monotonic() - begun < 5.0
+def of_two(folder, node_rank, **more):
+    settings = GroupSettings("", folder, 0, 1, node_rank + 1, "", job=7, nodes=2, node_rank=node_rank, **more)
+    return Meeting(settings, "group-0.7.0")
 
 
-def test_a_node_that_stops_is_not_missed_by_one_that_was_not_asked_yet(first, tmp_path, monkeypatch):
-    """Its workers make their last step, which may take a while."""
-    monkeypatch.setattr(meeting, "PEER_SILENCE_S", 1.5)
-    second = of_two(tmp_path, 1)
-    second.next_round()
-    first.send_signal(signal.SIGTERM)
-    end = time.monotonic() + 4.0
-    while time.monotonic() < end:
-        assert not second.is_awaited()
-        time.sleep(0.05)
+def begun(*nodes):
+    """Their rounds, once all have joined; whoever asks first has to ask again."""
+    found = {}
+    for node in nodes * 2:
+        if node not in found and (place := node.next_round()):
+            found[node] = place
+    return [found[node] for node in nodes]
 
 
-def test_who_is_asked_to_stop_does_not_wait_for_a_first_node_that_is_stopped(first, tmp_path):
-    asked = threading.Event()
-    second = of_two(tmp_path, 1, asked.is_set)
-    second.next_round()
-    os.kill(first.pid, signal.SIGSTOP)
-    threading.Timer(0.5, asked.set).start()
-    begun = time.monotonic()
-    assert not second.is_awaited()
-    assert not second.all_ended()
-    with pytest.raises(AskedToStop):
-        second.next_round()
-    assert time.monotonic() - begun < 5.0
+def test_a_round_begins_when_all_have_joined_it_and_all_know_where_its_store_is(folder):
+    second = of_two(folder, 1)
+    assert second.next_round() is None, "it is alone"
+    first = of_two(folder, 0)
+    places = begun(first, second)
+    assert [(list(place.ranks), place.port) for place in places] == [([0], places[0].port), ([1, 2], places[0].port)]
+    assert places[0].listener.getsockname() == ("127.0.0.1", places[0].port)
+    assert not first.is_awaited
+    assert second.next_round() is None, "its workers died"
+    assert first.is_awaited
+    assert begun(first, second)[0].port != places[0].port
 
 
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
-def test_a_host_that_is_not_this_machine_is_told_with_the_flag(host):
-    with pytest.raises(LaunchError, match=rf"{host}: this machine cannot listen there: .* --host"):
-        Alone("7.0", host, 1).next_round()
+def test_a_kill_is_told_for_its_round_and_an_end_by_all(folder):
+    first, second = of_two(folder, 0), of_two(folder, 1)
+    begun(first, second)
+    first.tell_killed()
+    assert (first.others_were_killed, second.others_were_killed) == (False, True)
+    begun(first, second)
+    assert not second.others_were_killed
+    first.tell_ended()
+    assert not first.all_ended
+    second.tell_ended()
+    assert first.all_ended
+    assert second.all_ended
 
 
-def test_a_node_does_not_come_twice(first, tmp_path):
-    of_two(tmp_path, 1).next_round()
-    with pytest.raises(RuntimeError, match=r"an agent of node 1 has been .* higher --restart"):
-        of_two(tmp_path, 1).next_round()
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_node_that_falls_silent_is_lost_unless_its_workers_have_ended(folder, monkeypatch, silent):
+    nodes = [of_two(folder, 0), of_two(folder, 1)]
+    other = nodes[1 - silent]
+    begun(*nodes)
+    monkeypatch.setattr(meeting, "SILENCE_S", 0.2)
+    BeatFile(agent_beat_path(folder, 0, silent)).beat("watching")
+    assert other.lost() == ""
+    until(other.lost, "it to be missed")
+    assert other.lost() == f"the agent on node {silent} of this group has been silent for 0.2 s"
+    nodes[silent].tell_ended()
+    assert other.lost() == ""
 
 
 @pytest.mark.parametrize(("alone", "missing"), [(0, 1), (1, 0)])
-def test_a_node_that_never_comes_is_not_waited_for_for_ever(tmp_path, monkeypatch, alone, missing):
-    monkeypatch.setattr(meeting, "ARRIVAL_S", 1.0)
-    with pytest.raises(NodeLost, match=f"node {missing} of this group has not come within 1 s"):
-        of_two(tmp_path, alone).next_round()
+def test_a_node_that_never_comes_is_not_waited_for_for_ever(folder, monkeypatch, alone, missing):
+    monkeypatch.setattr(meeting, "ARRIVAL_S", 0.2)
+    node = of_two(folder, alone)
+    assert node.next_round() is None
+    until(node.lost, "it to be missed")
+    assert node.lost() == f"the agent on node {missing} of this group has not come within 0.2 s"
+
+
+def test_a_node_does_not_come_twice_to_one_start_and_a_later_start_does_not_read_its_note(folder):
+    begun(of_two(folder, 0), of_two(folder, 1))
+    with pytest.raises(Fenced, match=r"an agent of node 1 has been .* higher --restart"):
+        of_two(folder, 1)
+    later = of_two(folder, 1, restart=1)
+    assert later.next_round() is None
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
+def test_a_host_that_is_not_this_machine_is_told_with_the_flag(tmp_path, host):
+    with pytest.raises(LaunchError, match=rf"{host}: this machine cannot listen there: .* --host"):
+        Meeting(GroupSettings("", tmp_path, 0, 1, 1, "", host=host), "group-0.0").next_round()

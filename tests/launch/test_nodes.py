@@ -8,15 +8,16 @@ import psutil
 import pytest
 
 from everstep.launch import node as fitness
-from everstep.launch.agent import last_step, reason_not_to_start, shared_s
-from everstep.launch.watchdog import STARTS_WITHOUT_A_COMMIT, RestartLimits
+from everstep.launch.agent import reason_not_to_start, shared_s
+from everstep.launch.incarnation import last_step
+from everstep.launch.launcher import STARTS_WITHOUT_A_STEP
 from everstep.run.directory import bad_node_file, over_file
 from everstep.run.events import EventLog
 from everstep.run.exits import GAVE_UP_EXIT, HOPELESS_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.files import read_json
 from launched import DEADLINE_S, alive, until
 
-LIMITS = RestartLimits(max_restarts=100, window_s=3600.0)
+LIMITS = (100, 3600.0)
 
 
 def node(agent, rank, *flags, **settings):
@@ -103,7 +104,7 @@ def test_a_group_that_its_second_node_gives_up_is_over(agent):
 def test_a_rank_that_is_killed_on_one_node_is_no_failure_of_its_peers_on_another(agent):
     """As often as you like, also before the first step."""
     first, second = (node(agent, rank, "--tiny.first_s", "1000") for rank in (0, 1))
-    for incarnation in range(STARTS_WITHOUT_A_COMMIT + 1):
+    for incarnation in range(STARTS_WITHOUT_A_STEP + 1):
         until(lambda n=2 * incarnation + 2: len(first.events("training_started")) == n, "both ranks to train")
         (victim,) = first.wait_for("workers_started", incarnation=incarnation)["pids"]
         (peer,) = first.wait_for("node_workers_started", incarnation=incarnation)["pids"]
@@ -190,19 +191,19 @@ def starts(tmp_path, *kinds):
 
 def test_a_group_that_starts_again_and_again_without_a_step_is_not_started_any_more(tmp_path):
     starts(tmp_path, *["agent_up"] * 4)
-    assert reason_not_to_start(tmp_path, 0, LIMITS) is None
+    assert reason_not_to_start(tmp_path, 0, *LIMITS) is None
     starts(tmp_path, "agent_up")
-    assert "5 times without committing" in (reason_not_to_start(tmp_path, 0, LIMITS) or "")
-    assert reason_not_to_start(tmp_path, 1, LIMITS) is None
+    assert "5 times without committing" in (reason_not_to_start(tmp_path, 0, *LIMITS) or "")
+    assert reason_not_to_start(tmp_path, 1, *LIMITS) is None
     starts(tmp_path, "commit", "agent_up")
-    assert reason_not_to_start(tmp_path, 0, LIMITS) is None
+    assert reason_not_to_start(tmp_path, 0, *LIMITS) is None
 
 
 def test_restarts_are_counted_over_all_starts_of_the_batch_system(tmp_path):
     starts(tmp_path, "agent_up", "commit", "agent_up", "commit", "agent_up", "commit")
-    assert reason_not_to_start(tmp_path, 0, RestartLimits(3, 3600.0)) is None
-    assert "max_restarts" in (reason_not_to_start(tmp_path, 0, RestartLimits(2, 3600.0)) or "")
-    assert reason_not_to_start(tmp_path, 0, RestartLimits(2, 0.0)) is None, "they were longer ago than the window"
+    assert reason_not_to_start(tmp_path, 0, 3, 3600.0) is None
+    assert "max_restarts" in (reason_not_to_start(tmp_path, 0, 2, 3600.0) or "")
+    assert reason_not_to_start(tmp_path, 0, 2, 0.0) is None, "they were longer ago than the window"
 
 
 def test_a_group_that_is_given_up_says_so_for_good(agent, tmp_path):

@@ -1,6 +1,5 @@
 """A run's config is read and resolved once: everything else of the run takes what was settled."""
 
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from torchtitan.config.manager import ConfigManager
 from everstep.commands import cluster
 from everstep.commands.agent import Agent, agent
 from everstep.launch import prepare, slurm
-from everstep.launch.agent import AgentSettings, worker_argv
 from everstep.launch.prepare import Order, Prepared
 from everstep.launch.supervisor import RunSettings, Supervisor
 from everstep.run.directory import RunDir
@@ -56,7 +54,7 @@ def test_workers_do_not_apply_flags_to_what_flags_have_decided(settled, tmp_path
     monkeypatch.setattr("signal.signal", lambda *_: None)  # a supervisor's handlers
     supervisor = Supervisor(RunSettings(tmp_path / "run.toml", tmp_path / "run"), RunDir(tmp_path / "run"))
     supervisor._devices = [None, None]
-    config = ConfigManager().parse_args(worker_argv(supervisor._agent_settings(1, settled), "http://h:1"))
+    config = ConfigManager().parse_args(supervisor._group_settings(1, settled, "http://h:1").worker_argv)
     assert config.parallelism.data_parallel_replicate_degree == 1, "each replica became a group"
     assert (config.training.steps, config.snapshot.interval, config.debug.seed) == (7, 3, 0)
     ft = config.fault_tolerance
@@ -87,8 +85,7 @@ def test_processes_of_a_batch_job_take_what_was_settled_or_settle_it(settled, tm
     (settings,), (beacon,) = agents, beacons
     assert len(asked) == (2 if flags else 0)
     assert (settings.groups, settings.config) == (2, str(tmp_path / "run" / "config.toml"))
-    assert settings.fault_tolerance == beacon.fault_tolerance == settled.fault_tolerance
-    assert AgentSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+    assert settings.fault_tolerance == beacon.config.fault_tolerance == settled.fault_tolerance
 
 
 COUNTS = """
@@ -108,6 +105,7 @@ for module in {tomllib, tomli}:
 """
 
 
+@pytest.mark.slow
 def test_a_run_reads_the_users_file_once_and_each_worker_the_resolved_one_once(tmp_path):
     (tmp_path / "run.toml").write_text(CONFIG)
     (tmp_path / "sitecustomize.py").write_text(COUNTS)

@@ -61,7 +61,7 @@ def test_everything_listens_on_loopback_only(run):
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     ]
-    assert len(listening) >= 3, "the lighthouse and the agents' stores at least"
+    assert len(listening) >= 3, "the lighthouse and the groups' stores at least"
     assert {ip.removeprefix("::ffff:") for _, ip in listening} == {"127.0.0.1"}
 
 
@@ -113,7 +113,7 @@ def test_a_stopped_worker_is_noticed_and_its_group_restarted(run):
     told = run.wait_for("workers_stacks", after=stopped, group=1)
     assert "rank 0 is stopped (SIGSTOP)" in told["summary"]
     assert "rank 1 is in" in told["summary"]
-    assert set(told["files"]) <= {"logs/group-1/rank-1.stacks", "logs/group-1/rank-1.flight.json"}
+    assert told["files"] == ["logs/group-1/rank-1.stacks"]
     run.wait_for("commit", after=stall["t"], group=1, rank=0)
     assert all((run.run_dir / file).exists() for file in told["files"]), "also once the group has started again"
     stacks = (run.run_dir / "logs/group-1/rank-1.stacks").read_text()
@@ -151,22 +151,6 @@ def warm_of(run):
     children = psutil.Process(run.process.pid).children()
     started = [child for child in children if "everstep.launch.warm" in child.cmdline()]
     return started[0] if started else min(children, key=lambda child: child.create_time())
-
-
-def stores(run):
-    """The processes that serve the groups' stores, in no order."""
-    known = {run.process.pid, warm_of(run).pid, run.events("lighthouse_started")[-1]["pid"]}
-    known |= {pid for group in range(2) for pid in run.workers(group)}
-    return [child for child in psutil.Process(run.process.pid).children() if child.pid not in known]
-
-
-def test_a_group_whose_store_is_killed_starts_again(run):
-    one, _ = stores(run)
-    killed = time.time()
-    one.kill()
-    died = run.wait_for("workers_died", after=killed)
-    assert died["reason"] == "its store was killed by SIGKILL"
-    run.wait_for("commit", after=killed + 0.5, group=died["group"], rank=1)
 
 
 def test_nobody_needs_the_warm_process_and_it_comes_back(run):
@@ -249,7 +233,7 @@ def test_nothing_outlives_a_killed_supervisor(start):
     for group in range(2):
         run.wait_for("commit", group=group)
     tree = run.tree()
-    assert len(tree) == 3 + 2 * 2, "launcher, warm process, lighthouse; store and worker of each group"
+    assert len(tree) == 3 + 2, "launcher, warm process, lighthouse; a worker of each group"
     os.kill(run.workers(1)[0], signal.SIGSTOP)
     run.process.kill()
     run.process.wait()
@@ -277,7 +261,7 @@ def test_nothing_that_a_worker_started_outlives_its_incarnation(start, kills):
 
 
 def test_nothing_that_a_worker_started_outlives_a_killed_launcher(start):
-    run = start(1, 2, *ENDLESS, "--tiny.litter")
+    run = start(1, 2, *ENDLESS, "--tiny.litter", forked=False)
     until(lambda: len(run.events("warning")) == 2, "what they start")
     known = [int(pid) for event in run.events("warning") for pid in event["text"].split()]
     assert all(map(alive, known))
@@ -321,7 +305,7 @@ def test_a_run_goes_on_while_nothing_can_be_imported_and_ends_with_the_last_work
     (run.temporary / "upgraded").touch()
     warm_of(run).kill()
     log = run.run_dir / "logs/warm.log"
-    until(lambda: log.read_text().count("ImportError: it was upgraded") > 3, "several tries")
+    until(lambda: log.read_text().count("ImportError: it was upgraded") > 1, "several tries")
     run.wait_for("commit", after=time.time())
     os.kill(run.workers(0)[0], signal.SIGKILL)
     assert run.process.wait(60) == 1

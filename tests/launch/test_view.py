@@ -8,7 +8,7 @@ import sys
 
 from rich.console import Console
 
-from everstep.launch.status import local_status
+from everstep.launch.status import status as status_of
 from everstep.launch.view import RunState, open_view, panel
 from everstep.report.page import write_page
 from everstep.run.events import EventLog, read_events
@@ -105,7 +105,7 @@ def test_nobodys_words_forge_a_line(tmp_path):
     out = io.StringIO()
     with open_view(1, Console(file=out)) as show:
         show(list(read_events(tmp_path)))
-    said = out.getvalue() + local_status(tmp_path) + write_page(tmp_path).read_text()
+    said = out.getvalue() + status_of(tmp_path) + write_page(tmp_path).read_text()
     assert not {"\r", "\x1b"} & set(said)
     assert not [line for line in said.splitlines() if line.startswith(("12:00:00 run done", "run done"))]
     assert "rank 0 exited\\r12:00:00" in out.getvalue(), "shown"

@@ -31,9 +31,6 @@ from everstep.run.beats import Heartbeat
 from everstep.run.events import EventLog
 from everstep.run.poison import deaths_at
 
-if (Path(os.environ.get("TMPDIR", "/tmp")) / "upgraded").exists():
-    raise ImportError("it was upgraded")
-
 if number := os.environ.get("TINY_FORK_ERRNO"):  # of the warm process, which imports this first
     warm, forks = os.getpid(), itertools.count(1)
 

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from everstep.launch.status import local_status
+from everstep.launch.status import status as status_of
 from everstep.launch.view import RunState, panel
 from everstep.report.checking import Checking
 from everstep.report.curves import Curves
@@ -66,7 +66,7 @@ def test_the_page_names_who_was_sent_away_first_and_the_bounds_below(run_dir):
 
 
 def test_status_and_view_tell_of_it(run_dir):
-    assert f"checks  attention: {COVERED}; {JUDGED}" in local_status(run_dir).splitlines()
+    assert f"checks  attention: {COVERED}; {JUDGED}" in status_of(run_dir).splitlines()
     state = RunState(2)
     lines = [line.split(" ", 1)[1] for line in map(state.apply, read_events(run_dir)) if ":" in line[:3]]
     assert [line for line in lines if line.startswith("attention: 12 of 12")], "once it is known"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from everstep.launch.status import local_status
+from everstep.launch.status import status as status_of
 from everstep.report.metrics import Metrics
 from everstep.report.protection import Protection
 from everstep.run.events import EventLog
@@ -76,9 +76,7 @@ def test_status_and_metrics_say_the_same(tmp_path):
                 "commit", step, groups=[0, 1], loss=1.0, tokens=8.0, history="a", parent="b", attempt=0, owners=[0, 1]
             )
         log.emit("snapshot_protected", 2, members=[0, 1], survives=1, exposed=[])
-    assert "memory  protected: step 2, 1 steps old, survives any 1 of hosts (group 0) (group 1)" in local_status(
-        tmp_path
-    )
+    assert "memory  protected: step 2, 1 steps old, survives any 1 of hosts (group 0) (group 1)" in status_of(tmp_path)
     metrics = Metrics(3, 1)
     metrics.follow(story().events)
     value = metrics.registry.get_sample_value

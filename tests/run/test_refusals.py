@@ -39,8 +39,28 @@ MISTAKES = {
     ),
     "a learning rate that climbs": ({"optimizer": {"lr": -1.0}}, (), ("[optimizer] lr must be 0 or more",)),
     "wrong flag": ({}, ("--training.stepz", "4"), ("stepz",)),
+    "no steps": ({}, ("--training.steps", "0"), ("[training] steps must be at least 1",)),
+    "many groups": ({}, ("--fault_tolerance.groups", "many"), ("groups must be a whole number, got many",)),
+    "a choice that is none": ({}, ("--fault_tolerance.on_loss", "ignore"), ("must be one of redistribute, shrink",)),
+    "groups apart": ({}, ("--fault_tolerance.no-enable",), ("enable = true",)),
+    "a string": ({"fault_tolerance": {"groups": "three"}}, (), ('groups must be an integer, got "three"',)),
+    "no boolean": ({"fault_tolerance": {"enable": "yes"}}, (), ("enable must be true or false",)),
+    "unknown key": ({"fault_tolerance": {"grups": 3}}, (), ("has no key 'grups'; the nearest is 'groups'",)),
+    "a float for a seed": ({"debug": {"seed": 1.5}}, (), ("[debug] seed must be an integer",)),
+    "parity": ({"snapshot": {"parity": 7}}, (), ("[snapshot] parity must be one of 0, 1, 2",)),
+    "a name of torchtitan 0.2, twice": (
+        {"training": {"seed": 1}}, (), ("[training] seed is torchtitan 0.2's name of [debug] seed",),
+    ),
 }  # fmt: skip
 """What is wrong: sections over the base config, arguments of `everstep run`, words of the answer."""
+FILES = {
+    "[training\n": ":1: not valid TOML",
+    b"\xff\xfe\x00": "not valid TOML",
+    '[model]\nname = "llama3"\nflavor = "8B"\nconverters = ["float8"]\n': "give --allow-dropped",
+    "fault_tolerance = 3\n": "no base config",
+    None: "cannot be read: Is a directory",
+}
+"""Whole files that are wrong, or a folder, and words of the answer."""
 
 
 def refused(config, run_dir, *args):
@@ -64,45 +84,61 @@ def nothing_was_written(run_dir):
     return not (run_dir / "config.toml").exists() and not any((run_dir / "checkpoint").glob("*"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_ends_the_run_at_once_in_one_sentence(tmp_path, mistake):
-    sections, args, words = MISTAKES[mistake]
-    (tmp_path / "tokenizer.json").write_text("{}")  # of hf_assets_path = "."
-    said = refused(write_config(tmp_path / "bad.toml", **sections), tmp_path / "run", *args)
-    assert all(word in said for word in words), said
-    assert nothing_was_written(tmp_path / "run")
-
-
 PREPARE = """
 import json, pathlib, sys
-from everstep.launch import warm
-warm.preload(("torchtitan.train",))
 from everstep.launch.prepare import main, take_answer
 for call in json.loads(sys.argv[1]):
     print("status", main(call), take_answer(pathlib.Path(call["run_dir"])))
 """
 
 
-def test_every_mistake_is_found_before_anything_starts(tmp_path):
-    calls = []
-    for index, (sections, args, _) in enumerate(MISTAKES.values()):
-        config = write_config(tmp_path / f"{index}.toml", **sections)
-        (tmp_path / f"run-{index}").mkdir()
-        (tmp_path / "tokenizer.json").write_text("{}")  # of hf_assets_path = "."
-        flags, ranks = list(args), 1
-        if "--ranks-per-group" in flags:
-            flags, ranks = [], 2
-        run_dir = str(tmp_path / f"run-{index}")
-        calls.append({"config": str(config), "run_dir": run_dir, "flags": flags, "groups": 3, "ranks": ranks})
+def prepared(tmp_path, calls):
+    """What a process that prepares these says: a line each."""
     command = [sys.executable, "-c", PREPARE, json.dumps(calls)]
     done = ran(command, env=environment(), cwd=tmp_path, timeout=COMPLETE_S)
     answers = [line for line in done.stdout.splitlines() if line.startswith("status ")]
-    assert len(answers) == len(MISTAKES), done.stderr
-    for (name, (_, _, words)), answer in zip(MISTAKES.items(), answers, strict=True):
-        assert answer.startswith("status 2 "), (name, answer)
-        assert all(word in answer for word in words), (name, answer)
-    assert all(nothing_was_written(tmp_path / f"run-{index}") for index in range(len(MISTAKES)))
+    assert len(answers) == len(calls), done.stderr
+    return answers
+
+
+def call(config, run_dir, *flags, groups=3, ranks=1):
+    run_dir.mkdir(exist_ok=True)
+    return {"config": str(config), "run_dir": str(run_dir), "flags": list(flags), "groups": groups, "ranks": ranks}
+
+
+def test_every_mistake_is_found_before_anything_starts(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")  # of hf_assets_path = "."
+    calls, wanted = [], []
+    for index, (sections, args, words) in enumerate(MISTAKES.values()):
+        flags, ranks = (args, 1) if "--ranks-per-group" not in args else ((), 2)
+        config = write_config(tmp_path / f"{index}.toml", **sections)
+        calls.append(call(config, tmp_path / f"run-{index}", *flags, ranks=ranks))
+        wanted.append(words)
+    for text, words in FILES.items():
+        config = tmp_path / f"{len(calls)}.toml"
+        if text is None:
+            config.mkdir()
+        else:
+            config.write_bytes(text if isinstance(text, bytes) else text.encode())
+        calls.append(call(config, tmp_path / f"run-{len(calls)}"))
+        wanted.append((words,))
+    for answer, words in zip(prepared(tmp_path, calls), wanted, strict=True):
+        assert answer.startswith("status 2 "), (words, answer)
+        assert all(word in answer for word in words), (words, answer)
+    assert all(nothing_was_written(tmp_path / f"run-{index}") for index in range(len(calls)))
+
+
+def test_a_run_directory_goes_on_with_its_own_config_and_another_number_of_groups(tmp_path):
+    config, run_dir = write_config(tmp_path / "good.toml"), tmp_path / "run"
+    flags = ((), ("--fault_tolerance.groups", "2"), ("--debug.seed", "8"))
+    settled, fewer, other_seed = prepared(tmp_path, [call(config, run_dir, *one, groups=None) for one in flags])
+    identity = settled.partition("identity=")[2].partition(",")[0]
+    assert settled.startswith("status 0 Prepared(groups=3, ranks=1, seed=0, steps=30")
+    assert fewer.startswith("status 0 Prepared(groups=2"), "the number of groups does not decide the result"
+    assert f"identity={identity}" in fewer
+    assert other_seed.startswith("status 2 ")
+    assert "holds a run of another config" in other_seed
+    assert "seed" in other_seed
 
 
 def test_a_run_directory_is_not_taken_from_another_config_or_a_run_that_is_going(start, tmp_path):

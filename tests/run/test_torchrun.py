@@ -1,4 +1,4 @@
-"""Groups that torchrun starts, as on a cluster: torchtitan's own command line, torchft's own lighthouse."""
+"""Groups that torchrun starts, as on a cluster: torchtitan's own command line, and a lighthouse beside them."""
 
 import os
 import signal
@@ -9,8 +9,10 @@ import time
 import psutil
 import pytest
 
+from everstep.launch.machine import free_port, listens
 from everstep.report import score
 from everstep.run.events import EventTail
+from forked import Forked
 from watched import DEADLINE_S, LOSS_TOLERANCE, environment, until, write_config
 
 
@@ -37,21 +39,18 @@ class Torchrun:
         run_dir.mkdir()
         self.events = EventTail(run_dir)
         self.seen = []
-        bind = run_dir / "lighthouse.log"
-        with bind.open("wb") as output:
-            # Port 0: the kernel chooses one.
-            lighthouse = subprocess.Popen(
-                [
-                    str(os.path.join(os.path.dirname(sys.executable), "torchft_lighthouse")),
-                    *("--bind", "127.0.0.1:0", "--min_replicas", "1", "--join_timeout_ms", "1000"),
-                    *("--heartbeat_timeout_ms", "2000"),
-                ],
+        port = free_port("127.0.0.1")
+        bind = ("--bind", f"127.0.0.1:{port}", "--run-dir", str(run_dir))
+        timeouts = ("--min-groups", "1", "--join-timeout-s", "1.0", "--heartbeat-timeout-s", "2.0")
+        with (run_dir / "lighthouse.log").open("wb") as output:
+            lighthouse = Forked(
+                [sys.executable, "-m", "everstep.quorum.lighthouse", *bind, *timeouts],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment(RUST_LOG="info"),
+                env=environment(),
             )
         processes.append(lighthouse)
-        (port,) = until(lambda: _listening(lighthouse.pid), "the lighthouse to listen")
+        until(lambda: listens("127.0.0.1", port), "the lighthouse to listen")
         self.lighthouse = f"http://127.0.0.1:{port}"
 
     def group(self, group, *flags):
@@ -78,10 +77,6 @@ class Torchrun:
             return [event for event in self.seen if condition(event)]
 
         return until(found, what)[0]
-
-
-def _listening(pid):
-    return {c.laddr.port for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN}
 
 
 def test_two_groups_of_torchrun_train_as_one_and_survive_a_kill(tmp_path, processes, start):

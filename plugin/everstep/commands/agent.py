@@ -55,9 +55,9 @@ class Agent:
 def agent(command: Agent, flags: Sequence[str]) -> int:
     """`everstep agent`; returns the exit status."""
     from everstep.launch.agent import run_agent
-    from everstep.launch.agent_settings import AgentSettings
     from everstep.launch.machine import local_host
     from everstep.launch.prepare import settled
+    from everstep.launch.settings import GroupSettings
     from everstep.launch.slurm import Allocation
 
     run_dir = command.run_dir.resolve()
@@ -75,7 +75,7 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
     prepared = settled(command.config, run_dir, flags, command.groups, command.ranks * place.nodes)
     section = prepared.fault_tolerance
     return run_agent(
-        AgentSettings(
+        GroupSettings(
             config=str(RunDir(run_dir).config),
             run_dir=run_dir,
             group=place.group,

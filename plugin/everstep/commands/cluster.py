@@ -11,8 +11,8 @@ from pathlib import Path
 import tyro
 
 from everstep.launch import beacon, doctor, slurm
+from everstep.launch import status as room
 from everstep.launch.prepare import Order, Prepared, prepared, settled
-from everstep.launch.status import local_status
 from everstep.run.directory import LaunchError, default_run_dir, leaves_nothing
 
 
@@ -94,9 +94,7 @@ def run_lighthouse(command: Lighthouse, flags: Sequence[str]) -> int:
     """Until every group has ended; returns the exit status."""
     run_dir, host = command.run_dir.resolve(), command.host or socket.gethostname()
     found = settled(command.config, run_dir, flags, command.groups, 0)
-    return beacon.keep_up(
-        beacon.Beacon(run_dir, host, found.groups, found.fault_tolerance, found.metrics, command.page)
-    )
+    return beacon.keep_up(beacon.Beacon(run_dir, host, found, command.page))
 
 
 def submit(command: Submit, flags: Sequence[str]) -> int:
@@ -104,6 +102,8 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
     sbatch_flags, titan_flags = slurm.split_flags(flags)
     if (command.groups or 1) < 1 or command.nodes_per_group < 1 or command.ranks_per_node < 1:
         raise LaunchError("--groups, --nodes-per-group and --ranks-per-node must be at least 1.")
+    if not command.dry_run:
+        slurm.require_slurm()
     order = Order(
         config=str(command.config),
         flags=titan_flags,
@@ -127,7 +127,6 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
     if command.dry_run:
         print(slurm.describe_commands(submission))
         return slurm.say_what_is_missing()
-    slurm.require_slurm()
     slurm.alive_jobs(run_dir)  # who submits twice is told at once
     with leaves_nothing(run_dir):
         _look_first(found, command.nodes_per_group, run_dir)
@@ -149,12 +148,7 @@ def _look_first(found: Prepared, nodes_per_group: int, run_dir: Path) -> None:
 
 def status(command: Status, flags: Sequence[str]) -> int:
     """Prints the table; returns 0."""
-    run_dir = command.run_dir.resolve()
-    if slurm.job_file(run_dir).exists():
-        slurm.require_slurm()
-        print(slurm.status(run_dir))
-    else:
-        print(local_status(run_dir))
+    print(room.status(command.run_dir.resolve()))
     return 0
 
 

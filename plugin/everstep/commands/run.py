@@ -61,7 +61,7 @@ def run(command: Run, flags: Sequence[str]) -> int:
             raise LaunchError(f"{name} must be at least 1.")
     if every_s is not None and every_s <= 0:
         raise LaunchError("--chaos-every must be more than 0 seconds.")
-    if not command.config.is_file():
+    if not command.config.exists():
         raise LaunchError(no_such_file(command.config))
     settings = supervisor.RunSettings(
         config=command.config,

@@ -11,23 +11,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from everstep.launch.agent_settings import AgentSettings, worker_argv
 from everstep.launch.children import Children
 from everstep.launch.forking import keep_on_without_output
 from everstep.launch.group import EXITS, End, Group
+from everstep.launch.incarnation import last_step
 from everstep.launch.launcher import Launcher
-from everstep.launch.rounds import NodeLost
 from everstep.launch.scarce import patiently
+from everstep.launch.settings import GroupSettings
 from everstep.launch.view import show_plainly
 from everstep.launch.warm import PRELOAD
-from everstep.launch.watchdog import RestartLimits
 from everstep.run import fence
 from everstep.run.address import await_address
 from everstep.run.beats import agent_beat_path, beat_path, push
 from everstep.run.directory import LaunchError, bad_node_file, over_file, stop_file
-from everstep.run.events import EventLog, EventTail, event_path, last_event
+from everstep.run.events import EventLog, EventTail
 from everstep.run.fence import Claim
 from everstep.run.files import file_system_now, write_json
 from everstep.run.lifeline import adopt_orphans
@@ -40,26 +40,20 @@ ADDRESS_TIMEOUT_S = 24 * 3600.0
 PUSH_INTERVAL_S = 1.0
 
 
-def reason_not_to_start(run_dir: Path, group: int, limits: RestartLimits) -> str | None:
+def reason_not_to_start(run_dir: Path, group: int, max_restarts: int, window_s: float) -> str | None:
     """Why a group should not be started again, going by how its earlier agents ended; None: start it. Times are those
-    of the file system that the agents share."""
+    of the file system that the agents share, in seconds."""
     step = last_step(run_dir, group)
     own = EventTail(run_dir, (f"agent-{group}",))  # one start of the group is a few lines, however long it trained
     starts = [event for event in own.new() if event["kind"] == "agent_up"]
     since_step = sum(event.get("after_step") == step for event in starts)
     if since_step >= STARTS_WITHOUT_A_STEP:
         return f"it was started {since_step} times without committing a step"
-    began = shared_s(run_dir) - limits.window_s
+    began = shared_s(run_dir) - window_s
     recent = sum(event.get("shared_s", 0.0) > began for event in starts)
-    if recent > limits.max_restarts:
-        return f"it was started {recent} times within {limits.window_s:g} s (fault_tolerance.max_restarts)"
+    if recent > max_restarts:
+        return f"it was started {recent} times within {window_s:g} s (fault_tolerance.max_restarts)"
     return None
-
-
-def last_step(run_dir: Path, group: int) -> int:
-    """The step that a group has committed last; 0: none."""
-    found = last_event(event_path(run_dir, group, 0, "worker"), {"commit"})
-    return 0 if found is None else found["step"]
 
 
 def shared_s(run_dir: Path) -> float:
@@ -87,7 +81,7 @@ def _unfit() -> str:
         return (done.stderr.strip().splitlines() or [f"its check ended with status {done.returncode}"])[-1]
 
 
-def run_agent(settings: AgentSettings, preload: Sequence[str] = PRELOAD) -> int:
+def run_agent(settings: GroupSettings, preload: Sequence[str] = PRELOAD) -> int:
     """Run a group until its workers finish (0), are stopped by one of STOPS or the run's stop file (0, or
     KILLED_EXIT), or are given up (GAVE_UP_EXIT). In a batch job also until this node turns out bad (NODE_BAD_EXIT) or
     the group was started again elsewhere (FENCED_EXIT).
@@ -115,7 +109,7 @@ class _Agent:
     """One group in a batch job, or by hand."""
 
     def __init__(
-        self, settings: AgentSettings, children: Children, events: EventLog, stopping: Callable[[], bool]
+        self, settings: GroupSettings, children: Children, events: EventLog, stopping: Callable[[], bool]
     ) -> None:
         self._settings, self._children, self._events, self._stopping = settings, children, events, stopping
         self._claim = Claim(settings.job, settings.restart)
@@ -153,12 +147,16 @@ class _Agent:
             return End("stopped", "asked to stop")
         if unfit:
             return End("node_bad", unfit)
-        make = lambda: Group(settings, worker_argv(settings, lighthouse), self._children, self._stopping, self._events)  # noqa: E731
-        return patiently("its group", make, self._stopping) or End("stopped", "asked to stop")
+        settings = replace(settings, lighthouse=lighthouse)
+        make = lambda: Group(settings, self._children, self._stopping, self._events)  # noqa: E731
+        try:
+            return patiently("its group", make, self._stopping) or End("stopped", "asked to stop")
+        except fence.Fenced as fenced:
+            return End("fenced", str(fenced))
 
     def _count_start(self) -> str | None:
-        settings = self._settings
-        why_not = reason_not_to_start(settings.run_dir, settings.group, settings.limits)
+        settings, ft = self._settings, self._settings.fault_tolerance
+        why_not = reason_not_to_start(settings.run_dir, settings.group, ft.max_restarts, ft.restart_window_s)
         if why_not is None:
             count = {"after_step": last_step(settings.run_dir, settings.group), "shared_s": shared_s(settings.run_dir)}
             place = {"job": settings.job, "restart": settings.restart, "node": settings.node}
@@ -171,7 +169,7 @@ class _Agent:
         self._launcher.groups.append(group)
         try:
             self._launcher.run(lambda: group.end is not None)
-        except (NodeLost, RuntimeError, LaunchError) as error:
+        except LaunchError as error:
             if not self._settings.job:
                 raise
             group.finish("crashed", f"the agent of group {self._settings.group} failed: {error}")
@@ -194,10 +192,8 @@ class _Agent:
 
     def _push_beats(self) -> None:
         """What other hosts read of this group. A thread of its own, since a file server may take its time."""
-        run_dir, group = self._settings.run_dir, self._settings.group
-        mine = [beat_path(run_dir, group, 0)]
-        if self._settings.node_rank == 0:
-            mine.append(agent_beat_path(run_dir, group))
+        run_dir, group, node_rank = self._settings.run_dir, self._settings.group, self._settings.node_rank
+        mine = [beat_path(run_dir, group, 0), agent_beat_path(run_dir, group, node_rank)]
         while True:
             push(mine)
             time.sleep(PUSH_INTERVAL_S)

@@ -3,19 +3,17 @@
 The launcher's loop with a lighthouse and no group. Of two lighthouses of a run the older one ends.
 """
 
+import contextlib
 import functools
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from everstep.config.sections import FaultTolerance
 from everstep.launch.children import Children
-from everstep.launch.launcher import Launcher
+from everstep.launch.launcher import Launcher, serve_page, tell
 from everstep.launch.lighthouse import Lighthouse
+from everstep.launch.prepare import Prepared
 from everstep.launch.view import show_plainly
-from everstep.report.live import Teller, telling
-from everstep.report.serve import PageServer
 from everstep.run.beats import beats_of_groups
 from everstep.run.directory import LaunchError, over_file, stop_file
 from everstep.run.events import EventLog
@@ -33,10 +31,7 @@ class Beacon:
 
     run_dir: Path
     host: str
-    groups: int
-    fault_tolerance: FaultTolerance
-    metrics: dict[str, Any] = field(default_factory=dict)
-    """torchtitan's `[metrics]`."""
+    config: Prepared
     page: bool = False
     """Whether to serve the run's page while it goes, on this machine's loopback."""
 
@@ -47,29 +42,22 @@ def keep_up(beacon: Beacon) -> int:
     Raises:
         LaunchError: the lighthouse does not start.
     """
-    stops, run_dir, ft = collect_stops(), beacon.run_dir, beacon.fault_tolerance
+    stops, run_dir, ft = collect_stops(), beacon.run_dir, beacon.config.fault_tolerance
     adopt_orphans()
     events = EventLog(run_dir, None, None, "lighthouse")
-    metrics = {"metrics": beacon.metrics}
-    teller = Teller(telling(run_dir, beacon.host, metrics, ft.metrics_port, beacon.groups, ft.min_groups))
-    page = PageServer(run_dir) if beacon.page else None
-    if page is not None:
-        events.emit("page", address=page.address)
-        print(f"the run's page: {page.address} on {socket.gethostname()} (ssh -L from where you are)", flush=True)
     children = Children(PRELOAD, run_dir / "logs" / "lighthouse.log")
     launcher = Launcher(children, events, lambda: bool(stops), ft.startup_timeout_s, show_plainly)
     say_refused = functools.partial(launcher.is_short, "lighthouse")
     lighthouse = Lighthouse(run_dir, beacon.host, ft, children, events, say_refused)
     launcher.jobs["lighthouse"] = lighthouse.keep
-    try:
+    with contextlib.ExitStack() as at_end:
+        tell(run_dir, beacon.host, beacon.config, at_end)
+        if beacon.page:
+            address = serve_page(run_dir, events, at_end)
+            print(f"the run's page: {address} on {socket.gethostname()} (ssh -L from where you are)", flush=True)
+        for last in (children.close, children.kill_everything, lighthouse.close):
+            at_end.callback(last)
         launcher.run(lambda: bool(stops or lighthouse.cannot_start or lighthouse.superseded or _all_over(beacon)))
-    finally:
-        lighthouse.close()
-        children.kill_everything()
-        children.close()
-        teller.close()
-        if page is not None:
-            page.close()
     if lighthouse.cannot_start:
         raise LaunchError(lighthouse.cannot_start)
     if lighthouse.superseded:
@@ -80,7 +68,7 @@ def keep_up(beacon: Beacon) -> int:
 def _all_over(beacon: Beacon) -> bool:
     """Whether no group will ask for a quorum any more. Groups of which nothing was heard for a while count as gone in a
     run that was stopped or finished by another."""
-    ended = [over_file(beacon.run_dir, group).exists() for group in range(beacon.groups)]
+    ended = [over_file(beacon.run_dir, group).exists() for group in range(beacon.config.groups)]
     if all(ended):
         return True
     if not any(ended) and not stop_file(beacon.run_dir).exists():

@@ -20,18 +20,19 @@ KILL_GRACE_S = 10.0
 
 @dataclass(eq=False)
 class Child:
-    """A process that was asked for. It is there between `on_start` and `on_end`; it never comes if it was refused."""
+    """A process that was asked for. It ends with `on_end`; it never comes if it was refused."""
 
-    kind: Literal["prepare", "lighthouse", "store", "worker"]
+    kind: Literal["prepare", "lighthouse", "worker"]
     index: int
     """Which of its kind: a group's, a rank's."""
     on_end: Callable[["Child", int], None]
     """Called with the exit code: negative for a signal."""
-    on_start: Callable[["Child"], None] = field(default=lambda child: None)
     on_refusal: Callable[["Child", int], None] = field(default=lambda child, errno: None)
     """Called with an errno if there is no room for it, 0 if the warm process died over it."""
     pid: int = 0
     exitcode: int | None = None
+    refusal: int | None = None
+    """As `on_refusal` was told."""
 
     @property
     def alive(self) -> bool:
@@ -76,11 +77,6 @@ class Children:
         assert self.warm is not None
         self._asked[self.warm.fork(request, fd)] = child
 
-    def forget(self, pid: int) -> None:
-        """Nothing is left of a child, nor of what it started."""
-        if self.warm is not None:
-            self.warm.forget(pid)
-
     def wait(self, timeout_s: float) -> None:
         """Until a child has started or ended, a signal has come, or for so long; call back what has."""
         waiting = select.poll()
@@ -99,11 +95,10 @@ class Children:
                 continue
             child = self._asked.pop(answer["id"])
             if "pid" not in answer:
-                child.on_refusal(child, answer["errno"])
+                self._refuse(child, answer["errno"])
                 continue
             child.pid = answer["pid"]
             self._alive[child.pid] = child
-            child.on_start(child)
             if child.pid in self._early:
                 self._ended(child.pid, self._early.pop(child.pid))
         if not self._asked:
@@ -133,8 +128,12 @@ class Children:
             self._kill_strangers()
         self._early.clear()
         for child in refused:
-            child.on_refusal(child, 0)
+            self._refuse(child, 0)
         self.on_warm_end(warm, exitcode)
+
+    def _refuse(self, child: Child, errno: int) -> None:
+        child.refusal = errno
+        child.on_refusal(child, errno)
 
     def _kill_strangers(self) -> None:
         """A warm process may die between a fork and its answer: nobody knows that child, or the one in between whose

@@ -4,7 +4,7 @@
 
 Nothing here waits: `look` is called by the launcher's loop, again and again. A group whose rank died is torn down by
 SIGKILL at once: there is nothing left to save. The next incarnation starts when nothing of the last one is left, nor of
-what its workers started themselves. Each restart is decided by `watchdog.reason_to_give_up`.
+what its workers started themselves. Each restart is decided by `watchdog`.
 """
 
 import os
@@ -12,45 +12,36 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from everstep.launch import flight, node, offspring, stacks
-from everstep.launch.agent_settings import AgentSettings
-from everstep.launch.autopsy import death_of, error_of, is_poison, slot_of, why
+from everstep.launch import node, offspring, stacks
 from everstep.launch.children import Child, Children
 from everstep.launch.incarnation import Incarnation
 from everstep.launch.machine import limited_threads
-from everstep.launch.progress import CommitWatch, StrikeWatch, next_incarnation
-from everstep.launch.rounds import Alone, AskedToStop
+from everstep.launch.meeting import Meeting
 from everstep.launch.scarce import Pause
+from everstep.launch.settings import GroupSettings
 from everstep.launch.warm import Request
 from everstep.launch.watchdog import (
     Awake,
     Death,
+    Patience,
     Stall,
     alike,
+    failures,
     find_stall,
     pause_s,
     reason_to_give_up,
 )
 from everstep.launch.worker import error_path, log_path
 from everstep.run import fence
-from everstep.run.beats import DONE, BeatFile, agent_beat_path, beat_path, load_beat
+from everstep.run.beats import DONE, BeatFile, agent_beat_path, beat_path, load_beat, push
 from everstep.run.directory import ended_file
 from everstep.run.events import EventLog, event_path, last_event
-from everstep.run.exits import (
-    FENCED_EXIT,
-    GAVE_UP_EXIT,
-    KILLED_EXIT,
-    NODE_BAD_EXIT,
-    UNFIT_EXIT,
-)
+from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, KILLED_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.fence import Claim
 from everstep.run.files import read_json
 from everstep.run.poison import Deaths, Slot, deaths_at, poisoned, why_at
-
-if TYPE_CHECKING:
-    from everstep.launch.meeting import Meeting
 
 WATCH_INTERVAL_S = 0.5
 """How often to look for all but deaths, which are seen at once."""
@@ -66,8 +57,6 @@ LITTER_PATIENCE_S = 30.0
 """How long the next incarnation waits for what the last one's workers started and what SIGKILL does not end."""
 ALIKE_ARE_TOLD = frozenset(3 * 2**n for n in range(20))
 """After how many failures of one cause it is said: the first three, and each time they have doubled."""
-STORE = -1
-"""In place of a rank: the process that serves the group's store."""
 
 State = Literal["waiting", "starting", "running", "ending", "over"]
 Status = Literal["done", "stopped", "killed", "failed", "fenced", "node_bad", "crashed"]
@@ -92,46 +81,40 @@ class Group:
         settings: of it.
         children: by whom its processes are forked.
         stopping: whether a clean stop has been asked for.
-        argv: of its workers.
         events: its log.
+
+    Raises:
+        Fenced: as `Meeting`.
     """
 
     def __init__(
-        self,
-        settings: AgentSettings,
-        argv: list[str],
-        children: Children,
-        stopping: Callable[[], bool],
-        events: EventLog,
+        self, settings: GroupSettings, children: Children, stopping: Callable[[], bool], events: EventLog
     ) -> None:
-        self.settings = settings
-        self.events = events
+        self.settings, self.events = settings, events
         self.state: State = "waiting"
         self.end: End | None = None
         self.deaths: list[Death] = []
-        self.hopeless = ""
-        """Why another start seems to be of no use, unless other groups go on."""
-        self._argv, self._children, self._stopping = argv, children, stopping
-        self._number = next_incarnation(settings.run_dir, settings.group) - 1
-        self._first_number = self._number + 1
+        self.last_reason = ""
+        """Of the newest death."""
+        self._children, self._stopping = children, stopping
         self._claim = Claim(settings.job, settings.restart)
-        self._meeting = self._meet()
+        last = last_event(event_path(settings.run_dir, settings.group, None, "agent"), {"workers_started"})
+        self._number = self._first_number = 0 if last is None else last["incarnation"] + 1
+        """Of the next incarnation; of the first one here."""
+        heart = agent_beat_path(settings.run_dir, settings.group, settings.node_rank)
+        self._heart = BeatFile(heart)
+        self._heart.beat("watching")
+        push([heart])  # before the note, by which others begin to listen
+        start = self._claim if settings.nodes > 1 else self._first_number
+        self._meeting = Meeting(settings, f"group-{settings.group}.{start}")
         self._now: Incarnation | None = None
         self._first: Child | None = None
         """The death that brought the incarnation down."""
-        self._first_mono = 0.0
-        self._stall: Stall | None = None
-        self._not_before_mono = 0.0
-        self._ending_mono = 0.0
+        self._first_mono = self._ending_mono = self._not_before_mono = 0.0
         self._scarce = Pause()
-        self._heart: BeatFile | None = None
-        self._commits = CommitWatch(settings.run_dir, settings.group)
-        self._strikes = StrikeWatch(settings.run_dir, settings.group)
-        self._first_step_s: float | None = None
+        self._first_step_s = 0.0
         """The longest time from a start to its first commit so far."""
         self._next_watch = 0.0
-        self._watches = False
-        """Whether this look is one of those of twice a second."""
         self._awake = Awake()
         self._stop_deadline: float | None = None
         self._ask_again = 0.0
@@ -139,29 +122,19 @@ class Group:
         """Why a stop was not clean."""
         self._poison_before = self._poison()
 
-    def _meet(self) -> "Alone | Meeting":
-        settings = self.settings
-        if settings.nodes == 1:
-            return Alone(f"group-{settings.group}.{self._first_number}", settings.host, settings.ranks)
-        from everstep.launch.meeting import Meeting  # which imports torch
-
-        file = settings.run_dir / "state" / f"group-{settings.group}.rendezvous.json"
-        run_id = f"group-{settings.group}.{self._claim}"
-        ranks, rank = settings.ranks, settings.node_rank
-        return Meeting(file, run_id, settings.nodes, rank, ranks, settings.host, self._stopping)
+    @property
+    def failures(self) -> int:
+        """How often it has failed since it, or any group of the run, committed a step."""
+        return failures(self.deaths) if self.deaths and not (self._now and self._now.committed) else 0
 
     # What the loop calls
 
     def look(self) -> None:
-        """What has happened, and what follows from it.
-
-        Raises:
-            NodeLost: another node of the group is gone.
-            OSError: there is no room for something; it is tried again at a later look.
-        """
-        if self.state == "over":
-            return
-        self._watch()
+        """What has happened, and what follows from it. Raises OSError if there is no room for something; it is tried
+        again at a later look."""
+        if self.state != "over" and time.monotonic() >= self._next_watch:
+            self._next_watch = time.monotonic() + WATCH_INTERVAL_S
+            self._watch()
         before = None
         while before != self.state:  # what follows at once is not put off to the next turn
             before = self.state
@@ -187,35 +160,40 @@ class Group:
             self._not_before_mono = max(self._not_before_mono, self._scarce.until_mono)
             self.events.emit("resource_shortage", reason=why, again_s=wait_s)
 
-    def committed(self) -> None:
-        """Some group of this run has committed a step."""
-        self.hopeless = ""
-
-    # Looks of twice a second
+    # Twice a second
 
     def _watch(self) -> None:
-        now = time.monotonic()
-        self._watches = now >= self._next_watch
-        if not self._watches:
+        settings, now = self.settings, self._now
+        awake_mono = self._awake.look()
+        self._heart.beat("watching")
+        if not fence.holds(settings.run_dir, settings.group, self._claim):
+            self.finish("fenced", f"group {settings.group} was started again elsewhere; this start of it ends")
             return
-        self._next_watch = now + WATCH_INTERVAL_S
-        if not fence.holds(self.settings.run_dir, self.settings.group, self._claim):
-            self.finish("fenced", f"group {self.settings.group} was started again elsewhere; this start of it ends")
-            return
-        if reason := read_json(ended_file(self.settings.run_dir)).get("reason"):
-            self.finish("failed", f"group {self.settings.group} ends, as the run cannot go on: {reason}")
+        if reason := read_json(ended_file(settings.run_dir)).get("reason"):
+            self.finish("failed", f"group {settings.group} ends, as the run cannot go on: {reason}")
             return
         for slot, deaths in self._poison().items():
             if self._poison_before.get(slot) != deaths:  # what was known before may have been put right
                 self.finish("failed", self._why_poison(slot))
                 return
-        if self.settings.node_rank == 0:
-            self._heart = self._heart or BeatFile(agent_beat_path(self.settings.run_dir, self.settings.group))
-            self._heart.beat("watching")
-        if self._now is not None and not self._now.committed and self._commits.seen():
-            self._now.committed = True
+        # Whoever is asked to stop later hears of this one until then.
+        if not self._stopping() and (lost := self._meeting.lost()):
+            self.finish("crashed", f"the agent of group {settings.group} failed: {lost}")
+            return
+        if now is None or self.state != "running":
+            return
+        if not now.committed and now.look_for_commit():
             self._scarce.worked()
-            self._first_step_s = max(self._first_step_s or 0.0, now - self._now.started_mono)
+            self._first_step_s = max(self._first_step_s, now.ran_s)
+        if self._stopping() or self._dead(now):
+            return
+        if now.running and self._meeting.is_awaited:
+            self._tear_down(now)
+        elif now.stall is None:
+            now.stall = self._find_stall(now, awake_mono)
+            if now.stall is not None:
+                self._tell_stall(now, now.stall)
+                now.kill()
 
     def _poison(self) -> dict[Slot, Deaths]:
         """The slots that end the run."""
@@ -231,16 +209,45 @@ class Group:
             'with [fault_tolerance] on_poison = "skip" a run goes on without it'
         )
 
+    def _find_stall(self, now: Incarnation, awake_mono: float) -> Stall | None:
+        ft = self.settings.fault_tolerance
+        if not ft.enable:
+            return None
+        first_step_s = 0.0
+        if not now.committed:
+            longest_s = FIRST_STEP_SLACK * self._first_step_s
+            first_step_s = min(longest_s or ft.startup_timeout_s, ft.startup_timeout_s)
+        patience = Patience(ft.stall_timeout_s, ft.startup_timeout_s, first_step_s)
+        beats = {rank: load_beat(beat_path(self.settings.run_dir, self.settings.group, rank)) for rank in now.workers}
+        return find_stall(now.pids, beats, now.started_mono, time.monotonic(), patience, awake_mono)
+
+    def _tell_stall(self, now: Incarnation, stall: Stall) -> None:
+        """Say who hangs, and where each rank is before all are killed."""
+        number, settings = now.number, self.settings
+        self.events.emit(
+            "workers_stalled", incarnation=number, phase=stall.phase, idle_s=stall.idle_s, stalled_rank=stall.rank
+        )
+        try:
+            places = stacks.collect(settings.run_dir, settings.group, now.pids)
+        except OSError as error:  # what hangs is killed all the same
+            print(f"where group {settings.group} hangs cannot be told: {error}", flush=True)
+            return
+        files = [stacks.stacks_path(settings.run_dir, settings.group, one.rank) for one in places if not one.state]
+        self.events.emit(
+            "workers_stacks",
+            incarnation=number,
+            summary=stacks.summary(places),
+            ranks={str(place.rank): str(place) for place in places},
+            files=[str(path.relative_to(settings.run_dir)) for path in files],
+        )
+
     # A start
 
     def _wait_or_start(self) -> None:
         if self._stopping():
             self._end_stopped()
         elif time.monotonic() >= self._not_before_mono and self._children.warm is not None:
-            try:
-                self._start()
-            except AskedToStop:
-                self._end_stopped()
+            self._start()
 
     def _start(self) -> None:
         settings = self.settings
@@ -248,146 +255,82 @@ class Group:
             self.finish("node_bad", sick)
             return
         place = self._meeting.next_round()
-        self._commits.restart()
-        self._strikes.restart()
-        now = Incarnation(self._number + 1, place)
-        requests = {rank: self._worker(now, rank) for rank in place.ranks}
+        if place is None:
+            return
+        now = Incarnation(settings, self._number, place)
+        requests = {rank: self._request(now, rank) for rank in place.ranks}
         # From here on nothing fails for want of room but the forks, which are refused.
-        self._number, self._now, self._first, self._stall = now.number, now, None, None
-        self.state = "starting"
+        self._number, self._now, self._first, self.state = self._number + 1, now, None, "starting"
         for rank, request in requests.items():
-            now.workers[rank] = Child("worker", rank, self._on_end, on_refusal=self._on_refusal)
-            self._children.ask(now.workers[rank], request)
-        if place.listener is not None:  # which listens already, so the workers need not wait for their store
-            now.store = Child("store", settings.group, self._on_end, on_refusal=self._on_refusal)
-            log = settings.run_dir / "logs" / f"group-{settings.group}" / "store.log"
-            name, _, value = now.mark.partition("=")
-            request = Request("everstep.launch.store:main", [place.host, place.port], log, {name: value})
-            self._children.ask(now.store, request, place.listener.detach())
+            now.workers[rank] = Child("worker", rank, now.on_end)
+            store = place.listener if rank == 0 else None
+            self._children.ask(now.workers[rank], request, store.detach() if store is not None else -1)
 
-    def _worker(self, now: Incarnation, rank: int) -> Request:
-        settings = self.settings
+    def _request(self, now: Incarnation, rank: int) -> Request:
+        settings, place = self.settings, now.place
         error_path(settings.run_dir, settings.group, rank).unlink(missing_ok=True)
-        name, _, value = now.mark.partition("=")
-        env = now.place.environment(rank, f"group-{settings.group}", now.number - self._first_number)
-        env |= {name: value, "EVERSTEP_WORKERS_STARTED": repr(now.started_mono)}
+        env = place.environment(rank, f"group-{settings.group}", now.number - self._first_number)
+        env |= {offspring.MARK: now.mark, "EVERSTEP_WORKERS_STARTED": repr(now.started_mono)}
         env |= limited_threads(settings.ranks_here or settings.ranks)
         if settings.devices is not None:
             env["CUDA_VISIBLE_DEVICES"] = settings.devices
         if settings.job:
             env[fence.ENVIRONMENT] = str(self._claim)
-        args = [str(settings.run_dir), settings.group, now.number, settings.entry, self._argv]
+        args = [str(settings.run_dir), settings.group, now.number, settings.entry, settings.worker_argv]
         log = log_path(settings.run_dir, settings.group, rank)
+        if rank == 0:  # its store listens already, so that nobody needs to wait for it
+            return Request("everstep.launch.worker:serve_and_start", [place.host, place.port, *args], log, env)
         return Request("everstep.launch.worker:start", args, log, env)
-
-    def _on_refusal(self, child: Child, errno: int) -> None:
-        if self._now is not None and child in self._now.all:
-            self._now.refused = errno
-
-    def _on_end(self, child: Child, exitcode: int) -> None:
-        if self._now is not None and child in self._now.all:
-            self._now.ended.append(child)
 
     # While they run
 
     def _look_at_workers(self) -> None:
         now = self._now
         assert now is not None
-        if now.refused is not None:
-            if now.refused:
-                self.is_scarce(f"no room for its processes: {os.strerror(now.refused)}")
-            self._tear_down()
+        if now.refusals:
+            if errno := max(now.refusals):
+                self.is_scarce(f"no room for its processes: {os.strerror(errno)}")
+            self._tear_down(now)
             return
         if self.state == "starting":
-            if not all(now.pids.values()):
+            if now.asked:
                 return
             self.state = "running"
             # A group's incarnation is told once, by its first node.
             kind = "workers_started" if self.settings.node_rank == 0 else "node_workers_started"
             self.events.emit(kind, incarnation=now.number, pids=list(now.pids.values()))
         if self._stopping():
-            self._meeting.beat()
             self._stop_cleanly(now)
-        elif self._watches and self._stall is None and not self._dead(now):
-            self._stall = self._find_stall(now)
-            if self._stall is not None:
-                self._tell_stall(now, self._stall)
-                now.kill()
         if self._dead(now):
             self._look_at_death(now)
         elif not now.running:
-            if self._meeting.all_ended() or self._is_overdue():
-                self._end_done()
-        elif not self._stopping() and self._meeting.is_awaited():
-            self._tear_down()
+            self._meeting.tell_ended()
+            if self._meeting.all_ended or self._is_overdue():
+                self._end_done(now)
 
     def _look_at_death(self, now: Incarnation) -> None:
         """Find the one that brought the group down. Whom a signal killed takes a while to give its memory back, during
         which a peer may notice and fail."""
         self._first_mono = self._first_mono or time.monotonic()
         dead = self._dead(now)
-        hung = [child for child in dead if self._stall is not None and child.index == self._stall.rank]
+        hung = [child for child in dead if now.stall is not None and child.index == now.stall.rank]
         first = hung[0] if hung else min(dead, key=lambda child: (child.exitcode or 0) >= 0)
+        killed = (first.exitcode or 0) < 0
         waited = time.monotonic() - self._first_mono > PEER_FAILS_WITHIN_S
-        if self._stall is None and (first.exitcode or 0) >= 0 and now.running and not waited:
+        if now.stall is None and not killed and now.running and not waited:
             return
         self._first = first
-        if (first.exitcode or 0) < 0 and self._stall is None:
+        if killed and now.stall is None:
             self._meeting.tell_killed()
-        self._tear_down()
+        self._tear_down(now)
 
     def _dead(self, now: Incarnation) -> list[Child]:
         """Those that ended before they had done their work, be it with status 0, in the order of their deaths."""
-        return [
-            child
-            for child in now.ended
-            if child.exitcode != 0 or (child.kind == "worker" and not self._is_done(child)) or child.kind == "store"
-        ]
+        return [child for child in now.ended if child.exitcode != 0 or not self._is_done(child)]
 
     def _is_done(self, child: Child) -> bool:
         beat = load_beat(beat_path(self.settings.run_dir, self.settings.group, child.index))
         return beat is not None and beat.pid == child.pid and beat.phase == DONE
-
-    def _find_stall(self, now: Incarnation) -> Stall | None:
-        awake_mono, ft = self._awake.since(), self.settings.fault_tolerance
-        if not ft.enable:
-            return None
-        beats = {rank: load_beat(beat_path(self.settings.run_dir, self.settings.group, rank)) for rank in now.workers}
-        patience_s = None
-        if not now.committed:
-            longest_s = self._first_step_s
-            patience_s = ft.startup_timeout_s
-            patience_s = patience_s if longest_s is None else min(patience_s, FIRST_STEP_SLACK * longest_s)
-        return find_stall(
-            now.pids, beats, now.started_mono, time.monotonic(), ft.stall_timeout_s, ft.startup_timeout_s, patience_s,
-            awake_mono,
-        )  # fmt: skip
-
-    def _tell_stall(self, now: Incarnation, stall: Stall) -> None:
-        """Say who hangs, and where each rank is before all are killed."""
-        settings, number = self.settings, now.number
-        self.events.emit(
-            "workers_stalled", incarnation=number, phase=stall.phase, idle_s=stall.idle_s, stalled_rank=stall.rank
-        )
-        try:
-            self._tell_stacks(now)
-        except OSError as error:  # what hangs is killed all the same
-            print(f"where group {settings.group} hangs cannot be told: {error}", flush=True)
-
-    def _tell_stacks(self, now: Incarnation) -> None:
-        settings = self.settings
-        places = stacks.collect(settings.run_dir, settings.group, now.pids)
-        dumps = {rank: flight.dump_path(settings.run_dir, settings.group, rank) for rank in now.pids}
-        waits = flight.waits({rank: flight.entries_of(path) for rank, path in dumps.items()})
-        files = [stacks.stacks_path(settings.run_dir, settings.group, one.rank) for one in places if not one.state]
-        files += [path for path in dumps.values() if path.exists()]
-        self.events.emit(
-            "workers_stacks",
-            incarnation=now.number,
-            summary="; ".join([*waits, stacks.summary(places)]),
-            ranks={str(place.rank): str(place) for place in places},
-            files=[str(path.relative_to(settings.run_dir)) for path in files],
-        )
 
     # A clean stop
 
@@ -398,7 +341,7 @@ class Group:
         if self._is_overdue():
             if now.running:
                 self._killed_in_the_end = f"did not end within {self.settings.stop_grace_s:g} s and was killed"
-                self._tear_down()
+                self._tear_down(now)
         elif mono >= self._ask_again:
             self._ask_again = mono + ASK_AGAIN_S
             for child in now.running:
@@ -415,9 +358,9 @@ class Group:
         else:
             self.finish("stopped", "asked to stop")
 
-    def _end_done(self) -> None:
+    def _end_done(self, now: Incarnation) -> None:
         """All workers have done their work."""
-        self._tear_down()
+        self._tear_down(now)
         path = event_path(self.settings.run_dir, self.settings.group, 0, "worker")
         last = last_event(path, {"training_done", "left"})
         if self._stopping():
@@ -429,25 +372,23 @@ class Group:
 
     # The end of an incarnation
 
-    def _tear_down(self) -> None:
-        assert self._now is not None
-        self._now.kill()
+    def _tear_down(self, now: Incarnation) -> None:
+        now.kill()
         self.state, self._ending_mono = "ending", time.monotonic()
 
     def _finish_ending(self) -> None:
         """Once nothing of the incarnation is left, nor of what its workers started: what comes after it."""
-        now = self._now
+        now, ended_s = self._now, time.monotonic() - self._ending_mono
         assert now is not None
-        now.kill()  # who was asked for may come late
-        if now.asked or any(child.alive for child in now.all):
+        now.kill()  # whom was asked for may come late
+        if now.asked or now.running:
             return
-        sessions = {child.pid for child in now.all}
-        left = offspring.left_by(sessions, now.mark, self._children.pids)
+        left = offspring.left_by(now.pids.values(), now.mark, self._children.pids)
         offspring.kill(left)
-        if left and time.monotonic() - self._ending_mono < LITTER_PATIENCE_S:
+        if left and ended_s < LITTER_PATIENCE_S:
             return
-        for pid in sessions:
-            self._children.forget(pid)
+        if self.settings.nodes > 1 and ended_s < PEER_FAILS_ELSEWHERE_S:
+            return  # another node may tell that it is to blame
         first, self._now, self._first_mono, self.state = self._first, None, 0.0, "waiting"
         if first is not None:
             self._after_death(now, first)
@@ -457,25 +398,26 @@ class Group:
     def _after_death(self, now: Incarnation, first: Child) -> None:
         """Tell how the workers ended, `first` before the others, count it, and decide whether they start again."""
         settings = self.settings
-        now.committed = now.committed or self._commits.seen()
-        peer_killed = (first.exitcode or 0) > 0 and self._meeting.others_were_killed(PEER_FAILS_ELSEWHERE_S)
-        death = death_of(settings, now, first, self._stall, self._strikes, peer_killed=peer_killed)
+        peer_killed = (first.exitcode or 0) > 0 and self._meeting.others_were_killed
+        death = now.death_of(first, peer_killed=peer_killed)
         self.deaths.append(death)
-        reason, error = why(first, death, self._stall), error_of(settings, first)
+        reason, error = now.why(first, death), now.error_of(first)
+        self.last_reason = reason
         told = f"group {settings.group}, incarnation {now.number}: {reason}\n{error.traceback if error else ''}"
         print(told.strip(), flush=True)
-        slot = slot_of(settings, first)
-        poison = slot is not None and is_poison(settings, slot, now.number, death, reason, self.events)
+        slot = now.slot_of(first)
+        why = error.first_line if error else reason
+        poison = slot is not None and now.is_poison(slot, death, why, self.events)
         self.events.emit(
             "workers_died",
             incarnation=now.number,
             reason=reason,
-            error=death.error,
+            error=error.first_line if error else "",
             committed=death.committed,
             by_itself=death.by_itself,
             at_step=slot[0] if slot is not None else None,
             at_slot=slot[1] if slot is not None else None,
-            exitcodes={str(first.index if first.kind == "worker" else STORE): death.exitcode},
+            exitcodes={str(first.index): death.exitcode},
         )
         if self._stopping():
             # A worker that has not begun yet has nothing to finish: SIGTERM just ends it.
@@ -492,26 +434,24 @@ class Group:
             self._decide(reason)
 
     def _decide(self, reason: str) -> None:
-        found = reason_to_give_up(self.deaths, self.settings.limits)
-        if found is not None:
-            text = f"group {self.settings.group} is given up, {found.why}; last: {reason}"
-            if found.final:
-                self.finish("failed", text)
-                return
-            self.hopeless = text
-        wait_s = pause_s(self.deaths)
+        """Start again, later if it has failed in the same way before; or not."""
+        ft, number = self.settings.fault_tolerance, self.settings.group
+        if why := reason_to_give_up(self.deaths, ft.max_restarts, ft.restart_window_s):
+            self.finish("failed", f"group {number} is given up, {why}; last: {reason}")
+            return
+        wait_s, count = pause_s(self.deaths), alike(self.deaths)
         self._not_before_mono = time.monotonic() + wait_s
-        count = alike(self.deaths)
         if count in ALIKE_ARE_TOLD:
-            said = f"group {self.settings.group} has failed {count} times in the same way: {reason}"
+            said = f"group {number} has failed {count} times in the same way: {reason}"
             self.events.emit("group_failing", count=count, reason=said, again_s=wait_s)
 
-    def _reason_to_move(self, death: Death) -> str | None:
-        """Why the group should go on without this node."""
+    def _reason_to_move(self, death: Death) -> str:
+        """Why the group should go on without this node; "" if it need not."""
         if death.exitcode == UNFIT_EXIT:
             return "its arithmetic was wrong twice in the same place"
-        window_s = self.settings.limits.window_s
-        recent = sum(one.mono > death.mono - window_s for one in self.deaths)
-        if 0 < self.settings.fault_tolerance.node_failures <= recent:
-            return f"workers died here {recent} times within {window_s:g} s (fault_tolerance.node_failures)"
-        return None
+        ft = self.settings.fault_tolerance
+        recent = sum(one.mono > death.mono - ft.restart_window_s for one in self.deaths)
+        if 0 < ft.node_failures <= recent:
+            within = f"{ft.restart_window_s:g} s (fault_tolerance.node_failures)"
+            return f"workers died here {recent} times within {within}"
+        return ""

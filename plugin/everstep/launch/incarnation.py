@@ -1,44 +1,75 @@
-"""The processes of one start of a group's workers."""
+"""The processes of one start of a group's workers, and what it ended of."""
 
 import os
 import signal
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from everstep.launch import offspring
 from everstep.launch.children import Child
-from everstep.launch.memory import oom_kills
-from everstep.launch.rounds import Round
+from everstep.launch.meeting import Round
+from everstep.launch.settings import GroupSettings
+from everstep.launch.watchdog import Cause, Death, Stall, describe_exit, oom_kills
+from everstep.launch.worker import WorkerError, read_error
+from everstep.run.beats import beat_path, read_beat
+from everstep.run.events import EventLog, EventTail, event_path, last_event
+from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
+from everstep.run.poison import Slot, deaths_at, first_to_tell, strike
+
+ORDERLY_EXITS = (USAGE_EXIT, HOPELESS_EXIT, UNFIT_EXIT)
+"""A trainer's own decisions, which no slot makes for it."""
+STRIKES = ("fault", "lighthouse_died", "workers_stalled", "agent_died", "node_bad")
+"""Events that explain why workers end which wait for whom they hit."""
+
+
+def last_commit(run_dir: Path, group: int) -> dict[str, Any] | None:
+    """The event of the step that a group has committed last; None: there is none."""
+    return last_event(event_path(run_dir, group, 0, "worker"), {"commit"})
+
+
+def last_step(run_dir: Path, group: int) -> int:
+    """The step that a group has committed last; 0: none."""
+    found = last_commit(run_dir, group)
+    return 0 if found is None else found["step"]
 
 
 @dataclass
 class Incarnation:
-    """The processes of one start of a group's workers."""
+    """One start of a group's workers."""
 
+    settings: GroupSettings
     number: int
     place: Round
     workers: dict[int, Child] = field(default_factory=dict)
-    store: Child | None = None
+    """By rank."""
     ended: list[Child] = field(default_factory=list)
     """In the order of their deaths, as far as they were seen one after the other."""
-    refused: int | None = None
-    """The errno with which a process of it was refused."""
-    started_mono: float = field(default_factory=time.monotonic)
-    oom_kills: int = field(default_factory=oom_kills)
+    stall: Stall | None = None
+    """Why the watchdog killed it."""
     committed: bool = False
+    """Whether it has committed a step, as was last looked."""
+
+    def __post_init__(self) -> None:
+        self.started_mono = time.monotonic()
+        self._oom_kills = oom_kills()
+        self._commit_before = last_commit(self.settings.run_dir, self.settings.group)
+        self._strikes = EventTail(self.settings.run_dir, ("agent-*", "supervisor", "lighthouse", "chaos"))
+        self._strikes.skip_to_end()
 
     @property
     def mark(self) -> str:
-        return f"{offspring.MARK}={os.getpid()}.{self.place.run_id}.{self.number}"
-
-    @property
-    def all(self) -> list[Child]:
-        return [*self.workers.values(), *([self.store] if self.store else [])]
+        return f"{os.getpid()}.{self.place.run_id}.{self.number}"
 
     @property
     def asked(self) -> bool:
         """Whether some have been asked for and have not come yet."""
-        return self.refused is None and any(not child.pid for child in self.all)
+        return any(not child.pid and child.refusal is None for child in self.workers.values())
+
+    @property
+    def refusals(self) -> list[int]:
+        """The errnos with which processes of it were refused."""
+        return [child.refusal for child in self.workers.values() if child.refusal is not None]
 
     @property
     def running(self) -> list[Child]:
@@ -50,6 +81,93 @@ class Incarnation:
         """Of the workers, by rank."""
         return {rank: child.pid for rank, child in self.workers.items()}
 
+    @property
+    def ran_s(self) -> float:
+        return time.monotonic() - self.started_mono
+
+    def look_for_commit(self) -> bool:
+        """Whether it has committed a step by now."""
+        if not self.committed:
+            self.committed = last_commit(self.settings.run_dir, self.settings.group) != self._commit_before
+        return self.committed
+
+    def on_end(self, child: Child, exitcode: int) -> None:
+        """One of its workers has ended."""
+        self.ended.append(child)
+
     def kill(self) -> None:
-        for child in self.all:
+        for child in self.workers.values():
             child.signal(signal.SIGKILL)
+
+    # What it ended of
+
+    def error_of(self, first: Child) -> WorkerError | None:
+        """The exception that a process ended with; None: it ended with none, or could not say."""
+        told = (first.exitcode or 0) > 0
+        return read_error(self.settings.run_dir, self.settings.group, first.index) if told else None
+
+    def death_of(self, first: Child, *, peer_killed: bool) -> Death:
+        """The death of `first`, which ended the incarnation. `peer_killed`: whether a signal ended a rank on another
+        machine."""
+        settings, exitcode, stalled = self.settings, first.exitcode or 0, self.stall is not None
+        ft, error = settings.fault_tolerance, self.error_of(first)
+        others_struck, struck = self._struck()
+        return Death(
+            mono=time.monotonic(),
+            exitcode=exitcode,
+            committed=self.look_for_commit() if ft.enable else self.ran_s > ft.startup_timeout_s,
+            cause=Cause(exitcode, error.type if error else "", error.place if error else "", stalled),
+            excused=others_struck or peer_killed or (struck and (stalled or exitcode < 0)),
+            struck=struck,
+            stalled=stalled,
+            out_of_memory=exitcode == -signal.SIGKILL and not stalled and oom_kills() > self._oom_kills,
+            run_step=max(last_step(settings.run_dir, group) for group in range(settings.groups)),
+        )
+
+    def _struck(self) -> tuple[bool, bool]:
+        """Who was killed, stalled or broken on purpose since it began: others (another group, the lighthouse), and this
+        group."""
+        others = own = False
+        for event in self._strikes.new():
+            if event.get("target_group", event.get("group")) == self.settings.group:
+                own |= event["kind"] == "fault"
+            elif event["kind"] == "workers_died":
+                others |= any(code < 0 for code in event["exitcodes"].values())
+            else:
+                others |= event["kind"] in STRIKES
+        return others, own
+
+    def why(self, first: Child, death: Death) -> str:
+        """How the workers ended, in one sentence."""
+        if self.stall is not None:
+            return f"rank {self.stall.rank} stalled in {self.stall.phase} for {self.stall.idle_s:.1f} s"
+        sentence = f"rank {first.index} {describe_exit(death.exitcode)}"
+        if death.out_of_memory:
+            sentence += ", by the kernel: the memory of its control group was used up"
+        error = self.error_of(first)
+        return f"{sentence}: {error.first_line}" if error else sentence
+
+    def slot_of(self, child: Child) -> Slot | None:
+        """The step and slot that a rank computed when it died; None: it computed none."""
+        beat = read_beat(beat_path(self.settings.run_dir, self.settings.group, child.index))
+        if beat is None or beat.pid != child.pid or beat.phase != "compute" or beat.slot < 0:
+            return None
+        return beat.step, beat.slot
+
+    def is_poison(self, slot: Slot, death: Death, why: str, events: EventLog) -> bool:
+        """Note that workers ended at this slot of their own doing: whether it is poison by now, which the first to find
+        it tells."""
+        run_dir, group, groups = self.settings.run_dir, self.settings.group, self.settings.groups
+        if not death.crashed or death.struck or death.exitcode in ORDERLY_EXITS:
+            return False
+        try:
+            strike(run_dir, slot, group, self.number, worked=death.committed, why=why)
+            known = deaths_at(run_dir, slot)
+            tell = known.poisoned(groups) and first_to_tell(run_dir, slot)
+        except OSError as error:  # a full disk must not keep the group from starting again
+            print(f"slot {slot[1]} of step {slot[0]} is not noted as this death's: {error}", flush=True)
+            return False
+        if tell:
+            action = self.settings.fault_tolerance.on_poison
+            events.emit("poison_slot", slot[0], slot=slot[1], groups=sorted(known.deaths), error=why, action=action)
+        return known.poisoned(groups)

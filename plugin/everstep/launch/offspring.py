@@ -51,9 +51,9 @@ def kill(processes: Collection[psutil.Process]) -> None:
             process.send_signal(signal.SIGKILL)  # psutil looks first whether the pid is another's by now
 
 
-def kill_all(sessions: Collection[int], mark: str) -> None:
-    """Kill what is in `sessions` or has `mark`, wherever it is in the tree: the launcher of these workers is dead."""
-    while found := [one for one in _of_this_user() if _belongs(one.pid, sessions, mark) and not is_kept(one)]:
+def kill_all(mark: str) -> None:
+    """Kill what has `mark` in its environment, wherever it is in the tree: the launcher of these workers is dead."""
+    while found := [one for one in _of_this_user() if _belongs(one.pid, (), mark) and not is_kept(one)]:
         kill(found)
         psutil.wait_procs(found, timeout=1.0)
 

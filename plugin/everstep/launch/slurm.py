@@ -13,14 +13,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from everstep import files
-from everstep.report.protection import Protection
-from everstep.run.address import published_address
-from everstep.run.beats import beats_of_groups
 from everstep.run.directory import LaunchError, ask_to_stop, ended_file, over_file, stop_file
-from everstep.run.events import read_events
 from everstep.run.files import read_json, write_json
 
 SCRIPTS = files.folder("slurm")
@@ -50,31 +45,18 @@ class Submission:
         name, logs = self.config.stem, self.run_dir / "logs"
         here = f"--export=ALL,EVERSTEP={Path(sys.executable).with_name('everstep')}"
         common = [str(self.settled), "--run-dir", str(self.run_dir), "--groups", str(self.groups)]
-        lighthouse = [
-            "sbatch",
-            "--parsable",
-            f"--job-name={name}-lighthouse",
-            here,
-            f"--output={logs}/lighthouse-job.log",
-        ]
-        groups = ["sbatch", "--parsable", f"--job-name={name}", f"--array=0-{self.groups - 1}"]
-        groups += [here, f"--nodes={self.nodes_per_group}", "--ntasks-per-node=1", f"--output={logs}/group-%a/job.log"]
+        sbatch = ["sbatch", "--parsable", here]
+        array = [f"--job-name={name}", f"--array=0-{self.groups - 1}", f"--nodes={self.nodes_per_group}"]
         return {
             "lighthouse": [
-                *lighthouse,
-                *self.lighthouse_flags,
-                str(SCRIPTS / "lighthouse.sbatch"),
-                *common,
-                *["--page"] * self.page,
+                *sbatch, f"--job-name={name}-lighthouse", f"--output={logs}/lighthouse-job.log",
+                *self.lighthouse_flags, str(SCRIPTS / "lighthouse.sbatch"), *common, *["--page"] * self.page,
             ],
             "groups": [
-                *groups,
-                *self.sbatch_flags,
-                str(SCRIPTS / "train.sbatch"),
-                *common,
-                *["--ranks", str(self.ranks_per_node)],
+                *sbatch, *array, "--ntasks-per-node=1", f"--output={logs}/group-%a/job.log", *self.sbatch_flags,
+                str(SCRIPTS / "train.sbatch"), *common, "--ranks", str(self.ranks_per_node),
             ],
-        }
+        }  # fmt: skip
 
 
 def job_file(run_dir: Path) -> Path:
@@ -169,72 +151,6 @@ def states_of(job: int) -> list[Task]:
         if state not in ENDED_STATES:
             tasks.append(Task(int(index) if index.isdigit() else None, state, nodes, reason))
     return tasks
-
-
-def status(run_dir: Path) -> str:
-    """Groups as Slurm sees them beside groups as the run sees them.
-
-    Raises:
-        LaunchError: the run was not submitted to Slurm.
-    """
-    jobs = read_json(job_file(run_dir))
-    if "groups" not in jobs:
-        raise LaunchError(f"{run_dir} was not submitted to Slurm: there is no {job_file(run_dir)}.")
-    run = _as_the_run_sees_it(run_dir)
-    tasks = {task.group: task for task in states_of(jobs["groups"])}
-    lighthouse = states_of(jobs["lighthouse"]) if "lighthouse" in jobs else []
-    where = published_address(run_dir) or "no address yet"
-    state = lighthouse[0].state if lighthouse else "ended"
-    lines = [f"step {run['step']}, groups in the last step: {run['groups']}", f"lighthouse  {state:12} {where}"]
-    if snapshots := run["snapshots"].line():
-        lines.append(f"snapshots   {snapshots}")
-    lines.append("")
-    lines.append(f"{'group':>5}  {'Slurm':12} {'nodes':16} {'starts':>6}  {'last beat':24} notes")
-    beats = {group: (beat, age) for group, beat, age in beats_of_groups(run_dir)}
-    numbers = sorted({*run["seen"], *(g for g in tasks if g is not None), *beats})
-    for group in numbers:
-        task = tasks.get(group)
-        over = read_json(over_file(run_dir, group))
-        beat = (
-            f"{beats[group][0].phase}, step {beats[group][0].step}, {beats[group][1]:.0f} s" if group in beats else "-"
-        )
-        notes = [f"{over['status']}: {over['reason']}"] if over else []
-        if task and task.state == "PENDING":
-            notes.append(task.reason)
-        notes += [*run["notes"].get(group, []), *filter(None, [run["failing"].get(group)])]
-        lines.append(
-            f"{group:>5}  {task.state if task else 'ended':12} {(task.nodes if task else '') or '-':16} "
-            f"{run['starts'].get(group, 0):>6}  {beat:24} {'; '.join(notes)}"
-        )
-    return "\n".join(lines)
-
-
-def _as_the_run_sees_it(run_dir: Path) -> dict[str, Any]:
-    seen: dict[str, Any] = {
-        "step": 0,
-        "groups": "none",
-        "seen": set(),
-        "starts": {},
-        "notes": {},
-        "failing": {},
-        "snapshots": Protection(),
-    }
-    for event in read_events(run_dir):
-        seen["snapshots"].take(event)
-        group = event["group"]
-        if group is not None:
-            seen["seen"].add(group)
-        if event["kind"] == "commit":
-            seen["failing"].pop(group, None)
-        if event["kind"] == "commit" and event["step"] >= seen["step"]:
-            seen["step"], seen["groups"] = event["step"], " ".join(map(str, sorted(event["groups"])))
-        elif event["kind"] == "agent_up":
-            seen["starts"][group] = seen["starts"].get(group, 0) + 1
-        elif event["kind"] == "node_bad":
-            seen["notes"].setdefault(group, []).append(f"left node {event['node']}: {event['reason']}")
-        elif event["kind"] == "group_failing":
-            seen["failing"][group] = event["reason"]
-    return seen
 
 
 def split_flags(flags: Sequence[str]) -> tuple[list[str], list[str]]:

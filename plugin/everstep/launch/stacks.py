@@ -1,7 +1,7 @@
 """Why workers hang: before a stalled group is killed, every rank writes where it is, and one event says it in a line.
 
 A worker answers SIGUSR2 with the stacks of its threads (faulthandler, which needs neither the GIL nor a thread that
-runs) in `logs/group-K/rank-R.stacks`, and with what its Flight Recorder holds beside it (`everstep.launch.flight`).
+runs) in `logs/group-K/rank-R.stacks`.
 """
 
 import contextlib
@@ -17,27 +17,13 @@ from typing import TextIO
 
 import psutil
 
-from everstep.launch import flight
-from everstep.launch.flight import ranks_in_words
-
 SIGNAL = signal.SIGUSR2
 WAIT_S = 2.0
 """For the stacks of all ranks. A rank that is stopped gives none."""
 
-COLLECTIVES = frozenset(
-    (
-        *("all_reduce", "allreduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all"),
-        *(
-            "all_to_all_single",
-            "barrier",
-            "monitored_barrier",
-            "broadcast",
-            "broadcast_object_list",
-            "gather",
-            "reduce",
-        ),
-        *("reduce_scatter", "reduce_scatter_tensor", "recv", "send", "scatter", "wait_tensor", "synchronize"),
-    )
+_COLLECTIVE = re.compile(
+    r"(all_?(reduce|gather|to_all)|reduce_scatter|broadcast)\w*"
+    r"|(monitored_)?barrier|gather|reduce|recv|send|scatter|wait_tensor|synchronize"
 )
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
 
@@ -53,7 +39,6 @@ def listen(run_dir: Path, group: int, rank: int) -> TextIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a")  # a worker that starts again keeps what says why
     faulthandler.register(SIGNAL, file=file, all_threads=True)
-    flight.listen(run_dir, group, rank)
     return file
 
 
@@ -76,24 +61,17 @@ class Place:
 
 
 def collect(run_dir: Path, group: int, pids: Mapping[int, int], wait_s: float = WAIT_S) -> list[Place]:
-    """Ask all ranks (`pids` by rank) where they are. Takes `wait_s` at most, and less when all answer; what their
-    recorders hold is there then as well."""
+    """Ask all ranks (`pids` by rank) where they are. Takes `wait_s` at most, and less when all answer."""
     before = {}
     for rank, pid in pids.items():
         path = stacks_path(run_dir, group, rank)
         before[rank] = path.stat().st_size if path.exists() else 0
-        flight.dump_path(run_dir, group, rank).unlink(missing_ok=True)
-        for signum in (flight.SIGNAL, SIGNAL):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signum)
+        with contextlib.suppress(OSError):
+            os.kill(pid, SIGNAL)
     deadline = time.monotonic() + wait_s
     texts: dict[int, str] = {}
     sizes = dict(before)
-
-    def dumped() -> bool:
-        return all(flight.dump_path(run_dir, group, rank).exists() for rank in texts)
-
-    while (len(texts) < len(pids) or not dumped()) and time.monotonic() < deadline:
+    while len(texts) < len(pids) and time.monotonic() < deadline:
         time.sleep(0.05)
         for rank in pids.keys() - texts.keys():
             path = stacks_path(run_dir, group, rank)
@@ -124,7 +102,7 @@ def place_of(rank: int, text: str) -> Place:
     be the one that took the signal."""
     _, _, stack = text.rpartition("hread 0x")
     frames = [found for line in stack.splitlines() if (found := _FRAME.match(line))]
-    collective = next((found["name"] for found in frames if found["name"] in COLLECTIVES), "")
+    collective = next((found["name"] for found in frames if _COLLECTIVE.fullmatch(found["name"])), "")
     ours = [found for found in frames if "/everstep/" in found["file"] and "/everstep/launch/" not in found["file"]]
     chosen = ours[0] if ours else frames[0] if frames else None
     if chosen is None:
@@ -139,3 +117,9 @@ def summary(places: list[Place]) -> str:
     for place in places:
         told.setdefault(str(place).partition(" ")[2].partition(" ")[2], []).append(place.rank)
     return "; ".join(f"{ranks_in_words(ranks)} {what}" for what, ranks in told.items())
+
+
+def ranks_in_words(ranks: list[int]) -> str:
+    """rank 3; ranks 0, 1, 2."""
+    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

@@ -1,47 +1,75 @@
-"""Where a run on one machine is, for `everstep status`."""
+"""Where a run is, for `everstep status`: as its events tell, on Slurm beside its groups as Slurm sees them."""
 
 import time
 from pathlib import Path
 
+from everstep.launch.slurm import job_file, require_slurm, states_of
 from everstep.launch.view import RunState, duration
 from everstep.report.checking import covered, judged
-from everstep.report.protection import Protection
+from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
-from everstep.run.directory import LaunchError, holder_of, stop_file
+from everstep.run.directory import LaunchError, holder_of, over_file, stop_file
 from everstep.run.events import read_events
+from everstep.run.files import read_json
 
 
-def local_status(run_dir: Path) -> str:
-    """A few lines: running or how it ended, step, groups, what happened last.
+def status(run_dir: Path) -> str:
+    """Some lines: running or how it ended, step, groups, what happened last.
 
     Raises:
         LaunchError: the folder holds no run.
     """
     if not (run_dir / "events").is_dir():
         raise LaunchError(f"{run_dir} is no run directory: there are no events in it.")
-    state, protection = RunState(0), Protection()
+    state = RunState(0)
     for event in read_events(run_dir):
         state.apply(event)
-        protection.take(event)
-    holder = holder_of(run_dir)
-    if holder is not None:
-        going = f"running (pid {holder[0]}), {duration(state.elapsed_s(time.time()))} so far"
-        if stop_file(run_dir).exists():
-            going += "; asked to stop"
+    if job_file(run_dir).exists():
+        require_slurm()
+        head, table = _on_slurm(run_dir, state)
     else:
-        going = state.ended or "not running on this machine, and nothing says how it ended"
-    lines = [f"run     {going}", f"step    {state.progress()}"]
+        head, table = _here(run_dir, state)
+    lines = [*head, f"step    {state.progress()}"]
     lines.append(f"groups  {state.names()} in the last step; {state.kills} kills, {state.deaths} deaths so far")
-    if state.left_out:
-        lines.append(f"        {state.left_out}")
+    lines += [f"        {state.left_out}"] * bool(state.left_out)
     lines += [f"failing {reason}" for _, reason in sorted(state.failing.items())]
-    if snapshots := protection.line():
+    if snapshots := state.protection.line():
         lines.append(f"memory  {snapshots}")
     checks = state.checking.figures()
     if told := "; ".join(filter(None, (covered(checks), judged(checks)))):
         lines.append(f"checks  attention: {told}")
-    for group, beat, age_s in beats_of_groups(run_dir) if holder is not None else ():
-        lines.append(f"        group {group}: {beat.phase} of step {beat.step}, {age_s:.0f} s ago")
-    if state.recent:
-        lines += ["", *state.recent]
-    return "\n".join(lines)
+    return "\n".join([*lines, *table, *([""] if state.recent else []), *state.recent])
+
+
+def _here(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
+    """What to say first, and of each group, of a run on one machine."""
+    holder = holder_of(run_dir)
+    if holder is None:
+        return [f"run     {state.ended or 'not running on this machine, and nothing says how it ended'}"], []
+    going = f"run     running (pid {holder[0]}), {duration(state.elapsed_s(time.time()))} so far"
+    going += "; asked to stop" * stop_file(run_dir).exists()
+    beats = beats_of_groups(run_dir)
+    return [going], [
+        f"        group {group}: {beat.phase} of step {beat.step}, {age:.0f} s ago" for group, beat, age in beats
+    ]
+
+
+def _on_slurm(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
+    """The same of a run on Slurm. Raises LaunchError when its groups were not submitted."""
+    jobs = read_json(job_file(run_dir))
+    if "groups" not in jobs:
+        raise LaunchError(f"{run_dir} was not submitted to Slurm: {job_file(run_dir)} names no job of its groups.")
+    tasks = {task.group: task for task in states_of(jobs["groups"])}
+    lighthouse = states_of(jobs["lighthouse"]) if "lighthouse" in jobs else []
+    where = published_address(run_dir) or "no address yet"
+    head = [f"lighthouse  {lighthouse[0].state if lighthouse else 'ended':12} {where}"]
+    table = ["", f"{'group':>5}  {'Slurm':12} {'nodes':16} {'starts':>6}  {'last beat':24} notes"]
+    beats = {group: f"{beat.phase}, step {beat.step}, {age:.0f} s" for group, beat, age in beats_of_groups(run_dir)}
+    for group in sorted({*range(state.groups), *state.starts, *(g for g in tasks if g is not None), *beats}):
+        task, over = tasks.get(group), read_json(over_file(run_dir, group))
+        notes = [f"{over['status']}: {over['reason']}"] if over else []
+        notes += [task.reason] if task and task.state == "PENDING" else []
+        notes += [*state.left_nodes.get(group, []), *filter(None, [state.failing.get(group)])]
+        row = f"{group:>5}  {task.state if task else 'ended':12} {(task.nodes if task else '') or '-':16} "
+        table.append(f"{row}{state.starts[group]:>6}  {beats.get(group, '-'):24} {'; '.join(notes)}")
+    return head, table

@@ -13,17 +13,15 @@ from pathlib import Path
 
 import everstep
 from everstep.config.sections import FaultTolerance
-from everstep.launch.agent_settings import AgentSettings, worker_argv
 from everstep.launch.children import Child, Children
 from everstep.launch.group import Group
-from everstep.launch.launcher import Launcher
+from everstep.launch.launcher import Launcher, serve_page, tell
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.machine import HOST, devices_of_groups
 from everstep.launch.prepare import Order, Prepared, forget_answer, take_answer
 from everstep.launch.scarce import patiently
+from everstep.launch.settings import GroupSettings
 from everstep.launch.warm import PRELOAD, Request
-from everstep.report.live import Teller, telling
-from everstep.report.serve import PageServer
 from everstep.run import fence
 from everstep.run.beats import forget_beats
 from everstep.run.directory import LaunchError, RunDir, ask_to_stop, ended_file, leaves_nothing, stop_file
@@ -102,10 +100,7 @@ class Supervisor:
         self._lighthouse: Lighthouse | None = None
         self._injector = injector
         self._inject: OnEvents | None = None
-        self._teller: Teller | None = None
-        self._page: PageServer | None = None
-        self._commit_mono = 0.0
-        """When a group last committed a step."""
+        self._at_end = contextlib.ExitStack()
         self._failure = ""
         self._refusal: LaunchError | None = None
 
@@ -147,13 +142,8 @@ class Supervisor:
             for signum, handler in self._old_handlers.items():
                 signal.signal(signum, handler)
             self._children.close()
-            if self._lighthouse is not None:
-                self._lighthouse.close()
             self._events.close()
-            if self._teller is not None:
-                self._teller.close()
-            if self._page is not None:
-                self._page.close()
+            self._at_end.close()
 
     def _over(self) -> bool:
         self._failure = self._failure or (self._lighthouse.cannot_start if self._lighthouse else "")
@@ -230,6 +220,7 @@ class Supervisor:
         self._devices = devices_of_groups(found.devices, groups, settings.ranks_per_group)
         say_refused = functools.partial(self._launcher.is_short, "lighthouse")
         self._lighthouse = Lighthouse(self.run_dir.path, HOST, ft, self._children, self._events, say_refused)
+        self._at_end.callback(self._lighthouse.close)
         self._events.emit(
             "run_started",
             groups=groups,
@@ -241,11 +232,9 @@ class Supervisor:
         )
         for warning in found.warnings:
             self._events.emit("warning", text=warning)
-        metrics = {"metrics": found.metrics}
-        self._teller = Teller(telling(self.run_dir.path, HOST, metrics, ft.metrics_port, groups, ft.min_groups))
+        tell(self.run_dir.path, HOST, found, self._at_end)
         if settings.page:
-            self._page = PageServer(self.run_dir.path)
-            self._events.emit("page", address=self._page.address)
+            serve_page(self.run_dir.path, self._events, self._at_end)
         if self._injector is not None:
             self._inject = self._injector(found.seed, self.run_dir.path)
         self._launcher.jobs |= {"lighthouse": self._lighthouse.keep, "groups": self._make_groups}
@@ -260,8 +249,18 @@ class Supervisor:
         del self._launcher.jobs["groups"]
 
     def _group(self, index: int, prepared: Prepared, lighthouse: str) -> Group:
+        events = EventLog(self.run_dir.path, index, None, "agent")
+        settings = self._group_settings(index, prepared, lighthouse)
+        group = Group(settings, self._children, self._stopping, events)
+        try:
+            fence.claim_group(self.run_dir.path, index, Claim(), self._stopping)
+        except fence.Fenced as fenced:
+            group.finish("fenced", str(fenced))
+        return group
+
+    def _group_settings(self, index: int, prepared: Prepared, lighthouse: str) -> GroupSettings:
         settings = self.settings
-        told = AgentSettings(
+        return GroupSettings(
             config=str(self.run_dir.config),
             run_dir=self.run_dir.path,
             group=index,
@@ -275,39 +274,14 @@ class Supervisor:
             stop_grace_s=settings.stop_grace_s,
             entry=settings.entry,
         )
-        events = EventLog(self.run_dir.path, index, None, "agent")
-        group = Group(told, worker_argv(told, told.lighthouse), self._children, self._stopping, events)
-        try:
-            fence.claim_group(self.run_dir.path, index, Claim(), self._stopping)
-        except fence.Fenced as fenced:
-            group.finish("fenced", str(fenced))
-        return group
 
     # What is asked and seen
 
     def _look(self) -> None:
         events = self._tail.new()
-        commits = [event["mono"] for event in events if event["kind"] == "commit"]
-        if commits:
-            self._commit_mono = max(self._commit_mono, *commits)
-            for group in self._launcher.groups:
-                group.committed()
-        self._end_what_fails_alike()
         if self._inject is not None and not self._stops:
             self._inject(events)
         self._on_events(events)
-
-    def _end_what_fails_alike(self) -> None:
-        """What ends every group in the same way before its first step would do so for ever: the run ends with it."""
-        groups = self._launcher.groups
-        last = [group.deaths[-1] for group in groups if group.deaths and group.deaths[-1].mono > self._commit_mono]
-        failed = [death for death in last if death.by_itself and not death.committed and death.error]
-        if len(groups) > 1 and len(failed) == len(groups) and len({d.cause for d in failed}) == 1 and not self._stops:
-            log = self.run_dir.path / "logs" / f"group-{len(groups) - 1}" / "rank-0.log"
-            self._failure = self._failure or (
-                f"all {len(groups)} groups failed in the same way before a step was committed: {failed[-1].error} "
-                f"(more in {log})"
-            )
 
     def _stopping(self) -> bool:
         return self._stops > 0

@@ -6,7 +6,7 @@ Both are computed from the run's events and from nothing else.
 import itertools
 import statistics
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from rich.text import Text
 
 from everstep.launch.forking import keep_on_without_output
 from everstep.report.checking import Checking, covered, wrong
+from everstep.report.protection import Protection
 
 RATE_WINDOW = 20
 """Committed steps over which tokens/s and the time of a step are taken."""
@@ -149,6 +150,11 @@ class RunState:
     """Which groups cannot be reached, as a line for people; empty while all are."""
     taking_part: set[int] = field(default_factory=set)
     checking: Checking = field(default_factory=Checking)
+    protection: Protection = field(default_factory=Protection)
+    starts: Counter[int] = field(default_factory=Counter)
+    """By group, how often a batch system has started it."""
+    left_nodes: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """By group, which nodes it left, and why."""
     failing: dict[int, str] = field(default_factory=dict)
     """By group, why it fails again and again, until it takes part in a step."""
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
@@ -162,6 +168,7 @@ class RunState:
         """
         self._newest = event["t"]
         self._count(event)
+        self.protection.take(event)
         if event["kind"] == "commit":
             if event["step"] <= self.step:
                 return ""
@@ -191,6 +198,10 @@ class RunState:
             self.kills += str(event.get("fault", "")).startswith("kill")
         elif kind == "workers_died":
             self.deaths += 1
+        elif kind == "agent_up":
+            self.starts[event["group"]] += 1
+        elif kind == "node_bad":
+            self.left_nodes[event["group"]].append(f"left node {event['node']}: {event['reason']}")
         elif kind == "left_out":
             self.left_out = left_out(event) if event["groups"] else ""
         elif kind == "commit":

@@ -9,7 +9,6 @@ Requests and answers are JSON objects, one a packet of a SOCK_SEQPACKET socketpa
     {"id", "run": "module:function", "args", "log", "env"}    call `run` with `args`, its output appended to `log`; a
                                                               descriptor that comes along is its first argument
     {"id", "pid"} or {"id", "errno"}                          it was forked, or could not be
-    {"forget": pid}                                           its session is empty
     {"ready": true} or {"fatal": sentence}                    after the imports
 """
 
@@ -30,8 +29,7 @@ from pathlib import Path
 
 from everstep.launch import offspring
 from everstep.launch.forking import fork_detached
-from everstep.launch.memory import oom_kills
-from everstep.launch.watchdog import Death
+from everstep.launch.watchdog import Death, oom_kills
 from everstep.run.lifeline import wake_at_parents_death
 
 SILENCE_S = 30.0
@@ -52,7 +50,6 @@ PRELOAD = (
     "everstep.titan.data.tokens",
     "everstep.titan.semi_sync",
     "everstep.titan.trainer",
-    "everstep.launch.store",
     "everstep.launch.worker",
     "everstep.quorum.lighthouse",
 )
@@ -88,7 +85,6 @@ def preload(modules: Sequence[str] = PRELOAD) -> None:
 def serve(channel: socket.socket, launcher_pid: int, modules: Sequence[str]) -> None:
     """Import `modules`, then fork what is asked for, detached. When the other side closes, the launcher has ended: kill
     what its workers left, and return."""
-    sessions: set[int] = set()
     mark = f"{offspring.RUN_MARK}={os.environ.get(offspring.RUN_MARK)}"
     try:
         preload(modules)
@@ -103,13 +99,9 @@ def serve(channel: socket.socket, launcher_pid: int, modules: Sequence[str]) -> 
             if not packet:
                 break
             request = json.loads(packet)
-            if "forget" in request:
-                sessions.discard(request["forget"])
-                continue
             request["args"] = [*fds, *request["args"]]
             try:
                 pid = fork_detached(request, launcher_pid, channel.close)
-                sessions.add(pid)
                 answer = {"id": request["id"], "pid": pid}
             except OSError as error:
                 answer = {"id": request["id"], "errno": error.errno}
@@ -117,7 +109,7 @@ def serve(channel: socket.socket, launcher_pid: int, modules: Sequence[str]) -> 
                 for fd in fds:
                     os.close(fd)
             channel.send(json.dumps(answer).encode())
-    offspring.kill_all(sessions, mark)
+    offspring.kill_all(mark)
 
 
 @dataclass(frozen=True)
@@ -164,11 +156,6 @@ class WarmProcess:
         self._unsent.append((json.dumps(order).encode(), fd))
         self._send()
         return self._next_id
-
-    def forget(self, pid: int) -> None:
-        """Nothing is left of a process that it forked, nor of what that started."""
-        self._unsent.append((json.dumps({"forget": pid}).encode(), -1))
-        self._send()
 
     def answers(self) -> list[dict]:
         """What has arrived since the last call, without waiting."""

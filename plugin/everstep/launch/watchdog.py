@@ -1,10 +1,11 @@
-"""What an agent decides about its workers: have they stalled, and is another restart worth it."""
+"""What a launcher decides about a group's workers: have they stalled, and is another start worth it."""
 
 import itertools
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from everstep.launch.scarce import backoff_s
 from everstep.run.beats import DONE, STARTUP, Beat
@@ -12,13 +13,11 @@ from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
 
 COMPILING = ("compute", "reduce", "vote")
 """Phases in which the first step of a process compiles, or waits for a rank that does."""
-
-STARTS_WITHOUT_A_COMMIT = 3
-"""Starts of a group, one after the other, that may end by themselves before it has committed a step."""
-
-
 PAUSE_S = 3.0
 """Who watches looks more often than that, or did not run."""
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
+"""Signals that a process brings upon itself."""
+CGROUP = Path("/sys/fs/cgroup")
 
 
 class Awake:
@@ -28,8 +27,8 @@ class Awake:
     def __init__(self) -> None:
         self._since = self._looked = time.monotonic()
 
-    def since(self) -> float:
-        """From when on silence counts (monotonic seconds); to be asked at every look."""
+    def look(self) -> float:
+        """From when on silence counts (monotonic seconds); to be called at every look."""
         now = time.monotonic()
         if now - self._looked > PAUSE_S:
             self._since = now
@@ -46,34 +45,40 @@ class Stall:
     idle_s: float
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long a phase may last, in seconds."""
+
+    stall_s: float
+    startup_s: float
+    first_step_s: float = 0.0
+    """The phases that compile, before the first commit; 0: no longer than others."""
+
+    def of(self, phase: str) -> float:
+        if phase == STARTUP:
+            return self.startup_s
+        return max(self.stall_s, self.first_step_s) if phase in COMPILING else self.stall_s
+
+
 def find_stall(
     pids: Mapping[int, int],
     beats: Mapping[int, Beat | None],
     started_mono: float,
     now_mono: float,
-    stall_timeout_s: float,
-    startup_timeout_s: float,
-    first_step_s: float | None = None,
+    patience: Patience,
     awake_mono: float = 0.0,
 ) -> Stall | None:
     """The rank that has been silent for too long, the longest silent first; None when all ranks move.
 
-    `pids` are this incarnation's workers by rank; a beat of any other pid was left by an earlier one and
-    counts as no beat, which is "startup" since `started_mono`. A rank whose phase is "done" waits for its
-    group's other ranks. `first_step_s`: how long the phases of a step may last that compile when they come first;
-    None: no longer than `stall_timeout_s`. Silence before `awake_mono` does not count.
+    `pids` are this incarnation's workers by rank; a beat of any other pid was left by an earlier one and counts as no
+    beat, which is "startup" since `started_mono`. A rank whose phase is "done" waits for its group's other ranks.
+    Silence before `awake_mono` does not count.
     """
     stalls = []
     for rank, pid in pids.items():
         beat = beats.get(rank)
-        if beat is None or beat.pid != pid:
-            phase, since = STARTUP, started_mono
-        else:
-            phase, since = beat.phase, beat.mono
-        limit_s = startup_timeout_s if phase == STARTUP else stall_timeout_s
-        if first_step_s is not None and phase in COMPILING:
-            limit_s = max(stall_timeout_s, first_step_s)
-        if phase != DONE and now_mono - max(since, awake_mono) > limit_s:
+        phase, since = (STARTUP, started_mono) if beat is None or beat.pid != pid else (beat.phase, beat.mono)
+        if phase != DONE and now_mono - max(since, awake_mono) > patience.of(phase):
             stalls.append(Stall(rank, phase, now_mono - since))
     return max(stalls, key=lambda stall: stall.idle_s, default=None)
 
@@ -101,25 +106,16 @@ class Death:
     exitcode: int
     committed: bool
     """Whether it had committed a step."""
-
-    error: str = ""
-    """The exception's type and first line, for people."""
-
     cause: Cause | None = None
-
     run_step: int = 0
     """The newest step that any group of the run had committed then."""
-
     excused: bool = False
     """Another group, another node of this one or the lighthouse was struck meanwhile, which explains an error of those
     that wait for it; or this one was, on purpose."""
-
     struck: bool = False
     """This group was struck, on purpose."""
-
     stalled: bool = False
     """The watchdog killed it."""
-
     out_of_memory: bool = False
     """The kernel killed a process of this machine's control group for memory meanwhile."""
 
@@ -134,56 +130,31 @@ class Death:
         return self.crashed and (self.out_of_memory or not self.excused)
 
 
-@dataclass(frozen=True)
-class RestartLimits:
-    """`max_restarts` within `window_s` seconds."""
-
-    max_restarts: int
-    window_s: float
-
-
-CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
-"""Signals that a process brings upon itself."""
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """Why the workers should not be started again. `final`: whatever other groups do."""
-
-    why: str
-    final: bool
-
-
-def reason_to_give_up(deaths: Sequence[Death], limits: RestartLimits) -> GiveUp | None:
-    """Why the workers should not be started again after the last of `deaths`; None: start them.
+def reason_to_give_up(deaths: Sequence[Death], max_restarts: int, window_s: float) -> str:
+    """Why the workers should not be started again after the last of `deaths`, whatever other groups do; "": start them.
 
     Signals from outside (a kill, a machine that goes down) are what restarts are for and count only towards
-    `max_restarts`. Workers that end by themselves several times in a row before they have committed a step would do so
-    for ever, unless other groups make steps meanwhile: then something may be wrong with this machine that passes.
+    `max_restarts` within `window_s` seconds.
     """
     last = deaths[-1]
     if last.exitcode == USAGE_EXIT and not last.committed:
-        return GiveUp("its configuration is not valid", final=True)
+        return "its configuration is not valid"
     if last.exitcode == HOPELESS_EXIT:
-        return GiveUp("its trainer found that going on is no use; its log says why", final=True)
+        return "its trainer found that going on is no use; its log says why"
     if last.exitcode == UNFIT_EXIT:
-        why = "its trainer found this machine unfit, and there is no other to go to; its log says why"
-        return GiveUp(why, final=True)
-    recent = [death for death in deaths if death.mono > last.mono - limits.window_s]
-    if len(recent) > limits.max_restarts:
-        why = f"it died {len(recent)} times within {limits.window_s:g} s (fault_tolerance.max_restarts)"
-        return GiveUp(why, final=True)
-    failed = sum(death.by_itself and death.run_step == last.run_step for death in since_commit(deaths))
-    if last.by_itself and failed >= STARTS_WITHOUT_A_COMMIT:
-        why = f"it was started {failed} times and failed each time before any group had committed a step"
-        return GiveUp(why, final=False)
-    return None
+        return "its trainer found this machine unfit, and there is no other to go to; its log says why"
+    recent = sum(death.mono > last.mono - window_s for death in deaths)
+    if recent > max_restarts:
+        return f"it died {recent} times within {window_s:g} s (fault_tolerance.max_restarts)"
+    return ""
 
 
-def since_commit(deaths: Sequence[Death]) -> Sequence[Death]:
-    """The deaths after the last incarnation that committed a step."""
+def failures(deaths: Sequence[Death]) -> int:
+    """How often a group's workers have ended by themselves since they, or any group of the run, committed a step. They
+    would do so for ever; while other groups make steps, something may be wrong with this machine that passes."""
     newest = max((index for index, death in enumerate(deaths) if death.committed), default=-1)
-    return deaths[newest + 1 :]
+    since = deaths[newest + 1 :]
+    return sum(death.by_itself and death.run_step == deaths[-1].run_step for death in since)
 
 
 def alike(deaths: Sequence[Death]) -> int:
@@ -206,3 +177,18 @@ def describe_exit(exitcode: int) -> str:
         return f"was killed by {signal.Signals(-exitcode).name}"
     except ValueError:
         return f"was killed by signal {-exitcode}"
+
+
+def oom_kills(own: Path = Path("/proc/self/cgroup")) -> int:
+    """Kills for memory in this process's control group so far (cgroup v2, `memory.events`); 0 where nobody counts."""
+    try:
+        paths = [line.split(":", 2)[2] for line in own.read_text().splitlines() if line.startswith("0::")]
+        for path in paths:
+            for folder in (CGROUP / path.lstrip("/"), CGROUP):
+                events = folder / "memory.events"
+                if events.exists():
+                    counts = dict(line.split() for line in events.read_text().splitlines())
+                    return int(counts.get("oom_kill", 0))
+    except (OSError, ValueError):
+        return 0
+    return 0

@@ -11,7 +11,9 @@ import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from everstep.launch import stacks
 from everstep.launch.machine import follow_threads
@@ -24,6 +26,7 @@ from everstep.run.files import read_json, write_json
 EXIT_TIMEOUT_S = 10.0
 PREDECESSOR_TIMEOUT_S = 120.0
 LONGEST_ERROR = 300
+STORE_TIMEOUT = timedelta(seconds=60)
 
 
 def log_path(run_dir: Path, group: int, rank: int) -> Path:
@@ -53,6 +56,18 @@ def read_error(run_dir: Path, group: int, rank: int) -> WorkerError | None:
         return typed.parse(WorkerError, read_json(error_path(run_dir, group, rank)))
     except typed.UnfitError:
         return None
+
+
+def serve_and_start(listener: int, host: str, port: int, *place: Any) -> None:
+    """As `start` with `place`, and serve the group's store meanwhile on the descriptor `listener`, which listens on
+    `host` and `port` alone; by itself a store would listen on every interface."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore(
+        host, port, is_master=True, timeout=STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener
+    )
+    start(*place)
+    del store
 
 
 def start(run_dir: str, group: int, incarnation: int, entry: str, argv: list[str]) -> None:

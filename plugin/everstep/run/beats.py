@@ -63,9 +63,9 @@ def beat_path(run_dir: Path, group: int, rank: int) -> Path:
     return Path(run_dir) / "state" / f"group-{group}.rank-{rank}.beat"
 
 
-def agent_beat_path(run_dir: Path, group: int) -> Path:
-    """Where the agent of group `group` leaves its own beats, for its supervisor."""
-    return Path(run_dir) / "state" / f"agent-{group}.beat"
+def agent_beat_path(run_dir: Path, group: int, node: int = 0) -> Path:
+    """Where the agent of group `group` on its node `node` leaves its own beats."""
+    return Path(run_dir) / "state" / (f"agent-{group}.node-{node}.beat" if node else f"agent-{group}.beat")
 
 
 class BeatFile:

@@ -1,16 +1,14 @@
 """What a launcher is told about one group."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch.watchdog import RestartLimits
 
 
 @dataclass(frozen=True)
-class AgentSettings:
-    """One group's agent. Times in seconds."""
+class GroupSettings:
+    """One group, or its part on one of its nodes. Times in seconds."""
 
     config: str
     """The resolved TOML file that the workers load."""
@@ -18,6 +16,7 @@ class AgentSettings:
     group: int
     groups: int
     ranks: int
+    """On this node."""
     lighthouse: str
     """`http://host:port`; empty: as published in the run directory."""
     ranks_here: int = 0
@@ -43,24 +42,10 @@ class AgentSettings:
     """This node's name in the batch system, if there are others to go to."""
 
     @property
-    def limits(self) -> RestartLimits:
-        """How often the group's workers are started again."""
-        return RestartLimits(self.fault_tolerance.max_restarts, self.fault_tolerance.restart_window_s)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"run_dir": str(self.run_dir)}
-
-    @classmethod
-    def from_json(cls, said: dict[str, Any]) -> "AgentSettings":
-        """What `to_json` wrote."""
-        section = FaultTolerance(**said["fault_tolerance"])
-        return cls(**said | {"run_dir": Path(said["run_dir"]), "fault_tolerance": section})
-
-
-def worker_argv(settings: AgentSettings, lighthouse: str) -> list[str]:
-    """What a worker of this group is started with: the config, and its place in the run."""
-    return [
-        "--module", "everstep", "--config", settings.config, "--dump_folder", str(settings.run_dir),
-        "--fault_tolerance.group_id", str(settings.group),
-        "--fault_tolerance.lighthouse", lighthouse, "--fault_tolerance.bind_host", settings.host,
-    ]  # fmt: skip
+    def worker_argv(self) -> list[str]:
+        """What a worker of this group is started with: the config, and its place in the run."""
+        return [
+            "--module", "everstep", "--config", self.config, "--dump_folder", str(self.run_dir),
+            "--fault_tolerance.group_id", str(self.group),
+            "--fault_tolerance.lighthouse", self.lighthouse, "--fault_tolerance.bind_host", self.host,
+        ]  # fmt: skip
