@@ -383,7 +383,7 @@ class Group:
         now.kill()  # whom was asked for may come late
         if now.asked or now.running:
             return
-        left = offspring.left_by(now.pids.values(), now.mark, self._children.pids)
+        left = offspring.left_by(now.pids.values(), f"{offspring.MARK}={now.mark}", self._children.pids)
         offspring.kill(left)
         if left and ended_s < LITTER_PATIENCE_S:
             return
