@@ -174,9 +174,12 @@ class Cluster:
             self.settled(step, coded)
 
     def wait(self) -> None:
+        """Until what was begun is published, and told."""
         for copier in self.copiers.values():
             copier.wait()
         wait_until(lambda: all(copier.idle for copier in self.copiers.values()))
+        for copier in self.copiers.values():
+            copier.wait()  # the first comes back when the copy is made; the event waits for the next
 
     def settled(self, step: int, coded: bool = True) -> None:
         """Until every keeper that holds `step` has verified it and coded its parity."""
