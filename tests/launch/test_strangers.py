@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from everstep.launch import node
-from everstep.snapshot import keepers, room
-from everstep.snapshot.buffer import SnapshotError
+from everstep.snapshot import keepers
+from everstep.snapshot.room import SnapshotError
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment
 
@@ -64,37 +64,6 @@ def test_a_probe_overwrites_nobodys_file_through_a_link(shared, precious, tmp_pa
     assert sorted(os.listdir(shared)) == planted, "what was probed with is gone, what was there is not"
 
 
-def test_a_lock_that_another_user_made_is_refused_and_not_waited_for(shared, precious):
-    lock = shared / f"everstep-room-{os.geteuid()}.lock"
-    as_nobody("os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o666)", lock)
-    with pytest.raises(SnapshotError, match="open to other users: remove it"):
-        room.make_room(shared / "own" / "rank-0.room", 0, 0, 0)
-    lock.unlink()
-    as_nobody("os.symlink(sys.argv[1], sys.argv[2])", precious, lock)
-    with pytest.raises(SnapshotError, match="cannot be used"):
-        room.make_room(shared / "own" / "rank-0.room", 0, 0, 0)
-    lock.unlink()
-    as_nobody("os.mkfifo(sys.argv[1])", lock)
-    with pytest.raises(SnapshotError, match="open to other users"):
-        room.make_room(shared / "own" / "rank-0.room", 0, 0, 0)
-    assert precious.read_text() == "precious"
-
-
-def test_what_others_say_they_reserved_does_not_count_and_their_pipes_are_not_read(shared):
-    plant = """
-        for name in ("everstep-a-group-0", "everstep-b"):
-            folder = os.path.join(sys.argv[1], name)
-            os.mkdir(folder, 0o777)
-            open(os.path.join(folder, "rank-0.room"), "w").write("9" * 18)
-            os.mkfifo(os.path.join(folder, "rank-1.room"))
-    """
-    as_nobody(plant, shared)
-    segment = shared / "everstep-own"
-    segment.mkdir(mode=0o700)
-    room.make_room(segment / "rank-0.room", 1000, 0, 0)
-    assert (segment / "rank-0.room").read_text() == "1000"
-
-
 def test_a_segment_under_another_users_link_is_none_of_ours(shared, tmp_path):
     ours = tmp_path / "ours"
     ours.mkdir(mode=0o700)
@@ -103,4 +72,4 @@ def test_a_segment_under_another_users_link_is_none_of_ours(shared, tmp_path):
     with pytest.raises(SnapshotError, match="belongs to another user"):
         segment.create()
     os.utime(ours, (0, 0))
-    assert keepers.find_litter(shared) == []
+    assert keepers.sweep(shared) == []

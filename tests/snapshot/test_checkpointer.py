@@ -28,6 +28,20 @@ class Bare:
         self.state = state
 
 
+class Memory:
+    """What writes checkpoints of snapshots: a process that runs a Python statement."""
+
+    coded = True
+
+    def __init__(self, statement: str) -> None:
+        self._statement = statement
+        self.started: list[int] = []
+
+    def start_export(self, step: int, folder: str) -> subprocess.Popen:
+        self.started.append(step)
+        return subprocess.Popen([sys.executable, "-c", self._statement])
+
+
 @pytest.fixture
 def alone(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -36,18 +50,12 @@ def alone(tmp_path):
 
 
 def manager(folder: Path, writer: str | None, **settings) -> SnapshotCheckpointManager:
-    """A manager whose writer is a process that runs `writer`, a Python statement with `step` and `folder`."""
+    """A manager whose writer is a process that runs `writer`, a Python statement."""
     config = of_run(CheckpointManager.Config(enable=True, interval=4, **settings), from_snapshots=True)
     it = built(config, folder)
     assert isinstance(it, SnapshotCheckpointManager)
     if writer is not None:
-        it.started = []
-
-        def start(step: int, folder: str) -> subprocess.Popen:
-            it.started.append(step)
-            return subprocess.Popen([sys.executable, "-c", f"step, folder = {step}, {folder!r}\n{writer}"])
-
-        it.export_with(start, lambda flag: flag)
+        it.export_with(Memory(writer), lambda flag: flag)
     return it
 
 
@@ -69,22 +77,28 @@ def saved(folder: Path) -> set[str]:
 
 def test_a_checkpoint_that_is_due_is_left_to_the_writer_and_the_trainer_goes_on(tmp_path, alone):
     it = manager(tmp_path, "pass")
-    assert [step for step in range(1, 10) if it.due(step)] == [4, 8]
     assert [it.save(step) for step in range(1, 6)] == [False] * 5
-    assert it.started == [4]
+    assert it._exporter.started == [4]
     it.close()
     assert saved(tmp_path) == set()
 
 
-def test_what_the_writer_could_not_write_the_trainer_writes_at_its_next_commit(tmp_path, alone):
+def test_after_a_checkpoint_that_could_not_be_taken_from_memory_the_trainer_writes_the_next(tmp_path, alone):
     it = manager(tmp_path, "raise SystemExit(1)")
     it.save(4)
     it._writer.wait()
-    assert it.save(5)
-    assert saved(tmp_path) == {"step-5"}
-    assert not it.save(6), "once"
-    assert not it.save(8)
-    assert it.started == [4, 8]
+    assert [it.save(step) for step in (5, 6, 7, 8)] == [False, False, False, True]
+    assert saved(tmp_path) == {"step-8"}
+    assert not it.save(12), "once"
+    assert it._exporter.started == [4, 12]
+    it.close()
+
+
+def test_while_no_snapshot_is_coded_the_trainer_writes_what_is_due(tmp_path, alone):
+    it = manager(tmp_path, "pass")
+    it._exporter.coded = False
+    assert [it.save(step) for step in range(1, 9)] == [False, False, False, True] * 2
+    assert (saved(tmp_path), it._exporter.started) == ({"step-4", "step-8"}, [])
     it.close()
 
 
@@ -92,7 +106,7 @@ def test_no_second_writer_is_started_beside_the_first(tmp_path, alone):
     it = manager(tmp_path, "import time; time.sleep(30)")
     it.save(4)
     it.save(8)
-    assert it.started == [4]
+    assert it._exporter.started == [4]
     it._writer.kill()
     it._writer.wait()
     it.close()

@@ -1,5 +1,6 @@
 """Where snapshots broke once: every reproduction of the faults that were shown, and what happens now."""
 
+import contextlib
 import json
 import os
 import resource
@@ -13,14 +14,11 @@ import psutil
 import pytest
 import torch
 
-from everstep.snapshot import keepers, parity, peers, restore
-from everstep.snapshot.buffer import SnapshotError
+from everstep.snapshot import keepers, parity, peers, restore, room
 from everstep.snapshot.header import Header
 from everstep.snapshot.layout import Layout
 from everstep.snapshot.plan import State
-from everstep.snapshot.room import cgroup_free_bytes, make_room, memory_needed
-from everstep.snapshot.section import Snapshot
-from everstep.snapshot.segment import Segment
+from everstep.snapshot.room import SnapshotError, cgroup_free_bytes
 from everstep.snapshot.stripes import Domains
 from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, file_of, in_keepers, is_zombie, wait_until
 
@@ -214,15 +212,16 @@ def test_a_keeper_without_descriptors_to_spare_goes_on_and_codes_again_when_it_h
 
 
 @pytest.mark.parametrize("parities", [0, 1, 2])
-def test_no_more_memory_is_taken_than_was_reserved(parities):
+def test_memory_is_what_the_docs_say_it_is(parities):
     with Cluster(4, parity=parities) as run:
-        run.take(1, scale=4, coded=parities > 0)
-        run.take(2, 3, 4, scale=4, coded=parities > 0)
+        run.take(1, 2, 3, 4, scale=40, coded=parities > 0)
         for group in run.groups:
             segment = run.segment(group)
             size = max(header.payload_bytes for header in segment.headers("data", 0) if header)
-            needed = memory_needed(size, 4, parities)
-            assert needed / 2 < segment.bytes_of(0) <= needed
+            taken = sum(path.stat().st_size for kind in ("data", "parity") for path in segment.files(kind, 0)
+                        if path.exists())  # fmt: skip
+            formula = 2 * size * (1 + parities / (4 - parities))
+            assert formula < taken < formula + 4 * (1 << 20) + 4 * (200 << 10)  # a chunk and a header each
 
 
 def test_keepers_of_a_run_whose_directory_is_deleted_end_and_leave_nothing(monkeypatch, tmp_path):
@@ -257,7 +256,7 @@ def test_an_orderly_end_in_the_middle_of_coding_leaves_nothing():
             assert not any(run.segment(g).path.exists() for g in run.groups)
 
 
-def test_what_no_run_owns_is_swept_and_what_one_owns_is_not(tmp_path, capsys, monkeypatch):
+def test_what_no_run_owns_is_swept_and_what_one_owns_is_not():
     with Cluster(2) as run, Cluster(1) as gone:
         run.commit(1)
         gone.commit(1)
@@ -265,22 +264,18 @@ def test_what_no_run_owns_is_swept_and_what_one_owns_is_not(tmp_path, capsys, mo
             site.kill_trainers()
         run.kill_keeper(1)
         gone.kill_keeper(0)
-        moved = run.segment(1).path.parent / gone.segment(0).path.name
+        mine = run.segment(1).path
+        moved = mine.parent / gone.segment(0).path.name
         shutil.move(gone.segment(0).path, moved)
         shutil.rmtree(gone.run_dir)
-        found = {litter.path: litter for litter in keepers.find_litter(moved.parent)}
-        assert found.keys() == {moved, run.segment(1).path}
-        assert keepers.find_litter(run.segment(0).path.parent) == [], "it has a keeper"
-        assert (found[moved].run_is_there, found[run.segment(1).path].run_is_there) == (False, True)
-        assert found[moved].run_dir == gone.run_dir.resolve()
-        keepers.sweep(moved.parent)
-        said = capsys.readouterr().out
-        assert f"{gone.run_dir.resolve()}, which is gone" in said
-        assert "kept: its run is going on" in said
-        assert not moved.exists()
-        monkeypatch.setattr(keepers, "ALIVE_S", 0.0)
-        keepers.sweep(moved.parent)
-        assert not run.segment(1).path.exists()
+        assert keepers.sweep(run.segment(0).path.parent) == [], "it has a keeper"
+        said = keepers.sweep(mine.parent)
+        assert len(said) == 2
+        assert any(f"{gone.run_dir.resolve()}, which is gone" in line and "removed" in line for line in said)
+        assert any("could be started again" in line and line.endswith("kept") for line in said)
+        assert (moved.exists(), mine.exists()) == (False, True)
+        keepers.sweep(mine.parent, spared_s=0.0)
+        assert not mine.exists()
         assert run.segment(0).path.exists()
         assert run.decide().reasons, "and the living keeper still answers"
 
@@ -316,15 +311,25 @@ def test_the_limit_of_a_control_group_of_version_1_counts(tmp_path):
     assert cgroup_free_bytes(proc, tmp_path) == (700 - 300 + 100) << 20
 
 
-def test_ranks_that_ask_for_room_at_the_same_moment_are_not_promised_the_same_bytes(tmp_path, monkeypatch):
-    from everstep.snapshot import room
+def test_ranks_that_take_memory_at_the_same_moment_leave_the_reserve(tmp_path, monkeypatch):
+    """What each has taken the others see before they take more."""
+    taken, step = [0], 1 << 20
+    monkeypatch.setattr(room, "STEP_BYTES", step)
+    monkeypatch.setattr(room, "cgroup_free_bytes", lambda: 40 * step - taken[0])
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, size: taken.__setitem__(0, taken[0] + size))
+    monkeypatch.setattr(os, "ftruncate", lambda fd, size: None)
+    files = [(tmp_path / str(rank)).open("wb") for rank in range(3)]
+    plain = room.check_room
 
-    monkeypatch.setattr(room, "cgroup_free_bytes", lambda: 1000)
-    segment = Segment.of(Snapshot(segment_dir=str(tmp_path)), "r" * 16, 0)
-    segment.create()
-    make_room(segment.room_note(0), 600, 0, 0)
-    with pytest.raises(SnapshotError, match=r"need 600 bytes more, and there are 400 .* 600 promised to other ranks"):
-        make_room(segment.room_note(1), 600, 0, 0)
-    make_room(segment.room_note(0), 700, 0, 0)
-    segment.file("data", 0, 0).write_bytes(bytes(700))
-    make_room(segment.room_note(1), 600, 0, 0)
+    def beside_the_others(directory, needed, reserve) -> None:
+        """One takes a step while another is at its own."""
+        plain(directory, needed, reserve)
+        if files:
+            file = files.pop()
+            with contextlib.suppress(SnapshotError):
+                room.allocate(file.fileno(), tmp_path / "other", 20 * step, 8 * step)
+
+    monkeypatch.setattr(room, "check_room", beside_the_others)
+    with (tmp_path / "first").open("wb") as file, pytest.raises(SnapshotError, match="left under the memory limit"):
+        room.allocate(file.fileno(), tmp_path / "first", 20 * step, 8 * step)
+    assert taken[0] <= (40 - 8 + 3) * step

@@ -69,22 +69,6 @@ def test_an_error_of_any_kind_in_the_copier_costs_a_snapshot_and_not_the_run(mon
         assert run.copiers.pop(0).published == 3
 
 
-def test_a_keeper_that_cannot_start_a_thread_goes_on_and_tries_again(monkeypatch, tmp_path):
-    code = """
-        import threading
-        plain, tried = threading.Thread.start, []
-        def start(self):
-            if self.name.endswith('rank-0') and len(tried) < 3:
-                tried.append(self)
-                raise RuntimeError("can't start new thread")
-            plain(self)
-        threading.Thread.start = start
-    """
-    in_keepers(monkeypatch, tmp_path, code)
-    with Cluster(2) as run:
-        run.take(1)
-
-
 def test_keepers_that_come_and_go_leave_no_connections_open_at_the_others():
     with Cluster(3) as run:
         run.take(1)

@@ -1,7 +1,6 @@
 """What snapshots promise, each where it was broken once: what is protected, what survives, and who is waited for."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
@@ -13,10 +12,10 @@ import torch
 
 from everstep.report.protection import Protection
 from everstep.run.token import own_token
-from everstep.snapshot import peers, plan
-from everstep.snapshot.buffer import BufferWriter
-from everstep.snapshot.room import lock_file
+from everstep.snapshot import copier, peers
+from everstep.snapshot.plan import State
 from everstep.snapshot.stripes import Domains
+from everstep.step.streams import HostStreams
 from snapshot_cluster import Cluster, wait_until
 
 
@@ -190,19 +189,9 @@ def test_a_start_long_after_the_death_of_everything_spares_its_own_snapshots():
         run.resumes("memory", 2)
 
 
-def test_neither_a_stopped_holder_of_the_rooms_lock_nor_a_pipe_holds_up_a_trainer():
+def test_a_pipe_where_a_buffer_belongs_does_not_hold_up_a_trainer():
     with Cluster(2) as run:
-        run.take(1)
-        fd = os.open(lock_file(run.segment(0).root), os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        began = time.monotonic()
-        run.commit(2, scale=3)  # a part that grows, as when a group is lost: room is asked for
-        run.wait()
-        assert time.monotonic() - began < 10
-        assert any(
-            (g, kind) == (0, "snapshot_failed") and "held by another" in f["reason"] for g, kind, _, f in run.events
-        )
-        os.close(fd)
+        run.take(1, 2)
         path = run.segment(1).file("data", 0, 1)
         path.unlink(missing_ok=True)
         os.mkfifo(path)
@@ -225,17 +214,15 @@ def test_a_member_that_is_gone_makes_the_next_snapshot_due_at_once():
         wait_until(lambda: {h.step for h in run.segment(0).headers("data", 0) if h} == {5, 8})
 
 
-def test_memory_that_cannot_be_page_locked_is_used_as_it_is(monkeypatch, tmp_path):
-    class Refusing:
-        def cudaHostRegister(self, *_):  # noqa: N802
-            return 304
-
-    monkeypatch.setattr(plan, "_runtime", Refusing)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    buffer = plan.PinnedBuffer(BufferWriter(tmp_path / "buffer"))
-    assert len(buffer.reserve(1000, torch.device("cuda"))) >= 1000
-    assert "error 304" in buffer.unpinned
-    buffer.release()
+def test_a_part_that_comes_from_a_device_is_staged_in_memory_that_need_not_be_page_locked(monkeypatch):
+    """No device is here that locks pages: a state that says it is on one takes that path."""
+    monkeypatch.setattr(State, "device", torch.device("meta"))
+    monkeypatch.setattr(copier, "streams_of", lambda device: HostStreams())
+    with Cluster(3) as run:
+        run.take(1, 2)
+        run.kill_trainers()
+        run.lose_host(1)
+        run.resumes("parity", 2)
 
 
 def test_a_copied_run_directory_is_another_run(tmp_path):

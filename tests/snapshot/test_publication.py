@@ -18,10 +18,10 @@ from everstep.snapshot.buffer import (
     BufferReader,
     BufferWriter,
     Header,
-    SnapshotError,
     chunk_digests,
     root_of,
 )
+from everstep.snapshot.room import SnapshotError
 
 SIZE = CHUNK_BYTES + 70_001
 
@@ -46,8 +46,8 @@ def publish(writer: BufferWriter, step: int, size: int = SIZE) -> None:
     writer.begin()
     payload, data = writer.payload(size), payload_of(step, size)
     for start in range(0, size, 65_536):
-        payload[start : start + 65_536] = data[start : start + 65_536].tobytes()
-    writer.publish(header_of(step, size), chunk_digests(payload))
+        payload[start : start + 65_536] = data[start : start + 65_536]
+    writer.publish(header_of(step, size), chunk_digests(payload.data))
 
 
 def what_is_there(path: Path) -> int | None:
@@ -212,14 +212,14 @@ def test_a_buffer_of_another_schema_is_nothing(folder):
     path = folder / "buffer-0"
     writer = BufferWriter(path)
     writer.reserve(100)
-    writer.payload(100)[:] = bytes(100)
-    writer.publish(replace(header_of(1, 100), schema=99), chunk_digests(writer.payload(100)))
+    writer.payload(100)[:] = 0
+    writer.publish(replace(header_of(1, 100), schema=99), chunk_digests(writer.payload(100).data))
     assert BufferReader(path).header() is None
 
 
 def test_a_full_tmpfs_is_an_error_with_the_numbers_and_not_a_crash(folder):
     writer = BufferWriter(folder / "buffer-0")
-    with pytest.raises(SnapshotError, match=r"needs \d+ bytes, and .* has \d+ free"):
+    with pytest.raises(SnapshotError, match=r"need \d+ bytes more, and there are \d+ .*free"):
         writer.reserve(1 << 46)
     assert (folder / "buffer-0").stat().st_size < 4096
     publish(writer, 1)

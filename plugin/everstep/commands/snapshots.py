@@ -39,19 +39,20 @@ def snapshots(command: Snapshots, flags: Sequence[str]) -> int:
     if command.sweep:
         from everstep.snapshot.keepers import sweep
 
-        return sweep(command.segment_dir)
+        print("\n".join(sweep(command.segment_dir)) or f"{command.segment_dir} holds no snapshots that are nobody's")
+        return 0
     if command.run_dir is None:
         raise LaunchError("everstep snapshots: give the run directory, or --sweep.")
     if command.export is not None:
         return _export(command.run_dir, command.export)
-    from everstep.snapshot.inspect import InspectError, describe, inspect, sound, to_json
+    from everstep.snapshot.inspect import InspectError, describe, inspect, to_json
 
     try:
         found = inspect(command.run_dir, verify=command.verify)
     except InspectError as error:
         raise LaunchError(str(error)) from error
     print(json.dumps(to_json(found)) if command.json else describe(found))
-    return 0 if sound(found) else 1
+    return 0 if found.sound else 1
 
 
 def _export(run_dir: Path, folder: Path) -> int:

@@ -13,8 +13,6 @@ Trainers write through a mapping. Readers use `pread` only: a file that is cut s
 read, where a mapping would be SIGBUS.
 """
 
-import ctypes
-import errno
 import functools
 import json
 import mmap
@@ -30,6 +28,7 @@ import xxhash
 
 from everstep.run.regular import open_regular
 from everstep.snapshot.header import Header
+from everstep.snapshot.room import SnapshotError, allocate
 
 MAGIC = b"evsbuf01"
 HEADER_BYTES = 64 << 10
@@ -39,10 +38,6 @@ FIRST_READ_BYTES = 4096
 """What nearly every header fits in."""
 _PREFIX = struct.Struct("<8sIQ")
 _MADV_POPULATE_WRITE = 23  # Linux >= 5.14; absent from Python's mmap
-
-
-class SnapshotError(RuntimeError):
-    """A buffer that cannot be made, written or believed; the message says which file and why."""
 
 
 def chunks(payload_bytes: int) -> list[tuple[int, int]]:
@@ -175,48 +170,38 @@ class BufferReader:
 class BufferWriter:
     """Writes a buffer. One per file and process."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, reserve_bytes: int = 0) -> None:
+        """`reserve_bytes`: host memory to leave free."""
+        self.path, self._reserve_bytes = path, reserve_bytes
         self._fd = -1
         self._map: mmap.mmap | None = None
         self.capacity = 0
         """Payload bytes that fit without asking for memory."""
 
-    def reserve(self, payload_bytes: int) -> bool:
-        """Make room for a payload, allocated and prefaulted. True if the file was mapped anew and emptied for
-        it.
+    def reserve(self, payload_bytes: int) -> None:
+        """Make room for a payload, allocated and prefaulted. What the file held may be gone.
 
         Raises SnapshotError when there is no room or no permission; the file is then as small as it was.
         """
         try:
             if self._map is not None and self._still_there() and payload_bytes <= self.capacity:
-                return False
+                return
             self.release()
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
             os.pwrite(self._fd, bytes(_PREFIX.size), 0)
             size = os.fstat(self._fd).st_size
             want = reserved_bytes(payload_bytes)
-            if size < want:
-                try:
-                    # Without it a full tmpfs would be SIGBUS in the middle of a copy.
-                    os.posix_fallocate(self._fd, 0, want)
-                except OSError:
-                    os.ftruncate(self._fd, size)
-                    raise
+            allocate(self._fd, self.path, want, self._reserve_bytes)
             self._map = mmap.mmap(self._fd, max(size, want))
             self._prefault()
         except OSError as error:
             self.release()
-            if error.errno == errno.ENOSPC:
-                free = os.statvfs(self.path.parent)
-                raise SnapshotError(
-                    f"{self.path} needs {reserved_bytes(payload_bytes)} bytes, and {self.path.parent} has "
-                    f"{free.f_bavail * free.f_frsize} free: enlarge it or set snapshot.segment_dir"
-                ) from error
             raise SnapshotError(f"{self.path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
+        except SnapshotError:
+            self.release()
+            raise
         # What is spare is one more chunk of the table at most.
         self.capacity = payload_bytes + want - file_bytes(payload_bytes) - 8
-        return True
 
     def _still_there(self) -> bool:
         mine = os.fstat(self._fd)
@@ -230,21 +215,15 @@ class BufferWriter:
         except OSError:
             np.frombuffer(self._map, dtype=np.uint8)[HEADER_BYTES :: mmap.PAGESIZE] |= 0
 
-    @property
-    def address(self) -> tuple[int, int]:
-        """Where the mapping lies in memory and how long it is, to register it with a device driver."""
-        assert self._map is not None
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._map)), len(self._map)
-
     def begin(self) -> None:
         """Wipe the header. From here to `publish` the buffer holds nothing."""
         assert self._map is not None
         self._map[: _PREFIX.size] = bytes(_PREFIX.size)
 
-    def payload(self, payload_bytes: int) -> memoryview:
-        """The memory to write the payload into, between `begin` and `publish`."""
+    def payload(self, payload_bytes: int) -> np.ndarray:
+        """The memory to write the payload into, between `begin` and `publish`: uint8 [payload_bytes]."""
         assert self._map is not None
-        return memoryview(self._map)[HEADER_BYTES : HEADER_BYTES + payload_bytes]
+        return np.frombuffer(self._map, dtype=np.uint8, count=payload_bytes, offset=HEADER_BYTES)
 
     def publish(self, header: Header, table: np.ndarray) -> Header:
         """Write table and header. `header` without its root, which is filled in; the whole one is

@@ -12,25 +12,22 @@ import logging
 import threading
 import time
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from everstep import wire
 from everstep.snapshot import parity, peers
-from everstep.snapshot.buffer import BufferReader, BufferWriter, SnapshotError, chunk_digests, root_of, table_bytes
+from everstep.snapshot.buffer import BufferReader, BufferWriter, chunk_digests, root_of, table_bytes
 from everstep.snapshot.header import Header
-from everstep.snapshot.peers import Channels
-from everstep.snapshot.room import BLOCK_BYTES, BUFFERS, make_room
+from everstep.snapshot.peers import Neighbours
+from everstep.snapshot.room import BLOCK_BYTES, BUFFERS, SnapshotError
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Notes, Segment
 from everstep.snapshot.stripes import Code, code_id
 
-POLL_S = 0.05
-CALM_S = 10.0
-"""After this long without a new snapshot LOOK_S is often enough."""
 LOOK_S = 1.0
-HEARTBEAT_S = 0.5
+"""How often a watch looks without being told that there is something new."""
 SLOWEST_BYTES_S = 200e6
 """Of parts a host must code, so that large ones have more time than snapshot.coding_timeout_s."""
 NOBODY = -1
@@ -48,34 +45,23 @@ class CodingError(RuntimeError):
         self.group = group
 
 
-class Keeps(Protocol):
-    """What a watch needs of its keeper."""
-
-    settings: Snapshot
-    channels: Channels
-    over: threading.Event
-    """The keeper ends."""
-    turn: threading.Lock
-    """Of the rank that codes: so that the memory and connections of one are enough."""
-
-    def spoken(self) -> None:
-        """Somebody has a use for the keeper."""
-        ...
-
-
 class Watch:
-    """Verifies and codes what one rank's trainer publishes, in a thread of its own."""
+    """Verifies and codes what one rank's trainer publishes. But for `note` for one thread alone."""
 
-    def __init__(self, keeper: Keeps, segment: Segment, rank: int) -> None:
-        self._keeper, self._segment, self.rank = keeper, segment, rank
+    def __init__(
+        self, segment: Segment, rank: int, settings: Snapshot, neighbours: Neighbours, over: threading.Event
+    ) -> None:
+        """`over`: whether the keeper ends."""
+        self._segment, self.rank, self._settings = segment, rank, settings
+        self._neighbours, self._over = neighbours, over
         self._lock = threading.Lock()
         self._notes = Notes()
-        self._writers = [BufferWriter(path) for path in segment.files("parity", rank)]
+        reserve_bytes = int(settings.memory_reserve_gb * 2**30)
+        self._writers = [BufferWriter(path, reserve_bytes) for path in segment.files("parity", rank)]
+        self._mark, self._looked = -1, -LOOK_S
         self._dealt: Header | None = None
         self.sound: dict[int, bool] = {}
         """By sequence: whether the bytes of a buffer matched its checksums."""
-        self._thread = threading.Thread(target=self._run, name=f"group-{segment.group}.rank-{rank}", daemon=True)
-        self._thread.start()
 
     def note(self, **changes: Any) -> None:
         """Tell the trainer, by way of the notes file."""
@@ -86,37 +72,33 @@ class Watch:
             except OSError as error:
                 log.warning("group %d, rank %d: notes cannot be written: %s", self._segment.group, self.rank, error)
 
-    def join(self, timeout_s: float) -> None:
-        """Wait for the end of the thread, once the keeper is over."""
-        self._thread.join(timeout_s)
+    def news(self) -> Header | None:
+        """What was published since this was last asked."""
+        now, found = time.monotonic(), self._segment.mark(self.rank)
+        if found == self._mark and now - self._looked < LOOK_S:
+            return None
+        self._mark, self._looked = found, now  # the mark first: a snapshot that is published meanwhile has another
+        try:
+            newest = self._newest()
+        except OSError as error:
+            log.warning("group %d, rank %d: %s", self._segment.group, self.rank, error)
+            return None
+        return newest if newest and (self._dealt is None or newest.sequence > self._dealt.sequence) else None
 
-    def _run(self) -> None:
-        mark, looked, dealt_at = -1, -LOOK_S, time.monotonic()
-        while not self._keeper.over.is_set():
-            now, found = time.monotonic(), self._segment.mark(self.rank)
-            if found == mark and now - looked < LOOK_S:
-                self._keeper.over.wait(POLL_S if now - dealt_at < CALM_S else HEARTBEAT_S)
-                continue
-            mark, looked = found, now  # the mark first: a snapshot that is published meanwhile has another
-            try:
-                newest = self._newest()
-                if newest is not None and (self._dealt is None or newest.sequence > self._dealt.sequence):
-                    self._keeper.spoken()
-                    self._dealt = newest
-                    self._deal(newest)
-                    dealt_at = time.monotonic()
-            except Exception as error:
-                log.exception("group %d, rank %d", self._segment.group, self.rank)
-                self._give_up(f"the keeper failed: {type(error).__name__}: {error}", self._segment.group)
+    def deal(self, newest: Header, deadline: float) -> None:
+        """Verify and code it, or give it up at the deadline, of time.monotonic()."""
+        self._dealt = newest
+        try:
+            self._deal(newest, deadline)
+        except Exception as error:
+            log.exception("group %d, rank %d", self._segment.group, self.rank)
+            self._give_up(f"the keeper failed: {type(error).__name__}: {error}", self._segment.group)
 
     def _newest(self) -> Header | None:
         held = filter(None, self._segment.headers("data", self.rank))
         return max(held, key=lambda header: header.sequence, default=None)
 
-    def _deal(self, newest: Header) -> None:
-        # The ranks of a host are coded one after the other.
-        patience_s = self._keeper.settings.coding_timeout_s + newest.ranks * newest.payload_bytes / SLOWEST_BYTES_S
-        deadline = time.monotonic() + patience_s
+    def _deal(self, newest: Header, deadline: float) -> None:
         damage = self._damage(newest)
         self.sound = {**dict(list(self.sound.items())[-BUFFERS:]), newest.sequence: not damage}
         if damage:
@@ -160,9 +142,6 @@ class Watch:
                 return  # of this keeper's life before
         with contextlib.ExitStack() as stack:
             givers = self._givers(own, code, deadline, stack)
-            if not self._keeper.turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                raise CodingError("other ranks of this host are still being coded", NOBODY)
-            stack.callback(self._keeper.turn.release)
             headers = [own if member == own.group else givers[member].header for member in code.members]
             covers = json.dumps([header.to_json() for header in headers]).encode()
             length = code.shard_bytes([header.payload_bytes for header in headers])
@@ -174,8 +153,8 @@ class Watch:
                 shards = [
                     (givers[giver], code.stripes_of(giver).index(stripe) * length) for giver in code.columns(stripe)
                 ]
-                _combine(shards, np.frombuffer(payload[row * length : (row + 1) * length], dtype=np.uint8), row)
-            payload[code.parity * length :] = covers
+                _combine(shards, payload[row * length : (row + 1) * length], row)
+            payload[code.parity * length :] = np.frombuffer(covers, dtype=np.uint8)
         header = replace(
             own,
             kind="parity",
@@ -187,7 +166,7 @@ class Watch:
             taken_at=time.time(),
             root="",
         )
-        writer.publish(header, chunk_digests(payload))
+        writer.publish(header, chunk_digests(payload.data))
 
     def _givers(self, own: Header, code: Code, deadline: float, stack: contextlib.ExitStack) -> dict[int, "_Giver"]:
         """Connections to the other members, as soon as their keepers serve their parts of the same snapshot."""
@@ -198,17 +177,17 @@ class Watch:
         while absent := [member for member in others if member not in found]:
             for member in absent:
                 try:
-                    found[member] = _Giver.open(self._keeper.channels, own, member, deadline)
+                    found[member] = _Giver.open(self._neighbours, own, member, deadline)
                     stack.callback(found[member].close)
                 except wire.WireError as error:
                     why = why or f"group {member}: {error}"
                 if time.monotonic() >= deadline:
                     late = next(member for member in others if member not in found)
                     raise CodingError(f"the part of group {late} did not come in time ({why})", late)
-            if self._keeper.over.is_set() or self._is_old(own):
+            if self._over.is_set() or self._is_old(own):
                 raise CodingError("a newer step was published meanwhile", NOBODY)
             if len(found) < len(others):
-                self._keeper.over.wait(ASK_AGAIN_S)
+                self._over.wait(ASK_AGAIN_S)
         return found
 
     def _is_old(self, header: Header) -> bool:
@@ -222,11 +201,6 @@ class Watch:
         data = {h.identity for h in self._segment.headers("data", self.rank) if h and h.identity != own.identity}
         free = [index for index, header in enumerate(held) if header is None or header.identity not in data]
         writer = self._writers[free[0] if free else 0]
-        if writer.capacity < size:
-            held_bytes = self._segment.bytes_of(self.rank)
-            total = held_bytes + size - writer.capacity
-            reserve = int(self._keeper.settings.memory_reserve_gb * 2**30)
-            make_room(self._segment.room_note(self.rank), total, held_bytes, reserve)
         writer.reserve(size)
         writer.begin()
         return writer
@@ -235,22 +209,21 @@ class Watch:
 class _Giver:
     """A connection on which a member's keeper serves its part."""
 
-    def __init__(self, channels: Channels, channel: wire.Channel, header: Header) -> None:
-        self._channels, self._channel, self.header = channels, channel, header
+    def __init__(self, channel: wire.Channel, header: Header) -> None:
+        self._channel, self.header = channel, header
         self._table = np.zeros(table_bytes(header.payload_bytes) // 8, dtype="<u8")
-        self._due = 0
-        """Answers that have been asked for and not taken."""
+        self.close = channel.close
 
     @classmethod
-    def open(cls, channels: Channels, own: Header, member: int, deadline: float) -> "_Giver":
+    def open(cls, neighbours: Neighbours, own: Header, member: int, deadline: float) -> "_Giver":
         """Raises wire.WireError if the member's keeper does not serve its part of the same snapshot now."""
-        channel, answer = channels.open(peers.wanted("data", member, own.rank, own.identity), deadline)
+        channel, answer = neighbours.open(peers.wanted("data", member, own.rank, own.identity), deadline)
         try:
             header = peers.header_of(answer, channel.peer)
             alike = header.identity, header.parity_group, header.parity, header.group
             if alike != (own.identity, own.parity_group, own.parity, member):
                 raise wire.WireError(f"{channel.peer} codes with the groups {header.parity_group}")
-            giver = cls(channels, channel, header)
+            giver = cls(channel, header)
             at, table = header.payload_bytes, giver._table
             channel.ask_range(at, table.nbytes)
             channel.receive_range(wire.Pieces([table.view(np.uint8).data]), at, table.nbytes, base=at)
@@ -269,7 +242,6 @@ class _Giver:
                 self._channel.ask_range(at, count)
             except wire.WireError as error:
                 raise self._failed(str(error)) from error
-            self._due += 1
 
     def take(self, at: int, block: np.ndarray) -> None:
         """The block that was asked for, verified; zeros beyond the payload's end."""
@@ -281,19 +253,11 @@ class _Giver:
             self._channel.receive_range(wire.Pieces([block[:count].data]), at, count, base=at)
         except wire.WireError as error:
             raise self._failed(str(error)) from error
-        self._due -= 1
         if wire.digest_of([block[:count].data]) != self._table[at // BLOCK_BYTES]:
             raise self._failed(f"its bytes from {at} on are damaged")
 
     def _failed(self, why: str) -> CodingError:
         return CodingError(f"the part of group {self.header.group} did not come: {why}", self.header.group)
-
-    def close(self) -> None:
-        """Keep the connection for the next snapshot, unless answers are still due on it."""
-        if self._due:
-            self._channel.close()
-        else:
-            self._channels.give(self.header.group, self.header.rank, self._channel)
 
 
 def _combine(shards: list[tuple[_Giver, int]], out: np.ndarray, row: int) -> None:

@@ -16,9 +16,8 @@ import torch
 from everstep.snapshot.agreement import Agreed, Word, learn, members_of, named
 from everstep.snapshot.buffer import BufferWriter
 from everstep.snapshot.header import Header, Moment
-from everstep.snapshot.plan import VOLATILE, PinnedBuffer, Plan, State
+from everstep.snapshot.plan import VOLATILE, Plan, State
 from everstep.snapshot.restore import pack_own, whose
-from everstep.snapshot.room import make_room, memory_needed
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Notes, Segment
 from everstep.step.streams import Event, Streams, streams_of
@@ -39,8 +38,8 @@ class Copier:
     """One rank's snapshots. Not for use by two threads at once.
 
     Args:
-        emit: receives the events snapshot, snapshot_skipped, snapshot_failed, snapshot_unpinned and, of rank 0,
-            snapshot_unprotected and snapshot_protected.
+        emit: receives the events snapshot, snapshot_skipped, snapshot_failed and, of rank 0, snapshot_unprotected and
+            snapshot_protected.
         revive: called, in a thread of its own, when the keeper has fallen silent.
     """
 
@@ -57,7 +56,8 @@ class Copier:
         self._settings, self._emit, self._revive = settings, emit, revive
         self._reviver: threading.Thread | None = None
         self._revive_after = time.monotonic() + KEEPER_SILENT_S
-        self._buffers = [PinnedBuffer(BufferWriter(path)) for path in segment.files("data", rank)]
+        reserve_bytes = int(settings.memory_reserve_gb * 2**30)
+        self._buffers = [BufferWriter(path, reserve_bytes) for path in segment.files("data", rank)]
         self.agreed = Agreed()
         """What all groups know alike; a joiner's is replaced by that of the group it heals from."""
         self._newest: Header | None = None
@@ -116,7 +116,6 @@ class Copier:
         groups: Sequence[int],
         words: Mapping[int, Word],
         state: Callable[[], State],
-        wanted: bool = False,
     ) -> bool:
         """Tell that a step was committed; take a snapshot of it if it is due. Returns whether one was begun here.
 
@@ -130,12 +129,11 @@ class Copier:
                 they committed while it healed.
             words: of the groups that spoke before the vote; the same mapping in all of them.
             state: called if a snapshot is due. Its tensors must not change before `wait` has returned.
-            wanted: whether one is due whatever the interval. To be told alike in all groups.
         """
         self.wait()
         waiting, left_out = self._learn(words)
         members = members_of(groups, words, left_out)
-        due = wanted or step % self._settings.interval == 0
+        due = step % self._settings.interval == 0
         if not due and self.agreed.anchor is not None and members == self.agreed.members:
             return False
         if waiting:
@@ -251,7 +249,6 @@ class Copier:
                     self._condition.notify_all()
 
     def _take(self, job: "_Job") -> None:
-        self._look_after_keeper()
         began, group = time.perf_counter(), self._segment.group
         members = job.agreed.members
         plan = self._plan
@@ -285,22 +282,26 @@ class Copier:
         size = end + len(plan.layout_json)
         sections = {"part": (0, part_bytes), "own": (part_bytes, end), "layout": (end, size)}
         header = replace(header, sections=sections, payload_bytes=size)
-        self._make_room(header)
+        self._segment.create()  # it is there, unless somebody removed it
         self._publish(header, plan, own + plan.layout_json, job)
-        if self._published_at == 0.0 or self._alive(self._segment.read_notes(self._rank)):
-            self._published_at = time.monotonic()
         self._last_failure = ""
         job.told = {"bytes": size, "copy_s": round(time.perf_counter() - began, 6), "members": list(members)}
+        alive = time.monotonic() - self._segment.read_notes(self._rank).heartbeat < KEEPER_SILENT_S
+        if self._published_at == 0.0 or alive:
+            self._published_at = time.monotonic()
+        idle = self._reviver is None or not self._reviver.is_alive()
+        if not alive and idle and time.monotonic() > self._revive_after:
+            self._revive_after = time.monotonic() + KEEPER_SILENT_S
+            # Beside the copies: a process takes its time to start, and the trainer may be waiting for the next one.
+            self._reviver = threading.Thread(target=self._revive, name="keeper-reviver", daemon=True)
+            self._reviver.start()
 
     def _publish(self, header: Header, plan: Plan, tail: bytes, job: "_Job") -> None:
         """The part and what goes with it into the buffer whose turn it is."""
         headers, notes = self._segment.headers("data", self._rank), self._segment.read_notes(self._rank)
         buffer = self._buffers[target(job.agreed.anchor, headers, notes)]
-        payload = buffer.reserve(header.payload_bytes, job.state.device)
-        if buffer.unpinned and not self._last_failure:
-            self._last_failure = buffer.unpinned
-            self._emit("snapshot_unpinned", header.step, reason=buffer.unpinned)
-        buffer.writer.begin()
+        buffer.reserve(header.payload_bytes)
+        buffer.begin()
         assert self._streams is not None
 
         def copied() -> None:
@@ -308,22 +309,9 @@ class Copier:
                 job.copied = True
                 self._condition.notify_all()
 
-        table = plan.copy(payload, tail, self._streams, job.ready, copied)
-        self._newest = buffer.writer.publish(header, table)
+        table = plan.copy(buffer.payload(header.payload_bytes), tail, self._streams, job.ready, copied)
+        self._newest = buffer.publish(header, table)
         self._segment.set_mark(self._rank)
-
-    def _look_after_keeper(self) -> None:
-        now = time.monotonic()
-        if self._alive(self._segment.read_notes(self._rank)) or now < self._revive_after:
-            return
-        if self._reviver is None or not self._reviver.is_alive():
-            self._revive_after = now + KEEPER_SILENT_S
-            # Beside the copy: a process takes its time to start, and the trainer may be waiting for the copy.
-            self._reviver = threading.Thread(target=self._revive, name="keeper-reviver", daemon=True)
-            self._reviver.start()
-
-    def _alive(self, notes: Notes) -> bool:
-        return time.monotonic() - notes.heartbeat < KEEPER_SILENT_S
 
     def _next_sequence(self) -> int:
         # By the clock, so that no number comes again after a publication that was broken off: the keeper goes
@@ -331,13 +319,6 @@ class Copier:
         held = self._segment.headers("data", self._rank)
         newest = max((header.sequence for header in (*held, self._newest) if header), default=0)
         return max(newest + 1, time.time_ns())
-
-    def _make_room(self, header: Header) -> None:
-        self._segment.create()  # it is there, unless somebody removed it
-        if any(buffer.writer.capacity < header.payload_bytes for buffer in self._buffers):
-            total = memory_needed(header.payload_bytes, len(header.parity_group), header.parity)
-            held, reserve = self._segment.bytes_of(self._rank), int(self._settings.memory_reserve_gb * 2**30)
-            make_room(self._segment.room_note(self._rank), total, held, reserve)
 
 
 def target(anchor: Moment | None, headers: Sequence[Header | None], notes: Notes) -> int:

@@ -29,39 +29,39 @@ from typing import Any
 from everstep import wire
 from everstep.run.token import read_token
 from everstep.snapshot import peers
-from everstep.snapshot.buffer import BufferReader, SnapshotError, table_bytes
-from everstep.snapshot.coding import HEARTBEAT_S, POLL_S, Watch
+from everstep.snapshot.buffer import BufferReader, table_bytes
+from everstep.snapshot.coding import SLOWEST_BYTES_S, Watch
 from everstep.snapshot.header import KINDS, Header
-from everstep.snapshot.keepers import LOCKED_EXIT, sweep_behind, write_owner
-from everstep.snapshot.peers import Channels, Place
+from everstep.snapshot.keepers import LOCKED_EXIT, sweep, write_owner
+from everstep.snapshot.peers import Neighbours, Place
+from everstep.snapshot.room import SnapshotError
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 
 GONE_S = 20.0
-IDLE_S = 600.0
-"""For which a connection of another keeper may rest between two snapshots."""
+HEARTBEAT_S = 0.5
+POLL_S = 0.05
 JOIN_S = 15.0
-"""For a watch to end: longer than any wait of one."""
+"""For the coding to end: longer than any wait in it."""
 
 log = logging.getLogger("everstep.keeper")
 
 
 class Keeper:
-    """The process's parts: segment, server, one watch per rank."""
+    """The process's parts: segment, server, a watch for each rank, and a thread that deals with what they see."""
 
     def __init__(self, run_dir: Path, segment: Segment, host: str, settings: Snapshot, encrypt: bool = False) -> None:
         """`segment`: of any group."""
         self.run_dir, self.segment, self.settings = run_dir, segment, settings
         self.token = read_token(run_dir)
         self.over = threading.Event()
-        self.turn = threading.Lock()
         self._watches: dict[tuple[int, int], Watch] = {}
         self._spoken_at = time.monotonic()
         self._touched_ns = -1
         self._gone_since = 0.0
         self.started_at = time.time()
-        self.channels = Channels(run_dir, self.token)
-        timeout = timedelta(seconds=max(settings.transfer_timeout_s, IDLE_S))
+        self._neighbours = Neighbours(run_dir, self.token)
+        timeout = timedelta(seconds=settings.transfer_timeout_s)
         self._server = wire.Server(host, self.token, self._talk, timeout, encrypt=encrypt)
 
     def place(self, group: int) -> Place:
@@ -75,6 +75,8 @@ class Keeper:
     def run(self) -> str:
         """Until the keeper is to end. Returns why it does; the segment has been removed then."""
         why = ""
+        coding = threading.Thread(target=self._code, name="coding", daemon=True)
+        coding.start()
         while not self.over.wait(POLL_S if not self._watches else HEARTBEAT_S):
             self._watch_new_ranks()
             for watch in list(self._watches.values()):
@@ -84,14 +86,22 @@ class Keeper:
                 break
         self.over.set()
         self._server.close()
-        self.channels.close()
-        # A watch that is still coding would make files anew in a segment that is being removed.
-        for watch in self._watches.values():
-            watch.join(JOIN_S)
+        coding.join(JOIN_S)  # it would make files anew in a segment that is being removed
         self.segment.remove()
         for group in {group for group, _ in self._watches}:
             self._forget(group)
         return why or "the run is over"
+
+    def _code(self) -> None:
+        """Verify and code what trainers publish, one rank's after the other's, so that the memory and connections of
+        one are enough. All that is there at a time has one deadline."""
+        while not self.over.wait(POLL_S):
+            seen = [(watch, header) for watch in list(self._watches.values()) if (header := watch.news()) is not None]
+            size = sum(header.payload_bytes for _, header in seen)
+            deadline = time.monotonic() + self.settings.coding_timeout_s + size / SLOWEST_BYTES_S
+            for watch, header in seen:
+                self.spoken()
+                watch.deal(header, deadline)
 
     def _forget(self, group: int) -> None:
         with contextlib.suppress(OSError):  # the run directory may be gone, which is why we end
@@ -108,10 +118,11 @@ class Keeper:
                 continue
             known = {watched for watched, _ in self._watches}
             try:
-                self._watches[group, rank] = Watch(self, self.segment.beside(group), rank)
+                segment = self.segment.beside(group)
+                self._watches[group, rank] = Watch(segment, rank, self.settings, self._neighbours, self.over)
                 if group not in known:
                     peers.write_place(self.run_dir, self.place(group))
-            except (RuntimeError, OSError) as error:  # no thread to spare, no run directory: there may be one later
+            except OSError as error:  # no run directory: there may be one later
                 log.warning("rank %d of group %d is not looked after yet: %s", rank, group, error)
 
     def _reason_to_end(self) -> str:
@@ -150,12 +161,10 @@ class Keeper:
                 message = self._serve_buffer(channel, message)
                 continue
             if operation == "inventory":
-                channel.send_frame({"buffers": self._inventory()})
+                channel.send_frame({"buffers": self._inventory(message.get("verify") is True)})
             elif operation == "ping":
                 groups = sorted({group for group, _ in self._watches})
                 channel.send_frame({"pid": os.getpid(), "groups": groups})
-            elif operation == "check":
-                channel.send_frame({"findings": self._check()})
             elif operation == "end":
                 channel.send_frame({})
                 self.over.set()
@@ -176,23 +185,18 @@ class Keeper:
             if (header := segment.header(kind, rank, path)) is not None
         ]
 
-    def _inventory(self) -> list[dict[str, Any]]:
-        """What is held, and whether it is sound as far as it has been looked at."""
+    def _inventory(self, verify: bool) -> list[dict[str, Any]]:
+        """What is held, and whether it is sound as far as it has been looked at; with `verify`, it is looked at now."""
         buffers = []
-        for _, header in self._held():
+        for path, header in self._held():
             watch = self._watches.get((header.group, header.rank))
-            known = watch is not None and header.kind == "data"
-            sound = watch.sound.get(header.sequence) if watch is not None and known else None
+            sound = watch.sound.get(header.sequence) if watch is not None and header.kind == "data" else None
+            if verify:
+                sound = False
+                with contextlib.suppress(OSError, SnapshotError), contextlib.closing(BufferReader(path)) as reader:
+                    sound = not reader.damage(header)
             buffers.append({"header": header.to_json(), "sound": sound})
         return buffers
-
-    def _check(self) -> list[dict[str, Any]]:
-        """Every buffer's checksums, recomputed now. `damage` is "" for a buffer that is as it was published."""
-        findings = []
-        for path, header in self._held():
-            with contextlib.suppress(OSError, SnapshotError), contextlib.closing(BufferReader(path)) as reader:
-                findings.append({"header": header.to_json(), "damage": reader.damage(header)})
-        return findings
 
     def _find(self, message: dict[str, Any]) -> tuple[BufferReader, Header] | None:
         """The buffer that is asked for; None if it is not held here, or is damaged."""
@@ -284,8 +288,8 @@ def main(argv: list[str] | None = None) -> int:
         log.error("%s", error)
         return 1
     write_owner(segment.path, run_dir)
-    for litter in sweep_behind(segment.root, settings.keeper_ttl_s, segment.run):
-        log.info("removed %s", litter.describe())
+    for line in sweep(segment.root, settings.keeper_ttl_s, spare=segment.run):
+        log.info("%s", line)
     signal.signal(signal.SIGTERM, lambda *_: keeper.over.set())
     log.info("keeping %s, adopted (group, rank) %s", segment.path, segment.columns())
     log.info("ended: %s", keeper.run())

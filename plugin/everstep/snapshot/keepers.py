@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -127,95 +127,46 @@ ALIVE_S = 60.0
 _SEGMENT = re.compile(r"everstep-([0-9a-f]{16})(-group-\d+)?")
 
 
-@dataclass(frozen=True)
-class Litter:
-    """A segment that no living keeper has."""
-
-    path: Path
-    run_dir: Path | None
-    """Of the run it belongs to, as far as it says so."""
-    size: int
-    """Bytes."""
-    age_s: float
-    """Since anything in it was written."""
-    run_is_there: bool
-    """Its run directory is there and still that run's: it could be started again."""
-
-    def describe(self) -> str:
-        owner = self.run_dir or "an unknown run"
-        state = "which could be started again" if self.run_is_there else "which is gone"
-        age = f"{self.age_s / 3600:.1f} h" if self.age_s >= 3600 else f"{self.age_s:.0f} s"
-        return f"{self.path}: {self.size / 1e6:.1f} MB of {owner}, {state}; last written {age} ago"
-
-
 def write_owner(segment: Path, run_dir: Path) -> None:
     """Say in a segment which run it belongs to."""
     write_json(segment / OWNER_FILE, {"run_dir": str(run_dir)})
 
 
-def find_litter(directory: Path) -> list[Litter]:
-    """The segments of this user in `directory` that no living keeper has, the oldest first."""
-    found = []
-    for path in directory.glob("everstep-*"):
+def sweep(directory: Path, spared_s: float = ALIVE_S, spare: str = "") -> list[str]:
+    """Remove this user's segments that no living keeper has, unless their run is there and has touched them within
+    `spared_s`. Returns a sentence for each.
+
+    `spare`: a run whose segments are none of this.
+    """
+    said = []
+    for path in sorted(directory.glob("everstep-*")):
         match = _SEGMENT.fullmatch(path.name)
         try:
-            if match is None or not is_own_directory(path) or _is_kept(path):
+            if match is None or match.group(1) == spare or not is_own_directory(path):
                 continue
-            files = [file.stat() for file in path.iterdir() if file.is_file()]
-            newest = max([path.stat().st_mtime, *(file.st_mtime for file in files)])
-            size = sum(file.st_blocks * 512 for file in files)
+            fd = _lock(path)
+            if fd is None:
+                continue
+            with os.fdopen(fd, "rb"):
+                said.append(_swept(path, match.group(1), spared_s))
         except OSError:
             continue  # it is being removed
-        run_dir = _owner(path)
-        there = run_dir is not None and _is_run(run_dir, match.group(1))
-        found.append(Litter(path, run_dir, size, max(0.0, time.time() - newest), there))
-    return sorted(found, key=lambda litter: -litter.age_s)
+    return said
 
 
-def remove_litter(litter: Litter) -> bool:
-    """Give the memory back, unless a keeper has taken the segment over meanwhile."""
-    fd = _lock(litter.path)
-    if fd is None:
-        return False
-    try:
-        shutil.rmtree(litter.path, ignore_errors=True)
-    finally:
-        os.close(fd)
-    return not litter.path.exists()
-
-
-def sweep_behind(directory: Path, ttl_s: float, run: str) -> list[Litter]:
-    """What a starting keeper of `run` removes of other runs: of those that are gone, or untouched for longer than the
-    time to live."""
-    others = [litter for litter in find_litter(directory) if not litter.path.name.startswith(f"everstep-{run}")]
-    swept = [litter for litter in others if not litter.run_is_there or litter.age_s > ttl_s]
-    return [litter for litter in swept if remove_litter(litter)]
-
-
-def sweep(directory: Path) -> int:
-    """`everstep snapshots --sweep`: say whose each segment is and how old, and remove those that no live run owns."""
-    found = find_litter(directory)
-    for litter in found:
-        alive = litter.run_is_there and litter.age_s < ALIVE_S
-        done = (
-            "kept: its run is going on"
-            if alive
-            else "removed"
-            if remove_litter(litter)
-            else "kept: a keeper has it now"
-        )
-        print(f"{litter.describe()}: {done}")
-    if not found:
-        print(f"{directory} holds no snapshots that are nobody's")
-    return 0
-
-
-def _is_kept(path: Path) -> bool:
-    fd = _lock(path)
-    if fd is None:
-        return True
-    os.close(fd)
-    return False
+def _swept(path: Path, run: str, spared_s: float) -> str:
+    """Remove a segment whose lock is held here, unless its run may need it."""
+    files = [file.stat() for file in path.iterdir() if file.is_file()]
+    age_s = time.time() - max([path.stat().st_mtime, *(file.st_mtime for file in files)])
+    owner = read_json(path / OWNER_FILE).get("run_dir")
+    there = isinstance(owner, str) and _is_run(Path(owner), run)
+    megabytes = sum(file.st_blocks * 512 for file in files) / 1e6
+    whose = f"{owner or 'an unknown run'}, {'which could be started again' if there else 'which is gone'}"
+    found = f"{path}: {megabytes:.1f} MB of {whose}; last written {age_s:.0f} s ago"
+    if there and age_s < spared_s:
+        return f"{found}: kept"
+    shutil.rmtree(path, ignore_errors=True)
+    return f"{found}: removed"
 
 
 def _lock(path: Path) -> int | None:
@@ -229,11 +180,6 @@ def _lock(path: Path) -> int | None:
         os.close(fd)
         return None
     return fd
-
-
-def _owner(path: Path) -> Path | None:
-    found = read_json(path / OWNER_FILE).get("run_dir")
-    return Path(found) if isinstance(found, str) else None
 
 
 def _is_run(run_dir: Path, run: str) -> bool:

@@ -2,10 +2,8 @@
 
 import concurrent.futures
 import contextlib
-import math
 import os
 import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,6 @@ from everstep.run.files import read_json, write_json
 from everstep.run.typed import Count
 from everstep.snapshot.header import Header, Identity, Kind
 
-INVENTORY = {"op": "inventory"}
 CONNECTIONS, TRIES = 2, 3
 """To download a buffer."""
 ASKERS = 256
@@ -145,68 +142,44 @@ def header_of(body: Any, peer: str) -> Header:
         raise wire.WireError(f"{peer} sent {error}") from error
 
 
-class Channels:
-    """A keeper's connections to the others of its run, kept open from one snapshot to the next."""
+class Neighbours:
+    """The keepers of a run, as one of them knows them."""
 
     def __init__(self, run_dir: Path, token: bytes) -> None:
         self._run_dir, self._token = run_dir, token
-        self._lock = threading.Lock()
-        self._idle: dict[tuple[int, int], wire.Channel] = {}
-        self._looked: dict[int, tuple[float, list[str]]] = {}
+        self._addresses: dict[int, list[str]] = {}
+        """By group, of those with buffers of it; the one first that had what was wanted last."""
+        self._looked: dict[int, float] = {}
 
     def open(self, question: dict[str, Any], deadline: float) -> tuple[wire.Channel, Any]:
-        """A connection for this thread alone, until `give`, on which a buffer is served (`wanted`); and its header as
-        it was sent. Every receive on it fails after the deadline, of time.monotonic().
+        """A connection on which a buffer is served (`wanted`), and its header as it was sent. Every receive on it fails
+        after the deadline, of time.monotonic().
 
         Raises wire.WireError: no keeper that is known holds it now.
         """
-        group, rank = question["group"], question["rank"]
-        with self._lock:
-            idle = self._idle.pop((group, rank), None)
-        tried, why = [idle] if idle else [], f"no keeper of group {group} is known"
-        for address in [channel.peer for channel in tried] + self._addresses(group):
+        group = question["group"]
+        addresses, why = self._addresses.get(group, []), f"no keeper of group {group} is known"
+        for address in addresses:
             try:
-                channel = tried.pop() if tried else connect(address, self._token, _left(deadline))
+                channel = connect(address, self._token, _left(deadline))
             except wire.WireError as error:
                 why = str(error)
                 continue
+            channel.set_deadline(deadline)
             try:
-                channel.set_deadline(deadline)
-                channel.set_timeout(_left(deadline))
                 answer = channel.ask(question)["header"]
             except (wire.WireError, KeyError) as error:
-                channel.close()
-                why = str(error)
-                continue
+                answer, why = None, str(error)
+            else:
+                why = f"{address} does not hold it yet"
             if answer is not None:
+                self._addresses[group] = [address, *(other for other in addresses if other != address)]
                 return channel, answer
-            self.give(group, rank, channel)
-            why = f"{address} does not hold it yet"
-        raise wire.WireError(why)
-
-    def _addresses(self, group: int) -> list[str]:
-        """Where keepers with buffers of the group are or were, the latest first."""
-        looked, found = self._looked.get(group, (-LOOK_S, []))
-        if time.monotonic() - looked >= LOOK_S:
-            found = [place.address for place in find_places(self._run_dir, group)]
-            self._looked[group] = time.monotonic(), found
-        return found
-
-    def give(self, group: int, rank: int, channel: wire.Channel) -> None:
-        """Keep the connection for the next time. Only one on which no answer is due."""
-        channel.set_deadline(math.inf)
-        with self._lock:
-            other = self._idle.pop((group, rank), None)
-            self._idle[group, rank] = channel
-        if other is not None:
-            other.close()
-
-    def close(self) -> None:
-        with self._lock:
-            idle = list(self._idle.values())
-            self._idle.clear()
-        for channel in idle:
             channel.close()
+        if time.monotonic() - self._looked.get(group, -LOOK_S) >= LOOK_S:
+            self._looked[group] = time.monotonic()
+            self._addresses[group] = [place.address for place in find_places(self._run_dir, group)]
+        raise wire.WireError(why)
 
 
 def _left(deadline: float) -> timedelta:
@@ -242,11 +215,12 @@ def download(address: str, token: bytes, timeout: timedelta, header: Header, sin
 
 
 def reachable(
-    places: Sequence[Place], token: bytes, timeout: timedelta, deadline_s: float | None = None
+    places: Sequence[Place], token: bytes, timeout: timedelta, deadline_s: float | None = None, verify: bool = False
 ) -> tuple[dict[Place, list[Held]], dict[Place, str]]:
     """The buffers of every keeper that answers, and why the others did not.
 
     All are asked at once, `ASKERS` at a time. Who has not answered after `deadline_s`, or the timeout, is silent.
+    `verify`: each is to recompute its checksums first.
     """
     held: dict[Place, list[Held]] = {}
     silent: dict[Place, str] = {}
@@ -256,7 +230,8 @@ def reachable(
     # Those that are off must not keep the threads from those that are on.
     patience = min(timeout, timedelta(seconds=max(0.5, limit_s / 3)))
     pool = ThreadPoolExecutor(min(ASKERS, len(places)), thread_name_prefix="inventory")
-    asked = {pool.submit(ask, place.address, token, INVENTORY, patience): place for place in places}
+    question = {"op": "inventory", "verify": verify}
+    asked = {pool.submit(ask, place.address, token, question, patience): place for place in places}
     done, late = concurrent.futures.wait(asked, limit_s)
     # What they said is read when nobody waits for this process any more: of a thousand keepers it takes a second.
     for answer in done:

@@ -1,10 +1,11 @@
 """What is copied of a state, and how: one member's part, with checksums of the trainer's own bytes.
 
 On a CPU every MiB is hashed where it lies in the trainer's tensors and copied while it is in the cache. From a device
-each tensor is copied into page-locked memory on a stream of its own and hashed there, when the trainer waits no more.
+the part is copied into page-locked memory first, on a stream of its own; then the trainer waits no more.
 """
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
-from everstep.snapshot.buffer import CHUNK_BYTES, BufferWriter, as_table, chunk_digests, chunks
+from everstep.snapshot.buffer import CHUNK_BYTES, as_table, chunk_digests, chunks
 from everstep.snapshot.layout import Layout, Shard
 from everstep.snapshot.stripes import ALIGNMENT, part_bounds
 from everstep.step.streams import Event, Streams
@@ -21,6 +22,8 @@ from everstep.step.streams import Event, Streams
 VOLATILE = "buffer/"
 """Names of tensors that the next forward may change: they are set aside before a commit returns."""
 _ZEROS = np.zeros(ALIGNMENT, dtype=np.uint8)
+
+log = logging.getLogger("everstep.snapshots")
 
 
 @dataclass
@@ -52,11 +55,14 @@ class Plan:
         self.part = part_bounds(self.layout.size, len(members), members.index(group))
         self._key = self._key_of(state, members)
         self._tensors = state.tensors
-        self._chunks: list[list[np.ndarray]] = []
+        begin, end = self.part
+        self._staging: torch.Tensor | None = None
         if state.device.type == "cpu":
             views = {name: _bytes_of(tensor) for name, tensor in state.tensors.items()}
-            begin, end = self.part
             self._chunks = [self._pieces(views, begin + a, begin + b) for a, b in chunks(end - begin)]
+        else:
+            self._staging = _page_locked(end - begin)
+            self._chunks = [[self._staging[a:b].numpy()] for a, b in chunks(end - begin)]
 
     @staticmethod
     def _key_of(state: State, members: tuple[int, ...]) -> tuple:
@@ -81,37 +87,20 @@ class Plan:
         return found
 
     def copy(
-        self, payload: torch.Tensor, tail: bytes, streams: Streams, ready: Event | None, copied: Callable[[], None]
+        self, whole: np.ndarray, tail: bytes, streams: Streams, ready: Event | None, copied: Callable[[], None]
     ) -> np.ndarray:
-        """Copy this member's part and after it the tail to the beginning of `payload`, uint8. Returns the chunk table.
+        """Copy this member's part, and after it the tail, to `whole`, uint8 [part + tail]. Returns the chunk table.
 
         Args:
             ready: what a copy from a device must come after; recorded on the compute stream.
             copied: called as soon as the tensors may change.
         """
         size = self.part[1] - self.part[0]
-        whole = payload.numpy()[: size + len(tail)]
         whole[size:] = np.frombuffer(tail, dtype=np.uint8)
-        if self._chunks or not size:
-            table = self._copy_here(whole)
+        if self._staging is not None:
+            self._stage(self._staging, streams, ready)
             copied()
-            return table
-        whole[:size] = 0  # the alignment gaps
-        with streams.of_sums():
-            streams.wait(ready)
-            for entry, start, stop in self.layout.pieces(*self.part):
-                at = entry.offset + start - self.part[0]
-                source = self._tensors[entry.name].detach().view(-1).view(torch.uint8)[start:stop]
-                payload[at : at + stop - start].copy_(source, non_blocking=True)
-            done = streams.record()
-        if done is not None:
-            done.synchronize()
-        copied()
-        return chunk_digests(whole.data)
-
-    def _copy_here(self, whole: np.ndarray) -> np.ndarray:
-        """Copy the part before the tail that is there already. Returns the table over both."""
-        size, digests = self.part[1] - self.part[0], []
+        digests = []
         for (begin, end), pieces in zip(chunks(size), self._chunks, strict=True):
             digest, at = xxhash.xxh3_64(), begin
             for piece in pieces:
@@ -121,59 +110,31 @@ class Plan:
                 at += len(piece)
             digest.update(whole[end : begin + CHUNK_BYTES].data if end == size else b"")  # the tail begins in a chunk
             digests.append(digest.intdigest())
+        copied()
         return np.concatenate([as_table(digests), chunk_digests(whole[len(digests) * CHUNK_BYTES :].data)])
+
+    def _stage(self, staging: torch.Tensor, streams: Streams, ready: Event | None) -> None:
+        """Bring the part to the host, on a stream of its own; returns when it is there."""
+        with streams.of_sums():
+            streams.wait(ready)
+            for entry, start, stop in self.layout.pieces(*self.part):
+                at = entry.offset + start - self.part[0]
+                source = self._tensors[entry.name].detach().view(-1).view(torch.uint8)[start:stop]
+                staging[at : at + stop - start].copy_(source, non_blocking=True)
+            done = streams.record()
+        if done is not None:
+            done.synchronize()
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
-def _runtime() -> Any:
-    return torch.cuda.cudart()
-
-
-class PinnedBuffer:
-    """A buffer's memory as a tensor, page-locked where copies come from a device that can have it so."""
-
-    def __init__(self, writer: BufferWriter) -> None:
-        self.writer = writer
-        self.unpinned = ""
-        """Why the memory is not page-locked though copies come from a device. They work, and take longer."""
-        self._registered: int | None = None
-        self._tensor: torch.Tensor | None = None
-
-    def reserve(self, size: int, device: torch.device) -> torch.Tensor:
-        """The memory for a payload of this size. Raises SnapshotError when there is no room for it."""
-        if size > self.writer.capacity:
-            self._unregister()  # before the mapping goes
-            self._tensor = None
-        if self.writer.reserve(size) or self._tensor is None or len(self._tensor) < size:
-            self._unregister()
-            self._tensor = torch.frombuffer(self.writer.payload(self.writer.capacity), dtype=torch.uint8)
-        if device.type == "cuda" and self._registered is None and not self.unpinned:
-            self._register(device)
-        return self._tensor
-
-    def _register(self, device: torch.device) -> None:
-        address, length = self.writer.address
-        try:
-            # On the rank's own device: in a thread that has none yet, the call would open a context on the first.
-            with torch.cuda.device(device):
-                code = int(_runtime().cudaHostRegister(address, length, 0))
-        except RuntimeError as error:
-            self.unpinned = str(error)
-            return
-        if code:
-            self.unpinned = f"cudaHostRegister of {length} bytes failed with error {code}"
-        else:
-            self._registered = address
-
-    def _unregister(self) -> None:
-        if self._registered is not None:
-            _runtime().cudaHostUnregister(self._registered)
-            self._registered = None
-
-    def release(self) -> None:
-        self._unregister()
-        self._tensor = None
-        self.writer.release()
+def _page_locked(size: int) -> torch.Tensor:
+    """Zeros, uint8 [size], to which an accelerator copies by itself if its driver gives such memory; to any other the
+    copies take longer."""
+    try:
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        log.warning("snapshots are copied through memory that is not page-locked: %s", error)
+        return torch.zeros(size, dtype=torch.uint8)

@@ -6,7 +6,7 @@ step. A whole state for whoever wants to write it down (`fetch`, `whole`) is had
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from everstep import wire
 from everstep.run.token import read_token
 from everstep.snapshot import peers, sources
 from everstep.snapshot.header import KINDS
 from everstep.snapshot.layout import Layout, Reshaped, ShapeError, whole_layout
 from everstep.snapshot.peers import Held, Place
-from everstep.snapshot.restore import Blame, Restored, RestoreError, restore_rank
+from everstep.snapshot.restore import Restored, RestoreError, restore_rank
 from everstep.snapshot.segment import run_id
+from everstep.snapshot.sources import Blame
 
 _NOTHING = np.zeros(0, dtype=np.uint8)
 Share = Callable[[Any], list[Any]]
@@ -84,22 +84,9 @@ def recover(
     while True:
         decision = None
         if rank == 0:
-
-            def choose(held: list[Held], blamed: tuple[Blame, ...] = tuple(blamed)) -> sources.Decision:
-                usable = [buffer for buffer in held if not any(blame.hits(buffer.header) for blame in blamed)]
-                run = run_id(token)
-                return sources.decide(usable, run=run, ranks=ranks, topologies=topologies, disk_step=disk_step)
-
-            last: list[tuple[int, sources.Decision]] = []
-
-            def enough(held: list[Held], last: list[tuple[int, sources.Decision]] = last) -> bool:
-                found = choose(held)
-                last[:] = [(len(held), found)]  # of thousands of headers: not to be decided again for nothing
-                return found.from_memory and found.step == max(buffer.header.step for buffer in held)
-
-            held, silent = gather(run_dir, token, timeout, patience if not blamed else timedelta(0), enough)
-            known = last[0][1] if last and last[0][0] == len(held) else choose(held)
-            decision = _with_reasons(known, silent, notes)
+            wait = patience if not blamed else timedelta(0)
+            how = {"ranks": ranks, "topologies": topologies, "disk_step": disk_step, "blamed": blamed}
+            decision = _with_reasons(look(run_dir, token, timeout, wait, **how), notes)
         told = share(decision and decision.to_json())[0]
         decision = decision or sources.Decision.from_json(told, rank)
         if not decision.from_memory:
@@ -157,42 +144,54 @@ LOOK_S = 3.0
 """How long keepers have to answer a first look; who has not is asked again, while the others are not waited for."""
 
 
-def gather(
-    run_dir: Path,
-    token: bytes,
-    timeout: timedelta,
-    patience: timedelta,
-    enough: Callable[[list[Held]], bool] = lambda held: False,
-) -> tuple[list[Held], dict[str, str]]:
-    """What all keepers hold, once all answer or `patience` is over; and by keeper why it did not answer. All are asked
-    at the same time, with one deadline.
+@dataclass(frozen=True)
+class Found:
+    """What the keepers of a run hold."""
 
-    `enough`: whether what has been found will do, so that nobody else is waited for. A snapshot is taken by all groups
-    or by none: who is silent has no newer one that could be restored.
+    held: list[Held]
+    silent: dict[str, str]
+    """By keeper that did not answer: why."""
+    decision: sources.Decision
+    """What can be restored of it."""
+
+
+def look(
+    run_dir: Path, token: bytes, timeout: timedelta, patience: timedelta, *, verify: bool = False, **how: Any
+) -> Found:
+    """Ask all keepers at the same time, with one deadline; those that do not answer again, until all have, `patience`
+    is over, or what has been found will do. A snapshot is taken by all groups or by none: who is silent has no newer
+    one that could be restored.
+
+    Args:
+        verify: have them recompute their checksums.
+        how: of `sources.decide`.
     """
     deadline = time.monotonic() + patience.total_seconds()
     answered: dict[Place, list[Held]] = {}
-    look_s = LOOK_S
+    look_s = timeout.total_seconds() if verify else LOOK_S
     while True:
         # One that keeps several groups is asked once, and one that was killed has a successor.
         places = list({(place.host, place.segment): place for place in reversed(peers.read_places(run_dir))}.values())
         left = [place for place in places if place not in answered]
-        found, silent = peers.reachable(left, token, timeout, min(look_s, timeout.total_seconds()))
+        found, silent = peers.reachable(left, token, timeout, min(look_s, timeout.total_seconds()), verify)
         look_s *= 2  # a host that is busy starting a run answers late
         answered.update(found)
         held = [buffer for place in places for buffer in answered.get(place, ())]
-        if not silent or time.monotonic() >= deadline or enough(held):
-            return held, {f"group {place.group} on {place.host}": why for place, why in silent.items()}
+        decision = sources.decide(held, run=run_id(token), **how)
+        newest = decision.from_memory and decision.step == max(buffer.header.step for buffer in held)
+        if not silent or newest or time.monotonic() >= deadline:
+            why = {f"group {place.group} on {place.host}": why for place, why in silent.items()}
+            return Found(held, why, decision)
         time.sleep(0.1)
 
 
-def _with_reasons(decision: sources.Decision, silent: Mapping[str, str], notes: list[str]) -> sources.Decision:
-    if decision.source == "memory" and not notes:
-        return decision
-    unanswered = [f"the keeper of {name} does not answer: {why}" for name, why in sorted(silent.items())]
+def _with_reasons(found: Found, notes: list[str]) -> sources.Decision:
+    if found.decision.source == "memory" and not notes:
+        return found.decision
+    unanswered = [f"the keeper of {name} does not answer: {why}" for name, why in sorted(found.silent.items())]
     if len(unanswered) > REASONS:
         unanswered[REASONS:] = [f"{len(unanswered) - REASONS} more keepers do not answer"]
-    return replace(decision, reasons=(*notes, *decision.reasons, *unanswered))
+    return replace(found.decision, reasons=(*notes, *found.decision.reasons, *unanswered))
 
 
 POLL_S = 0.1
@@ -229,34 +228,26 @@ def fetch(run_dir: Path, *, not_before: int = 0, timeout: timedelta, patience: t
     token = read_token(run_dir)
     deadline = time.monotonic() + patience.total_seconds()
     blamed: list[Blame] = []
-    why = "no keeper of this run answers"
     while True:
-        held, silent = gather(run_dir, token, timeout, timedelta(0))
-        usable = [buffer for buffer in held if not any(blame.hits(buffer.header) for blame in blamed)]
-        decision = sources.decide(usable, run=run_id(token))
+        found = look(run_dir, token, timeout, timedelta(0), blamed=blamed)
+        decision = found.decision
         if decision.from_memory and decision.step >= not_before:
             try:
-                return _read(decision, token, timeout)
+                return [
+                    restore_rank(column, rank, min(column.data, default=0), token, timeout)
+                    for rank, column in sorted(decision.columns.items())
+                ]
             except RestoreError as error:
                 blamed.append(error.blame)
-                why = str(error)
-            except wire.WireError as error:
                 why = str(error)
         elif decision.from_memory:
             why = f"the newest step in memory is {decision.step}, not {not_before}"
         else:
-            why = "; ".join([*decision.reasons, *(f"{name} does not answer: {w}" for name, w in silent.items())]) or why
+            silent = [f"{name} does not answer: {reason}" for name, reason in found.silent.items()]
+            why = "; ".join([*decision.reasons, *silent])
         if time.monotonic() >= deadline:
             raise ExportError(f"{run_dir}: no state could be taken from memory: {why}")
         time.sleep(POLL_S)
-
-
-def _read(decision: sources.Decision, token: bytes, timeout: timedelta) -> list[Restored]:
-    """All ranks' states."""
-    return [
-        restore_rank(column, rank, min(column.data, default=0), token, timeout)
-        for rank, column in sorted(decision.columns.items())
-    ]
 
 
 def whole(ranks: list[Restored]) -> Whole:

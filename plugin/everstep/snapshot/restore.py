@@ -7,7 +7,7 @@ decoded payload: the root of that table, which the parity's publishers kept).
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,42 +18,14 @@ import numpy as np
 from everstep import wire
 from everstep.snapshot import parity, peers
 from everstep.snapshot.buffer import as_table, chunks, root_of, table_bytes
-from everstep.snapshot.header import Header, Identity, Kind, coverage_error, topology_of
+from everstep.snapshot.header import Header, coverage_error, topology_of
 from everstep.snapshot.peers import Held
 from everstep.snapshot.room import BLOCK_BYTES
-from everstep.snapshot.sources import Column, code_of
+from everstep.snapshot.sources import Blame, Column, code_of
 from everstep.snapshot.stripes import Code, code_id
 
 PARALLEL = 8
 """Keepers that one rank reads from at a time."""
-
-
-@dataclass(frozen=True)
-class Blame:
-    """The buffers because of which a snapshot could not be restored."""
-
-    kind: Kind
-    rank: int
-    identity: Identity
-    group: int | None
-    """None: whichever group's."""
-    code: str | None = None
-    """Of parity: the code whose pieces they are; None: whichever."""
-
-    def to_json(self) -> list[Any]:
-        return [self.kind, self.rank, self.identity, self.group, self.code]
-
-    @classmethod
-    def from_json(cls, body: Sequence[Any]) -> "Blame":
-        kind, rank, identity, group, code = body
-        return cls(kind, rank, Identity(*identity), group, code)
-
-    def hits(self, header: Header) -> bool:
-        return (
-            (header.kind, header.rank, header.identity) == (self.kind, self.rank, self.identity)
-            and self.group in (None, header.group)
-            and self.code in (None, header.code)
-        )  # fmt: skip
 
 
 class RestoreError(RuntimeError):

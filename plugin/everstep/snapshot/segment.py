@@ -23,9 +23,9 @@ from pathlib import Path
 import xxhash
 
 from everstep.run.regular import NotRegularError, read_regular
-from everstep.snapshot.buffer import BufferReader, SnapshotError
+from everstep.snapshot.buffer import BufferReader
 from everstep.snapshot.header import Header, Kind
-from everstep.snapshot.room import BUFFERS, is_own_directory
+from everstep.snapshot.room import BUFFERS, SnapshotError, is_own_directory
 from everstep.snapshot.section import Snapshot
 
 NOTES_BYTES = 4096
@@ -130,15 +130,6 @@ class Segment:
         fits = header is not None and header.is_for(run=self.run, kind=kind, group=self.group, rank=rank)
         return header if fits else None
 
-    def bytes_of(self, rank: int) -> int:
-        """Memory that the rank's buffers and parity take now."""
-        total = 0
-        for kind in _FILE_WORD:
-            for path in self.files(kind, rank):
-                with contextlib.suppress(FileNotFoundError):  # not made yet
-                    total += path.stat().st_size
-        return total
-
     def set_mark(self, rank: int) -> None:
         """Say that the rank has something new. Raises SnapshotError."""
         path = self._mark(rank)
@@ -159,10 +150,6 @@ class Segment:
 
     def _mark(self, rank: int) -> str:
         return f"{self.path}/group-{self.group}.rank-{rank}.mark"
-
-    def room_note(self, rank: int) -> Path:
-        """Where the rank notes the memory that it has reserved (`room.make_room`)."""
-        return self.path / f"group-{self.group}.rank-{rank}.room"
 
     def _notes(self, rank: int) -> Path:
         return self.path / f"group-{self.group}.rank-{rank}.notes"

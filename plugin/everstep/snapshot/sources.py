@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from everstep.snapshot.header import Header, Identity, Moment, coverage_error
+from everstep.snapshot.header import Header, Identity, Kind, Moment, coverage_error
 from everstep.snapshot.peers import Held
 from everstep.snapshot.stripes import Code
 
@@ -76,6 +76,34 @@ class Decision:
         return self.source in ("memory", "older", "parity")
 
 
+@dataclass(frozen=True)
+class Blame:
+    """The buffers because of which a snapshot could not be restored."""
+
+    kind: Kind
+    rank: int
+    identity: Identity
+    group: int | None
+    """None: whichever group's."""
+    code: str | None = None
+    """Of parity: the code whose pieces they are; None: whichever."""
+
+    def to_json(self) -> list[Any]:
+        return [self.kind, self.rank, self.identity, self.group, self.code]
+
+    @classmethod
+    def from_json(cls, body: Sequence[Any]) -> "Blame":
+        kind, rank, identity, group, code = body
+        return cls(kind, rank, Identity(*identity), group, code)
+
+    def hits(self, header: Header) -> bool:
+        return (
+            (header.kind, header.rank, header.identity) == (self.kind, self.rank, self.identity)
+            and self.group in (None, header.group)
+            and self.code in (None, header.code)
+        )  # fmt: skip
+
+
 @dataclass
 class _Candidate:
     moment: Moment
@@ -98,6 +126,7 @@ def decide(
     ranks: int | None = None,
     topologies: Mapping[int, str] | None = None,
     disk_step: int | None = None,
+    blamed: Sequence[Blame] = (),
 ) -> Decision:
     """The source to start from.
 
@@ -107,9 +136,11 @@ def decide(
         ranks: ranks per group of the run that starts; None: whatever the snapshots have.
         topologies: by rank, the digest of the state's layout. None: whatever layout the snapshots have.
         disk_step: newest step of the disk checkpoint, if there is one.
+        blamed: buffers that are not used; whoever names them says why.
     """
     reasons: list[str] = []
-    candidates = _candidates(held, run, reasons)
+    usable = [buffer for buffer in held if not any(blame.hits(buffer.header) for blame in blamed)]
+    candidates = _candidates(usable, run, reasons)
     disk = -1 if disk_step is None else disk_step
     newest = candidates[0].step if candidates else None
     for candidate in candidates:

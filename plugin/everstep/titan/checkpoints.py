@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,6 @@ from everstep.foreign import overrides
 from everstep.titan import private
 from everstep.titan.group import sum_in_group
 from everstep.titan.machine import built_on_meta
-
-StartExport = Callable[[int, str], subprocess.Popen]
-"""Starts the process that writes the newest state at or after a step below a folder, as `step-N`."""
 
 
 class RunCheckpointManager(CheckpointManager):
@@ -106,14 +103,25 @@ def put_in_place(draft: Path, target: Path) -> None:
     draft.rename(target)
 
 
+class Exporter(Protocol):
+    """Writes checkpoints of a run's snapshots, in a process of its own (`everstep.titan.snapshots`)."""
+
+    @property
+    def coded(self) -> bool:
+        """Whether there is a snapshot to write; the same on all ranks."""
+        ...
+
+    def start_export(self, step: int, folder: str) -> subprocess.Popen:
+        """Start the process that writes the newest state at or after a step below a folder, as `step-N`."""
+        ...
+
+
 class SnapshotCheckpointManager(RunCheckpointManager):
-    """torchtitan's checkpoint manager, which leaves all checkpoints but the last to a process of its own.
+    """torchtitan's checkpoint manager, which leaves checkpoints to a process of its own.
 
-    The last one is written by the trainer: nothing waits for it any more, and it may be in another format. So is one
-    that could not be taken from memory, at the group's next commit.
-
-    Rank 0 has the writer. What became of it is agreed on by the group's ranks at each commit while it is at work, since
-    a checkpoint that they write themselves is a collective.
+    The trainer writes what that cannot: the last one, which may be in another format and which nothing waits for any
+    more; one that is due while no snapshot is coded; and the one after a checkpoint that could not be taken from
+    memory. Rank 0 has the writer.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -121,66 +129,57 @@ class SnapshotCheckpointManager(RunCheckpointManager):
         """torchtitan's own keys. `async_mode` is not used: nothing is staged."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
-        self._start: StartExport | None = None
+        self._exporter: Exporter | None = None
         self._writer: subprocess.Popen | None = None
-        self._at_work, self._owed = False, False
+        self._failed = False
+        """Whether the last checkpoint could not be taken from memory."""
         super().__init__(config, **parts)
 
-    def export_with(self, start: StartExport, all_in_group: Callable[[bool], bool]) -> None:
-        """Have checkpoints written by the process that `start` starts.
+    def export_with(self, exporter: Exporter, all_in_group: Callable[[bool], bool]) -> None:
+        """Have checkpoints written by `exporter`.
 
         `all_in_group`: whether a flag holds on all ranks of the group; a collective.
         """
-        self._start, self._all_in_group = start, all_in_group
-
-    def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be written of this step, by whichever group; not of the last one."""
-        return self.enable and private.is_due(self, step)
+        self._exporter, self._all_in_group = exporter, all_in_group
 
     @overrides(CheckpointManager)
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Begin a checkpoint if one is due. Returns whether it is on disk already."""
-        if last_step and self._writer is not None:
-            # An older state than the one that is written now: not worth that everybody waits for it.
-            self._writer.kill()
-            self._writer.wait()
-        if self._at_work:
-            self._collect()
-        if last_step or self._owed or self._start is None:
-            try:
-                return super()._save(curr_step, last_step)
-            finally:
-                self._owed = False  # also where it could not be written: it is not tried again at every step
-        if self.due(curr_step):
-            if self._at_work:
-                logger.warning(f"The checkpoint of step {curr_step} is left out: the one before is still being written")
-            else:
-                self._at_work = True
-                if dist.get_rank() == 0:
-                    self._writer = self._start(curr_step, self.folder)
+        if last_step:
+            self._end_writer()  # an older state than the one that is written now: not worth that everybody waits for it
+        self._collect()
+        if last_step or self._exporter is None:
+            return super()._save(curr_step, last_step)
+        if not private.is_due(self, curr_step):
+            return False
+        able, self._failed = not self._failed and self._exporter.coded, False
+        if not self._all_in_group(able):
+            return super()._save(curr_step, last_step)
+        if self._writer is not None:
+            logger.warning(f"The checkpoint of step {curr_step} is left out: the one before is still being written")
+        elif dist.get_rank() == 0:
+            self._writer = self._exporter.start_export(curr_step, self.folder)
         return False
 
-    @overrides(CheckpointManager)
-    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        return super()._should_save(curr_step, last_step or (self._owed and not self.load_only))
-
     def _collect(self) -> None:
-        """See how the writer ended, if it has. A collective of the group."""
-        status = None if self._writer is None else self._writer.poll()
-        if not self._all_in_group(self._writer is None or status is not None):
+        """See how the writer ended, if it has."""
+        if self._writer is None or self._writer.poll() is None:
             return
-        self._at_work, self._writer = False, None
-        if self._all_in_group(not status):
-            private.remove_old_checkpoints(self)
+        self._failed, self._writer = self._writer.returncode != 0, None
+        if self._failed:
+            logger.warning("A checkpoint could not be taken from memory (logs/export.log); the trainer writes the next")
         else:
-            self._owed = True
-            logger.warning("A checkpoint could not be written from memory; the trainer writes the next one itself")
+            private.remove_old_checkpoints(self)
 
-    @overrides(CheckpointManager)
-    def _close(self) -> None:
+    def _end_writer(self) -> None:
         if self._writer is not None:
             self._writer.kill()
             self._writer.wait()
+            self._writer = None
+
+    @overrides(CheckpointManager)
+    def _close(self) -> None:
+        self._end_writer()
         super()._close()
 
 

@@ -14,7 +14,6 @@ from torchtitan.trainer import Trainer
 
 from everstep.run.events import EventLog
 from everstep.titan import private
-from everstep.titan.checkpoints import SnapshotCheckpointManager
 from everstep.titan.run_files import RankFiles
 
 HISTORY = "history"
@@ -101,10 +100,6 @@ class DiskCheckpoints:
         found = self._manager.load(step=self._config.load_step)
         self.states[TRAIN_STATE] = self.counters
         return bool(found)
-
-    def is_due_from_memory(self, step: int) -> bool:
-        """Whether a checkpoint of this step is to be written from the snapshots; the same in all groups."""
-        return isinstance(self._manager, SnapshotCheckpointManager) and self._manager.due(step)
 
     def save(self, step: int, commit: int, *, last: bool = False) -> None:
         """Write a checkpoint of this step if one is due. A folder without room stops nothing but the last one.

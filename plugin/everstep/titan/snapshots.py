@@ -17,12 +17,12 @@ import torch
 from everstep.quorum.heal import HealState
 from everstep.run.events import EventLog
 from everstep.snapshot.agreement import Agreed, Word
-from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.keepers import KeeperError, end_keepers, start_keeper, touch
 from everstep.snapshot.layout import Layout, Shard
 from everstep.snapshot.plan import State
 from everstep.snapshot.recovery import recover
+from everstep.snapshot.room import SnapshotError
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 from everstep.snapshot.stripes import location_of
@@ -113,17 +113,16 @@ class Snapshots:
         """Take over what `agreed` was at the group that this one heals from."""
         self._copier.agreed = Agreed.from_json(agreed)
 
-    def committed(self, commit: Commit, words: Mapping[int, int], state: Callable[[], HealState], wanted: bool) -> None:
+    def committed(self, commit: Commit, words: Mapping[int, int], state: Callable[[], HealState]) -> None:
         """Take a snapshot of a step that was just committed, if one is due.
 
         Args:
             words: of all groups that spoke in this commit.
-            wanted: a checkpoint is due, which will be written of it or the next.
         """
         touch(self._segment)
         said = {group: word for group, number in words.items() if (word := Word.decode(number)) is not None}
         taken = lambda: self._to_snapshot(state())  # noqa: E731
-        self._copier.committed(commit.step, commit.history, commit.able, said, taken, wanted)
+        self._copier.committed(commit.step, commit.history, commit.able, said, taken)
 
     def _to_snapshot(self, state: HealState) -> State:
         # What is agreed on snapshots is for joiners.
@@ -170,6 +169,11 @@ class Snapshots:
         self._copier.agreed = Agreed(anchor=(restored.step, restored.history, restored.start))
         tensors = layout.views(torch.from_numpy(found.restored.flat))
         return HealState(tensors=tensors, meta=found.restored.meta, blobs=found.restored.blobs)
+
+    @property
+    def coded(self) -> bool:
+        """Whether there is a snapshot that all groups have verified and coded."""
+        return self._copier.agreed.anchor is not None
 
     def start_export(self, step: int, folder: str) -> subprocess.Popen:
         """Start the process that writes a checkpoint of the newest state in memory at or after `step` below `folder`.

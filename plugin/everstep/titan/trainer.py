@@ -160,7 +160,7 @@ class EverstepTrainer(SlotTrainer):
         if self.snapshots is not None:
             self.snapshots.shards = self.state.shards()
             if isinstance(self.checkpointer, SnapshotCheckpointManager):
-                self.checkpointer.export_with(self.snapshots.start_export, all_in_group)
+                self.checkpointer.export_with(self.snapshots, all_in_group)
         if isinstance(self.checkpointer, RunCheckpointManager) and self.checkpointer.enable:
             self.checkpointer.write_aside_as(ft.group_id, self.participation.life)
         if ft.allow_faults:
@@ -322,8 +322,7 @@ class EverstepTrainer(SlotTrainer):
         self.data_read(commit.step)
         goes_on = self.goes_on() and not commit.all_leave
         if self.snapshots is not None:
-            wanted = goes_on and self.disk.is_due_from_memory(self.step)
-            self.snapshots.committed(commit, self.words(commit.extra), self.serve, wanted)
+            self.snapshots.committed(commit, self.words(commit.extra), self.serve)
         metrics = self.measures.of(self.step, commit, grad_norm, {"n_tokens_seen": self.ntokens_seen, **lr_metrics})
         took_s = commit.took_s + time.monotonic() - begin
         self._tell(commit, took_s, loss=loss, grad_norm=grad_norm, lr=lr_metrics, metrics=metrics, **told)
