@@ -1,0 +1,296 @@
+"""Pieces of work on the device "late", each as it is right and with a bug planted; prints the races that were found.
+
+    python cases.py                {case: [races of the right one, races with the bug]} as JSON
+
+Where Everstep has code for it, the code is Everstep's, and the bug is in the streams that it is given.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import mmap
+from datetime import timedelta
+
+import torch
+
+import late
+from everstep.quorum.heal import HealState, _StateBytes
+from everstep.quorum.process_group import _Line
+from everstep.snapshot.plan import Plan, State
+from everstep.step.reduction import GradientReducer
+from everstep.step.streams import DeviceStreams
+from late.collectives import work_of
+
+DEVICE = torch.device("late", 0)
+MINUTE = timedelta(minutes=1)
+
+
+class Careless(DeviceStreams):
+    """Everstep's streams without some of what they do."""
+
+    def __init__(self, *forgets: str) -> None:
+        super().__init__(DEVICE)
+        for name in forgets:
+            setattr(self, name, lambda *args: None)
+
+
+def streams(planted: bool, *forgets: str) -> DeviceStreams:
+    return Careless(*forgets) if planted else DeviceStreams(DEVICE)
+
+
+def unwaited(planted: bool):
+    """With a bug the device does nothing meanwhile: no thread happens to have waited for it."""
+    return late.held() if planted else contextlib.nullcontext()
+
+
+def side() -> torch.Stream:
+    return torch.Stream(device="late")
+
+
+def ones(size: int = 1 << 10) -> torch.Tensor:
+    return torch.ones(size, device=DEVICE)
+
+
+def wait_event(planted: bool) -> None:
+    """A product that another stream goes on with."""
+    product, other = ones() * 2, side()
+    if not planted:
+        other.wait_stream(torch.accelerator.current_stream())
+    with other:
+        product.add_(1)
+
+
+def record_stream(planted: bool) -> None:
+    """Memory that another stream reads is freed, and given to the next tensor."""
+    tensor, other = ones(), side()
+    other.wait_stream(torch.accelerator.current_stream())
+    with other:
+        tensor.sum()
+        if not planted:
+            tensor.record_stream(other)
+    del tensor
+    ones()
+
+
+def copy_read_early(planted: bool) -> None:
+    """A copy into pinned memory, read by the host."""
+    host, tensor = torch.empty(1 << 10, pin_memory=True), ones()
+    with unwaited(planted):
+        host.copy_(tensor, non_blocking=True)
+        if not planted:
+            torch.accelerator.synchronize()
+        host.sum()
+
+
+def source_refilled(planted: bool) -> None:
+    """A copy from pinned memory, which the host fills again."""
+    host, tensor = torch.zeros(1 << 10, pin_memory=True), ones()
+    with unwaited(planted):
+        tensor.copy_(host, non_blocking=True)
+        if not planted:
+            torch.accelerator.current_stream().synchronize()
+        host.fill_(2)
+
+
+def registered_read_early(planted: bool) -> None:
+    """A copy into memory of the host's own that was registered, such as a snapshot's segment."""
+    memory = mmap.mmap(-1, 1 << 16)
+    host, tensor = torch.frombuffer(memory, dtype=torch.float32), ones(1 << 14)
+    runtime = torch.get_device_module(DEVICE).cudart()
+    assert runtime.cudaHostRegister(host.data_ptr(), 1 << 16, 0) == 0
+    with unwaited(planted):
+        host.copy_(tensor, non_blocking=True)
+        if not planted:
+            torch.accelerator.synchronize()
+        host.sum()
+    torch.accelerator.synchronize()
+    assert host.sum() == 1 << 14
+    assert runtime.cudaHostUnregister(host.data_ptr()) == 0
+
+
+def host_reads_device(planted: bool) -> None:
+    """The host looks at a tensor's first byte."""
+    tensor = ones()
+    address = (tensor.cpu() if not planted else tensor).data_ptr()
+    ctypes.c_ubyte.from_address(address).value  # noqa: B018 - to read it is all
+
+
+def collective_unwaited(planted: bool) -> None:
+    """The result of a collective is used."""
+    tensor = ones()
+    work = torch.distributed.all_reduce(tensor, async_op=True)
+    if not planted:
+        work.wait()
+    tensor.mul_(2)
+    work.wait()
+
+
+class Doubling:
+    """A communicator between this process and one like it."""
+
+    on_device = True
+
+    def allreduce(self, tensor: torch.Tensor, timeout: timedelta):
+        tensor.add_(tensor)
+        return work_of([], None)
+
+    def error(self) -> str:
+        return ""
+
+    def abort(self) -> None:
+        pass
+
+
+class Sums:
+    """Implements `everstep.step.reduction.AsyncSums`."""
+
+    def __init__(self, streams: DeviceStreams, waits: bool = True) -> None:
+        self.line, self._waits = _Line(Doubling(), streams), waits
+
+    def start(self, tensor, timeout):
+        return self.line.start(tensor, timeout)
+
+    def finish(self, one):
+        if self._waits:
+            one.among.finish(one)
+
+
+def backward(reducer: GradientReducer, params: list[torch.nn.Parameter], *, last: bool, on=None) -> None:
+    reducer.begin_slot(last=last)
+    with on or contextlib.nullcontext():
+        if on is not None:
+            on.wait_stream(torch.late.default_stream())
+        torch.stack([(param * 2).sum() for param in params]).sum().backward()
+    reducer.end_slot()
+
+
+def summed(streams: DeviceStreams, sums: Sums, *, on=None) -> None:
+    """Two attempts of two slots each, the gradients computed on stream `on`."""
+    params = [torch.nn.Parameter(ones()) for _ in range(4)]
+    reducer = GradientReducer(params, 1 << 13, streams)
+    for _ in range(2):
+        reducer.begin(sums, MINUTE)
+        backward(reducer, params, last=False, on=on)
+        backward(reducer, params, last=True, on=on)
+        reducer.finish()
+        if on is not None:
+            torch.accelerator.current_stream().wait_stream(on)
+        reducer.assign(0.5)
+        for param in params:
+            param.grad = None
+
+
+def sum_begun_early(planted: bool) -> None:
+    """A sum begins when its bucket is filled."""
+    summed(DeviceStreams(DEVICE), Sums(streams(planted, "wait")))
+
+
+def filled_from_elsewhere(planted: bool) -> None:
+    """A bucket is filled from the stream of FSDP's reduce-scatters and by what is left to the trainer's."""
+    params = [torch.nn.Parameter(ones()) for _ in range(2)]
+    reducer = GradientReducer(params, 1 << 20, streams(planted, "wait"), hooks=False)
+    reducer.begin(Sums(DeviceStreams(DEVICE)), MINUTE)
+    reducer.begin_slot(last=True)
+    (params[0] * 2).sum().backward()
+    other, bucket = side(), reducer._buckets[0]
+    other.wait_stream(torch.accelerator.current_stream())
+    with other:
+        reducer._fill(bucket, 1)
+    reducer.end_slot()
+    reducer.finish()
+
+
+def assigned_early(planted: bool) -> None:
+    """The sums become gradients once they are complete."""
+    with unwaited(planted):
+        summed(DeviceStreams(DEVICE), Sums(DeviceStreams(DEVICE), waits=not planted))
+
+
+def bucket_freed(planted: bool) -> None:
+    """A sum is given up, and its bucket gets other memory."""
+    own = DeviceStreams(DEVICE)
+    line = _Line(Doubling(), own)
+    bucket = ones()
+    own.record().synchronize()
+    with unwaited(planted):
+        one = line.start(bucket, MINUTE)
+        if not planted:
+            one.among.finish(one)
+        del bucket
+        ones()
+
+
+def optimizer_over_copy(planted: bool) -> None:
+    """A snapshot is copied from the device; then the optimizer changes the parameters."""
+    params = {f"model/{n}": ones() for n in range(3)}
+    plan = Plan(State(params), (0,), 0, 0, 1)
+    payload = torch.empty(plan.layout.size, dtype=torch.uint8, pin_memory=True)
+    own = DeviceStreams(DEVICE)
+    ready = own.record()
+    if planted:
+        with own.of_sums():
+            own.wait(ready)
+            payload[: 1 << 12].copy_(params["model/0"].view(torch.uint8), non_blocking=True)
+    else:
+        plan.copy(payload, b"", own, ready, lambda: None)
+    for param in params.values():
+        param.add_(1)
+
+
+def copied_before_commit(planted: bool) -> None:
+    """A snapshot is copied behind the optimizer's step."""
+    params = {"model/0": ones()}
+    plan = Plan(State(params), (0,), 0, 0, 1)
+    payload = torch.empty(plan.layout.size, dtype=torch.uint8, pin_memory=True)
+    own = streams(planted, "wait")
+    params["model/0"].add_(1)
+    plan.copy(payload, b"", own, own.record(), lambda: None)
+
+
+def healed_from_early(planted: bool) -> None:
+    """A joiner reads a state behind the optimizer's step."""
+    tensor = ones()
+    tensor.add_(1)
+    source = _StateBytes(HealState(tensors={"p": tensor}))
+    if planted:
+        source._ready = None
+    with source.lend(0, 4) as [piece]:
+        assert planted or bytes(piece) == torch.tensor([2.0]).numpy().tobytes()
+
+
+CASES = [
+    wait_event,
+    record_stream,
+    copy_read_early,
+    source_refilled,
+    registered_read_early,
+    host_reads_device,
+    collective_unwaited,
+    sum_begun_early,
+    filled_from_elsewhere,
+    assigned_early,
+    bucket_freed,
+    optimizer_over_copy,
+    copied_before_commit,
+    healed_from_early,
+]
+
+
+def races(case, planted: bool) -> list[str]:
+    torch.accelerator.synchronize()
+    late.forget()
+    case(planted)
+    gc.collect()
+    found = late.races()
+    torch.accelerator.synchronize()
+    return found
+
+
+def main() -> None:
+    torch.distributed.init_process_group("lateccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    print(json.dumps({case.__name__: [races(case, False), races(case, True)] for case in CASES}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""A stand-in accelerator for tests: "late", a PyTorch device whose work is done late, on a CPU.
+
+`autoload` is what `import torch` calls through the entry point of tests/device/site, and makes the device there if
+EVERSTEP_TEST_DEVICE is "late". This module is then `torch.late`. What it is made of: memory.h, queues.h and late.cpp.
+
+Environment:
+    EVERSTEP_TEST_DEVICE: "late", or there is no such device.
+    EVERSTEP_TEST_DEVICE_LOG: folder that each process writes races-PID.txt and waits-PID.txt to.
+    EVERSTEP_TEST_DEVICE_LATE_US: the most by which a stream delays a call, in microseconds; 100.
+"""
+
+import contextlib
+import os
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+NAME = "late"
+
+
+def autoload() -> None:
+    """Make the device, if this process is to have it."""
+    if os.environ.get("EVERSTEP_TEST_DEVICE") == NAME:
+        from late import hooks
+
+        make()
+        hooks.install()
+
+
+def make() -> None:
+    """Register the device with PyTorch. Idempotent."""
+    if hasattr(torch, NAME):
+        return
+    from late.build import library
+
+    torch.ops.load_library(library())
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, sys.modules[__name__])
+    torch.utils.generate_methods_for_privateuse1_backend()
+    _autocast()
+
+
+# What a test asks
+
+
+def races() -> list[str]:
+    """Accesses that nothing orders, each with both stacks."""
+    return torch.ops.late.reports()
+
+
+def forget() -> None:
+    """Begin to look for races anew."""
+    torch.ops.late.forget()
+
+
+def count(name: str) -> int:
+    """How often something happened in this process: "record", "wait" and "host waits"."""
+    return torch.ops.late.count(name)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """No stream does anything meanwhile."""
+    torch.ops.late.hold(True)
+    try:
+        yield
+    finally:
+        torch.ops.late.hold(False)
+
+
+# The device module
+
+
+class Stream(torch.Stream):
+    """A stream of the device."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any):
+        return super().__new__(cls, **kwargs) if kwargs else super().__new__(cls, device=NAME, priority=priority)
+
+
+class Event(torch.Event):
+    """An event of the device."""
+
+    def __new__(cls, device: Any = None, enable_timing: bool = False, **kwargs: Any):
+        return super().__new__(cls, device=NAME, enable_timing=enable_timing)
+
+
+class Runtime:
+    """As much of CUDA's runtime library as PyTorch shows of it; 0 is success."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, length: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+        try:
+            torch.ops.late.register(address, length)
+        except RuntimeError:
+            return 1  # cudaErrorInvalidValue
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:  # noqa: N802 - CUDA's name
+        return 0 if torch.ops.late.unregister(address) else 1
+
+
+def cudart() -> Runtime:
+    return Runtime()
+
+
+def is_available() -> bool:
+    return True
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def init() -> None:
+    pass
+
+
+_lazy_init = init
+
+
+def _is_in_bad_fork() -> bool:
+    return torch.ops.late.in_copy()
+
+
+def device_count() -> int:
+    return 1
+
+
+def current_device() -> int:
+    return 0
+
+
+def set_device(device: Any = None) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def device(which: Any = None) -> Iterator[None]:
+    yield
+
+
+def synchronize(device: Any = None) -> None:
+    torch.accelerator.synchronize()
+
+
+def current_stream(device: Any = None) -> torch.Stream:
+    return torch.accelerator.current_stream()
+
+
+def default_stream(device: Any = None) -> torch.Stream:
+    return torch.Stream(stream_id=0, device_index=0, device_type=torch.accelerator.current_stream().device_type)
+
+
+def set_stream(stream: torch.Stream) -> None:
+    torch.accelerator.set_stream(stream)
+
+
+@contextlib.contextmanager
+def stream(which: torch.Stream | None) -> Iterator[None]:
+    before = current_stream()
+    if which is not None:
+        set_stream(which)
+    try:
+        yield
+    finally:
+        set_stream(before)
+
+
+def get_device_name(device: Any = None) -> str:
+    return NAME
+
+
+def get_device_properties(device: Any = None) -> types.SimpleNamespace:
+    return types.SimpleNamespace(name=NAME, total_memory=16 << 30)
+
+
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    return 0, 0
+
+
+def empty_cache() -> None:
+    torch.accelerator.empty_cache()
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    return torch.accelerator.memory_stats()
+
+
+def memory_allocated(device: Any = None) -> int:
+    return torch.accelerator.memory_allocated()
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    return torch.accelerator.max_memory_allocated()
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    torch.accelerator.reset_peak_memory_stats()
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    free = (16 << 30) - memory_allocated()
+    return free, 16 << 30
+
+
+def manual_seed(seed: int) -> None:
+    default_generator().manual_seed(seed)
+
+
+manual_seed_all = manual_seed
+
+
+def default_generator() -> torch.Generator:
+    """That operators without one draw from."""
+    return torch._C._accelerator_getDefaultGenerator(0)
+
+
+def initial_seed() -> int:
+    return default_generator().initial_seed()
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    return default_generator().get_state()
+
+
+def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    default_generator().set_state(state)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float16, torch.float32]
+
+
+def _autocast() -> None:
+    """Under autocast matrix products are computed in its dtype and losses in float32, as everywhere."""
+    library = torch.library.Library("aten", "IMPL")
+    lower = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "scaled_dot_product_attention")
+    for names, chosen in (
+        (lower, lambda: torch.get_autocast_dtype(NAME)),
+        (("cross_entropy_loss",), lambda: torch.float32),
+    ):
+        for name in names:
+            library.impl(name, _cast(getattr(torch.ops.aten, name).default, chosen), "AutocastPrivateUse1")
+    _KEPT.append(library)
+
+
+def _cast(operator: Any, chosen: Any) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        def cast(value: Any) -> Any:
+            eligible = isinstance(value, torch.Tensor) and value.is_floating_point() and value.device.type == NAME
+            return value.to(chosen()) if eligible else value
+
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+            return operator(*map(cast, args), **{key: cast(value) for key, value in kwargs.items()})
+
+    return called
+
+
+_KEPT: list[Any] = []

@@ -1,0 +1,259 @@
+"""Collectives on the device: "lateccl", torch.distributed's backend for "late".
+
+Each process group has a stream of its own, like NCCL's. A collective comes after what its caller's stream was given,
+and is carried out by Gloo on its own stream's thread, over the device's memory, late like everything. `Work.wait` has
+the current stream wait, and not the host. What fails ends the process, as NCCL's watchdog does.
+"""
+
+import ctypes
+import itertools
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Hashable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+Call = Callable[[], object]
+_calls: dict[int, Call] = {}
+"""That streams were given and have not come to yet."""
+_numbers = itertools.count()
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int64)
+def _make_call(number: int) -> None:
+    _calls.pop(number)()
+
+
+_ADDRESS = ctypes.cast(_make_call, ctypes.c_void_p).value
+
+
+def give(what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], call: Call) -> None:
+    """Have the current stream make a call of Python's when its turn comes; `reads`, `writes`: what it touches."""
+    number = next(_numbers)
+    _calls[number] = call
+    torch.ops.late.give(_ADDRESS, number, what, list(reads), list(writes))
+
+
+def inside(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same memory, as a stream's thread may use it."""
+    return [torch.ops.late.inside(tensor.detach()) for tensor in tensors]
+
+
+def here() -> torch.Event:
+    """What the current stream was given so far."""
+    event = torch.Event(device="late")
+    event.record(torch.accelerator.current_stream())
+    return event
+
+
+def register() -> None:
+    """Tell torch.distributed of the backend."""
+    from torch import distributed as dist
+
+    dist.Backend.register_backend("lateccl", _made, devices=["late"])
+
+
+def _made(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    return _backend()(store, rank, size, timeout)
+
+
+def work_of(tensors: Sequence[torch.Tensor], result: Any, *, host: bool = False) -> Any:
+    """torch.distributed's Work, of what the current stream was given so far.
+
+    Args:
+        tensors: kept until somebody has waited.
+        result: of its future.
+        host: whether `wait` has the host wait too.
+    """
+    from torch._C._distributed_c10d import Work
+
+    class LateWork(Work):
+        def __init__(self) -> None:
+            super().__init__()
+            self._event, self._kept = here(), list(tensors)
+
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            torch.accelerator.current_stream().wait_event(self._event)
+            if host:
+                self._event.synchronize()
+            self._kept.clear()
+            return True
+
+        def get_future(self) -> torch.futures.Future:
+            self.wait()
+            future = torch.futures.Future()
+            future.set_result(result)
+            return future
+
+    return LateWork()
+
+
+def plain_sum(op: Any, size: int) -> tuple[Any, float]:
+    """The reduction that Gloo knows, and what its result is multiplied by."""
+    from torch.distributed import ReduceOp
+
+    kind, factor = op.__getstate__() if isinstance(op, ReduceOp) else (op, None)
+    if kind == ReduceOp.AVG:
+        return ReduceOp.SUM, 1 / size
+    if kind == ReduceOp.PREMUL_SUM:
+        return ReduceOp.SUM, float(factor)
+    return kind, 1.0
+
+
+def _backend() -> type:
+    from torch._C import _distributed_c10d as c10d
+
+    class LateBackend(c10d.Backend):
+        """One process group."""
+
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            super().__init__(rank, size)
+            self._gloo = c10d.ProcessGroupGloo(store, rank, size, timeout)
+            self._size, self._timeout = size, timeout
+            self._streams: dict[Hashable, torch.Stream] = {}
+            self.supports_splitting_ = False
+
+        def getBackendName(self) -> str:  # noqa: N802 - torch's name
+            return "lateccl"
+
+        name = getBackendName
+
+        @property
+        def options(self) -> Any:
+            return c10d.Backend.Options("lateccl", self._timeout)
+
+        def _run(self, what, reads, writes, call, result=None, *, on: Hashable = "all", host: bool = False) -> Any:
+            """`call`: of the tensors of `reads` and of those of `writes`, each as a list; gives a Work of Gloo's."""
+            ready, before = here(), torch.accelerator.current_stream()
+            if on not in self._streams:
+                self._streams[on] = torch.Stream(device="late")
+            torch.accelerator.set_stream(self._streams[on])
+            try:
+                torch.accelerator.current_stream().wait_event(ready)
+                arrived, left = inside(reads), inside(writes)
+
+                def carry_out() -> None:
+                    try:
+                        call(arrived, left).wait()
+                    except BaseException:  # noqa: BLE001 - what a stream has begun it cannot take back
+                        print(f"lateccl: {what} failed", file=sys.stderr)
+                        traceback.print_exc()
+                        sys.stderr.flush()
+                        os.kill(os.getpid(), signal.SIGABRT)
+
+                give(what, reads, writes, carry_out)
+                return work_of([*reads, *writes], result, host=host)
+            finally:
+                torch.accelerator.set_stream(before)
+
+        def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+            opts = opts or c10d.AllreduceOptions()
+            op, factor = plain_sum(opts.reduceOp, self._size)
+
+            def call(_: Any, own: list[torch.Tensor]) -> Any:
+                opts.reduceOp, opts.asyncOp = op, True
+                for one in own:
+                    self._gloo.allreduce([one], opts).wait()
+                    if factor != 1.0:
+                        one.mul_(factor)
+                return _Done()
+
+            return self._run("allreduce", [], tensors, call, tensors)
+
+        allreduce_coalesced = allreduce
+
+        def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+            return self._run("broadcast", [], tensors, lambda _, own: self._gloo.broadcast(own, opts), tensors)
+
+        def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+            return self._run("reduce", [], tensors, lambda _, own: self._gloo.reduce(own, opts), tensors)
+
+        def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+            options = opts or c10d.AllgatherOptions()
+            call = lambda own, parts: self._gloo.allgather([parts], own, options)  # noqa: E731
+            return self._run("allgather", inputs, outputs[0], call, outputs)
+
+        def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
+            def call(mine: list[torch.Tensor], whole: list[torch.Tensor]) -> Any:
+                parts = list(whole[0].view(-1).chunk(self._size))
+                return self._gloo.allgather([parts], [mine[0].reshape(-1)], opts or c10d.AllgatherOptions())
+
+            return self._run("all_gather_single", [own], [output], call, output)
+
+        _allgather_base = all_gather_single
+
+        def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+            for output, own in zip(outputs, inputs, strict=True):
+                work = self.all_gather_single(output, own, opts)
+            return work
+
+        allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+        def reduce_scatter_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
+            opts = opts or c10d.ReduceScatterOptions()
+            op, factor = plain_sum(opts.reduceOp, self._size)
+
+            def call(whole: list[torch.Tensor], mine: list[torch.Tensor]) -> Any:
+                options = c10d.AllreduceOptions()
+                options.reduceOp = op
+                total = whole[0].clone().reshape(-1)
+                self._gloo.allreduce([total], options).wait()
+                part = total.chunk(self._size)[self.rank()]
+                mine[0].view(-1).copy_(part if factor == 1.0 else part * factor)
+                return _Done()
+
+            return self._run("reduce_scatter_single", [own], [output], call, output)
+
+        _reduce_scatter_base = reduce_scatter_single
+
+        def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+            for output, own in zip(outputs, inputs, strict=True):
+                work = self.reduce_scatter_single(output, own, opts)
+            return work
+
+        reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+        def all_to_all_single(self, output: Any, own: Any, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
+            options = opts or c10d.AllToAllOptions()
+
+            def call(mine: list[torch.Tensor], whole: list[torch.Tensor]) -> Any:
+                return self._gloo.alltoall_base(whole[0], mine[0], list(out_sizes), list(in_sizes), options)
+
+            return self._run("all_to_all_single", [own], [output], call, output)
+
+        alltoall_base = all_to_all_single
+
+        def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
+            call = lambda own, _: self._gloo.send(own, to, tag)  # noqa: E731
+            return self._run("send", tensors, [], call, tensors, on=("send", to))
+
+        def recv(self, tensors: list[torch.Tensor], of: int, tag: int) -> Any:
+            call = lambda _, own: self._gloo.recv(own, of, tag)  # noqa: E731
+            return self._run("recv", [], tensors, call, tensors, on=("recv", of))
+
+        def barrier(self, opts: Any = None) -> Any:
+            return self._run("barrier", [], [], lambda *_: self._gloo.barrier(), host=True)
+
+        def abort(self) -> None:
+            pass
+
+        def shutdown(self) -> None:
+            pass
+
+        def set_timeout(self, timeout: timedelta) -> None:
+            self._timeout = timeout
+            self._gloo.set_timeout(timeout)
+
+        def _set_default_timeout(self, timeout: timedelta) -> None:
+            self.set_timeout(timeout)
+
+    return LateBackend
+
+
+class _Done:
+    def wait(self) -> None:
+        pass

@@ -1,0 +1,93 @@
+"""In place of NCCL between groups: `process_group = "nccl"` gives a column whose sums run on the device's streams.
+
+As of NCCL, a communicator is given its peers' handles without connecting to them: that is what its first collective
+does, and the host waits there until all of them have come. Its collectives run on the caller's current stream. One that
+fails, or `abort`, revokes it.
+"""
+
+import threading
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from late.collectives import give, inside, work_of
+
+connected_in: list[str] = []
+"""Names of the threads in which communicators connected to their peers."""
+
+
+class Column:
+    """What `everstep.quorum.communicator` makes for "nccl"."""
+
+    def __init__(self, module: ModuleType, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        self._module, self._size = module, size
+        before = module._listening()
+        self._gloo = module.c10d.ProcessGroupGloo(store, rank, size, timeout, enable_reconfigure=True)
+        made = module._listening() - before
+        self._listens = made.pop() if len(made) == 1 else ("", 0)
+        self._peers: list[tuple[str, int]] = []
+        self._options: Any = None
+        self._connecting = threading.Lock()
+        self._revoked = False
+
+    def get_reconfigure_handle(self) -> str:
+        return f"{self._listens[0]} {self._listens[1]} {self._gloo.get_reconfigure_handle()}"
+
+    def reconfigure(self, options: Any) -> "Column":
+        said = [handle.split(" ", 2) for handle in options.handles]
+        self._peers = [(host, int(port)) for host, port, _ in said]
+        options.handles = [handle for _, _, handle in said]
+        self._options = options
+        return self
+
+    def wait(self) -> None:
+        """Of `reconfigure`: nothing is under way."""
+
+    def _connect(self) -> None:
+        with self._connecting:
+            if self._revoked:
+                raise RuntimeError("the communicator was revoked")
+            if self._options is not None:
+                connected_in.append(threading.current_thread().name)
+                self._gloo.reconfigure(self._options).wait()
+                self._options = None
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        self._connect()
+        [own] = inside(tensors)
+        options.asyncOp = True
+        return self._give("column sum", [], tensors, lambda: self._gloo.allreduce([own], options).wait())
+
+    def allgather(self, parts: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> Any:
+        self._connect()
+        own, into = inside(tensors), inside(parts[0])
+        options.asyncOp = True
+        return self._give("column gather", tensors, parts[0], lambda: self._gloo.allgather([into], own, options).wait())
+
+    def _give(self, what: str, reads: list[torch.Tensor], writes: list[torch.Tensor], call: Any) -> Any:
+        def carry_out() -> None:
+            try:
+                if not self._revoked:
+                    call()
+            except RuntimeError:
+                self._revoked = True
+
+        give(what, reads, writes, carry_out)
+        return work_of([*reads, *writes], None)
+
+    def get_error(self) -> Any:
+        kinds = self._module.torch._C._distributed_c10d.ErrorType
+        return kinds.COMM_ERROR if self._revoked else kinds.SUCCESS
+
+    def abort(self) -> None:
+        self._revoked = True
+        self._module._shut_down(self._listens, self._peers)
+
+
+def replace(module: ModuleType) -> None:
+    """Have everstep.quorum.communicator make columns of these for "nccl", and find no fault with it."""
+    module._MAKE["nccl"] = lambda *given: Column(module, *given)
+    before = module.why_not
+    module.why_not = lambda backend, *rest, **others: "" if backend == "nccl" else before(backend, *rest, **others)
