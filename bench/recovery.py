@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from everstep.report.score import kill_table, score, verdict
+from everstep.report.score import load_events, measure, score, verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,7 +35,11 @@ def main() -> int:
         command = [sys.executable, "-m", "everstep.cli", "run", str(args.config)]
         command += ["--groups", str(args.groups), "--steps", str(steps), "--chaos-every", str(args.every)]
         status = subprocess.run([*command, "--run-dir", str(run_dir)], check=False).returncode
-        kills = [kill for kill in kill_table(run_dir) if kill["stall_s"] is not None and kill["rejoin_s"] is not None]
+        kills = [
+            kill
+            for kill in measure(load_events(run_dir)).rows
+            if kill["stall_s"] is not None and kill["rejoin_s"] is not None
+        ]
         for kill in kills:
             print(f"{kill['at_s']:8.1f} s  group {kill['group']}  ", end="")
             print(f"stall {kill['stall_s']:5.2f} s  rejoin {kill['rejoin_s']:5.2f} s")

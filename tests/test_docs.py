@@ -8,7 +8,7 @@ import pytest
 from everstep.chaos.kinds import FAULTS
 from everstep.cli import COMMANDS
 from everstep.report.metrics import Metrics
-from everstep.report.score import loss_delta, score_events
+from everstep.report.score import loss_delta, measure
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -49,7 +49,7 @@ def named(names, text):
 
 
 def test_every_figure_is_explained():
-    figures, _ = score_events([])
+    figures = measure([]).figures
     fields = {*figures, *loss_delta({}, {})}
     assert fields == named(fields, text_of("docs/report.md"))
     metrics = {

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from everstep.report.lineage import FirstMention
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from everstep.report.curves import Curves, TensorBoard, WandB
 from everstep.report.live import Teller, Telling, telling
 from everstep.report.metrics import Metrics
-from everstep.report.once import Commits
 from timeline import Timeline
 from watched import until
 
@@ -96,9 +96,9 @@ def test_a_commit_is_new_once_and_steps_made_again_are_new_ones():
     story = Timeline()
     for t, step in enumerate((1, 2, 3, 2, 3)):
         story.commit(float(t), step, groups=(0, 1))
-    commits = Commits()
-    assert [event["step"] for event in story.events if commits.new(event)] == [1, 2, 3, 2, 3]
-    assert not any(commits.new(event) for event in story.events), "seen late"
+    commits = FirstMention()
+    assert [event["step"] for event in story.events if commits.new(event["history"])] == [1, 2, 3, 2, 3]
+    assert not any(commits.new(event["history"]) for event in story.events), "seen late"
 
 
 @pytest.mark.parametrize("looks_meanwhile", [True, False])
@@ -163,7 +163,7 @@ def test_the_endpoint_serves_what_the_events_say_under_this_machines_names(tmp_p
     assert "everstep_loss 2.5" in page
     assert "everstep_tokens_total 100.0" in page, "said by three groups, counted once"
     assert "everstep_groups_taking_part 3.0" in page
-    assert 'everstep_deaths_total{group="1",reason="SIGKILL"} 1.0' in page
+    assert 'everstep_events_total{kind="workers_died"} 1.0' in page
     assert "everstep_min_groups 2.0" in page
 
 
@@ -173,7 +173,9 @@ def test_a_port_that_is_taken_costs_the_figures_and_not_the_curves(tmp_path, cap
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        Teller(Telling(tmp_path, port=port, tensorboard=True)).close()
+        teller = Teller(Telling(tmp_path, port=port, tensorboard=True))
+    until(lambda: (tmp_path / "state" / "curves.json").exists(), "the curves")
+    teller.close()
     assert f"no figures on 127.0.0.1:{port} (fault_tolerance.metrics_port)" in capfd.readouterr().out
     assert losses(tmp_path / "tb") == [(1, 2.5)]
 
@@ -204,7 +206,8 @@ def test_who_lives_is_known_between_commits():
     of = figures_after(story)
     assert of("groups_alive") == 1
     assert of("groups_given_up") == 0
-    assert of("deaths_total", group="1", reason="stalled") == 1
+    assert of("events_total", kind="workers_stalled") == 1
+    assert of("events_total", kind="unfit") == 0, "so that the first one is an increase"
     assert of("last_progress_timestamp_seconds") == 0.5, "before the first commit, when the session began"
     assert of("group_seconds_total", group="1", state="start-up") == 0.5
     assert of("group_seconds_total", group="1", state="stalled") == 2.0
@@ -222,20 +225,6 @@ def test_nothing_is_told_that_is_not_asked_for(tmp_path):
     section = {"enable_tensorboard": True, "save_tb_folder": "curves"}
     asked = telling(tmp_path, "127.0.0.1", {"metrics": section}, 0, 1, 1)
     assert (asked.tensorboard, asked.tensorboard_folder, asked.wandb) == (True, "curves", False)
-
-
-def test_rounds_of_workers_are_counted_by_group():
-    story = Timeline()
-    for group in (0, 1):
-        story.add(1.0, "commit", group, 1, groups=[0, 1], loss=2.0, tokens=10, history="1", parent="0",
-                  payload_bytes=100 + group, kept_bytes=50)  # fmt: skip
-    story.add(2.0, "worker_moved", 1, 2, worker=2, rounds_again=2, from_step=0)
-    story.add(3.0, "worker_moved", 1, 3, worker=3, rounds_again=0, from_step=4)
-    of = figures_after(story)
-    assert (of("bytes_across_groups_total", group="0"), of("bytes_across_groups_total", group="1")) == (100, 101)
-    assert of("worker_bytes_kept_total", group="1") == 50
-    assert of("workers_moved_total", group="1") == 2
-    assert of("worker_rounds_again_total", group="1") == 2
 
 
 def test_dashboard_and_alerts_name_figures_that_exist():

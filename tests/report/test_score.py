@@ -9,10 +9,10 @@ import pytest
 
 from everstep.report.score import (
     curve,
-    kill_table,
+    load_events,
     loss_delta,
+    measure,
     score,
-    score_events,
     summary,
     verdict,
 )
@@ -54,13 +54,14 @@ def test_a_slot_that_was_skipped_is_lost_and_counted_once():
     for rank in (0, 1):
         run.add(7.4, "slot_skipped", 1, 5, rank=rank, slot=2)
     run.add(7.5, "slot_skipped", 0, 5, slot=2)
-    figures, _ = score_events(run.events)
+    figures = measure(run.events).figures
     assert (figures["slots_skipped"], figures["samples_lost"], figures["samples"]) == (1, 4, 188)
     assert verdict(figures | loss_delta({}, {})) == ["4 samples of the committed steps did not enter the model."]
 
 
 def test_a_run_that_survived_a_kill_keeps_the_promise():
-    figures, losses = score_events(finished_run().events)
+    found = measure(finished_run().events)
+    figures, losses = found.figures, found.losses
     expected = {
         "status": "done", "wall_s": 11, "training_s": 9.5, "sessions": 1, "groups": 3, "steps_asked": 8,
         "steps": 8, "first_step": 1, "last_step": 8, "steps_unseen": 0, "commits_dropped": 0, "attempts": 9,
@@ -120,7 +121,7 @@ def test_the_score_is_one_json_object_that_needs_no_torch(tmp_path):
 
 def test_the_kill_table_has_a_row_per_fault_and_group(tmp_path):
     run = finished_run().fault(7.5, "kill-all", [0, 1]).fault(7.6, "kill-lighthouse", None)
-    rows = kill_table(run.write(tmp_path))
+    rows = measure(load_events(run.write(tmp_path))).rows
     assert [(row["at_s"], row["fault"], row["group"], row["step"]) for row in rows] == [
         (4.4, "kill-worker", 2, 4), (7.5, "kill-all", 0, 6), (7.5, "kill-all", 1, 6),
         (7.6, "kill-lighthouse", None, 6),
@@ -136,7 +137,7 @@ def test_a_fault_of_two_groups_stalls_the_run_once():
     run = Timeline().start(0, 0, 1, 2).commit(1, 1, [0, 1, 2]).commit(2, 2, [0, 1, 2])
     run.fault(2.1, "kill-group", [1, 2]).commit(6, 3, [0]).fault(6.5, "kill-group", [0])
     run.start(7, 0, step=4, source="memory").commit(8.5, 4, [0]).fault(9, "kill-all", [0, 1])
-    figures, _ = score_events(run.events)
+    figures = measure(run.events).figures
     assert figures["stall_s_median"] == pytest.approx((2.9 + 1.0) / 2)
     assert figures["stalls_unmeasured"] == 1
 
@@ -150,7 +151,7 @@ def test_the_curve_follows_the_final_lineage(tmp_path):
 
 
 def broken(**changes):
-    figures, _ = score_events(finished_run().events)
+    figures = measure(finished_run().events).figures
     return verdict(figures | loss_delta({}, {}) | changes)
 
 
@@ -175,14 +176,14 @@ def test_the_verdict_names_what_broke_the_promise(changes, sentence):
 def test_lost_and_repeated_slots_are_counted_in_samples():
     run = Timeline().add(0, "run_started", role="supervisor", groups=1, steps=3, global_batch_size=24)
     run.start(0, 0).commit(1, 1, [0], owners=[0, 0, -1, 0]).commit(2, 2, [0], coverage_ok=False)
-    figures, _ = score_events(run.commit(3, 3, [0]).events)
+    figures = measure(run.commit(3, 3, [0]).events).figures
     assert (figures["samples"], figures["samples_lost"], figures["samples_repeated"]) == (66, 6, 24)
 
 
 def test_a_lost_slot_of_a_commit_that_is_not_in_the_final_state_is_nobodys_loss():
     run = Timeline().start(0, 0).commit(1, 1, [0]).commit(2, 2, [0], owners=[0, -1, 0, 0])
     run.start(5, 0, step=2, source="disk").commit(6, 2, [0])
-    figures, _ = score_events(run.events)
+    figures = measure(run.events).figures
     assert (figures["samples_lost"], figures["commits_dropped"], figures["steps"]) == (0, 1, 2)
 
 
@@ -194,7 +195,7 @@ def test_diverged_replicas_are_counted_once_per_audit_and_group_and_findings_on_
             run.add(2, "finding", group, 1, rank=rank, action="corrected")
         run.add(3, "audit", group, 2, checksum="a", agreed=True, differing=[])
     run.add(2, "finding", 0, 1, rank=3, action="refused")
-    figures, _ = score_events(run.events)
+    figures = measure(run.events).figures
     assert figures["replicas_diverged"] == 1
     found = {name: figures[f"findings_{name}"] for name in ("corrected", "recomputed", "refused")}
     assert found == {"corrected": 4, "recomputed": 0, "refused": 1}
@@ -230,7 +231,7 @@ def test_a_directory_that_is_no_run_is_named(tmp_path):
 
 
 def test_the_workers_say_done_when_nobody_supervises():
-    figures, _ = score_events(Timeline().start(0, 0).commit(1, 1, [0]).add(2, "training_done", 0, 1).events)
+    figures = measure(Timeline().start(0, 0).commit(1, 1, [0]).add(2, "training_done", 0, 1).events).figures
     assert figures["status"] == "done"
 
 
@@ -242,7 +243,7 @@ def test_a_run_started_again_with_other_groups_is_scored_as_one():
     run.fault(1001.5, "kill-worker", 0).start(1001.7, 0, step=3, source="disk")
     run.commit(1002, 3, [0]).commit(1003, 4, [0])
     run.add(1003, "run_ended", role="supervisor", status="done", reason="")
-    figures, _ = score_events(run.events)
+    figures = measure(run.events).figures
     assert (figures["sessions"], figures["wall_s"], figures["training_s"]) == (2, 6, 5)
     assert (figures["steps"], figures["status"], figures["groups"]) == (4, "done", 1)
     assert figures["stalls_unmeasured"] == 1  # nothing had been committed in the session that it hit
@@ -250,7 +251,7 @@ def test_a_run_started_again_with_other_groups_is_scored_as_one():
 
 
 def test_the_summary_says_in_words_what_the_figures_are():
-    figures, _ = score_events(finished_run().events)
+    figures = measure(finished_run().events).figures
     text = summary(figures | loss_delta({1: 1.0}, {1: 1.0}))
     for line in (
         "faults    1 kill-worker",
@@ -294,7 +295,7 @@ def test_a_run_that_goes_faster_with_fewer_groups_keeps_no_more_than_all_of_its_
     for step in range(21, 41):
         line.commit(20 + (step - 20) * 0.5, step, [0])
     line.add(30, "training_done", 0).add(30, "run_ended", role="supervisor", status="done", reason="")
-    figures, _ = score_events(line.events)
+    figures = measure(line.events).figures
     assert figures["step_s_median"] == 1.0
     for name in ("ettr", "goodput", "throughput_kept"):
         assert 0 < figures[name] <= 1.0, name
@@ -311,7 +312,7 @@ def test_steps_that_a_restore_took_back_are_lost_and_not_productive():
     for step in range(3, 9):
         line.commit(6.0 + step, step, [0])
     line.add(14.1, "training_done", 0).add(14.1, "run_ended", role="supervisor", status="done", reason="")
-    figures, _ = score_events(line.events)
+    figures = measure(line.events).figures
     assert figures["commits_dropped"] == 4
     assert figures["badput"]["lost"] > 0.2
     assert figures["ettr"] == pytest.approx(8 / 14.1, abs=0.08)
@@ -324,7 +325,7 @@ def test_a_run_that_could_not_start_says_why():
         line.add(t, "workers_died", 0, role="agent", exitcodes={"0": 1}, error="KeyError: 'c4'", by_itself=True)
     line.add(3, "agent_ended", 0, role="agent", status="failed", reason="group 0 is given up, it was started 3 times")
     line.add(4, "run_ended", role="supervisor", status="failed", reason="every group was given up.")
-    figures, _ = score_events(line.events)
+    figures = measure(line.events).figures
     assert (figures["deaths"], figures["error"]) == (3, "KeyError: 'c4'")
     said = summary(figures | loss_delta({}, {}))
     assert "given up  group 0 is given up" in said

@@ -55,8 +55,8 @@ def test_the_file_and_what_is_served_are_the_same_page_and_grow_with_the_run(goi
     until(lambda: page_says(7), "the page to grow")
     assert "<b>7</b><span>steps of 9</span>" in (folder / "report.html").read_text()
     assert (folder / "report.json").is_file()
-    server._writer.kill()
-    server._writer.wait()
+    server._process.kill()
+    server._process.wait()
     grow(folder, 8)
     until(lambda: page_says(8), "another writer")
 
@@ -64,7 +64,7 @@ def test_the_file_and_what_is_served_are_the_same_page_and_grow_with_the_run(goi
 def test_the_writer_ends_with_its_launcher(tmp_path):
     Timeline().start(0, 0).commit(1, 1, [0]).write(tmp_path)
     words = "import sys, time; from pathlib import Path; from everstep.report.serve import PageServer\n"
-    words += "print(PageServer(Path(sys.argv[1]))._writer.pid, flush=True); time.sleep(600)"
+    words += "print(PageServer(Path(sys.argv[1]))._process.pid, flush=True); time.sleep(600)"
     launcher = subprocess.Popen([sys.executable, "-c", words, tmp_path], stdout=subprocess.PIPE, env=environment())
     writer = psutil.Process(int(launcher.stdout.readline()))
     launcher.kill()
@@ -141,10 +141,11 @@ def test_a_browser_that_stays_sees_the_run_go_on(going, tmp_path_factory):
         asked.append(len(asked))
         return "text/html", (text if len(asked) == 1 else ended).encode()
 
-    server._server.documents["/"] = page
+    served = socket.create_server(("127.0.0.1", 0))
+    serve.Server(served, {"/": page})
     # Its clock runs ahead while nothing is being fetched.
     command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
-    command += [f"--user-data-dir={tmp_path_factory.mktemp('profile')}", server.address]
+    command += [f"--user-data-dir={tmp_path_factory.mktemp('profile')}", "http://{}:{}/".format(*served.getsockname())]
     seen = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     assert len(asked) >= 2, "it asks again"
     assert "<b>6</b><span>steps of 9</span>" in seen

@@ -1,12 +1,15 @@
 """What a run's attention checks cover, cost and leave unseen, and what became of slots that were refused again and
 again: from events, for the report, `everstep status`, the view and the metrics."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 EVENTS = ("attention_schedule", "finding", "not_finite", "slot_accepted", "unfit")
 """Of attention checks; every rank has its own."""
+ACTIONS = ("corrected", "recomputed", "refused")
+"""What the attention check can do about what it finds."""
 
 
 def wrong(event: Mapping[str, Any]) -> str:
@@ -43,7 +46,8 @@ def judged(figures: Mapping[str, Any]) -> str:
 class Checking:
     """Follows the events of a run, of all ranks."""
 
-    findings: int = 0
+    findings: Counter[str] = field(default_factory=Counter)
+    """By action."""
     unfit: list[str] = field(default_factory=list)
     """Of each rank that was sent away: why."""
     doubts: dict[str, None] = field(default_factory=dict)
@@ -66,7 +70,7 @@ class Checking:
             case "attention_schedule":
                 self._plans[event["group"], event.get("rank") or 0] = event
             case "finding":
-                self.findings += 1
+                self.findings[event["action"]] += 1
             case "unfit":
                 self.unfit.append(event["reason"])
             case "slot_accepted":
@@ -93,7 +97,7 @@ class Checking:
 
     def figures(self) -> dict[str, Any]:
         """Of report.json."""
-        return {
+        return {f"findings_{action}": self.findings[action] for action in ACTIONS} | {
             "ranks_unfit": len(self.unfit),
             "slots_accepted": len(self.accepted),
             "slots_not_finite": len(self.not_finite),

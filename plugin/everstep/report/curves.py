@@ -8,12 +8,12 @@ killed between the two may leave its last points twice.
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from everstep.report.checking import Checking
-from everstep.report.once import Commits
+from everstep.report.lineage import FirstMention
 from everstep.run.files import read_json, write_json
 
 SCALARS = {
@@ -105,13 +105,28 @@ class WandB:
         self._run.finish()
 
 
+def open_sinks(run_dir: Path, what: Mapping[str, Any]) -> list[Sink]:
+    """Those of `live.Telling` that are wanted and can be opened; a sentence for one that cannot."""
+    wanted: dict[str, Callable[[], Sink]] = {
+        "tensorboard": lambda: TensorBoard(run_dir / what["tensorboard_folder"]),
+        "wandb": lambda: WandB(run_dir),
+    }
+    found = []
+    for name in [name for name in wanted if what[name]]:
+        try:
+            found.append(wanted[name]())
+        except Exception as error:  # noqa: BLE001  a package, a network
+            print(f"everstep: nothing goes to {name}: {type(error).__name__}: {error}", flush=True)
+    return found
+
+
 class Curves:
     """Writes each committed step once to each sink."""
 
     def __init__(self, run_dir: Path, sinks: Sequence[Sink]) -> None:
         self._file = run_dir / "state" / "curves.json"
         self._sinks = sinks
-        self._commits = Commits()
+        self._commits = FirstMention()
         self._checking = Checking()
         self._newest = 0
         told = read_json(self._file).get("told_until", -math.inf)
@@ -127,7 +142,7 @@ class Curves:
             self._checking.take(event)
             if event["kind"] == "validation":
                 self._write(event, {VALIDATION_LOSS: float(event["loss"])})
-            elif event["kind"] == "commit" and not event.get("rank") and self._commits.new(event):
+            elif event["kind"] == "commit" and not event.get("rank") and self._commits.new(event["history"]):
                 scalars = {tag: float(value) for tag, value in event.get("metrics", {}).items()}
                 scalars |= {tag: float(event[field]) for field, tag in SCALARS.items() if event.get(field) is not None}
                 self._write(event, scalars | self._of_checks(), rewinds=event["step"] <= self._newest)
@@ -154,7 +169,7 @@ class Curves:
         if checking.coverage is None:
             return {}
         known = {"overhead": checking.overhead, "rate": checking.rate}
-        told = {"findings": float(checking.findings), "ranks_unfit": float(len(checking.unfit))}
+        told = {"findings": float(checking.findings.total()), "ranks_unfit": float(len(checking.unfit))}
         told |= {name: value for name, value in known.items() if value is not None}
         return {f"attention/{name}": value for name, value in told.items()}
 

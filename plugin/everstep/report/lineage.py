@@ -9,7 +9,7 @@ What a group says of its state elsewhere, when it started, healed or committed, 
 names: where it is not, that commit's slots count as repeated.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,8 @@ class Commit:
     tokens: float | None = None
     grad_norm: float | None = None
     lr: float | None = None
+    mfu: float | None = None
+    """In percent, of the rank that told first; None where torchtitan did not measure it."""
     emitters: set[int] = field(default_factory=set)
     continued: bool = False
     """Whether a group was there that had committed the step before, and not loaded or healed since."""
@@ -48,6 +50,29 @@ class History:
 
     commits: list[Commit]
     final: list[Commit]
+
+
+class FirstMention:
+    """Tells the first mention of a thing from the others, in events that are read while they are written: every group
+    logs every commit, and the files of groups on other nodes may be seen late."""
+
+    KEPT = 4096
+    """No group tells of a thing so many others late."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, None] = {}
+
+    def new(self, what: Hashable) -> bool:
+        """Whether this is mentioned for the first time. Of commits `what` is the history: a step that is made again,
+        after a run went back to an older state, is a commit of another history."""
+        new = what not in self._known
+        self._known[what] = None
+        if len(self._known) > self.KEPT:
+            del self._known[next(iter(self._known))]
+        return new
+
+    def __contains__(self, what: Hashable) -> bool:
+        return what in self._known
 
 
 def trace(events: Iterable[dict[str, Any]]) -> History:
@@ -119,7 +144,8 @@ class _Tracer:
             commit = Commit(
                 len(self.commits), step, history, event["t"], tuple(event.get("groups") or ()),
                 owners, event.get("loss"), event.get("took_s"), event.get("tokens"),
-                event.get("grad_norm"), event.get("lr"), parent=self._before(step),
+                event.get("grad_norm"), event.get("lr"), event.get("metrics", {}).get("mfu(%)"),
+                parent=self._before(step),
             )  # fmt: skip
             self.commits.append(commit)
             self.by_history[history] = self.newest[step] = commit

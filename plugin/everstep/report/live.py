@@ -1,20 +1,23 @@
-"""What is told of a run while it goes, beside the view: a Prometheus endpoint, TensorBoard and W&B.
+"""What is told of a run while it goes: its page, a Prometheus endpoint, TensorBoard and W&B.
 
-A thread follows the run's events from their beginning, in whatever process is there for the whole run: the supervisor,
-or on a cluster the lighthouse's job. It asks no trainer, and no trainer waits for it.
+All of it is made and served by one process (`everstep.report.page`), which reads the run's events. It is started by
+whoever is there for the whole run: the launcher, or on a cluster the lighthouse's job. No trainer is asked, and none
+waits for it. The sockets are opened here, so that their addresses stay when that process dies and is started again.
 """
 
+import json
+import os
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from everstep.report.curves import Curves, Sink, TensorBoard, WandB
-from everstep.report.serve import Server
-from everstep.run.events import EventTail
-
-POLL_S = 1.0
+LOOK_S = 2.0
+CLOSE_S = 20.0
+"""How long the last writing of the page may take."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,11 @@ class Telling:
     tensorboard: bool = False
     tensorboard_folder: str = "tb"
     wandb: bool = False
+    page: bool = False
 
     @property
     def anything(self) -> bool:
-        return bool(self.port or self.tensorboard or self.wandb)
+        return bool(self.port or self.tensorboard or self.wandb or self.page)
 
 
 def telling(run_dir: Path, host: str, toml: dict[str, Any], port: int, groups: int, min_groups: int) -> Telling:
@@ -51,75 +55,60 @@ def telling(run_dir: Path, host: str, toml: dict[str, Any], port: int, groups: i
 
 
 class Teller:
-    """Begins when it is made; `close` writes what is left. What goes wrong is printed and costs the run nothing."""
+    """Begins when it is made; `close` has what is left written. The process ends with this one; if it dies before, it
+    is started again. A port that is taken costs the run its figures and nothing else.
+
+    Attributes:
+        address: of the page, on loopback; "" without one.
+    """
 
     def __init__(self, what: Telling) -> None:
-        self._what = what
+        self.address = ""
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._sockets: dict[str, socket.socket] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        if what.page:
+            self._sockets["page"] = socket.create_server(("127.0.0.1", 0))
+            self.address = "http://{}:{}/".format(*self._sockets["page"].getsockname())
+        if what.port:
+            try:
+                self._sockets["metrics"] = socket.create_server((what.host, what.port))
+            except OSError as error:
+                print(f"everstep: no figures on {what.host}:{what.port} (fault_tolerance.metrics_port): {error}")
         if what.anything:
-            self._thread = threading.Thread(target=self._run, name="teller", daemon=True)
-            self._thread.start()
+            self._words = [str(what.run_dir), json.dumps(asdict(what) | {"fds": self._fds()}, default=str)]
+            self._process = self._start()
+            self._keeper = threading.Thread(target=self._keep, name="teller", daemon=True)
+            self._keeper.start()
+
+    def _fds(self) -> dict[str, int]:
+        return {name: one.fileno() for name, one in self._sockets.items()}
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        search = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return subprocess.Popen(
+            [sys.executable, "-m", "everstep.report.page", *self._words],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=list(self._fds().values()),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
+        )
+
+    def _keep(self) -> None:
+        while not self._over.wait(LOOK_S):
+            if self._process is not None and self._process.poll() is not None:
+                self._process = self._start()
 
     def close(self) -> None:
         self._over.set()
-        if self._thread is not None:
-            self._thread.join(timeout=30)
-
-    def _run(self) -> None:
-        try:
-            self._follow()
-        except Exception as error:  # noqa: BLE001  a full disk, a server that is away
-            _say("metrics end here", error)
-
-    def _follow(self) -> None:
-        from prometheus_client import generate_latest
-
-        from everstep.report.metrics import Metrics
-
-        what = self._what
-        metrics, curves = Metrics(what.groups, what.min_groups), Curves(what.run_dir, _sinks(what))
-        kind = "text/plain; version=0.0.4; charset=utf-8"
-        server = None
-        if what.port:
-            server = _opened(
-                f"no figures on {what.host}:{what.port} (fault_tolerance.metrics_port)",
-                lambda: Server(what.host, what.port, {"/metrics": lambda: (kind, generate_latest(metrics.registry))}),
-            )
-        tail = EventTail(what.run_dir)
-        try:
-            while True:
-                last = self._over.wait(POLL_S)
-                events = tail.new()
-                metrics.follow(events)
-                curves.follow(events)
-                if last:
-                    return
-        finally:
-            curves.close()
-            if server is not None:
-                server.close()
-
-
-def _sinks(what: Telling) -> list[Sink]:
-    """Those that are wanted and can be opened."""
-    found: list[Any] = []
-    if what.tensorboard:
-        folder = what.run_dir / what.tensorboard_folder
-        found.append(_opened("nothing goes to TensorBoard", lambda: TensorBoard(folder)))
-    if what.wandb:
-        found.append(_opened("nothing goes to W&B", lambda: WandB(what.run_dir)))
-    return [sink for sink in found if sink is not None]
-
-
-def _opened(otherwise: str, make: Callable[[], Any]) -> Any:
-    """What is made; None, and a sentence, when it cannot be: that must not keep the others away."""
-    try:
-        return make()
-    except Exception as error:  # noqa: BLE001  a package, a port, a network
-        _say(otherwise, error)
-        return None
-
-
-def _say(what: str, error: Exception) -> None:
-    print(f"everstep: {what}: {type(error).__name__}: {error}", flush=True)
+        if self._process is not None:
+            self._keeper.join()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(CLOSE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        for one in self._sockets.values():
+            one.close()

@@ -1,105 +1,105 @@
-"""report.html: one file that shows what a run did and what its faults cost, for a browser, without a network."""
+"""report.html: one file that shows what a run did and what its faults cost, for a browser, without a network.
 
-import itertools
+    python -m everstep.report.page RUN_DIR TELLING
+
+is the process that tells of a run while it goes (`everstep.report.live`): it writes the page again and again.
+"""
+
 import json
 import os
 import select
+import socket
 import sys
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from everstep import __version__
-from everstep.report import plots
-from everstep.report.checking import covered, judged
+from everstep.report import series
+from everstep.report.checking import ACTIONS, covered, judged
 from everstep.report.protection import Protection
-from everstep.report.score import (
-    ACTIONS,
-    READ_FIELDS,
-    Measured,
-    checking_of,
-    counted,
-    curve,
-    load_events,
-    loss_delta,
-    measure,
-    reduced,
-    verdict,
-)
+from everstep.report.score import READ, Measured, counted, load_events, loss_delta, measure, reduced, verdict
 from everstep.report.sessions import stated
 from everstep.report.times import STATES
+from everstep.report.troubles import Troubles
 from everstep.run.events import EventTail
 from everstep.run.files import LARGEST, write_whole
 from everstep.run.regular import read_regular
 
 MOST_FAILURES = 6
-PAUSE_S, FIRST_PAUSE_S = 3.0, 0.5
+PAUSE_S, FIRST_PAUSE_S, POLL_S = 3.0, 0.5, 1.0
 SHARE = 0.5
 """Of one core that writing the page again and again may take, below all other processes."""
 NICENESS = 10
 RELOAD_MS = 4000
 """How often the page of a run that goes on is loaded again."""
+LARGEST_PAGE = 256 << 20
+NO_PAGE_YET = b'<!doctype html><meta http-equiv="refresh" content="1"><p>The page is being made.'
+COLOURS = {
+    "productive": "#009e73",
+    "recomputed": "#f0e442",
+    "stalled": "#d55e00",
+    "healing": "#cc79a7",
+    "start-up": "#9d7bd8",
+    "restarting": "#56b4e9",
+    "waiting": "#8a94a3",
+    "lost": "#a83232",
+    "idle": "#c9ced6",
+}
+"""Of states and causes, told apart by every kind of colour blindness: Okabe and Ito, Color Universal Design (2008)."""
 
 
 def write_page(run_dir: Path, against: Path | None = None) -> Path:
     """Write RUN_DIR/report.html and report.json; the page's path. The page of a run that goes on loads itself again.
 
-    against: the directory of another run of the same config, drawn beneath the losses. Raises FileNotFoundError when a
-    directory holds no event log.
+    against: the directory of another run of the same config, drawn beneath this one's curves, its figures beside this
+    one's. Raises FileNotFoundError when a directory holds no event log.
     """
     return _write(run_dir, load_events(run_dir), against)
 
 
-def keep_writing(run_dir: Path) -> None:
-    """Write the page of a run again and again until stdin ends, and then once more. Events are read once, and kept."""
-    os.nice(NICENESS)
-    events: list[dict[str, Any]] = []
-    tail, took_s, over = EventTail(run_dir), 0.0, False
-    while not over:
-        over = bool(select.select([0], [], [], max(PAUSE_S, took_s / SHARE) if events else FIRST_PAUSE_S)[0])
-        begin = time.process_time()
-        events += [reduced(event) for event in tail.new() if event["kind"] in READ_FIELDS]
-        events.sort(key=lambda event: event["t"])  # a log on another node may be seen late
-        try:
-            _write(run_dir, events, None)
-        except OSError as error:  # a full disk
-            print(f"everstep: the page is not written: {error}", flush=True)
-        took_s = time.process_time() - begin
-
-
-def _write(run_dir: Path, events: list[dict[str, Any]], against: Path | None) -> Path:
+def _write(run_dir: Path, events: list[dict[str, Any]], against: Path | None = None) -> Path:
     as_of = time.time()
     found = measure(events)
-    reference = curve(against) if against is not None else {}
-    figures = found.figures | loss_delta(found.losses, reference)
+    other = measure(load_events(against)) if against is not None else None
+    figures = found.figures | loss_delta(found.losses, other.losses if other is not None else {})
+    troubles = Troubles()
+    for event in events:
+        troubles.take(event)
+    drawn = {
+        "states": STATES,
+        "colours": COLOURS,
+        "curves": series.curves(found.final, found.validations),
+        "other": series.curves(other.final, {}) if other is not None else {},
+        "faults": sorted({(row["step"], row["fault"]) for row in found.rows if row["step"] is not None}),
+        "lanes": series.lanes(found.stretches),
+    }
     environment = jinja2.Environment(loader=jinja2.PackageLoader("everstep.report"), autoescape=True)
     environment.filters["duration"] = duration
     text = environment.get_template("report.html.jinja").render(
         name=run_dir.resolve().name,
         facts=_facts(run_dir, found),
         failures=_failures(found),
+        troubles=troubles.sentences,
         checked=covered(figures),
         judged=judged(figures),
-        doubts=list(checking_of(found.events).doubts)[-MOST_FAILURES:],
+        doubts=list(found.checking.doubts)[-MOST_FAILURES:],
         actions=ACTIONS,
         as_of=as_of,
         reload_ms=RELOAD_MS,
-        causes=plots.STATE_COLOURS | {"lost": "#a83232", "idle": "#c9ced6"},
+        colours=COLOURS,
+        states=STATES,
         percent=percent,
         clock=clock,
         figures=figures,
+        other=other.figures if other is not None else {},
         broken=verdict(figures, may_stop=True),
-        pictures=_pictures(found, reference),
-        states={state: plots.STATE_COLOURS[state] for state in STATES},
-        colours={
-            "mine": plots.MINE,
-            "reference": plots.REFERENCE,
-            "fault": plots.FAULT,
-            "validation": plots.VALIDATION,
-        },
+        drawn=json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        curves=[name for name in drawn["curves"] if name != "validation"],
         rows=_fault_table(run_dir, found),
         config=_text_of(run_dir / "config.toml"),
         version=__version__,
@@ -126,25 +126,9 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 600 else f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
-def _pictures(found: Measured, reference: dict[int, float]) -> dict[str, str]:
-    hit = [row["step"] for row in found.rows if row["step"] is not None]
-    final = sorted(found.final, key=lambda commit: commit.step)
-    gaps = {b.step: b.t - a.t for a, b in itertools.pairwise(final) if b.parent is a}
-    begin = min((parts[0].begin for parts in found.stretches.values() if parts), default=0.0)
-    pictures = {
-        "loss": plots.loss(found.losses, reference, found.validations, hit),
-        "lanes": plots.lanes(found.stretches, begin),
-        "steps": plots.step_times(gaps, found.figures["step_s_median"], hit),
-    }
-    for name, label in (("grad_norm", "gradient norm"), ("lr", "learning rate")):
-        values = {commit.step: getattr(commit, name) for commit in final if getattr(commit, name) is not None}
-        if values:
-            pictures[name] = plots.curve(values, label)
-    for name, what in (("delay_s", "delay"), ("rejoin_s", "rejoin")):
-        values = [row[name] for row in found.rows if row[name] is not None]
-        if values:
-            pictures[what] = plots.dots(values, what)
-    return pictures
+def clock(t: float) -> str:
+    """A wall time in this machine's zone: 2026-01-31 12:00:05."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
 
 
 def _facts(run_dir: Path, found: Measured) -> dict[str, str]:
@@ -177,11 +161,6 @@ def _facts(run_dir: Path, found: Measured) -> dict[str, str]:
     return facts
 
 
-def clock(t: float) -> str:
-    """A wall time in this machine's zone: 2026-01-31 12:00:05."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
-
-
 def _failures(found: Measured) -> list[str]:
     """What a person should read first about a run that fails, newest last, each kind once."""
     said: dict[str, None] = {}
@@ -190,8 +169,6 @@ def _failures(found: Measured) -> list[str]:
             said[str(event.get("reason"))] = None
         elif event["kind"] == "workers_stacks":
             said[f"group {event['group']} hung: {event.get('summary')}"] = None
-        elif event["kind"] in ("unfit", "group_failing"):
-            said[event["reason"]] = None
     if found.figures["error"] and not found.figures["give_ups"]:
         said[found.figures["error"]] = None
     return list(said)[-MOST_FAILURES:]
@@ -214,5 +191,52 @@ def _text_of(path: Path) -> str:
         return ""
 
 
+# While the run goes
+
+
+def tell(run_dir: Path, what: dict[str, Any]) -> None:
+    """Tell of a run as `live.Telling` (here as JSON, with the sockets' `fds`) asks for, until stdin ends, and then once
+    more. Events are read once; for the page those that it needs are kept."""
+    from everstep.report.curves import Curves, open_sinks
+    from everstep.report.metrics import Metrics
+    from everstep.report.serve import Server
+
+    os.nice(NICENESS)
+    metrics = Metrics(what["groups"], what["min_groups"])
+    curves = Curves(run_dir, open_sinks(run_dir, what))
+    kinds: dict[str, Callable[[], tuple[str, bytes]]] = {
+        "page": lambda: ("text/html; charset=utf-8", served_page(run_dir)),
+        "metrics": lambda: ("text/plain; version=0.0.4; charset=utf-8", metrics.text()),
+    }
+    for name, fd in what["fds"].items():
+        Server(socket.socket(fileno=fd), dict.fromkeys(("/", f"/{name}", "/report.html"), kinds[name]))
+    events: list[dict[str, Any]] = []
+    tail, over, due = EventTail(run_dir), False, time.monotonic()
+    while not over:
+        over = bool(select.select([0], [], [], POLL_S if events else FIRST_PAUSE_S)[0])
+        new = tail.new()
+        try:
+            metrics.follow(new)
+            curves.follow(new)
+            if what["page"]:
+                events += [reduced(event) for event in new if event["kind"] in READ]
+                if over or (events and time.monotonic() >= due):
+                    began = time.process_time()
+                    events.sort(key=lambda event: event["t"])  # a log on another node may be seen late
+                    _write(run_dir, events)
+                    due = time.monotonic() + max(PAUSE_S, (time.process_time() - began) / SHARE)
+        except OSError as error:  # a full disk
+            print(f"everstep: what is told of the run is not written: {error}", flush=True)
+    curves.close()
+
+
+def served_page(run_dir: Path) -> bytes:
+    """The page as it was written last."""
+    try:
+        return read_regular(run_dir / "report.html", LARGEST_PAGE)
+    except OSError:
+        return NO_PAGE_YET
+
+
 if __name__ == "__main__":
-    keep_writing(Path(sys.argv[1]))
+    tell(Path(sys.argv[1]), json.loads(sys.argv[2]))

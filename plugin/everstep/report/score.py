@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from everstep.report.attempts import collect_attempts, slots_recomputed, thrown_away
-from everstep.report.checking import Checking, covered, judged
+from everstep.report.checking import ACTIONS, Checking, covered, judged
 from everstep.report.faults import UNPROVOKED, collect_faults, cost_of_faults, fault_rows, normal_step_s
 from everstep.report.lineage import Commit, trace
 from everstep.report.productivity import productivity
@@ -22,60 +22,19 @@ from everstep.report.sessions import collect_sessions, commits_by_session, endin
 from everstep.report.times import Stretch, split, stretches
 from everstep.run.events import read_events
 
-READ_FIELDS: dict[str, tuple[str, ...]] = {
-    "run_started": ("groups", "steps", "global_batch_size", "ranks_per_group"),
-    "run_ended": ("status", "reason"),
-    "fault": ("fault", "target_group"),
-    "workers_started": (),
-    "workers_died": ("exitcodes", "reason", "error", "by_itself"),
-    "agent_died": ("target_group", "exitcode"),
-    "agent_ended": ("status", "reason"),
-    "workers_stacks": ("summary",),
-    "worker_ready": (),
-    "training_started": ("history", "global_batch_size", "ranks"),
-    "training_done": (),
-    "worker_up": ("incarnation",),
-    "heal": ("history", "took_s"),
-    "quorum": ("wait_s",),
-    "quorum_failed": (),
-    "waiting_for_state": (),
-    "left": (),
-    "attempt": ("quorum_id", "committed", "computed", "recomputed", "took_s"),
-    "commit": (
-        "owners",
-        "groups",
-        "history",
-        "parent",
-        "loss",
-        "took_s",
-        "coverage_ok",
-        "tokens",
-        "grad_norm",
-        "lr",
-        "inner_steps",
-        "payload_bytes",
-        "kept_bytes",
-        "gradient_bytes",
-    ),
-    "validation": ("loss",),
-    "audit": ("agreed", "differing"),
-    "slot_skipped": ("slot",),
-    "slot_refused": (),
-    "finding": ("action",),
-    "unfit": ("reason",),
-    "slot_accepted": ("slot", "reason"),
-    "group_failing": ("reason",),
-    "not_finite": ("slot", "reason"),
-    "attention_schedule": ("coverage", "overhead", "rate"),
-}
-"""The events that are read, with the fields used besides t, group, rank and step."""
-
-_READ = {kind: ("t", "kind", "group", "rank", "step", *fields) for kind, fields in READ_FIELDS.items()}
+READ = frozenset((
+    "run_started", "run_ended", "fault", "agent_died", "agent_ended", "training_started", "training_done",
+    "workers_started", "workers_died", "workers_stacks", "worker_ready", "worker_up", "group_failing", "left",
+    "quorum", "quorum_failed", "waiting_for_state", "heal", "attempt", "commit", "validation", "audit",
+    "slot_skipped", "slot_refused", "slot_accepted", "not_finite", "unfit", "finding", "attention_schedule",
+    "keeper_found", "snapshot_protected", "snapshot_unprotected", "snapshot_failed",
+    "workers_unprotected", "workers_protected", "left_out", "lighthouse_died", "lighthouse_started", "resource_shortage",
+))  # fmt: skip
+"""The kinds of events that are read."""
+UNREAD = frozenset(("mono", "role", "held_before", "slots", "inner_losses", "checksum"))
+"""Fields that nothing here uses: a long run has millions of events."""
 
 GOODPUT_DEFINITION = "time in steps of the final state, of all time that the groups had (Google's)"
-
-ACTIONS = ("corrected", "recomputed", "refused")
-"""What the attention check can do about what it finds."""
 
 LOSS_TOLERANCE = 1e-4
 """Largest difference of a loss to the other run's that `verdict` accepts: sums in another order stay far
@@ -89,12 +48,12 @@ def load_events(run_dir: Path) -> list[dict[str, Any]]:
     """
     if not (Path(run_dir) / "events").is_dir():
         raise FileNotFoundError(f"{run_dir} has no events/ folder; give the directory of a run")
-    return [reduced(event) for event in read_events(run_dir, READ_FIELDS.keys())]
+    return [reduced(event) for event in read_events(run_dir, READ)]
 
 
 def reduced(event: dict[str, Any]) -> dict[str, Any]:
-    """Of an event that is read, the fields that are."""
-    return {name: event[name] for name in _READ[event["kind"]] if name in event}
+    """An event without the fields that are not read."""
+    return {name: value for name, value in event.items() if name not in UNREAD}
 
 
 @contextmanager
@@ -116,9 +75,8 @@ def score(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
     against: the directory of another run of the same config, to compare the losses with. Raises
     FileNotFoundError when a directory holds no event log.
     """
-    with _uncollected():
-        figures, losses = score_events(load_events(run_dir))
-    return figures | loss_delta(losses, curve(against) if against is not None else {})
+    found = measure(load_events(run_dir))
+    return found.figures | loss_delta(found.losses, curve(against) if against is not None else {})
 
 
 @dataclass(frozen=True)
@@ -135,15 +93,13 @@ class Measured:
     losses: dict[int, float]
     validations: dict[int, float]
     """Validation loss by step; of a step that was made again, what came out last."""
+    checking: Checking
 
 
 def measure(events: list[dict[str, Any]]) -> Measured:
-    """Everything at once, for a page, of what `load_events` gives."""
+    """Everything at once, of what `load_events` gives."""
     with _uncollected():
-        figures, rows, final = _measure(events)
-        validations = {event["step"]: event["loss"] for event in events if event["kind"] == "validation"}
-        spent = stretches(events, collect_sessions(events))
-        return Measured(events, figures, rows, final, spent, loss_by_step(final), validations)
+        return _measure(events)
 
 
 def curve(run_dir: Path) -> dict[int, float]:
@@ -152,22 +108,7 @@ def curve(run_dir: Path) -> dict[int, float]:
         return loss_by_step(trace(load_events(run_dir)).final)
 
 
-def kill_table(run_dir: Path) -> list[dict[str, Any]]:
-    """What each fault cost, one row per fault and group hit: see `fault_rows`."""
-    with _uncollected():
-        return _measure(load_events(run_dir))[1]
-
-
-def score_events(events: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[int, float]]:
-    """The figures that one run's events tell (all but the loss comparison), and its loss by step."""
-    figures, _, final = _measure(events)
-    return figures, loss_by_step(final)
-
-
-def _measure(
-    events: Sequence[dict[str, Any]],
-) -> tuple[dict[str, Any], list[dict[str, Any]], list[Commit]]:
-    """The figures, the rows of the kill table, and the commits of the final state."""
+def _measure(events: list[dict[str, Any]]) -> Measured:
     history = trace(events)
     attempts = collect_attempts(events)
     faults = collect_faults(events)
@@ -187,6 +128,9 @@ def _measure(
     steps = {commit.step for commit in final}
     away = thrown_away(attempts)
     training_s = sum(run.training_s for run in runs)
+    checking = Checking()
+    for event in events:
+        checking.take(event)
     batch = stated(events, "global_batch_size", "run_started", "training_started")
     figures = {
         **ending(events),
@@ -220,11 +164,11 @@ def _measure(
         **failures(events),
         **split(lanes),
         "replicas_diverged": replicas_diverged(events),
-        **findings(events),
-        **checking_of(events).figures(),
+        **checking.figures(),
         **exchanged(events),
     }
-    return figures, rows, final
+    validations = {event["step"]: event["loss"] for event in events if event["kind"] == "validation"}
+    return Measured(events, figures, rows, final, lanes, loss_by_step(final), validations, checking)
 
 
 def skipped_slots(events: Iterable[dict[str, Any]]) -> dict[int, set[int]]:
@@ -310,20 +254,6 @@ def replicas_diverged(events: Iterable[dict[str, Any]]) -> int:
         if event["kind"] == "audit" and not event.get("agreed", True):
             differing |= {(event.get("step"), group) for group in event.get("differing") or (None,)}
     return len(differing)
-
-
-def findings(events: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """The attention check's findings by what it did. Reads all ranks."""
-    seen = Counter(event.get("action") for event in events if event["kind"] == "finding")
-    return {f"findings_{action}": seen[action] for action in ACTIONS}
-
-
-def checking_of(events: Iterable[dict[str, Any]]) -> Checking:
-    """What attention checks cover, and what became of what they refused. Reads all ranks."""
-    found = Checking()
-    for event in events:
-        found.take(event)
-    return found
 
 
 def verdict(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
