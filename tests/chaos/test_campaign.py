@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from recount import differences
 
 from everstep.chaos.campaign import read_campaign
 from everstep.chaos.kinds import FAULTS
 from everstep.report.score import curve, score
 from everstep.run.events import read_events
 from more_faults import IN_WORKER, MORE
-from recount import differences
 from watched import LOSS_TOLERANCE, environment, write_config
 
 HERE = Path(__file__).resolve().parent

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from everstep.report.lineage import FirstMention
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from everstep.report.curves import Curves, TensorBoard, WandB
-from everstep.report.live import Teller, Telling, telling
+from everstep.report.lineage import FirstMention
+from everstep.report.live import Teller, Telling
 from everstep.report.metrics import Metrics
 from timeline import Timeline
 from watched import until
@@ -220,11 +220,10 @@ def test_who_lives_is_known_between_commits():
     assert of("group_seconds_total", group="1", state="restarting") == 2.0
 
 
-def test_nothing_is_told_that_is_not_asked_for(tmp_path):
-    assert not telling(tmp_path, "127.0.0.1", {}, 0, 1, 1).anything
-    section = {"enable_tensorboard": True, "save_tb_folder": "curves"}
-    asked = telling(tmp_path, "127.0.0.1", {"metrics": section}, 0, 1, 1)
-    assert (asked.tensorboard, asked.tensorboard_folder, asked.wandb) == (True, "curves", False)
+def test_nothing_is_started_that_is_not_asked_for(tmp_path):
+    teller = Teller(Telling(tmp_path))
+    assert (teller.address, teller._process) == ("", None)
+    teller.close()
 
 
 def test_dashboard_and_alerts_name_figures_that_exist():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.launch.children import Children
-from everstep.launch.launcher import Launcher, serve_page, tell
+from everstep.launch.launcher import Launcher, tell
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.prepare import Prepared
 from everstep.launch.view import show_plainly
@@ -51,9 +51,7 @@ def keep_up(beacon: Beacon) -> int:
     lighthouse = Lighthouse(run_dir, beacon.host, ft, children, events, say_refused)
     launcher.jobs["lighthouse"] = lighthouse.keep
     with contextlib.ExitStack() as at_end:
-        tell(run_dir, beacon.host, beacon.config, at_end)
-        if beacon.page:
-            address = serve_page(run_dir, events, at_end)
+        if address := tell(run_dir, beacon.host, beacon.config, beacon.page, events, at_end):
             print(f"the run's page: {address} on {socket.gethostname()} (ssh -L from where you are)", flush=True)
         for last in (children.close, children.kill_everything, lighthouse.close):
             at_end.callback(last)

@@ -23,8 +23,7 @@ from everstep.launch.prepare import Prepared
 from everstep.launch.scarce import Pause, backoff_s, is_scarce
 from everstep.launch.warm import WarmProcess
 from everstep.launch.watchdog import describe_exit
-from everstep.report.live import Teller, telling
-from everstep.report.serve import PageServer
+from everstep.report.live import Teller, Telling
 from everstep.run.directory import LaunchError
 from everstep.run.events import EventLog
 
@@ -142,16 +141,23 @@ class Launcher:
             self._why_not_warm = ""
 
 
-def tell(run_dir: Path, host: str, config: Prepared, at_end: contextlib.ExitStack) -> None:
-    """Tell of a run while it goes, to Prometheus, TensorBoard and W&B as its config asks for, until `at_end`."""
-    ft, metrics = config.fault_tolerance, {"metrics": config.metrics}
-    teller = Teller(telling(run_dir, host, metrics, ft.metrics_port, config.groups, ft.min_groups))
+def tell(run_dir: Path, host: str, config: Prepared, page: bool, events: EventLog, at_end: contextlib.ExitStack) -> str:
+    """Tell of a run while it goes, to Prometheus, TensorBoard and W&B as its config asks for, and by its page on this
+    machine's loopback, until `at_end`; the page's address, "" without one."""
+    metrics = config.metrics
+    what = Telling(
+        run_dir=run_dir,
+        groups=config.groups,
+        min_groups=config.fault_tolerance.min_groups,
+        host=host,
+        port=config.fault_tolerance.metrics_port,
+        tensorboard=bool(metrics.get("enable_tensorboard", False)),
+        tensorboard_folder=str(metrics.get("save_tb_folder", "tb")),
+        wandb=bool(metrics.get("enable_wandb", False)),
+        page=page,
+    )
+    teller = Teller(what)
     at_end.callback(teller.close)
-
-
-def serve_page(run_dir: Path, events: EventLog, at_end: contextlib.ExitStack) -> str:
-    """Serve a run's page on this machine's loopback until `at_end`; its address."""
-    page = PageServer(run_dir)
-    at_end.callback(page.close)
-    events.emit("page", address=page.address)
-    return page.address
+    if page:
+        events.emit("page", address=teller.address)
+    return teller.address

@@ -31,8 +31,7 @@ def status(run_dir: Path) -> str:
         head, table = _here(run_dir, state)
     lines = [*head, f"step    {state.progress()}"]
     lines.append(f"groups  {state.names()} in the last step; {state.kills} kills, {state.deaths} deaths so far")
-    lines += [f"        {state.left_out}"] * bool(state.left_out)
-    lines += [f"failing {reason}" for _, reason in sorted(state.failing.items())]
+    lines += [f"WRONG   {sentence}" for sentence in state.troubles.sentences]
     if snapshots := state.protection.line():
         lines.append(f"memory  {snapshots}")
     checks = state.checking.figures()
@@ -69,7 +68,7 @@ def _on_slurm(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
         task, over = tasks.get(group), read_json(over_file(run_dir, group))
         notes = [f"{over['status']}: {over['reason']}"] if over else []
         notes += [task.reason] if task and task.state == "PENDING" else []
-        notes += [*state.left_nodes.get(group, []), *filter(None, [state.failing.get(group)])]
+        notes += state.left_nodes.get(group, [])
         row = f"{group:>5}  {task.state if task else 'ended':12} {(task.nodes if task else '') or '-':16} "
         table.append(f"{row}{state.starts[group]:>6}  {beats.get(group, '-'):24} {'; '.join(notes)}")
     return head, table

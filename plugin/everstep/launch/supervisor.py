@@ -15,7 +15,7 @@ import everstep
 from everstep.config.sections import FaultTolerance
 from everstep.launch.children import Child, Children
 from everstep.launch.group import Group
-from everstep.launch.launcher import Launcher, serve_page, tell
+from everstep.launch.launcher import Launcher, tell
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.machine import HOST, devices_of_groups
 from everstep.launch.prepare import Order, Prepared, forget_answer, take_answer
@@ -232,9 +232,7 @@ class Supervisor:
         )
         for warning in found.warnings:
             self._events.emit("warning", text=warning)
-        tell(self.run_dir.path, HOST, found, self._at_end)
-        if settings.page:
-            serve_page(self.run_dir.path, self._events, self._at_end)
+        tell(self.run_dir.path, HOST, found, settings.page, self._events, self._at_end)
         if self._injector is not None:
             self._inject = self._injector(found.seed, self.run_dir.path)
         self._launcher.jobs |= {"lighthouse": self._lighthouse.keep, "groups": self._make_groups}

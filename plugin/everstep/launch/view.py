@@ -20,6 +20,7 @@ from rich.text import Text
 from everstep.launch.forking import keep_on_without_output
 from everstep.report.checking import Checking, covered, wrong
 from everstep.report.protection import Protection
+from everstep.report.troubles import Troubles, trouble
 
 RATE_WINDOW = 20
 """Committed steps over which tokens/s and the time of a step are taken."""
@@ -49,6 +50,8 @@ def describe(event: dict) -> str:
     """One event as a line for people; empty for those that would only fill the screen."""
     event = defaultdict(lambda: "?", event)  # a field that its kind need not have
     kind, group, target = event["kind"], event.get("group"), event.get("target_group")
+    if (found := trouble(event)) is not None:
+        return found.sentence
     match kind:
         case "run_started":
             return f"{event['groups']} groups of {event['ranks_per_group']}, seed {event['seed']}"
@@ -70,14 +73,7 @@ def describe(event: dict) -> str:
         case "lighthouse_started":
             return f"lighthouse at {event['address']}"
         case "left_out":
-            return left_out(event)
-        case "lighthouse_died":
-            return f"lighthouse died ({event['exitcode']}), starting again"
-        case "resource_shortage":
-            whose = "" if group is None else f"group {group}: "
-            return f"{whose}{event['reason']}; it is tried again in {event['again_s']:.0f} s"
-        case "group_failing":
-            return f"{event['reason']}; it starts again in {event['again_s']:.0f} s"
+            return "all groups reach each other again"
         case "workers_started":
             return f"group {group}: workers started, incarnation {event['incarnation']}"
         case "workers_died":
@@ -94,14 +90,6 @@ def describe(event: dict) -> str:
             return f"fault: {event['fault']} on group {target}"
         case "fault_undone":
             return f"fault undone: {event.get('fault', '')} on group {target}"
-        case "snapshot_unprotected" if not event.get("rank"):
-            coded = event.get("coded_step")
-            still = f"protected is step {coded}" if coded is not None else "nothing is protected"
-            return f"group {group}: the snapshot of step {event['step']} was given up, {still}: {event['reason']}"
-        case "snapshot_failed" if not event.get("rank"):
-            return f"group {group}: no snapshot: {event['reason']}"
-        case "workers_unprotected" if not event.get("rank"):
-            return f"group {group}: if it dies now, the run ends: {event['reason']}"
         case "workers_protected" if not event.get("rank"):
             return f"group {group}: its workers' states are on storage again"
         case "validation":
@@ -112,19 +100,10 @@ def describe(event: dict) -> str:
             return wrong(event)
         case "slot_refused" if not event.get("rank"):
             return f"group {group}: slot {event['slot']} of step {event['step']} was refused: {event['reason']}"
-        case "unfit" | "slot_accepted" | "not_finite":
+        case "slot_accepted":
             return f"group {group}: {event['reason']}"
         case _:
             return ""
-
-
-def left_out(event: dict) -> str:
-    """Who is left out of the quorums because of whom, as a line for people."""
-    if not event["groups"]:
-        return "all groups reach each other again"
-    cut = ", ".join(f"{one} and {other}" for one, other in event["cut"])
-    names = ", ".join(map(str, event["groups"]))
-    return f"left out until they reach the others again: groups {names} (no connections between groups {cut})"
 
 
 def show_plainly(events: list[dict]) -> None:
@@ -146,8 +125,6 @@ class RunState:
     deaths: int = 0
     ended: str = ""
     """How the run ended; empty while it goes."""
-    left_out: str = ""
-    """Which groups cannot be reached, as a line for people; empty while all are."""
     taking_part: set[int] = field(default_factory=set)
     checking: Checking = field(default_factory=Checking)
     protection: Protection = field(default_factory=Protection)
@@ -155,8 +132,8 @@ class RunState:
     """By group, how often a batch system has started it."""
     left_nodes: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     """By group, which nodes it left, and why."""
-    failing: dict[int, str] = field(default_factory=dict)
-    """By group, why it fails again and again, until it takes part in a step."""
+    troubles: Troubles = field(default_factory=Troubles)
+    """Which guarantees are degraded now."""
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
     _began: float | None = None
     _newest: float | None = None
@@ -168,6 +145,7 @@ class RunState:
         """
         self._newest = event["t"]
         self._count(event)
+        self.troubles.take(event)
         self.protection.take(event)
         if event["kind"] == "commit":
             if event["step"] <= self.step:
@@ -202,12 +180,6 @@ class RunState:
             self.starts[event["group"]] += 1
         elif kind == "node_bad":
             self.left_nodes[event["group"]].append(f"left node {event['node']}: {event['reason']}")
-        elif kind == "left_out":
-            self.left_out = left_out(event) if event["groups"] else ""
-        elif kind == "commit":
-            self.failing.pop(event["group"], None)
-        elif kind == "group_failing":
-            self.failing[event["group"]] = event["reason"]
         elif kind == "training_started" and event["source"] != "peer" and event["step"] <= self.step:
             self.step = event["step"] - 1  # everybody had died: the steps after this come again
             self._commits.clear()
@@ -287,6 +259,8 @@ def panel(state: RunState) -> Table:
     whole.add_row(facts)
     if checked := covered(state.checking.figures()):
         whole.add_row(f"attention: {checked}")
+    for sentence in state.troubles.sentences:
+        whole.add_row(Text(sentence, style="bold red"))
     whole.add_row(ProgressBar(total=state.steps or 1, completed=state.step if state.steps else 0, width=60))
     for line in state.recent:
         whole.add_row(Text(line, style="dim", no_wrap=True, overflow="ellipsis"))

@@ -13,7 +13,6 @@ import sys
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 LOOK_S = 2.0
 CLOSE_S = 20.0
@@ -37,21 +36,6 @@ class Telling:
     @property
     def anything(self) -> bool:
         return bool(self.port or self.tensorboard or self.wandb or self.page)
-
-
-def telling(run_dir: Path, host: str, toml: dict[str, Any], port: int, groups: int, min_groups: int) -> Telling:
-    """What a run's config asks for: torchtitan's `[metrics]` in `toml`, and what `[fault_tolerance]` says."""
-    metrics = toml.get("metrics", {})
-    return Telling(
-        run_dir=run_dir,
-        host=host,
-        port=port,
-        groups=groups,
-        min_groups=min_groups,
-        tensorboard=bool(metrics.get("enable_tensorboard", False)),
-        tensorboard_folder=str(metrics.get("save_tb_folder", "tb")),
-        wandb=bool(metrics.get("enable_wandb", False)),
-    )
 
 
 class Teller:

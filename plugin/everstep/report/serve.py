@@ -10,10 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
-
-from everstep.report.live import Teller, Telling
 
 MOST_CONNECTIONS = 16
 CONNECTION_S = 10.0
@@ -61,13 +58,6 @@ def is_ours(host: str, names: set[str]) -> bool:
     except ValueError:
         return name in names
     return True
-
-
-class PageServer(Teller):
-    """The page of a run and nothing else."""
-
-    def __init__(self, run_dir: Path):
-        super().__init__(Telling(run_dir, page=True))
 
 
 class _Bounded(ThreadingHTTPServer):

@@ -31,14 +31,15 @@ def trouble(event: Mapping[str, Any]) -> Trouble | None:
             return Trouble(
                 "snapshots",
                 "",
-                f"The newest snapshot of group {group} is not coded: {reason}. A loss of its host now goes back to {coded}; "
-                "everstep snapshots RUN_DIR shows who holds what.",
+                f"The newest snapshot of group {group} is not coded: {reason}. "
+                f"A loss of its host now goes back to {coded}; everstep snapshots RUN_DIR shows who holds what.",
             )
         case "workers_unprotected":
             return Trouble(
                 "workers",
                 str(group),
-                f"If group {group} dies now, the run ends: {reason}. Make room in the run directory's storage, or mend it.",
+                f"If group {group} dies now, the run ends: {reason}. "
+                "Make room in the run directory's storage, or mend it.",
             )
         case "left_out" if event["groups"]:
             names = ", ".join(map(str, event["groups"]))
@@ -50,7 +51,8 @@ def trouble(event: Mapping[str, Any]) -> Trouble | None:
                 "Check the network between their hosts, and fault_tolerance.bind_host.",
             )
         case "group_failing":
-            return Trouble("group", str(group), f"{_capital(reason)}. Its log: logs/group-{group}/rank-0.log.")
+            again = f"it starts again in {event.get('again_s', 0.0):.0f} s"
+            return Trouble("group", str(group), f"{_capital(reason)}; {again}. Its log: logs/group-{group}/rank-0.log.")
         case "agent_ended" if event.get("status") == "failed":
             return Trouble(
                 "group", str(group), f"{_capital(reason)}. The others go on without it; its logs: logs/group-{group}."
@@ -74,7 +76,7 @@ def trouble(event: Mapping[str, Any]) -> Trouble | None:
             return Trouble(
                 "finite",
                 f"{event['step']}.{event['slot']}",
-                f"{reason}. Look at the data of step {event['step']} and at the learning rate.",
+                f"Slot {event['slot']} of step {event['step']}: {reason}.",
             )
     return None
 
@@ -91,6 +93,8 @@ class Troubles:
         group = str(event.get("group"))
         match event["kind"]:
             case "run_started":
+                self.now.clear()
+            case "run_ended" if event.get("status") != "failed":
                 self.now.clear()
             case "snapshot_protected":
                 self.now.pop(("snapshots", ""), None)

@@ -84,8 +84,7 @@ class EverstepTrainer(SlotTrainer):
         """Workers that train on their own for some steps between two synchronisations."""
 
         def build(self, **parts: Any) -> "EverstepTrainer":
-            assert self._owner is not None
-            return self._owner(config=replace(self), **parts)
+            return private.built_by(self)(config=replace(self), **parts)
 
         def __post_init__(self) -> None:
             # not super(): `slots=True` makes a second class, which the first one's super() does not know
