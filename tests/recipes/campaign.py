@@ -160,6 +160,12 @@ def results():
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
+def keep(found):
+    """Write what came out beside what is known, a line a recipe."""
+    rows = (f" {json.dumps(key)}: {json.dumps(known)}" for key, known in (results() | found).items())
+    RESULTS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+
+
 def table(recipes):
     """docs/recipes.md's table of recipes by name, out of the results."""
     found = results()
@@ -221,7 +227,7 @@ def main():
         folder.mkdir()
         found = compare(server, recipe, folder)
         print(f"{key}: {found['result']} {found['why'][:400]} {found.get('delta', '')} {found['took_s']} s", flush=True)
-        RESULTS.write_text(json.dumps(results() | {key: found}, indent=1) + "\n")
+        keep({key: {name: value for name, value in found.items() if name not in ("losses", "alone")}})
     server.end()
     if options.keep is None:
         shutil.rmtree(scratch, ignore_errors=True)
