@@ -4,7 +4,9 @@ import pytest
 
 from everstep.launch.status import status as status_of
 from everstep.report.metrics import Metrics
+from everstep.report.page import write_page
 from everstep.report.protection import Protection
+from everstep.report.score import score, summary
 from everstep.run.events import EventLog
 from timeline import Timeline
 
@@ -59,13 +61,21 @@ def test_the_line_says_what_is_coded_and_nothing_newer(more, line):
     assert following(story(*more)).line() == line
 
 
-def test_a_run_without_room_for_snapshots_says_so():
+NO_ROOM = "snapshots need 9 bytes more, and there are 0 free in /dev/shm"
+
+
+def test_a_run_without_room_for_snapshots_says_so_in_status_report_and_page(tmp_path):
     told = Timeline()
     told.commit(1.0, 1, groups=(0,))
-    told.add(1.5, "snapshot_failed", 0, 1, reason="snapshots need 9 bytes more, and there are 0 free in /dev/shm")
-    assert following(told).line() == (
-        "UNPROTECTED, no snapshot is coded: snapshots need 9 bytes more, and there are 0 free in /dev/shm"
-    )
+    told.add(1.5, "snapshot_failed", 0, 1, reason=NO_ROOM)
+    told.add(2.0, "snapshot_unprotected", 0, 1, coded_step=None, reason="another group did not finish it")
+    line = f"UNPROTECTED, no snapshot is coded: {NO_ROOM}"
+    assert following(told).line() == line
+    told.write(tmp_path)
+    assert score(tmp_path)["snapshots"] == line
+    assert f"memory    {line}" in summary(score(tmp_path))
+    write_page(tmp_path)
+    assert line in (tmp_path / "report.html").read_text()
 
 
 def test_status_and_metrics_say_the_same(tmp_path):

@@ -71,6 +71,15 @@ class Run:
             return {}
         return {e["step"]: e for e in read_events(self.dir) if e["kind"] == "commit"}
 
+    def console(self) -> str:
+        """What `everstep run` has printed."""
+        return self._log.read_text()
+
+    def says(self, command: str) -> str:
+        """What another command of everstep prints of this run."""
+        words = [sys.executable, "-m", "everstep.cli", command, str(self.dir)]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
     def until(self, step: int) -> None:
         while max(self.commits(), default=0) < step:
             assert self.process.poll() is None, self._log.read_text()[-2000:]

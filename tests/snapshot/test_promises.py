@@ -6,17 +6,20 @@ import shutil
 import signal
 import threading
 import time
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
 from everstep.report.protection import Protection
 from everstep.run.token import own_token
-from everstep.snapshot import copier, peers
+from everstep.snapshot import copier, keepers, peers
 from everstep.snapshot.plan import State
+from everstep.snapshot.restore import PARALLEL, in_turn
 from everstep.snapshot.stripes import Domains
 from everstep.step.streams import HostStreams
-from snapshot_cluster import Cluster, wait_until
+from snapshot_cluster import TIMEOUT, Cluster, wait_until
 
 
 def line_of(run: Cluster) -> str:
@@ -233,3 +236,52 @@ def test_a_copied_run_directory_is_another_run(tmp_path):
     assert (own_token(tmp_path / "one"), own_token(tmp_path / "two")) == (token, other)
     (tmp_path / "one").rename(tmp_path / "moved")
     assert own_token(tmp_path / "moved") == token, "it is the same run in another place"
+
+
+def test_a_copy_of_a_run_has_keepers_and_snapshots_of_its_own():
+    with Cluster(2) as run:
+        own_token(run.run_dir)  # as `everstep run` does
+        run.take(1, 2)
+        copy = run.home / "copy"
+        shutil.copytree(run.run_dir, copy)
+        own_token(copy)
+        assert peers.read_places(copy) == []
+        place = keepers.start_keeper(copy, 0, "127.0.0.1", run.settings_of(0))
+        assert place.segment != str(run.segment(0).path)
+        held, _ = peers.reachable([place], run.token, TIMEOUT)
+        assert not held, "it does not know the original's token"
+        assert keepers.end_keepers(copy) == []
+        wait_until(lambda: not Path(place.segment).exists())
+        run.kill_trainers()
+        run.resumes("memory", 2)
+
+
+def longest_restore(groups: int, order, parallel: int = PARALLEL) -> float:
+    """When the last of the groups has all other groups' parts, all of which start at once: in units of the time that a
+    network card takes to receive or send one part. Each divides what it can among the transfers that it has."""
+    left = [[other for other in order(range(groups), group) if other != group] for group in range(groups)]
+    active: dict[tuple[int, int], float] = {}
+
+    def begin(group: int) -> None:
+        while left[group] and sum(of == group for of, _ in active) < parallel:
+            active[group, left[group].pop(0)] = 1.0
+
+    for group in range(groups):
+        begin(group)
+    now = 0.0
+    while active:
+        receiving = Counter(group for group, _ in active)
+        sending = Counter(holder for _, holder in active)
+        rate = {edge: min(1 / receiving[edge[0]], 1 / sending[edge[1]]) for edge in active}
+        step = min(active[edge] / rate[edge] for edge in active)
+        now += step
+        active = {edge: rest for edge in active if (rest := active[edge] - rate[edge] * step) > 1e-9}
+        for group in range(groups):
+            begin(group)
+    return now
+
+
+def test_groups_that_restore_together_do_not_queue_for_the_same_keepers():
+    """A group needs 31 parts of others: no order takes less than 31 units."""
+    assert longest_restore(32, in_turn) <= 1.2 * 31
+    assert longest_restore(16, lambda groups, first: sorted(groups)) > 1.5 * 15, "which the model can tell"

@@ -80,7 +80,7 @@ def test_groups_of_two_sharded_ranks_come_back_from_memory(tmp_path):
         assert run.process.wait() == 0
         recovered = run.recoveries()
         assert {event["rank"] for event in recovered} == {0, 1}
-        assert min(event["restored_step"] for event in recovered) >= last - 1
+        assert min(event["restored_step"] for event in recovered) >= last - 10
         losses = {step: event["loss"] for step, event in run.commits().items()}
         assert losses == pytest.approx({step: event["loss"] for step, event in reference.commits().items()}, abs=1e-4)
     finally:
@@ -102,11 +102,29 @@ def test_groups_of_another_number_of_ranks_go_on_from_memory(tmp_path, before, a
         recovered = run.recoveries()
         assert {event["rank"] for event in recovered} == set(range(after))
         assert {event["source"] for event in recovered} <= {"memory", "older", "parity"}
-        assert min(event["restored_step"] for event in recovered) >= last - 3
+        assert min(event["restored_step"] for event in recovered) >= last - 10
         assert sorted(run.commits()) == list(range(1, last + 5))
         # Tensor by tensor it is tested elsewhere; here that training goes on from it and not from the beginning.
         losses = {step: event["loss"] for step, event in run.commits().items()}
         resumed = min(event["restored_step"] for event in recovered) + 1
         assert losses[resumed] < (losses[1] + losses[resumed - 1]) / 2
+    finally:
+        end(run)
+
+
+def test_a_run_without_room_for_snapshots_trains_and_says_so(tmp_path):
+    """As with the 64 MB of /dev/shm that Docker gives."""
+    run = Run(tmp_path, "run", ["--groups", "2", "--snapshot.memory_reserve_gb", "1e6", "--steps", "8"])
+    try:
+        run.start()
+        run.until(4)
+        assert "UNPROTECTED, no snapshot is coded: snapshots need" in run.says("status")
+        assert run.process.wait() == 0
+        assert "no snapshot: snapshots need" in run.console()
+        assert "UNPROTECTED, no snapshot is coded: snapshots need" in run.console(), "the report at the end"
+        assert "UNPROTECTED" in (run.dir / "report.html").read_text()
+        assert len([line for line in run.console().splitlines() if "no snapshot" in line]) < 8, (
+            "once, not at every step"
+        )
     finally:
         end(run)

@@ -21,7 +21,6 @@ import jinja2
 from everstep import __version__
 from everstep.report import series
 from everstep.report.checking import ACTIONS, covered, judged
-from everstep.report.protection import Protection
 from everstep.report.score import READ, Measured, counted, load_events, loss_delta, measure, reduced, verdict
 from everstep.report.sessions import stated
 from everstep.report.times import STATES
@@ -153,11 +152,8 @@ def _facts(run_dir: Path, found: Measured) -> dict[str, str]:
         facts["validation loss"] = f"{found.validations[last]:.4f} (step {last})"
     if found.events:
         facts["started"] = clock(found.events[0]["t"])
-    protection = Protection()
-    for event in found.events:
-        protection.take(event)
-    if snapshots := protection.line():
-        facts["snapshots"] = snapshots
+    if figures["snapshots"]:
+        facts["snapshots"] = figures["snapshots"]
     return facts
 
 

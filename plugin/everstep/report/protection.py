@@ -39,8 +39,10 @@ class Protection:
                 self.step, self.survives = step, event["survives"]
                 self._members, self._exposed = tuple(event["members"]), tuple(event["exposed"])
                 self.trouble = ""
-            case "snapshot_unprotected" | "snapshot_failed" if step >= self.step:
+            case "snapshot_failed" if step >= self.step:
                 self.trouble = str(event.get("reason", ""))
+            case "snapshot_unprotected" if step >= self.step:  # the consequence; a failure says more
+                self.trouble = self.trouble or str(event.get("reason", ""))
 
     @property
     def age_steps(self) -> int:

@@ -18,6 +18,7 @@ from everstep.report.checking import ACTIONS, Checking, covered, judged
 from everstep.report.faults import UNPROVOKED, collect_faults, cost_of_faults, fault_rows, normal_step_s
 from everstep.report.lineage import Commit, trace
 from everstep.report.productivity import productivity
+from everstep.report.protection import Protection
 from everstep.report.sessions import collect_sessions, commits_by_session, ending, groups_mean, stated
 from everstep.report.times import Stretch, split, stretches
 from everstep.run.events import read_events
@@ -165,6 +166,7 @@ def _measure(events: list[dict[str, Any]]) -> Measured:
         **split(lanes),
         "replicas_diverged": replicas_diverged(events),
         **checking.figures(),
+        "snapshots": protection_of(events),
         **exchanged(events),
     }
     validations = {event["step"]: event["loss"] for event in events if event["kind"] == "validation"}
@@ -190,6 +192,14 @@ def tokens_of(final: Sequence[Commit], training_s: float) -> dict[str, Any]:
     known = [commit.tokens for commit in final if commit.tokens is not None]
     total = sum(known) if len(known) == len(final) and final else None
     return {"tokens": total, "tokens_per_s": total / training_s if total is not None and training_s else None}
+
+
+def protection_of(events: Iterable[dict[str, Any]]) -> str | None:
+    """What the run's snapshots protect, in a sentence; None of a run that has none."""
+    found = Protection()
+    for event in events:
+        found.take(event)
+    return found.line() or None
 
 
 def exchanged(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -331,6 +341,8 @@ def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
     if any(f[f"findings_{action}"] for action in ACTIONS) or judged(f):
         counts = ", ".join(f"{f[f'findings_{action}']} {action}" for action in ACTIONS)
         lines.append(("findings", "; ".join(filter(None, (counts, judged(f))))))
+    if f["snapshots"]:
+        lines.append(("memory", f["snapshots"]))
     text = [f"{name:<9} {value}" for name, value in lines]
     return "\n".join([*text, *(verdict(f, may_stop) or ["Every step happened with its whole batch, exactly once."])])
 

@@ -67,7 +67,7 @@ class Copier:
         self._plan: Plan | None = None
         self._streams: Streams | None = None
         self._aside: dict[str, torch.Tensor] = {}
-        self._last_failure = ""
+        self._last_failure = self._last_trouble = ""
         self._condition = threading.Condition()
         self._job: _Job | None = None
         self._closed = False
@@ -186,6 +186,7 @@ class Copier:
             self._unable_until = time.monotonic() + RETRY_S
         if self._rank == 0 and before.taken is not None and self.agreed.taken is None:
             if found.protected:
+                self._last_trouble = ""
                 domains = before.domains(size, parity)
                 fields = {"members": domains.members, "survives": domains.survives, "exposed": domains.exposed}
                 self._emit("snapshot_protected", before.taken[0], **{name: _plain(v) for name, v in fields.items()})
@@ -195,7 +196,9 @@ class Copier:
                     reason = f"{named(sorted(found.left_out))} did not keep up" + (f"; {reason}" if reason else "")
                 coded = self.agreed.anchor[0] if self.agreed.anchor else None
                 why = reason or "another group did not finish it"
-                self._emit("snapshot_unprotected", before.taken[0], coded_step=coded, reason=why)
+                if why != self._last_trouble:  # said once, not at every snapshot
+                    self._last_trouble = why
+                    self._emit("snapshot_unprotected", before.taken[0], coded_step=coded, reason=why)
         return found.waiting, found.left_out
 
     def _begin(

@@ -139,6 +139,12 @@ def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: t
     return Restored(step, header.history, header.start, flat, layout, meta, blobs, source.fetched_bytes, column.missing)
 
 
+def in_turn(groups: Iterable[int], first: int) -> list[int]:
+    """The groups in the order in which group `first` reads from their keepers: from its own on, which is the nearest.
+    So groups that start together do not all begin with the same keeper."""
+    return sorted(groups, key=lambda group: (group < first, group))
+
+
 class _Source:
     """Downloads of one rank's buffers of one identity, several keepers at a time."""
 
@@ -174,14 +180,13 @@ class _Source:
             raise wire.WireError(f"the {header.kind} that {held.address} sent is not the one that it announced")
 
     def fetch(self, payloads: Mapping[int, _Payload], first: int) -> None:
-        """Every member's payload to its place, in turn from `first` on, whose keeper is the nearest: groups that start
-        together do not all begin with the same keeper."""
+        """Every member's payload to its place, in turn from `first` on."""
 
         def one(held: Held) -> None:
             payload = payloads[held.header.group]
             self._download(held, payload.pieces.views(0, payload.pieces.size) if payload.pieces.size else [])
 
-        self._each(one, [self._column.data[g] for g in sorted(payloads, key=lambda g: (g < first, g))])
+        self._each(one, [self._column.data[group] for group in in_turn(payloads, first)])
 
     def parities(self) -> list["_Pieces"]:
         """The pieces of each code that is needed."""

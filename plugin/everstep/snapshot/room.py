@@ -1,5 +1,6 @@
 """Host memory is not ours alone: what is left of it, and taking it."""
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -11,6 +12,7 @@ BUFFERS = 2
 BLOCK_BYTES = 1 << 20
 """What coding and decoding hold of each shard at a time: a chunk of the checksum tables."""
 STEP_BYTES = 64 << 20
+ENLARGE = "snapshot.segment_dir; Docker: --shm-size"
 
 
 class SnapshotError(RuntimeError):
@@ -23,14 +25,18 @@ def allocate(fd: int, path: Path, size: int, reserve_bytes: int) -> None:
 
     Raises SnapshotError, with bytes needed and found, or OSError; the file is then as large as it was.
     """
-    had = os.fstat(fd).st_size
+    had, at = os.fstat(fd).st_size, 0
     try:
         for at in range(had, size, STEP_BYTES):
             check_room(path.parent, size - at, reserve_bytes)
             # Without it a full tmpfs would be SIGBUS in the middle of a copy.
             os.posix_fallocate(fd, at, min(STEP_BYTES, size - at))
-    except BaseException:
+    except BaseException as error:
         os.ftruncate(fd, had)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # another process took it meanwhile
+            raise SnapshotError(
+                f"snapshots need {size - at} bytes more, and {path.parent} is full ({ENLARGE})"
+            ) from error
         raise
 
 
@@ -48,7 +54,7 @@ def check_room(directory: Path, bytes_needed: int, reserve_bytes: int) -> None:
     except OSError as error:
         raise SnapshotError(f"{directory} cannot be used: {error.strerror} (snapshot.segment_dir)") from error
     found = {
-        f"free in {directory} (snapshot.segment_dir; Docker: --shm-size)": status.f_bavail * status.f_frsize,
+        f"free in {directory} ({ENLARGE})": status.f_bavail * status.f_frsize,
         "of free host memory": psutil.virtual_memory().available - reserve_bytes,
     }
     limit = cgroup_free_bytes()
