@@ -132,7 +132,9 @@ class Cluster:
     def words(self, members) -> dict:
         return {g: replace(self.copiers[g].word(), location=1 + self.host_of(g)) for g in members}
 
-    def restart(self, found: recovery.Recovery, start: str = "again") -> None:
+    def restart(
+        self, found: recovery.Recovery, start: str = "again", scale: float = 1, history: int | None = None
+    ) -> None:
         """All trainers start again from what was found, which they publish before they go on."""
         restored = found.restored
         for group in self.groups:
@@ -140,10 +142,11 @@ class Cluster:
             self.copiers[group].agreed = Agreed(anchor=(restored.step, restored.history, restored.start))
         words = self.words(self.groups)
         for group in self.groups:
-            fresh = state_of(restored.step)
+            fresh = state_of(restored.step, 0, scale)
             self.tensors[group] = {n: t.clone() for n, t in fresh.tensors.items()}
             state = State(self.tensors[group], fresh.meta, fresh.blobs)
-            self.copiers[group].restored((restored.step, restored.history, start), self.groups, words, state)
+            moment = (restored.step, history or restored.history, start)
+            self.copiers[group].restored(moment, self.groups, words, state)
 
     def commit(
         self, step: int, members=None, history=1, scale: float = 1, seed: int = 0, settle: bool = True, **more
