@@ -33,9 +33,6 @@ class Plan:
     every: float | None = None
     """Seconds between faults. The first comes so long after the first step."""
 
-    jitter: bool = False
-    """Draw each pause from half to one and a half of --every."""
-
     for_: Annotated[str | None, tyro.conf.arg(name="for")] = None
     """How long to inject, from the first step: 90s, 10m, 2h. Default: as long as the run goes."""
 
@@ -88,7 +85,7 @@ class Order:
             if reason := why_never(fault, target):
                 raise LaunchError(f"{reason}.")
         seed = self.plan.seed if self.plan.seed is not None else self.campaign.seed
-        every = Every(self.plan.every, faults, seed, self.plan.jitter) if self.plan.every is not None else None
+        every = Every(self.plan.every, faults, seed) if self.plan.every is not None else None
         return Runner(target, Schedule(self.campaign.faults, seed, every))
 
 

@@ -59,30 +59,32 @@ class StopWorker(KillWorker):
     duration_s: float = 4.0
 
 
+@dataclass(kw_only=True)
 class KillGroup(Fault):
     name = "kill-group"
     breaks = "SIGKILL to all workers of a group."
 
-    def plan(self, target: Target, choose: random.Random) -> Injection:
-        return kill_workers(target, [self.victim(target.run, choose)])
-
-
-@dataclass(kw_only=True)
-class KillSeveral(Fault):
-    name = "kill-several"
-    breaks = "SIGKILL to all workers of several groups at once."
-
-    count: int = 2
-    """How many groups."""
+    count: int = 1
+    """How many groups at once; more than one are drawn."""
 
     def never(self, run: View) -> str | None:
-        return None if run.groups > self.count else f"it has {run.groups} groups, and one has to be left"
+        return None if self.count in (1, *range(run.groups)) else f"it has {run.groups} groups, and one has to be left"
 
     def why_not(self, run: View) -> str | None:
         return self.why_no_group(run, self.count)
 
     def plan(self, target: Target, choose: random.Random) -> Injection:
+        if self.count == 1:
+            return kill_workers(target, [self.victim(target.run, choose)])
         return kill_workers(target, sorted(choose.sample(target.run.candidates(self.count), self.count)))
+
+
+@dataclass(kw_only=True)
+class KillSeveral(KillGroup):
+    name = "kill-several"
+    breaks = "SIGKILL to all workers of several groups at once."
+
+    count: int = 2
 
 
 class KillAll(Fault):

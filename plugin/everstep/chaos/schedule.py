@@ -17,12 +17,11 @@ class Due:
 
 
 class Every:
-    """Every `every_s` seconds one of `faults`, drawn from those that can be done then; with `jitter` after a time drawn
-    from half to one and a half of that. One that has to wait does not bring the next one closer. The clock starts when
-    a group takes part in a step."""
+    """Every `every_s` seconds one of `faults`, drawn from those that can be done then. One that has to wait does not
+    bring the next one closer. The clock starts when a group takes part in a step."""
 
-    def __init__(self, every_s: float, faults: Sequence[Fault], seed: int, jitter: bool = False):
-        self._every_s, self._faults, self._jitter = every_s, list(faults), jitter
+    def __init__(self, every_s: float, faults: Sequence[Fault], seed: int):
+        self._every_s, self._faults = every_s, list(faults)
         self._random = random.Random(seed)
         self._due: float | None = None
 
@@ -30,18 +29,15 @@ class Every:
         """The fault that is due and can be done now; `now` is `time.monotonic()`."""
         if self._due is None:
             if target.run.taking_part:
-                self._due = now + self._pause_s()
+                self._due = now + self._every_s
             return None
         if now < self._due:
             return None
         possible = [fault for fault in self._faults if why_not(fault, target) is None]
         if not possible:
             return None
-        self._due = now + self._pause_s()
+        self._due = now + self._every_s
         return Due(self._random.choice(possible), self._random)
-
-    def _pause_s(self) -> float:
-        return self._every_s * (self._random.uniform(0.5, 1.5) if self._jitter else 1.0)
 
 
 class Schedule:

@@ -37,9 +37,9 @@ class Target(ABC):
     def receivers(self, procs: Iterable[Proc]) -> list[Receivers]:
         """How processes are reached. Those that are not the run's (any more) are left out."""
 
-    @abstractmethod
     def kill_agent(self, group: int) -> None:
         """All of a group dies, its agent included if it has one of its own."""
+        self.signal(self.run.workers(group), SIGKILL)
 
     def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
         """Send a signal to processes of the run; returns the pids of those that were reached."""
@@ -66,9 +66,6 @@ class LocalTarget(Target):
 
     def receivers(self, procs: Iterable[Proc]) -> list[Receivers]:
         return [Receivers([(p.pid, p.since) for p in procs if self._ours(p)])]
-
-    def kill_agent(self, group: int) -> None:
-        self.signal(self.run.workers(group), SIGKILL)
 
     def _ours(self, proc: Proc) -> bool:
         """Whether the process that has this pid now is a part of this run. That it is the one that the run announced is
