@@ -60,7 +60,7 @@ class Carrier:
 
     def _wrap(self, owner, name, around):
         inner = getattr(owner, name)
-        setattr(owner, name, lambda *args: around(inner, *args))
+        setattr(owner, name, lambda *args, **named: around(inner, *args, **named))
 
     def take(self, order):
         self.order_id = order["id"]
@@ -110,7 +110,7 @@ class Carrier:
             return False
         return True
 
-    def around_compute(self, compute, step, slot):
+    def around_compute(self, compute, step, slot, *, whole):
         self.adopts = self.rounds is not None and not self.rounds.carries(slot)
         fault = self.due("compute")
         if fault == "exception":
@@ -119,7 +119,7 @@ class Carrier:
             # The highest bit of the exponent.
             flip = AttentionFault("bitflip", random.Random(self.order_id).random(), 30, 0.0, 1)
             self.trainer.checks.injector.order(flip, self.order_id)
-        compute(step, slot)
+        compute(step, slot, whole=whole)
 
     @torch.no_grad()
     def flip_weight(self):
