@@ -24,68 +24,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from attention_flash import BACKWARD, FORWARD, Flash, Strike, flash, untouched
+from attention_flash import BACKWARD, FORWARD, Strike, flash, flash_operator, hooks, untouched
 from everstep.attention import fused, linear, operators
 from everstep.attention.guard import Checks, Guard
 from everstep.attention.injection import Fault, Injector
 from everstep.attention.section import AttentionCheck, Inject
 from everstep.step.reduction import LARGEST, all_within
 
-LENGTH, DIM, HEADS, KV_HEADS, HEAD, WORDS, LAYERS, BLOCK = 128, 64, 4, 2, 16, 64, 2, 64
+LENGTH, DIM, HEADS, KV_HEADS, HEAD, WORDS, LAYERS = 128, 64, 4, 2, 16, 64, 2
 HARMFUL = 0.01
 PROJECTED = tuple(name for module in ("wqkv", "wo") for name in linear.result_names(module))
 KINDS = ("inf", "nan", "near-inf")
-
-
-hooks: list[Any] = [untouched]
-"""What sees the kernel's intermediates where it is an operator in a graph."""
-
-
-class Saved:
-    """Of an autograd function's context, what `Flash` uses."""
-
-    def save_for_backward(self, *tensors: torch.Tensor) -> None:
-        """Keep them."""
-        self.saved_tensors = tensors
-
-    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
-        """Nothing to do."""
-
-
-@torch.library.custom_op("bench::flash", mutates_args=())
-def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Flash.forward` as an operator."""
-    return Flash.forward(Saved(), q, k, v, q.shape[-1] ** -0.5, True, BLOCK, hooks[-1])
-
-
-@flash_forward.register_fake
-def _(q, k, v):
-    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op("bench::flash_backward", mutates_args=())
-def flash_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, d_out: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`Flash.backward` as an operator."""
-    ctx = Saved()
-    ctx.saved_tensors = q, k, v, out, lse
-    ctx.scale, ctx.causal, ctx.block, ctx.hook = q.shape[-1] ** -0.5, True, BLOCK, hooks[-1]
-    return Flash.backward(ctx, d_out, None)[:3]
-
-
-@flash_backward.register_fake
-def _(q, k, v, out, lse, d_out):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _keep(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs, *output)
-
-
-flash_forward.register_autograd(
-    lambda ctx, d_out, d_lse: flash_backward(*ctx.saved_tensors, d_out), setup_context=_keep
-)
 
 
 class OneShot(Injector):
@@ -129,9 +78,9 @@ class Block(nn.Module):
         q, k, v = (part.contiguous() for part in qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=2))
         known = {"scale": None, "guard": of_inner, "wide_sums": True}
         if torch.compiler.is_compiling():
-            out, _ = operators.attention(flash_forward, q, k, v, hands_out_lse=True, **known)
+            out, _ = operators.attention(flash_operator, q, k, v, hands_out_lse=True, **known)
         else:
-            out, _ = fused.attention(flash(block=BLOCK, hook=self.hook), q, k, v, **known)
+            out, _ = fused.attention(flash(self.hook), q, k, v, **known)
         h = x + self.projected(out.flatten(2), self.wo, of_out, 1)
         return h + self.down(nn.functional.silu(self.up(self.second(h))))
 

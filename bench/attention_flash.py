@@ -155,3 +155,54 @@ def _backward(q, k, v, out, lse, d_out, scale: float, causal: bool, block: int, 
         dks.append(dk)
         dvs.append(dv)
     return dq, torch.cat(dks, 2), torch.cat(dvs, 2)
+
+
+hooks: list[Hook] = [untouched]
+"""What sees the intermediates of `flash_operator`."""
+
+
+class Saved:
+    """Of an autograd function's context, what `Flash` uses."""
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        """Keep them."""
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
+        """Nothing to do."""
+
+
+@torch.library.custom_op("bench::flash", mutates_args=())
+def flash_operator(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`flash`, causal, as an operator in a graph."""
+    return Flash.forward(Saved(), q, k, v, q.shape[-1] ** -0.5, True, 64, hooks[-1])
+
+
+@flash_operator.register_fake
+def _(q, k, v):
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("bench::flash_backward", mutates_args=())
+def flash_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, d_out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`Flash.backward` as an operator."""
+    ctx = Saved()
+    ctx.saved_tensors = q, k, v, out, lse
+    ctx.scale, ctx.causal, ctx.block, ctx.hook = q.shape[-1] ** -0.5, True, 64, hooks[-1]
+    return Flash.backward(ctx, d_out, None)[:3]
+
+
+@flash_backward.register_fake
+def _(q, k, v, out, lse, d_out):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+flash_operator.register_autograd(
+    lambda ctx, d_out, d_lse: flash_backward(*ctx.saved_tensors, d_out), setup_context=_keep
+)

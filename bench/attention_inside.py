@@ -2,6 +2,7 @@
 forward and backward, and what the forward left for the backward.
 
     python bench/attention_inside.py --faults 3000 --json RESULT.json
+    python bench/attention_inside.py --faults 1000 --dtypes bf16 --compile
 
 A fault harms when it moves the output, or dQ, dK or dV of some head, by more than 1 % of its norm (`norm`); the
 second column counts the stricter 2^-7 of the largest element of the tensor (`element`), two units of bf16's last place.
@@ -17,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from attention_flash import BACKWARD, FORWARD, Strike, exponent_or_sign, flash, untouched
-from everstep.attention import fused
+from attention_flash import BACKWARD, FORWARD, Strike, exponent_or_sign, flash, flash_operator, hooks, untouched
+from everstep.attention import compiled, fused, operators
 from everstep.attention.guard import Checks
 from everstep.attention.injection import Fault
 from everstep.attention.section import AttentionCheck
@@ -49,12 +50,15 @@ def operands(style: str, length: int, heads: int, groups: int, dim: int, dtype: 
     return tuple(x.to(dtype) for x in (q, k, v, do))
 
 
-def computed(inputs, hook, guard=None) -> list[torch.Tensor]:
-    """Output, dQ, dK and dV."""
+def computed(inputs, hook, guard=None, graph=None) -> list[torch.Tensor]:
+    """Output, dQ, dK and dV; graph: a compiled call of the kernel with its checks."""
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
     kernel = flash(hook)
     if guard is None:
         out, _ = kernel(q, k, v)
+    elif graph is not None:
+        hooks[:] = [hook]
+        out = graph(q, k, v)
     else:
         out, _ = fused.attention(kernel, q, k, v, scale=None, guard=guard, wide_sums=True)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3])]
@@ -88,16 +92,22 @@ def draw_fault(kind: str, name: str, dtype: torch.dtype, draw: random.Random) ->
 class Campaign:
     """Faults of one dtype, and what became of them."""
 
-    def __init__(self, dtype: torch.dtype, *, seed: int = 0) -> None:
+    def __init__(self, dtype: torch.dtype, *, seed: int = 0, in_graph: bool = False) -> None:
         self.dtype, self.draw = dtype, random.Random(seed)
         self.checks = Checks(AttentionCheck(enable=True, frequency=1.0, mode="detect"))
         self.guard = self.checks.guard(0, "inner", fused.RESULTS)
+        self.guard.kernel = lambda mask, scale, with_lse: flash()
+        self.graph = torch.compile(self._watched, backend="aot_eager", fullgraph=True) if in_graph else None
         self.rows: list[dict] = []
         self.alarms = self.clean = 0
 
+    def _watched(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        known = {"scale": None, "guard": self.guard, "wide_sums": True, "hands_out_lse": True}
+        return operators.attention(flash_operator, q, k, v, **known)[0]
+
     def _run(self, inputs, hook) -> tuple[list[torch.Tensor], bool]:
         self.checks.begin(1, 0)
-        got = computed(inputs, hook, self.guard)
+        got = computed(inputs, hook, self.guard, self.graph)
         refused = bool(self.checks.refused())
         self.checks.drain()
         return got, refused
@@ -163,11 +173,15 @@ def main() -> None:
     parser.add_argument("--dtypes", default="bf16,fp16,fp32")
     parser.add_argument("--each", type=int, default=50, help="faults in one attention")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compile", action="store_true", help="the kernel and its checks in a graph")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.compile:
+        torch._dynamo.config.recompile_limit = 1000
+        compiled._compiled = lambda function: function  # the same arithmetic, without a minute for each shape
     results = {}
     for name in args.dtypes.split(","):
-        campaign = Campaign(DTYPES[name], seed=args.seed)
+        campaign = Campaign(DTYPES[name], seed=args.seed, in_graph=args.compile)
         for turn in range(args.faults // args.each):
             length = int(campaign.draw.choice(args.lengths.split(",")))
             campaign.case(length, STYLES[turn % len(STYLES)], args.each)

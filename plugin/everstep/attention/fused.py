@@ -90,6 +90,18 @@ def links(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return *of_out, *(q.new_empty(1, dtype=acc).expand(q.shape[:3]) for _ in range(2))
 
 
+def compare_forward(
+    guard: Guard, attend: Attend, operands: tuple[torch.Tensor, ...], out: torch.Tensor, lse: torch.Tensor | None
+) -> None:
+    """Run the kernel once more on Q, K and V, compare with what it gave, and report."""
+    with torch.no_grad(), unseen_by_checkpointing(), guard.timing():
+        again, lse_again = attend(*operands)
+        same = out.device.type == "cpu" and torch.equal(out, again) and (lse is None or torch.equal(lse, lse_again))
+        if not same:
+            worst = worst_of(agreement_deviation, out)(out, lse, again, lse_again, operands[2])
+            guard.report(FORWARD, worst, "refused")
+
+
 def compare_backward(guard: Guard, operands, gradients, seen, known, *, in_graph: bool = False) -> None:
     """Compare and report.
 
@@ -147,12 +159,7 @@ def attention(
     if hit.data_ptr() != out.data_ptr():
         out.data.copy_(hit)  # as a fault in the kernel would leave it
     if guard.checked:
-        with torch.no_grad(), unseen_by_checkpointing(), guard.timing():
-            again, lse_again = attend(q, k, v)
-            same = out.device.type == "cpu" and torch.equal(out, again) and (lse is None or torch.equal(lse, lse_again))
-            if not same:
-                worst = worst_of(agreement_deviation, out)(out, lse, again, lse_again, v)
-                guard.report(FORWARD, worst, "refused")
+        compare_forward(guard, attend, (q, k, v), out, lse)
     if watched:
         out, lse = _Output.apply(out, lse, *link, watch)
     return out, lse

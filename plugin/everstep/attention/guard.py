@@ -5,7 +5,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -56,6 +56,8 @@ class Checks:
         """Changes whenever weights do: sums of weights are kept under it."""
         self.coverage: Any = None
         """What of the model is guarded, where that was counted."""
+        self.masks: dict[int, Any] = {}
+        """The masks of the slot, by the address of the tensor that tells them apart."""
         self._step = self._slot = 0
         self._begun: Any = None
         self._timed: list[tuple[Any, Any]] = []
@@ -171,6 +173,9 @@ class Guard:
         """This guard's number, which stands for it in a compiled graph."""
         self.kept: Any = None
         """What an operator keeps from call to call."""
+        self.kernel: Callable[[torch.Tensor | None, float, bool], Any] | None = None
+        """This attention's kernel outside of a graph, a `fused.Attend`, by what tells its mask, its scale and whether
+        it hands out lse; of an attention in a compiled model."""
         _guards[int(self.ticket)] = self
 
     @property

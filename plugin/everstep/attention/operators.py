@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.library import Library, infer_schema, register_fake
 
-from .fused import FORWARD, compare_backward, links
+from .fused import FORWARD, Attend, compare_backward, compare_forward, links
 from .guard import Guard, guard_of
 from .linear import WeightSums, input_gradient, project, weight_gradient
 
@@ -34,9 +34,6 @@ def _operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., An
         return getattr(torch.ops.everstep, name).default
 
     return made
-
-
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def _sums(guard: Guard) -> WeightSums:
@@ -96,6 +93,22 @@ def _touch(x: torch.Tensor, ticket: torch.Tensor, section: str, backward: bool) 
 @_operator("look_at_scores", lambda *_: None)
 def _look_at_scores(lse: torch.Tensor, ticket: torch.Tensor) -> None:
     guard_of(ticket).look_at_scores(FORWARD, lse)
+
+
+@_operator("run_again", lambda *_: None)
+def _run_again(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    ticket: torch.Tensor,
+    scale: float,
+) -> None:
+    guard = guard_of(ticket)
+    if guard.checked and guard.kernel is not None:
+        compare_forward(guard, guard.kernel(mask, scale, lse is not None), (q, k, v), out, lse)
 
 
 @_operator("watch_backward", lambda *_: None)
@@ -180,9 +193,16 @@ def attention(
     plain_scores: bool = True,
     wide_sums: bool = False,
     hands_out_lse: bool = False,
+    mask: torch.Tensor | None = None,
+    twice: bool = True,
 ) -> tuple[torch.Tensor, Any]:
-    """`fused.attention` for a graph, in which nothing can run the kernel again: no second run is made of the forward.
-    hands_out_lse: whether `attend` returns one."""
+    """`fused.attention` for a graph. The kernel is run again outside of it, by the guard's `kernel`.
+
+    Args:
+        hands_out_lse: whether `attend` returns one.
+        mask: what tells `kernel` the mask by; None: there is none.
+        twice: whether `kernel` computes what `attend` does.
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     ticket, injecting = guard.ticket, guard.injecting
     watched = torch.is_grad_enabled()
@@ -194,6 +214,8 @@ def attention(
         _look_at_scores(lse.detach(), ticket)
     if injecting:
         out = _Touched.apply(out, ticket)
+    if twice and guard.kernel is not None:
+        _run_again(*(x if x is None else x.detach() for x in (q, k, v, out, lse)), mask, ticket, scale)
     if watched:
         out, lse = _Output.apply(out, lse, *link)
     return out, lse

@@ -5,6 +5,7 @@ attention for subclasses of the same; `attach` gives the modules built from them
 two, and with `attention_check.enable = false`, the model computes as torchtitan's does.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._pytree import tree_leaves
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.attention import (
     BaseAttention,
@@ -108,6 +110,31 @@ class _CheckedInner:
         """The mask that `masks`, the keyword arguments of the stock forward about it, stand for."""
         raise NotImplementedError
 
+    def kernel(self, mask: torch.Tensor | None, scale: float, with_lse: bool) -> fused.Attend:
+        """See `guard.Guard.kernel`."""
+        assert self.guard is not None
+        if mask is None:
+            return self._attend({"scale": scale}, with_lse=with_lse)
+        known = self.guard.checks.masks.get(mask.data_ptr())
+        if known is None:
+            raise RuntimeError(
+                "attention_check.enable: a compiled layer's mask is not one that the model was called with, so its "
+                "kernel cannot be run again; remove model from compile.components or switch attention_check off."
+            )
+        return self._attend({"attention_masks": known, "scale": scale}, with_lse=with_lse)
+
+    def _attend(self, given: dict[str, Any], *, with_lse: bool) -> fused.Attend:
+        """The stock kernel, under these keyword arguments."""
+        stock: Callable[..., Any] = super().forward  # pyrefly: ignore[missing-attribute] of the class next in line
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            grouped = q.shape[2] != k.shape[2]
+            if with_lse:
+                return stock(q, k, v, out_transform=lambda out, lse: (out, lse), enable_gqa=grouped, **given)
+            return stock(q, k, v, enable_gqa=grouped, **given), None
+
+        return attend
+
     def forward(self, q_BLNH, k_BLNH, v_BLNH, *, scale=None, out_transform=None, **kwargs):
         """What the stock forward computes, under its signature."""
         guard = self.guard
@@ -123,17 +150,13 @@ class _CheckedInner:
             return stock(q_BLNH, k_BLNH, v_BLNH, scale=scale, **transform, **kwargs)
         kwargs.pop("enable_gqa", None)
         with_lse = self.hands_out_lse == "always" or (self.hands_out_lse == "asked" and out_transform is not None)
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-            given = {**kwargs, "scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
-            if with_lse:
-                return stock(q, k, v, out_transform=lambda out, lse: (out, lse), **given)
-            return stock(q, k, v, **given), None
-
+        attend = self._attend({**kwargs, "scale": scale}, with_lse=with_lse)
         q, k, v = (x if self.reads is None else x.to(self.reads) for x in (q_BLNH, k_BLNH, v_BLNH))
         plain = kwargs.get("score_mod") is None
-        known = {"scale": scale, "guard": guard, "plain_scores": plain, "wide_sums": self.wide_sums}
+        known: dict[str, Any] = {"scale": scale, "guard": guard, "plain_scores": plain, "wide_sums": self.wide_sums}
         if torch.compiler.is_compiling():
+            known["mask"] = _told_by(kwargs.get("attention_masks"))
+            known["twice"] = plain and kwargs.get("is_causal", True)
             out, lse = operators.attention(attend, q, k, v, hands_out_lse=with_lse, **known)
         else:
             out, lse = fused.attention(attend, q, k, v, **known)
@@ -213,6 +236,13 @@ class CheckedScaledDotProductAttention(_CheckedInner, ScaledDotProductAttention)
         if masks.get("attention_masks") is not None:
             raise ValueError("ScaledDotProductAttention takes no attention_masks, only is_causal.")
         return Visible(causal=masks.get("is_causal", True))
+
+
+def _told_by(mask: Any) -> torch.Tensor | None:
+    """What a mask can be told by in a graph, where it is not itself: one of its tensors."""
+    if isinstance(mask, BlockMask):
+        return mask.kv_num_blocks
+    return mask.cu_seq_q if isinstance(mask, VarlenMetadata) else None
 
 
 def _seen_by_block_mask(mask: BlockMask) -> Visible:
@@ -395,6 +425,13 @@ def coverage(model_parts: Iterable[nn.Module]) -> Coverage:
 _OTHER_ATTENTION = re.compile(r"Attention$|DeltaNet$")
 
 
+def _remember_masks(checks: Checks, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a model's forward: keep its masks for what runs outside of its compiled blocks."""
+    leaves = tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, (BlockMask, VarlenMetadata)))
+    told = ((_told_by(leaf), leaf) for leaf in leaves)
+    checks.masks = {tensor.data_ptr(): mask for tensor, mask in told if tensor is not None}
+
+
 def attach(model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: int = 0, seed: int = 0) -> Checks:
     """Give the checked modules of a built model their guards.
 
@@ -414,6 +451,7 @@ def attach(model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: i
     model_parts = list(model_parts)
     inner = 0
     for part in model_parts:
+        part.register_forward_pre_hook(functools.partial(_remember_masks, checks), with_kwargs=True)
         for fqn, module in part.named_modules():
             if isinstance(module, (_CheckedProjection, _CheckedInner)):
                 layer = re.search(r"\b(mtp_)?layers\.(\d+)\.", fqn)
@@ -422,7 +460,9 @@ def attach(model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: i
                 if layer and layer.group(1):  # layers that predict further tokens are counted on behind the others
                     number += len(list(part.get_submodule("layers").children()))
                 module.guard = checks.guard(number, name, module.results(name))
-                inner += isinstance(module, _CheckedInner)
+                if isinstance(module, _CheckedInner):
+                    module.guard.kernel = module.kernel
+                    inner += 1
     if not inner:
         raise ValueError(
             "attention_check.enable: the model was built without checked attention; `apply` has to see the "
