@@ -161,7 +161,7 @@ def test_long_sums_keep_within_their_bounds(dtype, style):
         assert not seen.bad().any(), (style, inner, other)
 
 
-@pytest.mark.parametrize(("dtype", "visible"), [(torch.float32, 0.006), (torch.bfloat16, 0.6)])
+@pytest.mark.parametrize(("dtype", "visible"), [(torch.float32, 0.01), (torch.bfloat16, 0.6)])
 @pytest.mark.parametrize("inner", [256, 2048, 8192, 32768])
 def test_what_can_be_seen_does_not_shrink_with_the_length_of_the_sums(dtype, visible, inner):
     """One element of a product, wrong by `visible` of the products' root mean square."""

@@ -148,9 +148,11 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSu
         expected, size = apply_sums(a, sums.plain), norms(a, -1)
     size = size.unsqueeze(-1)
     product = reach = size * sums.reach
-    # Errors of terms whose signs vary grow with the root of their squares, those of terms alike with the result, which
-    # is no larger than `reach`: a broken checksum must not excuse itself.
-    terms = size * sums.step + torch.minimum(expected.abs(), 1.01 * reach)
+    # Errors of terms whose signs vary grow with the root of their squares, those of terms alike (one token repeated)
+    # with the result, in all columns in one direction. No correct tile's magnitudes add up to more than `reach`:
+    # infinity must not excuse itself.
+    magnitude = tile_magnitudes(y).nan_to_num(nan=math.inf)
+    terms = size * sums.step + torch.minimum(magnitude, 1.01 * reach)
     # A CPU that sums fp16 in fp16 rounds every partial sum that coarsely; TF32 rounds the terms alone.
     loss = growth(inner, y.dtype) * terms
     operands = operand_roundoff(y.dtype, y.device)
@@ -162,9 +164,7 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSu
         loss = loss + growth(inner, y.dtype) * bias.magnitudes
     store = store_roundoff(y.dtype, y.device)
     if store:
-        # No correct tile's magnitudes add up to more than `reach`: infinity must not excuse itself.
         # Half the digits of the checksum product may be lost on CUDA (`halves`), hence store² more.
-        magnitude = tile_magnitudes(y).nan_to_num(nan=math.inf)
         loss = loss + store * torch.minimum(magnitude, 1.01 * reach) + store**2 / slack * reach
         if bias is not None:  # the product may have been rounded before its bias was added
             loss = loss + store * torch.minimum(magnitude + bias.magnitudes, 1.01 * product)

@@ -5,8 +5,9 @@ A product y = a @ b of inner length K, accumulated in a dtype of unit roundoff u
 of different steps are not all of one sign, and λ√K·u with λ = 8 is exceeded with probability below 1e-13
 (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019). The smaller of both is used, with a floor of 64 u for the
 sums themselves. Σ|a||b| is what partial sums can add up to; what they do add up to is the root of the sum of squares of
-their terms, where signs vary, and the result, where they do not. `product.row_deviation` takes the growth of those two:
-a bound on Σ|a||b| alone would be √K times as wide, and at K = 32k hide an error as large as the result.
+their terms, where signs vary, and the result, where they do not, with errors that are of one sign in a whole tile where
+terms repeat. `product.row_deviation` takes the growth of those two: a bound on Σ|a||b| alone would be √K times as wide,
+and at K = 32k hide an error as large as the result.
 
 A result that is stored in a narrower dtype is off by a further u_store·|y_ij|, and nothing averages out for
 certain: a constant row is rounded the same way everywhere. Sums of such a result are therefore bounded by
