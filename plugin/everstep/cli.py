@@ -19,9 +19,6 @@ BROKEN_PIPE_EXIT = 141
 """What a shell gives for a command that died of SIGPIPE."""
 INTERRUPTED_EXIT = 130
 
-ROOT_KEYS = ("dump_folder", "hf_assets_path")
-"""torchtitan's flags without a section."""
-
 
 @dataclass(frozen=True)
 class Command:
@@ -101,10 +98,12 @@ def _refuse_strangers(command: Command, kind: Any, flags: Sequence[str]) -> None
     """Raises LaunchError for arguments that are nobody's. torchtitan's have a section, sbatch's cannot be told."""
     if command.rest == "sbatch":
         return
+    from everstep.config.grammar import ROOT_KEYS, is_flag
+
     own = [field.replace("_", "-") for field in kind.__dataclass_fields__]
     for position, flag in enumerate(flags):
         key = flag.lstrip("-").partition("=")[0]
-        if not flag.startswith("-"):
+        if not is_flag(flag):
             if command.rest == "none" or position == 0:
                 raise LaunchError(f"unknown argument {flag}; see --help.")
         elif command.rest == "none" or ("." not in key and key.replace("-", "_") not in ROOT_KEYS):

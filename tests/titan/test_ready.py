@@ -1,6 +1,5 @@
 """A group is ready before the others begin to wait for it."""
 
-import itertools
 import time
 
 import pytest
@@ -22,7 +21,7 @@ def run(tmp_path):
         fault_tolerance={
             "groups": 2,
             "reduce_timeout_s": REDUCE_S,
-            "connect_timeout_s": REDUCE_S,
+            "connect_timeout_s": REDUCE_S - 1.0,
             "join_timeout_s": REDUCE_S,
             "quorum_timeout_s": 15.0,
             "stall_timeout_s": 120.0,
@@ -54,7 +53,7 @@ def test_a_group_that_compiles_holds_nobody_up(run):
     assert told[0]["took_s"] > REDUCE_S, "else this shows nothing"
     failed = [event for event in run.events("attempt", told[0]["t"], group=0) if not event["committed"]]
     assert failed == []
-    commits = [event["t"] for event in run.events("commit", killed + 5.0, group=0)]
-    gaps = [after - before for before, after in itertools.pairwise(commits)]
-    print("longest time between two commits of the group that was left", max(gaps), "compiled in", told[0]["took_s"])
-    assert max(gaps) < REDUCE_S
+    begun = told[0]["t"] - told[0]["took_s"]
+    meanwhile = [event for event in run.events("commit", begun, group=0) if event["t"] < told[0]["t"]]
+    # One who waits for the group commits nothing until it has compiled.
+    assert len(meanwhile) > told[0]["took_s"] / REDUCE_S

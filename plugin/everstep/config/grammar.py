@@ -3,6 +3,7 @@
 tyro prints a panel and exits. Its own errors say what was wrong as values.
 """
 
+import re
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -15,11 +16,19 @@ from .private import errors
 
 T = TypeVar("T")
 
+ROOT_KEYS = ("dump_folder", "hf_assets_path")
+"""torchtitan's flags without a section."""
+
 WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "True or False"}
 
 
 class FlagError(ConfigError):
     """A command line that cannot be used, in one sentence."""
+
+
+def is_flag(word: str) -> bool:
+    """Whether a word of a command line begins a flag, and is no negative number."""
+    return word.startswith("-") and not re.fullmatch(r"-[\d.].*", word)
 
 
 def parse(
@@ -85,7 +94,10 @@ def _sentence(event: errors.ParseErrorEvent, args: Sequence[str], known: Sequenc
 
 def _stray(word: str, args: Sequence[str]) -> str:
     """What to say of a word that belongs to no flag, a switch's value for instance."""
-    before = args[args.index(word) - 1] if word in args[1:] else ""
+    attached = next(
+        (arg.removesuffix(f"={word}") for arg in args if arg.startswith("--") and arg.endswith(f"={word}")), ""
+    )
+    before = attached or (args[args.index(word) - 1] if word in args[1:] else "")
     section, dot, key = before.lstrip("-").rpartition(".")
     if not before.startswith("--") or "=" in before:
         return f"{word} belongs to no flag"

@@ -47,6 +47,7 @@ MOVED: dict[str, str] = {
     "experimental.enable_async_tensor_parallel": "compile.enable_async_tensor_parallel",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
     "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
+    "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (
         "activation_checkpoint.force_recompute_mm_shapes_by_fqns"
     ),

@@ -125,7 +125,7 @@ def _judge(order: Order) -> tuple[Any, int, list[str]]:
     from everstep.titan.cpu import has_accelerator
     from everstep.titan.data.binding import check_files
     from everstep.titan.load import load_config
-    from everstep.titan.machine import needs_gpu
+    from everstep.titan.machine import needs_gpu, why_not_checked
     from everstep.titan.trainer import EverstepTrainer
 
     source, warnings = Path(order.config), list[str]()
@@ -153,6 +153,8 @@ def _judge(order: Order) -> tuple[Any, int, list[str]]:
         raise ConfigError(
             f'{source}: [fault_tolerance] process_group = "{ft.process_group}" {reason}: set it to "gloo"'
         )
+    if reason := why_not_checked(config):
+        raise ConfigError(f"{source}: {reason}")
     return config, ranks, warnings
 
 
@@ -194,10 +196,7 @@ def _model(config: Any) -> Model:
     from everstep.titan.attention import coverage
     from everstep.titan.machine import built_on_meta, choose_attention, trained_parameters
 
-    try:
-        choose_attention(config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    choose_attention(config)
     model = built_on_meta(config)
     parameters, size = trained_parameters(model, config)
     checked = coverage([model]) if config.attention_check.enable else None

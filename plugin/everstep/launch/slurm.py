@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep import files
+from everstep.config.grammar import ROOT_KEYS, is_flag
 from everstep.run.directory import LaunchError, ask_to_stop, ended_file, over_file, stop_file
 from everstep.run.files import read_json, write_json
 
@@ -154,13 +155,14 @@ def states_of(job: int) -> list[Task]:
 
 
 def split_flags(flags: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split flags into sbatch's and torchtitan's, which are those with a section: `--training.steps 10`."""
+    """Split flags into sbatch's and torchtitan's: those with a section (`--training.steps 10`), and ROOT_KEYS."""
     slurm: list[str] = []
     titan: list[str] = []
     target = slurm
     for flag in flags:
-        if flag.startswith("-"):
-            target = titan if re.match(r"--[a-z_]+\.", flag) else slurm
+        if is_flag(flag):
+            name = flag.lstrip("-").partition("=")[0].replace("-", "_")
+            target = titan if re.match(r"[a-z_]+\.", name) or name in ROOT_KEYS else slurm
         target.append(flag)
     return slurm, titan
 

@@ -60,6 +60,17 @@ class RunSettings:
     preload: Sequence[str] = PRELOAD
     """Modules that the warm process imports."""
 
+    def order(self) -> Order:
+        """What is to be prepared."""
+        return Order(
+            config=str(self.config),
+            flags=self.flags,
+            groups=self.groups,
+            ranks=self.ranks_per_group,
+            run_dir=str(self.run_dir.resolve()),
+            allow_dropped=self.allow_dropped,
+        )
+
 
 class Refused(LaunchError):
     """A config that cannot work, or a stop before that was known: nothing was started, and what is in the run directory
@@ -184,17 +195,10 @@ class Supervisor:
         settings = self.settings
         if self._preparing is not None or self._children.warm is None or self._stops:
             return
-        order = Order(
-            config=str(settings.config),
-            flags=settings.flags,
-            groups=settings.groups,
-            ranks=settings.ranks_per_group,
-            run_dir=str(self.run_dir.path),
-            allow_dropped=settings.allow_dropped,
-        )
         self._preparing = Child("prepare", 0, self._prepare_ended, on_refusal=self._prepare_refused)
         self._children.ask(
-            self._preparing, Request(settings.prepare, [asdict(order)], self.run_dir.path / "logs" / "prepare.log")
+            self._preparing,
+            Request(settings.prepare, [asdict(settings.order())], self.run_dir.path / "logs" / "prepare.log"),
         )
 
     def _prepare_refused(self, child: Child, errno: int) -> None:

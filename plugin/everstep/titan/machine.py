@@ -1,6 +1,7 @@
 """What a config asks of the machine: a GPU, said before the start where there is none, and memory."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -60,6 +61,18 @@ def choose_attention(config: Any) -> None:
     if not cpu.has_accelerator():
         cpu.prepare(config)
     attention.apply(config, config.attention_check)
+
+
+def why_not_checked(config: Any) -> str:
+    """Why the attention of a trainer config's model cannot be checked as the config asks for; empty if it can. Changes
+    nothing."""
+    if not config.attention_check.enable:
+        return ""
+    try:
+        choose_attention(deepcopy(config))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def built_on_meta(config: Any) -> nn.Module:

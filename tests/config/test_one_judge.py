@@ -1,0 +1,218 @@
+"""run, doctor and `submit --dry-run` judge a config alike, and each mistake is one sentence with status 2."""
+
+import json
+import random
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from everstep import cli
+from everstep.commands.init import SOURCES
+from everstep.launch import doctor, prepare, supervisor
+from everstep.run import typed
+from everstep.titan import cpu
+
+GOOD = """\
+[job]
+module = "llama3"
+config = "llama3_debugmodel"
+[data]
+source = "stdlib"
+[training]
+steps = 12
+local_batch_size = 1
+global_batch_size = 12
+disable_cuda_graphs = true
+[fault_tolerance]
+enable = true
+groups = 3
+"""
+
+
+@pytest.fixture
+def doors(tmp_path, monkeypatch):
+    """What each door says of a file and flags, by its command: the refusal, or "" if it would go on. The process that
+    a command starts to read the config is this one, which has imported torchtitan already."""
+    if not cpu.has_accelerator():
+        cpu.stand_in()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(prepare.subprocess, "run", answered)
+    monkeypatch.setattr(supervisor, "run", started)
+    monkeypatch.setattr(doctor, "examine", lambda plan: [])  # of the machine, and not of the config
+
+    def judge(path, flags, capsys):
+        said = {}
+        for door in (["run"], ["submit", "--dry-run"], ["doctor", "--json"]):
+            with pytest.raises(SystemExit) as ended:
+                cli.main([*door, str(path), *flags])
+            out, err = capsys.readouterr()
+            assert "Traceback" not in out + err
+            if door[0] == "doctor" and out:
+                found = [line["found"] for line in json.loads(out)["checks"] if line["check"] == "config"]
+                said["doctor"] = "".join(found)
+            else:
+                assert ended.value.code in (0, 2), (door, ended.value.code, out, err)
+                said[door[0]] = err.strip().removeprefix("everstep: ") if ended.value.code == 2 else ""
+        return said
+
+    return judge
+
+
+def answered(command, **how):
+    order = typed.parse(prepare.Order, json.loads(command[-1]))
+    return subprocess.CompletedProcess(command, 0, json.dumps(prepare._answer(order)), "")
+
+
+def started(settings, *more):
+    prepare.prepared(replace(settings.order(), run_dir=""))
+    raise SystemExit(0)
+
+
+WRONG = ["0", "-1", "-5", "0.5", "1e18", "true", '"x"', '"None"', "[]", "{}", "100000000000"]
+TIMEOUT, SWITCH = ("5", "10", "60"), ("true", "false")
+KEYS = {
+    "fault_tolerance": {
+        "enable": SWITCH, "groups": ("1", "2", "4"), "min_groups": ("2", "4"), "on_loss": ('"shrink"',),
+        "on_poison": ('"skip"',), "metrics_port": ("9090",), "lighthouse": ('"http://h:1"', '"h"'),
+        "connect_timeout_s": TIMEOUT, "reduce_timeout_s": TIMEOUT, "quorum_timeout_s": TIMEOUT,
+        "replica_id": ("1",), "min_replica_size": ("2",), "semi_sync_method": ('"diloco"',), "gruops": ("3",),
+    },
+    "semi_sync": {
+        "method": ('"diloco"', '"local_sgd"'), "workers": ("3", "4"), "sync_steps": ("4", "6"), "fragments": ("2",),
+        "mixing": ("0.5",), "on_loss": ('"shrink"',), "quantize": ('"int8"',),
+    },
+    "attention_check": {"enable": SWITCH, "mode": ('"detect"',), "frequency": ("0.5",), "path": ('"explicit"',)},
+    "snapshot": {"enable": SWITCH, "interval": ("1", "10"), "parity": ("0", "2"), "parity_group": ("4",)},
+    "data": {"source": ('"dataloader"', '"tokens"'), "path": ('"x.tokens"',), "shuffle": SWITCH},
+    "training": {
+        "steps": ("24", "13"), "seq_len": ("64",), "global_batch_size": ("24", "2"), "batch_size": ("2",),
+        "dtype": ('"float32"',), "compile": SWITCH, "disable_cuda_graphs": SWITCH, "enable_cpu_offload": SWITCH,
+    },
+    "parallelism": {
+        "tensor_parallel_degree": ("2", "1"), "pipeline_parallel_degree": ("2",), "data_parallel_shard_degree": ("1",),
+        "data_parallel_replicate_degree": ("2", "3"),
+    },
+    "checkpoint": {
+        "enable": SWITCH, "interval": ("4", "5"), "async_mode": ('"async"',), "last_save_model_weights_only": SWITCH,
+    },
+    "activation_checkpoint": {"mode": ('"none"', '"full"', '"selective"'), "selective_ac_option": ('"op"', "2")},
+    "compile": {"enable": SWITCH},
+    "lr_scheduler": {"warmup_steps": ("2",), "total_steps": ("40",)},
+    "optimizer": {"lr": ("1e-3", "-1"), "name": ('"AdamW"',), "beta1": ("0.8",)},
+    "comm": {"mode": ('"default"', '"fake_backend"')},
+    "model": {"converters": ('["float8"]',), "print_after_conversion": SWITCH},
+}  # fmt: skip
+
+
+def mutant(chance):
+    """A file, and flags for it: one or two things in the example are otherwise."""
+    lines, flags = GOOD.splitlines(), []
+    for _ in range(chance.choice((1, 1, 2))):
+        section = chance.choice(list(KEYS))
+        key, values = chance.choice(list(KEYS[section].items()))
+        value = chance.choice(WRONG if chance.random() < 0.2 else values)
+        match chance.randrange(8):
+            case 0:
+                flags += [f"--{section.replace('_', '-')}.{key}", value.strip('"')]
+            case 1:
+                more = f"--groups={chance.choice((2, 3, 30))}", f"--{section}.no-{key}", f"--{section}.{key}={value}"
+                flags += [chance.choice(more)]
+            case 2:
+                del lines[chance.randrange(4, len(lines))]
+            case _ if f"[{section}]" in lines:
+                begin = lines.index(f"[{section}]") + 1
+                lines = [*lines[:begin], f"{key} = {value}", *(one for one in lines[begin:] if not one.startswith(key))]
+            case _:
+                lines += [f"[{section}]", f"{key} = {value}"]
+    return "\n".join(lines) + "\n", flags
+
+
+@pytest.mark.parametrize("seeds", [range(24), pytest.param(range(200), marks=pytest.mark.slow)], ids=len)
+def test_every_door_says_the_same_of_mutants(doors, tmp_path, capsys, seeds):
+    refused, path = 0, tmp_path / "run.toml"
+    for seed in seeds:
+        text, flags = mutant(random.Random(seed))
+        path.write_text(text)
+        said = doors(path, flags, capsys)
+        assert len(set(said.values())) == 1, (seed, flags, text, said)
+        refused += bool(said["run"])
+    assert len(seeds) // 4 < refused < len(seeds) * 7 // 8, "else this shows little"
+
+
+@pytest.mark.parametrize("what", [what for what, (kind, _) in SOURCES.items() if kind == "configs"])
+def test_what_init_writes_is_judged_alike(doors, tmp_path, capsys, what):
+    with pytest.raises(SystemExit):
+        cli.main(["init", what, "--out", "run.toml"])
+    flags = ["--parallelism.data_parallel_shard_degree", "-1", "--fault_tolerance.process_group", "gloo"]
+    [said] = set(doors(tmp_path / "run.toml", flags, capsys).values())
+    assert not said or "there is no tokenizer" in said
+
+
+RANKS = "change the degrees, or give another --ranks-per-group"
+MISTAKES = {
+    # lines after the example, flags: the sentence
+    ("[parallelism]\ntensor_parallel_degree = 2", ""): (
+        f"run.toml:15: [parallelism] tensor_parallel_degree = 2 takes a multiple of 2 ranks in a group, and a group "
+        f"has 1: {RANKS}"
+    ),
+    ("[parallelism]\npipeline_parallel_degree = 2", ""): (
+        f"run.toml:15: [parallelism] pipeline_parallel_degree = 2 takes a multiple of 2 ranks in a group, and a group "
+        f"has 1: {RANKS}"
+    ),
+    ("[parallelism]\ndata_parallel_shard_degree = 4", ""): (
+        "run.toml:15: [parallelism] data_parallel_shard_degree = 4 takes 4 ranks in a group, and a group has 1: "
+        f"{RANKS}"
+    ),
+    ("", "--fault_tolerance.enable false"): (
+        "command line: --fault_tolerance.enable takes no value: it is on when it is there, and "
+        "--fault_tolerance.no-enable is off"
+    ),
+    ("", "--fault_tolerance.enable=false"): (
+        "command line: --fault_tolerance.enable takes no value: it is on when it is there, and "
+        "--fault_tolerance.no-enable is off"
+    ),
+    ("metrics_port = -5", ""): "run.toml:14: [fault_tolerance] metrics_port must be at least 0, got -5",
+    ("", "--groups 30"): (
+        "run.toml:9: [training] global_batch_size = 12 has 12 slots of 1 rows (local_batch_size = 1 x 1 DP ranks) for "
+        "30 groups: every group needs one at least"
+    ),
+    ("", "--data.source dataloader --hf_assets_path none"): (
+        'hf_assets_path = "none": there is no tokenizer (tokenizer.json, vocab.txt, vocab.json), which [data] source = '
+        '"dataloader" needs; download the model\'s, or set [data] source = "stdlib"'
+    ),
+    ('[compile]\nenable = true\n[attention_check]\nenable = true\npath = "explicit"', ""): (
+        'run.toml: attention_check.path = "explicit": cannot be compiled; use attention_check.path = "fused" or remove '
+        "model from compile.components."
+    ),
+    ("[checkpoint]\nlast_save_model_weights_only = 3", ""): (
+        "run.toml:15: [checkpoint] last_save_model_only ([checkpoint] last_save_model_weights_only in the file) must "
+        "be true or false, got 3"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "flags"), MISTAKES, ids=range(len(MISTAKES)))
+def test_a_mistake_is_one_sentence_at_every_door(doors, tmp_path, capsys, more, flags):
+    path = tmp_path / "run.toml"
+    path.write_text(f"{GOOD}{more}\n")
+    said = doors(path, flags.split(), capsys)
+    assert set(said.values()) == {MISTAKES[more, flags].replace("run.toml", str(path), 1)}
+
+
+OLD = {
+    "a byte order mark": (b"\xef\xbb\xbf", ""),
+    "torchtitan 0.1's checkpoint": (
+        b"",
+        "[checkpoint]\nenable_checkpoint = false\nlast_save_model_weights_only = true",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OLD)
+def test_what_others_wrote_is_read(doors, tmp_path, capsys, what):
+    begin, more = OLD[what]
+    (tmp_path / "run.toml").write_bytes(begin + f"{GOOD}{more}\n".encode())
+    assert set(doors(Path("run.toml"), [], capsys).values()) == {""}
