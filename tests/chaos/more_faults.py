@@ -15,7 +15,7 @@ from everstep.chaos import trial
 from everstep.chaos.fault import Injection
 from everstep.chaos.kinds import FAULTS, KillHost, KillLighthouse, KillWorker
 from everstep.chaos.orders import Ordered
-from everstep.semi.worker_files import files_by_round, files_within_rounds, folder_of
+from everstep.semi.worker_files import files_by_round, folder_of
 
 IN_WORKER = "in_worker.faults"
 """What `--override.imports` has to name for workers to know these orders."""
@@ -129,7 +129,7 @@ class KillHostAndStates(KillHost):
             kill()
             for worker in workers:
                 written = files_by_round(folder, worker)
-                for path in [*written[max(written)], *files_within_rounds(folder, worker)]:
+                for path in written[max(written)]:
                     path.unlink(missing_ok=True)
 
         injection.strike = strike

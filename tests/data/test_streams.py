@@ -231,22 +231,6 @@ def test_an_adopted_stream_goes_on_from_the_newest_state_that_is_known(datasets,
     assert (stream, known.position, number, others) == (1, 8, 10, [])
 
 
-def test_a_stream_goes_on_elsewhere_within_what_is_not_committed_yet(datasets, tokenizer, monkeypatch):
-    ours, theirs = (streams(base(), tokenizer, 2) for _ in range(2))
-    batches = [flat(ours.microbatch(step, 1)) for step in (1, 2, 3)]
-    told = ours.states_now([ours.stream_of(1)])
-    assert flat(ours.microbatch(2, 1)) == batches[1], "as long as its step is not committed"
-    opened = []
-    monkeypatch.setattr(theirs, "_open", lambda *args, of=theirs._open: opened.append(args[2]) or of(*args))
-    theirs.go_on_from(told)
-    theirs.go_on_from(told)
-    assert opened == [3]
-    assert flat(theirs.microbatch(4, 1)) == flat(ours.microbatch(4, 1))
-    assert opened == [3], "nothing was skipped"
-    theirs.go_on_from(b"")
-    assert theirs.states_now([5]) == theirs.known_states(), "none"
-
-
 def test_states_are_never_told_beyond_the_committed_step(datasets, tokenizer):
     source = streams(base(), tokenizer, SLOTS)
 

@@ -12,21 +12,17 @@ before that round:
     ["healed"]                          all of the group's memory is replaced by what a joiner gets
     ["replaced"]                        another trainer goes on with that
     ["restarted"]                       another trainer goes on from a checkpoint
-    ["cut", worker, steps, *damage]     the worker's round was begun, so many steps were made and written, and the
-                                        newest state became what `damaged` says
     ["absent", worker]                  it is not in this round
 
 What came of it is in `dir`/out.pt: parameters, losses by inner step, events, after how many inner steps of its round
 each sum began, and what was told of streams when a worker moved.
 """
 
-import contextlib
 import json
 import os
 import socket
 import sys
 import time
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -102,59 +98,11 @@ def moves_streams(trainer):
     trainer.noted([notes])
 
 
-class CutError(Exception):
-    pass
-
-
-def settled(trainer):
-    """All that is to be written is."""
-    assert trainer.work.store.settle(DEADLINE_S)
-
-
-def cut_short(trainer, worker, steps):
-    """A worker's round ends after so many steps, each written before the next."""
-    made, step = [], trainer.optimizer.step
-
-    def counted(*args):
-        settled(trainer)
-        if len(made) == steps:
-            raise CutError
-        made.append(args)
-        return step(*args)
-
-    trainer.optimizer.step = counted
-    trainer.work.reducer.begin(trainer.column, HOUR, trainer.committed + 1)
-    trainer.work.reducer.begin_slot(last=False)
-    with contextlib.suppress(CutError):
-        trainer.work.compute(trainer.committed + 1, worker, whole=False)
-    assert len(made) == steps
-    trainer.optimizer.step = step
-    trainer.work.discard()
-    settled(trainer)
-
-
-def damaged(trainer, worker, how):
-    files = trainer.work.store.files
-    of = [place for place in files.of(worker) if place.round == trainer.committed and place.steps]
-    newest = max(of, key=lambda found: found.steps)
-    path = files.path(newest)
-    match how:
-        case []:
-            pass
-        case ["torn"]:
-            path.write_bytes(path.read_bytes()[:-1])
-        case ["under a foreign name"]:
-            path.rename(files.path(replace(newest, steps=newest.steps + 1)))
-        case _:
-            raise ValueError(how)
-
-
 def happens(trainer, what, scenario):
     match what:
         case ["moved", worker]:
-            every = trainer.config.semi_sync.keep_rounds
-            if newest := trainer.committed // every * every:
-                written(trainer, worker, newest)
+            if trainer.committed:
+                written(trainer, worker, trainer.committed)
             del trainer.work.store.held[worker]
             if isinstance(trainer.source, SlotStreams):
                 moves_streams(trainer)
@@ -175,15 +123,6 @@ def happens(trainer, what, scenario):
             trainer.work.store.held.clear()
             trainer.step = 0
             trainer.work.heal(state)
-        case ["cut", worker, steps, "of another history"]:
-            marks = trainer.work.state.marks
-            mark = marks[trainer.committed]
-            marks[trainer.committed] = replace(mark, history=mark.history ^ 1)
-            cut_short(trainer, worker, steps)
-            marks[trainer.committed] = mark
-        case ["cut", worker, steps, *damage]:
-            cut_short(trainer, worker, steps)
-            damaged(trainer, worker, damage)
         case ["replaced"]:
             state = fetched(trainer)
             end(trainer)

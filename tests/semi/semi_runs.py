@@ -74,26 +74,17 @@ def worst_loss(run, expected):
 
 def rounds_in_the_final_state(run_dir, sync_steps=SYNC_STEPS):
     """(round, worker, inner step) → how often, counted from the log files alone: back from the newest commit through
-    the parents that commits name, each worker's round where the tally says that it was computed; of what was taken up
-    within the round, the steps of those who wrote it."""
+    the parents that commits name, each worker's round where the tally says that it was computed."""
     events = events_of(run_dir)
     commits = {event["history"]: event for event in events if event["kind"] == "commit"}
-    rounds, kept = {}, {}
-    for event in events:
-        if event["kind"] == "worker_round":
-            rounds.setdefault((event["group"], event["step"], event["worker"]), []).append(event)
-        elif event["kind"] == "worker_kept":
-            kept.setdefault((event["parent"], event["step"], event["worker"], event["steps"]), event)
+    rounds = {(event["group"], event["step"], event["worker"]): event for event in reversed(events)
+              if event["kind"] == "worker_round"}  # fmt: skip
     found, at = Counter(), max(commits.values(), key=lambda event: event["step"])
     while at is not None:
         round_, before = at["step"], (at["step"] - 1) * sync_steps
         for worker, owner in enumerate(at["owners"]):
-            done = [event for event in rounds.get((owner, round_, worker), ()) if event["t"] <= at["t"]]
-            part, end = max(done, key=lambda event: event["t"], default=None), sync_steps
-            while part is not None:
-                found.update((round_, worker, before + step) for step in range(part["from_step"] + 1, end + 1))
-                end = part["from_step"]
-                part = kept.get((at["parent"], round_, worker, end))
+            if (done := rounds.get((owner, round_, worker))) and done["t"] <= at["t"]:
+                found.update((round_, worker, before + step) for step in range(1, sync_steps + 1))
         at = commits.get(at["parent"])
     return found
 

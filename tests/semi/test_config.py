@@ -81,11 +81,6 @@ REFUSED = {
         "[semi_sync] sync_steps = 10 must be a multiple of fragments = 3: they are synchronised in turn, equally far "
         "apart",
     ),
-    "states within rounds that are never written": (
-        GOOD + "fragments = 2\nkeep_steps = 6\n",
-        "[semi_sync] keep_steps = 6 must be at most the sync_steps / fragments = 5 steps of a round, or a multiple of "
-        "them",
-    ),
     "snapshots": (
         GOOD + "[snapshot]\nenable = true\n",
         '[snapshot] enable must be false with [semi_sync] method = "diloco": the other is not built yet',
@@ -99,10 +94,6 @@ REFUSED = {
         GOOD.replace("groups = 3", 'groups = 3\non_loss = "shrink"'),
         '[fault_tolerance] on_loss = "shrink" is about slots: with [semi_sync] method = "diloco" set [semi_sync] '
         "on_loss",
-    ),
-    "waiting for what is not adopted": (
-        GOOD + 'on_loss = "shrink"\nadopt_after_s = 5.0\n',
-        '[semi_sync] adopt_after_s is read with on_loss = "resume" only: "shrink" moves no workers',
     ),
 }
 
@@ -130,7 +121,6 @@ def test_the_debug_model_of_02s_ft_trainer_loads(load):
 def test_a_run_directory_belongs_to_one_number_of_workers_and_not_of_groups(load):
     identity = config_identity(load(GOOD))
     assert config_identity(load(GOOD.replace("groups = 3", "groups = 2"))) == identity
-    assert config_identity(load(GOOD + "adopt_after_s = 5.0\nkeep_steps = 5\n")) == identity
     assert config_identity(load(GOOD.replace("workers = 4", "workers = 3"))) != identity
     by_groups = GOOD.replace("workers = 4\n", "").replace("global_batch_size = 24", "global_batch_size = 12")
     assert config_identity(load(by_groups)) != config_identity(load(by_groups.replace("groups = 3", "groups = 2")))

@@ -6,21 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from everstep.semi.worker_files import Place, WorkerFiles, is_over
+from everstep.semi.worker_files import Place, WorkerFiles
 from everstep.semi.worker_states import WorkerStates
 
 TOKEN, SIZE = b"t" * 32, 5000
 PLACE = Place(worker=1, round=7, history=0xABC)
-WITHIN = replace(PLACE, steps=5)
 DEADLINE_S = 60.0
 
 
-def files(folder, rank=0, whose="run 1, 2 ranks", token=TOKEN, nbytes=SIZE, most=SIZE):
-    return WorkerFiles(folder, rank=rank, whose=whose, nbytes=nbytes, token=token, most=most)
+def files(folder, rank=0, whose="run 1, 2 ranks", token=TOKEN, nbytes=SIZE):
+    return WorkerFiles(folder, rank=rank, whose=whose, nbytes=nbytes, token=token)
 
 
-def write(store, place, *parts, keep_round=0, keep_steps=0):
-    store.write(place, [memoryview(part) for part in parts], keep_round=keep_round, keep_steps=keep_steps)
+def write(store, place, state, keep_round=0):
+    store.write(place, state, keep_round=keep_round)
 
 
 @pytest.fixture
@@ -30,22 +29,18 @@ def state():
 
 def test_a_state_is_read_as_it_was_written(tmp_path, state):
     write(files(tmp_path), PLACE, state)
-    write(files(tmp_path), WITHIN, state, b"where streams stand")
-    other_group = files(tmp_path, most=SIZE + 100)
+    other_group = files(tmp_path)
     assert other_group.has(PLACE)
-    assert set(other_group.of(1)) == {PLACE, WITHIN}
+    assert other_group.of(1) == [PLACE]
     assert other_group.read(PLACE) == state
-    assert other_group.read(WITHIN) == state + b"where streams stand"
-    assert files(tmp_path, most=SIZE).read(WITHIN) is None, "longer than any"
 
 
-@pytest.mark.parametrize("change", [{"worker": 2}, {"round": 8}, {"history": 0xABD}, {"steps": 50}])
-@pytest.mark.parametrize("place", [PLACE, WITHIN])
-def test_a_file_under_another_name_is_no_state(tmp_path, state, place, change):
-    store, other = files(tmp_path), replace(place, **change)
-    write(store, place, state)
+@pytest.mark.parametrize("change", [{"worker": 2}, {"round": 8}, {"history": 0xABD}])
+def test_a_file_under_another_name_is_no_state(tmp_path, state, change):
+    store, other = files(tmp_path), replace(PLACE, **change)
+    write(store, PLACE, state)
     assert other not in store.of(other.worker)
-    store.path(place).rename(store.path(other))
+    store.path(PLACE).rename(store.path(other))
     assert other in store.of(other.worker)
     assert store.read(other) is None
 
@@ -62,46 +57,33 @@ def test_a_file_of_another_rank_run_or_layout_is_no_state(tmp_path, state, chang
 @pytest.mark.parametrize(
     "damage", [lambda d: d[:-1], lambda d: d + b"x", lambda d: b"x" + d[1:], lambda d: d[:-1] + b"x"]
 )
-@pytest.mark.parametrize("place", [PLACE, WITHIN])
-def test_a_damaged_file_is_no_state(tmp_path, state, place, damage):
-    store = files(tmp_path, most=2 * SIZE)
-    write(store, place, state)
-    path = store.path(place)
+def test_a_damaged_file_is_no_state(tmp_path, state, damage):
+    store = files(tmp_path)
+    write(store, PLACE, state)
+    path = store.path(PLACE)
     path.write_bytes(damage(path.read_bytes()))
-    assert store.read(place) is None
+    assert store.read(PLACE) is None
 
 
 @pytest.mark.parametrize(
-    ("known", "written", "over"),
+    ("round_", "over"),
     [
-        (replace(PLACE, round=4), PLACE, True),  # nobody remembers the rounds since
-        (replace(PLACE, round=5), PLACE, False),
-        (replace(PLACE, round=8), PLACE, False),  # this group has missed a commit
-        (replace(WITHIN, round=6), PLACE, True),  # its round is over
-        (WITHIN, PLACE, False),
-        (replace(WITHIN, steps=2), WITHIN, True),
-        (replace(WITHIN, steps=3), WITHIN, False),  # of the last two one is whole on all ranks
-        (replace(WITHIN, steps=2, history=1), WITHIN, False),
-        (replace(WITHIN, round=8, steps=1), WITHIN, False),
-        (replace(PLACE, round=5), WITHIN, False),
+        (4, True),  # nobody remembers the rounds since
+        (5, False),
+        (8, False),  # this group has missed a commit
     ],
 )
-def test_a_state_is_kept_as_long_as_somebody_may_go_on_from_it(tmp_path, state, known, written, over):
-    assert is_over(known, written, 5, 3) == over
-    store = files(tmp_path)
+def test_a_state_is_kept_as_long_as_somebody_may_go_on_from_it(tmp_path, state, round_, over):
+    store, known = files(tmp_path), replace(PLACE, round=round_)
     other = replace(known, worker=11)
     for place in (known, other):
         write(store, place, state)
     draft = tmp_path / f".{store.path(known).name}-0123.tmp"
     draft.write_bytes(b"torn")
-    write(store, written, state, keep_round=5, keep_steps=3)
-    assert set(store.of(1)) == {written} | ({known} - {known for _ in [0] if over})
+    write(store, PLACE, state, keep_round=5)
+    assert set(store.of(1)) == {PLACE} | ({known} - {known for _ in [0] if over})
     assert draft.exists() != over
     assert store.of(11) == [other]
-    files(tmp_path, rank=1).forget_within()
-    assert written in store.of(1)
-    store.forget_within()
-    assert not any(place.steps for place in store.of(1))
 
 
 class SlowDisk(WorkerFiles):
@@ -120,10 +102,10 @@ class SlowDisk(WorkerFiles):
 def test_a_slow_storage_is_waited_for_before_the_host_fills_up(tmp_path, state):
     """At most two states of a worker are to be written; while there are two, the next round waits."""
     disk = SlowDisk(tmp_path)
-    store = WorkerStates(disk, rounds=1)
+    store = WorkerStates(disk)
     rounds = [replace(PLACE, round=round_) for round_ in range(1, 21)]
     for place in rounds:
-        store.save(place, [memoryview(state)])
+        store.save(place, state)
         assert (store.behind() == "") == (place.round == 1)
         assert not store.catch_up(0.0) or place.round == 1
     assert "worker 1 after round 0 " in store.behind()
@@ -137,9 +119,9 @@ def test_a_slow_storage_is_waited_for_before_the_host_fills_up(tmp_path, state):
 
 def test_a_full_storage_is_tried_again(tmp_path, state):
     (tmp_path / "workers").touch()
-    store = WorkerStates(files(tmp_path / "workers"), rounds=1)
+    store = WorkerStates(files(tmp_path / "workers"))
     for place in (PLACE, replace(PLACE, round=8)):
-        store.save(place, [memoryview(state)])
+        store.save(place, state)
     assert not store.catch_up(0.1)
     assert os.strerror(20) in store.behind() or os.strerror(17) in store.behind()
     (tmp_path / "workers").unlink()
@@ -149,7 +131,7 @@ def test_a_full_storage_is_tried_again(tmp_path, state):
 
 
 def test_a_state_is_held_until_a_newer_one_is_on_storage(tmp_path, state):
-    store = WorkerStates(files(tmp_path), rounds=1)
+    store = WorkerStates(files(tmp_path))
     rounds = [replace(PLACE, round=round_) for round_ in range(5, 10)]
     store.hold(rounds[1], state)
     store.let_go(rounds)
@@ -157,7 +139,7 @@ def test_a_state_is_held_until_a_newer_one_is_on_storage(tmp_path, state):
     store.let_go(rounds[2:])
     assert store.read(rounds[1]) is None, "nobody knows that round any more"
     store.hold(rounds[1], state)
-    store.save(rounds[2], [memoryview(state)])
+    store.save(rounds[2], state)
     assert store.settle(DEADLINE_S)
     store.let_go(rounds)
     assert not store.holds(1, rounds[1].round)

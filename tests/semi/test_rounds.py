@@ -30,13 +30,10 @@ class Case:
     on_loss: str = "resume"
     more: dict = field(default_factory=dict)
     """Other sections."""
-    keep_steps: int = 0
-    went_on: tuple = ()
-    """(round, worker, after how many steps of it) where a state within a round was taken up."""
 
     @property
     def semi_sync(self):
-        keys = ("fragments", "overlap_steps", "mixing", "sync_steps", "keep_steps", "quantize", "on_loss")
+        keys = ("fragments", "overlap_steps", "mixing", "sync_steps", "quantize", "on_loss")
         return {key: getattr(self, key) for key in keys}
 
     @property
@@ -56,45 +53,28 @@ HAPPENS = {
     "9": [["moved", 2], ["torn", 2, 8]],
 }
 AWAY = {"2": [["absent", 1], ["absent", 2]], "3": [["absent", 2]], "4": [["absent", 2]], "5": [["absent", 3]]}
-MOVES = {"3": [["moved", 1]], "4": [["moved", 2], ["lost", 2, 3]], "5": [["cut", 1, 1], ["replaced"]]}
-CUTS = {
-    "1": [["cut", 1, 2]],  # while the learning rate rises
-    "2": [["cut", 1, 1], ["healed"]],
-    "3": [["cut", 0, 3], ["replaced"]],
-    "4": [["cut", 3, 2]],
-    "5": [["cut", 2, 3]],
-    "6": [["cut", 3, 2], ["moved", 3]],
-    "7": [["cut", 3, 3, "torn"]],
-    "8": [["cut", 3, 3, "of another history"]],
-    "9": [["cut", 0, 1, "under a foreign name"], ["cut", 1, 3], ["restarted"]],
-}
-WENT_ON = ((1, 1, 2), (2, 1, 1), (3, 0, 3), (4, 3, 2), (5, 2, 3), (6, 3, 2), (7, 3, 2))
+MOVES = {"3": [["moved", 1]], "4": [["moved", 2], ["lost", 2, 3]], "5": [["moved", 1], ["replaced"]]}
 STREAMS = {"job": {"config": "tiny_streams"}, "data": {"source": "dataloader"}}
 CHECKED = {
     "attention_check": {"enable": True, "mode": "detect", "frequency": 1.0, "allow_injection": True},
     "attention_check.inject": {"kind": "nan", "first_step": 3, "count": 1},
 }
 CASES = {
-    "the whole, late, states written now and then": Case(
-        1, 2, 0.25, 4, before={"5": [["moved", 0]]}, again=(1,), keep_steps=12
-    ),
+    "the whole, late": Case(1, 2, 0.25, 4, before={"5": [["moved", 0], ["lost", 0, 4]]}, again=(1,)),
     "halves, late, while workers move": Case(2, 2, 0.5, 6, before=HAPPENS, again=(0, 0, 0, 0, 0, 1, 1)),
     "experts, while workers move": Case(
         2,
         1,
         0.5,
         4,
-        before=HAPPENS | {"10": [["cut", 2, 1], ["moved", 2]]},
-        again=(0, 0, 0, 0, 0, 1, 1, 0),
+        before=HAPPENS,
+        again=(0, 0, 0, 0, 0, 1, 1),
         more={"job": {"config": "tiny_moe"}},
-        keep_steps=1,
-        went_on=((10, 2, 1),),
     ),
     "streams of a dataloader, while workers move": Case(
-        1, 0, 0.0, 2, before=MOVES, again=(0, 1, 0, 0, 0, 0), more=STREAMS, keep_steps=1, went_on=((5, 1, 1),)
+        1, 0, 0.0, 2, before=MOVES, again=(0, 1, 0, 0, 0, 0), more=STREAMS
     ),
     "workers that are absent": Case(1, 0, 0.0, 2, before=AWAY, again=(0,), on_loss="shrink"),
-    "halves, late, cut within rounds": Case(2, 2, 0.5, 6, before=CUTS, again=(0,) * 9, keep_steps=1, went_on=WENT_ON),
     "an attention that is checked": Case(1, 1, 0.5, 2, more=CHECKED),
 }
 MORE = {
@@ -102,7 +82,12 @@ MORE = {
     "halves, at once": Case(2, 0, 0.0, 2),
     "local parameters thrown away": Case(2, 2, 0.0, 6),
     "two rounds made again": Case(
-        1, 0, 0.0, 2, before={"4": [["moved", 3]], "5": [["moved", 3], ["lost", 3, 4]]}, again=(1, 2), keep_steps=4
+        1,
+        0,
+        0.0,
+        2,
+        before={"4": [["moved", 3], ["lost", 3, 3]], "5": [["moved", 3], ["lost", 3, 4], ["lost", 3, 3]]},
+        again=(1, 2),
     ),
 }
 
@@ -198,19 +183,11 @@ def is_what_the_paper_says(found, case, reference, folder):
         assert worst(plain.parameters, expected) > 1e-4
     moves = [event["rounds_again"] for event in found["events"] if event["kind"] == "worker_moved"]
     assert tuple(moves) == case.again
-    begun = [event for event in found["events"] if event["kind"] == "worker_round" and event["from_step"]]
-    assert tuple((event["step"], event["worker"], event["from_step"]) for event in begun) == case.went_on
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_streaming_is_what_the_paper_says_whoever_carries_the_workers(few, reference, tmp_path, name):
     is_what_the_paper_says(few[name], CASES[name], reference, tmp_path)
-
-
-def test_a_round_that_another_trainer_goes_on_with_is_the_same_to_the_bit(few):
-    cut, not_cut = few["halves, late, cut within rounds"], few["halves, late, while workers move"]
-    assert cut["losses"] == not_cut["losses"]
-    assert all(torch.equal(cut["parameters"][name], t) for name, t in not_cut["parameters"].items())
 
 
 def test_groups_tell_each_other_where_their_streams_stand(few):
@@ -253,10 +230,7 @@ def test_so_are_other_ways_to_synchronise(more, reference, tmp_path, name):
 def test_a_sum_begins_while_the_last_worker_still_makes_steps(few, name):
     case = CASES[name]
     begins_after = case.sync_steps // case.fragments - case.overlap_steps
-    before = {round_: steps for round_, worker, steps in case.went_on if worker == WORKERS - 1}
-    assert few[name]["begun"] == [
-        [max(0, begins_after - before.get(round_, 0))] for round_ in range(1, OUTER_ROUNDS * case.fragments + 1)
-    ]
+    assert few[name]["begun"] == [[begins_after]] * (OUTER_ROUNDS * case.fragments)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -338,15 +338,6 @@ def _semi_sync(config: Any) -> Iterator[Problem]:
                 f"= {value} must be a multiple of [semi_sync] sync_steps = {semi.sync_steps}: between two rounds "
                 "there are no global parameters",
             )
-    if semi.adopt_after_s and semi.on_loss == "shrink":
-        yield wrong("semi_sync", "adopt_after_s", 'is read with on_loss = "resume" only: "shrink" moves no workers')
-    elif not 0 <= semi.adopt_after_s < ft.give_up_after_s:
-        yield wrong(
-            "semi_sync",
-            "adopt_after_s",
-            f"= {semi.adopt_after_s} must be at least 0 and less than [fault_tolerance] give_up_after_s = "
-            f"{ft.give_up_after_s}: a group that could not commit for so long gives up",
-        )
     if ft.on_loss != "redistribute":
         yield wrong(
             "fault_tolerance",
@@ -373,7 +364,7 @@ def _semi_sync(config: Any) -> Iterator[Problem]:
 def _outer(semi: Any) -> Iterator[Problem]:
     """The settings of the outer step, which only diloco reads."""
     defaults = type(semi)()
-    for key in ("outer_lr", "outer_momentum", "nesterov", "fragments", "overlap_steps", "mixing", "quantize"):
+    for key in ("outer_lr", "outer_momentum", "fragments", "overlap_steps", "mixing", "quantize"):
         if semi.method == "local_sgd" and getattr(semi, key) != getattr(defaults, key):
             yield Problem(
                 ("semi_sync", key),
@@ -410,14 +401,6 @@ def _fragments(semi: Any, layers: int) -> Iterator[Problem]:
         )
     if not 0 <= semi.mixing < 1:
         yield wrong("mixing", "at least 0 and less than 1: a worker that keeps all of its own takes nothing over")
-    whole = semi.fragments > 0 and semi.round_steps > 0
-    if semi.keep_steps < 0:
-        yield wrong("keep_steps", "at least 0")
-    elif whole and semi.keep_steps > semi.round_steps and semi.keep_steps % semi.round_steps:
-        yield wrong(
-            "keep_steps",
-            f"at most the sync_steps / fragments = {semi.round_steps} steps of a round, or a multiple of them",
-        )
 
 
 _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (

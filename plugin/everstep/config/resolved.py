@@ -110,7 +110,7 @@ def _decides_result(path: Path, config: Any) -> bool:
         # other sources bring their own data, already in tokens
         return config.data.source == "dataloader"
     if path[0] == "semi_sync":
-        return config.semi_sync.enabled and path[1] not in ("keep_steps", "adopt_after_s")
+        return config.semi_sync.enabled
     return path[0] in _RESULT_SECTIONS or path[:2] in _RESULT_KEYS
 
 

@@ -15,17 +15,16 @@ from everstep.semi.section import SemiSync
 
 @dataclass(frozen=True, slots=True)
 class OuterSGD:
-    """SGD as `torch.optim.SGD` defines it, without dampening and weight decay."""
+    """SGD with Nesterov momentum as `torch.optim.SGD` defines it, without dampening and weight decay."""
 
     lr: float
     momentum: float
-    nesterov: bool
 
     @staticmethod
     def of(settings: SemiSync) -> "OuterSGD":
         if settings.method == "local_sgd":
-            return OuterSGD(1.0, 0.0, False)
-        return OuterSGD(settings.outer_lr, settings.outer_momentum, settings.nesterov)
+            return OuterSGD(1.0, 0.0)
+        return OuterSGD(settings.outer_lr, settings.outer_momentum)
 
     @torch.no_grad()
     def step(self, params: Iterable[torch.Tensor], grads: Iterable[torch.Tensor], buffers: list[torch.Tensor]) -> None:
@@ -39,5 +38,5 @@ class OuterSGD:
             update = grad
             if self.momentum:
                 buffer = buffers[index].mul_(self.momentum).add_(grad)
-                update = grad.add(buffer, alpha=self.momentum) if self.nesterov else buffer
+                update = grad.add(buffer, alpha=self.momentum)
             param.add_(update, alpha=-self.lr)

@@ -24,10 +24,7 @@ class SemiSync:
     """Learning rate of diloco's outer optimizer."""
 
     outer_momentum: float = 0.9
-    """Its momentum."""
-
-    nesterov: bool = True
-    """Whether its momentum is Nesterov's."""
+    """Its momentum, Nesterov's."""
 
     fragments: int = 1
     """P, diloco only: the model's layers in so many parts, one of which is synchronised every `sync_steps` / P steps,
@@ -44,19 +41,10 @@ class SemiSync:
     """Diloco only: the numbers that each worker's change is sent in. They are summed in float32; what rounding takes
     away is not made up for later."""
 
-    keep_steps: int = 0
-    """Optimizer steps between two writes of each worker's own state to the run directory. 0: those of a round. Less:
-    whoever makes the round of a lost worker goes on from the newest state within it. More, a multiple of a round's:
-    the rounds since the newest state are made again."""
-
     on_loss: Literal["resume", "shrink"] = "resume"
     """When a group is lost: `resume` has its workers' rounds computed by others, so that all workers are in each
     synchronisation; a worker whose state is nowhere ends the run. `shrink` synchronises those whose groups are there
     (torchft's behaviour); a worker whose state is nowhere begins anew."""
-
-    adopt_after_s: float = 0.0
-    """Resume only: how long the others wait for a lost group before one of them takes its workers over. Whatever it is,
-    the result is the same."""
 
     @property
     def enabled(self) -> bool:
@@ -66,16 +54,6 @@ class SemiSync:
     def round_steps(self) -> int:
         """h: steps of each worker between two synchronisations of anything, H / P."""
         return self.sync_steps // self.fragments
-
-    @property
-    def keep_rounds(self) -> int:
-        """K: rounds between two states of a worker after a round that are written."""
-        return max(1, self.keep_steps // self.round_steps)
-
-    @property
-    def keep_within(self) -> int:
-        """Steps between two states within a round that are written; 0: none is."""
-        return self.keep_steps if self.keep_steps < self.round_steps else 0
 
     def commits(self, steps: int) -> int:
         """How many commits a run of so many optimizer steps makes: its rounds, or the steps themselves."""

@@ -1,4 +1,4 @@
-"""The workers' own states in the run directory: one file for each worker, rank of a group, round and step of a round.
+"""The workers' own states in the run directory: one file for each worker, rank of a group and round.
 
 In front of the state stands an authentication code (GMAC, under a key that is the file's alone and made from the run's
 token) of the state and of what it is the state of: a file that was torn, altered, moved or written by somebody else is
@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,21 +27,16 @@ class Place:
     """What a state is of: this rank's part of a worker's own state.
 
     Attributes:
-        round: the last one that is committed.
+        round: that it is after, and that is committed.
         history: after that commit.
-        steps: that the worker has made since.
     """
 
     worker: int
     round: int
     history: int
-    steps: int = 0
 
 
-_NAME = re.compile(
-    r"\.?worker-(?P<worker>\d+)\.rank-(?P<rank>\d+)\.round-(?P<round>\d+)\."
-    r"(steps-(?P<steps>\d+)\.)?(?P<history>[0-9a-f]+)"
-)
+_NAME = re.compile(r"\.?worker-(?P<worker>\d+)\.rank-(?P<rank>\d+)\.round-(?P<round>\d+)\.(?P<history>[0-9a-f]+)")
 """Of a state's file, or of its draft."""
 
 
@@ -54,27 +49,9 @@ def files_by_round(folder: Path, worker: int) -> dict[int, list[Path]]:
     """The files of a worker's states after rounds, of all ranks."""
     found: dict[int, list[Path]] = {}
     for path in folder.glob(f"worker-{worker}.rank-*"):
-        if (of := _NAME.fullmatch(path.name)) and of["steps"] is None:
+        if of := _NAME.fullmatch(path.name):
             found.setdefault(int(of["round"]), []).append(path)
     return found
-
-
-def files_within_rounds(folder: Path, worker: int) -> list[Path]:
-    """The files of a worker's states within rounds, of all ranks."""
-    return list(folder.glob(f"worker-{worker}.rank-*.steps-*"))
-
-
-def is_over(known: Place, written: Place, keep_round: int, keep_steps: int) -> bool:
-    """Whether nobody needs a worker's state `known` any more, now that `written` is there.
-
-    A state after a round is kept down to `keep_round`, since another history may have to go on from it. One within a
-    round is kept until the next round is over, and those of the same round and history down to `keep_steps`.
-    """
-    if known.steps == 0:
-        return known.round < keep_round
-    if known.round != written.round:
-        return known.round < written.round
-    return known.history == written.history and known.steps < keep_steps
 
 
 class WorkerFiles:
@@ -84,23 +61,20 @@ class WorkerFiles:
         folder: of all workers.
         rank: of this process in its group.
         whose: further words that a state is bound to: the run, and how its groups are laid out.
-        nbytes: of every state after a round.
+        nbytes: of every state.
         token: the run's.
-        most: bytes of a state within a round at most.
     """
 
-    def __init__(self, folder: Path, *, rank: int, whose: str, nbytes: int, token: bytes, most: int = 0) -> None:
+    def __init__(self, folder: Path, *, rank: int, whose: str, nbytes: int, token: bytes) -> None:
         self.folder, self._rank, self._whose, self._nbytes, self._token = folder, rank, whose, nbytes, token
-        self._most = most
         self.written_bytes = 0
         """What this rank has written so far."""
 
     def path(self, place: Place) -> Path:
-        within = f"steps-{place.steps}." if place.steps else ""
-        return self.folder / f"worker-{place.worker}.rank-{self._rank}.round-{place.round}.{within}{place.history:x}"
+        return self.folder / f"worker-{place.worker}.rank-{self._rank}.round-{place.round}.{place.history:x}"
 
     def has(self, place: Place) -> bool:
-        """Whether there is a file of the right size for a state after a round."""
+        """Whether there is a file of the right size for a state."""
         with contextlib.suppress(OSError):
             return self.path(place).stat().st_size == HEAD_BYTES + self._nbytes
         return False
@@ -109,20 +83,14 @@ class WorkerFiles:
         """The states of a worker that are there, by their names."""
         return [place for path, place in self._all(worker) if not path.name.startswith(".")]
 
-    def forget_within(self) -> None:
-        """Remove this rank's states within rounds, of all workers."""
-        for path in self.folder.glob(f"worker-*.rank-{self._rank}.round-*.steps-*"):
-            path.unlink(missing_ok=True)
-
     def read(self, place: Place) -> bytes | None:
         """The state; None if it is not there whole and authentic."""
-        most = self._most if place.steps else self._nbytes
         try:
-            with open_regular(self.path(place), links=False, limit=HEAD_BYTES + most) as file:
-                salt, tag, state = file.read(SALT_BYTES), file.read(TAG_BYTES), file.read(most)
+            with open_regular(self.path(place), links=False, limit=HEAD_BYTES + self._nbytes) as file:
+                salt, tag, state = file.read(SALT_BYTES), file.read(TAG_BYTES), file.read(self._nbytes)
         except OSError:
             return None
-        if len(tag) < TAG_BYTES or not (place.steps or len(state) == self._nbytes):
+        if len(tag) < TAG_BYTES or len(state) != self._nbytes:
             return None
         opening = self._cipher(salt).open(self._head(place))
         opening.update([memoryview(state)])
@@ -132,15 +100,16 @@ class WorkerFiles:
             return None
         return state
 
-    def write(self, place: Place, parts: Sequence[memoryview], *, keep_round: int, keep_steps: int) -> None:
-        """Write a state, in parts, then remove those of the same worker that are over (`is_over`). Raises OSError."""
+    def write(self, place: Place, state: bytes, *, keep_round: int) -> None:
+        """Write a state, then remove those of the same worker after rounds before `keep_round`: another history may
+        have to go on from later ones. Raises OSError."""
         salt = secrets.token_bytes(SALT_BYTES)
         sealing = self._cipher(salt).seal(self._head(place))
-        sealing.update(parts)
-        write_whole(self.path(place), salt, sealing.tag(), *parts)
-        self.written_bytes += sum(part.nbytes for part in parts)
+        sealing.update([memoryview(state)])
+        write_whole(self.path(place), salt, sealing.tag(), state)
+        self.written_bytes += len(state)
         for path, known in list(self._all(place.worker)):
-            if is_over(known, place, keep_round, keep_steps):
+            if known.round < keep_round:
                 path.unlink(missing_ok=True)
 
     def _all(self, worker: int) -> Iterator[tuple[Path, Place]]:
@@ -148,7 +117,7 @@ class WorkerFiles:
         for path in [*self.folder.glob(f"worker-{worker}.*"), *self.folder.glob(f".worker-{worker}.*")]:
             of = _NAME.match(path.name)
             if of is not None and int(of["rank"]) == self._rank:
-                yield path, Place(worker, int(of["round"]), int(of["history"], 16), int(of["steps"] or 0))
+                yield path, Place(worker, int(of["round"]), int(of["history"], 16))
 
     def _cipher(self, salt: bytes) -> Gcm:
         """Of one file."""

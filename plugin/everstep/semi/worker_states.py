@@ -7,19 +7,12 @@ gives way to the next. A state that cannot be written is tried again until then.
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from everstep.semi.worker_files import Place, WorkerFiles
 
 RETRY_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    place: Place
-    parts: Sequence[memoryview]
-    keep_round: int
-    keep_steps: int
+OLDER = 2
+"""Rounds whose states stay on storage besides the newest one's."""
 
 
 class WorkerStates:
@@ -27,17 +20,15 @@ class WorkerStates:
 
     Args:
         files: of this rank.
-        rounds: K, rounds between two states of a worker that are written. While the state after the last K rounds is
-            written, the state before it has to be there.
     """
 
-    def __init__(self, files: WorkerFiles, rounds: int) -> None:
-        self.files, self._rounds = files, rounds
+    def __init__(self, files: WorkerFiles) -> None:
+        self.files = files
         self.held: dict[int, tuple[Place, bytes]] = {}
         """By worker the newest state after a round that this rank has in memory."""
         self._change = threading.Condition()
-        self._waiting: dict[int, _Job] = {}
-        self._writing: _Job | None = None
+        self._waiting: dict[int, tuple[Place, bytes]] = {}
+        self._writing: Place | None = None
         self._saved: dict[int, int] = {}
         """By worker the round of the newest state that was given to be written."""
         self._written: dict[int, int] = {}
@@ -66,24 +57,13 @@ class WorkerStates:
         held, state = self.held.get(place.worker, (None, b""))
         return state if held == place else self.files.read(place)
 
-    def save(self, place: Place, parts: Sequence[memoryview], *, keep_steps: int = 0) -> None:
-        """Begin to write a state, in parts. See `is_over` for what is removed then. One within a round is for an idle
-        store only, lest it displace one after a round."""
+    def save(self, place: Place, state: bytes) -> None:
+        """Begin to write a state."""
         with self._change:
-            self._waiting[place.worker] = _Job(place, parts, place.round - 2 * self._rounds, keep_steps)
-            if not place.steps:
-                self._saved[place.worker] = place.round
-                self._written.setdefault(place.worker, place.round - self._rounds)  # where it was taken up
+            self._waiting[place.worker] = place, state
+            self._saved[place.worker] = place.round
+            self._written.setdefault(place.worker, place.round - 1)  # where it was taken up
             self._change.notify_all()
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is to be written."""
-        with self._change:
-            return self._is_idle()
-
-    def _is_idle(self) -> bool:
-        return not self._waiting and self._writing is None
 
     def behind(self) -> str:
         """Which worker's state has waited for too long, and why; empty as long as each but the newest state of a worker
@@ -92,7 +72,7 @@ class WorkerStates:
             return self._behind()
 
     def _behind(self) -> str:
-        late = [w for w, round_ in self._saved.items() if self._written[w] < round_ - self._rounds]
+        late = [w for w, round_ in self._saved.items() if self._written[w] < round_ - 1]
         if not late:
             return ""
         return (
@@ -108,7 +88,7 @@ class WorkerStates:
     def settle(self, timeout_s: float) -> bool:
         """Wait for all that is to be written; whether it was in time."""
         with self._change:
-            return self._change.wait_for(self._is_idle, timeout_s)
+            return self._change.wait_for(lambda: not self._waiting and self._writing is None, timeout_s)
 
     def let_go(self, known: Sequence[Place]) -> None:
         """Forget states in memory that are of none of these places, or older than one of them that is in a file."""
@@ -122,18 +102,19 @@ class WorkerStates:
             with self._change:
                 self._change.wait_for(lambda: bool(self._waiting))
                 worker = next(iter(self._waiting))
-                self._writing = job = self._waiting.pop(worker)
+                place, state = self._waiting.pop(worker)
+                self._writing = place
             error = ""
             try:
-                self.files.write(job.place, job.parts, keep_round=job.keep_round, keep_steps=job.keep_steps)
+                self.files.write(place, state, keep_round=place.round - OLDER)
             except OSError as failed:
                 error = str(failed)
             with self._change:
                 self._writing, self._error = None, error
                 if error:
-                    self._waiting.setdefault(worker, job)
-                elif not job.place.steps:
-                    self._written[worker] = max(job.place.round, self._written[worker])
+                    self._waiting.setdefault(worker, (place, state))
+                else:
+                    self._written[worker] = max(place.round, self._written[worker])
                 self._change.notify_all()
             if error:
                 time.sleep(RETRY_S)

@@ -95,8 +95,6 @@ class FragmentReducer:
     def __init__(self, reducers: Sequence[GradientReducer | QuantizedReducer]) -> None:
         self._reducers = list(reducers)
         self._now = self._reducers[0]
-        self.in_last_slot = False
-        """Whether the slot in progress, a worker's round, is the group's last of the attempt."""
 
     def _of(self, round_: int) -> GradientReducer | QuantizedReducer:
         return self._reducers[fragment_of(round_, len(self._reducers))]
@@ -106,7 +104,6 @@ class FragmentReducer:
         self._now.begin(sums, timeout)
 
     def begin_slot(self, *, last: bool) -> None:
-        self.in_last_slot = last
         self._now.begin_slot(last=last)
 
     def start(self) -> None:

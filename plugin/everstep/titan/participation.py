@@ -114,7 +114,7 @@ class Participation:
         host = Host(HostClock(), place.files, place.events)
         protocol = StepProtocol(
             group=Group(ft.group_id, self.life, self._store, self._ranks),
-            rules=Rules(shares, on_loss, timeouts, ft.groups if semi.enabled else 0, semi.adopt_after_s),
+            rules=Rules(shares, on_loss, timeouts, ft.groups if semi.enabled else 0),
             work=work,
             reducer=reducer,
             peers=Peers(self._membership, self.column, self.door),

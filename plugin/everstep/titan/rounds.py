@@ -22,6 +22,9 @@ from everstep.titan.state import TrainingState, canonical
 
 OPTIMIZER = "optimizer/"
 PARAM = "param/"
+REMEMBERED = 2
+"""Rounds before the last one that a worker may have to make again: its state after the round before the last is on
+storage, or is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,36 +147,6 @@ class RoundState(TrainingState):
             tensor.lerp_(kept, self._settings.mixing)
         self._set_rate(round_ * self._settings.round_steps)
 
-    # A worker's state within a round
-
-    def _within(self) -> list[torch.Tensor]:
-        """What a worker changes in every step: the optimizer's states, its parameters, its balances."""
-        own = [t for name, t in super()._named().items() if name.startswith(OPTIMIZER)]
-        return [*own, *(self._live_params[name] for name in self._trained), *self._live_balances.values()]
-
-    @property
-    def largest_within(self) -> int:
-        """Bytes of a state within a round at most, with all that is more, but for what is told of streams."""
-        params = max(sum(self.trained[at].nbytes for at in places) for places in self.fragments)
-        return self.within_bytes + 16 * self._settings.round_steps + (params if self._settings.overlap_steps else 0)
-
-    @property
-    def within_bytes(self) -> int:
-        """Size of what `leave_within` gives with nothing more."""
-        return sum(local(tensor).nbytes for tensor in self._within())
-
-    def leave_within(self, more: Iterable[torch.Tensor]) -> bytes:
-        """This rank's part of what the worker has now that the model and the optimizer compute, and of `more`."""
-        return _packed([*self._within(), *more])
-
-    @torch.no_grad()
-    def enter_within(self, state: bytes | memoryview, step: int, more: Iterable[torch.Tensor]) -> None:
-        """Make model, optimizer, learning rate and `more` what they were when a worker left this state, after a step
-        of the run."""
-        _copy(self._live_params.values(), self._global.values())
-        _unpack(state, [*self._within(), *more])
-        self._set_rate(step)
-
     @torch.no_grad()
     def rest(self) -> None:
         """Make model and learning rate what they are between computations."""
@@ -194,7 +167,7 @@ class RoundState(TrainingState):
         trained = self.trained
         synchronised = [trained[at] for at in self.fragment(round_)]
         self.marks[round_] = Mark(history, _packed([*synchronised, *self._balances.values()]))
-        oldest = round_ - 2 * self._settings.keep_rounds
+        oldest = round_ - REMEMBERED
         self.marks = {known: mark for known, mark in self.marks.items() if oldest <= known <= round_}
 
     @torch.no_grad()

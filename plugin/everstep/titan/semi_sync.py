@@ -5,9 +5,8 @@ global parameters and the worker's own state, on its own slots; the reducer sums
 commit is the outer step. What a worker computes depends on nothing else, so it may be computed by any group, and again.
 
 A worker's own state stays with the group that carries the worker, and is written to the run directory while training
-goes on. A group that gets a worker which it did not carry takes the newest state from there, after a round or within
-one, and makes the optimizer steps since again: of the last rounds each group still knows the global parameters
-(`rounds.Mark`).
+goes on. A group that gets a worker which it did not carry takes the newest state from there and makes the rounds since
+again: of the last rounds each group still knows the global parameters (`rounds.Mark`).
 """
 
 from collections.abc import Callable, Collection
@@ -38,8 +37,6 @@ CHECKPOINT = "semi_sync"
 MARKS, OWN = "marks", "own"
 SLOW_S = 1.0
 """A wait for the storage that is told of."""
-MOST_STREAMS_BYTES = 64 << 20
-"""Of where a worker's streams stand, in a state within a round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +118,8 @@ class Rounds:
             whose=whose,
             nbytes=self.state.own_bytes,
             token=token,
-            most=self.state.largest_within + MOST_STREAMS_BYTES,
         )
-        self.store = WorkerStates(files, settings.keep_rounds)
+        self.store = WorkerStates(files)
         self.rounds = WorkerRounds(trainer, optimizer, settings, self.state, self.store, self._changes)
         self._is_protected = True
         self._counted_saved = self._counted_sent = 0
@@ -140,14 +136,13 @@ class Rounds:
         round_, worker = step, slot
         self._trainer.checkpointer.maybe_wait_for_staging()  # it reads what changes now
         try:
-            progress = self.rounds.make(round_, worker, whole=whole)
-            tokens, loss = progress.sums
+            tokens, loss = self.rounds.make(round_, worker, whole=whole)
             self._held[worker] = Held(tokens, loss, _flat(self.state.balances), self.state.leave())
         finally:
             self._rest()
         self._changes.offer(round_)
         losses = (loss / tokens).tolist()
-        self._trainer.events.emit("worker_round", round_, worker=worker, losses=losses, from_step=progress.began_at)
+        self._trainer.events.emit("worker_round", round_, worker=worker, losses=losses)
 
     def _rest(self) -> None:
         """The model has the global parameters, as between computations."""
@@ -220,10 +215,9 @@ class Rounds:
         """After a commit: write the states of the workers that this group carries, and let go of those that it does not
         carry any more, once they are on disk. Before the next round each worker's state before the newest has to be on
         storage, or is waited for: of the rounds since all groups know what they synchronised."""
-        if round_ % self._settings.keep_rounds == 0:
-            for place, state in self.store.held.values():
-                if place.round == round_:
-                    self.store.save(place, [memoryview(state)])
+        for place, state in self.store.held.values():
+            if place.round == round_:
+                self.store.save(place, state)
         self.store.let_go([self.rounds.place(worker, r) for worker in range(self._workers) for r in self.state.marks])
         if not self._is_protected:
             self._tell_protection(round_, self.store.behind())
@@ -272,8 +266,6 @@ class Rounds:
         for worker, state in own.items():
             self.store.hold(self.rounds.place(worker, round_), state)
         self._rest()
-        # No group has a state: these are of a life before, of which only the checkpoint is believed.
-        self.store.files.forget_within()
         return round_, history
 
     def on_disk(self) -> dict[str, Any]:
@@ -282,7 +274,7 @@ class Rounds:
         own: dict[int, bytes] = dict.fromkeys(range(self._workers), b"")
         if self.state.marks:
             for worker in own:
-                _, own[worker] = self.rounds.catch_up(*self.rounds.newest(worker, within=False))
+                _, own[worker] = self.rounds.catch_up(*self.rounds.newest(worker))
             self.state.enter(own[0], self._trainer.committed)
             self._rest()
         return self.state.on_disk(own)

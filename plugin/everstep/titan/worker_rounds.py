@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import torch
 
@@ -11,7 +10,6 @@ from everstep.semi.rounds import slots_of, steps_of
 from everstep.semi.section import SemiSync
 from everstep.semi.worker_files import Place
 from everstep.semi.worker_states import WorkerStates
-from everstep.titan.data.streams import SlotStreams
 from everstep.titan.fragments import Changes
 from everstep.titan.group import all_in_group, least_in_group
 from everstep.titan.optimizer_step import OPTIMIZER_SLOT, OptimizerStep
@@ -21,25 +19,6 @@ from everstep.titan.work import SlotTrainer
 POLL_S = 0.02
 PATIENCE_S = 2.0
 """Least wait for a state that its group is just writing."""
-STEPS_BITS = 24
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far a worker is within a round.
-
-    Attributes:
-        sums: valid tokens and sum of their losses by optimizer step, float64 [2, h].
-        steps: how many are made.
-        changes: what the worker changed of the round's fragment when that was taken, kept to be written; else empty.
-        began_at, kept_at: after how many steps this group began, and the newest state stands in the run directory.
-    """
-
-    sums: torch.Tensor
-    steps: int = 0
-    changes: list[torch.Tensor] = field(default_factory=list)
-    began_at: int = 0
-    kept_at: int = 0
 
 
 class WorkerRounds:
@@ -72,67 +51,62 @@ class WorkerRounds:
         self._whole = False
         self._round_s = 0.0
 
-    def make(self, round_: int, worker: int, *, whole: bool) -> Progress:
-        """All of a worker's round: the model is as the worker leaves it, and what it changed is added; `whole`: from
-        its beginning, as what was left within it may have an error in it, and with every check. A collective of the
-        group."""
+    def make(self, round_: int, worker: int, *, whole: bool) -> torch.Tensor:
+        """All of a worker's round: the model is as the worker leaves it, and what it changed is added. `whole`: with
+        every check. A collective of the group.
+
+        Returns valid tokens and sum of their losses by optimizer step, float64 [2, h].
+        """
         begun, self._whole = time.monotonic(), whole
-        place, state = self.newest(worker, within=not whole)
+        place, state = self.newest(worker)
         moved = not self.carries(worker)
         caught_up, state = self.catch_up(place, state)
-        if moved and not caught_up.steps:
-            self._store.hold(caught_up, state)
-        progress = self._begin(caught_up, state)
         if moved:
+            self._store.hold(caught_up, state)
             shrinks = self._settings.on_loss == "shrink"
             self._trainer.events.emit(
                 "worker_moved",
                 round_,
                 worker=worker,
                 rounds_again=0 if shrinks else caught_up.round - place.round,
-                from_step=caught_up.steps,
                 took_s=round(time.monotonic() - begun, 3),
             )
-        if progress.steps > self._taken_at:
-            self._synchronise(round_, worker, progress.changes)
-        elif progress.steps == self._taken_at:
-            self._take_changes(round_, worker, progress)
-        self._inner_steps(round_, worker, progress, synchronises=True)
-        if not progress.began_at:
-            self._round_s = time.monotonic() - begun
-        return progress
+        self._begin(caught_up, state)
+        sums = self._inner_steps(round_, worker, synchronises=True)
+        self._round_s = time.monotonic() - begun
+        return sums
 
     def carries(self, worker: int) -> bool:
         """Whether this group has the worker's state after the last commit in memory."""
         return self._store.holds(worker, self._trainer.committed)
 
-    def place(self, worker: int, round_: int, steps: int = 0) -> Place:
-        """Of a worker's state after a round that is committed, and so many steps since."""
-        return Place(worker, round_, self._state.marks[round_].history, steps)
+    def place(self, worker: int, round_: int) -> Place:
+        """Of a worker's state after a round that is committed."""
+        return Place(worker, round_, self._state.marks[round_].history)
 
     # The state that a worker goes on from
 
-    def newest(self, worker: int, *, within: bool = True) -> tuple[Place, bytes]:
+    def newest(self, worker: int) -> tuple[Place, bytes]:
         """A worker's newest own state that all ranks of the group have, of the history that led to the last commit, and
-        this rank's part of it; `within`: it may be of the next round already. A collective of the group."""
+        this rank's part of it. A collective of the group."""
         if worker not in self.absent:
             self._await(worker)
-        marks, oldest = self._state.marks, min(self._state.marks)
-        below = ((self._trainer.committed - oldest + 1) << STEPS_BITS) + (self._steps if within else 0) + 1
+        marks = self._state.marks
+        before = self._trainer.committed + 1
         while True:
             here = {
-                (place.round - oldest + 1) << STEPS_BITS | place.steps: place
+                place.round: place
                 for place in self._store.of(worker)
                 if place.round in marks and marks[place.round].history == place.history
             }
-            [newest] = least_in_group(max((at for at in here if at < below), default=0))
-            if not newest:
+            [newest] = least_in_group(max((round_ for round_ in here if round_ < before), default=-1))
+            if newest < 0:
                 return self._lost(worker)
             state = self._store.read(here[newest]) if newest in here else None
             if all_in_group(state is not None):
                 assert state is not None
                 return here[newest], state
-            below = newest
+            before = newest
 
     def _lost(self, worker: int) -> tuple[Place, bytes]:
         """No group has the worker's state: it begins anew, or the run ends."""
@@ -152,10 +126,10 @@ class WorkerRounds:
 
     def _await(self, worker: int) -> None:
         """Another group may be writing the state at this moment. A collective of the group."""
-        committed = self._trainer.committed
+        newest = self.place(worker, self._trainer.committed)
         end = time.monotonic() + max(PATIENCE_S, self._round_s)
-        while committed % self._settings.keep_rounds == 0:
-            here = all_in_group(self._store.has(self.place(worker, committed)))
+        while True:
+            here = all_in_group(self._store.has(newest))
             in_time = all_in_group(time.monotonic() < end)
             if here or not in_time:
                 return
@@ -165,30 +139,16 @@ class WorkerRounds:
         """An own state that is not of an earlier round than the last commit, out of one that may be: the rounds since
         are made again, but where workers may be absent (`on_loss`)."""
         while place.round < self._trainer.committed:
-            progress = self._begin(place, state)
+            self._begin(place, state)
             if self._settings.on_loss != "shrink":
-                self._inner_steps(place.round + 1, place.worker, progress, synchronises=False)
+                self._inner_steps(place.round + 1, place.worker, synchronises=False)
             place, state = self.place(place.worker, place.round + 1), self._state.leave()
         return place, state
 
-    def _begin(self, place: Place, state: bytes) -> Progress:
-        """Make the model what it is in a worker's state."""
-        progress = Progress(torch.zeros(2, self._steps, dtype=torch.float64))
-        if not place.steps:
-            self._state.enter(state, place.round)
-            self.weights_changed()
-            return progress
-        progress.steps = progress.began_at = progress.kept_at = place.steps
-        if place.steps > self._taken_at:
-            fragment = self._state.fragment(place.round + 1)
-            progress.changes = [torch.empty_like(self._state.trained[at]) for at in fragment]
-        more = [progress.sums, *progress.changes]
-        size = self._state.within_bytes + sum(tensor.nbytes for tensor in more)
-        self._state.enter_within(memoryview(state)[:size], place.round * self._steps + place.steps, more)
+    def _begin(self, place: Place, state: bytes) -> None:
+        """Make the model what the worker begins its next round with."""
+        self._state.enter(state, place.round)
         self.weights_changed()
-        if isinstance(self._trainer.source, SlotStreams):
-            self._trainer.source.go_on_from(state[size:])
-        return progress
 
     def weights_changed(self) -> None:
         """The checks' bounds are derived anew."""
@@ -197,33 +157,22 @@ class WorkerRounds:
 
     # Its steps
 
-    @property
-    def _taken_at(self) -> int:
-        """After how many of a round's steps its changes are taken: τ before the end."""
-        return self._steps - self._settings.overlap_steps
-
-    def _inner_steps(self, round_: int, worker: int, progress: Progress, *, synchronises: bool) -> None:
-        """The rest of a worker's optimizer steps of a round; `synchronises`: what it changed is added to what is
-        summed, τ steps before the end, and its state is written now and then."""
-        for inner_step in steps_of(round_, self._steps)[progress.steps :]:
-            sums = self.inner_step(round_, inner_step, worker)
-            progress.sums[:, progress.steps] = torch.tensor(sums, dtype=torch.float64)
-            progress.steps += 1
-            if synchronises:
-                if progress.steps == self._taken_at:
-                    self._take_changes(round_, worker, progress)
-                self._keep(round_, worker, progress)
+    def _inner_steps(self, round_: int, worker: int, *, synchronises: bool) -> torch.Tensor:
+        """A worker's optimizer steps of a round; `synchronises`: what it changed is added to what is summed, τ steps
+        before the end. Valid tokens and losses, as `make` gives them."""
+        sums = torch.zeros(2, self._steps, dtype=torch.float64)
+        last = self._steps - self._settings.overlap_steps
+        for made, inner_step in enumerate(steps_of(round_, self._steps), 1):
+            sums[:, made - 1] = torch.tensor(self.inner_step(round_, inner_step, worker), dtype=torch.float64)
+            if synchronises and made == last:
+                self._synchronise(round_, worker)
+        return sums
 
     @torch.no_grad()
-    def _take_changes(self, round_: int, worker: int, progress: Progress) -> None:
+    def _synchronise(self, round_: int, worker: int) -> None:
         """What the worker has changed of the round's fragment so far is what it synchronises."""
         before, now = self._state.trained, self._state.live
         changes: Iterable[torch.Tensor] = (before[at] - now[at] for at in self._state.fragment(round_))
-        if self._settings.keep_within and self._settings.overlap_steps:
-            changes = progress.changes = list(changes)
-        self._synchronise(round_, worker, changes)
-
-    def _synchronise(self, round_: int, worker: int, changes: Iterable[torch.Tensor]) -> None:
         self._changes.add(round_, worker, changes)
         if self._settings.overlap_steps:
             self._changes.begin_sum(round_)
@@ -252,25 +201,3 @@ class WorkerRounds:
                     param.grad.mul_(trainer.nominal_tokens / tokens)
         self._optimizer.step(inner_step, OPTIMIZER_SLOT - worker)
         return tokens, float(sums.loss.sum())
-
-    def _keep(self, round_: int, worker: int, progress: Progress) -> None:
-        """Every so many steps: begin to write how far the worker is, unless the write before is not done on some rank.
-        What is finished with the group's last worker of an attempt is summed at once and not written. A collective of
-        the group."""
-        every, ended = self._settings.keep_within, progress.steps == self._steps
-        if not every or progress.steps % every or (ended and self._changes.reducer.in_last_slot):
-            return
-        if worker in self.refused or not all_in_group(self._store.idle):
-            return
-        more = [progress.sums, *(progress.changes if progress.steps > self._taken_at else ())]
-        source, streams = self._trainer.source, b""
-        if isinstance(source, SlotStreams):
-            slots = slots_of(worker, self._trainer.slots, self._trainer.shares)
-            streams = source.states_now(map(source.stream_of, slots))
-        place = self.place(worker, round_ - 1, progress.steps)
-        told = {"worker": worker, "steps": progress.steps, "from_step": progress.began_at}
-        self._trainer.events.emit("worker_kept", round_, **told, parent=f"{place.history:x}")
-        # Of the last two one is whole on all ranks, whenever the group dies.
-        parts = [memoryview(self._state.leave_within(more)), memoryview(streams)]
-        self._store.save(place, parts, keep_steps=progress.kept_at)
-        progress.kept_at = progress.steps

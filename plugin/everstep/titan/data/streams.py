@@ -11,14 +11,13 @@ costs traffic, less often costs skipping, neither changes a batch. States are pl
 (`everstep.data.plain`), never pickles. A batch is kept until its step is committed, because an attempt that
 failed asks for it again."""
 
-import contextlib
 import copy
 import functools
 import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,20 +201,6 @@ class SlotStreams(BaseDataLoader):
     def stream_of(self, slot: int) -> int:
         """The stream that a slot reads on this rank."""
         return slot * self._dp_size + self._dp_rank
-
-    def states_now(self, streams: Iterable[int]) -> bytes:
-        """Where these streams of this process stand, be it beyond the last committed step, for `go_on_from`."""
-        with self._lock, contextlib.suppress(StateUntold):
-            return encode_states({k: self._live[k].state() for k in streams if k in self._live})
-        return b""
-
-    def go_on_from(self, states: bytes) -> None:
-        """Open streams where `states_now` of another process left them."""
-        with self._lock:
-            for stream, state in decode_states(states).items():
-                live = self._live.get(stream)
-                if live is None or live.position != state.position:
-                    self._live[stream] = self._open(stream, state, state.position)
 
     def known_states(self) -> bytes:
         """The newest known state of every stream, own and others', none beyond the last committed step."""
