@@ -23,7 +23,6 @@ from everstep.attention.section import AttentionCheck, Inject
         ({"max_overhead": 0.0}, "attention_check.max_overhead"),
         ({"frequency": -0.1}, "attention_check.frequency"),
         ({"frequency": "often"}, "attention_check.frequency"),
-        ({"inject": Inject(kind="nan")}, "attention_check.allow_injection"),
     ],
 )
 def test_a_bad_value_is_named_with_its_key(values, key):

@@ -404,7 +404,7 @@ def test_a_compiled_model_is_checked_as_an_eager_one(backend, checkpointing, mon
     found, results = [], []
     for compiler in (None, backend):
         torch.manual_seed(0)
-        spec, model, checks = compiled_or_not(compiler, checkpointing, allow_injection=True, inject=Inject(kind="nan"))
+        spec, model, checks = compiled_or_not(compiler, checkpointing, inject=Inject(kind="nan"))
         aimed = []
         checks.injector.begin = lambda step: None
         for step, section in enumerate(("wqkv.y", "wo.dx", "wqkv.dw", "context", "dq", ""), 1):
@@ -444,9 +444,11 @@ def test_a_compiled_model_runs_its_kernel_again_under_the_masks_of_the_slot(back
 TOML = """[job]
 module = "llama3"
 config = "llama3_debugmodel"
+[fault_tolerance]
+allow_faults = {permission}
 [attention_check]
 enable = true
-{permission}
+{section}
 [attention_check.inject]
 kind = "nan"
 section = "*.dw"
@@ -456,10 +458,10 @@ every = 2
 """
 
 
-def loaded(folder, permission="allow_injection = true", more=""):
+def loaded(folder, permission="true", section="", more="", check=False):
     path = folder / "run.toml"
-    path.write_text(TOML.format(permission=permission, more=more))
-    return load_config(path, EverstepTrainer.Config, check=False)
+    path.write_text(TOML.format(permission=permission, section=section, more=more))
+    return load_config(path, EverstepTrainer.Config, check=check)
 
 
 def test_a_file_says_what_is_injected_where_and_when(tmp_path):
@@ -475,18 +477,18 @@ def test_a_file_says_what_is_injected_where_and_when(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("permission", "more", "key"),
+    ("permission", "section", "more", "key"),
     [
-        ("", "", r"attention_check\.allow_injection"),
-        ("allow_injection = true", "bits = 3", "bits"),
-        ("allow_injection = true", "layer = 1.5", "layer"),
-        ('allow_injection = true\nfrequency = "sometimes"', "", "frequency"),
-        ("allow_injection = true\nfrequency = 1.01", "", "frequency"),
-        ('allow_injection = true\nmode = "mend"', "", "mode"),
+        ("false", "", "", r"inject\] kind = \"nan\" needs \[fault_tolerance\] allow_faults"),
+        ("true", "", "bits = 3", "bits"),
+        ("true", "", "layer = 1.5", "layer"),
+        ("true", 'frequency = "sometimes"', "", "frequency"),
+        ("true", "frequency = 1.01", "", "frequency"),
+        ("true", 'mode = "mend"', "", "mode"),
     ],
 )
-def test_a_wrong_file_is_told_in_one_sentence_with_its_key(tmp_path, permission, more, key):
+def test_a_wrong_file_is_told_in_one_sentence_with_its_key(tmp_path, permission, section, more, key):
     with pytest.raises(ConfigError, match=key) as error:
-        loaded(tmp_path, permission, more)
+        loaded(tmp_path, permission, section, more, check=True)
     assert "\n" not in str(error.value).strip()
     assert "run.toml" in str(error.value)

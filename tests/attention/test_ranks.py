@@ -23,14 +23,17 @@ SHAPES = {
         "activation_checkpoint": {"mode": "full"},
     },
 }
-FAULTS = {"attention_check.inject": {"kind": "nan", "section": "*.y", "rank": 1, "first_step": 2, "every": 3}}
+FAULTS = {
+    "fault_tolerance": {"allow_faults": True},
+    "attention_check.inject": {"kind": "nan", "section": "*.y", "rank": 1, "first_step": 2, "every": 3},
+}
 
 
 def trained(folder, name, sections, *, mode, faults):
     config = write_config(
         folder / f"{name}.toml",
         **sections,
-        attention_check={"enable": True, "frequency": 1.0, "mode": mode, "allow_injection": True},
+        attention_check={"enable": True, "frequency": 1.0, "mode": mode},
         **(FAULTS if faults else {}),
     )
     run = Watched(config, folder / name, "--groups", "1", "--ranks-per-group", "2", "--steps", "6")

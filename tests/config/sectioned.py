@@ -7,7 +7,7 @@ from torchtitan.trainer import Trainer
 from everstep.attention.section import AttentionCheck
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.semi.section import SemiSync
-from everstep.snapshot.section import Snapshot
+from everstep.snapshot.section import SnapshotSection
 
 
 class SectionedTrainer(Trainer):
@@ -16,6 +16,6 @@ class SectionedTrainer(Trainer):
         job: Job = field(default_factory=Job)
         fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
         data: Data = field(default_factory=Data)
-        snapshot: Snapshot = field(default_factory=Snapshot)
+        snapshot: SnapshotSection = field(default_factory=SnapshotSection)
         attention_check: AttentionCheck = field(default_factory=AttentionCheck)
         semi_sync: SemiSync = field(default_factory=SemiSync)

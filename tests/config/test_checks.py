@@ -50,10 +50,6 @@ REFUSED = {
         GOOD + "heartbeat_timeout_s = 0\n",
         "run.toml:12: [fault_tolerance] heartbeat_timeout_s must be more than 0, got 0.0",
     ),
-    "no bucket": (
-        GOOD + "bucket_mb = 0\n",
-        "run.toml:12: [fault_tolerance] bucket_mb must be more than 0, got 0.0",
-    ),
     "a lighthouse without a port": (
         GOOD + 'lighthouse = "http://head"\n',
         'run.toml:12: [fault_tolerance] lighthouse must be http://host:port, got "http://head"',
@@ -208,7 +204,6 @@ TIMEOUTS = [
     ("join_timeout_s", "quorum_timeout_s"),
     ("quorum_timeout_s", "stall_timeout_s"),
     ("stall_timeout_s", "startup_timeout_s"),
-    ("startup_timeout_s", "give_up_after_s"),
 ]
 
 

@@ -79,7 +79,7 @@ def test_what_no_parser_likes_is_a_sentence(text, config_class):
     [
         ("stall_timeout_s = 120.0", "stall_timeout_s = nan"),
         ("stall_timeout_s = 120.0", "stall_timeout_s = inf"),
-        ("stall_timeout_s = 120.0", "give_up_after_s = 1e18"),
+        ("stall_timeout_s = 120.0", "quorum_timeout_s = 1e18"),
         ("stall_timeout_s = 120.0", "metrics_port = 65536"),
         ("stall_timeout_s = 120.0", "metrics_port = 9223372036854775807"),
         ("stall_timeout_s = 120.0", 'lighthouse = "http://h:65536"'),

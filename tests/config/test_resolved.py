@@ -85,7 +85,7 @@ def test_any_table_is_written_as_toml_that_reads_the_same(table):
 SAME = [
     "--fault_tolerance.groups=2",
     "--fault_tolerance.group_id=1",
-    "--fault_tolerance.give_up_after_s=4000",
+    "--fault_tolerance.startup_timeout_s=4000",
     "--fault_tolerance.process_group=nccl",
     "--fault_tolerance.lighthouse=http://a:1",
     "--dump_folder=elsewhere",

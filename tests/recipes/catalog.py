@@ -38,7 +38,6 @@ FAULT_TOLERANCE = {
     "connect_timeout_s": 10.0,
     "reduce_timeout_s": 60.0,
     "join_timeout_s": 20.0,
-    "heal_timeout_s": 60.0,
     "quorum_timeout_s": 70.0,
     "stall_timeout_s": 90.0,
     "startup_timeout_s": 500.0,

@@ -44,7 +44,6 @@ BASE = {
         "connect_timeout_s": 3.0,
         "reduce_timeout_s": 8.0,
         "join_timeout_s": 4.0,
-        "heal_timeout_s": 12.0,
         "quorum_timeout_s": 12.0,
         "stall_timeout_s": 15.0,
         "startup_timeout_s": 300.0,

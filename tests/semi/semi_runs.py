@@ -31,7 +31,6 @@ def semi_config(path, **sections):
             "startup_timeout_s": 900.0,
             "reduce_timeout_s": 60.0,
             "quorum_timeout_s": 90.0,
-            "bucket_mb": 0.1,  # several buckets
         },
         "checkpoint": {"interval": 1000 * SYNC_STEPS},
     }

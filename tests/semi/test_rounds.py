@@ -56,7 +56,8 @@ AWAY = {"2": [["absent", 1], ["absent", 2]], "3": [["absent", 2]], "4": [["absen
 MOVES = {"3": [["moved", 1]], "4": [["moved", 2], ["lost", 2, 3]], "5": [["moved", 1], ["replaced"]]}
 STREAMS = {"job": {"config": "tiny_streams"}, "data": {"source": "dataloader"}}
 CHECKED = {
-    "attention_check": {"enable": True, "mode": "detect", "frequency": 1.0, "allow_injection": True},
+    "attention_check": {"enable": True, "mode": "detect", "frequency": 1.0},
+    "fault_tolerance": {"allow_faults": True},
     "attention_check.inject": {"kind": "nan", "first_step": 3, "count": 1},
 }
 CASES = {

@@ -87,11 +87,8 @@ class AttentionCheck:
     """How attention is computed. `explicit`: scores, softmax and context as matrices, each checked and corrected.
     `fused`: the stock kernel, run twice and watched through identities. `auto`: fused wherever that kernel runs."""
 
-    allow_injection: bool = False
-    """Permit `[attention_check.inject]`. Never in a run whose result matters."""
-
     inject: Inject = field(default_factory=Inject)
-    """Faults on purpose; refused unless allow_injection = true."""
+    """Faults on purpose; refused unless [fault_tolerance] allow_faults = true. Never in a run whose result matters."""
 
     def __post_init__(self) -> None:
         _require(
@@ -106,11 +103,6 @@ class AttentionCheck:
         _require(
             0 < self.max_overhead <= 10,
             f"attention_check.max_overhead = {self.max_overhead}: must be above 0 and at most 10.",
-        )
-        _require(
-            self.allow_injection or not self.inject.kind,
-            f"attention_check.inject.kind = {self.inject.kind!r}: refused, because "
-            "attention_check.allow_injection is false.",
         )
 
     def rate(self) -> float | None:

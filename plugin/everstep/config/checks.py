@@ -21,7 +21,6 @@ _TIMEOUTS = (
     ("join_timeout_s", "quorum_timeout_s", "a quorum waits until a group that hangs is left out"),
     ("quorum_timeout_s", "stall_timeout_s", "a group that waits for a quorum is not a stalled one"),
     ("stall_timeout_s", "startup_timeout_s", "starting takes imports and the model besides"),
-    ("startup_timeout_s", "give_up_after_s", "a group waits for its peers to start"),
 )
 """(shorter, longer, why) of [fault_tolerance]'s timeouts."""
 
@@ -134,7 +133,7 @@ def _groups(config: Any) -> Iterator[Problem]:
             yield Problem(
                 ("fault_tolerance", key), f"[fault_tolerance] {key} must be at most {most}, got {getattr(ft, key)}"
             )
-    for key in ("bucket_mb", "restart_window_s", *dict.fromkeys(key for row in _TIMEOUTS for key in row[:2])):
+    for key in dict.fromkeys(key for row in _TIMEOUTS for key in row[:2]):
         if not getattr(ft, key) > 0:
             yield Problem(
                 ("fault_tolerance", key),
@@ -286,6 +285,16 @@ def _optimizer(config: Any) -> Iterator[Problem]:
             return
 
 
+def _injection(config: Any) -> Iterator[Problem]:
+    kind = config.attention_check.inject.kind
+    if kind and not config.fault_tolerance.allow_faults:
+        yield Problem(
+            ("attention_check", "inject", "kind"),
+            f'[attention_check.inject] kind = "{kind}" needs [fault_tolerance] allow_faults = true: it breaks the run '
+            "on purpose",
+        )
+
+
 def _data(config: Any) -> Iterator[Problem]:
     data = config.data
     if data.source == "tokens":
@@ -410,5 +419,6 @@ _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
     _precision,
     _optimizer,
     _data,
+    _injection,
     _semi_sync,
 )

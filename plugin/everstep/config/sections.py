@@ -79,11 +79,8 @@ class FaultTolerance:
     """Longest wait for the other groups of a new quorum to connect their process group."""
 
     reduce_timeout_s: float = 10.0
-    """Longest wait for one gradient sum across groups. A hung peer is noticed after this."""
-
-    heal_timeout_s: float = 60.0
-    """Longest silence of the group that a joiner receives its state from, before it asks another one. Nobody waits
-    for a joiner, however long its state takes."""
+    """Longest wait for one gradient sum across groups. A hung peer is noticed after this. A joiner asks another group
+    for the state after three times as long without a byte; nobody waits for a joiner."""
 
     quorum_timeout_s: float = 60.0
     """Longest wait for one quorum before it is asked for again, with the reason in an event."""
@@ -93,19 +90,14 @@ class FaultTolerance:
     than quorum_timeout_s, reduce_timeout_s and the longest slot."""
 
     startup_timeout_s: float = 900.0
-    """The same before a group's first step: imports, model, compilation, checkpoint."""
-
-    give_up_after_s: float = 3600.0
-    """A group that could not commit a step for this long (no quorum, no lighthouse) ends with an error."""
+    """The same before a group's first step: imports, model, compilation, checkpoint. A group that could not commit a
+    step for four times as long (no quorum, no lighthouse) ends with an error."""
 
     max_restarts: int = 1_000_000
-    """How often an agent restarts its group's workers within restart_window_s before it gives up."""
-
-    restart_window_s: float = 3600.0
-    """The window in which max_restarts counts."""
+    """How often an agent restarts its group's workers within an hour before it gives up."""
 
     node_failures: int = 10
-    """In a batch job: how many deaths may begin on one node within restart_window_s before the group goes on without
+    """In a batch job: how many deaths may begin on one node within an hour before the group goes on without
     it. 0: any number."""
 
     metrics_port: int = 0
@@ -118,9 +110,6 @@ class FaultTolerance:
     audit_interval: int = 50
     """Every so many committed steps the groups compare a checksum of their parameters; one that differs is
     named and heals. 0: never."""
-
-    bucket_mb: float = 32.0
-    """Size of the pieces in which gradients are summed across groups while the last backward still runs."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -23,6 +23,7 @@ from everstep.launch.scarce import patiently
 from everstep.launch.settings import GroupSettings
 from everstep.launch.view import show_plainly
 from everstep.launch.warm import PRELOAD
+from everstep.launch.watchdog import RESTART_WINDOW_S
 from everstep.run import fence
 from everstep.run.address import await_address
 from everstep.run.beats import agent_beat_path, beat_path, push
@@ -156,7 +157,7 @@ class _Agent:
 
     def _count_start(self) -> str | None:
         settings, ft = self._settings, self._settings.fault_tolerance
-        why_not = reason_not_to_start(settings.run_dir, settings.group, ft.max_restarts, ft.restart_window_s)
+        why_not = reason_not_to_start(settings.run_dir, settings.group, ft.max_restarts, RESTART_WINDOW_S)
         if why_not is None:
             count = {"after_step": last_step(settings.run_dir, settings.group), "shared_s": shared_s(settings.run_dir)}
             place = {"job": settings.job, "restart": settings.restart, "node": settings.node}

@@ -24,7 +24,7 @@ from everstep.run.beats import shared_lag_s
 from everstep.run.directory import LaunchError
 from everstep.run.token import require_own
 from everstep.snapshot import stripes
-from everstep.snapshot.section import Snapshot
+from everstep.snapshot.section import SnapshotSection
 
 Verdict = Literal["ok", "warning", "error"]
 HANG_TOLERANT_GROUPS = 3
@@ -57,7 +57,7 @@ class Plan:
         return self.config.groups
 
     @property
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> SnapshotSection:
         return self.config.snapshot
 
     @property
@@ -233,7 +233,7 @@ def memory(plan: Plan, state_bytes: int, available: int, devices: Sequence[int])
     return Line("memory", "error", found, advice)
 
 
-def snapshot_bytes(state_bytes: int, groups: int, snapshot: Snapshot) -> int:
+def snapshot_bytes(state_bytes: int, groups: int, snapshot: SnapshotSection) -> int:
     """Host memory that one group's part takes: two buffers, two parities. docs/snapshots.md has the formula."""
     domains = stripes.Domains(tuple(range(groups)), snapshot.parity_group, snapshot.parity, (0,) * groups)
     together = len(domains.groups[0])

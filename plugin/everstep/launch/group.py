@@ -23,6 +23,7 @@ from everstep.launch.scarce import Pause
 from everstep.launch.settings import GroupSettings
 from everstep.launch.warm import Request
 from everstep.launch.watchdog import (
+    RESTART_WINDOW_S,
     Awake,
     Death,
     Patience,
@@ -436,7 +437,7 @@ class Group:
     def _decide(self, reason: str) -> None:
         """Start again, later if it has failed in the same way before; or not."""
         ft, number = self.settings.fault_tolerance, self.settings.group
-        if why := reason_to_give_up(self.deaths, ft.max_restarts, ft.restart_window_s):
+        if why := reason_to_give_up(self.deaths, ft.max_restarts, RESTART_WINDOW_S):
             self.finish("failed", f"group {number} is given up, {why}; last: {reason}")
             return
         wait_s, count = pause_s(self.deaths), alike(self.deaths)
@@ -450,8 +451,8 @@ class Group:
         if death.exitcode == UNFIT_EXIT:
             return "its arithmetic was wrong twice in the same place"
         ft = self.settings.fault_tolerance
-        recent = sum(one.mono > death.mono - ft.restart_window_s for one in self.deaths)
+        recent = sum(one.mono > death.mono - RESTART_WINDOW_S for one in self.deaths)
         if 0 < ft.node_failures <= recent:
-            within = f"{ft.restart_window_s:g} s (fault_tolerance.node_failures)"
+            within = f"{RESTART_WINDOW_S:g} s (fault_tolerance.node_failures)"
             return f"workers died here {recent} times within {within}"
         return ""

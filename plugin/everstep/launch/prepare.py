@@ -22,7 +22,7 @@ from everstep.run.directory import LaunchError, RunDir
 from everstep.run.exits import USAGE_EXIT
 from everstep.run.files import read_json, write_json, write_whole
 from everstep.run.typed import UnfitError
-from everstep.snapshot.section import Snapshot
+from everstep.snapshot.section import SnapshotSection
 
 ADAM_STATES = 2
 """What the optimizers of torchtitan keep for each parameter, of its own type."""
@@ -80,7 +80,7 @@ class Prepared:
     identity: str
     """See `config_identity`."""
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
-    snapshot: Snapshot = field(default_factory=Snapshot)
+    snapshot: SnapshotSection = field(default_factory=SnapshotSection)
     metrics: dict[str, Any] = field(default_factory=dict)
     """torchtitan's `[metrics]`."""
     devices: list[str] = field(default_factory=list)

@@ -17,6 +17,8 @@ PAUSE_S = 3.0
 """Who watches looks more often than that, or did not run."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 """Signals that a process brings upon itself."""
+RESTART_WINDOW_S = 3600.0
+"""In which restarts and deaths on a node count."""
 CGROUP = Path("/sys/fs/cgroup")
 
 

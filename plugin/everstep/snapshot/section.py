@@ -1,11 +1,11 @@
 """`[snapshot]` of a config."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 
 @dataclass(kw_only=True, slots=True)
-class Snapshot:
+class SnapshotSection:
     """`[snapshot]`: the state of committed steps in host memory, kept by processes that outlive the
     trainer."""
 
@@ -34,6 +34,21 @@ class Snapshot:
     """Host memory to leave free. A snapshot that would need it is not taken; an event says how much was
     needed and found."""
 
+    def __post_init__(self) -> None:
+        if self.interval < 1:
+            raise ValueError("snapshot.interval must be at least 1 step")
+        if self.parity not in (0, 1, 2):
+            raise ValueError("snapshot.parity must be 0, 1 or 2")
+        if not 2 <= self.parity_group <= 128:
+            raise ValueError("snapshot.parity_group must be 2 to 128 groups")
+        if self.failure_domain not in ("host", "group"):
+            raise ValueError("snapshot.failure_domain must be host or group")
+
+
+@dataclass(kw_only=True, slots=True)
+class Snapshot(SnapshotSection):
+    """What keepers and copiers go by: the section, and how long they wait, which no config sets."""
+
     keeper_ttl_s: float = 1800.0
     """A keeper ends, and gives its memory back, when no agent, trainer or peer has spoken to it for this
     long."""
@@ -49,12 +64,7 @@ class Snapshot:
     of a group's parts. Then it is given up, and the member that the others waited for is left out of the next ones for
     a while."""
 
-    def __post_init__(self) -> None:
-        if self.interval < 1:
-            raise ValueError("snapshot.interval must be at least 1 step")
-        if self.parity not in (0, 1, 2):
-            raise ValueError("snapshot.parity must be 0, 1 or 2")
-        if not 2 <= self.parity_group <= 128:
-            raise ValueError("snapshot.parity_group must be 2 to 128 groups")
-        if self.failure_domain not in ("host", "group"):
-            raise ValueError("snapshot.failure_domain must be host or group")
+    @staticmethod
+    def of(section: SnapshotSection) -> "Snapshot":
+        """The section's settings with the usual waits."""
+        return Snapshot(**{field.name: getattr(section, field.name) for field in fields(SnapshotSection)})

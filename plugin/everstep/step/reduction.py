@@ -28,6 +28,9 @@ LARGEST = 1e10
 """Of an element of a sum, as ATTNChecker (arXiv 2410.11720) has it for near-INF. The squares of 10^12 such elements
 have a sum in float32, also if the step has few valid tokens and they are scaled by 1,000: their norm is finite."""
 
+BUCKET_BYTES = 32 << 20
+"""Of the pieces in which gradients are summed across groups while the last backward still runs."""
+
 LARGEST_PART = LARGEST / 1000
 """Of an element of one group's part: a sum over up to 1,000 groups that is beyond LARGEST has a part beyond this."""
 

@@ -8,7 +8,7 @@ import torch
 
 from everstep.semi.quantize import Quantize, decode, encode
 from everstep.semi.rounds import fragment_of
-from everstep.step.reduction import LARGEST, LARGEST_PART, GradientReducer, all_within, local
+from everstep.step.reduction import BUCKET_BYTES, LARGEST, LARGEST_PART, GradientReducer, all_within, local
 from everstep.step.streams import Streams
 
 
@@ -141,7 +141,7 @@ class Changes:
         fragments: by fragment the places of its parameters among them.
         workers: M.
         to: of `encode`.
-        bucket_bytes, streams: of `GradientReducer`.
+        streams: of `GradientReducer`.
     """
 
     def __init__(
@@ -150,7 +150,6 @@ class Changes:
         fragments: list[list[int]],
         workers: int,
         to: Quantize,
-        bucket_bytes: int,
         streams: Streams,
     ) -> None:
         self._params, self._fragments, self._to = params, fragments, to
@@ -161,7 +160,7 @@ class Changes:
         parts = ([params[at] for at in places] for places in fragments)
         self.reducer = FragmentReducer(
             [
-                GradientReducer(part, bucket_bytes, streams, hooks=False)
+                GradientReducer(part, BUCKET_BYTES, streams, hooks=False)
                 if to == "none"
                 else QuantizedReducer(part, lambda: self._sent, to, workers)
                 for part in parts

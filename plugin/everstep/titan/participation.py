@@ -23,6 +23,10 @@ from everstep.titan.place import RunPlace
 
 OF_STALL = 0.8
 """Of `stall_timeout_s`: whoever waits for longer would be taken for stalled."""
+HEAL_SUMS = 3.0
+"""Longest silence of a state's source, in `reduce_timeout_s`: a source that computes may be silent for a while."""
+GIVE_UP_STARTS = 4.0
+"""How long a group goes on that commits nothing, in `startup_timeout_s`: the others may be starting."""
 
 
 class HostClock:
@@ -52,7 +56,7 @@ class Participation:
         self._ranks = GroupRanks(timedelta(seconds=ft.quorum_timeout_s + ft.stall_timeout_s))
         self.life = self._ranks.broadcast(uuid.uuid4().hex.encode()).decode()
         """Differs after every start of the group; the same on all its ranks."""
-        self.door = Door(place.host, place.token, timedelta(seconds=ft.heal_timeout_s), whose, ft.encrypt)
+        self.door = Door(place.host, place.token, timedelta(seconds=HEAL_SUMS * ft.reduce_timeout_s), whose, ft.encrypt)
         self.column = RankColumn(
             ft.process_group,
             column=self._ranks.rank,
@@ -103,7 +107,7 @@ class Participation:
         on_loss: ledger.OnLoss = ft.on_loss
         if semi.enabled:
             on_loss = "shrink" if semi.on_loss == "shrink" else "redistribute"
-        give_up = timedelta(seconds=ft.give_up_after_s)
+        give_up = timedelta(seconds=GIVE_UP_STARTS * ft.startup_timeout_s)
         timeouts = Timeouts(
             quorum=timedelta(seconds=ft.quorum_timeout_s),
             reduce=self._longest_sum,

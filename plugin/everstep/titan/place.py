@@ -11,6 +11,7 @@ from everstep.run.beats import STARTUP
 from everstep.run.events import EventLog
 from everstep.run.exits import USAGE_EXIT, TrainerEnds
 from everstep.run.token import run_token
+from everstep.snapshot.section import Snapshot
 from everstep.titan.run_files import RankFiles
 from everstep.titan.snapshots import Snapshots
 
@@ -58,5 +59,6 @@ def open_place(config: Any) -> RunPlace:
     files.beat(STARTUP, 0)
     token, snapshots = run_token(run_dir), None
     if config.snapshot.enable:
-        snapshots = Snapshots(run_dir, ft.group_id, ft.groups, host, config.snapshot, token, events, ft.encrypt)
+        settings = Snapshot.of(config.snapshot)
+        snapshots = Snapshots(run_dir, ft.group_id, ft.groups, host, settings, token, events, ft.encrypt)
     return RunPlace(run_dir, host, token, events, files, snapshots)

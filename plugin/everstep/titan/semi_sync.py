@@ -99,7 +99,7 @@ class Rounds:
         config: Any = trainer.config
         self._ft: FaultTolerance = config.fault_tolerance
         self._settings: SemiSync = config.semi_sync
-        ft, settings = self._ft, self._settings
+        settings = self._settings
         self._workers, self._steps = trainer.shares, settings.round_steps
         if trainer.slots % self._workers:
             self._refuse(f"the {trainer.slots} slots of a step cannot be split among {self._workers} workers")
@@ -107,10 +107,7 @@ class Rounds:
         parts = (trainer.model_parts, trainer.optimizers, trainer.lr_schedulers, trainer.disk.counters)
         self.state = RoundState(*parts, settings=settings, momentum=self._outer.momentum != 0)
         self._held: dict[int, Held] = {}
-        bucket_bytes = int(ft.bucket_mb * 2**20)
-        self._changes = Changes(
-            trainer.trainable, self.state.fragments, self._workers, settings.quantize, bucket_bytes, streams
-        )
+        self._changes = Changes(trainer.trainable, self.state.fragments, self._workers, settings.quantize, streams)
         self.reducer = self._changes.reducer
         files = WorkerFiles(
             folder_of(trainer.run_dir),

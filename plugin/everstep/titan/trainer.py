@@ -28,13 +28,13 @@ from everstep.run.beats import DONE, STARTUP
 from everstep.run.data_start import began_after
 from everstep.run.exits import FENCED_EXIT, HOPELESS_EXIT, UNFIT_EXIT, TrainerEnds
 from everstep.semi.section import SemiSync
-from everstep.snapshot.section import Snapshot
+from everstep.snapshot.section import SnapshotSection
 from everstep.snapshot.segment import run_id
 from everstep.step import ledger
 from everstep.step.driver import End
 from everstep.step.interfaces import Commit, OutOfData, Work
 from everstep.step.quorum import Quorum
-from everstep.step.reduction import GradientReducer
+from everstep.step.reduction import BUCKET_BYTES, GradientReducer
 from everstep.step.streams import streams_of
 from everstep.titan import attention, cpu, private
 from everstep.titan.checkpoints import RunCheckpointManager, SnapshotCheckpointManager, of_run
@@ -74,7 +74,7 @@ class EverstepTrainer(SlotTrainer):
         data: Data = field(default_factory=Data)
         """Where the slots' tokens come from."""
 
-        snapshot: Snapshot = field(default_factory=Snapshot)
+        snapshot: SnapshotSection = field(default_factory=SnapshotSection)
         """The state of committed steps in host memory, kept by processes that outlive the trainer."""
 
         attention_check: AttentionCheck = field(default_factory=AttentionCheck)
@@ -152,7 +152,7 @@ class EverstepTrainer(SlotTrainer):
             self.state = TrainingState(self.model_parts, self.optimizers, self.lr_schedulers, self.disk.counters)
             self._reducer = GradientReducer(
                 self.trainable,
-                int(ft.bucket_mb * 2**20),
+                BUCKET_BYTES,
                 streams,
                 hooks=self._backward_runs_hooks(),
             )
