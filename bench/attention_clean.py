@@ -97,7 +97,7 @@ def case(seed: int) -> tuple[str, list[dict]]:
         plain = lambda q, k, v: explicit.attention(q, k, v, visible)  # noqa: E731
         attend = {"sdpa": sdpa(visible), "flash": flash(), "matrices": plain}[kernel]
         out, lse = fused.attention(attend, q, k, v, scale=None, guard=of_inner, wide_sums=kernel != "sdpa")
-    if sinks:
+    if sinks and lse is not None:
         out = out * torch.sigmoid(lse - torch.randn(heads)).unsqueeze(-1).to(dtype)
     y = linear.linear(out.flatten(2), wo, None, of_out, linear.WeightSums())
     finite = all(g.isfinite().all() for g in torch.autograd.grad(y, (x, wqkv, wo), dy.to(dtype)))

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import tree_leaves
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.attention import (
     BaseAttention,
@@ -427,8 +426,9 @@ _OTHER_ATTENTION = re.compile(r"Attention$|DeltaNet$")
 
 def _remember_masks(checks: Checks, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a model's forward: keep its masks for what runs outside of its compiled blocks."""
-    leaves = tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, (BlockMask, VarlenMetadata)))
-    told = ((_told_by(leaf), leaf) for leaf in leaves)
+    given = [*args, *kwargs.values()]
+    masks = [mask for one in given for mask in (one.values() if isinstance(one, dict) else [one])]
+    told = ((_told_by(mask), mask) for mask in masks)
     checks.masks = {tensor.data_ptr(): mask for tensor, mask in told if tensor is not None}
 
 
