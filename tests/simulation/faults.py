@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from simulation import real
 from simulation.checks import Sick
+from simulation.nodes import TOKEN
+from simulation.scheduler import Process
 
 if TYPE_CHECKING:
     from simulation.groups import Life, Rank
@@ -67,12 +71,16 @@ def _spare(world: World, *lives: Life) -> bool:
     return any(life not in lives for life in world.with_state())
 
 
+def _another(world: World, life: Life) -> Life | None:
+    """Another group than this one."""
+    others = [other for other in world.lives() if other is not life]
+    return world.scheduler.random.choice(others) if others else None
+
+
 def _kill(world: World, life: Life, rank: Rank, size: float) -> bool:
     """One rank dies; its agent ends the others."""
     if not _spare(world, life):
         return False
-    for node in world.lighthouses.values():
-        node.settle()
     rank.process.kill()
     return True
 
@@ -124,31 +132,27 @@ def _hang(world: World, life: Life, rank: Rank, size: float) -> bool:
     return True
 
 
-def _lose(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _last_message(world: World, life: Life, rank: Rank, size: float) -> bool:
     """The last message of a sum does not reach one rank."""
-    if rank.sums is None:
+    if rank.sums is None or not rank.sums.connected:
         return False
-    rank.sums.lose_next = True
+    rank.process.lose_next = True
     return True
 
 
 def _cut(world: World, life: Life, rank: Rank, size: float) -> bool:
-    """A connection between two groups is gone."""
-    if rank.sums is None or rank.sums.wire is None:
+    """The connections between two groups are gone."""
+    other = _another(world, life)
+    if other is None:
         return False
-    rank.sums.wire.cut()
+    world.network.reset(life.host, other.host)
     return True
 
 
 def _heal_fails(world: World, life: Life, rank: Rank, size: float) -> bool:
-    """Every transfer of a state that is under way breaks off."""
-    broken = False
-    for door in world.doors.values():
-        for reader in list(door.readers):
-            door.readers.remove(reader)
-            reader.fail("the connection broke off")
-            broken = True
-    return broken
+    """The next transfer of a state breaks off."""
+    world.network.breaks_off = True
+    return True
 
 
 def _lighthouse_out(world: World, life: Life, rank: Rank, size: float) -> bool:
@@ -167,9 +171,8 @@ def _lighthouse_frozen(world: World, life: Life, rank: Rank, size: float) -> boo
     node = world.lighthouses[world.published]
     if not node.up or node.frozen:
         return False
-    node.freeze()
     away_s = 0.5 + 15.0 * size**2
-    world.scheduler.call_in(away_s, node.thaw)
+    node.freeze(away_s)
     world.disturbed(world.scheduler.now + away_s)
     return True
 
@@ -193,19 +196,15 @@ def _lighthouse_double(world: World, life: Life, rank: Rank, size: float) -> boo
         return False
     world.move_lighthouse()
     if size > 0.5:
-        node.freeze()
-        world.scheduler.call_in(20.0 * (size - 0.5), node.thaw)
+        node.freeze(20.0 * (size - 0.5))
     world.scheduler.call_in(30.0 * size, node.die)
     world.disturbed(world.scheduler.now + 30.0 * size)
     return True
 
 
 def _late_beats(world: World, life: Life, rank: Rank, size: float) -> bool:
-    """A group's heartbeats do not come through for 1 to 10 s."""
-    voice = life.ranks[0].voice
-    if voice is None:
-        return False
-    voice.silence(1.0 + 9.0 * size)
+    """What a group says does not come to the lighthouse for 1 to 10 s."""
+    world.network.lose([(life.host, world.lighthouses[world.published].host)], 1.0 + 9.0 * size)
     world.disturbed(world.scheduler.now + 10.0)
     return True
 
@@ -314,18 +313,26 @@ def _not_finite(world: World, life: Life, rank: Rank, size: float) -> bool:
 
 
 def _stray(world: World, life: Life, rank: Rank, size: float) -> bool:
-    """Something that is no group of this run asks the lighthouse now and then, for a while."""
+    """Something that holds the token and is no group of this run asks the lighthouse now and then, for a while."""
     until = world.scheduler.now + 1.0 + 9.0 * size
-    payload = STRAYS[int(size * len(STRAYS))]
+    said = {
+        "op": "quorum",
+        "replica": f"{rank.number}:stray",
+        "said": STRAYS[int(size * len(STRAYS))],
+        "timeout_s": 5.0,
+    }
+    process = Process(world.scheduler, "stray", "stray")
 
     def ask() -> None:
-        node = world.lighthouses[world.published]
-        if node.up:
-            node.ask(f"{rank.number:06d}:stray", payload, lambda quorum: None)
-        if world.scheduler.now < until:
-            world.scheduler.call_in(0.7, ask)
+        while world.scheduler.now < until:
+            try:
+                at = world.published.removeprefix("http://")
+                real.wire.connect(at, TOKEN, timedelta(seconds=5), purpose=real.membership.PURPOSE).ask(said)
+            except real.wire.WireError:
+                pass
+            world.scheduler.sleep(0.7)
 
-    ask()
+    world.scheduler.spawn(process, ask)
     world.disturbed(until)
     return True
 
@@ -347,6 +354,102 @@ def _slow(world: World, life: Life, rank: Rank, size: float) -> bool:
     return True
 
 
+def _lasts_s(size: float) -> float:
+    """How long a fault of the network lasts: 1 to 40 s, mostly short."""
+    return 1.0 + 39.0 * size**2
+
+
+def _lose(world: World, ways: Sequence[tuple[str, str]], size: float) -> bool:
+    """The others are to go on meanwhile."""
+    seconds = _lasts_s(size)
+    world.network.lose(ways, seconds)
+    world.scheduler.call_in(seconds, world.disturbed)
+    return True
+
+
+def _around(life: Life, hosts: Iterable[str]) -> list[tuple[str, str]]:
+    """All ways between a group and hosts."""
+    return [way for host in hosts if host != life.host for way in ((life.host, host), (host, life.host))]
+
+
+def _hosts(world: World) -> list[str]:
+    return [f"h{number}" for number in sorted(world.groups)]
+
+
+def _part(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """Nothing passes between two groups."""
+    other = _another(world, life)
+    return other is not None and _lose(world, _around(life, [other.host]), size)
+
+
+def _one_way(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """Nothing passes from one group to another."""
+    other = _another(world, life)
+    return other is not None and _lose(world, [(life.host, other.host)], size)
+
+
+def _unreached(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """A group is cut off from all others, and not from the lighthouse."""
+    return _lose(world, _around(life, _hosts(world)), size)
+
+
+def _gone(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """A group is cut off from everybody."""
+    return _lose(world, _around(life, [*_hosts(world), world.lighthouses[world.published].host]), size)
+
+
+def _closed(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """Nobody connects anew to or from a group, and it has lost its connections."""
+    seconds = _lasts_s(size)
+    world.network.close(_around(life, _hosts(world)), seconds)
+    for host in _hosts(world):
+        world.network.reset(life.host, host)
+    world.scheduler.call_in(seconds, world.disturbed)
+    return True
+
+
+def _slow_link(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """What goes between two groups takes up to half a second longer."""
+    other = _another(world, life)
+    if other is None:
+        return False
+    seconds = _lasts_s(size)
+    world.network.delay(_around(life, [other.host]), 0.02 + 0.5 * world.scheduler.random.random(), seconds)
+    world.disturbed(world.scheduler.now + seconds)
+    return True
+
+
+def _dark(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """A group's host is gone, and no connection says so."""
+    if not _spare(world, life):
+        return False
+    world.network.dark.add(life.host)
+    world.kill(life)
+    return True
+
+
+def _lighthouse_dark(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """The lighthouse's host falls silent. It is heard again later, or another one is published."""
+    node, seconds = world.lighthouses[world.published], _lasts_s(size)
+    if not node.up:
+        return False
+    hosts = _hosts(world)
+    world.network.lose([way for host in hosts for way in ((host, node.host), (node.host, host))], seconds)
+    if world.scheduler.random.random() < 0.5:
+        seconds *= world.scheduler.random.random()
+        world.scheduler.call_in(seconds, world.move_lighthouse)
+    world.disturbed(world.scheduler.now + seconds)
+    return True
+
+
+def _clock(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """The wall clock of a host jumps by up to an hour."""
+    world.wall_s[life.host] = ahead_s = 7200.0 * (size - 0.5)
+    for each in life.ranks:
+        each.process.wall_s = ahead_s
+    return True
+
+
 BREAKERS: dict[str, Callable[[World, Life, Rank, float], bool]] = {
     "kill": _kill,
     "await": _kill_at_await,
@@ -355,7 +458,7 @@ BREAKERS: dict[str, Callable[[World, Life, Rank, float], bool]] = {
     "stop": _stop,
     "stop-group": _stop_group,
     "hang": _hang,
-    "lose": _lose,
+    "lose": _last_message,
     "cut": _cut,
     "heal": _heal_fails,
     "lh-out": _lighthouse_out,
@@ -372,6 +475,15 @@ BREAKERS: dict[str, Callable[[World, Life, Rank, float], bool]] = {
     "stray": _stray,
     "twin": _twin,
     "slow": _slow,
+    "part": _part,
+    "one-way": _one_way,
+    "unreached": _unreached,
+    "gone": _gone,
+    "closed": _closed,
+    "slow-link": _slow_link,
+    "dark": _dark,
+    "lh-dark": _lighthouse_dark,
+    "clock": _clock,
     "sick": _sick,
     "narrow": _narrow,
 }

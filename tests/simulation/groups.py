@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import traceback
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from everstep.step.attempt import Group as OwnGroup
 from everstep.step.attempt import Host, Peers, Rules
@@ -12,18 +13,21 @@ from everstep.step.driver import Driver, End
 from everstep.step.interfaces import GroupBroken
 from everstep.step.protocol import StepProtocol
 from everstep.step.quorum import Member
+from simulation import real
 from simulation.checks import Checks
 from simulation.files import DONE, STARTUP, SimClock, SimEvents, SimFiles
-from simulation.healing import Door
 from simulation.judge import State
-from simulation.network import ColumnSums, Voice
+from simulation.nodes import TOKEN, Voice
 from simulation.ranks import Collectives, GroupRanks
 from simulation.scheduler import Process
+from simulation.services import Communicator, StoreServer
 from simulation.trainer import SimWork
 
 if TYPE_CHECKING:
     from simulation.world import World
 
+OPEN_PATIENCE_S = 60.0
+"""How long a source keeps a joiner waiting for a step that it has not opened yet."""
 BUFFERS = 2
 """Snapshots that a keeper holds of each rank."""
 NEVER = float("inf")
@@ -61,6 +65,7 @@ class Life:
     def __init__(self, world: World, group: Group, number: int) -> None:
         self.world, self.group = world, group
         self.name = f"{group.id}.{number}"
+        self.host = f"h{group.id}"
         self.size = world.plan.ranks
         self.broken = self.ended = False
         self.accused_step: int | None = None
@@ -84,10 +89,7 @@ class Life:
         self.checks = Checks(world, self)
         self._spoiled: dict[tuple[str, int], bool] = {}
         self.ranks = [Rank(world, self, number) for number in range(self.size)]
-
-    @property
-    def store(self) -> str:
-        return f"store:{self.name}"
+        self.store = StoreServer(world.network, self.ranks[0].process).address
 
     @property
     def alive(self) -> bool:
@@ -97,6 +99,7 @@ class Life:
         return any(rank.work.state.flipped for rank in self.ranks)
 
     def start(self) -> None:
+        self.world.network.dark.discard(self.host)
         self.world.note(self.name, "starts", None, {})
         for rank in self.ranks:
             self.world.scheduler.spawn(rank.process, rank.main)
@@ -152,13 +155,14 @@ class Rank:
     def __init__(self, world: World, life: Life, number: int) -> None:
         self.world, self.life, self.number = world, life, number
         self.name = f"{life.name}/{number}"
-        self.process = Process(world.scheduler, self.name)
-        self.process.on_death.append(life.rank_died)
+        self.process = Process(world.scheduler, self.name, life.host)
+        self.process.wall_s = world.wall_s.get(life.host, 0.0)
+        self.process.on_death += [life.rank_died, partial(world.network.process_died, self.process)]
         self.beaten = self.looked = world.scheduler.now
         self.leave_at = NEVER
         self.voice: Voice | None = None
-        self.sums: ColumnSums | None = None
-        self.door: Door | None = None
+        self.sums: Any = None
+        self.door: Any = None
         self.work = SimWork(world, self)
 
     @property
@@ -177,8 +181,17 @@ class Rank:
         files.beat(STARTUP, 0)
         world.scheduler.pause(*plan.startup_s)
         self.voice = Voice(world, self) if self.number == 0 else None
-        self.sums = ColumnSums(world, self, connect_s=plan.connect_s, reduce_s=plan.reduce_s)
-        self.door = Door(world, self)
+        whose = real.heal.Whose("run", self.number)
+        self.door = real.door.Door(life.host, TOKEN, timedelta(seconds=OPEN_PATIENCE_S), whose)
+        self.sums = real.process_group.RankColumn(
+            "gloo",
+            column=self.number,
+            host=life.host,
+            connect_timeout=timedelta(seconds=plan.connect_s),
+            reduce_timeout=timedelta(seconds=plan.reduce_s),
+            token=TOKEN,
+            make=Communicator,
+        )
         host = Host(SimClock(world), files, SimEvents(world, self))
         try:
             protocol = StepProtocol(
@@ -209,4 +222,5 @@ class Rank:
         if self.voice is not None:
             self.voice.leave()
         life.rank_finished(end)
-        self.sums.abort()
+        self.sums.close()
+        self.door.shutdown()

@@ -83,6 +83,15 @@ class Judge:
     thrown: dict[tuple[int, int, int], str] = field(default_factory=dict)
     """(group, step, slot) that a group threw away though no rule says so → how."""
 
+    keys: set[tuple[str, str]] = field(default_factory=set)
+    """Ranks, and the keys that they connected with."""
+
+    def uses(self, who: str, key: str) -> None:
+        """A rank connects a process group."""
+        if (who, key) in self.keys:
+            self.violate("key used twice", f"{who} connects with key {key} again")
+        self.keys.add((who, key))
+
     def violate(self, kind: str, text: str) -> None:
         if len(self.violations) < 20:
             self.violations.append(Violation(round(self.now(), 3), kind, text))

@@ -1,428 +1,487 @@
-"""Between groups: lighthouses that can fail, a group's voice there, and the sums of a rank column."""
+"""Hosts and what goes between them: sockets in virtual time, and links that lose, delay and refuse.
+
+Stands in for `socket`, `selectors` and `select` under `everstep.wire` and what speaks it. A connection keeps its order.
+What is sent while its way is lost arrives when the way is open again, as TCP has it; a host that falls silent tells
+nobody. `Network.carry` is the only way from one host to another.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+import selectors as real_selectors
+import socket as real_socket
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
-import torch
+from simulation.scheduler import TICK_S, Process, Scheduler, Signal
+from simulation.system import HERE
 
-from everstep.quorum.turns import HEAD_START_S, LOOK_S, Turns
-from everstep.step.interfaces import QuorumUnavailable, SumsBroken
-from everstep.step.quorum import Member, Request, decode, encode, read_quorum
-from simulation.judge import Contribution
-from simulation.lighthouse import Announced, Lighthouse, Listener, Options
-from simulation.scheduler import Process, Signal
+LATENCY_S = (0.0001, 0.0015)
+RETRANSMIT_S = 0.4
+"""Longest time between a way's being open again and what waited for it."""
+BULK_BYTES = 2048
+"""What is sent in one piece of this size is a state."""
 
-if TYPE_CHECKING:
-    from simulation.groups import Rank
-    from simulation.world import World
+KEEPALIVE = {
+    (real_socket.SOL_SOCKET, real_socket.SO_KEEPALIVE),
+    *(
+        (real_socket.IPPROTO_TCP, option)
+        for option in (real_socket.TCP_KEEPIDLE, real_socket.TCP_KEEPINTVL, real_socket.TCP_KEEPCNT)
+    ),
+}
 
-HEARTBEAT_S = 0.25
-ASK_AGAIN_S = 0.1
-NOTICE_S = 0.1
-"""How long a rank still waits for a sum after a peer broke it: the peer watch's grace."""
-
-
-class Beacon:
-    """The heartbeats of one voice, worked out when somebody looks instead of every 250 ms."""
-
-    def __init__(self, process: Process, replica_id: str) -> None:
-        self.process, self.replica_id = process, replica_id
-        self.node: LighthouseNode | None = None
-        self.phase = process.scheduler.random.random() * HEARTBEAT_S
-        self.silent_until = -1.0
-        self.left = False
-
-    def beating(self) -> bool:
-        now = self.process.scheduler.now
-        return self.process.alive and not self.left and now >= max(self.silent_until, self.process.stopped_until)
-
-    def settle(self) -> None:
-        if self.node is not None:
-            self.node.settle()
-
-    def look(self) -> None:
-        if self.node is not None:
-            self.node.look()
+Way = tuple[str, str]
 
 
-def makers(members: Sequence[tuple[str, str]]) -> list[str]:
-    """Which of the members of a quorum make its step, as the gate sees it; something that is no group makes none."""
-    try:
-        found = {name: decode(said) for name, said in members}
-        able = read_quorum(0, list(found.values())).able
-    except ValueError:
-        return []
-    return [name for name, request in found.items() if request.group in able]
+class Flow:
+    """What goes one way in one order: when the last of it arrives."""
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last = 0.0
 
 
-@dataclass(slots=True)
-class Asked:
-    """A request on its way through the gate: its listener once it is through."""
+class Network:
+    """All hosts. `bulk_s` draws what a piece of a state takes."""
 
-    listener: Listener | None = None
-    gone: bool = False
+    def __init__(self, scheduler: Scheduler, bulk_s: Callable[[], float], damaged: Callable[[], bool]) -> None:
+        self.scheduler, self.bulk_s, self.damaged = scheduler, bulk_s, damaged
+        self.lost: Counter[Way] = Counter()
+        self.lost_since: dict[Way, float] = {}
+        self.closed: Counter[Way] = Counter()
+        """Ways on which nobody connects anew."""
+        self.delay_s: dict[Way, float] = {}
+        self.held: dict[Way, list[tuple[Callable[[], None], Flow, float]]] = defaultdict(list)
+        self.sockets: dict[Process, list[Socket]] = defaultdict(list)
+        self.listeners: dict[tuple[str, int], Listener] = {}
+        self.dark: set[str] = set()
+        """Hosts that are gone, and tell nobody."""
+        self.breaks_off = False
+        """Whether the next state that is sent does not arrive whole."""
+        self.ports = 1000
+        self.stores: dict[tuple[str, int], Any] = {}
+        self.communicators: dict[Process, list[Any]] = defaultdict(list)
+        """Of `simulation.services`."""
 
-
-class LighthouseNode:
-    """A lighthouse behind its gate, at an address: up, frozen or gone."""
-
-    def __init__(self, world: World, address: str, options: Options) -> None:
-        self.world, self.address, self.options = world, address, options
-        self.rules = Lighthouse(options)
-        self.up = self.frozen = False
-        self.epoch = 0
-        self.waiting: list[Signal] = []
-        self._pending: list[Callable[[], None]] = []
-        self._held: list[Callable[[], None]] = []
-        """Requests that wait for their turn."""
-        self._alarm = 0
-        self.start()
-
-    def start(self) -> None:
-        self.rules = Lighthouse(self.options)
-        self.turns = Turns(lambda replica: replica in self.rules.healthy(self.world.scheduler.now))
-        self._held = []
-        self.up, self.frozen = True, False
-        self.epoch += 1
-
-    def die(self) -> None:
-        self.settle()
-        self.up = self.frozen = False
-        self._pending.clear()
-        waiting, self.waiting = self.waiting, []
-        for signal in waiting:
-            signal.fire(self.world.scheduler)
-
-    def freeze(self) -> None:
-        self.settle()
-        self.frozen = True
-
-    def thaw(self) -> None:
-        if not self.frozen:
+    def carry(self, way: Way, call: Callable[[], None], flow: Flow, extra_s: float = 0.0) -> None:
+        """Have something happen at the end of a way, after what went into the same flow before."""
+        if way[0] != way[1] and (self.lost[way] or self.held.get(way)):
+            self.held[way].append((call, flow, extra_s))
             return
-        self.frozen = False
-        pending, self._pending = self._pending, []
-        for act in pending:
-            act()
-        self._see_turns()
-        self.look()
+        low, high = LATENCY_S
+        wait_s = low + (high - low) * self.scheduler.random.random() + extra_s + self.delay_s.get(way, 0.0)
+        flow.last = max(flow.last + 1e-7, self.scheduler.now + wait_s)
+        self.scheduler.call_at(flow.last, call)
 
-    def settle(self) -> None:
-        """Write down the heartbeats that came until now."""
-        if not self.up or self.frozen:
+    def lose(self, ways: Sequence[Way], seconds: float) -> None:
+        """Nothing passes there for so long."""
+        for way in ways:
+            self.lost[way] += 1
+            self.lost_since.setdefault(way, self.scheduler.now)
+            for sock in self._between(*way):
+                if sock.keepalive_s:
+                    self.scheduler.call_in(sock.keepalive_s, self._unheard, sock, way)
+        self.scheduler.call_in(seconds, self._open, ways)
+
+    def _between(self, one: str, other: str) -> list[Socket]:
+        """Connected sockets of either host to the other."""
+        both = {one, other}
+        return [
+            sock
+            for process, sockets in self.sockets.items()
+            if process.host in both
+            for sock in sockets
+            if sock.peer is not None and {sock.host, sock.peer.host} == both
+        ]
+
+    def _unheard(self, sock: Socket, way: Way) -> None:
+        """The kernel asks for its peer's, if the way was lost all the time."""
+        if self.scheduler.now - self.lost_since.get(way, math.inf) > sock.keepalive_s - TICK_S:
+            sock.is_reset()
+
+    def _open(self, ways: Sequence[Way]) -> None:
+        for way in ways:
+            self.lost[way] -= 1
+            if not self.lost[way]:
+                self.lost_since.pop(way, None)
+            if not self.lost[way] and way in self.held:
+                self.scheduler.call_in(RETRANSMIT_S * self.scheduler.random.random(), self._send_held, way)
+
+    def _send_held(self, way: Way) -> None:
+        if not self.lost[way]:
+            for call, flow, extra_s in self.held.pop(way, []):
+                self.carry(way, call, flow, extra_s)
+
+    def close(self, ways: Sequence[Way], seconds: float) -> None:
+        """Nobody connects anew there for so long."""
+        for way in ways:
+            self.closed[way] += 1
+        self.scheduler.call_in(seconds, self.closed.subtract, ways)
+
+    def delay(self, ways: Sequence[Way], delay_s: float, seconds: float) -> None:
+        """What goes there takes longer for so long."""
+        for way in ways:
+            self.delay_s[way] = delay_s
+            self.scheduler.call_in(seconds, self.delay_s.pop, way, None)
+
+    def reset(self, one: str, other: str) -> None:
+        """Every connection between two hosts is gone; both ends see it."""
+        if one == other:
             return
-        now = self.world.scheduler.now
-        for beacon in self.world.beacons:
-            if beacon.node is self and beacon.beating():
-                last = math.floor((now - beacon.phase) / HEARTBEAT_S) * HEARTBEAT_S + beacon.phase
-                if last > self.rules.heartbeats.get(beacon.replica_id, -1.0):
-                    self.rules.heartbeats[beacon.replica_id] = last
+        for sock in self._between(one, other):
+            sock.is_reset()
+        for communicators in self.communicators.values():
+            for communicator in communicators:
+                communicator.is_reset(one, other)
 
-    def ask(self, replica_id: str, payload: str, answer: Callable[[Announced], None]) -> Asked:
-        """A request reaches it; at once or when it thaws."""
-        asked, epoch = Asked(), self.epoch
+    def process_died(self, process: Process) -> None:
+        """The kernel closes what it had open; or its host is gone, and nobody hears of it."""
+        for place, listener in list(self.listeners.items()):
+            if listener.process is process:
+                del self.listeners[place]
+                for waiting in listener.backlog:
+                    waiting.close()
+        silent = process.host in self.dark
+        for sock in self.sockets.pop(process, []):
+            if silent:
+                sock.closed = True
+                if sock.peer is not None and sock.peer.keepalive_s:
+                    self.scheduler.call_in(sock.peer.keepalive_s, sock.peer.is_reset)
+            else:
+                sock.close()
+        for communicator in self.communicators.pop(process, []):
+            communicator.dies(silent)
 
-        def hear(quorum: Announced) -> None:
-            self.turns.formed(makers(quorum.members))
-            answer(quorum)
+    def listen(self, port: int = 0, *, process: Process | None = None) -> Listener:
+        """A port of the host of the running process, or of the one given."""
+        process = process or HERE.process()
+        if not port:
+            self.ports += 1
+            port = self.ports
+        if (process.host, port) in self.listeners:
+            raise OSError("the address is in use")
+        listener = self.listeners[process.host, port] = Listener(self, process, port)
+        return listener
 
-        def enter() -> None:
-            if not asked.gone and self.up and self.epoch == epoch:
-                self.settle()
-                asked.listener = self.rules.ask(self.world.scheduler.now, replica_id, payload, hear)
-                self.look()
+    def connect(self, place: tuple[str, int], timeout: float) -> Socket:
+        """A connection. Raises OSError."""
+        process, scheduler = HERE.process(), self.scheduler
+        ours, said = Socket(self, process), list[str]()
+        there, back = (process.host, place[0]), (place[0], process.host)
 
         def arrive() -> None:
-            self.settle()
-            self.turns.asked(replica_id)
-            if not self.turns.may_pass():
-                self._held.append(enter)
-                if len(self._held) == 1:
-                    self.world.scheduler.call_in(LOOK_S, self._see_turns)
-            elif self._held:
-                self._let_in()
-                self.world.scheduler.call_in(HEAD_START_S, enter)
-            else:
-                enter()
+            listener = self.listeners.get(place)
+            if listener is None:
+                if place[0] not in self.dark:
+                    self.carry(back, partial(answer, "refused"), Flow())
+                return
+            theirs = Socket(self, listener.process)
+            theirs.peer, ours.peer, theirs.place = ours, theirs, (process.host, 1)
+            listener.come(theirs)
+            self.carry(back, partial(answer, "open"), theirs.flow)
 
-        if self.frozen:
-            self._pending.append(arrive)
-        else:
-            arrive()
-        return asked
+        def answer(what: str) -> None:
+            said.append(what)
+            if ours.closed and ours.peer is not None:
+                ours.peer.is_reset()
+            ours.changed.fire(scheduler)
 
-    def _let_in(self) -> None:
-        held, self._held = self._held, []
-        for enter in held:
-            enter()
-
-    def _see_turns(self) -> None:
-        """The gate looks now and then whether those that the held ones wait for have died."""
-        if self._held and self.up and not self.frozen:
-            self.settle()
-            if self.turns.may_pass():
-                self._let_in()
-            else:
-                self.world.scheduler.call_in(LOOK_S, self._see_turns)
-
-    def cancel(self, asked: Asked) -> None:
-        """The client gave up. A frozen lighthouse learns of it when it thaws; the request may count until then."""
-
-        def forget() -> None:
-            asked.gone = True
-            if asked.listener is not None:
-                self.rules.cancel(asked.listener)
-
-        if self.up and self.frozen:
-            self._pending.append(forget)
-        elif self.up:
-            forget()
-
-    def look(self) -> None:
-        """Tick when something may have changed by itself."""
-        if not self.up or self.frozen:
-            return
-        now = self.world.scheduler.now
-        beating = {beacon.replica_id for beacon in self.world.beacons if beacon.node is self and beacon.beating()}
-        when = self.rules.next_change(now, beating)
-        self._alarm += 1
-        if when is not None:
-            tick = self.options.quorum_tick_s
-            self.world.scheduler.call_at((math.floor(when / tick) + 1) * tick, self._tick, self._alarm, self.epoch)
-
-    def _tick(self, alarm: int, epoch: int) -> None:
-        if alarm == self._alarm and epoch == self.epoch and self.up and not self.frozen:
-            self.settle()
-            self.rules.tick(self.world.scheduler.now)
-            self.look()
+        if not (self.closed[there] or self.closed[back]):
+            self.carry(there, arrive, ours.flow)
+        if not scheduler.wait(ours.changed, lambda: bool(said), timeout):
+            ours.close()
+            raise TimeoutError("timed out")
+        if said[0] == "refused":
+            ours.close()
+            raise ConnectionRefusedError("Connection refused")
+        return ours
 
 
-class Voice:
-    """Membership as `everstep.quorum.membership` has it: a request is made again until its time is up, heartbeats go to
-    the address that was last followed."""
+class _Readable:
+    """What a selector can look at."""
 
-    def __init__(self, world: World, rank: Rank) -> None:
-        self._world, self._rank = world, rank
-        self.replica_id = f"{rank.life.group.id:06d}:{rank.life.name}"
-        self._address = ""
-        self._beacon = Beacon(rank.process, self.replica_id)
-        world.beacons.append(self._beacon)
-
-    def silence(self, seconds: float) -> None:
-        """Its heartbeats do not come through for a while."""
-        scheduler, beacon = self._world.scheduler, self._beacon
-        beacon.settle()
-        beacon.silent_until = max(beacon.silent_until, scheduler.now + seconds)
-        scheduler.call_at(beacon.silent_until + HEARTBEAT_S, beacon.look)
-
-    def follow(self) -> bool:
-        world, beacon = self._world, self._beacon
-        world.scheduler.check()
-        before, self._address = self._address, world.published
-        if before == self._address:
-            return False
-        if beacon.node is not None and beacon.node.frozen:
-            # The heartbeat that waits for the frozen one's answer comes first.
-            beacon.silent_until = world.scheduler.now + world.scheduler.random.uniform(
-                0, beacon.node.options.heartbeat_timeout_s / 2
-            )
-            world.scheduler.call_at(beacon.silent_until + HEARTBEAT_S, beacon.look)
-        beacon.settle()
-        beacon.node = world.lighthouses[self._address]
-        beacon.look()
-        return before != ""
-
-    def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
-        scheduler = self._world.scheduler
-        deadline = scheduler.now + timeout.total_seconds()
-        while True:
-            left_s = deadline - scheduler.now
-            try:
-                return self._ask_once(request, max(left_s, 0.001))
-            except QuorumUnavailable:
-                if left_s < ASK_AGAIN_S:
-                    raise
-                scheduler.sleep(ASK_AGAIN_S)
-                self.follow()
-
-    def _ask_once(self, request: Request, timeout: float) -> tuple[int, list[Member]]:
-        scheduler = self._world.scheduler
-        scheduler.pause(0.0002, 0.003)
-        node = self._world.lighthouses[self._address]
-        if not node.up:
-            raise QuorumUnavailable("the lighthouse cannot be reached")
-        answers: list[Announced] = []
-        came = Signal()
-
-        def hear(quorum: Announced) -> None:
-            answers.append(quorum)
-            scheduler.call_in(scheduler.random.random() * 0.002, came.fire, scheduler)
-
-        epoch = node.epoch
-        place = node.ask(self.replica_id, encode(request), hear)
-        node.waiting.append(came)
-        in_time = scheduler.wait(came, lambda: bool(answers) or not node.up or node.epoch != epoch, timeout)
-        if not answers:
-            node.cancel(place)
-            raise QuorumUnavailable("the lighthouse is gone" if in_time else f"no quorum within {timeout:.1f} s")
-        try:
-            members = [decode(payload) for _, payload in answers[0].members]
-        except ValueError as error:
-            raise QuorumUnavailable(f"not all are groups of this run: {error}") from error
-        self._rank.life.met = members
-        return answers[0].id, members
-
-    def leave(self) -> None:
-        self._world.scheduler.check()
-        self._beacon.settle()
-        self._beacon.left = True
-
-
-class _Op:
-    __slots__ = ("result", "signature", "values")
-
-    def __init__(self, signature: tuple[Any, ...]) -> None:
-        self.signature = signature
-        self.values: dict[int, Any] = {}
-        self.result: Any = None
-
-
-class Wire:
-    """A process group over one rank column of a quorum."""
-
-    def __init__(self, world: World, size: int, name: str) -> None:
-        self.world, self.size, self.name = world, size, name
-        self.members: dict[int, ColumnSums] = {}
-        self.ops: dict[int, _Op] = {}
-        self.broken_at: float | None = None
+    def __init__(self, network: Network, process: Process) -> None:
+        self.network, self.process, self.host = network, process, process.host
         self.changed = Signal()
+        self.looked_at: list[Selector] = []
+        self.closed = False
 
-    @property
-    def noticed(self) -> bool:
-        """Whether members know by now that it is broken."""
-        return self.broken_at is not None and self.world.scheduler.now - self.broken_at > NOTICE_S
+    def wake(self) -> None:
+        scheduler = self.network.scheduler
+        if self.changed.waiters:
+            self.changed.fire(scheduler)
+        for selector in self.looked_at:
+            if selector.changed.waiters:
+                selector.changed.fire(scheduler)
 
-    def cut(self) -> None:
-        if self.broken_at is None:
-            scheduler = self.world.scheduler
-            self.broken_at = scheduler.now
-            scheduler.call_in(NOTICE_S * 1.01, self.changed.fire, scheduler)
+    def setblocking(self, flag: bool) -> None:
+        self.timeout = None if flag else 0.0
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.closed = True
 
 
-class ColumnSums:
-    """Sums of one rank over its column."""
+class Listener(_Readable):
+    """A listening socket."""
 
-    def __init__(self, world: World, rank: Rank, *, connect_s: float, reduce_s: float) -> None:
-        self._world, self.rank, self.address = world, rank, f"watch-of-{rank.name}"
-        self._connect_s, self._reduce_s = connect_s, reduce_s
-        self._wire: Wire | None = None
-        self._place = self._calls = 0
-        self._used: set[str] = set()
-        self.lose_next = False
-        """The next sum that completes elsewhere does not complete here."""
-        rank.process.on_death.append(self._cut)
+    def __init__(self, network: Network, process: Process, port: int) -> None:
+        super().__init__(network, process)
+        self.port = port
+        self.backlog: list[Socket] = []
 
-    @property
-    def connected(self) -> bool:
-        return self._wire is not None
+    def come(self, sock: Socket) -> None:
+        self.backlog.append(sock)
+        self.wake()
 
-    @property
-    def wire(self) -> Wire | None:
-        return self._wire
+    def readable(self) -> bool:
+        return bool(self.backlog)
 
-    def unreached(self) -> frozenset[str]:
-        return frozenset()
+    def getsockname(self) -> tuple[str, int]:
+        return self.host, self.port
 
-    def connect(self, *, key: str, store: str, host: int, rank: int, peers: Sequence[str]) -> None:
-        world, scheduler, size = self._world, self._world.scheduler, len(peers)
-        self.abort()
-        column = self.rank.number
-        if key in self._used:
-            world.judge.violate("key used twice", f"{self.rank.name} connects with key {key} again")
-        self._used.add(key)
-        scheduler.pause(0.001, 0.02)
-        if not world.store_answers(store):
-            scheduler.pause(0.01, self._connect_s)
-            raise SumsBroken(f"the store at {store} does not answer")
-        name = f"{store}/{key}/{column}"
-        wire = world.wires.get(name)
-        if wire is None:
-            wire = world.wires[name] = Wire(world, size, name)
-        if wire.broken_at is not None or rank in wire.members or wire.size != size:
-            wire.cut()
-            raise SumsBroken("its peers gave up, or another is in this place")
-        wire.members[rank] = self
-        self._wire = wire
-        self._place, self._calls = rank, 0
-        if len(wire.members) == size:
-            wire.changed.fire(scheduler)
-        scheduler.wait(wire.changed, lambda: len(wire.members) == size or wire.noticed, self._connect_s)
-        if len(wire.members) < size or wire.broken_at is not None:
-            self.abort()
-            raise SumsBroken("not all peers came")
+    def accept(self) -> tuple[Socket, tuple[str, int]]:
+        if not self.backlog:
+            raise BlockingIOError
+        sock = self.backlog.pop(0)
+        return sock, sock.place
 
-    def abort(self) -> None:
-        self._world.scheduler.check()
-        self._cut()
+    def close(self) -> None:
+        super().close()
+        self.network.listeners.pop((self.host, self.port), None)
+        for waiting in self.backlog:
+            waiting.close()
 
-    def _cut(self) -> None:
-        if self._wire is not None:
-            self._wire.cut()
-        self._wire = None
 
-    def gather(self, words: Sequence[int]) -> list[list[int]]:
-        assert all(-(1 << 63) <= word < 1 << 63 for word in words), words
-        op = self._op(("words", len(words)), list(words), self._reduce_s)
-        return [list(op.values[place]) for place in range(len(op.values))]
+class Socket(_Readable):
+    """One end of a connection."""
 
-    def total(self, values: torch.Tensor, timeout: timedelta) -> torch.Tensor:
-        assert values.dtype == torch.float64
-        op = self._op(("total", len(values)), values.clone(), timeout.total_seconds())
-        if op.result is None:
-            op.result = torch.stack([op.values[place] for place in range(len(op.values))]).sum(0)
-        return op.result.clone()
+    def __init__(self, network: Network, process: Process) -> None:
+        super().__init__(network, process)
+        self.peer: Socket | None = None
+        self.place = (process.host, 0)
+        self.flow = Flow()
+        self.inbox = bytearray()
+        self.ended = self.broken = self.shut = False
+        """Whether the other side has closed, the connection is reset, this side has shut down."""
+        self.timeout: float | None = None
+        self._receive_s = 0.0
+        self._keepalive: dict[int, int] = {}
+        self.keepalive_s = 0.0
+        """After so long without a sign of the peer's kernel this end is reset; 0 for never."""
+        network.sockets[process].append(self)
 
-    def gather_bytes(self, mine: bytes) -> list[bytes]:
-        op = self._op(("bytes",), mine, self._reduce_s)
-        return [op.values[place] for place in range(len(op.values))]
+    # What arrives
 
-    def gradients(self, mine: Contribution, timeout: float) -> list[Contribution]:
-        """The sum of gradients, as what went into it."""
-        op = self._op(("gradients",), mine, timeout)
-        if op.result is None:
-            op.result = [op.values[place] for place in range(len(op.values))]
-            self._world.judge.summed(op.result)
-        return op.result
+    def _arrive(self, data: bytes) -> None:
+        if self.closed:
+            if self.host not in self.network.dark and self.peer is not None:
+                self.network.carry((self.host, self.peer.host), self.peer.is_reset, self.flow)
+            return
+        self.inbox += data
+        self.wake()
 
-    def _op(self, signature: tuple[Any, ...], value: Any, timeout: float) -> _Op:
-        world, scheduler, wire = self._world, self._world.scheduler, self._wire
-        scheduler.check()
-        if wire is None or wire.noticed:
-            self.abort()
-            raise SumsBroken("not connected")
-        number, self._calls = self._calls, self._calls + 1
-        op = wire.ops.setdefault(number, _Op(signature))
-        if op.signature != signature:
-            text = f"{self.rank.name}: {signature} meets {op.signature}, call {number} of {wire.name}"
-            world.judge.violate("sums paired", text)
-        op.values[self._place] = value
-        if len(op.values) == wire.size:
-            wire.ops.pop(number - 2, None)
-            wire.changed.fire(scheduler)
-        in_time = scheduler.wait(wire.changed, lambda: len(op.values) == wire.size or wire.noticed, timeout)
-        if len(op.values) == wire.size:
-            # Everybody gave its part. The last message may still be lost, with its sender or by itself.
-            scheduler.pause(0.0002, world.tail_s())
-            lost, self.lose_next = self.lose_next or self._wire is None, False
-            if not lost and not (wire.broken_at is not None and scheduler.random.random() < 0.5):
-                return op
-            reason = "the end of the sum did not come"
+    def _end(self) -> None:
+        self.ended = True
+        self.wake()
+
+    def is_reset(self) -> None:
+        self.broken = True
+        self.wake()
+
+    def readable(self) -> bool:
+        return bool(self.inbox) or self.ended or self.broken or self.shut
+
+    # What the process does
+
+    def settimeout(self, timeout: float | None) -> None:
+        self.timeout = timeout
+
+    def setsockopt(self, level: int, option: int, value: Any) -> None:
+        if (level, option) in KEEPALIVE:
+            self._keepalive[option] = value
+            if len(self._keepalive) == len(KEEPALIVE):
+                every_s = self._keepalive[real_socket.TCP_KEEPINTVL] * self._keepalive[real_socket.TCP_KEEPCNT]
+                self.keepalive_s = float(self._keepalive[real_socket.TCP_KEEPIDLE] + every_s)
+        elif (level, option) == (real_socket.SOL_SOCKET, real_socket.SO_RCVTIMEO):
+            seconds, micros = struct.unpack("@ll", value)
+            self._receive_s = seconds + micros / 1e6
+
+    def _wait(self, holds: Callable[[], bool]) -> None:
+        """Until there is something to read. Raises what a socket raises."""
+        HERE.process()
+        if self.closed:
+            raise OSError("Bad file descriptor")
+        if holds():
+            return
+        if self.timeout == 0.0:
+            raise BlockingIOError
+        seconds = self.timeout or self._receive_s or 1e9
+        if not HERE.scheduler.wait(self.changed, holds, seconds):
+            raise TimeoutError if self.timeout else BlockingIOError
+
+    def _take(self, count: int, *, keep: bool = False) -> bytes:
+        if not self.inbox and self.broken:
+            raise ConnectionResetError("Connection reset by peer")
+        data = bytes(self.inbox[:count])
+        if not keep:
+            del self.inbox[:count]
+        return data
+
+    def recv(self, count: int, flags: int = 0) -> bytes:
+        if flags & real_socket.MSG_DONTWAIT:
+            HERE.process()
+            if self.closed:
+                raise OSError("Bad file descriptor")
+            if not self.readable():
+                raise BlockingIOError
         else:
-            reason = "a peer is gone" if in_time else f"no answer within {timeout:.1f} s"
-        self.abort()
-        raise SumsBroken(reason)
+            self._wait(self.readable)
+        return self._take(count, keep=bool(flags & real_socket.MSG_PEEK))
+
+    def recv_into(self, view: memoryview, nbytes: int = 0, flags: int = 0) -> int:
+        wanted = view.nbytes
+        if len(self.inbox) >= wanted and not self.closed:
+            HERE.process()
+            view[:] = self._take(wanted)
+            return wanted
+        try:
+            self._wait(lambda: len(self.inbox) >= wanted or self.ended or self.broken or self.shut)
+        except BlockingIOError:
+            if not self.inbox:
+                raise
+        data = self._take(wanted)
+        view[: len(data)] = data
+        return len(data)
+
+    def send(self, data: bytes | memoryview) -> int:
+        HERE.process()
+        if self.closed or self.shut or self.broken or self.peer is None:
+            raise BrokenPipeError("Broken pipe")
+        network, peer, data = self.network, self.peer, bytes(data)
+        slow_s = 0.0
+        if len(data) >= BULK_BYTES:
+            slow_s = network.bulk_s()
+            if network.breaks_off:
+                network.breaks_off = False
+                for end in (self, peer):
+                    network.scheduler.call_in(slow_s, end.is_reset)
+                return len(data)
+            if network.damaged():
+                data = data[:-1] + bytes([data[-1] ^ 1])
+        network.carry((self.host, peer.host), partial(peer._arrive, data), self.flow, slow_s)
+        return len(data)
+
+    def sendmsg(self, views: Sequence[bytes | memoryview], ancillary: Sequence[Any] = (), flags: int = 0) -> int:
+        return self.send(b"".join(views))
+
+    def shutdown(self, how: int) -> None:
+        if self.closed or self.peer is None:
+            raise OSError("Transport endpoint is not connected")
+        if not self.shut:
+            self.shut = True
+            self.network.carry((self.host, self.peer.host), self.peer._end, self.flow)
+            self.wake()
+
+    def getpeername(self) -> tuple[str, int]:
+        return self.place
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        own = self.network.sockets.get(self.process)
+        if own is not None:
+            own.remove(self)
+        if self.peer is not None and not self.shut:
+            self.network.carry((self.host, self.peer.host), self.peer._end, self.flow)
+        self.wake()
+
+
+class Selector:
+    """`selectors.DefaultSelector`, for reading."""
+
+    def __init__(self) -> None:
+        self.changed = Signal()
+        self._keys: dict[_Readable, real_selectors.SelectorKey] = {}
+
+    def register(self, thing: _Readable, events: int, data: Any = None) -> None:
+        if thing in self._keys:
+            raise KeyError("registered already")
+        self._keys[thing] = real_selectors.SelectorKey(thing, 0, events, data)
+        thing.looked_at.append(self)
+        thing.wake()
+
+    def unregister(self, thing: _Readable) -> None:
+        del self._keys[thing]
+        thing.looked_at.remove(self)
+
+    def _ready(self) -> list[tuple[real_selectors.SelectorKey, int]]:
+        # A closed descriptor tells its selector nothing.
+        return [(key, 1) for thing, key in self._keys.items() if not thing.closed and thing.readable()]
+
+    def select(self, timeout: float | None = None) -> list[tuple[real_selectors.SelectorKey, int]]:
+        HERE.scheduler.wait(self.changed, lambda: bool(self._ready()), 1e9 if timeout is None else max(0.0, timeout))
+        return self._ready()
+
+    def close(self) -> None:
+        for thing in list(self._keys):
+            self.unregister(thing)
+
+
+def create_connection(place: tuple[str, int], timeout: float | None = None) -> Socket:
+    return HERE.network.connect(tuple(place), 1e9 if timeout is None else timeout)
+
+
+def create_server(place: tuple[str, int], **options: Any) -> Listener:
+    return HERE.network.listen(place[1])
+
+
+def getaddrinfo(host: str, port: int, **options: Any) -> list[tuple[Any, ...]]:
+    return [(real_socket.AF_INET, real_socket.SOCK_STREAM, 0, "", (host, port))]
+
+
+def socketpair() -> tuple[Socket, Socket]:
+    process = HERE.process()
+    one, other = Socket(HERE.network, process), Socket(HERE.network, process)
+    one.peer, other.peer = other, one
+    return one, other
+
+
+def gethostname() -> str:
+    return HERE.process().host
+
+
+_CONSTANTS = {name: value for name, value in vars(real_socket).items() if name.isupper()}
+socket = SimpleNamespace(
+    **_CONSTANTS,
+    socket=Socket,
+    create_connection=create_connection,
+    create_server=create_server,
+    getaddrinfo=getaddrinfo,
+    socketpair=socketpair,
+    gethostname=gethostname,
+)
+selectors = SimpleNamespace(
+    DefaultSelector=Selector, SelectorKey=real_selectors.SelectorKey, EVENT_READ=real_selectors.EVENT_READ
+)
+
+
+@contextlib.contextmanager
+def claimed(nbytes: int) -> Iterator[bool]:
+    """`everstep.quorum.memory.claimed`, on hosts whose memory is virtual."""
+    yield HERE.room()
+
+
+memory = SimpleNamespace(claimed=claimed)

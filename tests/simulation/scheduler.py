@@ -10,6 +10,9 @@ from typing import Any
 
 from greenlet import getcurrent, greenlet
 
+FOR_EVER_S = 1e8
+TICK_S = 1e-6
+"""The shortest wait: a clock of floats would not move by less."""
 LATENCY_S = 0.0004
 """Longest time between something happening and a waiting task noticing it: lets the tasks go on in any order."""
 
@@ -22,13 +25,20 @@ class Process:
     """What is killed and stopped as one: a rank, with all its tasks.
 
     Attributes:
+        host: where it runs.
+        clock_s, wall_s: what its host's clocks are ahead of virtual time.
         stopped_until: until then nothing in it runs (SIGSTOP).
         stops: times at which it was stopped.
     """
 
-    def __init__(self, scheduler: "Scheduler", name: str) -> None:
-        self.scheduler, self.name = scheduler, name
+    def __init__(self, scheduler: "Scheduler", name: str, host: str = "") -> None:
+        self.scheduler, self.name, self.host = scheduler, name, host
+        self.clock_s, self.wall_s = 1000.0 * scheduler.random.random(), 0.0
         self.alive = True
+        self.inner: Any = None
+        """Of a lighthouse: `simulation.services.Inner`."""
+        self.lose_next = False
+        """The next sum that completes elsewhere does not complete here."""
         self.stopped_until = -1.0
         self.stops: list[float] = []
         self.tasks: list[Task] = []
@@ -50,7 +60,7 @@ class Process:
         if not self.alive:
             return
         self.alive = False
-        for task in self.tasks:
+        for task in list(self.tasks):
             task.end()
         for tell in self.on_death:
             tell()
@@ -61,6 +71,7 @@ class Task:
         self.process = process
         self.token = 0
         self.done = False
+        self.thread: Any = None
         self.greenlet = greenlet(self._main, parent=process.scheduler.hub)
         self._run = run
 
@@ -72,12 +83,14 @@ class Task:
             pass
         finally:
             self.done = True
+            self.process.tasks.remove(self)
 
     def end(self) -> None:
         if self.done:
             return
         if not self.greenlet:  # it never began
             self.done = True
+            self.process.tasks.remove(self)
             return
         scheduler = self.process.scheduler
         before, scheduler.current = scheduler.current, self
@@ -182,15 +195,20 @@ class Scheduler:
 
     def wait(self, signal: Signal, holds: Callable[[], bool], timeout: float) -> bool:
         """Until `holds`, asked whenever `signal` fires; whether it did within `timeout` seconds."""
+        if holds():
+            self.check()
+            return True
         self.check()
         task = self.current
         assert task is not None
-        deadline = self.now + timeout
-        while not holds():
-            if self.now >= deadline:
-                return False
-            task.token += 1
+        deadline = self.now + (max(timeout, TICK_S) if timeout > 0 else 0.0)
+        task.token += 1
+        if timeout < FOR_EVER_S:
             self.call_at(deadline, self._resume, task, task.token)
-            signal.waiters.append((task, task.token))
+        waiter = task, task.token
+        while self.now < deadline:
+            signal.waiters.append(waiter)
             self._block()
-        return True
+            if holds():
+                return True
+        return False

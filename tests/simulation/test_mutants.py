@@ -3,6 +3,8 @@
 import ast
 from dataclasses import replace
 
+import pytest
+
 from simulation import mutants
 
 
@@ -17,6 +19,16 @@ def test_each_drawn_change_leaves_a_file_that_python_reads() -> None:
 
 def test_equivalents_are_changes_that_can_be_drawn() -> None:
     assert set(mutants.EQUIVALENT) <= {str(mutant) for mutant in mutants.drawn(10**9, 0)}
+
+
+@pytest.mark.parametrize(
+    ("file", "old"),
+    [("quorum/gate.py", "self._newest[0] < when"), ("wire/door.py", "not said or not hmac.compare_digest(")],
+)
+def test_the_code_between_groups_runs_in_the_simulation_as_it_is(file: str, old: str) -> None:
+    every = mutants.drawn(10**9, 0, (file.partition("/")[0],))
+    changed = next(mutant for mutant in every if mutant.file == file and mutant.old.startswith(old))
+    assert mutants.attempt(changed, most=20), str(changed)
 
 
 def test_a_sum_with_a_missing_slot_that_counts_as_whole_is_caught_and_the_code_as_it_is_is_not() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from everstep.step.interfaces import Commit, OutOfData, SlotSums
+from simulation import real
 from simulation.judge import START, Contribution, State, fold
-from simulation.network import ColumnSums
+from simulation.services import Summed
 
 if TYPE_CHECKING:
     from simulation.groups import Rank
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 GARBAGE, WRONG = -1, -2
 """Slots that stand for a gradient that is not finite, and one that is wrong and finite."""
 NOTES_EVERY = 4
+STATE_WORDS = 512
+"""Of a state as it travels: as much as the network takes for one."""
 
 
 def tokens_of(step: int, slot: int) -> float:
@@ -32,12 +35,12 @@ class SimReducer:
 
     def __init__(self, work: SimWork) -> None:
         self._work = work
-        self._sums: ColumnSums | None = None
-        self._timeout = 0.0
+        self._sums: Any = None
+        self._timeout = timedelta(0)
         self.total: list[Contribution] = []
 
     def begin(self, sums: Any, timeout: timedelta, step: int = 0) -> None:
-        self._sums, self._timeout = sums, timeout.total_seconds()
+        self._sums, self._timeout = sums, timeout
         self.total = []
 
     def begin_slot(self, *, last: bool) -> None: ...
@@ -45,10 +48,11 @@ class SimReducer:
     def end_slot(self) -> None: ...
 
     def finish(self) -> None:
-        assert self._sums is not None
         work = self._work
-        mine = Contribution(work.rank.life.group.id, tuple(sorted(work.gradient.items())), work.state)
-        self.total = self._sums.gradients(mine, self._timeout)
+        summed = Summed(Contribution(work.rank.life.group.id, tuple(sorted(work.gradient.items())), work.state))
+        self._sums.finish(self._sums.start(summed, self._timeout))
+        self.total = summed.all
+        work.judge.summed(self.total)
 
     def finite(self) -> bool:
         return not any(slot == GARBAGE for part in self.total for (_, slot), _ in part.slots)
@@ -67,7 +71,8 @@ class SimWork:
     """Work of one rank."""
 
     def __init__(self, world: World, rank: Rank) -> None:
-        self._world, self.rank = world, rank
+        self._world, self.rank, self.judge = world, rank, world.judge
+        self._memory = torch.zeros(STATE_WORDS, dtype=torch.int64)
         self.state = START
         self.has_state = False
         self.gradient: Counter[tuple[int, int]] = Counter()
@@ -163,12 +168,25 @@ class SimWork:
         self._same("settle")
         return max(self.rank.snapshots, default=-1)
 
-    def serve(self) -> Callable[[], State]:
-        self._world.scheduler.check()
-        return lambda: self.state
+    @property
+    def state(self) -> State:
+        return self._state
 
-    def heal(self, state: State) -> None:
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+        self._memory[:4] = torch.tensor([state.step, state.history, state.way, state.flipped])
+
+    def serve(self) -> Any:
+        self._world.scheduler.check()
+        return real.heal.HealState({"state": self._memory}, {"step": self.state.step})
+
+    def heal(self, healed: Any) -> None:
+        state = State(*healed.tensors["state"][:4].tolist())
         self._same("heal", state.step, state.history)
+        if (state.step, state.history) != (healed.meta["step"], healed.meta["history"]):
+            text = f"{self.rank.name} reads step {healed.meta['step']} while it becomes {state}"
+            self._world.judge.violate("state changed while it was read", text)
         if self.rank.number == 0:
             self._world.judge_healing(self.rank)
         self._take(state)

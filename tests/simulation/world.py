@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import random
 from collections import Counter
@@ -13,21 +14,23 @@ from typing import Any, Literal, NoReturn
 from everstep.step.driver import End
 from everstep.step.interfaces import Commit, GroupBroken, Timeouts
 from everstep.step.quorum import Member, read_quorum
+from simulation import system
 from simulation.checks import Sick
-from simulation.faults import KINDS, SLOWEST, Fault, break_it, place
+from simulation.faults import KINDS, Fault, break_it, place
 from simulation.groups import Group, Life, Rank
-from simulation.healing import Door
 from simulation.judge import START, Judge, State, Violation
 from simulation.lighthouse import Options
-from simulation.network import Beacon, LighthouseNode, Wire
+from simulation.network import Network
+from simulation.nodes import LighthouseNode
 from simulation.scheduler import Process, Scheduler
 from simulation.trainer import SimWork
 
-NO_PROGRESS_S = 300.0
-"""Virtual seconds after the last commit and the last fault at which a run counts as stuck, beside those that the
-slowest group takes for two attempts at a whole step."""
 LOOK_S = 5.0
 STALL_S = 120.0
+FAILURES = 3
+"""Attempts of one group that may fail for each fault, and without any."""
+STUCK = 4
+"""So many times its bound without a commit a run counts as stuck."""
 STAYS, AUDITS, HEALS = 3, 3, 4
 MOST_EVENTS = 2_000_000
 """A run of the largest size takes a tenth of it."""
@@ -92,7 +95,7 @@ def draw_plan(seed: int, settings: Settings) -> Plan:
     placed = place(chance, settings.kinds, settings.faults, groups, ranks)
     busy_s = max((fault.at for fault in placed), default=20.0)
     slot_s = chance.choice([0.2, 0.5, 1.5]) * min(groups, slots) / slots
-    steps = chance.randint(8, 24)
+    steps = chance.randint(6, 14)
     return Plan(
         groups=groups,
         ranks=ranks,
@@ -133,6 +136,10 @@ class Outcome:
     trace: list[tuple[float, str, str, int | None, str]]
     fell: Counter[str] = field(default_factory=Counter)
     """Faults that found something to break, by kind."""
+    longest: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """The pause that came nearest to its bound: how near, how long it was, and when it ended."""
+    failed: int = 0
+    """Attempts that failed, of the group that had most."""
     unfit: int = 0
     """How often a group was found at fault."""
 
@@ -154,9 +161,12 @@ class World:
         self._tracing = trace
         self.published = ""
         self.lighthouses: dict[str, LighthouseNode] = {}
-        self.beacons: list[Beacon] = []
-        self.wires: dict[str, Wire] = {}
-        self.doors: dict[str, Door] = {}
+        self.wall_s: dict[str, float] = {}
+        """By host: what its wall clock is ahead."""
+        self.network = Network(self.scheduler, self.heal_s, self.heal_fails)
+        here = system.HERE
+        here.scheduler, here.network, here.judge, here.tail_s = self.scheduler, self.network, self.judge, self.tail_s
+        here.room = lambda: self.rumour.random() > 0.02
         self.groups: dict[int, Group] = {}
         self.disk: dict[int, list[State]] = {}
         """Step → a state for each rank column, once rank 0 has said that all of them are written."""
@@ -175,6 +185,11 @@ class World:
         self.fell: Counter[str] = Counter()
         self.last_event = 0.0
         self.applied_count = 0
+        self.failed: Counter[str] = Counter()
+        """By group: attempts that committed nothing."""
+        self.longest = (0.0, 0.0, 0.0)
+        self._waits_for_state = False
+        """Whether some group found, since the last commit, that one which is in no quorum may have a state."""
         self.sessions = self._starting = 0
         self.stuck = False
         self.move_lighthouse()
@@ -187,6 +202,10 @@ class World:
     # What the parts of the world ask for
 
     def note(self, who: str, kind: str, step: int | None, fields: dict[str, Any]) -> None:
+        if kind == "waiting_for_state":
+            self._waits_for_state = True
+        if kind == "attempt" and not fields["committed"] and who.endswith("/0"):
+            self.failed[who.partition(".")[0]] += 1
         if kind == "audit":
             self.audited(who, fields["differing"])
         if self._tracing:
@@ -220,14 +239,6 @@ class World:
     def slowness(self, group: int) -> float:
         return self.slow.get(group, 1.0)
 
-    def store_answers(self, address: str) -> bool:
-        """Whether the store of a life, which its rank 0 keeps, can be reached."""
-        for group in self.groups.values():
-            for life in reversed(group.lives):
-                if life.store == address:
-                    return life.ranks[0].process.alive and not life.ranks[0].process.stopped
-        return False
-
     def lives(self) -> list[Life]:
         """The newest life of every group, where it goes on."""
         return [group.life for group in self.groups.values() if group.life is not None and group.life.alive]
@@ -256,6 +267,7 @@ class World:
         if rank.number == 0:
             self._judge_audit(rank, commit)
             self.applied_count += 1
+            self._judge_pause(self.scheduler.now - self.last_event)
             self.last_event = max(self.last_event, self.scheduler.now)
             if self._tracing:
                 self.note(
@@ -400,27 +412,39 @@ class World:
         self.scheduler.call_in(self.scheduler.random.uniform(0.0, 0.5), start)
 
     def move_lighthouse(self) -> LighthouseNode:
-        """A new lighthouse at a new address, which is published."""
-        address = f"lighthouse:{len(self.lighthouses)}"
-        node = self.lighthouses[address] = LighthouseNode(self, address, self.plan.lighthouse)
-        self.published = address
+        """A new lighthouse on a new host, which is published."""
+        node = LighthouseNode(self, f"lighthouse{len(self.lighthouses)}", self.plan.lighthouse)
+        self.lighthouses[node.address] = node
+        self.published = node.address
         return node
 
     def stop(self, process: Process, seconds: float) -> None:
-        for node in self.lighthouses.values():
-            node.settle()
         process.stop(seconds)
-        for node in self.lighthouses.values():
-            self.scheduler.call_at(process.stopped_until + 0.1, node.look)
         self.disturbed(process.stopped_until)
 
     def kill(self, life: Life) -> None:
         """All its processes at once."""
-        for node in self.lighthouses.values():
-            node.settle()
         life.end()
 
     # Watching
+
+    def bound_s(self) -> float:
+        """The longest time without a commit that any one fault may cause once it is over: a sum that fails, the quorum
+        after it, in which a group that hangs is waited for, a group that starts, two attempts of the slowest. A group
+        that may have the only state is waited for until its watchdog would have ended it."""
+        plan = self.plan
+        step_s = plan.slots * plan.slot_s * max(self.slow.values(), default=1.0)
+        found_s = plan.reduce_s + 3 * plan.connect_s + 1.5 * plan.lighthouse.heartbeat_timeout_s
+        again_s = plan.lighthouse.join_timeout_s + plan.restart_s[1] + plan.startup_s[1]
+        return found_s + again_s + plan.save_s + 2 * step_s + (plan.stall_s if self._waits_for_state else 0.0)
+
+    def _judge_pause(self, pause_s: float) -> None:
+        """A commit comes so long after the one before, or after the last fault was over."""
+        bound_s = self.bound_s()
+        self._waits_for_state = False
+        self.longest = max(self.longest, (pause_s / bound_s, pause_s, self.scheduler.now))
+        if pause_s > bound_s:
+            self.judge.violate("pause", f"{pause_s:.1f} s without a commit, the bound is {bound_s:.1f} s")
 
     def _look(self) -> None:
         """The agents' watchdogs, and whether the run goes on."""
@@ -436,8 +460,7 @@ class World:
                         self.judge.violate("stalled", f"{text} at {late[0].beaten:.1f}")
                     life.end()
                     self.disturbed()
-        slowest_s = 2 * self.plan.slots * self.plan.slot_s * SLOWEST
-        if now - self.last_event > NO_PROGRESS_S + slowest_s and not self.over():
+        if now - self.last_event > STUCK * self.bound_s() and not self.over():
             states = [(life.name, life.ranks[0].work.state.step) for life in self.lives()]
             self.judge.violate("no progress", f"no commit since {self.last_event:.1f}; alive: {states}")
             self.stuck = True
@@ -465,12 +488,17 @@ class World:
             self._judge_the_end()
         else:
             self.judge.violate("no end", f"{MOST_EVENTS} events")
+        if max(self.failed.values(), default=0) > FAILURES * (self.fell.total() + 1):
+            self.judge.violate("attempts fail", f"{dict(self.failed)} of {self.fell.total()} faults")
         virtual_s = self.scheduler.now
         for group in self.groups.values():
             for life in group.lives:
                 for rank in life.ranks:
                     rank.process.on_death.clear()
                     rank.process.kill()
+        for node in self.lighthouses.values():
+            node.process.on_death.clear()
+            node.process.kill()
         return Outcome(
             self.seed,
             self.plan,
@@ -480,6 +508,8 @@ class World:
             self.applied_count,
             self.trace,
             self.fell,
+            self.longest,
+            max(self.failed.values(), default=0),
             len(self.unfit),
         )
 
@@ -526,7 +556,11 @@ class World:
 def simulate(seed: int, settings: Settings | None = None, *, trace: bool = False) -> Outcome:
     """The run of a seed."""
     plan = draw_plan(seed, settings or Settings())
-    return World(seed, plan, trace=trace).run()
+    gc.disable()  # there are cycles by the thousand, and none is large
+    try:
+        return World(seed, plan, trace=trace).run()
+    finally:
+        gc.enable()
 
 
 def kinds_of(violations: Sequence[Violation]) -> list[str]:

@@ -93,8 +93,13 @@ class Communicator:
         self._backend.reconfigure(options).wait()
 
     def unreached(self) -> frozenset[int]:
-        """Ranks of the members that do not take connections where they said that they listen."""
-        return frozenset(rank for rank, place in self._peers.items() if place[0] and not self._takes_connections(place))
+        """Ranks of the members that do not take connections where they said that they listen, or have not said where
+        yet: a link may be too slow for them to come in time."""
+        if self._peers:
+            return frozenset(
+                rank for rank, place in self._peers.items() if place[0] and not self._takes_connections(place)
+            )
+        return frozenset(rank for rank in range(self._size) if not self._store.check([f"member/{rank}"]))
 
     def _takes_connections(self, place: Address) -> bool:
         try:

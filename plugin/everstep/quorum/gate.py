@@ -28,7 +28,7 @@ from everstep import wire
 from everstep.quorum.membership import PURPOSE, Asked, Beat, beat_every_s
 from everstep.quorum.turns import HEAD_START_S, LOOK_S, Turns
 from everstep.run import typed
-from everstep.step.quorum import Request, decode, encode, read_quorum
+from everstep.step.quorum import Request, decode, encode, group_of, read_quorum
 
 HEARING = 1.5
 """For how many heartbeat timeouts nobody may ask after the gate has begun to hear groups: by then it has heard all that
@@ -102,7 +102,7 @@ class Gate:
         self._changed = threading.Condition()
         """Guards all that follows; notified when those that wait for their turn may have it."""
         self._heard: dict[str, float] = {}
-        """By replica: when it last beat or asked."""
+        """By replica, in the order in which they were first heard: when it last beat or asked."""
         self._asking: dict[str, _Waiting] = {}
         self._turns = Turns(self._is_heard)
         self._held = 0
@@ -147,7 +147,7 @@ class Gate:
                 if message.get("op") == "beat":
                     beat = typed.parse(Beat, message)
                     self._hear(beat.replica)
-                    if time.monotonic() - passed_on >= self._every_s:
+                    if self._is_newest(beat.replica) and time.monotonic() - passed_on >= self._every_s:
                         passed_on = time.monotonic()
                         self._beat(beat.replica)
                     channel.send_frame({})
@@ -170,6 +170,14 @@ class Gate:
     def _is_heard(self, replica: str) -> bool:
         return time.monotonic() - self._heard.get(replica, -math.inf) < self._timeout_s
 
+    def _is_newest(self, replica: str) -> bool:
+        """Whether no other start of this group is heard that was heard of later: a group that is there twice would keep
+        all from a quorum until the older start finds that it is not wanted."""
+        group = group_of(replica)
+        with self._changed:
+            starts = [name for name in self._heard if group_of(name) == group and self._is_heard(name)]
+        return starts[-1:] in ([], [replica])
+
     def _beat(self, replica: str) -> None:
         try:
             self._beats.heartbeat(replica, timeout=CONNECT_TIMEOUT)
@@ -180,6 +188,8 @@ class Gate:
 
     def _quorum(self, asked: Asked, waiting: _Waiting) -> dict[str, Any] | bytes:
         self._hear(asked.replica)
+        if not self._is_newest(asked.replica):
+            return {"failed": "another start of this group counts now"}
         until = time.monotonic() + asked.timeout_s
         if not self._wait_for_turn(asked.replica, until) or waiting.channel.hung_up():
             return {"failed": "none of the groups that make a step has asked for the next quorum"}

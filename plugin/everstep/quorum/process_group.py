@@ -29,6 +29,8 @@ from everstep.step.interfaces import SumsBroken
 from everstep.step.streams import HostStreams, Streams
 
 CONNECT_POLL_S = 0.01
+UNHEARD = 3
+"""Connect timeouts after which a member whose host says nothing any more is lost."""
 STORES_KEPT = 4
 PROTOCOL, GRADIENTS = 0, -1
 """Which line of a column."""
@@ -97,7 +99,7 @@ class RankColumn:
         """Connections to members' stores. A new one asks the name server for the name of an address, at both ends,
         and the store answers nobody meanwhile: with a slow name server that alone is longer than a quorum."""
         self._lock = threading.Lock()
-        self._watch = PeerWatch(host, self._on_loss, token)
+        self._watch = PeerWatch(host, self._on_loss, token, UNHEARD * connect_timeout)
         self.address = self._watch.address
         """`host:port` that the other members of the column reach this rank under."""
         self._reach = Reach(connect_timeout)
@@ -152,7 +154,8 @@ class RankColumn:
         lost = not self._key
         if lost or not lines:
             self.abort()
-            self._reach.failed(others[peer] for peer in building.unreached)
+            if not lost:  # a member that leaves knows better why
+                self._reach.failed(others[peer] for peer in building.unreached)
             reason = "a member left while the groups connected"
             raise SumsBroken(reason if lost else f"could not connect to the other groups: {error}")
 
@@ -355,7 +358,7 @@ class _Building(threading.Thread):
         self._place, self._make, self._watch, self._timeout = place, make, watch, timeout
         self.reached = reached
         self.unreached: frozenset[int] = frozenset()
-        """Places of the members that were found not to be reachable."""
+        """Places of the members that have not been reached so far, or were found not to be reachable."""
         self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         self._lock = threading.Lock()
         self._lines: list[_Line] = []
@@ -385,18 +388,17 @@ class _Building(threading.Thread):
             self.unreached = lost.places
             raise
         if self.reached is None:
-            try:
-                self.reached = reach(place.store, self._timeout)
-            except Exception:
-                self.unreached = frozenset({place.host} - {place.rank})
-                raise
+            # Said beforehand: torch's client may try for longer than the timeout, and is left behind then.
+            self.unreached = frozenset({place.host} - {place.rank})
+            self.reached = reach(place.store, self._timeout)
+            self.unreached = frozenset()
         board = dist.PrefixStore(place.name, self.reached)
         self._lines = self._make(board, place.rank, 1 + len(place.others))
         for number, line in enumerate(self._lines):
             try:
                 line.communicator.connect(place.key + bytes([number]))
             except Exception:
-                self.unreached = line.communicator.unreached()
+                self.unreached = line.communicator.unreached() - {place.rank}
                 raise
 
     def take(self) -> tuple[list[_Line], str]:

@@ -3,7 +3,8 @@
 A collective tells of a dead peer only if it happens to need that peer just then; a survivor that waits for another
 survivor, which has already given up, would wait for its whole timeout. So every member keeps one silent TCP connection
 to every other member for as long as a process group lasts. The kernel closes it when the peer's process ends, and a
-peer that breaks the process group closes it itself: one broken member breaks them all, within a millisecond.
+peer that breaks the process group closes it itself: one broken member breaks them all, within a millisecond. The kernel
+also asks now and then whether the peer's kernel is there (TCP keepalive), since a host that loses power tells nobody.
 
 Only members are let in: a connection proves the run's token and names its process group before it is kept, and is given
 up when its other side closes it.
@@ -31,6 +32,10 @@ others, and then nobody has to compute anything again."""
 PURPOSE = "watch"
 REMEMBERED = 64
 """Process groups whose end is remembered, for callers that come late."""
+
+SILENCE = timedelta(seconds=6)
+KEEPALIVES = 2
+"""How many questions of the kernel stay without an answer before a peer is lost."""
 
 CONNECTING = 32
 """Peers that are connected to at the same time."""
@@ -64,14 +69,18 @@ class PeerWatch:
         host: address to listen on and to be reached under.
         on_loss: called in a thread of the watch with the key of a process group that lost a member, once for each.
         token: of the run.
+        silence: after so long without a sign of a peer's kernel the peer is lost; whole seconds, 3 at least.
         port: 0 for a free one.
 
     Raises:
         wire.WireError: it cannot listen on `host`.
     """
 
-    def __init__(self, host: str, on_loss: Callable[[bytes], None], token: bytes, port: int = 0) -> None:
+    def __init__(
+        self, host: str, on_loss: Callable[[bytes], None], token: bytes, silence: timedelta = SILENCE, port: int = 0
+    ) -> None:
         self._on_loss, self._token = on_loss, token
+        self._ask_every_s = max(1, round(silence.total_seconds() / (1 + KEEPALIVES)))
         self._lock = threading.Lock()
         self._accepted: dict[bytes, list[socket.socket]] = {}
         self._watched: dict[bytes, _Peers] = {}
@@ -119,6 +128,10 @@ class PeerWatch:
             self._watched[key] = _Peers(connections)
             for place, connection in connections.items():
                 connection.setblocking(False)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self._ask_every_s)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self._ask_every_s)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVES)
                 self._selector.register(connection, selectors.EVENT_READ, (key, place))
         self._wake()
 

@@ -18,6 +18,11 @@ def name_of(group: int, life: str) -> str:
     return f"{group}:{life}"
 
 
+def group_of(name: str) -> str:
+    """Whose name it is, if `name_of` made it."""
+    return name.partition(":")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a group says of itself when it asks for a quorum.

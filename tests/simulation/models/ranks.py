@@ -248,17 +248,20 @@ class _Sums:
 
     def __init__(self, rank: _Rank) -> None:
         self._rank, self.connected = rank, False
+        self.address, self._unreached = f"watch-{rank.rank}", frozenset()
 
-    def connect(self, *, key: str, store: str, rank: int, size: int) -> None:
+    def unreached(self) -> frozenset[str]:
+        """What could not be connected to; not the same on every rank."""
+        return self._unreached
+
+    def connect(self, *, key: str, store: str, host: int, rank: int, peers: Sequence[str]) -> None:
+        self._unreached = frozenset(peers) - {self.address}
         self._try()
+        self._unreached = frozenset()
         self.connected = True
 
     def abort(self) -> None:
         self.connected = False
-
-    def ended(self) -> frozenset[int]:
-        """Rightly or not, and not the same on every rank."""
-        return frozenset({1}) if self._rank.outcome() == FAILS else frozenset()
 
     def gather(self, words: Sequence[int]) -> list[list[int]]:
         self._try()

@@ -11,10 +11,13 @@ from simulation.models import groups, ranks
 
 MEETS = "if not self.decisions.all_true(point, bool(met)):"
 DECISIONS = {
-    "gradients": ("        if not summed:\n", "        if error:\n"),
+    "gradients": ("        if not summed:\n", "        if broken:\n"),
     "rows": (MEETS, MEETS.replace("not self", 'not met if point == "rows" else not self')),
     "connect": (MEETS, MEETS.replace("not self", 'not met if point == "connect" else not self')),
-    "vote": ("if not all(yes for yes, _ in votes) or len({digest for _, digest in votes}) > 1:", "if error:"),
+    "vote": (
+        "if tally is None or not all(yes for yes, _ in votes) or len({digest for _, digest in votes}) > 1:",
+        "if tally is None or reason:",
+    ),
 }
 
 

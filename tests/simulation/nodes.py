@@ -1,0 +1,85 @@
+"""What of a run speaks to other hosts, with the real code in it: the lighthouse and its gate, and a group's voice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING
+
+from everstep.step.quorum import Member, Request
+from simulation import real
+from simulation.lighthouse import Lighthouse, Options
+from simulation.scheduler import Process
+from simulation.services import Inner
+
+if TYPE_CHECKING:
+    from simulation.groups import Rank
+    from simulation.world import World
+
+TOKEN = bytes(range(32))
+PORT = 29510
+
+
+class LighthouseNode:
+    """A lighthouse behind its gate, on a host of its own."""
+
+    def __init__(self, world: World, host: str, options: Options) -> None:
+        self.world, self.host, self.options = world, host, options
+        self.address = f"http://{host}:{PORT}"
+        self.process = self._start()
+
+    @property
+    def up(self) -> bool:
+        return self.process.alive
+
+    @property
+    def frozen(self) -> bool:
+        return self.process.stopped
+
+    def start(self) -> None:
+        """Start anew, knowing nothing."""
+        if not self.up:
+            self.process = self._start()
+
+    def _start(self) -> Process:
+        process = Process(self.world.scheduler, self.host, self.host)
+        every_s = real.membership.beat_every_s(self.options.heartbeat_timeout_s)
+        options = replace(self.options, heartbeat_timeout_s=self.options.heartbeat_timeout_s + every_s)
+        process.inner = Inner(Lighthouse(options), process)
+        process.on_death.append(partial(self.world.network.process_died, process))
+        self.world.scheduler.spawn(process, self._serve)
+        return process
+
+    def _serve(self) -> None:
+        options = self.options
+        rules = real.gate.Rules(options.min_replicas, options.join_timeout_s, options.heartbeat_timeout_s)
+        real.gate.Gate(TOKEN, (self.host, PORT), "http://127.0.0.1:1", rules, lambda count, last: None)
+
+    def die(self) -> None:
+        self.process.kill()
+
+    def freeze(self, seconds: float) -> None:
+        self.process.stop(seconds)
+
+
+class Voice:
+    """Membership, with what the judge wants to know of it."""
+
+    def __init__(self, world: World, rank: Rank) -> None:
+        self._life = rank.life
+        self._membership = real.membership.Membership(
+            group=rank.life.group.id,
+            life=rank.life.name,
+            token=TOKEN,
+            find_lighthouse=lambda: world.published,
+            heartbeat_timeout_s=world.plan.lighthouse.heartbeat_timeout_s,
+        )
+        self.follow: Callable[[], bool] = self._membership.follow
+        self.leave: Callable[[], None] = self._membership.leave
+
+    def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
+        number, members = self._membership.ask(request, timeout)
+        self._life.met = members
+        return number, members

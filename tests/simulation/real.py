@@ -1,0 +1,132 @@
+"""The real code of `everstep.quorum` and `everstep.wire`, over a system and a network of virtual time.
+
+Each file is run once more under another name, in which `import time`, `threading`, `socket` and the like give what
+`simulation.system` and `simulation.network` have, and what the rooms import from each other is of the same kind. Their
+leaves are others: sealing (a checksum in place of AES), torch's store and communicators, the lighthouse's client.
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import xxhash
+
+from simulation import network, services, system
+
+ROOMS = ("everstep.quorum", "everstep.wire")
+PREFIX = "virtual."
+
+
+class Suite(enum.IntFlag):
+    """As `everstep.wire.sealing` has it."""
+
+    GMAC = 2
+    GCM = 4
+
+
+class Checked:
+    """A sealer whose tag is a checksum over key, place and message."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._count = key, 0
+
+    def seal(self, head: bytes) -> Checked._Body:
+        self._count += 1
+        return Checked._Body(self._key, self._count, head)
+
+    open = seal
+
+    class _Body:
+        def __init__(self, key: bytes, count: int, head: bytes) -> None:
+            self._sum = xxhash.xxh3_128(key + count.to_bytes(8, "little") + head)
+
+        def update(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
+            for view in views:
+                self._sum.update(view)
+            return views
+
+        def tag(self) -> bytes:
+            return self._sum.digest()
+
+        def check(self, tag: bytes) -> None:
+            if tag != self._sum.digest():
+                raise SealError("it does not match its authentication code")
+
+
+class SealError(ValueError):
+    """As `everstep.wire.sealing` has it."""
+
+
+_SEALING = SimpleNamespace(
+    TAG_BYTES=16,
+    Opening=Any,
+    Sealer=Any,
+    SealError=SealError,
+    Suite=Suite,
+    suites=lambda encrypt: Suite.GMAC,
+    choose=lambda offered, able: Suite.GMAC,
+    sealer=lambda suite, key: Checked(key),
+)
+_LEAVES: dict[str, Any] = {
+    "time": system.time,
+    "threading": system.threading,
+    "queue": system.queue,
+    "concurrent.futures": system.futures,
+    "socket": network.socket,
+    "selectors": network.selectors,
+    "torchft.coordination": SimpleNamespace(LighthouseClient=services.LighthouseClient),
+    "everstep.wire.sealing": _SEALING,
+    "everstep.quorum.memory": network.memory,
+}
+_loaded: dict[str, Any] = dict(_LEAVES)
+
+
+def load(name: str) -> Any:
+    """A file of the two rooms, over virtual time."""
+    if name in _loaded:
+        return _loaded[name]
+    spec = importlib.util.find_spec(name)
+    assert spec is not None, name
+    assert spec.origin is not None, name
+    module = ModuleType(PREFIX + name)
+    module.__file__ = spec.origin
+    _loaded[name] = sys.modules[PREFIX + name] = module
+    if name == "everstep.wire":
+        module.__dict__["sealing"] = _SEALING
+    module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
+    with open(spec.origin) as file:
+        exec(compile(file.read(), spec.origin, "exec"), module.__dict__)  # noqa: S102
+    return module
+
+
+def _import(name: str, scope: Any = None, local: Any = None, names: Sequence[str] = (), level: int = 0) -> Any:
+    if name in _LEAVES:
+        return _LEAVES[name]
+    if names and name in ("everstep", "everstep.quorum"):
+        found = {each: f"{name}.{each}" for each in names}
+        return SimpleNamespace(**{each: _one(full) for each, full in found.items()})
+    if name.startswith(ROOMS):
+        return load(name)
+    return builtins.__import__(name, scope, local, names, level)
+
+
+def _one(full: str) -> Any:
+    """A module that is imported from its package."""
+    return load(full) if full.startswith(ROOMS) else importlib.import_module(full)
+
+
+wire = load("everstep.wire")
+gate = load("everstep.quorum.gate")
+membership = load("everstep.quorum.membership")
+process_group = load("everstep.quorum.process_group")
+door = load("everstep.quorum.door")
+heal = load("everstep.quorum.heal")
+process_group.dist = SimpleNamespace(TCPStore=services.Store, PrefixStore=services.Prefix, Store=object)
+membership.HEARTBEAT_S = 0.5  # twice as long as it is: most of what goes over the network is heartbeats

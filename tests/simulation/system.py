@@ -1,0 +1,263 @@
+"""What a process has of its operating system, in virtual time: clocks, threads, queues.
+
+Stands in for the standard library's `time`, `threading`, `queue` and `concurrent.futures` under code that runs as it is
+(`real`). A thread is a task of the process that starts it, a process belongs to a host with clocks of its own.
+"""
+
+from __future__ import annotations
+
+import queue as real_queue
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+from simulation.scheduler import Process, Scheduler, Signal
+
+
+class System:
+    """The world that runs now; there is one at a time."""
+
+    def __init__(self) -> None:
+        self.scheduler: Scheduler = Scheduler("none")
+        self.network: Any = None
+        self.judge: Any = None
+        self.tail_s: Callable[[], float] = lambda: 0.0
+        """What the end of a sum takes."""
+        self.room: Callable[[], bool] = lambda: True
+        """Whether a host has memory for a copy."""
+
+    def process(self) -> Process:
+        """The one whose thread runs. Raises Killed in one that is dead."""
+        return self.scheduler.check()
+
+
+HERE = System()
+
+
+def monotonic() -> float:
+    process = HERE.process()
+    return HERE.scheduler.now + process.clock_s
+
+
+def wall_clock() -> float:
+    """Jumps now and then, and is another one on every host."""
+    process = HERE.process()
+    return 1.7e9 + HERE.scheduler.now + process.wall_s
+
+
+def sleep(seconds: float) -> None:
+    HERE.scheduler.sleep(seconds)
+
+
+time = SimpleNamespace(monotonic=monotonic, time=wall_clock, sleep=sleep, perf_counter=monotonic)
+
+
+def _wait(signal: Signal, holds: Callable[[], bool], timeout: float | None) -> bool:
+    return HERE.scheduler.wait(signal, holds, 1e9 if timeout is None else max(0.0, timeout))
+
+
+class Thread:
+    """`threading.Thread`."""
+
+    def __init__(
+        self,
+        group: None = None,
+        target: Callable[..., Any] | None = None,
+        name: str = "",
+        args: Iterable[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        daemon: bool | None = None,
+    ) -> None:
+        self.name, self.daemon = name, daemon
+        self._target, self._args, self._kwargs = target, args, kwargs or {}
+        self._begun = self._over = False
+        self._ended = Signal()
+
+    def run(self) -> None:
+        if self._target is not None:
+            self._target(*self._args, **self._kwargs)
+
+    def start(self) -> None:
+        self._begun = True
+        HERE.scheduler.spawn(HERE.process(), self._run).thread = self
+
+    def _run(self) -> None:
+        self.run()
+        self._over = True
+        self._ended.fire(HERE.scheduler)
+
+    def is_alive(self) -> bool:
+        return self._begun and not self._over
+
+    def join(self, timeout: float | None = None) -> None:
+        _wait(self._ended, lambda: self._over, timeout)
+
+
+class Timer(Thread):
+    """`threading.Timer`."""
+
+    def __init__(self, interval: float, function: Callable[..., Any], args: Iterable[Any] = ()) -> None:
+        super().__init__(target=function, args=args)
+        self._interval = interval
+
+    def run(self) -> None:
+        HERE.scheduler.sleep(self._interval)
+        super().run()
+
+
+def current_thread() -> Thread | None:
+    task = HERE.scheduler.current
+    return task.thread if task is not None else None
+
+
+class Lock:
+    """`threading.Lock`."""
+
+    def __init__(self) -> None:
+        self._held = False
+        self._freed = Signal()
+
+    def acquire(self) -> bool:
+        if self._held:
+            _wait(self._freed, lambda: not self._held, None)
+        self._held = True
+        return True
+
+    def release(self) -> None:
+        self._held = False
+        if self._freed.waiters:
+            self._freed.fire(HERE.scheduler)
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *raised: object) -> None:
+        self.release()
+
+
+class Condition(Lock):
+    """`threading.Condition` with a lock of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told = 0
+        self._news = Signal()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        before = self._told
+        self.release()
+        came = _wait(self._news, lambda: self._told != before, timeout)
+        self.acquire()
+        return came
+
+    def wait_for(self, holds: Callable[[], bool], timeout: float | None = None) -> bool:
+        until = HERE.scheduler.now + (1e9 if timeout is None else timeout)
+        while not holds():
+            if not self.wait(until - HERE.scheduler.now):
+                return holds()
+        return True
+
+    def notify_all(self) -> None:
+        self._told += 1
+        self._news.fire(HERE.scheduler)
+
+    notify = notify_all
+
+
+class Event:
+    """`threading.Event`."""
+
+    def __init__(self) -> None:
+        self._flag = False
+        self._news = Signal()
+
+    def is_set(self) -> bool:
+        return self._flag
+
+    def set(self) -> None:
+        self._flag = True
+        self._news.fire(HERE.scheduler)
+
+    def clear(self) -> None:
+        self._flag = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return _wait(self._news, self.is_set, timeout)
+
+
+class Local:
+    """`threading.local`, of processes whose threads do not share one."""
+
+
+threading = SimpleNamespace(
+    Thread=Thread,
+    Timer=Timer,
+    Lock=Lock,
+    Condition=Condition,
+    Event=Event,
+    local=Local,
+    current_thread=current_thread,
+)
+
+
+class SimpleQueue:
+    """`queue.SimpleQueue`."""
+
+    def __init__(self) -> None:
+        self._things: deque[Any] = deque()
+        self._more = Signal()
+
+    def put(self, thing: Any) -> None:
+        self._things.append(thing)
+        self._more.fire(HERE.scheduler)
+
+    def get(self) -> Any:
+        _wait(self._more, lambda: bool(self._things), None)
+        return self._things.popleft()
+
+    def get_nowait(self) -> Any:
+        if not self._things:
+            raise real_queue.Empty
+        return self._things.popleft()
+
+
+queue = SimpleNamespace(SimpleQueue=SimpleQueue, Empty=real_queue.Empty)
+
+
+class ThreadPoolExecutor:
+    """`concurrent.futures.ThreadPoolExecutor`, for `map`."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def __enter__(self) -> ThreadPoolExecutor:
+        return self
+
+    def __exit__(self, *raised: object) -> None: ...
+
+    def map(self, call: Callable[[Any], Any], *arguments: Iterable[Any]) -> list[Any]:
+        """What the calls returned, or raised."""
+        results: dict[int, Any] = {}
+        errors: dict[int, Exception] = {}
+
+        def run(number: int, given: tuple[Any, ...]) -> None:
+            try:
+                results[number] = call(*given)
+            except Exception as error:  # noqa: BLE001 it is raised below
+                errors[number] = error
+
+        threads = [
+            Thread(target=run, args=(number, given)) for number, given in enumerate(zip(*arguments, strict=True))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for number in sorted(errors):
+            raise errors[number]
+        return [results[number] for number in range(len(threads))]
+
+
+futures = SimpleNamespace(ThreadPoolExecutor=ThreadPoolExecutor)
