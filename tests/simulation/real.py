@@ -81,6 +81,9 @@ _LEAVES: dict[str, Any] = {
     "concurrent.futures": system.futures,
     "socket": network.socket,
     "selectors": network.selectors,
+    "select": network.select,
+    "ssl": network.tls,
+    "everstep.wire.credentials": network.credentials,
     "torchft.coordination": SimpleNamespace(LighthouseClient=services.LighthouseClient),
     "everstep.wire.sealing": _SEALING,
     "everstep.quorum.memory": network.memory,
@@ -99,7 +102,7 @@ def load(name: str) -> Any:
     module.__file__ = spec.origin
     _loaded[name] = sys.modules[PREFIX + name] = module
     if name == "everstep.wire":
-        module.__dict__["sealing"] = _SEALING
+        module.__dict__.update(sealing=_SEALING, credentials=network.credentials)
     module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
     with open(spec.origin) as file:
         exec(compile(file.read(), spec.origin, "exec"), module.__dict__)  # noqa: S102
