@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -167,20 +167,24 @@ def keep(found):
 
 
 def table(recipes):
-    """docs/recipes.md's table of recipes by name, out of the results."""
+    """docs/recipes.md's table of recipes, out of the results: those that are alike and end alike in one row."""
     found = results()
-    said = {key: verdict(found[key]) if key in found else "not run" for key in recipes}
-    counts = Counter(word.partition(":")[0].partition(" (")[0] for word in said.values())
+    counts, rows = Counter(), defaultdict(list)
+    for key, recipe in recipes.items():
+        ending = verdict(found[key]) if key in found else "not run"
+        counts[ending.partition(":")[0].partition(" (")[0]] += 1
+        rows[recipe.what, ending].append(key.partition(".")[2])
     total = ", ".join(f"{count} {word}" for word, count in counts.most_common())
-    head = [f"{len(recipes)} recipes: {total}.", "", "| recipe | what | result |", "|---|---|---|"]
-    return "\n".join([*head, *(f"| `{key}` | {recipe.what} | {said[key]} |" for key, recipe in recipes.items())])
+    head = [f"{len(recipes)} recipes: {total}.", "", "| what | result | recipes |", "|---|---|---|"]
+    return "\n".join([*head, *(f"| {what} | {said} | {'<br>'.join(names)} |" for (what, said), names in rows.items())])
 
 
 def verdict(known):
-    """passes / refused: why / needs a GPU: why / fails: why."""
+    """passes / passes (rounded) / refused: why / needs a GPU: why / fails: why."""
     if known["result"] == "passes":
-        return f"passes ({known['delta']:.0e}{', rounded' if known['delta'] > catalog.LOSS_TOLERANCE else ''})"
+        return f"passes{' (rounded)' if known['delta'] > catalog.LOSS_TOLERANCE else ''}"
     why = re.sub(r"^\S+\.toml(:\d+)?: ", "", known["why"]).replace("|", "\\|")
+    why = re.sub(r'^\[job\] config = "\S+" cannot be made here: ', "", why)
     if "needs a GPU, and there is none here" in why:
         return f"needs a GPU: {re.sub(r'(: it)? needs a GPU, and there is none here', '', why)}"
     return f"{known['result']}: {why}"

@@ -158,13 +158,13 @@ def _facts(run_dir: Path, found: Measured) -> dict[str, str]:
 
 
 def _failures(found: Measured) -> list[str]:
-    """What a person should read first about a run that fails, newest last, each kind once."""
-    said: dict[str, None] = {}
-    for event in found.events:
-        if event["kind"] == "agent_ended" and event.get("status") == "failed":
-            said[str(event.get("reason"))] = None
-        elif event["kind"] == "workers_stacks":
-            said[f"group {event['group']} hung: {event.get('summary')}"] = None
+    """What ended badly, for a person to read first, newest last, each kind once: groups that hung or were given up, and
+    the last error of a run that failed. What is wrong now is in `troubles`."""
+    said = dict.fromkeys(
+        f"group {e['group']} hung: {e['summary']}" for e in found.events if e["kind"] == "workers_stacks"
+    )
+    if found.figures["status"] != "failed":
+        said |= dict.fromkeys(map(str, found.figures["give_ups"].values()))
     if found.figures["error"] and not found.figures["give_ups"]:
         said[found.figures["error"]] = None
     return list(said)[-MOST_FAILURES:]
