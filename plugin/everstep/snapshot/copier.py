@@ -5,11 +5,12 @@ The state's tensors do not change until the next optimizer step, so the trainer 
 What the next forward may change already, persistent buffers, is set aside before `committed` returns.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from everstep.snapshot.buffer import BufferWriter
 from everstep.snapshot.header import Header, Moment
 from everstep.snapshot.plan import VOLATILE, Plan, State
 from everstep.snapshot.restore import pack_own, whose
+from everstep.snapshot.room import SnapshotError
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Notes, Segment
 from everstep.step.streams import Event, Streams, streams_of
@@ -28,10 +30,8 @@ RETRY_S = 30.0
 POLL_S = 0.01
 
 
-class Emit(Protocol):
-    """`run.events.EventLog.emit`."""
-
-    def __call__(self, kind: str, step: int | None = None, **fields: Any) -> Any: ...
+Emit = Callable[..., Any]
+"""`run.events.EventLog.emit`."""
 
 
 class Copier:
@@ -131,6 +131,8 @@ class Copier:
             state: called if a snapshot is due. Its tensors must not change before `wait` has returned.
         """
         self.wait()
+        with contextlib.suppress(SnapshotError):  # no segment: no keeper that would end
+            self._segment.set_mark(self._rank)
         waiting, left_out = self._learn(words)
         members = members_of(groups, words, left_out)
         due = step % self._settings.interval == 0
@@ -188,8 +190,10 @@ class Copier:
             if found.protected:
                 self._last_trouble = ""
                 domains = before.domains(size, parity)
-                fields = {"members": domains.members, "survives": domains.survives, "exposed": domains.exposed}
-                self._emit("snapshot_protected", before.taken[0], **{name: _plain(v) for name, v in fields.items()})
+                members, exposed = list(domains.members), list(domains.exposed)
+                self._emit(
+                    "snapshot_protected", before.taken[0], members=members, survives=domains.survives, exposed=exposed
+                )
             else:
                 reason = self._segment.read_notes(self._rank).reason
                 if found.left_out:
@@ -335,10 +339,6 @@ def target(anchor: Moment | None, headers: Sequence[Header | None], notes: Notes
         return unsound[0]
     free = [i for i, h in enumerate(known) if h.moment != anchor]
     return min(free or range(len(known)), key=lambda i: known[i].sequence)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 @dataclass

@@ -57,7 +57,6 @@ class Keeper:
         self.over = threading.Event()
         self._watches: dict[tuple[int, int], Watch] = {}
         self._spoken_at = time.monotonic()
-        self._touched_ns = -1
         self._gone_since = 0.0
         self.started_at = time.time()
         self._neighbours = Neighbours(run_dir, self.token)
@@ -96,11 +95,14 @@ class Keeper:
         """Verify and code what trainers publish, one rank's after the other's, so that the memory and connections of
         one are enough. All that is there at a time has one deadline."""
         while not self.over.wait(POLL_S):
-            seen = [(watch, header) for watch in list(self._watches.values()) if (header := watch.news()) is not None]
+            watches = list(self._watches.values())
+            marked = [watch.marked() for watch in watches]
+            if any(marked):
+                self.spoken()
+            seen = [(watch, header) for watch in watches if (header := watch.news()) is not None]
             size = sum(header.payload_bytes for _, header in seen)
             deadline = time.monotonic() + self.settings.coding_timeout_s + size / SLOWEST_BYTES_S
             for watch, header in seen:
-                self.spoken()
                 watch.deal(header, deadline)
 
     def _forget(self, group: int) -> None:
@@ -126,12 +128,6 @@ class Keeper:
                 log.warning("rank %d of group %d is not looked after yet: %s", rank, group, error)
 
     def _reason_to_end(self) -> str:
-        with contextlib.suppress(OSError):  # no agent has touched it yet
-            # A file's time is wall clock and a pause of the host is not silence: only its changes count.
-            touched = (self.segment.path / "touched").stat().st_mtime_ns
-            if touched != self._touched_ns:
-                self._touched_ns = touched
-                self.spoken()
         if self._run_dir_gone():
             return f"{self.run_dir} has gone, or belongs to another run"
         if time.monotonic() - self._spoken_at > self.settings.keeper_ttl_s:

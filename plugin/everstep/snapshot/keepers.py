@@ -115,12 +115,6 @@ def end_keepers(run_dir: Path, timeout: timedelta = timedelta(seconds=5)) -> lis
     return silent
 
 
-def touch(segment: Segment) -> None:
-    """Say that the segment's keeper is still wanted. For agents and trainers, well within keeper_ttl_s."""
-    with contextlib.suppress(OSError):  # no segment: nobody to speak for
-        (segment.path / "touched").touch()
-
-
 OWNER_FILE = "owner.json"
 ALIVE_S = 60.0
 """A segment that a trainer has touched this recently belongs to a run that goes on, though its keeper died."""

@@ -1,7 +1,6 @@
 """Finding the keepers of a run, and asking them."""
 
 import concurrent.futures
-import contextlib
 import os
 import socket
 import time
@@ -78,24 +77,16 @@ def read_place(path: Path) -> Place | None:
         return None
 
 
-def read_places(run_dir: Path) -> list[Place]:
-    """The keepers that have been in this run, by group, the latest first. They need not be alive."""
-    found = filter(None, map(read_place, _place_files(run_dir, "")))
+def read_places(run_dir: Path, group: int | None = None) -> list[Place]:
+    """The keepers that have been in this run, for one group or all, by group, the latest first. They need not be alive.
+    One listing, and of one group no other's file is opened."""
+    folder, prefix = places_dir(run_dir), "" if group is None else f"group-{group}@"
+    try:
+        names = [name for name in os.listdir(folder) if name.startswith(prefix) and name.endswith(".json")]
+    except (FileNotFoundError, NotADirectoryError):  # no keeper yet
+        return []
+    found = filter(None, (read_place(folder / name) for name in names))
     return sorted(found, key=lambda place: (place.group, -place.started_at))
-
-
-def find_places(run_dir: Path, group: int) -> list[Place]:
-    """The keepers that have been in this run for one group, the latest first. One listing, and no other group's file is
-    opened."""
-    found = filter(None, map(read_place, _place_files(run_dir, f"group-{group}@")))
-    return sorted(found, key=lambda place: -place.started_at)
-
-
-def _place_files(run_dir: Path, prefix: str) -> list[Path]:
-    folder = places_dir(run_dir)
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # no keeper yet
-        return [folder / name for name in os.listdir(folder) if name.startswith(prefix) and name.endswith(".json")]
-    return []
 
 
 def connect(address: str, token: bytes, timeout: timedelta) -> wire.Channel:
@@ -178,7 +169,7 @@ class Neighbours:
             channel.close()
         if time.monotonic() - self._looked.get(group, -LOOK_S) >= LOOK_S:
             self._looked[group] = time.monotonic()
-            self._addresses[group] = [place.address for place in find_places(self._run_dir, group)]
+            self._addresses[group] = [place.address for place in read_places(self._run_dir, group)]
         raise wire.WireError(why)
 
 

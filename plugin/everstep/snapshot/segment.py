@@ -3,10 +3,9 @@
 everstep-RUN/                       everstep-RUN-group-K where each group counts as a host of its own
     lock                            held by the keeper (flock)
     owner.json                      the run directory
-    touched                         a trainer has a use for the keeper
     group-K.rank-R.buffer-0, -1     the newest snapshots of a rank, written by its trainer
     group-K.rank-R.parity-0, -1     the newest parities coded by the keeper
-    group-K.rank-R.mark             its time changes whenever the trainer has published
+    group-K.rank-R.mark             its time changes whenever the trainer has published, and at every commit
     group-K.rank-R.notes            what the keeper knows about the rank's newest snapshot, for the trainer
 """
 
@@ -131,7 +130,7 @@ class Segment:
         return header if fits else None
 
     def set_mark(self, rank: int) -> None:
-        """Say that the rank has something new. Raises SnapshotError."""
+        """Say that the rank has something new, or a use for the keeper. Raises SnapshotError."""
         path = self._mark(rank)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
@@ -141,8 +140,7 @@ class Segment:
             raise SnapshotError(f"{path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
 
     def mark(self, rank: int) -> int:
-        """Another number whenever the rank's trainer has published; -1 before the first time. Cheaper than to read
-        headers."""
+        """Another number whenever the rank's trainer has set it; -1 before the first time. Cheaper than headers."""
         try:
             return os.stat(self._mark(rank)).st_mtime_ns
         except OSError:

@@ -18,7 +18,7 @@ from everstep.quorum.heal import HealState
 from everstep.run.events import EventLog
 from everstep.snapshot.agreement import Agreed, Word
 from everstep.snapshot.copier import Copier
-from everstep.snapshot.keepers import KeeperError, end_keepers, start_keeper, touch
+from everstep.snapshot.keepers import KeeperError, end_keepers, start_keeper
 from everstep.snapshot.layout import Layout, Shard
 from everstep.snapshot.plan import State
 from everstep.snapshot.recovery import recover
@@ -119,7 +119,6 @@ class Snapshots:
         Args:
             words: of all groups that spoke in this commit.
         """
-        touch(self._segment)
         said = {group: word for group, number in words.items() if (word := Word.decode(number)) is not None}
         taken = lambda: self._to_snapshot(state())  # noqa: E731
         self._copier.committed(commit.step, commit.history, commit.able, said, taken)
