@@ -255,8 +255,8 @@ def healed_from_early(planted: bool) -> None:
     source = _StateBytes(HealState(tensors={"p": tensor}))
     if planted:
         source._ready = None
-    with source.lend(0, 4) as [piece]:
-        assert planted or bytes(piece) == torch.tensor([2.0]).numpy().tobytes()
+    [piece] = source.views(0, 4)
+    assert planted or bytes(piece) == torch.tensor([2.0]).numpy().tobytes()
 
 
 CASES = [

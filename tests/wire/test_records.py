@@ -1,7 +1,5 @@
 """What arrives is what was sent, in its place, or there is a WireError; whatever a relay does to it."""
 
-import contextlib
-import itertools
 import os
 import random
 import socket
@@ -49,22 +47,6 @@ class Line:
         self.receiver.close()
         for sock in (self._near, self._far, self._back, self._there):
             sock.close()
-
-
-class Lent(wire.Lender):
-    """Memory whose owner wants it back again and again."""
-
-    def __init__(self, pieces):
-        self.size, self._pieces, self._looks = pieces.size, pieces, itertools.count()
-
-    @contextlib.contextmanager
-    def lend(self, offset, length):
-        lent = bytearray(b"".join(self._pieces.views(offset, length)))
-        yield [memoryview(lent)[:70_000], memoryview(lent)[70_000:]]
-        lent[:] = bytes(length)
-
-    def wanted_back(self):
-        return next(self._looks) % 2 == 1
 
 
 class _Local(socket.socket):
@@ -122,15 +104,12 @@ def test_a_transfer_arrives(suite):
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
-@pytest.mark.parametrize("lent", [False, True])
-def test_records_of_many_pieces_arrive(encrypt, lent):
+def test_records_of_many_pieces_arrive(encrypt):
     """Parts that begin and end anywhere in the pieces by which records are sealed and sent."""
     data = random.Random(1).randbytes(3 * CHUNK_BYTES + 12_345)
     cuts = [0, 1, 1000, PIECE_BYTES - 1, PIECE_BYTES, 3 * PIECE_BYTES + 7, CHUNK_BYTES + 1, len(data)]
     parts = wire.Pieces([memoryview(data)[a:b] for a, b in pairwise(cuts)])
-    server = wire.Server(
-        "127.0.0.1", b"t" * 32, lambda c: serve_ranges(c, Lent(parts) if lent else parts), TIMEOUT, encrypt=encrypt
-    )
+    server = wire.Server("127.0.0.1", b"t" * 32, lambda c: serve_ranges(c, parts), TIMEOUT, encrypt=encrypt)
     arrived = bytearray(len(data))
     channels = [wire.connect(server.address, b"t" * 32, TIMEOUT, encrypt=None) for _ in range(2)]
     wire.pull(channels, wire.Pieces([memoryview(arrived)[:5], memoryview(arrived)[5:]]))

@@ -13,12 +13,10 @@ A transfer that broke off is taken up where it was, from the same source or from
 """
 
 import bisect
-import contextlib
 import itertools
 import math
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Annotated, Any
@@ -66,11 +64,12 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-class _StateBytes(wire.Lender):
-    """A state's tensors and blobs laid end to end (`wire.Lender`), read in place.
+class _StateBytes:
+    """A state's tensors and blobs laid end to end (`wire.Bytes`). What is read is copied into a buffer of the reading
+    thread.
 
-    What lies on a device is staged in a pinned buffer of the reading thread, by a stream of its own that waits for what
-    the serving thread's stream had been given when the state was opened: copies see the committed values and hold up no
+    For what lies on a device that buffer is pinned and filled by a stream of its own, which waits for what the serving
+    thread's stream had been given when the state was opened: copies see the committed values and hold up no
     computation.
     """
 
@@ -92,27 +91,17 @@ class _StateBytes(wire.Lender):
         self._reading = 0
         self._detaching = False
 
-    @contextlib.contextmanager
-    def lend(self, offset: int, length: int) -> Iterator[list[memoryview]]:
-        """See `wire.Lender`. `detach` waits until nothing is lent."""
+    def views(self, offset: int, length: int) -> list[memoryview]:
+        """See `wire.Bytes`. A copy: the tensors may change once this has returned, for which `detach` waits."""
         with self._lock:
             self._lock.wait_for(lambda: not self._detaching)
             self._reading += 1
         try:
-            pieces = self._pieces(offset, length)
-            if self._device == HOST:
-                yield [piece for piece in pieces if isinstance(piece, memoryview)]
-                return
-            staged = self._staged(pieces)
+            return [self._staged(self._pieces(offset, length))]
         finally:
             with self._lock:
                 self._reading -= 1
                 self._lock.notify_all()
-        yield staged
-
-    def wanted_back(self) -> bool:
-        """See `wire.Lender`."""
-        return self._detaching
 
     def detach(self) -> None:
         """Go on from a copy: when this returns the tensors may change."""
@@ -140,11 +129,11 @@ class _StateBytes(wire.Lender):
             offset, index = stop, index + 1
         return pieces
 
-    def _staged(self, pieces: list[memoryview | torch.Tensor]) -> list[memoryview]:
+    def _staged(self, pieces: list[memoryview | torch.Tensor]) -> memoryview:
         """Copies in the calling thread's buffer, good until its next call."""
         own, at = self._own, 0
         if not hasattr(own, "buffer"):
-            own.buffer = torch.empty(wire.CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+            own.buffer = torch.empty(wire.CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._device != HOST)
             own.streams = streams_of(self._device)
         with own.streams.of_sums():
             own.streams.wait(self._ready)
@@ -155,8 +144,9 @@ class _StateBytes(wire.Lender):
                 else:
                     target.numpy().data[:] = piece
                 at += len(piece)
-            own.streams.record().synchronize()
-        return [own.buffer[:at].numpy().data]
+            if (done := own.streams.record()) is not None:
+                done.synchronize()
+        return own.buffer[:at].numpy().data
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,11 @@ import contextlib
 import json
 import math
 import queue
-import select
 import socket
 import struct
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -25,7 +22,6 @@ PIECE_BYTES = 1 << 18  # is sealed and sent, or received and opened, while it is
 RANGE_BYTES = 8 << 20  # what one request asks for; the next is asked for before the last has arrived
 FRAME_LIMIT_BYTES = 64 << 20
 _MAX_IOV = 512
-_LOOK_MS = 5  # how often to see whether memory that is lent is wanted back
 _FRAME, _CHUNK = 0, 1
 _HEAD = struct.Struct("<BQI")  # what it is, offset of a chunk, bytes that follow
 
@@ -47,23 +43,10 @@ class Bytes(Protocol):
 
     size: int
 
-    def views(self, offset: int, length: int) -> list[memoryview]:
-        """The memory of [offset, offset + length), in order."""
+    def views(self, offset: int, length: int) -> Sequence[memoryview]:
+        """The memory of [offset, offset + length), in order. Of a source: CHUNK_BYTES at most, good until this thread's
+        next call."""
         ...
-
-
-class Lender(ABC):
-    """Bytes in memory that its owner may want back while they are being sent."""
-
-    size: int
-
-    @abstractmethod
-    def lend(self, offset: int, length: int) -> AbstractContextManager[list[memoryview]]:
-        """The memory of [offset, offset + length) for the time of the context, which is to end soon once it is
-        `wanted_back`."""
-
-    @abstractmethod
-    def wanted_back(self) -> bool: ...
 
 
 class Pieces:
@@ -234,51 +217,17 @@ class Channel:
             except OSError as error:
                 raise WireError(f"the connection to {self.peer} broke: {error}") from error
 
-    def _send_lent(self, views: Sequence[bytes | memoryview], wanted_back: Callable[[], bool]) -> Sequence[memoryview]:
-        """Send from memory that is lent. Returns copies of what was not sent when it was wanted back."""
-        pending, silent_at = _pending(views), time.monotonic() + self._timeout_s
-        while pending:
-            try:
-                _drop(pending, self._sock.sendmsg(pending[:_MAX_IOV], [], socket.MSG_DONTWAIT))
-                silent_at = time.monotonic() + self._timeout_s
-            except BlockingIOError:
-                room = select.poll()
-                room.register(self._sock, select.POLLOUT)
-                while not room.poll(_LOOK_MS):
-                    if wanted_back():
-                        return [memoryview(bytes(view)) for view in pending]
-                    if time.monotonic() > silent_at:
-                        raise self._silent() from None
-            except OSError as error:
-                raise WireError(f"the connection to {self.peer} broke: {error}") from error
-        return []
-
-    def _send_record(
-        self, kind: int, offset: int, views: Sequence[memoryview], wanted_back: Callable[[], bool] | None = None
-    ) -> Sequence[memoryview]:
-        """Send a record. With `wanted_back` the views are lent; when they are wanted back, what is left to be sent is
-        returned as copies."""
+    def _send_record(self, kind: int, offset: int, views: Sequence[memoryview]) -> None:
         if self._outgoing is None:
             raise WireError(f"there is no session with {self.peer} yet")
         head = _HEAD.pack(kind, offset, sum(view.nbytes for view in views))
-        sealing, due, left = self._outgoing.seal(head), [memoryview(head)], []
-
-        def flush() -> None:
-            if left:
-                left.extend(memoryview(bytes(view)) for view in due)
-            elif wanted_back is None:
-                self.send(due)
-            else:
-                left.extend(self._send_lent(due, wanted_back))
-
+        sealing, due = self._outgoing.seal(head), [memoryview(head)]
         for number, piece in enumerate(_pieces(views)):
             if number:
-                flush()
+                self.send(due)
                 due = []
             due += sealing.update(piece)
-        due.append(memoryview(sealing.tag()))
-        flush()
-        return left
+        self.send([*due, memoryview(sealing.tag())])
 
     def _receive_body(self, head: bytes, views: Sequence[memoryview]) -> None:
         """Receive what follows a head, and see that all of it is right."""
@@ -339,19 +288,14 @@ class Channel:
         """Ask for bytes, to be taken with `receive_range`. Several may be asked for ahead."""
         self.send_frame({"op": "read", "offset": offset, "length": length})
 
-    def send_range(self, source: Bytes | Lender, offset: int, length: int) -> None:
+    def send_range(self, source: Bytes, offset: int, length: int) -> None:
         """Answer a read: the bytes as chunks. Raises RefusedError when they are not all there."""
         if offset < 0 or length < 0 or offset + length > source.size:
             raise RefusedError(f"bytes {offset} to {offset + length} were asked for, of {source.size}")
         self.send_frame({"length": length})
         for start in range(offset, offset + length, CHUNK_BYTES):
             n = min(CHUNK_BYTES, offset + length - start)
-            if not isinstance(source, Lender):
-                self._send_record(_CHUNK, start, source.views(start, n))
-                continue
-            with source.lend(start, n) as views:
-                left = self._send_record(_CHUNK, start, views, source.wanted_back)
-            self.send(left)
+            self._send_record(_CHUNK, start, source.views(start, n))
 
     def receive_range(self, sink: Bytes, offset: int, length: int, base: int = 0) -> None:
         """Take the answer to a read straight into its place. `base`: the offset that is the sink's byte 0.
@@ -428,7 +372,7 @@ def pull(channels: Sequence[Channel], sink: Bytes, done: set[int] | None = None)
         raise WireError(f"{len(missing)} ranges from byte {missing[0]} on did not arrive")
 
 
-def serve_ranges(channel: Channel, source: Bytes | Lender) -> dict[str, Any] | None:
+def serve_ranges(channel: Channel, source: Bytes) -> dict[str, Any] | None:
     """Answer reads until another message comes, which is returned, or the peer leaves (None)."""
     while True:
         try:
