@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from everstep.titan.tally import Layout, StepSums
 from everstep.titan.work import SlotTrainer
 
 HERE = SimpleNamespace(dp_enabled=False, dp_cp_enabled=False, pp_enabled=False)
@@ -24,6 +25,7 @@ def group():
         trainer.trainable = [torch.nn.Parameter(torch.ones(2)) for _ in gradients]
         for param, has in zip(trainer.trainable, gradients, strict=True):
             param.grad = torch.ones(2) if has else None
+        trainer.sums = Layout(StepSums, len(loads), len(gradients), 0)
         return trainer
 
     return make
@@ -36,7 +38,7 @@ def test_a_parameter_that_no_slot_of_any_group_reached_has_no_gradient(group):
     for trainer in (computed, idle):
         for param in trainer.trainable:
             param.grad = torch.zeros(2)  # as the reducer leaves it on every group
-        trainer.assign_extra(extra)
+        trainer.assign_sums(trainer.sums.unpack(extra))
         assert [param.grad is None for param in trainer.trainable] == [False, False, True]
         assert trainer.expert_loads[0].tolist() == [3.0, 4.0]
 

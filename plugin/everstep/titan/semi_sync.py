@@ -30,6 +30,7 @@ from everstep.step.streams import Streams
 from everstep.titan.fragments import Changes
 from everstep.titan.optimizer_step import OptimizerStep
 from everstep.titan.rounds import Mark, RoundState
+from everstep.titan.tally import Layout, RoundSums
 from everstep.titan.work import SlotTrainer
 from everstep.titan.worker_rounds import WorkerRounds
 
@@ -107,6 +108,8 @@ class Rounds:
         parts = (trainer.model_parts, trainer.optimizers, trainer.lr_schedulers, trainer.disk.counters)
         self.state = RoundState(*parts, settings=settings, momentum=self._outer.momentum != 0)
         self._held: dict[int, Held] = {}
+        self._sums = Layout(RoundSums, self._steps, self._steps, len(_flat(self.state.balances)))
+        """How a round's further sums travel."""
         self._changes = Changes(trainer.trainable, self.state.fragments, self._workers, settings.quantize, streams)
         self.reducer = self._changes.reducer
         files = WorkerFiles(
@@ -149,13 +152,15 @@ class Rounds:
     def results(self) -> SlotSums:
         """By worker the tokens and losses of its round; of all held workers those by inner step, and the balances."""
         tokens, loss = torch.zeros(2, self._workers, dtype=torch.float64)
-        by_step = torch.zeros(2, self._steps, dtype=torch.float64)
+        tokens_by_step, loss_by_step = torch.zeros(2, self._steps, dtype=torch.float64)
         balances = torch.zeros_like(_flat(self.state.balances))
         for worker, done in self._held.items():
             tokens[worker], loss[worker] = done.tokens.sum(), done.loss.sum()
-            by_step += torch.stack([done.tokens, done.loss])
+            tokens_by_step += done.tokens
+            loss_by_step += done.loss
             balances += done.balances
-        return SlotSums(tokens, loss, torch.cat([by_step.flatten(), balances]), frozenset(self._held))
+        further = RoundSums(tokens_by_step, loss_by_step, balances)
+        return SlotSums(tokens, loss, self._sums.pack(further), frozenset(self._held))
 
     def discard(self) -> None:
         """Forget what the workers of the round in progress changed."""
@@ -186,7 +191,7 @@ class Rounds:
             [momentum[at] for at in places] if momentum else [],
         )
         self._commits.advance(commit.step)
-        self.state.balance(commit.extra[2 * self._steps :] * max(weights))
+        self.state.balance(self._sums.unpack(commit.extra).balances * max(weights))
         self.state.mark(commit.step, commit.history)
         for worker, done in self._held.items():
             self.store.hold(self.rounds.place(worker, commit.step), done.own)
@@ -196,11 +201,11 @@ class Rounds:
 
     def _told_of(self, commit: Commit) -> dict[str, Any]:
         """Further fields of a commit's event."""
-        tokens, loss = commit.extra[: 2 * self._steps].view(2, self._steps)
+        sums = self._sums.unpack(commit.extra)
         saved, self._counted_saved = self._counted_saved, self.store.files.written_bytes
         sent, self._counted_sent = self._counted_sent, self._trainer.column.payload_bytes
         return {
-            "inner_losses": (loss / tokens).tolist(),
+            "inner_losses": (sums.loss / sums.tokens).tolist(),
             "inner_steps": self._steps,
             "weights": _weights(commit),
             "payload_bytes": self._counted_sent - sent,

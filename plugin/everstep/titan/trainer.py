@@ -15,14 +15,12 @@ import torch.distributed as dist
 from torchtitan import trainer as titan
 from torchtitan.components.checkpointer.base import DATALOADER
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import logger
 
 from everstep.attention.section import AttentionCheck
 from everstep.config.checks import check_config
 from everstep.config.sections import Data, FaultTolerance, Job
-from everstep.data.slots import SlotSource
 from everstep.quorum.heal import Whose
 from everstep.run.beats import DONE, STARTUP
 from everstep.run.data_start import began_after
@@ -36,10 +34,9 @@ from everstep.step.interfaces import Commit, OutOfData, Work
 from everstep.step.quorum import Quorum
 from everstep.step.reduction import BUCKET_BYTES, GradientReducer
 from everstep.step.streams import streams_of
-from everstep.titan import attention, cpu, private
+from everstep.titan import cpu, private
 from everstep.titan.checkpoints import RunCheckpointManager, SnapshotCheckpointManager, of_run
 from everstep.titan.data.binding import bind_data
-from everstep.titan.disk import DiskCheckpoints
 from everstep.titan.group import all_in_group, sum_in_group
 from everstep.titan.machine import choose_attention
 from everstep.titan.optimizer_step import OptimizerStep
@@ -109,30 +106,11 @@ class EverstepTrainer(SlotTrainer):
             config.comm.save_traces_folder += f"/group-{ft.group_id}"
             os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise
             place = open_place(config)
-        super().__init__(config)
+        super().__init__(config, place)
         if on_cpu:
             cpu.sum_only_collectives(self.model_parts)
-        self.checks = self._attached() if config.attention_check.enable else None
         if place is None:
             return
-        self.place, self.run_dir, self.events, self.files = place, place.run_dir, place.events, place.files
-        self.snapshots = place.snapshots
-        self.seed = config.debug.seed or 0
-        self.dp_rank, dp_size = 0, 1
-        if self.parallel_dims.dp_enabled:
-            mesh = self.parallel_dims.get_mesh("batch")
-            self.dp_rank, dp_size = mesh.get_local_rank(), mesh.size()
-        self.slots = self.gradient_accumulation_steps
-        self.source = self._opened_source(dp_size)
-        self.tokens_per_step = config.training.local_batch_size * config.training.seq_len * dp_size * self.slots
-        self.skips_poison = ft.on_poison == "skip"
-        self.history = 0
-        workers = (semi.workers or ft.groups) if semi.enabled else 1
-        self.shares = workers if semi.enabled else self.slots
-        if semi.enabled:
-            self.steps_per_commit, self.notes_interval = semi.round_steps, 1
-        self.open_step(self.tokens_per_step / workers)
-        self.disk = DiskCheckpoints(self.checkpointer, config.checkpoint, self, self.events, self.files)
         self.optimizer = OptimizerStep(self, self.seed, self.dp_rank, self.checks)
         self.measures = Measures(
             self.metrics_processor, self.parallel_dims, config.parallelism.pipeline_parallel_schedule
@@ -173,25 +151,6 @@ class EverstepTrainer(SlotTrainer):
             pid=os.getpid(),
             startup_s=round(time.monotonic() - begin, 3),
         )
-
-    def _attached(self) -> Any:
-        """The checks of the model's attention."""
-        return attention.attach(
-            self.model_parts,
-            self.config.attention_check,
-            rank=int(os.environ["RANK"]),
-            seed=self.config.debug.seed or 0,
-        )
-
-    def _opened_source(self, dp_size: int) -> SlotSource:
-        """The dataloader, read by slot."""
-        source = self.dataloader
-        if not isinstance(source, SlotSource):
-            raise TypeError(f"{type(source).__name__} cannot be read by slot: leave [data] source to Everstep's config")
-        assert self.config.model_spec is not None
-        source.require_vocab(decoder_vocab_size(self.config.model_spec))
-        source.open_slots(self.slots * self.num_pipeline_parallel_microbatches, self.dp_rank, dp_size)
-        return source
 
     def _backward_runs_hooks(self) -> bool:
         """Whether a gradient's hook runs each time something is added to it. A replayed CUDA graph runs none, and one
@@ -291,7 +250,7 @@ class EverstepTrainer(SlotTrainer):
         if self.snapshots is not None:
             self.snapshots.wait()
         self._reducer.assign(self.nominal_tokens / float(commit.tokens.sum()))
-        self.assign_extra(commit.extra)
+        self.assign_sums(self.sums.unpack(commit.extra))
         grad_norm = self.optimizer.step(commit.step)
         self.advance(commit.step)
         return float(grad_norm), {}
@@ -321,8 +280,11 @@ class EverstepTrainer(SlotTrainer):
         self.data_read(commit.step)
         goes_on = self.goes_on() and not commit.all_leave
         if self.snapshots is not None:
-            self.snapshots.committed(commit, self.words(commit.extra), self.serve)
-        metrics = self.measures.of(self.step, commit, grad_norm, {"n_tokens_seen": self.ntokens_seen, **lr_metrics})
+            words = self.sums.unpack(commit.extra).words.tolist()
+            with sl.log_trace_span("snapshot"):
+                self.snapshots.committed(commit, {group: round(word) for group, word in enumerate(words)}, self.serve)
+        with sl.log_trace_span("metrics"):
+            metrics = self.measures.of(self.step, commit, grad_norm, {"n_tokens_seen": self.ntokens_seen, **lr_metrics})
         took_s = commit.took_s + time.monotonic() - begin
         self._tell(commit, took_s, loss=loss, grad_norm=grad_norm, lr=lr_metrics, metrics=metrics, **told)
         saves = commit.saver == self.config.fault_tolerance.group_id
@@ -385,7 +347,8 @@ class EverstepTrainer(SlotTrainer):
     def _validate(self, commit: int, *, tells: bool) -> None:
         """Every group validates, for the others would wait for one; one group `tells` what came out."""
         self.files.beat("validate", commit)
-        self.validator.validate(self.model_parts, self.step)
+        with sl.log_trace_span("validate"):
+            self.validator.validate(self.model_parts, self.step)
         if tells and (loss := self.measures.validation_loss()) is not None:
             self.events.emit("validation", commit, loss=loss)
 

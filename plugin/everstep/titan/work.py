@@ -1,8 +1,9 @@
 """How a torchtitan trainer computes a slot, sums, and hands over its state: its side of the step protocol."""
 
+import os
 import time
 from collections.abc import Collection
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,23 +11,25 @@ from torchtitan import trainer as titan
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.observability import structured_logger as sl
 
 from everstep.attention.guard import Checks
 from everstep.data.slots import Batch, SlotSource
 from everstep.quorum.heal import HealState
 from everstep.quorum.process_group import RankColumn
-from everstep.run.events import EventLog
 from everstep.run.exits import HOPELESS_EXIT, TrainerEnds
 from everstep.step.interfaces import OutOfData, SlotSums
 from everstep.step.reduction import local
-from everstep.titan import private
+from everstep.titan import attention, private
 from everstep.titan.data.streams import SlotStreams
 from everstep.titan.dataloader_blob import DATALOADER_BLOB, pack_dataloader
 from everstep.titan.disk import DiskCheckpoints
 from everstep.titan.group import all_in_group
-from everstep.titan.run_files import RankFiles
-from everstep.titan.snapshots import AGREED_SNAPSHOTS, Snapshots
+from everstep.titan.place import RunPlace
+from everstep.titan.snapshots import AGREED_SNAPSHOTS
 from everstep.titan.state import TrainingState, slot_seed
+from everstep.titan.tally import Layout, StepSums
 
 DATA_BLOB = "data"
 NOTES_INTERVAL = 10
@@ -35,43 +38,49 @@ NOTES_INTERVAL = 10
 
 class SlotTrainer(titan.Trainer):
     """A torchtitan trainer that computes its batch slot by slot: all of `everstep.step.interfaces.Work` that comes
-    before a commit. `everstep.titan.trainer` adds the rest, and builds what is declared here.
+    before a commit. `everstep.titan.trainer` adds the rest, and makes `column` and `state`.
     """
 
-    events: EventLog
-    files: RankFiles
-    source: SlotSource
-    snapshots: Snapshots | None
-    checks: Checks | None
-    run_dir: Path
     column: RankColumn
-    disk: DiskCheckpoints
-    shares: int
-    """Of how many parts a commit is made."""
+    state: TrainingState
     steps_per_commit = 1
     """Optimizer steps."""
     notes_interval = NOTES_INTERVAL
     """Commits between two `notes`."""
-    seed: int
-    slots: int
-    """S."""
-    dp_rank: int
-    history: int
-    skips_poison: bool
-    """Whether slots that ended groups are left out."""
-    state: TrainingState
 
-    nominal_tokens: float
-    """Tokens of a step if all were valid. Backward divides by this number, the commit corrects it: what the valid
-    ones are is known only when all slots are there, and gradients in bfloat16 round differently at another
-    scale, torchtitan's in particular."""
-
-    def open_step(self, nominal_tokens: float) -> None:
-        """Prepare for slots; once, when the model is built."""
-        self.nominal_tokens = nominal_tokens
-        self._scale = torch.tensor(nominal_tokens, device=self.device)
+    def __init__(self, config: Any, place: RunPlace | None) -> None:
+        """`place`: of this rank in the run; None without fault tolerance: nothing more than torchtitan's trainer."""
+        super().__init__(config)
+        self.checks: Checks | None = self._attached() if config.attention_check.enable else None
+        if place is None:
+            return
+        ft, semi = config.fault_tolerance, config.semi_sync
+        self.place, self.run_dir, self.events, self.files = place, place.run_dir, place.events, place.files
+        self.snapshots = place.snapshots
+        self.seed = config.debug.seed or 0
+        self.dp_rank, self.dp_size = 0, 1
+        if self.parallel_dims.dp_enabled:
+            mesh = self.parallel_dims.get_mesh("batch")
+            self.dp_rank, self.dp_size = mesh.get_local_rank(), mesh.size()
+        self.slots = self.gradient_accumulation_steps
+        """S."""
+        self.source = self._opened_source()
+        workers = (semi.workers or ft.groups) if semi.enabled else 1
+        self.shares = workers if semi.enabled else self.slots
+        """Of how many parts a commit is made."""
+        if semi.enabled:
+            self.steps_per_commit, self.notes_interval = semi.round_steps, 1
+        self.tokens_per_step = config.training.local_batch_size * config.training.seq_len * self.dp_size * self.slots
+        self.nominal_tokens = self.tokens_per_step / workers
+        """Tokens of a step if all were valid. Backward divides by this number, the commit corrects it: what the valid
+        ones are is known only when all slots are there, and gradients in bfloat16 round differently at another
+        scale, torchtitan's in particular."""
+        self._scale = torch.tensor(self.nominal_tokens, device=self.device)
+        self.history = 0
         self._slot_tokens: dict[int, int] = {}
         self._slot_losses: dict[int, torch.Tensor] = {}
+        self._skips_poison = ft.on_poison == "skip"
+        """Whether slots that ended groups are left out."""
         self._skipped: set[tuple[int, int]] = set()
         """Steps and slots in which no group can compute a finite gradient."""
         self._refused: set[int] = set()
@@ -84,6 +93,30 @@ class SlotTrainer(titan.Trainer):
         ]
         """Tokens each expert got, summed over slots like a gradient; torchtitan's balancing reads them."""
         self.trainable = [p for part in self.model_parts for p in part.parameters() if p.requires_grad]
+        groups = 0 if self.snapshots is None else self.snapshots.groups
+        loads = sum(local(load).numel() for load in self.expert_loads)
+        self.sums = Layout(StepSums, loads, len(self.trainable), groups)
+        """How a step's further sums travel."""
+        self.disk = DiskCheckpoints(self.checkpointer, config.checkpoint, self, self.events, self.files)
+
+    def _attached(self) -> Checks:
+        """The checks of the model's attention."""
+        return attention.attach(
+            self.model_parts,
+            self.config.attention_check,  # pyrefly: ignore[missing-attribute] ours
+            rank=int(os.environ["RANK"]),
+            seed=self.config.debug.seed or 0,
+        )
+
+    def _opened_source(self) -> SlotSource:
+        """The dataloader, read by slot."""
+        source = self.dataloader
+        if not isinstance(source, SlotSource):
+            raise TypeError(f"{type(source).__name__} cannot be read by slot: leave [data] source to Everstep's config")
+        assert self.config.model_spec is not None
+        source.require_vocab(decoder_vocab_size(self.config.model_spec))
+        source.open_slots(self.slots * self.num_pipeline_parallel_microbatches, self.dp_rank, self.dp_size)
+        return source
 
     @property
     def committed(self) -> int:
@@ -96,7 +129,7 @@ class SlotTrainer(titan.Trainer):
         return self.config.training.global_batch_size * self.steps_per_commit
 
     def compute(self, step: int, slot: int, *, whole: bool) -> None:
-        if self.skips_poison and not all_in_group(not self._is_poison(step, slot)):
+        if self._skips_poison and not all_in_group(not self._is_poison(step, slot)):
             # Held like any other, with nothing in it.
             self._slot_tokens[slot], self._slot_losses[slot] = 0, torch.zeros((), dtype=torch.float64)
             self.events.emit("slot_skipped", step, slot=slot)
@@ -111,7 +144,8 @@ class SlotTrainer(titan.Trainer):
         """Forward and backward of a slot; see `Work.compute`."""
         torch.manual_seed(slot_seed(self.seed, step, slot, self.dp_rank))
         begin = time.perf_counter()
-        batches = self._fetch(step, slot)
+        with sl.log_trace_span("fetching_batch"):
+            batches = self._fetch(step, slot)
         if not batches:
             raise OutOfData
         self.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
@@ -161,7 +195,7 @@ class SlotTrainer(titan.Trainer):
         for slot in slots:
             reason = "no group can compute it to a gradient whose norm is finite: the cause is in the data or the model"
             self.events.emit("not_finite", step, slot=slot, reason=reason)
-        if self.skips_poison:
+        if self._skips_poison:
             self._skipped |= {(step, slot) for slot in slots}
             return
         self.events.emit("diverged", step, reason="a gradient is not finite")
@@ -194,24 +228,20 @@ class SlotTrainer(titan.Trainer):
         if dims.pp_enabled:
             loss = dist_utils.dist_sum_tensor(loss, dims.get_mesh("pp"))
         computed = bool(self._slot_tokens)
-        reached = torch.tensor([computed and p.grad is not None for p in self.trainable], dtype=torch.float64)
-        loads = [local(load).flatten().double().cpu() for load in self.expert_loads]
-        return SlotSums(
-            tokens.cpu(), loss.cpu(), torch.cat([*loads, reached, self._word()]), frozenset(self._slot_tokens)
+        further = StepSums(
+            loads=torch.cat([torch.zeros(0), *(local(load).flatten().cpu() for load in self.expert_loads)]),
+            reached=torch.tensor([float(computed and p.grad is not None) for p in self.trainable]),
+            words=self._words(),
         )
+        return SlotSums(tokens.cpu(), loss.cpu(), self.sums.pack(further), frozenset(self._slot_tokens))
 
-    def _word(self) -> torch.Tensor:
+    def _words(self) -> torch.Tensor:
         """What this group says of its snapshots, in a vector with a place for each group; a collective of the group."""
         if self.snapshots is None:
-            return torch.zeros(0, dtype=torch.float64)
+            return torch.zeros(0)
         words = torch.zeros(self.snapshots.groups, dtype=torch.float64)
         words[self.snapshots.group] = self.snapshots.word()
         return words
-
-    def words(self, extra: torch.Tensor) -> dict[int, int]:
-        """By group what it said of its snapshots, out of a commit's sums."""
-        said = extra[sum(local(load).numel() for load in self.expert_loads) + len(self.trainable) :]
-        return {group: round(word) for group, word in enumerate(said.tolist())}
 
     def discard(self) -> None:
         self._slot_tokens.clear()
@@ -224,15 +254,14 @@ class SlotTrainer(titan.Trainer):
         # A CUDA graph adds to the memory that it was recorded with.
         self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
 
-    def assign_extra(self, extra: torch.Tensor) -> None:
+    def assign_sums(self, sums: StepSums) -> None:
         """Put the loads of the whole global batch where torchtitan's balancing reads them, and take the gradients away
         of parameters that no slot of any group reached: torchtitan's optimizers leave those as they are, without weight
         decay."""
         sizes = [local(load).numel() for load in self.expert_loads]
-        for load, part in zip(self.expert_loads, extra[: sum(sizes)].split(sizes), strict=True):
+        for load, part in zip(self.expert_loads, sums.loads.split(sizes), strict=True):
             local(load).copy_(part.view_as(local(load)))
-        reached = extra[sum(sizes) : sum(sizes) + len(self.trainable)].tolist()
-        for param, groups in zip(self.trainable, reached, strict=True):
+        for param, groups in zip(self.trainable, sums.reached.tolist(), strict=True):
             if groups == 0:
                 param.grad = None
 
