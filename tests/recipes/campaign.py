@@ -167,16 +167,18 @@ def keep(found):
 
 
 def table(recipes):
-    """docs/recipes.md's table of recipes, out of the results: those that are alike and end alike in one row."""
+    """docs/recipes.md's table of recipes, out of the results: those of one model that end alike in one row."""
     found = results()
     counts, rows = Counter(), defaultdict(list)
     for key, recipe in recipes.items():
         ending = verdict(found[key]) if key in found else "not run"
         counts[ending.partition(":")[0].partition(" (")[0]] += 1
-        rows[recipe.what, ending].append(key.partition(".")[2])
+        rows[recipe.what.partition(",")[0], ending].append(key.partition(".")[2])
     total = ", ".join(f"{count} {word}" for word, count in counts.most_common())
-    head = [f"{len(recipes)} recipes: {total}.", "", "| what | result | recipes |", "|---|---|---|"]
-    return "\n".join([*head, *(f"| {what} | {said} | {'<br>'.join(names)} |" for (what, said), names in rows.items())])
+    head = [f"{len(recipes)} recipes: {total}.", "", "| model | result | recipes |", "|---|---|---|"]
+    return "\n".join(
+        [*head, *(f"| {model} | {said} | {'<br>'.join(names)} |" for (model, said), names in rows.items())]
+    )
 
 
 def verdict(known):
