@@ -207,10 +207,10 @@ def fork_before_cuda() -> str:
     import torch
 
     try:
-        from everstep.launch.warm import preload
+        from everstep.launch.forking import preload
 
         preload()
-        what = "the warm process's imports"
+        what = "the launcher's imports"
     except ImportError as error:
         what = f"torch alone ({error})"
     assert not torch.cuda.is_initialized(), "an import initialised CUDA"

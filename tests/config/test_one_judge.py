@@ -67,7 +67,7 @@ def answered(command, **how):
 
 
 def started(settings, *more):
-    prepare.prepared(replace(settings.order(), run_dir=""))
+    prepare.prepared(replace(settings.order, run_dir=""))
     raise SystemExit(0)
 
 

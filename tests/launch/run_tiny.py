@@ -9,7 +9,8 @@ import threading
 import time
 from pathlib import Path
 
-from everstep.launch import supervisor, view, warm
+from everstep.launch import supervisor, view
+from everstep.launch.prepare import Order
 from everstep.run.directory import LaunchError
 
 PRELOAD = ("upgraded", "tiny_trainer", "torchft", "everstep.quorum.lighthouse")
@@ -42,6 +43,17 @@ def run_short_of_everything(run_dir, faults):
     sys.addaudithook(fail)
 
 
+def refuse_a_fork(number):
+    """After guard, config, lighthouse and two workers: the second worker of the group's second start, twice."""
+    launcher, forks = os.getpid(), itertools.count(1)
+
+    def refuse(event, args):
+        if event == "os.fork" and os.getpid() == launcher and next(forks) in (7, 9):
+            raise OSError(number, os.strerror(number))
+
+    sys.addaudithook(refuse)
+
+
 MAIN = threading.main_thread()
 
 
@@ -50,16 +62,11 @@ def main():
     if "--tiny.scarce" in flags:
         run_short_of_everything(Path(run_dir), int(flags[flags.index("--tiny.scarce") + 1]))
     if "--tiny.fork_errno" in flags:
-        os.environ["TINY_FORK_ERRNO"] = flags[flags.index("--tiny.fork_errno") + 1]
-    warm.SILENCE_S = 3.0
+        refuse_a_fork(int(flags[flags.index("--tiny.fork_errno") + 1]))
     config = Path(run_dir).with_suffix(".toml")
     config.write_text("")
     settings = supervisor.RunSettings(
-        config=config,
-        run_dir=Path(run_dir),
-        groups=int(groups),
-        ranks_per_group=int(ranks),
-        flags=flags,
+        Order(str(config), flags, int(groups), int(ranks), run_dir),
         entry="tiny_trainer:main",
         prepare="tiny_trainer:prepare",
         preload=PRELOAD,

@@ -1,4 +1,4 @@
-"""Processes forked by a warm process, whose parent is the launcher that asked for them."""
+"""Processes that a launcher forks."""
 
 import json
 import os
@@ -15,19 +15,16 @@ PROLOGUE = """
 import json, os, psutil, signal, sys, time
 from pathlib import Path
 from everstep.launch.children import Child, Children
-from everstep.launch.warm import Request
+from everstep.launch.forking import Request
 from everstep.run.lifeline import adopt_orphans
 
 adopt_orphans()
-children = Children((), Path("warm.log"))
-children.start_warm()
+children = Children()
 ended = []
 
-def ask(rank, run, *args, fd=-1):
-    child = Child("worker", rank, lambda child, code: ended.append([child.index, code]),
-                  on_refusal=lambda child, errno: ended.append([child.index, "refused", errno]))
-    request = Request(f"forked_work:{run}", list(args), Path(f"rank-{rank}.log"), {"RANK": str(rank)})
-    children.ask(child, request, fd)
+def ask(rank, run, *args):
+    child = Child("worker", rank, lambda child, code: ended.append([child.index, code]))
+    children.start(child, Request(f"forked_work:{run}", list(args), Path(f"rank-{rank}.log"), {"RANK": str(rank)}))
     return child
 
 def until(condition):
@@ -61,6 +58,12 @@ def say(fd):
 def go_on():
     signal.pause()
 
+def litter():
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+    child.start()
+    pathlib.Path("litter").write_text(str(child.pid))
+    signal.pause()
+
 def train(argv):
     child = multiprocessing.Process(target=time.sleep, args=(60,), daemon=True)
     child.start()
@@ -73,15 +76,15 @@ def train(argv):
 
 @pytest.fixture
 def play(tmp_path):
-    """Runs code with a warm process in a process of its own; what it printed last, as JSON."""
+    """Runs code of a launcher in a process of its own; what it printed last, as JSON."""
     (tmp_path / "forked_work.py").write_text(WORK)
 
-    def _play(code):
+    def _play(code, status=0):
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "ASKER": "me"}
         (tmp_path / "typed").write_text("what somebody types")
         with (tmp_path / "typed").open() as typed:
             done = ran([sys.executable, "-c", PROLOGUE + textwrap.dedent(code)], cwd=tmp_path, env=env, stdin=typed)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == status, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
     return _play
@@ -106,7 +109,7 @@ def test_a_process_has_the_askers_environment_a_descriptor_and_no_terminal(play,
         """
         read, write = os.pipe()
         os.write(write, b"open")
-        ask(0, "say", fd=read)
+        ask(0, "say", read)
         until(lambda: ended)
         print(json.dumps(ended))
         """
@@ -115,60 +118,46 @@ def test_a_process_has_the_askers_environment_a_descriptor_and_no_terminal(play,
 
 
 def test_nothing_is_left_of_thirty_incarnations(play):
-    """Neither descriptors nor processes."""
-    first, last, below = play(
+    """Neither descriptors nor processes, but for the guard."""
+    first, last = play(
         """
         own, seen = psutil.Process(), []
         for _ in range(30):
             two = [ask(rank, "go_on") for rank in range(2)]
-            until(lambda: all(child.pid for child in two))
             for child in two:
                 child.signal(signal.SIGKILL)
+                children.forget(child.pid)
             until(lambda: not any(child.alive for child in two))
             seen.append([own.num_fds(), len(own.children(recursive=True))])
-        warm = psutil.Process(children.warm.pid)
-        print(json.dumps([seen[0], seen[-1], [len(warm.children()), warm.num_fds()]]))
+        print(json.dumps([seen[0], seen[-1]]))
         """
     )
     assert first == last
     assert last[1] == 1
-    assert below == [0, 4], "standard streams and the channel"
 
 
-def test_more_processes_can_be_asked_for_than_a_channel_holds_requests(play):
-    ranks = play(
+def test_a_guard_that_was_killed_is_replaced_and_guards_what_was_there_before(play):
+    """What is orphaned by the launcher's end is in the session of a child of its."""
+    guard, known = play(
         """
-        os.kill(children.warm.pid, signal.SIGSTOP)
-        for rank in range(100):
-            ask(rank, "end", 0)
-        os.kill(children.warm.pid, signal.SIGCONT)
-        until(lambda: len(ended) == 100)
-        print(json.dumps(sorted(rank for rank, _ in ended)))
-        """
+        child = ask(0, "litter")
+        until(lambda: Path("litter").exists())
+        before = children._guard.pid
+        os.kill(before, signal.SIGKILL)
+        until(lambda: children._guard.pid != before and state(children._guard.pid) == "S")
+        print(json.dumps([children._guard.pid, [child.pid, int(Path("litter").read_text())]]), flush=True)
+        os.kill(children._guard.pid, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        -signal.SIGKILL,
     )
-    assert ranks == list(range(100))
-
-
-def test_what_a_dead_warm_process_was_asked_for_is_refused_and_does_not_come(play):
-    refused, left = play(
-        """
-        until(lambda: children.warm.ready)
-        os.kill(children.warm.pid, signal.SIGSTOP)
-        asked = [ask(rank, "go_on") for rank in range(3)]
-        os.kill(children.warm.pid, signal.SIGKILL)
-        until(lambda: len(ended) == 3)
-        print(json.dumps([ended, len(psutil.Process().children(recursive=True))]))
-        """
-    )
-    assert refused == [[rank, "refused", 0] for rank in range(3)]
-    assert left == 0
+    until(lambda: not any(map(alive, [guard, *known])), "all to end")
 
 
 def test_children_die_with_their_launcher_stopped_or_not(play, tmp_path):
     pids = play(
         """
         two = [ask(rank, "go_on") for rank in range(2)]
-        until(lambda: all(child.pid for child in two))
         os.kill(two[0].pid, signal.SIGSTOP)
         print(json.dumps([child.pid for child in two]), flush=True)
         """
@@ -185,7 +174,7 @@ def test_a_workers_daemons_end_with_it(play, argv, exitcode):
         env = {{"RANK": "0", "EVERSTEP_WORKERS_STARTED": "0"}}
         args = [".", 0, 0, "forked_work:train", {argv}]
         begun = time.monotonic()
-        children.ask(child, Request("everstep.launch.worker:start", args, Path("rank-0.log"), env))
+        children.start(child, Request("everstep.launch.worker:start", args, Path("rank-0.log"), env))
         until(lambda: ended)
         took_s = time.monotonic() - begun
         until(lambda: state(int(Path("child").read_text())) in ("gone", "Z"))

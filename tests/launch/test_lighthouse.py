@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from everstep.config.sections import FaultTolerance
+from everstep.launch.lighthouse import answers
 from everstep.launch.prepare import Prepared, leave_answer
-from everstep.launch.probe import answers
 from everstep.run.address import await_address, publish_address, published_address
 from everstep.run.directory import over_file, stop_file
 from everstep.run.files import write_json

@@ -52,7 +52,7 @@ def settled(tmp_path):
 
 def test_workers_do_not_apply_flags_to_what_flags_have_decided(settled, tmp_path, monkeypatch):
     monkeypatch.setattr("signal.signal", lambda *_: None)  # a supervisor's handlers
-    supervisor = Supervisor(RunSettings(tmp_path / "run.toml", tmp_path / "run"), RunDir(tmp_path / "run"))
+    supervisor = Supervisor(RunSettings(Order(str(tmp_path / "run.toml"), ranks=1)), RunDir(tmp_path / "run"))
     supervisor._devices = [None, None]
     config = ConfigManager().parse_args(supervisor._group_settings(1, settled, "http://h:1").worker_argv)
     assert config.parallelism.data_parallel_replicate_degree == 1, "each replica became a group"

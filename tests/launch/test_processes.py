@@ -146,39 +146,13 @@ def test_a_lighthouse_that_hangs_is_replaced(run):
     assert not alive(before["pid"])
 
 
-def warm_of(run):
-    """The process that a run's others are forked from; the first one was made before them, a later one was executed."""
-    children = psutil.Process(run.process.pid).children()
-    started = [child for child in children if "everstep.launch.warm" in child.cmdline()]
-    return started[0] if started else min(children, key=lambda child: child.create_time())
-
-
-def test_nobody_needs_the_warm_process_and_it_comes_back(run):
-    warm, before = warm_of(run), (run.workers(0), run.workers(1))
-    warm.kill()
-    killed = time.time()
-    run.wait_for("commit", after=killed, group=1)
-    assert (run.workers(0), run.workers(1)) == before
-    os.kill(before[0][0], signal.SIGKILL)  # only a new warm process can replace it
-    run.wait_for("workers_started", after=killed, group=0)
-    run.wait_for("commit", after=killed + 0.5, group=0, rank=0)
-
-
-def test_a_warm_process_that_hangs_when_it_is_needed_is_replaced(run):
-    warm, killed = warm_of(run), time.time()
-    warm.suspend()
-    os.kill(run.workers(0)[0], signal.SIGKILL)
-    run.wait_for("workers_started", after=killed, group=0)
-    assert not alive(warm.pid)
-
-
 def test_nobody_is_taken_for_hung_after_all_were_stopped(run):
     """As a batch system suspends a job, or docker a container."""
     before = [run.workers(group) for group in range(2)]
     tree, stopped = run.tree(), time.time()
     for process in tree:
         process.suspend()
-    time.sleep(7.0)  # longer than workers, agents and the warm process may be silent
+    time.sleep(7.0)  # longer than workers and the lighthouse may be silent
     for process in tree:
         process.resume()
     resumed = time.time()
@@ -233,7 +207,7 @@ def test_nothing_outlives_a_killed_supervisor(start):
     for group in range(2):
         run.wait_for("commit", group=group)
     tree = run.tree()
-    assert len(tree) == 3 + 2, "launcher, warm process, lighthouse; a worker of each group"
+    assert len(tree) == 3 + 2, "launcher, its guard, lighthouse; a worker of each group"
     os.kill(run.workers(1)[0], signal.SIGSTOP)
     run.process.kill()
     run.process.wait()
@@ -265,7 +239,6 @@ def test_nothing_that_a_worker_started_outlives_a_killed_launcher(start):
     until(lambda: len(run.events("warning")) == 2, "what they start")
     known = [int(pid) for event in run.events("warning") for pid in event["text"].split()]
     assert all(map(alive, known))
-    warm_of(run).suspend()  # which cleans up, woken
     run.process.kill()
     run.process.wait()
     until(lambda: not any(map(alive, known)), "what the workers started to die", deadline_s=10.0)
@@ -299,18 +272,19 @@ def _read_until(controller, closed):
         os.read(ready[0], 1 << 16)
 
 
-def test_a_run_goes_on_while_nothing_can_be_imported_and_ends_with_the_last_worker(start):
+def test_an_upgrade_in_place_does_not_reach_a_run_that_goes_on(start):
     run = start(1, 1, *ENDLESS)
     run.wait_for("commit")
     (run.temporary / "upgraded").touch()
-    warm_of(run).kill()
-    log = run.run_dir / "logs/warm.log"
-    until(lambda: log.read_text().count("ImportError: it was upgraded") > 1, "several tries")
-    run.wait_for("commit", after=time.time())
+    killed = time.time()
     os.kill(run.workers(0)[0], signal.SIGKILL)
-    assert run.process.wait(60) == 1
-    ended = run.events("run_ended")[0]
-    assert (ended["status"], ended["reason"]) == ("failed", f"ImportError: it was upgraded. More in {log}.")
+    run.wait_for("commit", after=run.wait_for("worker_up", after=killed)["t"])
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(60) == 0
+    again = type(run)(run.run_dir, 1, 1, "--training.steps", "5", temporary=run.temporary, forked=False)
+    assert again.process.wait(60) == 2
+    log = run.run_dir / "logs/imports.log"
+    assert again.said().splitlines()[-1] == f"everstep: ImportError: it was upgraded. More in {log}."
 
 
 def test_a_check_of_the_config_that_was_killed_is_told(start):
@@ -338,22 +312,3 @@ def test_a_run_directory_that_takes_no_writes_is_told(tmp_path):
     """On a full disk for instance."""
     done = ran([sys.executable, "-c", CANNOT_WRITE], cwd=tmp_path, timeout=60)
     assert done.stderr == "run: cannot be used as run directory: File too large.\n"
-
-
-CANNOT_IMPORT = """
-import sys
-from pathlib import Path
-from everstep.launch.supervisor import RunSettings, run
-run(RunSettings(config=Path("run.toml"), run_dir=Path("run"), groups=1, preload=("ends_python",)))
-"""
-
-
-def test_a_process_that_dies_importing_is_told_and_not_started_for_ever(tmp_path):
-    """As one whose torch was built for another processor."""
-    (tmp_path / "ends_python.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGILL)")
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    done = ran([sys.executable, "-c", CANNOT_IMPORT], cwd=tmp_path, env=env, timeout=60)
-    assert done.returncode == 1
-    said = done.stderr.splitlines()[-1]
-    assert "was killed by SIGILL before it was ready, 3 times" in said
-    assert f"{tmp_path}/run/logs/warm.log" in said

@@ -13,13 +13,11 @@ It has no model and no torch, so that processes are what these tests are about. 
 SIGUSR1 is to it what the death of a peer is to a trainer: an exception.
 """
 
-import itertools
 import json
 import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 import tomllib
 from dataclasses import asdict
@@ -30,16 +28,6 @@ from everstep.launch.prepare import Prepared, leave_answer
 from everstep.run.beats import Heartbeat
 from everstep.run.events import EventLog
 from everstep.run.poison import deaths_at
-
-if number := os.environ.get("TINY_FORK_ERRNO"):  # of the warm process, which imports this first
-    warm, forks = os.getpid(), itertools.count(1)
-
-    def refuse(event, args):
-        """The second start of a group of two finds no room: its first process, twice."""
-        if event == "os.fork" and os.getpid() == warm and next(forks) in (6, 7):
-            raise OSError(int(number), os.strerror(int(number)))
-
-    sys.addaudithook(refuse)
 
 
 def flag(argv, name, default=None):

@@ -16,7 +16,7 @@ import pytest
 from torchft.coordination import LighthouseClient
 
 from everstep import wire
-from everstep.launch.probe import answers
+from everstep.launch.lighthouse import answers
 from everstep.quorum.lighthouse import main
 from everstep.quorum.membership import PURPOSE, Membership
 from everstep.run.events import read_events
@@ -229,7 +229,7 @@ def test_one_that_does_not_answer_is_found_out(tmp_path):
     assert one.process.wait(10) == 0
     assert not answers(one.address)
     with socket.create_server(("127.0.0.1", 0)) as mute, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("everstep.launch.probe.PROBE_TIMEOUT_S", 0.3)
+        patch.setattr("everstep.launch.lighthouse.PROBE_TIMEOUT_S", 0.3)
         assert not answers(f"http://127.0.0.1:{mute.getsockname()[1]}")
 
 

@@ -6,7 +6,7 @@
 step, or {error}.
 
 {"kind": "groups", "config", "ranks", "groups", "folder", "kill": "group/rank" or ""}: as `everstep run`, but that the
-warm process is a fork of this one, and that the rank `kill` dies in the middle of a backward. Answers {status}, or
+launcher is a fork of this one, and that the rank `kill` dies in the middle of a backward. Answers {status}, or
 {refused}: the sentence.
 
 {"kind": "names"} and {"kind": "recipe", "suite", "name"}: what `catalog` says, which needs torchtitan.
@@ -20,19 +20,20 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import catalog
-from everstep.launch import children, forking, supervisor, warm
+from everstep.launch import forking, supervisor
 
-warm.preload()
+forking.preload()
 
 from torchtitan import trainer as titan  # noqa: E402
 
+from everstep.launch.prepare import Order  # noqa: E402
 from everstep.run.directory import LaunchError  # noqa: E402
-from everstep.run.lifeline import die_with_parent  # noqa: E402
 from everstep.titan import cpu  # noqa: E402
 from everstep.titan.data.binding import bind_data  # noqa: E402
 from everstep.titan.data.streams import SlotStreams  # noqa: E402
@@ -78,11 +79,18 @@ def train_alone(config, folder):
 def forked(function, *arguments, log):
     """Fork a process that calls `function` and says what it says in `log`; its pid."""
 
-    def run():
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
         forking.redirect_output(Path(log))
         function(*arguments)
-
-    return forking.forked(run)
+        status = 0
+    except BaseException:  # noqa: BLE001  the last frame of a process
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def alone(config, ranks, folder):
@@ -116,23 +124,6 @@ def last_error(log):
     return (errors or lines or ["no output"])[-1]
 
 
-class ForkedWarm(warm.WarmProcess):
-    """A warm process that has nothing to import."""
-
-    def _start(self, modules, log):
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        parent = os.getpid()
-        pid = forked(self._serve, ours, theirs, parent, modules, log=log)
-        theirs.close()
-        return ours, pid
-
-    def _serve(self, asker, channel, parent, modules):
-        os.setsid()
-        asker.close()
-        die_with_parent(parent)
-        warm.serve(channel, parent, modules)
-
-
 def ends(pid):
     """Whether a supervisor ends by itself; what it started dies with it."""
     deadline = time.monotonic() + LONGEST_S
@@ -147,9 +138,9 @@ def ends(pid):
 
 def supervise(config, ranks, groups, folder, kill, answer):
     os.environ["EVERSTEP_TEST_KILL"] = kill
-    children.WarmProcess = ForkedWarm
     try:
-        settings = supervisor.RunSettings(Path(config), Path(folder), groups, ranks, entry="mid_step_kill:main")
+        order = Order(config, groups=groups, ranks=ranks, run_dir=folder)
+        settings = supervisor.RunSettings(order, entry="mid_step_kill:main")
         found = {"status": supervisor.run(settings)}
     except LaunchError as error:
         found = {"refused": str(error)}

@@ -19,48 +19,12 @@ import sys
 import tempfile
 import traceback
 import types
-from pathlib import Path
 
 from everstep import cli
-from everstep.launch import children, forking, warm
-from everstep.run.lifeline import die_with_parent, wake_at_parents_death
+from everstep.launch import forking
+from everstep.run.lifeline import die_with_parent
 
 LONGEST = 1 << 20
-
-
-class ReadyWarm(warm.WarmProcess):
-    """A supervisor's first warm process: a fork with everything imported, made before the supervisor has threads. The
-    next one, after its death, is started as always."""
-
-    ready: tuple[socket.socket, int] | None = None
-
-    def _start(self, modules, log):
-        if ReadyWarm.ready is None:
-            return super()._start(modules, log)
-        (channel, pid), ReadyWarm.ready = ReadyWarm.ready, None
-        log.parent.mkdir(parents=True, exist_ok=True)
-        order = {"modules": list(modules), "log": str(log), "environ": dict(os.environ)}
-        channel.send(json.dumps(order).encode())
-        return channel, pid
-
-    @classmethod
-    def prepare(cls):
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        parent = os.getpid()
-
-        def serve():
-            ours.close()
-            os.setsid()
-            wake_at_parents_death(parent)
-            if told := theirs.recv(LONGEST):
-                order = json.loads(told)
-                os.environ.update(order["environ"])
-                forking.redirect_output(Path(order["log"]))
-                warm.serve(theirs, parent, order["modules"])
-
-        pid = forking.forked(serve)
-        theirs.close()
-        cls.ready = ours, pid
 
 
 def run(argv):
@@ -106,11 +70,7 @@ def become(request, streams, channel):
         tempfile.tempdir = None
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.modules["__main__"] = types.ModuleType("__main__")  # no child imports this file for its own
-        argv = request["argv"]
-        if argv[:3] == ["-m", "everstep.cli", "run"] or argv[0].endswith("run_tiny.py") or "run_agent" in "".join(argv):
-            ReadyWarm.prepare()
-        children.WarmProcess = ReadyWarm
-        status = run(argv) or 0
+        status = run(request["argv"]) or 0
         atexit._run_exitfuncs()
     finally:
         sys.stdout.flush()
@@ -122,7 +82,7 @@ def main():
     channel = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for pytest
-    warm.preload(warm.PRELOAD)
+    forking.preload()
     for command in cli.COMMANDS.values():
         importlib.import_module(f"everstep.{command.place}")
     gc.collect()

@@ -9,7 +9,8 @@ import time
 import psutil
 import pytest
 
-from everstep.launch.machine import free_port, listens
+from everstep.launch.lighthouse import answers
+from everstep.launch.machine import free_port
 from everstep.report import score
 from everstep.run.events import EventTail
 from forked import Forked
@@ -50,8 +51,8 @@ class Torchrun:
                 env=environment(),
             )
         processes.append(lighthouse)
-        until(lambda: listens("127.0.0.1", port), "the lighthouse to listen")
         self.lighthouse = f"http://127.0.0.1:{port}"
+        until(lambda: answers(self.lighthouse), "the lighthouse to answer")
 
     def group(self, group, *flags):
         process = Forked(

@@ -1,6 +1,6 @@
 """Which slot is poison is read from what the agents leave in the run directory."""
 
-from everstep.run.poison import deaths_at, first_to_tell, poisoned, strike, why_at
+from everstep.run.poison import deaths_at, first_to_tell, strike, why_at
 
 
 def strikes(run_dir, groups, worked=True, slot=(7, 3)):
@@ -13,7 +13,6 @@ def test_three_groups_make_a_slot_poison(tmp_path):
     assert not deaths_at(tmp_path, (7, 3)).poisoned(3)
     assert not strikes(tmp_path, [0, 1]).poisoned(8)
     assert strikes(tmp_path, [0, 1, 5]).poisoned(8)
-    assert list(poisoned(tmp_path, 8)) == [(7, 3)]
 
 
 def test_one_group_that_keeps_dying_is_its_own_trouble(tmp_path):
@@ -56,7 +55,4 @@ def test_what_others_left_there_counts_for_nothing(tmp_path):
     folder = tmp_path / "state" / "struck"
     for name in ("x.1.worked", "9", "-3.1.worked", "4.1.worked.bak"):
         (folder / "7-3" / name).touch()
-    (folder / "junk").mkdir()
-    (folder / "8-x").touch()
     assert deaths_at(tmp_path, (7, 3)).deaths == {0: 1, 1: 1}
-    assert poisoned(tmp_path, 2) == {}

@@ -71,7 +71,7 @@ class Submit:
     """Train without what a file of torchtitan 0.2 asks for and nothing here applies: a converter such as float8."""
 
     dry_run: bool = False
-    """Print the sbatch commands and do nothing. Looks whether the files that they need are there."""
+    """Print the sbatch commands and do nothing."""
 
 
 @dataclass(kw_only=True)
@@ -126,7 +126,7 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
     )
     if command.dry_run:
         print(slurm.describe_commands(submission))
-        return slurm.say_what_is_missing()
+        return 0
     slurm.alive_jobs(run_dir)  # who submits twice is told at once
     with leaves_nothing(run_dir):
         _look_first(found, command.nodes_per_group, run_dir)

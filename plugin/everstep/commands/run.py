@@ -52,7 +52,7 @@ def run(command: Run, flags: Sequence[str]) -> int:
     from everstep.commands.report import write_score
     from everstep.config.source import no_such_file
     from everstep.launch import supervisor, view
-    from everstep.launch.prepare import Prepared, take_answer
+    from everstep.launch.prepare import Order, Prepared, take_answer
     from everstep.report import score
 
     every_s = command.chaos_every
@@ -63,32 +63,33 @@ def run(command: Run, flags: Sequence[str]) -> int:
         raise LaunchError("--chaos-every must be more than 0 seconds.")
     if not command.config.exists():
         raise LaunchError(no_such_file(command.config))
-    settings = supervisor.RunSettings(
-        config=command.config,
-        run_dir=command.run_dir or default_run_dir(command.config, time.localtime()),
+    run_dir = command.run_dir or default_run_dir(command.config, time.localtime())
+    order = Order(
+        config=str(command.config),
+        run_dir=str(run_dir),
         groups=command.groups,
-        ranks_per_group=command.ranks_per_group,
+        ranks=command.ranks_per_group,
         flags=[*flags, *([] if command.steps is None else ["--training.steps", str(command.steps)])],
         allow_dropped=command.allow_dropped,
-        page=command.page,
     )
+    settings = supervisor.RunSettings(order, command.page)
     injector = None if every_s is None else functools.partial(every_so_often, every_s)
     with view.open_view() as on_events:
         status = supervisor.run(settings, on_events, injector)
-    print(f"Everything of this run is in {settings.run_dir}")
+    print(f"Everything of this run is in {run_dir}")
     try:
-        figures = write_score(settings.run_dir, None)
+        figures = write_score(run_dir, None)
     except OSError as error:  # a full disk
-        print(f"report.json is not written ({error.strerror}); later: everstep report {settings.run_dir}")
+        print(f"report.json is not written ({error.strerror}); later: everstep report {run_dir}")
         return status
-    found = take_answer(settings.run_dir)
+    found = take_answer(run_dir)
     if isinstance(found, Prepared) and not found.fault_tolerance.enable:
-        print(score.plain_summary(figures, settings.run_dir))
+        print(score.plain_summary(figures, run_dir))
         return status
     print(score.summary(figures))
-    if every_s is not None or settings.page:
+    if every_s is not None or command.page:
         from everstep.report.page import write_page
 
         with contextlib.suppress(OSError):
-            print(f"page      {write_page(settings.run_dir)}")
+            print(f"page      {write_page(run_dir)}")
     return status

@@ -3,17 +3,16 @@
 The launcher's loop with a lighthouse and no group. Of two lighthouses of a run the older one ends.
 """
 
-import contextlib
-import functools
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.launch.children import Children
-from everstep.launch.launcher import Launcher, tell
+from everstep.launch.launcher import Launcher, import_all, telling
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.prepare import Prepared
 from everstep.launch.view import show_plainly
+from everstep.report.live import Teller
 from everstep.run.beats import beats_of_groups
 from everstep.run.directory import LaunchError, over_file, stop_file
 from everstep.run.events import EventLog
@@ -42,20 +41,25 @@ def keep_up(beacon: Beacon) -> int:
     Raises:
         LaunchError: the lighthouse does not start.
     """
-    stops, run_dir, ft = collect_stops(), beacon.run_dir, beacon.config.fault_tolerance
+    stops, run_dir, config = collect_stops(), beacon.run_dir, beacon.config
     adopt_orphans()
     events = EventLog(run_dir, None, None, "lighthouse")
-    children = Children(PRELOAD, run_dir / "logs" / "lighthouse.log")
-    launcher = Launcher(children, events, lambda: bool(stops), ft.startup_timeout_s, show_plainly)
-    say_refused = functools.partial(launcher.is_short, "lighthouse")
-    lighthouse = Lighthouse(run_dir, beacon.host, ft, children, events, say_refused)
-    launcher.jobs["lighthouse"] = lighthouse.keep
-    with contextlib.ExitStack() as at_end:
-        if address := tell(run_dir, beacon.host, beacon.config, beacon.page, events, at_end):
-            print(f"the run's page: {address} on {socket.gethostname()} (ssh -L from where you are)", flush=True)
-        for last in (children.close, children.kill_everything, lighthouse.close):
-            at_end.callback(last)
+    children = Children()
+    launcher = Launcher(children, events, show_plainly)
+    lighthouse = Lighthouse(run_dir, beacon.host, config.fault_tolerance, children, events)
+    teller = Teller(telling(run_dir, beacon.host, config, beacon.page))
+    if teller.address:
+        events.emit("page", address=teller.address)
+        where = f"{teller.address} on {socket.gethostname()}"
+        print(f"the run's page: {where} (ssh -L from where you are)", flush=True)
+    launcher.jobs = {"page and figures": teller.keep, "lighthouse": lighthouse.keep}
+    try:
+        import_all(PRELOAD, run_dir / "logs" / "imports.log", lambda: bool(stops))
         launcher.run(lambda: bool(stops or lighthouse.cannot_start or lighthouse.superseded or _all_over(beacon)))
+    finally:
+        children.kill_everything()
+        children.close()
+        teller.close()
     if lighthouse.cannot_start:
         raise LaunchError(lighthouse.cannot_start)
     if lighthouse.superseded:

@@ -4,6 +4,7 @@ A check is a function of values that yields lines; `examine` collects the values
 but a small probe file in the run directory.
 """
 
+import math
 import os
 import resource
 import socket
@@ -53,35 +54,24 @@ class Plan:
     here: bool = True
 
     @property
-    def groups(self) -> int:
-        return self.config.groups
-
-    @property
-    def snapshot(self) -> SnapshotSection:
-        return self.config.snapshot
-
-    @property
-    def ranks_per_group(self) -> int:
-        return self.config.ranks
-
-    @property
     def groups_here(self) -> int:
         """All groups run on one machine, unless a batch system spreads them or a group takes several nodes."""
-        return self.groups if self.nodes_per_group == 1 and "SLURM_JOB_ID" not in os.environ else 1
+        return self.config.groups if self.nodes_per_group == 1 and "SLURM_JOB_ID" not in os.environ else 1
 
     @property
     def ranks_here(self) -> int:
-        return self.groups_here * max(1, self.ranks_per_group // self.nodes_per_group)
+        return self.groups_here * max(1, self.config.ranks // self.nodes_per_group)
 
 
 def examine(plan: Plan) -> Iterator[Line]:
     """All lines."""
-    ft, nodes, model = plan.config.fault_tolerance, plan.groups * plan.nodes_per_group, plan.config.model
+    config, ft, model = plan.config, plan.config.fault_tolerance, plan.config.model
+    nodes = config.groups * plan.nodes_per_group
     if not ft.enable:
         found = "off: a death ends the run until somebody starts it again"
         yield Line("fault tolerance", "warning", found, "set [fault_tolerance] enable = true")
-    yield from timeouts(ft)
-    yield group_count(ft, plan.groups)
+    yield from timeouts(ft, config.ranks, model.train_timeout_s if model else math.inf)
+    yield group_count(ft, config.groups)
     if plan.run_dir is not None:
         yield run_directory(plan.run_dir, nodes)
     if not plan.here:
@@ -90,34 +80,29 @@ def examine(plan: Plan) -> Iterator[Line]:
     yield limits(nodes)
     if complaint := node.complaint(None, plan.host):
         yield Line("node", "error", complaint, "make room or mend it, or train on another node")
-    for warning in plan.config.warnings:
+    for warning in config.warnings:
         yield Line("config", "warning", warning)
     if model is None:
         return
     yield from config_and_model(model)
-    yield from group_timeouts(ft, plan.ranks_per_group, model.train_timeout_s)
     yield from accelerators(plan.ranks_here, len(model.device_bytes), ft.process_group)
-    yield memory(plan, model.state_bytes, psutil.virtual_memory().available, model.device_bytes)
-    if plan.snapshot.enable:
-        directory = Path(plan.snapshot.segment_dir)
+    available = psutil.virtual_memory().available
+    yield memory(plan, model.state_bytes, available, model.device_bytes)
+    if config.snapshot.enable:
+        directory = Path(config.snapshot.segment_dir)
         free = psutil.disk_usage(str(directory)).free if directory.is_dir() else None
-        yield snapshots(plan, model.state_bytes, free, psutil.virtual_memory().available)
+        yield snapshots(plan, model.state_bytes, free, available)
 
 
-def timeouts(ft: FaultTolerance) -> Iterator[Line]:
-    """Whether each wait of the protocol is shorter than those that contain it."""
+def timeouts(ft: FaultTolerance, ranks: int, train_timeout_s: float) -> Iterator[Line]:
+    """Whether each wait of the protocol is shorter than those that contain it, and torchtitan's patience for a
+    collective inside of a group of `ranks` outlasts what one of them may wait for among the groups."""
     problems = [problem.message for problem in timeout_problems(ft)]
     for problem in problems:
         yield Line("timeouts", "error", problem, "change one of the two, in [fault_tolerance]")
     if not problems:
         yield Line("timeouts", "ok", "each is shorter than the waits around it")
-
-
-def group_timeouts(ft: FaultTolerance, ranks: int, train_timeout_s: float) -> Iterator[Line]:
-    """Whether torchtitan's patience for a collective inside of a group of `ranks` outlasts what one of them may wait
-    for among the groups."""
-    name, longest_s = max((("quorum_timeout_s", ft.quorum_timeout_s), ("reduce_timeout_s", ft.reduce_timeout_s)),
-                          key=lambda one: one[1])  # fmt: skip
+    longest_s, name = max((ft.quorum_timeout_s, "quorum_timeout_s"), (ft.reduce_timeout_s, "reduce_timeout_s"))
     if ft.enable and ranks > 1 and train_timeout_s <= longest_s:
         found = (
             f"[comm] train_timeout_seconds = {train_timeout_s:g} is no longer than [fault_tolerance] {name} = "
@@ -221,7 +206,7 @@ def accelerators(ranks: int, devices: int, process_group: str) -> Iterator[Line]
 
 def memory(plan: Plan, state_bytes: int, available: int, devices: Sequence[int]) -> Line:
     """Whether parameters and optimizer states of the groups that run here have room where they are kept."""
-    share = state_bytes / max(1, plan.ranks_per_group)
+    share = state_bytes / max(1, plan.config.ranks)
     if devices:
         room, where, need = min(devices), "on each GPU", share
     else:
@@ -245,23 +230,23 @@ def snapshot_bytes(state_bytes: int, groups: int, snapshot: SnapshotSection) -> 
 def snapshots(plan: Plan, state_bytes: int, tmpfs: int | None, available: int) -> Line:
     """Whether the snapshots of the groups that run here have room in shared memory (`tmpfs` bytes are free; None: it is
     not there) and in the host's `available` bytes, also when a group is lost and theirs grow."""
-    directory = plan.snapshot.segment_dir
+    section, groups = plan.config.snapshot, plan.config.groups
+    directory = section.segment_dir
     if tmpfs is None:
         return Line("snapshots", "error", f"{directory} is not there", "set [snapshot] segment_dir to a tmpfs")
     need, grown = (
-        plan.groups_here * snapshot_bytes(state_bytes, groups, plan.snapshot) // plan.nodes_per_group
-        for groups in (plan.groups, max(plan.groups - 1, 1))
+        plan.groups_here * snapshot_bytes(state_bytes, count, section) // plan.nodes_per_group
+        for count in (groups, max(groups - 1, 1))
     )
-    room = min(tmpfs, available - int(plan.snapshot.memory_reserve_gb * 1e9))
+    room = min(tmpfs, available - int(section.memory_reserve_gb * 1e9))
     found = (
         f"{_gb(need)} on this machine ({_gb(grown)} with a group lost); {_gb(tmpfs)} are free in {directory}, "
         f"{_gb(available)} in host memory"
     )
-    hosts = tuple(1 + group // max(1, plan.groups_here) for group in range(plan.groups))
-    if plan.snapshot.failure_domain == "host":
-        domains = stripes.Domains(tuple(range(plan.groups)), plan.snapshot.parity_group, plan.snapshot.parity, hosts)
-        if domains.exposed:
-            found += f"; the loss of this host, with {plan.groups_here} of {plan.groups} groups, is not survived"
+    hosts = tuple(1 + group // max(1, plan.groups_here) for group in range(groups))
+    domains = stripes.Domains(tuple(range(groups)), section.parity_group, section.parity, hosts)
+    if section.failure_domain == "host" and domains.exposed:
+        found += f"; the loss of this host, with {plan.groups_here} of {groups} groups, is not survived"
     if grown <= room:
         return Line("snapshots", "ok", found)
     advice = "a larger tmpfs (mount -o remount,size=…, docker --shm-size), more nodes in a group or more groups"

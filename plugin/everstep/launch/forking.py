@@ -1,21 +1,82 @@
-"""Processes forked on request, from one that has everything imported and no thread of its own (`warm`).
+"""Processes forked from a launcher, which has imported what they need once. A restart imports nothing.
 
-Forking is safe because whoever forks here initialises no CUDA and starts no thread (pyarrow's jemalloc has one of its
-own and stops it around a fork). What is forked is detached: the launcher, a subreaper above, becomes its parent.
+Forking is safe because a launcher initialises no CUDA and starts no thread (pyarrow's jemalloc has one of its own and
+stops it around a fork).
 """
 
 import contextlib
+import gc
 import importlib
 import io
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
 
-from everstep.run.lifeline import die_with_adopter
+from everstep.run.lifeline import die_with_parent
+from everstep.run.stops import STOPS
+
+PRELOAD = (
+    "torchft",
+    "torch.distributed.elastic.multiprocessing.errors",
+    "torchtitan.train",
+    "everstep.train",
+    "everstep.config_registry",
+    "everstep.semi.worker_files",
+    "everstep.titan.load",
+    "everstep.titan.data.byte_tokenizer",
+    "everstep.titan.data.stdlib_text",
+    "everstep.titan.data.streams",
+    "everstep.titan.data.tokens",
+    "everstep.titan.semi_sync",
+    "everstep.titan.trainer",
+    "everstep.launch.worker",
+    "everstep.quorum.lighthouse",
+)
+"""What workers and a lighthouse use. All of it: what a worker imports by itself delays each restart, and a restart must
+not meet a newer version of a file than its group began with."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A process to be forked: it calls `run` ("module:function") with `args`, its output is appended to `log` if there
+    is one, and it has `env` besides ours."""
+
+    run: str
+    args: Sequence
+    log: Path | None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def preload(modules: Sequence[str] = PRELOAD, stopping: Callable[[], bool] = lambda: False) -> None:
+    """Import `modules` without touching CUDA, until `stopping`. Raises the module's own error when one cannot be
+    imported."""
+    # Without it, asking whether CUDA is there would initialise it, and a forked worker could not use it any
+    # more.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ.setdefault("RUST_LOG", "warn")  # torchft would fill the logs with every quorum, several times a step
+    # Objects of thousands of modules, all of which stay: looking through them again and again is a quarter of the time.
+    gc.disable()
+    try:
+        if any(module.startswith("torchtitan") for module in modules):
+            from everstep.titan import cpu
+
+            if not cpu.has_accelerator():
+                cpu.stand_in()  # torchtitan asks for its device while it is imported
+        for module in modules:
+            if stopping():
+                return
+            importlib.import_module(module)
+        if "everstep.titan.load" in modules:
+            from everstep.titan.load import parse_any
+
+            parse_any()
+        gc.freeze()  # nor should a forked process look at them, and so copy their pages
+    finally:
+        gc.enable()
 
 
 class _Output(io.FileIO):
@@ -50,96 +111,52 @@ def redirect_output(path: Path) -> None:
     """Append stdout and stderr of this process to `path`, line by line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        with contextlib.suppress(OSError):
-            stream.flush()
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
     keep_on_without_output()
 
 
-def _resolve(name: str) -> Callable[..., int | None]:
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
+def fork(request: Request, forget: Callable[[], None]) -> int:
+    """Fork a process that does what was asked for, in a session of its own, and dies with this one; its pid. It calls
+    `forget` first. To be called by the main thread. Raises OSError if the system has no room for another process."""
+    parent_pid = os.getpid()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError):
+            stream.flush()  # or both would write it
+    if pid := os.fork():
+        return pid
+    try:
+        forget()
+        os.setsid()  # a terminal's Ctrl-C is for the launcher to handle
+        signal.set_wakeup_fd(-1)
+        for signum in (*STOPS, signal.SIGCHLD):
+            signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        die_with_parent(parent_pid)
+        status = _do(request)
+    except BaseException:  # noqa: BLE001  what is above in the stack is the launcher's
+        status = 1
+    os._exit(status)
 
 
-def become(request: Mapping[str, Any], parent_pid: int) -> None:
-    """Turn this forked process into what was asked for, which dies with `parent_pid`; never returns."""
+def _do(request: Request) -> int:
+    """What was asked for, in its process; the exit status. What it raises is said."""
     status = 1
     try:
-        die_with_adopter(parent_pid)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.environ.update(request["env"])
-        redirect_output(Path(request["log"]))
-        status = _resolve(request["run"])(*request["args"]) or 0
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.update(request.env)
+        if request.log is not None:
+            redirect_output(request.log)
+        module, _, function = request.run.partition(":")
+        status = getattr(importlib.import_module(module), function)(*request.args) or 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001  the last frame of a process: report whatever it was
         traceback.print_exc()
-    finally:
-        _end(status, sys.stdout, sys.stderr)
-
-
-def _end(status: int, *streams: TextIO) -> None:
-    """End this process here, whatever becomes of its last words: what is above in its stack is its maker's. Never
-    returns."""
-    try:
-        for stream in streams:
-            stream.flush()
-    finally:
-        os._exit(status)
-
-
-def forked(run: Callable[[], None]) -> int:
-    """Fork a process that calls `run` and ends: with status 0, or 1 and the traceback of what it raised; its pid."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            run()
-            status = 0
-        except BaseException:  # noqa: BLE001  the last frame of a process
-            traceback.print_exc()
-        finally:
-            _end(status, sys.stderr)
-    return pid
-
-
-def fork_detached(request: Mapping[str, Any], adopter_pid: int, close: Callable[[], None]) -> int:
-    """Fork a grandchild that runs `request`, in a session of its own; returns its pid. The child in between ends at
-    once, and `adopter_pid`, a subreaper above this process, becomes the parent. `close` is called in the grandchild.
-
-    Raises OSError if the system has no room for another process.
-    """
-    answer_r, answer_w = os.pipe()
-
-    def fork_again() -> None:
-        os.close(answer_r)
-        try:
-            pid = os.fork()
-        except OSError as error:
-            pid = -(error.errno or 1)
-        if pid:
-            os.write(answer_w, str(pid).encode())
-            return
-        os.close(answer_w)
-        close()
-        os.setsid()  # a terminal's Ctrl-C is for the launcher to handle
-        become(request, adopter_pid)
-
-    try:
-        middle = forked(fork_again)
-        os.close(answer_w)
-        answer_w = -1
-        pid = int(os.read(answer_r, 32))
-        os.waitpid(middle, 0)
-    finally:
-        for fd in (answer_r, answer_w):
-            if fd >= 0:
-                os.close(fd)
-    if pid < 0:
-        raise OSError(-pid, os.strerror(-pid))
-    return pid
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return status

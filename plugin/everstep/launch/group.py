@@ -1,14 +1,14 @@
 """One replica group's workers on this machine: started, watched, killed, and what their deaths mean.
 
-    waiting → starting → running → ending → waiting …, until it is over
+    waiting → running → ending → waiting …, until it is over
 
 Nothing here waits: `look` is called by the launcher's loop, again and again. A group whose rank died is torn down by
 SIGKILL at once: there is nothing left to save. The next incarnation starts when nothing of the last one is left, nor of
 what its workers started themselves. Each restart is decided by `watchdog`.
 """
 
-import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from typing import Literal
 
 from everstep.launch import node, offspring, stacks
 from everstep.launch.children import Child, Children
+from everstep.launch.forking import Request
 from everstep.launch.incarnation import Incarnation
 from everstep.launch.machine import limited_threads
 from everstep.launch.meeting import Meeting
 from everstep.launch.scarce import Pause
 from everstep.launch.settings import GroupSettings
-from everstep.launch.warm import Request
 from everstep.launch.watchdog import (
     RESTART_WINDOW_S,
     Awake,
@@ -41,8 +41,8 @@ from everstep.run.directory import ended_file
 from everstep.run.events import EventLog, event_path, last_event
 from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, KILLED_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.fence import Claim
-from everstep.run.files import read_json
-from everstep.run.poison import Deaths, Slot, deaths_at, poisoned, why_at
+from everstep.run.files import read_json, write_json
+from everstep.run.poison import Slot, deaths_at, why_at
 
 WATCH_INTERVAL_S = 0.5
 """How often to look for all but deaths, which are seen at once."""
@@ -59,7 +59,7 @@ LITTER_PATIENCE_S = 30.0
 ALIKE_ARE_TOLD = frozenset(3 * 2**n for n in range(20))
 """After how many failures of one cause it is said: the first three, and each time they have doubled."""
 
-State = Literal["waiting", "starting", "running", "ending", "over"]
+State = Literal["waiting", "running", "ending", "over"]
 Status = Literal["done", "stopped", "killed", "failed", "fenced", "node_bad", "crashed"]
 EXITS: dict[Status, int] = {
     "done": 0, "stopped": 0, "killed": KILLED_EXIT, "failed": GAVE_UP_EXIT, "fenced": FENCED_EXIT,
@@ -121,7 +121,6 @@ class Group:
         self._ask_again = 0.0
         self._killed_in_the_end = ""
         """Why a stop was not clean."""
-        self._poison_before = self._poison()
 
     @property
     def failures(self) -> int:
@@ -141,7 +140,7 @@ class Group:
             before = self.state
             if self.state == "waiting":
                 self._wait_or_start()
-            elif self.state in ("starting", "running"):
+            elif self.state == "running":
                 self._look_at_workers()
             elif self.state == "ending":
                 self._finish_ending()
@@ -173,10 +172,6 @@ class Group:
         if reason := read_json(ended_file(settings.run_dir)).get("reason"):
             self.finish("failed", f"group {settings.group} ends, as the run cannot go on: {reason}")
             return
-        for slot, deaths in self._poison().items():
-            if self._poison_before.get(slot) != deaths:  # what was known before may have been put right
-                self.finish("failed", self._why_poison(slot))
-                return
         # Whoever is asked to stop later hears of this one until then.
         if not self._stopping() and (lost := self._meeting.lost()):
             self.finish("crashed", f"the agent of group {settings.group} failed: {lost}")
@@ -195,12 +190,6 @@ class Group:
             if now.stall is not None:
                 self._tell_stall(now, now.stall)
                 now.kill()
-
-    def _poison(self) -> dict[Slot, Deaths]:
-        """The slots that end the run."""
-        if self.settings.fault_tolerance.on_poison != "stop":
-            return {}
-        return poisoned(self.settings.run_dir, self.settings.groups)
 
     def _why_poison(self, slot: Slot) -> str:
         deaths, why = deaths_at(self.settings.run_dir, slot).deaths, why_at(self.settings.run_dir, slot)
@@ -247,7 +236,7 @@ class Group:
     def _wait_or_start(self) -> None:
         if self._stopping():
             self._end_stopped()
-        elif time.monotonic() >= self._not_before_mono and self._children.warm is not None:
+        elif time.monotonic() >= self._not_before_mono:
             self._start()
 
     def _start(self) -> None:
@@ -259,15 +248,26 @@ class Group:
         if place is None:
             return
         now = Incarnation(settings, self._number, place)
-        requests = {rank: self._request(now, rank) for rank in place.ranks}
-        # From here on nothing fails for want of room but the forks, which are refused.
-        self._number, self._now, self._first, self.state = self._number + 1, now, None, "starting"
-        for rank, request in requests.items():
-            now.workers[rank] = Child("worker", rank, now.on_end)
-            store = place.listener if rank == 0 else None
-            self._children.ask(now.workers[rank], request, store.detach() if store is not None else -1)
+        self._number, self._now, self._first, self.state = self._number + 1, now, None, "running"
+        listener = place.listener
+        try:
+            for rank in place.ranks:
+                now.workers[rank] = Child("worker", rank, now.on_end)
+                self._children.start(now.workers[rank], self._request(now, rank, listener))
+                if listener is not None:  # rank 0 has it now, and nobody else is to have it
+                    listener.close()
+                    listener = None
+        except OSError:
+            self._tear_down(now)
+            raise
+        finally:
+            if listener is not None:
+                listener.close()
+        # A group's incarnation is told once, by its first node.
+        kind = "workers_started" if settings.node_rank == 0 else "node_workers_started"
+        self.events.emit(kind, incarnation=now.number, pids=list(now.pids.values()))
 
-    def _request(self, now: Incarnation, rank: int) -> Request:
+    def _request(self, now: Incarnation, rank: int, listener: socket.socket | None) -> Request:
         settings, place = self.settings, now.place
         error_path(settings.run_dir, settings.group, rank).unlink(missing_ok=True)
         env = place.environment(rank, f"group-{settings.group}", now.number - self._first_number)
@@ -279,8 +279,9 @@ class Group:
             env[fence.ENVIRONMENT] = str(self._claim)
         args = [str(settings.run_dir), settings.group, now.number, settings.entry, settings.worker_argv]
         log = log_path(settings.run_dir, settings.group, rank)
-        if rank == 0:  # its store listens already, so that nobody needs to wait for it
-            return Request("everstep.launch.worker:serve_and_start", [place.host, place.port, *args], log, env)
+        if listener is not None:  # it listens already, so that nobody needs to wait for the store
+            args = [listener.fileno(), place.host, place.port, *args]
+            return Request("everstep.launch.worker:serve_and_start", args, log, env)
         return Request("everstep.launch.worker:start", args, log, env)
 
     # While they run
@@ -288,18 +289,6 @@ class Group:
     def _look_at_workers(self) -> None:
         now = self._now
         assert now is not None
-        if now.refusals:
-            if errno := max(now.refusals):
-                self.is_scarce(f"no room for its processes: {os.strerror(errno)}")
-            self._tear_down(now)
-            return
-        if self.state == "starting":
-            if now.asked:
-                return
-            self.state = "running"
-            # A group's incarnation is told once, by its first node.
-            kind = "workers_started" if self.settings.node_rank == 0 else "node_workers_started"
-            self.events.emit(kind, incarnation=now.number, pids=list(now.pids.values()))
         if self._stopping():
             self._stop_cleanly(now)
         if self._dead(now):
@@ -381,13 +370,14 @@ class Group:
         """Once nothing of the incarnation is left, nor of what its workers started: what comes after it."""
         now, ended_s = self._now, time.monotonic() - self._ending_mono
         assert now is not None
-        now.kill()  # whom was asked for may come late
-        if now.asked or now.running:
+        if now.running:
             return
         left = offspring.left_by(now.pids.values(), f"{offspring.MARK}={now.mark}", self._children.pids)
         offspring.kill(left)
         if left and ended_s < LITTER_PATIENCE_S:
             return
+        for pid in now.pids.values():
+            self._children.forget(pid)
         if self.settings.nodes > 1 and ended_s < PEER_FAILS_ELSEWHERE_S:
             return  # another node may tell that it is to blame
         first, self._now, self._first_mono, self.state = self._first, None, 0.0, "waiting"
@@ -430,7 +420,9 @@ class Group:
         elif slot is not None and poison:
             self.deaths.pop()  # the next start does without it, or there is none
             if settings.fault_tolerance.on_poison == "stop":
-                self.finish("failed", self._why_poison(slot))
+                why = self._why_poison(slot)
+                write_json(ended_file(settings.run_dir), {"reason": why})  # other groups read it
+                self.finish("failed", why)
         else:
             self._decide(reason)
 

@@ -62,16 +62,6 @@ class Incarnation:
         return f"{os.getpid()}.{self.place.run_id}.{self.number}"
 
     @property
-    def asked(self) -> bool:
-        """Whether some have been asked for and have not come yet."""
-        return any(not child.pid and child.refusal is None for child in self.workers.values())
-
-    @property
-    def refusals(self) -> list[int]:
-        """The errnos with which processes of it were refused."""
-        return [child.refusal for child in self.workers.values() if child.refusal is not None]
-
-    @property
     def running(self) -> list[Child]:
         """The workers that have not ended."""
         return [child for child in self.workers.values() if child.alive]

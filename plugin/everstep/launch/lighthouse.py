@@ -1,30 +1,64 @@
-"""The lighthouse of a run, kept up: published once it listens, started again when it dies and when it hangs.
+"""The lighthouse of a run, kept up: published once it answers, started again when it dies and when it hangs.
 
 It keeps no state itself. Groups were told an address that must hold, so it comes back on the same port once anybody can
-know it.
+know it. Its process asks itself over the network and beats after each answer: one that hangs keeps its port and its
+connections, so that only asking tells.
 """
 
-import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+import urllib.parse
+from datetime import timedelta
 from pathlib import Path
 
+from everstep import wire
 from everstep.config.sections import FaultTolerance
 from everstep.launch.children import Child, Children
-from everstep.launch.machine import free_port, listens
-from everstep.launch.probe import Probe
-from everstep.launch.warm import Request
+from everstep.launch.forking import Request
+from everstep.launch.machine import free_port
+from everstep.launch.watchdog import Awake
 from everstep.run.address import publish_address, superseded
+from everstep.run.beats import BeatFile, read_beat
 from everstep.run.events import EventLog
 
 PAUSE_S = 0.2
 ATTEMPTS = 5
 """Ports that are tried, one after the other, before nobody knows one."""
+PROBE_EVERY_S, PROBE_TIMEOUT_S, FIRST_PROBE_S = 2.0, 5.0, 0.05
+SILENCE_S = 12.0
+"""Without an answer, after which it hangs."""
+
+
+def answers(address: str) -> bool:
+    """Whether the lighthouse there (http://host:port) says its name, as one that merely listens may not."""
+    place = urllib.parse.urlsplit(address)
+    try:
+        at = wire.format_address(place.hostname or "", place.port or 0)
+    except ValueError:  # no port
+        return False
+    return wire.answers(at, timedelta(seconds=PROBE_TIMEOUT_S))
+
+
+def serve(address: str, beats: str, words: list[str]) -> int:
+    """The process: a lighthouse with the options `words`, which beats whenever it answers at `address`."""
+    from everstep.quorum.lighthouse import main
+
+    threading.Thread(target=_probe, args=(address, BeatFile(Path(beats))), name="probe", daemon=True).start()
+    return main(words)
+
+
+def _probe(address: str, heart: BeatFile) -> None:
+    pause_s = FIRST_PROBE_S
+    while True:
+        if answers(address):
+            heart.beat("answers")
+            pause_s = PROBE_EVERY_S
+        time.sleep(pause_s)
 
 
 class Lighthouse:
-    """Its process, address and health. `keep` is called at every turn of a launcher's loop.
+    """Its process, address and health. `keep` is a job of a launcher.
 
     Args:
         run_dir: where the address is published.
@@ -32,29 +66,21 @@ class Lighthouse:
         ft: the run's section.
         children: by whom it is forked.
         events: where its starts and deaths are told.
-        say_refused: called with an errno if there was no room for its process.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        host: str,
-        ft: FaultTolerance,
-        children: Children,
-        events: EventLog,
-        say_refused: Callable[[str], None],
-    ) -> None:
+    def __init__(self, run_dir: Path, host: str, ft: FaultTolerance, children: Children, events: EventLog) -> None:
         self.up = False
-        """Whether it listens, and its address is published."""
-        self._run_dir, self._host, self._ft = run_dir, host, ft
-        self._children, self._events, self._say_refused = children, events, say_refused
+        """Whether it answers, and its address is published."""
+        self._run_dir, self._host, self._ft, self._children, self._events = run_dir, host, ft, children, events
+        self._beats = run_dir / "state" / "lighthouse.beat"
         self._child: Child | None = None
         self.epoch = 0
         """Of the last publication; 0: there was none."""
         self._port = 0
         self._attempts = 0
-        self._next_mono = 0.0
-        self._probe: Probe | None = None
+        self._hung = False
+        self._next_mono = self._started_mono = 0.0
+        self._awake = Awake()
 
     @property
     def address(self) -> str:
@@ -73,34 +99,27 @@ class Lighthouse:
         return self.epoch > 0 and superseded(self._run_dir, self.epoch)
 
     def keep(self) -> None:
-        """Start it if it is not there, publish it once it listens, kill it if it hangs. Raises OSError if there is no
+        """Start it if it is not there, publish it once it answers, kill it if it hangs. Raises OSError if there is no
         room for that."""
-        child = self._child
+        child, awake_mono = self._child, self._awake.look()
         if child is None:
-            if time.monotonic() >= self._next_mono and self._children.warm is not None:
+            if time.monotonic() >= self._next_mono:
                 self._start()
-        elif child.alive and not self.up:
-            if listens(self._host, self._port):
-                self.epoch = publish_address(self._run_dir, self.address, child.pid)
-                self.up, self._probe = True, Probe(self.address)
-                fields = {"address": self.address, "pid": child.pid, "epoch": self.epoch}
-                self._events.emit("lighthouse_started", **fields)
-        elif self._hangs:
+            return
+        beat = read_beat(self._beats)
+        answered = beat is not None and beat.pid == child.pid
+        if answered and not self.up:
+            self.epoch = publish_address(self._run_dir, self.address, child.pid)
+            self.up = True
+            self._events.emit("lighthouse_started", address=self.address, pid=child.pid, epoch=self.epoch)
+        since = beat.mono if beat is not None and answered else self._started_mono
+        if time.monotonic() - max(since, awake_mono) > SILENCE_S:
+            self._hung = True
             child.signal(signal.SIGKILL)
-
-    def close(self) -> None:
-        """Ask it nothing more."""
-        self.up = False
-        if self._probe is not None:
-            self._probe.close()
-            self._probe = None
-
-    @property
-    def _hangs(self) -> bool:
-        return self._probe is not None and self._probe.hangs
 
     def _start(self) -> None:
         self._port = self._port or free_port(self._host)
+        BeatFile(self._beats).close()  # later it needs no room
         options = {
             "--bind": f"{self._host}:{self._port}",
             "--run-dir": self._run_dir,
@@ -109,20 +128,16 @@ class Lighthouse:
             "--join-timeout-s": self._ft.join_timeout_s,
         }
         words = [str(word) for option in options.items() for word in option] + ["--encrypt"] * self._ft.encrypt
-        self._child = Child("lighthouse", 0, self._ended, on_refusal=self._refused)
+        child, self._hung = Child("lighthouse", 0, self._ended), False
         log = self._run_dir / "logs" / "lighthouse.log"
-        self._children.ask(self._child, Request("everstep.quorum.lighthouse:main", [words], log))
-
-    def _refused(self, child: Child, errno: int) -> None:
-        self._child, self._next_mono = None, time.monotonic() + PAUSE_S
-        if errno:
-            self._say_refused(os.strerror(errno))
+        args = [self.address, str(self._beats), words]
+        self._children.start(child, Request("everstep.launch.lighthouse:serve", args, log))
+        self._child, self._started_mono = child, time.monotonic()
 
     def _ended(self, child: Child, exitcode: int) -> None:
-        reason = "did not answer" if self._hangs else "ended"
+        reason = "did not answer" if self._hung else "ended"
         self._events.emit("lighthouse_died", exitcode=exitcode, reason=reason)
-        self._child, self._next_mono = None, time.monotonic() + PAUSE_S
+        self._child, self._next_mono, self.up = None, time.monotonic() + PAUSE_S, False
         if not self.epoch:
             self._port = 0  # taken between looking and binding
             self._attempts += 1
-        self.close()

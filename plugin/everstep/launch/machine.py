@@ -72,12 +72,3 @@ def listen(host: str) -> socket.socket:
             f"{host}: this machine cannot listen there: {error.strerror}. Give an address of its own with --host, or "
             "as [fault_tolerance] bind_host."
         ) from None
-
-
-def listens(host: str, port: int) -> bool:
-    """Whether a server accepts connections there."""
-    try:
-        socket.create_connection((host, port), timeout=0.2).close()
-    except OSError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""What the workers of an incarnation started themselves and left behind: processes of a dataloader, plain subprocesses.
+"""What workers start themselves and leave behind: processes of a dataloader, plain subprocesses.
 
 They are known by the session that their worker leads, by a variable that was in its environment when they were
 executed, or by descending from one that is known so. Keepers of snapshots are meant to stay. Out of reach is only what
@@ -8,13 +8,16 @@ a worker forked twice, into a session of its own, without executing anything.
 import contextlib
 import os
 import signal
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import psutil
 
+from everstep.run.lifeline import wake_at_parents_death
+from everstep.run.stops import STOPS
+
 RUN_MARK = "EVERSTEP_LAUNCHER"
-"""In the environment of everything below a launcher."""
+"""In the environment of everything that is executed below a launcher."""
 MARK = "EVERSTEP_INCARNATION"
 """In the environment of the workers of an incarnation."""
 KEPT = ("everstep.snapshot.keeper", "everstep.report.page")
@@ -51,19 +54,73 @@ def kill(processes: Collection[psutil.Process]) -> None:
             process.send_signal(signal.SIGKILL)  # psutil looks first whether the pid is another's by now
 
 
-def kill_all(mark: str) -> None:
-    """Kill what has `mark` in its environment, wherever it is in the tree: the launcher of these workers is dead."""
-    while found := [one for one in _of_this_user() if _belongs(one.pid, (), mark) and not is_kept(one)]:
-        kill(found)
-        psutil.wait_procs(found, timeout=1.0)
-
-
 def is_kept(process: psutil.Process) -> bool:
     """Whether it is to be left alone."""
     try:
         return any(module in process.cmdline() for module in KEPT)
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
+
+
+class Guard:
+    """A process that outlives the launcher for a moment: it kills what the workers of a killed launcher have started.
+    The kernel kills the workers.
+
+    It is told their pids, each the name of a session, over a pipe that ends with the launcher. `forget` is called in
+    it, to let go what is the launcher's alone.
+    """
+
+    def __init__(self, forget: Callable[[], None]) -> None:
+        launcher_pid, mark = os.getpid(), f"{RUN_MARK}={os.environ[RUN_MARK]}"
+        told, self._tell = os.pipe()
+        self.pid = os.fork()
+        if self.pid:
+            os.close(told)
+            return
+        try:
+            os.close(self._tell)
+            forget()
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            for signum in STOPS:
+                signal.signal(signum, signal.SIG_IGN)
+            wake_at_parents_death(launcher_pid)
+            _guard(told, mark)
+        finally:
+            os._exit(0)
+
+    def watch(self, pid: int) -> None:
+        """A child was started."""
+        self._say(f"+{pid}\n")
+
+    def forget(self, pid: int) -> None:
+        """Nothing is left of a child, nor of what it started."""
+        self._say(f"-{pid}\n")
+
+    def let_go(self) -> None:
+        """It has died, or this is a child of the launcher, which must not hold its pipe."""
+        os.close(self._tell)
+
+    def close(self) -> None:
+        """There is nothing to guard any more."""
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self._tell)
+
+    def _say(self, word: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has died: the next one is told anew
+            os.write(self._tell, word.encode())
+
+
+def _guard(told: int, mark: str) -> None:
+    sessions: set[int] = set()
+    with os.fdopen(told) as words:
+        for word in words:
+            (sessions.add if word[0] == "+" else sessions.discard)(int(word[1:]))
+    while found := [one for one in _of_this_user() if _belongs(one.pid, sessions, mark) and not is_kept(one)]:
+        kill(found)
+        psutil.wait_procs(found, timeout=1.0)
 
 
 def _of_this_user() -> Iterator[psutil.Process]:

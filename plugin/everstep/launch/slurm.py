@@ -167,23 +167,6 @@ def split_flags(flags: Sequence[str]) -> tuple[list[str], list[str]]:
     return slurm, titan
 
 
-def say_what_is_missing() -> int:
-    """What a submission would need and does not find here, on stderr; the exit status."""
-    missing = [
-        f"{path}: there is no such file"
-        for path in (SCRIPTS / "train.sbatch", SCRIPTS / "lighthouse.sbatch")
-        if not path.is_file()
-    ]
-    everstep = Path(sys.executable).with_name("everstep")
-    if not everstep.exists():
-        missing.append(f"{everstep}: the jobs would call it, and it is not there; pip install everstep")
-    for line in missing:
-        print(f"everstep: {line}", file=sys.stderr)
-    if shutil.which("sbatch") is None:
-        print("everstep: there is no sbatch here: this is what a login node would run.", file=sys.stderr)
-    return int(bool(missing))
-
-
 def describe_commands(submission: Submission) -> str:
     return "\n".join(shlex.join(command) for command in submission.commands().values())
 

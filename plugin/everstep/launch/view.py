@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from everstep.launch.forking import keep_on_without_output
@@ -46,64 +44,62 @@ def duration(seconds: float | None) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
+LINES = {
+    "run_started": "{groups} groups of {ranks_per_group}, seed {seed}",
+    "run_ended": "run {status}: {reason}",
+    "slot_skipped": "group {group}: slot {slot} of step {step} is skipped",
+    "page": "the run's page: {address}",
+    "warning": "{text}",
+    "stopping": "stopping: workers finish their step and save; Ctrl-C again ends the run at once",
+    "lighthouse_started": "lighthouse at {address}",
+    "workers_started": "group {group}: workers started, incarnation {incarnation}",
+    "workers_died": "group {group}: {reason}",
+    "workers_stalled": "group {group}: no progress in {phase} for {idle_s:.0f} s",
+    "workers_stacks": "group {group}: {summary}",
+    "agent_ended": "group {group}: {status}, {reason}",
+    "training_started": "group {group}: trains from step {step} ({source})",
+    "fault": "fault: {fault} on group {target_group}",
+    "fault_undone": "fault undone: {fault} on group {target_group}",
+    "workers_protected": "group {group}: its workers' states are on storage again",
+    "validation": "step {step}: validation loss {loss:.5f}",
+    "slot_refused": "group {group}: slot {slot} of step {step} was refused: {reason}",
+    "slot_accepted": "group {group}: {reason}",
+}
+"""By kind, an event as a line for people."""
+RANK_0 = ("slot_skipped", "training_started", "workers_protected", "slot_refused")
+"""Kinds that all ranks of a group emit, and one tells."""
+
+
 def describe(event: dict) -> str:
     """One event as a line for people; empty for those that would only fill the screen."""
-    event = defaultdict(lambda: "?", event)  # a field that its kind need not have
-    kind, group, target = event["kind"], event.get("group"), event.get("target_group")
+    event, kind = _Fields(event), event["kind"]
     if (found := trouble(event)) is not None:
         return found.sentence
+    if kind in RANK_0 and event.get("rank"):
+        return ""
     match kind:
-        case "run_started":
-            return f"{event['groups']} groups of {event['ranks_per_group']}, seed {event['seed']}"
-        case "run_ended":
-            return f"run {event['status']}: {event['reason']}"
         case "poison_slot":
             then = "; it is skipped" if event.get("action") == "skip" else ""
-            return (
-                f"slot {event['slot']} of step {event['step']} ended groups {event['groups']}: {event['error']}{then}"
-            )
-        case "slot_skipped" if not event.get("rank"):
-            return f"group {group}: slot {event['slot']} of step {event['step']} is skipped"
-        case "page":
-            return f"the run's page: {event['address']}"
-        case "warning":
-            return str(event.get("text", ""))
-        case "stopping":
-            return "stopping: workers finish their step and save; Ctrl-C again ends the run at once"
-        case "lighthouse_started":
-            return f"lighthouse at {event['address']}"
+            where = f"slot {event['slot']} of step {event['step']}"
+            return f"{where} ended groups {event['groups']}: {event.get('error', '')}{then}"
         case "left_out":
             return "all groups reach each other again"
-        case "workers_started":
-            return f"group {group}: workers started, incarnation {event['incarnation']}"
-        case "workers_died":
-            return f"group {group}: {event['reason']}"
-        case "workers_stalled":
-            return f"group {group}: no progress in {event['phase']} for {event['idle_s']:.0f} s"
-        case "workers_stacks":
-            return f"group {group}: {event['summary']}"
-        case "agent_ended":
-            return f"group {group}: {event['status']}, {event['reason']}"
-        case "training_started" if not event.get("rank"):
-            return f"group {group}: trains from step {event['step']} ({event['source']})"
-        case "fault":
-            return f"fault: {event['fault']} on group {target}"
-        case "fault_undone":
-            return f"fault undone: {event.get('fault', '')} on group {target}"
-        case "workers_protected" if not event.get("rank"):
-            return f"group {group}: its workers' states are on storage again"
-        case "validation":
-            return f"step {event['step']}: validation loss {event['loss']:.5f}"
-        case "audit" if not event.get("agreed", True):
-            return f"step {event['step']}: groups {event['differing']} differ and heal"
+        case "audit":
+            return "" if event["agreed"] else f"step {event['step']}: groups {event['differing']} differ and heal"
         case "finding":
             return wrong(event)
-        case "slot_refused" if not event.get("rank"):
-            return f"group {group}: slot {event['slot']} of step {event['step']} was refused: {event['reason']}"
-        case "slot_accepted":
-            return f"group {group}: {event['reason']}"
         case _:
-            return ""
+            return LINES.get(kind, "").format_map(event)
+
+
+class _Fields(dict):
+    """Of an event, which need not have all that its kind may have."""
+
+    def __missing__(self, name: str) -> "_Fields":
+        return self
+
+    def __format__(self, form: str) -> str:
+        return "?"
 
 
 def show_plainly(events: list[dict]) -> None:
@@ -236,35 +232,15 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def panel(state: RunState) -> Table:
-    """The live panel, each thing on lines of its own."""
-    facts = Table.grid(padding=(0, 3))
-    facts.add_row(
-        f"step [bold]{state.step}[/]" + (f" / {state.steps}" if state.steps else ""),
-        f"loss [bold]{_number(state.loss, '.5f')}[/]",
-        f"tokens/s [bold]{_number(state.tokens_per_s(), ',.0f')}[/]",
-        "groups "
-        + " ".join(
-            f"[green]{group}[/]" if group in state.taking_part else f"[dim]{group}[/]"
-            for group in sorted(set(range(state.groups)) | state.taking_part)
-        ),
-    )
-    facts.add_row(
-        f"{_number(state.step_s(), '.2f')} s/step",
-        f"elapsed {duration(state.elapsed_s())}",
-        f"left {duration(state.eta_s())}",
-        f"{state.kills} kills, {state.deaths} deaths",
-    )
-    whole = Table.grid()
-    whole.add_row(facts)
+def panel(state: RunState) -> Text:
+    """What is drawn again and again on a terminal."""
+    lines = [state.progress(), *state.troubles.sentences]
     if checked := covered(state.checking.figures()):
-        whole.add_row(f"attention: {checked}")
-    for sentence in state.troubles.sentences:
-        whole.add_row(Text(sentence, style="bold red"))
-    whole.add_row(ProgressBar(total=state.steps or 1, completed=state.step if state.steps else 0, width=60))
-    for line in state.recent:
-        whole.add_row(Text(line, style="dim", no_wrap=True, overflow="ellipsis"))
-    return whole
+        lines.append(f"attention: {checked}")
+    return Text("\n").join(
+        Text(line, style="dim" if index >= len(lines) else "bold", no_wrap=True, overflow="ellipsis")
+        for index, line in enumerate([*lines, *state.recent])
+    )
 
 
 @contextmanager

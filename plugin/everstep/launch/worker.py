@@ -129,25 +129,13 @@ def _work(run_dir: Path, group: int, incarnation: int, entry: str, argv: list[st
     stacks_file = stacks.listen(run_dir, group, rank)
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     print(f"=== group {group} rank {rank} incarnation {incarnation} pid {os.getpid()} {now} ===", flush=True)
-    events = EventLog(run_dir, group, rank, "worker")
-    startup_s = time.monotonic() - float(os.environ["EVERSTEP_WORKERS_STARTED"])
-    events.emit(
+    EventLog(run_dir, group, rank, "worker").emit(
         "worker_up",
         incarnation=incarnation,
         pid=os.getpid(),
-        startup_s=startup_s,
+        startup_s=time.monotonic() - float(os.environ["EVERSTEP_WORKERS_STARTED"]),
         cpu_s=time.process_time(),  # a fork's clock starts at 0: next to nothing, or something was imported
     )
-    main(argv, entry)
-    heart.beat(DONE)
-    stacks_file.close()
-
-
-def main(argv: list[str], entry: str = "everstep.train:main") -> None:
-    """Call the trainer with torchtitan-style `argv` in this process.
-
-    A trainer that ends with `SystemExit(0)` has ended well; any other exit is passed on.
-    """
     module, _, function = entry.partition(":")
     sys.argv = [module, *argv]
     try:
@@ -155,6 +143,8 @@ def main(argv: list[str], entry: str = "everstep.train:main") -> None:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
+    heart.beat(DONE)
+    stacks_file.close()
 
 
 def _let_others_end() -> None:

@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import sys
-import threading
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,8 +39,8 @@ class Telling:
 
 
 class Teller:
-    """Begins when it is made; `close` has what is left written. The process ends with this one; if it dies before, it
-    is started again. A port that is taken costs the run its figures and nothing else.
+    """Begins when it is made; `close` has what is left written. The process ends with this one; if it dies before,
+    `keep` starts it again. A port that is taken costs the run its figures and nothing else.
 
     Attributes:
         address: of the page, on loopback; "" without one.
@@ -48,7 +48,7 @@ class Teller:
 
     def __init__(self, what: Telling) -> None:
         self.address = ""
-        self._over = threading.Event()
+        self._next_look = 0.0
         self._sockets: dict[str, socket.socket] = {}
         self._process: subprocess.Popen[bytes] | None = None
         if what.page:
@@ -62,8 +62,6 @@ class Teller:
         if what.anything:
             self._words = [str(what.run_dir), json.dumps(asdict(what) | {"fds": self._fds()}, default=str)]
             self._process = self._start()
-            self._keeper = threading.Thread(target=self._keep, name="teller", daemon=True)
-            self._keeper.start()
 
     def _fds(self) -> dict[str, int]:
         return {name: one.fileno() for name, one in self._sockets.items()}
@@ -78,15 +76,15 @@ class Teller:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
         )
 
-    def _keep(self) -> None:
-        while not self._over.wait(LOOK_S):
+    def keep(self) -> None:
+        """To be called now and then. Raises OSError if there is no room for a process."""
+        if time.monotonic() > self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
             if self._process is not None and self._process.poll() is not None:
                 self._process = self._start()
 
     def close(self) -> None:
-        self._over.set()
         if self._process is not None:
-            self._keeper.join()
             assert self._process.stdin is not None
             self._process.stdin.close()
             try:

@@ -35,12 +35,8 @@ class Deaths:
         return self.deaths.total() >= DEATHS and len(self.deaths) >= min(DEATHS, groups) and self.worked > 0
 
 
-def _folder(run_dir: Path) -> Path:
-    return Path(run_dir) / "state" / "struck"
-
-
 def _place(run_dir: Path, slot: Slot) -> Path:
-    return _folder(run_dir) / f"{slot[0]}-{slot[1]}"
+    return Path(run_dir) / "state" / "struck" / f"{slot[0]}-{slot[1]}"
 
 
 def strike(run_dir: Path, slot: Slot, group: int, incarnation: int, *, worked: bool, why: str = "") -> None:
@@ -76,20 +72,3 @@ def why_at(run_dir: Path, slot: Slot) -> str:
             if why := read_regular(path, LONGEST_REASON).decode(errors="replace"):
                 return why
     return ""
-
-
-def poisoned(run_dir: Path, groups: int) -> dict[Slot, Deaths]:
-    """Every slot that is poison in a run of `groups`."""
-    found = {}
-    try:
-        names = os.listdir(_folder(run_dir))
-    except OSError:
-        return found
-    for name in names:
-        step, _, slot = name.partition("-")
-        if step.isdecimal() and slot.isdecimal():
-            place = int(step), int(slot)
-            deaths = deaths_at(run_dir, place)
-            if deaths.poisoned(groups):
-                found[place] = deaths
-    return found
