@@ -18,7 +18,17 @@ PRELOAD = ("upgraded", "tiny_trainer", "torchft", "everstep.quorum.lighthouse")
 
 BURST_S, PAUSE_S = 0.4, 0.8
 FAULTS = (errno.ENOSPC, errno.EAGAIN, errno.EMFILE, errno.ENOMEM)
-FAIL = ("open", "os.posix_spawn", "os.rename", "os.mkdir", "os.link", "os.listdir", "os.scandir", "socket.bind")
+FAIL = (
+    "open",
+    "os.fork",
+    "os.posix_spawn",
+    "os.rename",
+    "os.mkdir",
+    "os.link",
+    "os.listdir",
+    "os.scandir",
+    "socket.bind",
+)
 
 
 def run_short_of_everything(run_dir, faults):

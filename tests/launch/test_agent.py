@@ -53,17 +53,6 @@ def test_a_rank_that_leaves_with_status_0_before_it_is_done_has_died(agent):
     one.wait_for("workers_started", incarnation=1)
 
 
-def test_whom_a_signal_killed_is_named_though_a_peer_was_quicker_to_end(agent):
-    one = agent("--training.steps", "1000000")
-    until(lambda: both_train(one), "both ranks to train")
-    first, second = one.events("workers_started")[0]["pids"]
-    os.kill(first, signal.SIGUSR1)
-    while alive(first):
-        pass
-    os.kill(second, signal.SIGKILL)
-    assert one.wait_for("workers_died")["reason"] == "rank 1 was killed by SIGKILL"
-
-
 def test_the_traceback_of_a_dead_worker_is_in_its_own_log_and_the_agents(agent):
     one = agent("--training.steps", "9", "--tiny.fail_in", "2", ranks=1)
     assert one.process.wait(60) == GAVE_UP_EXIT

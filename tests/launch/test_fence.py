@@ -102,10 +102,6 @@ def test_a_wait_for_the_earlier_start_ends_when_asked_to_stop(tmp_path):
     claim_group(tmp_path, 0, Claim(7, 1), lambda: True)
 
 
-def test_a_claim_survives_its_way_through_the_environment():
-    assert Claim.parse(str(Claim(123, 4))) == Claim(123, 4)
-
-
 def test_an_agent_that_was_overtaken_kills_its_workers_and_the_new_one_starts_only_then(agent):
     old = agent("--training.steps", "1000000", job=7, restart=0)
     pids = old.wait_for("workers_started")["pids"]
@@ -119,8 +115,7 @@ def test_an_agent_that_was_overtaken_kills_its_workers_and_the_new_one_starts_on
     assert new.process.poll() is None
 
 
-@pytest.mark.parametrize("job", [0, 7])
-def test_a_start_of_a_group_that_runs_is_not_made_twice(agent, tmp_path, job):
+def test_a_start_of_a_group_that_runs_is_not_made_twice(agent, tmp_path, job=7):
     """Somebody gave the command again."""
     first = agent("--training.steps", "1000000", job=job)
     first.wait_for("commit")
@@ -181,8 +176,3 @@ def test_a_beat_whose_age_cannot_be_known_is_a_young_one(tmp_path):
     (path.parent / ".now").symlink_to("elsewhere")
     assert beats.age_s(path) == 0.0
     assert beats.age_s(beat_path(tmp_path, 4, 0)) is None
-
-
-def test_pushing_beats_that_are_not_there_costs_nothing(tmp_path):
-    beats.push([tmp_path / "none.beat"])
-    assert list(tmp_path.iterdir()) == []

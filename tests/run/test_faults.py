@@ -93,7 +93,7 @@ def test_one_interrupt_stops_the_run_cleanly_with_a_checkpoint(run):
         event["step"] for event in run.events("training_done", after=asked)
     }
     last = run.events("commit")[-1]["step"]
-    assert left == {last}, "all groups leave after the same step"
+    assert last - 1 <= min(left) <= max(left) == last, "a group is asked a step later at most"
     assert run.events("checkpoint_saved", after=asked)[-1]["step"] == last
     assert not [process for process in tree if process.is_running()]
 

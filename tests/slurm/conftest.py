@@ -1,21 +1,12 @@
 """One cluster for all tests here; each test has runs of its own."""
 
-import os
-import signal
-import sys
 import time
 
-import psutil
 import pytest
 
-from everstep.launch import slurm
-from everstep.run.directory import over_file
-from everstep.run.events import EventTail
-from forked import ran
 from slurm_cluster import Cluster, missing
-from watched import Watched, assert_nothing_lost, write_config
-
-ENDLESS = ("--training.steps", "100000")
+from slurm_runs import ENDLESS, Submitted
+from watched import write_config
 
 
 @pytest.fixture(scope="session")
@@ -30,89 +21,6 @@ def cluster():
         made.close()
 
 
-class Submitted:
-    """A run on the cluster, watched through its events."""
-
-    def __init__(self, cluster, config, run_dir, *flags, groups=3):
-        self.cluster, self.config, self.run_dir, self.groups = cluster, config, run_dir, groups
-        self._tail = EventTail(run_dir)
-        self._seen = []
-        self.submit(*flags)
-
-    def submit(self, *flags):
-        self.said = self.everstep(
-            "submit", self.config, "--groups", self.groups, "--run-dir", self.run_dir, "--cpus-per-task=4", *flags
-        )
-
-    def everstep(self, *words, check=True):
-        command = [sys.executable, "-m", "everstep.cli", *words]
-        done = ran(command, env=self.cluster.environment, timeout=600.0)
-        assert not check or done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
-        return done.stdout + done.stderr
-
-    @property
-    def jobs(self):
-        return slurm.read_json(slurm.job_file(self.run_dir))
-
-    def events(self, kind, after=0.0, **fields):
-        if (self.run_dir / "events").exists():
-            self._seen += self._tail.new()
-        return [
-            event
-            for event in self._seen
-            if event["kind"] == kind
-            and event["t"] > after
-            and all(event.get(name) == value for name, value in fields.items())
-        ]
-
-    def wait_for(self, kind, after=0.0, deadline_s=120.0, **fields):
-        return self.cluster.until(lambda: self.events(kind, after, **fields), f"{kind} {fields}", deadline_s)[0]
-
-    def wait_for_step(self, groups, after=0.0, deadline_s=180.0):
-        """The first step after that wall time that all of `groups` took together."""
-        wanted = set(groups)
-
-        def common():
-            commits = self.events("commit", after)
-            return [e for e in commits if wanted <= set(e["groups"]) and e["group"] in wanted]
-
-        return self.cluster.until(common, f"a step of {groups}", deadline_s)[0]
-
-    def task(self, group):
-        return f"{self.jobs['groups']}_{group}"
-
-    def node_of(self, group):
-        return next(t.nodes for t in self.tasks() if t.group == group)
-
-    def tasks(self):
-        os.environ["SLURM_CONF"] = self.cluster.environment["SLURM_CONF"]
-        return slurm.states_of(self.jobs["groups"])
-
-    def status(self):
-        return self.everstep("status", self.run_dir, check=False)
-
-    def stop(self):
-        """A clean stop; the last step."""
-        self.everstep("stop", self.run_dir)
-        self.cluster.until(
-            lambda: all(over_file(self.run_dir, group).exists() for group in range(self.groups)), "every group to end"
-        )
-        return self.events("commit")[-1]["step"]
-
-    def assert_as_without_failures(self):
-        """Stop; the losses are those of a run without failures, nothing is lost, no group was in a quorum twice."""
-        steps = self.stop()
-        reference = Watched(self.config, self.run_dir.with_name("reference"), "--groups", "1", "--steps", str(steps))
-        try:
-            assert reference.wait(600) == 0
-        finally:
-            reference.end()
-        figures = assert_nothing_lost(self.run_dir, reference.run_dir, steps)
-        commits = [(e["group"], e["step"], e["quorum_id"]) for e in self.events("commit", rank=0)]
-        assert len(commits) == len(set(commits)), "two incarnations of a group committed in one quorum"
-        return figures
-
-
 @pytest.fixture
 def submit(cluster, tmp_path):
     """Submits a run; whatever is left of it ends with the test."""
@@ -125,18 +33,6 @@ def submit(cluster, tmp_path):
         return run
 
     yield _submit
-    cluster.cancel_all()
     for run in started:
-        for event in (*run.events("workers_started"), *run.events("node_workers_started")):
-            for pid in event["pids"]:
-                _end(pid, event["t"])
+        run.end()
     time.sleep(0.2)
-
-
-def _end(pid, announced):
-    try:
-        process = psutil.Process(pid)
-        if process.create_time() <= announced + 1:
-            process.send_signal(signal.SIGKILL)
-    except psutil.NoSuchProcess:
-        return
