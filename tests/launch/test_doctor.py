@@ -10,12 +10,12 @@ import pytest
 from everstep.config.sections import FaultTolerance
 from everstep.launch import doctor, node
 from everstep.launch.prepare import Model, Prepared
-from everstep.snapshot.section import Snapshot
+from everstep.snapshot.section import SnapshotSection
 from forked import ran
 
 GB = 10**9
 CONFIGURED = Prepared(
-    groups=4, ranks=1, seed=0, steps=1, identity="", snapshot=Snapshot(enable=True, memory_reserve_gb=1.0)
+    groups=4, ranks=1, seed=0, steps=1, identity="", snapshot=SnapshotSection(enable=True, memory_reserve_gb=1.0)
 )
 PLAN = doctor.Plan(CONFIGURED, nodes_per_group=1, run_dir=None, host="node")
 
@@ -92,9 +92,9 @@ def test_the_card_that_sums_use_is_named_and_is_this_machines(host, nodes, verdi
 def test_snapshots_take_two_buffers_and_their_parity():
     # 2 B/n + 2 B/n m/(n - m), as docs/snapshots.md has it
     for groups, section, expected in (
-        (4, Snapshot(parity=1), 8 * GB),
-        (4, Snapshot(parity=0), 6 * GB),
-        (1, Snapshot(parity=2), 24 * GB),
+        (4, SnapshotSection(parity=1), 8 * GB),
+        (4, SnapshotSection(parity=0), 6 * GB),
+        (1, SnapshotSection(parity=2), 24 * GB),
     ):
         assert doctor.snapshot_bytes(12 * GB, groups, section) == expected
 

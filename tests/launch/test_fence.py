@@ -115,18 +115,18 @@ def test_an_agent_that_was_overtaken_kills_its_workers_and_the_new_one_starts_on
     assert new.process.poll() is None
 
 
-def test_a_start_of_a_group_that_runs_is_not_made_twice(agent, tmp_path, job=7):
+def test_a_start_of_a_group_that_runs_is_not_made_twice(agent, tmp_path):
     """Somebody gave the command again."""
-    first = agent("--training.steps", "1000000", job=job)
+    first = agent("--training.steps", "1000000", job=7)
     first.wait_for("commit")
-    second = agent("--training.steps", "1000000", job=job)
+    second = agent("--training.steps", "1000000", job=7)
     assert second.process.wait(60) == FENCED_EXIT
     assert f"is run by process {first.process.pid} on" in second.said()
     assert len(first.events("workers_started")) == 1
     assert not json.loads(fence.fence_file(tmp_path / "run", 0).read_text())["ended"]
     first.process.kill()
     first.process.wait(60)
-    agent("--training.steps", "1000000", job=job)
+    agent("--training.steps", "1000000", job=7)
     first.wait_for("workers_started", incarnation=1)
 
 
