@@ -429,7 +429,7 @@ def test_a_compiled_model_runs_its_kernel_again_under_the_masks_of_the_slot(back
     """An error that only a second run sees, in rows of two documents; and none where there is no error."""
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "_compiled", lambda function: function)
-    spec, model, checks = compiled_or_not(backend, masked=True, allow_injection=True, inject=Inject(kind="nan"))
+    spec, model, checks = compiled_or_not(backend, masked=True, inject=Inject(kind="nan"))
     checks.injector.begin = lambda step: None
     seen = []
     for step, fault in enumerate((None, Fault("scale", 0.37, magnitude=1.05), None), 1):
