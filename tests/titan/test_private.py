@@ -1,6 +1,8 @@
 """The private names of other packages that Everstep relies on are there, with the signature it relies on."""
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch._utils
@@ -16,6 +18,7 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 from torchtitan.models.common import attention
 from torchtitan.trainer import Trainer
 
+import everstep
 from everstep.titan import cpu, private
 
 
@@ -70,3 +73,11 @@ def test_what_checkpointing_keeps_is_asked_for_under_its_name(monkeypatch):
     monkeypatch.delattr(activation_checkpoint, "_get_default_save_ops")
     with pytest.raises(AttributeError, match="_get_default_save_ops"):
         private.keep_in_checkpointing("an operator")
+
+
+def test_torchtitans_data_and_checkpoints_are_named_in_one_file_each():
+    """A release that renames them is met in two files."""
+    package = Path(everstep.__file__).parent
+    named = re.compile(r"torchtitan\.(components\.(dataloader|tokenizer|checkpoint)|hf_datasets)")
+    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if named.search(path.read_text())}
+    assert found == {"titan/checkpoint_names.py", "titan/data/names.py"}

@@ -9,7 +9,6 @@ from typing import Any
 
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import default_adamw
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.trainer import Trainer
 
@@ -18,6 +17,7 @@ from everstep.config.errors import nearest
 from everstep.config.sections import Job
 from everstep.config.source import Source
 from everstep.titan import private
+from everstep.titan.data.names import HuggingFaceTextDataLoader
 
 
 def base_config(job: Job, source: Source) -> Trainer.Config:

@@ -20,14 +20,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
-from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
-from torchtitan.components.checkpointer.base import (
-    DATALOADER,
-    LR_SCHEDULER,
-    OPTIMIZER,
-    TRAIN_STATE,
-    ModelWrapper,
-)
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
@@ -36,6 +28,15 @@ from torchtitan.trainer import Trainer
 
 from everstep.foreign import overrides
 from everstep.titan import private
+from everstep.titan.checkpoint_names import (
+    DATALOADER,
+    LR_SCHEDULER,
+    OPTIMIZER,
+    TRAIN_STATE,
+    BaseCheckpointManager,
+    CheckpointManager,
+    ModelWrapper,
+)
 from everstep.titan.group import sum_in_group
 from everstep.titan.machine import built_on_meta
 

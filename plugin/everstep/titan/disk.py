@@ -7,13 +7,12 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
-from torchtitan.components.checkpointer.base import TRAIN_STATE
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from everstep.run.events import EventLog
 from everstep.titan import private
+from everstep.titan.checkpoint_names import TRAIN_STATE, BaseCheckpointManager, CheckpointManager
 from everstep.titan.run_files import RankFiles
 
 HISTORY = "history"

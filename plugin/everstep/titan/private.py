@@ -120,7 +120,8 @@ def lost_in_state(parts: list[Any]) -> str:
     """What a dataset's state does not have, so that it goes on with other rows once that is loaded; empty where nothing
     is known to be lost."""
     from datasets.iterable_dataset import BufferShuffledExamplesIterable
-    from torchtitan.hf_datasets.interleaved import InterleavedDataset
+
+    from everstep.titan.data.names import InterleavedDataset
 
     for part in parts:
         if isinstance(part, BufferShuffledExamplesIterable):
@@ -142,7 +143,7 @@ def newest_checkpoint(manager: Any) -> int:
 
 def is_due(manager: Any, step: int) -> bool:
     """Whether torchtitan's own manager would write a checkpoint of this step."""
-    from torchtitan.components.checkpointer import CheckpointManager
+    from everstep.titan.checkpoint_names import CheckpointManager
 
     return CheckpointManager._should_save(manager, step)
 

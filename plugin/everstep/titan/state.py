@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torchtitan.components.checkpoint_utils import init_optim_state
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 
 from everstep.quorum.heal import HealState
 from everstep.snapshot.layout import Shard
 from everstep.step.reduction import local
 from everstep.titan import private
+from everstep.titan.checkpoint_names import init_optim_state
 
 
 def slot_seed(seed: int, step: int, slot: int, dp_rank: int) -> int:

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torchtitan import trainer as titan
-from torchtitan.components.checkpointer.base import DATALOADER
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import logger
@@ -35,6 +34,7 @@ from everstep.step.quorum import Quorum
 from everstep.step.reduction import BUCKET_BYTES, GradientReducer
 from everstep.step.streams import streams_of
 from everstep.titan import cpu, private
+from everstep.titan.checkpoint_names import DATALOADER
 from everstep.titan.checkpoints import RunCheckpointManager, SnapshotCheckpointManager, of_run
 from everstep.titan.data.binding import bind_data
 from everstep.titan.group import all_in_group, sum_in_group

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchtitan import trainer as titan
-from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.config_utils import decoder_vocab_size
@@ -22,6 +21,7 @@ from everstep.run.exits import HOPELESS_EXIT, TrainerEnds
 from everstep.step.interfaces import OutOfData, SlotSums
 from everstep.step.reduction import local
 from everstep.titan import attention, private
+from everstep.titan.data.names import DataloaderExhaustedError
 from everstep.titan.data.streams import SlotStreams
 from everstep.titan.dataloader_blob import DATALOADER_BLOB, pack_dataloader
 from everstep.titan.disk import DiskCheckpoints

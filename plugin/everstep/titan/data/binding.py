@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
-
 from everstep.config.errors import ConfigError, nearest
 from everstep.data.token_format import TokenFileError, in_bytes
 from everstep.titan.data.byte_tokenizer import ByteTokenizer
+from everstep.titan.data.names import DATASETS, HuggingFaceTextDataLoader, HuggingFaceTokenizer
 from everstep.titan.data.stdlib_text import StdlibText
 from everstep.titan.data.streams import SlotStreams
 from everstep.titan.data.tokens import TokenFile

@@ -4,9 +4,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torchtitan.components.tokenizer import BaseTokenizer
-
 from everstep.data.byte_ids import BOS_ID, EOS_ID, VOCAB_SIZE
+from everstep.titan.data.names import BaseTokenizer
 
 
 class ByteTokenizer(BaseTokenizer):

@@ -15,7 +15,7 @@ class HuggingFaceEncoder:
 
     def __init__(self, directory: Path):
         # Here, because it imports torch, which packing bytes does without.
-        from torchtitan.components.tokenizer import HuggingFaceTokenizer
+        from everstep.titan.data.names import HuggingFaceTokenizer
 
         tokenizer = HuggingFaceTokenizer(tokenizer_path=str(directory))
         self._tokenizer = tokenizer.tokenizer

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.tokenizer import BaseTokenizer
 
 from everstep.data.documents import Documents
 from everstep.data.permutation import Permutation
 from everstep.data.slots import Batch
+from everstep.titan.data.names import BaseDataLoader, BaseTokenizer
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from torchtitan.components.tokenizer import BaseTokenizer
 
 from everstep.data.byte_ids import VOCAB_SIZE, document_ids
 from everstep.data.documents import Documents
+from everstep.titan.data.names import BaseTokenizer
 from everstep.titan.data.rows import RowSource, Text
 
 _TEST_FOLDERS = {"test", "tests", "idle_test"}  # large, repetitive, and left out by some distributions

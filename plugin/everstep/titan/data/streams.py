@@ -23,12 +23,16 @@ from typing import Any
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError, ParallelAwareDataloader
-from torchtitan.components.tokenizer import BaseTokenizer
 
 from everstep.data.plain import PlainError, StreamState, decode_states, encode_states, plain, restored
 from everstep.data.slots import Batch
 from everstep.titan import private
+from everstep.titan.data.names import (
+    BaseDataLoader,
+    BaseTokenizer,
+    DataloaderExhaustedError,
+    ParallelAwareDataloader,
+)
 
 logger = logging.getLogger(__name__)
 

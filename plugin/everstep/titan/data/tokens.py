@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.components.tokenizer import BaseTokenizer
-
 from everstep.data.documents import Documents
 from everstep.data.token_format import TokenFileError, map_tokens, read_footer
+from everstep.titan.data.names import BaseTokenizer
 from everstep.titan.data.rows import RowSource, Text
 
 
