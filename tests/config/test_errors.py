@@ -68,7 +68,7 @@ WRONG = {
     ),
     "an element of an array": (
         "[compile]\ncomponents = [\n  'model',\n  3,\n]\n",
-        "run.toml:7: [compile.components[1]] must be a string, got 3",
+        "run.toml:5: [compile.components[1]] must be a string, got 3",
     ),
     "an activation checkpointing mode that is not there": (
         '[activation_checkpoint]\nmode = "some"\n',

@@ -1,4 +1,4 @@
-"""Every key of a TOML document is found on the line where it is first written, however it is written."""
+"""Every key of a TOML document is found on the line where what it is first written in begins, however it is written."""
 
 import json
 
@@ -51,7 +51,7 @@ pattern = "y"
         (("training", "literal"), 7),
         (("training", "text"), 11),
         (("training", "after"), 14),
-        (("training", "after", 2), 15),
+        (("training", "after", 2), 14),
         (("a",), 17),
         (("a", "b", "c", "d", "e", "g", "h", 0, "i"), 18),
         (("a", "b", "c", "d", "j"), 19),
@@ -65,6 +65,11 @@ pattern = "y"
 def test_a_key_is_found_on_its_line(path, line):
     tomli.loads(DOCUMENT)
     assert key_lines(DOCUMENT)[path] == line
+
+
+def test_a_statement_without_end_costs_no_time():
+    lines = key_lines("a = 1\nb = [\n" + "1,\n" * 100_000 + "]\nc = 1\n")
+    assert lines == {("a",): 1}
 
 
 def test_windows_line_ends_count_once():
@@ -91,6 +96,8 @@ class Writer:
     def __init__(self, choose):
         self.lines: list[str] = [""]
         self.where: dict[tuple, int] = {}
+        self.begin = 0
+        """The line of the statement that is being written."""
         self.choose = choose
 
     def put(self, text):
@@ -99,7 +106,7 @@ class Writer:
         self.lines += more
 
     def note(self, path):
-        self.where.setdefault(path, len(self.lines))
+        self.where.setdefault(path, self.begin)
 
     def key(self, key):
         bare = key and all(c.isascii() and (c.isalnum() or c in "-_") for c in key)
@@ -138,6 +145,7 @@ class Writer:
 
     def pair(self, path, start, value):
         """One line `a.b = value` for the last keys of `path`, from `start` on."""
+        self.begin = len(self.lines)
         for end in range(start + 1, len(path) + 1):
             self.note(path[:end])
         self.put(" . ".join(self.key(key) for key in path[start:]) + " = ")
