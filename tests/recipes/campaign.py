@@ -173,7 +173,8 @@ def table(recipes):
     for key, recipe in recipes.items():
         ending = verdict(found[key]) if key in found else "not run"
         counts[ending.partition(":")[0].partition(" (")[0]] += 1
-        rows[recipe.what.partition(",")[0], ending].append(key.partition(".")[2])
+        name = key.partition(".")[2]
+        rows[recipe.what.partition(",")[0] or name.partition("_")[0], ending].append(name)
     total = ", ".join(f"{count} {word}" for word, count in counts.most_common())
     head = [f"{len(recipes)} recipes: {total}.", "", "| model | result | recipes |", "|---|---|---|"]
     return "\n".join(
