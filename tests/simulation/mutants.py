@@ -5,7 +5,8 @@
 A mutant is one node of a file's syntax tree with another in its place: a comparison turned, a condition negated, `and`
 for `or`, a constant moved by one, a call or an assignment left out, one of two like functions for the other. They are
 drawn evenly over the places where such a change is possible; what only tells (events, messages, annotations) is no
-place. Each runs in a process of its own, forked where torch is imported already, over a copy of the package.
+place. Each runs in a process of its own, forked where torch is imported already, over a copy of the package. A change of
+a file that no simulated run executes is shown to that file's tests (TESTS).
 
 A mutant that no seed finds is either equivalent, and then EQUIVALENT says why, or missed.
 """
@@ -15,6 +16,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +31,27 @@ PACKAGE = ROOT / "plugin" / "everstep"
 ROOMS = ("step", "quorum", "semi")
 SEED_S = 60
 """Of wall time: a run that takes longer does not end."""
+
+TESTS = {
+    "step/reduction.py": ["tests/step/test_reduction.py"],
+    "step/streams.py": ["tests/step/test_reduction.py"],
+    "quorum/communicator.py": ["tests/quorum/test_process_group.py"],
+    "quorum/interface.py": ["tests/quorum/test_interface.py"],
+    "quorum/lighthouse.py": ["tests/quorum/test_gate.py"],
+    "quorum/memory.py": ["tests/quorum/test_memory.py"],
+    "quorum/notes.py": ["tests/quorum/test_notes.py"],
+    "quorum/private.py": ["tests/quorum/test_private.py"],
+    "quorum/ranks.py": ["tests/step/test_kills.py"],
+    "semi/outer.py": ["tests/semi/test_outer.py"],
+    "semi/quantize.py": ["tests/semi/test_quantize.py"],
+    "semi/rounds.py": ["tests/semi/test_rounds.py"],
+    "semi/section.py": ["tests/semi/test_config.py"],
+    "semi/worker_files.py": ["tests/semi/test_files.py"],
+    "semi/worker_states.py": ["tests/semi/test_storage.py"],
+}
+"""Files that no simulated run executes, and the tests that are to see a change of them."""
+TESTS_S = 240
+"""Of wall time for those."""
 
 TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -180,6 +203,8 @@ def attempt(mutant: Mutant, most: int) -> str:
         package = Path(folder) / "everstep"
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
         mutant.apply(package)
+        if mutant.file in TESTS:
+            return _tested(mutant, folder)
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
@@ -197,6 +222,17 @@ def attempt(mutant: Mutant, most: int) -> str:
             verdict = said.read()
         os.waitpid(child, 0)
         return verdict
+
+
+def _tested(mutant: Mutant, folder: str) -> str:
+    """What the tests of a mutant's file say, in the form of `search`."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS[mutant.file]]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(ROOT / "tests")])}
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=False, timeout=TESTS_S)
+    except subprocess.TimeoutExpired:
+        return "tests | does not end"
+    return f"tests | {TESTS[mutant.file][0]}" if done.returncode else ""
 
 
 def campaign(count: int, draw: int, most: int, jobs: int) -> bool:
