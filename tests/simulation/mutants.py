@@ -5,8 +5,8 @@
 A mutant is one node of a file's syntax tree with another in its place: a comparison turned, a condition negated, `and`
 for `or`, a constant moved by one, a call or an assignment left out, one of two like functions for the other. They are
 drawn evenly over the places where such a change is possible; what only tells (events, messages, annotations) is no
-place. Each runs in a process of its own, forked where torch is imported already, over a copy of the package. A change of
-a file that no simulated run executes is shown to that file's tests (TESTS).
+place. Each runs in a process of its own, forked where torch is imported already, over a copy of the package. A change
+of a file that no simulated run executes is shown to that file's tests (TESTS).
 
 A mutant that no seed finds is either equivalent, and then EQUIVALENT says why, or missed.
 """
