@@ -210,7 +210,7 @@ def run(scenario):
             Commit(
                 step=round_, history=history, parent=parent, tokens=of.tokens, loss=of.loss, extra=of.extra,
                 owners=tuple(0 if worker in there else -1 for worker in range(workers)), groups=(0,),
-                able=(0,), held=-1, once=len(there) == workers, saver=-1, all_leave=False, unfit=(), quorum_id=0,
+                able=(0,), once=len(there) == workers, saver=-1, all_leave=False, unfit=(), quorum_id=0,
                 attempts=1, compute_s=0.0, reduce_s=0.0, took_s=0.0,
             )
         )  # fmt: skip

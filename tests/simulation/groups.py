@@ -198,7 +198,7 @@ class Rank:
                 group=OwnGroup(
                     life.group.id, life.name, life.store, GroupRanks(life.decisions, self.number, life.size)
                 ),
-                rules=Rules(plan.slots, plan.on_loss, plan.timeouts, plan.homes, plan.adopt_after_s),
+                rules=Rules(plan.slots, plan.on_loss, plan.timeouts, plan.homes),
                 work=self.work,
                 reducer=self.work.reducer,
                 peers=Peers(self.voice, self.sums, self.door),

@@ -52,9 +52,8 @@ def test_a_group_that_errs_in_one_slot_is_named_and_a_narrow_bound_names_nobody(
     assert sum(outcome.unfit for outcome in outcomes) >= 20
 
 
-@pytest.mark.parametrize("adopt_after_s", [0.0, 30.0])
-def test_neither_do_slots_that_have_homes(adopt_after_s: float) -> None:
-    assert_promise_kept(runs(range(5000, 5060), Settings(adopt_after_s=adopt_after_s)))
+def test_neither_do_slots_that_have_homes() -> None:
+    assert_promise_kept(runs(range(5000, 5060), Settings(homes=True)))
 
 
 @pytest.mark.slow

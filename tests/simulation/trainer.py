@@ -164,9 +164,8 @@ class SimWork:
         if len(set(notes)) > 1:
             self._world.judge.violate("notes of other steps", f"{self.rank.name} got {notes}")
 
-    def settle(self) -> int:
+    def settle(self) -> None:
         self._same("settle")
-        return max(self.rank.snapshots, default=-1)
 
     @property
     def state(self) -> State:

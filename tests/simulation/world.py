@@ -44,8 +44,8 @@ class Settings:
     ranks: tuple[int, int] = (1, 3)
     faults: int = 8
     kinds: tuple[str, ...] = KINDS
-    adopt_after_s: float | None = None
-    """If not None slots have homes, and those of lost groups are awaited for so long."""
+    homes: bool = False
+    """Whether slots have homes."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,6 @@ class Plan:
     lighthouse: Options
     faults: tuple[Fault, ...]
     homes: int
-    adopt_after_s: float
 
     @property
     def timeouts(self) -> Timeouts:
@@ -120,8 +119,7 @@ def draw_plan(seed: int, settings: Settings) -> Plan:
         restart_s=(1.0, 5.0),
         lighthouse=Options(min_replicas=1, join_timeout_s=chance.choice([2.0, 10.0]), heartbeat_timeout_s=2.0),
         faults=placed,
-        homes=groups if settings.adopt_after_s is not None else 0,
-        adopt_after_s=settings.adopt_after_s or 0.0,
+        homes=groups if settings.homes else 0,
     )
 
 

@@ -11,14 +11,14 @@ from everstep.step.interfaces import SlotSums
 from everstep.step.ledger import Row
 
 
-def row(group, step=4, computes=True, checksum=None, held=frozenset(), proven=False, history=9, adopts=True):
-    return Row(group, 5, step, history, computes, checksum, proven, frozenset(held), adopts)
+def row(group, step=4, computes=True, checksum=None, held=frozenset(), proven=False, history=9):
+    return Row(group, 5, step, history, computes, checksum, proven, frozenset(held))
 
 
 def tally(coverage, refused=0):
     empty = torch.zeros(len(coverage), dtype=torch.float64)
     sums = SlotSums(empty, empty, empty, frozenset())
-    return ledger.Tally(tuple(coverage), tuple(coverage), sums, 0, 0, refused, 0, 0)
+    return ledger.Tally(tuple(coverage), tuple(coverage), sums, 0, 0, refused)
 
 
 @st.composite
@@ -33,7 +33,7 @@ def quorums(draw):
         some = st.frozensets(st.integers(0, slots - 1), max_size=slots)
         held, refused = (draw(some) if computes else frozenset() for _ in range(2))
         disputed, not_finite = draw(some) & refused, draw(some) & refused
-        said = row(group, 7 if computes else 3, computes, held=held, adopts=draw(st.booleans()) or computes)
+        said = row(group, 7 if computes else 3, computes, held=held)
         rows.append(replace(said, refused=refused, disputed=disputed, not_finite=not_finite))
     return slots, draw(st.permutations(rows))
 
@@ -91,21 +91,10 @@ def test_a_slot_moves_only_while_its_home_is_away():
     assert ledger.plan(without_0, 4, homes=3).shares == {1: (0, 1), 2: (2, 3)}
 
 
-def test_a_lost_groups_slots_are_awaited_until_some_group_adopts():
-    waiting = [row(0, adopts=False), row(2, adopts=False)]
-    plan = ledger.plan(waiting, 4, homes=3)
-    assert (plan.shares, plan.awaited) == ({0: (0, 3), 2: (2,)}, {1})
-    holding = [row(0, held={0, 3}, adopts=False), row(2, held={2}, adopts=False)]
-    assert ledger.plan(holding, 4, homes=3).shares == {0: (), 2: ()}
-    assert ledger.plan([holding[0], row(2, held={2})], 4, homes=3).shares == {0: (1,), 2: ()}
-    back = [*holding, row(1, adopts=False)]
-    assert (ledger.plan(back, 4, homes=3).shares[1], ledger.plan(back, 4, homes=3).awaited) == ((1,), frozenset())
-    assert ledger.plan([row(7, adopts=False)], 2, homes=3).shares == {7: (0, 1)}, "no group that they are at home in"
-
-
 def test_shrinking_with_homes_leaves_lost_slots_out():
     plan = ledger.plan([row(0), row(2)], 4, "shrink", homes=3)
-    assert (plan.shares, plan.awaited) == ({0: (0, 3), 2: (2,)}, frozenset())
+    assert plan.shares == {0: (0, 3), 2: (2,)}
+    assert ledger.plan([row(7)], 2, "shrink", homes=3).shares == {7: (0, 1)}, "no group that they are at home in"
     assert ledger.verdict(tally([1, 0, 1, 1]), "shrink") == ""
 
 
@@ -211,7 +200,6 @@ def test_a_tally_says_of_each_slot_who_computed_it_and_how_often():
         leaving=True,
         exhausted=False,
         refused=False,
-        snapshot=9,
     )
     second = ledger.Tally.of(
         0,
@@ -220,22 +208,11 @@ def test_a_tally_says_of_each_slot_who_computed_it_and_how_often():
         leaving=False,
         exhausted=True,
         refused=True,
-        snapshot=9,
     )
     total = ledger.Tally.decode(first.encode() + second.encode(), 3)
     assert total.coverage == (2, 0, 1)
     assert [total.owner(slot) for slot in (1, 2)] == [-1, 4]
-    assert (total.leaving, total.exhausted, total.refused, total.common_snapshot(2)) == (1, 1, 1, 9)
+    assert (total.leaving, total.exhausted, total.refused) == (1, 1, 1)
     assert total.sums.tokens.tolist() == [5.0, 0.0, 7.0]
     assert total.sums.extra.tolist() == [3.0]
     assert total.digest() != first.digest()
-
-
-def test_snapshots_of_different_steps_have_none_in_common():
-    empty = torch.zeros(1, dtype=torch.float64)
-    sums = SlotSums(empty, empty, torch.zeros(0, dtype=torch.float64), frozenset())
-    parts = [
-        ledger.Tally.of(group, frozenset(), sums, leaving=False, exhausted=False, refused=False, snapshot=step).encode()
-        for group, step in enumerate((4, 6))
-    ]
-    assert ledger.Tally.decode(parts[0] + parts[1], 1).common_snapshot(2) == -1

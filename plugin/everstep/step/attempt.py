@@ -69,7 +69,6 @@ class Rules:
     Attributes:
         slots: S.
         on_loss, homes: see `ledger.plan`.
-        adopt_after_s: how long the slots of a lost group wait for it, where they have homes.
         timeouts: the protocol's waits.
     """
 
@@ -77,7 +76,6 @@ class Rules:
     on_loss: ledger.OnLoss
     timeouts: Timeouts
     homes: int = 0
-    adopt_after_s: float = 0.0
 
 
 class Turn(enum.Enum):
@@ -107,7 +105,6 @@ class Beginning(NamedTuple):
     lost_peers: int
     state_is_here: int
     heal_failed: int
-    adopts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,26 +131,6 @@ class Audit:
     checksum: int | None = None
     suspect: bool = False
     proven: bool = False
-
-
-@dataclass(slots=True)
-class Absence:
-    """How long some group has been away that slots are at home in.
-
-    Attributes:
-        since: None while all are there.
-        adopts: whether their slots shall move to others now.
-    """
-
-    since: float | None = None
-    adopts: bool = True
-
-    def lasted_s(self, now: float) -> float:
-        return 0.0 if self.since is None else now - self.since
-
-    def note(self, everybody: bool, now: float) -> None:
-        """Whether all are there now."""
-        self.since = None if everybody else now if self.since is None else self.since
 
 
 @dataclass(slots=True)

@@ -97,12 +97,12 @@ class Holding:
             self._work.not_finite(step, sorted(plan.not_finite))
 
     def compute(self, attempt: Attempt, share: Sequence[int]) -> None:
-        """Compute slots, which are held then. Where nobody is awaited the sums begin with the last of them."""
+        """Compute slots, which are held then. The sums begin with the last of them."""
         held, begun, step = self.held, self._clock.now(), attempt.step
         for done, slot in enumerate(share, 1):
             doubted = slot in attempt.plan.doubted
             self._files.beat("compute", step)
-            self._reducer.begin_slot(last=done == len(share) and not attempt.plan.awaited)
+            self._reducer.begin_slot(last=done == len(share))
             try:
                 self._work.compute(step, slot, whole=doubted)
             except OutOfData:

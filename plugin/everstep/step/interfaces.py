@@ -82,7 +82,6 @@ class Commit:
         owners: for each slot the group that computed it, -1 if none did.
         groups: groups taking part, in rank order.
         able: those of them that have the state before this step; the others heal.
-        held: the step whose snapshot all groups held when they voted; -1 if they differed.
         once: whether every slot is in the sum exactly once; a slot may be missing under `shrink`.
         saver: the group that writes what a run writes once.
         all_leave: every group asked to stop after this step.
@@ -101,7 +100,6 @@ class Commit:
     owners: tuple[int, ...]
     groups: tuple[int, ...]
     able: tuple[int, ...]
-    held: int
     once: bool
     saver: int
     all_leave: bool
@@ -271,8 +269,8 @@ class Work(Protocol):
     def noted(self, notes: list[bytes]) -> None:
         """What each group's `notes` said."""
 
-    def settle(self) -> int:
-        """The newest step that this rank's snapshots hold, -1 for none."""
+    def settle(self) -> object:
+        """Wait until this rank's snapshots hold the state that it restored."""
 
     def serve(self) -> Any:
         """This rank's state, by reference."""

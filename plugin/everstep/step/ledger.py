@@ -19,7 +19,7 @@ from everstep.step.interfaces import SlotSums
 from everstep.step.quorum import Quorum
 
 BITS_PER_WORD = 62  # an int64 word that never touches its sign
-ROW_HEADER = 9
+ROW_HEADER = 8
 SLOT_SETS = 4  # of a row
 
 ASK_AFTER = 2
@@ -50,7 +50,6 @@ class Row:
         checksum: of its parameters after `step`, 63 bits, or None when no audit is due.
         proven: whether an audit has agreed with it since it last took over a state.
         held: slots of step + 1 whose gradients it holds.
-        adopts: whether slots of lost groups shall move to others now; see `plan`.
         refused: slots of step + 1 that it refused.
         disputed: those of them that it refused ASK_AFTER times.
         not_finite: those of them whose gradients were not finite when it computed them alone.
@@ -64,7 +63,6 @@ class Row:
     checksum: int | None = None
     proven: bool = False
     held: frozenset[int] = frozenset()
-    adopts: bool = True
     refused: frozenset[int] = frozenset()
     disputed: frozenset[int] = frozenset()
     not_finite: frozenset[int] = frozenset()
@@ -82,17 +80,17 @@ class Row:
         """The row as `words(slots)` integers that fit int64."""
         packed = [word for some in self._sets for word in pack(some, slots)]
         audited, checksum = (0, 0) if self.checksum is None else (1, self.checksum)
-        flags = [int(self.computes), audited, checksum, int(self.proven), int(self.adopts)]
+        flags = [int(self.computes), audited, checksum, int(self.proven)]
         return [self.group, self.quorum, self.step, self.history, *flags, *packed]
 
     @staticmethod
     def decode(values: Sequence[int], slots: int) -> "Row":
         """The inverse of `encode`."""
-        group, quorum, step, history, computes, audited, checksum, proven, adopts, *packed = values
+        group, quorum, step, history, computes, audited, checksum, proven, *packed = values
         size = len(packed) // SLOT_SETS
         held, *refused = (unpack(packed[size * i : size * (i + 1)], slots) for i in range(SLOT_SETS))
         checksum = checksum if audited else None
-        return Row(group, quorum, step, history, bool(computes), checksum, bool(proven), held, bool(adopts), *refused)
+        return Row(group, quorum, step, history, bool(computes), checksum, bool(proven), held, *refused)
 
 
 def pack(some: frozenset[int], size: int) -> list[int]:
@@ -139,7 +137,6 @@ class Plan:
             entry, perhaps an empty one.
         drops: groups that let go of what they hold, since another group holds one of their slots as well.
         differing: groups whose parameters the audit found different; they compute nothing and heal.
-        awaited: slots of lost groups that nobody computes yet; with any, the attempt is not summed.
         doubted: slots computed in this attempt that some group refused: with every check, and judged one by one.
         accepted: those of them that enough groups refused: it is the data or the bound, and they pass.
         not_finite: those of them whose gradients are not finite on any group that was asked.
@@ -148,7 +145,6 @@ class Plan:
     shares: dict[int, tuple[int, ...]]
     drops: frozenset[int]
     differing: frozenset[int]
-    awaited: frozenset[int] = frozenset()
     doubted: frozenset[int] = frozenset()
     accepted: frozenset[int] = frozenset()
     not_finite: frozenset[int] = frozenset()
@@ -171,7 +167,7 @@ def plan(
         on_loss: `shrink` computes nothing for lost slots as long as some group still holds one; a slot that was refused
             is not lost.
         homes: if not 0, slot s is dealt to group s mod `homes` where that computes, so that it moves only when groups
-            are lost or come back: to another at once if some group `adopts`, and never under `shrink`.
+            are lost or come back; under `shrink` it is lost with them.
 
     Returns:
         the plan; `shares` and what is held after `drops` cover each slot exactly once under `redistribute`.
@@ -187,15 +183,12 @@ def plan(
     if on_loss == "shrink" and holders:
         certain = []
     at: dict[int, list[int]] = {row.group: [] for row in able}
-    left: frozenset[int] = frozenset()
     if homes:
-        at_home = {group for group in at if group < homes}
-        moves = not at_home or (on_loss != "shrink" and any(row.adopts for row in able))
-        left = frozenset() if moves else frozenset(slot for slot in certain if slot % homes not in at_home)
+        moves = on_loss != "shrink" or all(group >= homes for group in at)
         for slot in certain:
             if slot % homes in at:
                 at[slot % homes].append(slot)
-        certain = [slot for slot in certain if slot not in left and slot % homes not in at]
+        certain = [slot for slot in certain if slot % homes not in at] if moves else []
     shares = _deal(certain, at)
     doubts: dict[int, list[int]] = {group: [] for group in shares}
     for slot in sorted(doubted):
@@ -204,9 +197,8 @@ def plan(
     accepted = frozenset(slot for slot in doubted if _passes(slot, able))
     most = min(ENOUGH + 1, len(able))
     not_finite = frozenset(slot for slot in accepted if sum(slot in row.not_finite for row in able) >= most)
-    awaited = frozenset() if on_loss == "shrink" else left
     shares = {group: (*doubts[group], *share) for group, share in shares.items()}
-    return Plan(shares, drops, differing, awaited, doubted, accepted, not_finite)
+    return Plan(shares, drops, differing, doubted, accepted, not_finite)
 
 
 def _passes(slot: int, able: Sequence[Row]) -> bool:
@@ -299,8 +291,6 @@ class Tally:
         leaving: groups that stop after this step.
         exhausted: groups that found no more data.
         refused: groups whose checks refused what is in the sum of the gradients.
-        snapshots: sum of the newest steps that the groups' snapshots hold.
-        snapshots_squared: sum of their squares.
     """
 
     coverage: tuple[int, ...]
@@ -309,54 +299,38 @@ class Tally:
     leaving: int
     exhausted: int
     refused: int
-    snapshots: int
-    snapshots_squared: int
 
     @staticmethod
     def of(
-        group: int,
-        held: frozenset[int],
-        sums: SlotSums,
-        *,
-        leaving: bool,
-        exhausted: bool,
-        refused: bool,
-        snapshot: int,
+        group: int, held: frozenset[int], sums: SlotSums, *, leaving: bool, exhausted: bool, refused: bool
     ) -> "Tally":
-        """One group's, with these slots in its sum; `snapshot` is the newest step that its snapshots hold, -1 for none.
-        Six of these are what a group says, each in a word."""
+        """One group's, with these slots in its sum."""
         coverage = tuple(int(slot in held) for slot in range(len(sums.tokens)))
         owners = tuple(count * (group + 1) for count in coverage)
-        return Tally(coverage, owners, sums, int(leaving), int(exhausted), int(refused), snapshot, snapshot**2)
+        return Tally(coverage, owners, sums, int(leaving), int(exhausted), int(refused))
 
     def encode(self) -> torch.Tensor:
         """As a float64 vector; sums of such vectors are tallies again."""
-        flags = [self.leaving, self.exhausted, self.refused, self.snapshots, self.snapshots_squared]
+        flags = [self.leaving, self.exhausted, self.refused]
         counts = torch.tensor([*self.coverage, *self.owners, *flags], dtype=torch.float64)
         return torch.cat([counts, self.sums.tokens, self.sums.loss, self.sums.extra])
 
     @staticmethod
     def decode(vector: torch.Tensor, slots: int) -> "Tally":
         """The inverse of `encode`, for S = `slots`."""
-        counts, tokens, loss, extra = vector.split([2 * slots + 5, slots, slots, len(vector) - 4 * slots - 5])
+        counts, tokens, loss, extra = vector.split([2 * slots + 3, slots, slots, len(vector) - 4 * slots - 3])
         whole = [round(count) for count in counts.tolist()]
         slot_sums = SlotSums(tokens, loss, extra, frozenset())
         return Tally(tuple(whole[:slots]), tuple(whole[slots : 2 * slots]), slot_sums, *whole[2 * slots :])
 
     def digest(self) -> int:
-        """62 bits over what decides about the step; equal on all ranks of a group that saw the same sum. What snapshots
-        hold is each column's own: keepers of one group may be a step apart."""
+        """62 bits over what decides about the step; equal on all ranks of a group that saw the same sum."""
         whole = (self.coverage, self.owners, self.leaving, self.exhausted, self.refused)
         return int.from_bytes(hashlib.blake2b(repr(whole).encode(), digest_size=8).digest(), "little") >> 2
 
     def owner(self, slot: int) -> int:
         """The group that computed a slot; -1 for none."""
         return self.owners[slot] - 1 if self.coverage[slot] else -1
-
-    def common_snapshot(self, groups: int) -> int:
-        """The step that the snapshots of all `groups` hold; -1 if they differ."""
-        step = round(self.snapshots / groups)
-        return step if step * groups == self.snapshots and step * step * groups == self.snapshots_squared else -1
 
 
 def verdict(tally: Tally, on_loss: OnLoss = "redistribute") -> str:

@@ -22,13 +22,12 @@ Nothing here knows torchtitan or torchft; see `everstep.step.interfaces`.
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from everstep.step import ledger
-from everstep.step.asking import ASK_AGAIN_S, Asker, Standing
+from everstep.step.asking import Asker, Standing
 from everstep.step.attempt import (
     NOTHING,
-    Absence,
     Attempt,
     Audit,
     Beginning,
@@ -79,7 +78,7 @@ class StepProtocol:
         """The newest quorum that had no state: its members restore one, each for itself."""
         self.leaving = False
         """Whether this group stops after the next commit; settled anew in each attempt."""
-        self._audit, self._absence = Audit(), Absence()
+        self._audit = Audit()
         self._finished_before = host.files.finished_step()
         self._healing: Healing | None = None
         self._connected: Quorum | None = None
@@ -196,8 +195,6 @@ class StepProtocol:
             self._connect(attempt.quorum)
             self._exchange_rows(attempt)
             self._compute(attempt)
-            if attempt.plan.awaited:
-                self._await_lost(attempt)
             tally = self._sum(attempt)
         except AttemptFailed as failed:
             return Turn.RETRY, str(failed)
@@ -230,7 +227,6 @@ class StepProtocol:
             lost_peers=self._connected is not None and not self._sums.connected,
             state_is_here=healing is not None and not healing.error and healing.fetch.state() is not None,
             heal_failed=healing is not None and healing.error != "",
-            adopts=self._absence.lasted_s(self._clock.now()) >= self._rules.adopt_after_s,
         )
         ranks = [Beginning(*said) for said in self.decisions.gather("begin", [int(word) for word in mine])]
         if len({(rank.step, rank.history) for rank in ranks}) > 1:
@@ -242,7 +238,6 @@ class StepProtocol:
         if any(rank.gives_up for rank in ranks):
             raise GaveUp(f"no step could be committed for {waited_s:.0f} s; see this group's events for the reasons")
         self.leaving = any(rank.asked_to_leave for rank in ranks)
-        self._absence.adopts = all(rank.adopts for rank in ranks)
         if any(rank.lost_peers for rank in ranks):
             self._disconnect()
         if healing is not None and all(rank.state_is_here for rank in ranks):
@@ -331,8 +326,6 @@ class StepProtocol:
         mine = self._row(quorum)
         attempt.rows = rows = self._with_peers("rows", lambda: self._gather_rows(mine, quorum))
         attempt.plan = ledger.plan(rows, rules.slots, rules.on_loss, rules.homes)
-        everybody = set(range(rules.homes)) <= {row.group for row in rows if row.computes}
-        self._absence.note(everybody, self._clock.now())
         self._events.emit(
             "quorum",
             attempt.step,
@@ -359,7 +352,6 @@ class StepProtocol:
             checksum=self._audit.checksum if computes else None,
             proven=self._audit.proven,
             held=frozenset(held.slots),
-            adopts=self._absence.adopts,
             refused=frozenset(held.refused),
             disputed=frozenset(slot for slot, times in held.refused.items() if times >= ledger.ASK_AFTER),
             not_finite=frozenset(held.not_finite),
@@ -399,13 +391,6 @@ class StepProtocol:
         self._holding.compute(attempt, share)
         attempt.compute_s = self._clock.now() - begun
 
-    def _await_lost(self, attempt: Attempt) -> NoReturn:
-        """Meet the others, who have computed their shares as well, to ask for a quorum with the lost groups again."""
-        self._with_peers("awaited", lambda: self._sums.gather([self._group]))
-        if not any(attempt.plan.shares.values()):
-            self._clock.sleep(ASK_AGAIN_S)
-        raise AttemptFailed(f"slots {sorted(attempt.plan.awaited)} wait for their groups")
-
     def _patience(self, share: Sequence[int], plan: ledger.Plan) -> timedelta:
         """For the gradients' sums: groups with a smaller share than others are there earlier. Never so long that this
         group's own watchdog would take it for stalled: it asks again then, and holds what it has."""
@@ -422,7 +407,7 @@ class StepProtocol:
         """Sum gradients and tally over the groups; the tally of the step, if it is to be committed."""
         begun, step = self._clock.now(), attempt.step
         results = self._work.results()
-        snapshot = self._work.settle()
+        self._work.settle()
         self._files.beat("reduce", step)
         broken = ""
         try:
@@ -440,7 +425,6 @@ class StepProtocol:
             leaving=self.leaving,
             exhausted=attempt.exhausted,
             refused=attempt.refused,
-            snapshot=snapshot,
         )
         tally: ledger.Tally | None = None
         reason = unsound
@@ -484,7 +468,6 @@ class StepProtocol:
             owners=owners,
             groups=quorum.groups,
             able=tuple(sorted(attempt.plan.shares)),
-            held=tally.common_snapshot(len(quorum.members)),
             once=all(count == 1 for count in tally.coverage),
             saver=min(attempt.plan.shares),
             all_leave=tally.leaving == len(quorum.members),

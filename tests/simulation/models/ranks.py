@@ -200,8 +200,7 @@ class _Rank:
         tokens = torch.zeros(SLOTS, dtype=torch.float64)
         return SlotSums(tokens, tokens, torch.zeros(0, dtype=torch.float64), frozenset(self.done))
 
-    def settle(self) -> int:
-        return self.rank  # each rank's keeper may be at another step
+    def settle(self) -> None: ...
 
     def notes(self, step: int) -> None:
         return None
@@ -273,7 +272,7 @@ class _Sums:
         held = frozenset(slot for slot, count in enumerate(covered) if not count)
         tokens = torch.zeros(SLOTS, dtype=torch.float64)
         sums = SlotSums(tokens, tokens, torch.zeros(0, dtype=torch.float64), held)
-        return values + Tally.of(1, held, sums, leaving=False, exhausted=False, refused=False, snapshot=0).encode()
+        return values + Tally.of(1, held, sums, leaving=False, exhausted=False, refused=False).encode()
 
     def _try(self) -> None:
         if self._rank.outcome() == FAILS:
