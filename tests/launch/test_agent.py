@@ -88,15 +88,6 @@ def test_workers_whose_log_is_on_a_full_disk_train(agent, tmp_path):
     assert one.events("workers_died") == []
 
 
-def test_a_temporary_folder_whose_path_is_too_long_for_sockets_ends_nobody(agent, tmp_path):
-    """As a batch job's TMPDIR may be."""
-    long = tmp_path / ("x" * 100)
-    long.mkdir()
-    one = agent("--training.steps", "3", temporary=long)
-    assert one.process.wait(60) == 0
-    assert one.events("agent_ended")[0]["status"] == "done"
-
-
 def test_a_batch_systems_sigterm_to_every_process_is_a_clean_stop(agent):
     one = agent("--training.steps", "1000000")
     until(lambda: both_train(one), "both ranks to train")

@@ -111,15 +111,6 @@ def test_a_stopped_run_continues_in_its_directory_with_another_number_of_groups(
     assert (first["source"], first["step"]) == ("disk", stopped_at + 1)
 
 
-@pytest.mark.slow
-def test_one_of_two_groups_goes_on_alone_while_the_other_is_stopped(resumed):
-    resumed.wait_for_step((0, 1))  # before its first one a worker may take long
-    stopped = resumed.kill(0, signum=signal.SIGSTOP)
-    resumed.wait_for_step((1,), after=stopped + 2.0)
-    stalled = resumed.wait_for("workers_stalled", after=stopped, group=0)
-    resumed.wait_for_step((0, 1), after=stalled["t"])
-
-
 def test_the_losses_are_those_of_the_run_in_which_nothing_failed(run, resumed, config, start):
     resumed.process.send_signal(signal.SIGINT)
     assert resumed.wait() == 0

@@ -46,32 +46,6 @@ def test_a_group_of_two_sharded_ranks_lives_and_dies_as_one(start, tmp_path):
     assert len(owners) == 3, "slots of two ranks each, shared out unevenly"
 
 
-@pytest.mark.slow
-def test_one_stopped_rank_of_a_sharded_group_has_the_group_replaced(start, tmp_path):
-    config = write_config(tmp_path / "fsdp.toml", training={"global_batch_size": 10})
-    run = start(config, "--groups", "2", "--ranks-per-group", "2", *ENDLESS)
-    run.wait_for_step((0, 1))
-    for rank in (1, 0):
-        stopped = run.kill(1, signum=signal.SIGSTOP, ranks=slice(rank, rank + 1))
-        run.wait_for_step((0,), after=stopped + 2.0)
-        stalled = run.wait_for("workers_stalled", after=stopped, group=1)
-        run.wait_for_step((0, 1), after=stalled["t"])
-    losses_match(run, start, config, "--ranks-per-group", "2")
-
-
-def test_tensor_parallel_groups_lose_a_rank_and_keep_their_losses(start, tmp_path):
-    config = write_config(
-        tmp_path / "tp.toml",
-        training={"global_batch_size": 2},
-        parallelism={"tensor_parallel_degree": 2},
-    )
-    run = start(config, "--groups", "2", "--ranks-per-group", "2", *ENDLESS)
-    run.wait_for_step((0, 1))
-    killed = run.kill(1, ranks=slice(1, 2))
-    run.wait_for_step((0, 1), after=killed)
-    losses_match(run, start, config, "--ranks-per-group", "2")
-
-
 def test_random_kills_among_more_groups_than_slots_cost_no_sample(start, tmp_path):
     config = write_config(tmp_path / "spares.toml", training={"global_batch_size": 2})
     run = start(config, "--groups", "3", "--chaos-every", "2", "--fault_tolerance.groups", "2", *ENDLESS)

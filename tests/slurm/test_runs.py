@@ -8,7 +8,6 @@ import time
 import psutil
 import pytest
 
-from everstep.report.score import score
 from everstep.run.directory import over_file
 from everstep.run.files import read_json
 from slurm_runs import ENDLESS, Submitted
@@ -250,27 +249,3 @@ def test_a_bad_node_is_left_and_not_used_again(submit):
     assert f"left node {node}" in run.status()
     run.wait_for_step((0, 1, 2), after=time.time())
     run.assert_as_without_failures()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("on_poison", ["skip", "stop"])
-def test_a_slot_that_ends_every_group_is_left_out_or_ends_the_run(submit, on_poison):
-    run = submit(
-        groups=3,
-        job={"module": "poison_job", "config": "debugmodel"},
-        training={"global_batch_size": 7},
-        checkpoint={"interval": 1},
-        fault_tolerance={"on_poison": on_poison},
-    )
-    poison = run.wait_for("poison_slot", deadline_s=300)
-    assert (poison["step"], poison["slot"]) == (4, 2)
-    assert "a token that no table has" in poison["error"]
-    if on_poison == "skip":
-        run.wait_for_step((0, 1, 2), after=run.wait_for("commit", step=4)["t"])
-        steps = run.stop()
-        figures = score(run.run_dir)
-        assert (figures["steps"], figures["slots_skipped"], figures["samples_lost"]) == (steps, 1, 1)
-    else:
-        run.cluster.until(lambda: not run.tasks(), "the groups to end, and not to be started again", 240)
-        assert max(e["step"] for e in run.events("commit")) == 3
-        assert "slot 2 of step 4" in run.status()

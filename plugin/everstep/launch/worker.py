@@ -1,8 +1,6 @@
 """A worker: one rank of one group, forked warm, that runs the trainer."""
 
 import contextlib
-import errno
-import fcntl
 import importlib
 import multiprocessing
 import os
@@ -21,6 +19,7 @@ from everstep.run import typed
 from everstep.run.beats import DONE, STARTUP, Heartbeat
 from everstep.run.events import EventLog
 from everstep.run.exits import TrainerEnds
+from everstep.run.fence import hold_alone
 from everstep.run.files import read_json, write_json
 
 EXIT_TIMEOUT_S = 10.0
@@ -102,20 +101,11 @@ def _described(error: Exception) -> WorkerError:
 
 def await_predecessor(run_dir: Path, group: int, rank: int) -> None:
     """Wait until no other process of this rank is left: one of a launcher that was killed may take a while to die.
-
-    The lock is a process's own, which none that it forks holds as well, and goes with it. Raises TimeoutError.
-    """
+    Raises TimeoutError."""
     path = run_dir / "state" / f"group-{group}.rank-{rank}.alive"
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S
-    while True:
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return  # and keep the descriptor
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                return  # where there are no such locks, nobody can tell
+    while not hold_alone(path):
         if time.monotonic() > deadline:
             raise TimeoutError(f"an earlier process of rank {rank} of group {group} still runs")
         time.sleep(0.02)

@@ -99,7 +99,7 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
         before = _read(path)
         if before and before.claim > claim:
             raise Fenced(f"group {group} was started again as {before.claim} on {before.host}")
-        if not _only_one(path) and before and before.claim == claim:
+        if not hold_alone(path.with_suffix(".alive")) and before and before.claim == claim:
             raise Fenced(
                 f"group {group} is run by process {before.pid} on {before.host} already; to start it here in its "
                 f"place, give a higher --restart than {claim.restart}"
@@ -121,10 +121,10 @@ def release(run_dir: Path, group: int, claim: Claim) -> None:
             write_json(path, asdict(found) | {"ended": True})
 
 
-def _only_one(path: Path) -> bool:
-    """Whether no other process that lives has been answered so. Its lock is a process's own, which none that it forks
-    holds as well, and goes with it."""
-    fd = os.open(path.with_suffix(".alive"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+def hold_alone(path: Path) -> bool:
+    """Whether no other process that lives has been answered so for this file. Its lock is a process's own, which none
+    that it forks holds as well, and goes with it."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
