@@ -7,7 +7,7 @@ from everstep.attention.section import AttentionCheck
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("in_graph", "most"), [(False, 0.116), (True, 0.070)], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("in_graph", "most"), [(False, 0.116), (True, 0.117)], ids=["eager", "compiled"])
 def test_what_a_call_of_llama_3_8b_adds(in_graph, most):
     name = "Llama 3 8B"
     block, without = block_seconds(name), ran(name, None, in_graph=in_graph)
