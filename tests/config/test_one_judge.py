@@ -187,6 +187,10 @@ MISTAKES = {
         'run.toml: attention_check.path = "explicit": cannot be compiled; use attention_check.path = "fused" or remove '
         "model from compile.components."
     ),
+    ('[override]\nimports = ["no_such_package.f"]', ""): (
+        "run.toml: Failed to import override target 'no_such_package.f': module 'no_such_package' could not be "
+        "imported: No module named 'no_such_package'"
+    ),
     ("[checkpoint]\nlast_save_model_weights_only = 3", ""): (
         "run.toml:15: [checkpoint] last_save_model_only ([checkpoint] last_save_model_weights_only in the file) must "
         "be true or false, got 3"

@@ -36,7 +36,8 @@ def computes(run, group):
     return beat and beat.phase == "compute" and beat.pid in run.workers(group)
 
 
-@pytest.mark.parametrize("method", ["diloco", pytest.param("local_sgd", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["diloco", "local_sgd"])
 def test_a_run_is_what_the_paper_says(start, reference, tmp_path, method):
     config = semi_config(tmp_path / "run.toml", semi_sync={"method": method})
     run = start(config)

@@ -46,6 +46,7 @@ def test_a_group_that_dies_before_a_slow_storage_has_its_workers_ends_the_run(st
     assert {event["source"] for event in run.events("training_started", killed)} <= {"peer"}, "nobody starts over"
 
 
+@pytest.mark.slow
 def test_a_slow_storage_is_waited_for(start, reference, tmp_path, monkeypatch):
     """A write takes longer than a round: what a group that dies has not written is made again."""
     monkeypatch.setenv("SLOW_WRITE", "0.7")

@@ -42,6 +42,7 @@ def soon(run, found):
     return events
 
 
+@pytest.mark.slow
 def test_a_group_that_compiles_holds_nobody_up(run):
     """With a cold compiler cache. The group that was killed asks for a quorum when it can compute a slot at once."""
     soon(run, lambda: [event for event in run.events("commit", rank=0) if event["groups"] == [0, 1]])

@@ -125,7 +125,7 @@ def _judge(order: Order) -> tuple[Any, int, list[str]]:
     from everstep.titan.cpu import has_accelerator
     from everstep.titan.data.binding import check_files
     from everstep.titan.load import load_config
-    from everstep.titan.machine import needs_gpu, why_not_checked
+    from everstep.titan.machine import needs_gpu, why_not_built
     from everstep.titan.trainer import EverstepTrainer
 
     source, warnings = Path(order.config), list[str]()
@@ -153,7 +153,7 @@ def _judge(order: Order) -> tuple[Any, int, list[str]]:
         raise ConfigError(
             f'{source}: [fault_tolerance] process_group = "{ft.process_group}" {reason}: set it to "gloo"'
         )
-    if reason := why_not_checked(config):
+    if reason := why_not_built(config):
         raise ConfigError(f"{source}: {reason}")
     return config, ranks, warnings
 

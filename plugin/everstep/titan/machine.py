@@ -32,9 +32,10 @@ _MODULES = {
 def needs_gpu(config: Any) -> Iterator[Problem]:
     """Every setting of a trainer config that only a GPU can carry out."""
     for item in config.override.imports:
-        name = item if isinstance(item, str) else item[0]
-        if kernel := _KERNELS.get(name.rpartition(".")[0]):
-            yield _problem("override", "imports", name, f"it is a {kernel} kernel")
+        if kernel := _kernel(item):
+            yield _problem(
+                "override", "imports", item if isinstance(item, str) else item[0], f"it is a {kernel} kernel"
+            )
     if config.optimizer.implementation == "fused_opt_states_bf16":
         why = "its kernel for states in bfloat16 beside parameters in float32 is CUDA's"
         yield _problem("optimizer", "implementation", config.optimizer.implementation, why)
@@ -52,6 +53,12 @@ def needs_gpu(config: Any) -> Iterator[Problem]:
             yield Problem(("job", "config"), message)
 
 
+def _kernel(item: Any) -> str:
+    """What the kernel is written in that an override of torchtitan's puts into the model; empty for any other."""
+    name = item if isinstance(item, str) else item[0]
+    return _KERNELS.get(name.rpartition(".")[0], "")
+
+
 def choose_attention(config: Any) -> None:
     """Give a trainer config's model, in place, an attention that this machine runs, checked where that is asked for.
 
@@ -63,14 +70,16 @@ def choose_attention(config: Any) -> None:
     attention.apply(config, config.attention_check)
 
 
-def why_not_checked(config: Any) -> str:
-    """Why the attention of a trainer config's model cannot be checked as the config asks for; empty if it can. Changes
-    nothing."""
-    if not config.attention_check.enable:
-        return ""
+def why_not_built(config: Any) -> str:
+    """Why the model of a trainer config cannot be built as the config asks for, with checks and overrides; empty if it
+    can, as far as one sees without building it. Changes nothing."""
+    copy = deepcopy(config)
     try:
-        choose_attention(deepcopy(config))
-    except ValueError as error:
+        choose_attention(copy)
+        if not cpu.has_accelerator():  # a login node need not have what a kernel is written in
+            copy.override.imports = [item for item in copy.override.imports if not _kernel(item)]
+        apply_overrides(copy.override, copy)
+    except (ValueError, ImportError, TypeError) as error:
         return str(error)
     return ""
 
