@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from watched import Watched
+
 HERE = Path(__file__).parent
 
 
@@ -13,9 +15,8 @@ def environment(log: Path | None = None) -> dict[str, str]:
     from late.build import library
 
     library()
-    paths = [str(HERE / "site"), str(HERE), os.environ.get("PYTHONPATH", "")]
-    own = {"EVERSTEP_TEST_DEVICE": "late", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return {**os.environ, **own, **({"EVERSTEP_TEST_DEVICE_LOG": str(log)} if log else {})}
+    own = {"EVERSTEP_TEST_DEVICE": "late", "PYTHONPATH": os.pathsep.join([str(HERE / "site"), *sys.path])}
+    return {**os.environ, "OMP_NUM_THREADS": "1", **own, **({"EVERSTEP_TEST_DEVICE_LOG": str(log)} if log else {})}
 
 
 def run(*argv: object, env: dict[str, str]) -> str:
@@ -24,3 +25,26 @@ def run(*argv: object, env: dict[str, str]) -> str:
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+class LateRun(Watched):
+    """An `everstep run` on the device. What its processes say of races and of waits is in the folder `log`."""
+
+    def __init__(self, config, run_dir, *args):
+        self.log = run_dir.parent / "log"
+        self.log.mkdir(exist_ok=True)
+        super().__init__(config, run_dir, *args)
+
+    def starts(self, argv, *, env, **options):
+        return subprocess.Popen(argv, env={**env, **environment(self.log)}, **options)
+
+    def races(self):
+        return [path.read_text() for path in sorted(self.log.glob("races-*.txt"))]
+
+    def waits(self, pid):
+        """For each time that the host waited for the device: why, and the frames from the innermost on."""
+        found = []
+        for line in (self.log / f"waits-{pid}.txt").read_text().splitlines():
+            why, *frames = [part.strip() for part in line.replace("      ", "|", 1).split("|")]
+            found.append((why, [frame for frame in frames if frame]))
+        return found

@@ -18,7 +18,7 @@ import psutil
 from everstep.config.checks import timeout_problems
 from everstep.config.sections import FaultTolerance
 from everstep.launch import node
-from everstep.launch.machine import PORTS, free_port
+from everstep.launch.machine import PORTS, free_port, sharing_complaint
 from everstep.launch.prepare import Model, Prepared
 from everstep.quorum.interface import InterfaceError, interface_of
 from everstep.run.beats import shared_lag_s
@@ -197,8 +197,7 @@ def accelerators(ranks: int, devices: int, process_group: str) -> Iterator[Line]
     if not devices or ranks <= devices:
         return
     found = f"{ranks} ranks share {devices} GPU(s) of this machine"
-    if process_group == "nccl":
-        advice = 'NCCL refuses two ranks on one GPU: use fewer groups, or set [fault_tolerance] process_group = "gloo"'
+    if advice := sharing_complaint(list(map(str, range(devices))), ranks, process_group):
         yield Line("accelerators", "error", found, advice)
     else:
         yield Line("accelerators", "warning", f"{found}: one that runs out of memory takes the others with it")

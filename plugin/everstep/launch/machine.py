@@ -33,6 +33,19 @@ def devices_of_groups(visible: Sequence[str], groups: int, ranks_per_group: int)
     ]
 
 
+def sharing_complaint(visible: Sequence[str], ranks: int, process_group: str) -> str:
+    """Why so many ranks cannot sum over NCCL on these GPUs, or nothing. It takes two ranks of a communicator on one GPU
+    only if it is told to (NCCL 2.30, init.cc)."""
+    if process_group != "nccl" or not visible or ranks <= len(visible):
+        return ""
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return ""
+    return (
+        f"{ranks} ranks would share {len(visible)} GPU(s), and NCCL refuses two ranks on one GPU: give fewer --groups, "
+        'set [fault_tolerance] process_group = "gloo", or, with NCCL 2.30 or later, NCCL_MULTI_RANK_GPU_ENABLE=1'
+    )
+
+
 def limited_threads(ranks: int) -> dict[str, str]:
     """What shares this machine's cores among `ranks` processes, for their environment; nothing if OMP_NUM_THREADS is
     set already. Ranks whose thread pools outnumber the cores slow each other down tenfold. As torchrun does; a process

@@ -16,7 +16,7 @@ from everstep.launch.forking import PRELOAD, Request
 from everstep.launch.group import Group
 from everstep.launch.launcher import TICK_S, Launcher, import_all, telling
 from everstep.launch.lighthouse import Lighthouse
-from everstep.launch.machine import HOST, devices_of_groups
+from everstep.launch.machine import HOST, devices_of_groups, sharing_complaint
 from everstep.launch.prepare import Order, Prepared, forget_answer, take_answer
 from everstep.launch.scarce import patiently
 from everstep.launch.settings import GroupSettings
@@ -171,6 +171,9 @@ class Supervisor:
         if self._stops:
             raise Refused(STOPPED_BEFORE)
         found = take_answer(self.run_dir.path)
+        if isinstance(found, Prepared):
+            ranks = found.groups * self.settings.ranks_per_group
+            found = sharing_complaint(found.devices, ranks, found.fault_tolerance.process_group) or found
         if isinstance(found, Prepared):
             return found
         if found:

@@ -109,15 +109,24 @@ class _StateBytes:
             self._detaching = True
             self._lock.wait_for(lambda: not self._reading)
         try:
-            self._parts = [
-                part.cpu() if isinstance(part, torch.Tensor) else memoryview(bytearray(part)) for part in self._parts
-            ]
-            self._parts = [_memory_of(part) if isinstance(part, torch.Tensor) else part for part in self._parts]
-            self._device = HOST
+            if self._device == HOST:
+                self._parts = [memoryview(bytearray(part)) for part in self._parts]
+            else:
+                self._parts, self._ends = [self._on_host()], [self.size]
+                self._device = HOST
         finally:
             with self._lock:
                 self._detaching = False
                 self._lock.notify_all()
+
+    def _on_host(self) -> memoryview:
+        """A copy of all of it, through page-locked memory: straight from a device to other memory takes several times
+        as long, and the trainer waits for this."""
+        whole = memoryview(bytearray(self.size))
+        for begin in range(0, self.size, wire.CHUNK_BYTES):
+            [staged] = self._staged(self._pieces(begin, min(wire.CHUNK_BYTES, self.size - begin)))
+            whole[begin : begin + len(staged)] = staged
+        return whole
 
     def _pieces(self, offset: int, length: int) -> list[memoryview | torch.Tensor]:
         end, pieces = offset + length, []

@@ -52,10 +52,14 @@ class InFlight:
         self._thread: threading.Thread | None = None
         self._last_ended = 0.0
         self._broken = False
+        self.pending = 0
+        """Sums that have not ended."""
 
     def add(self, work: Any, event: Event | None, timeout: timedelta) -> Sum:
         """Wait for a sum that has begun."""
         one = Sum(self, work, event, timeout)
+        with self._news:
+            self.pending += 1
         self._queue.put(one)
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait_for_all, name="sums", daemon=True)
@@ -98,6 +102,7 @@ class InFlight:
             with self._news:
                 one.error, one.work = error, None
                 one.ended_at = self._last_ended = time.monotonic()
+                self.pending -= 1
                 self._news.notify_all()
 
     def _wait_for(self, one: Sum) -> str:

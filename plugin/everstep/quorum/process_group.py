@@ -48,14 +48,22 @@ class _Line:
     def start(self, tensor: torch.Tensor, timeout: timedelta, parts: list[torch.Tensor] | None = None) -> Sum:
         """A sum, or with `parts` what every member has."""
         ready = self.streams.record()
+        # A device's backend counts from here on, and carries out one after the other.
+        waits = timeout * (1 + self.in_flight.pending) if self.communicator.on_device else timeout
         with self.streams.of_sums():
             self.streams.wait(ready)
             if parts is None:
-                work = self.communicator.allreduce(tensor, timeout)
+                work = self.communicator.allreduce(tensor, waits)
             else:
-                work = self.communicator.allgather(parts, tensor, timeout)
+                work = self.communicator.allgather(parts, tensor, waits)
             event = self.streams.record() if self.communicator.on_device else None
         return self.in_flight.add(work, event, timeout)
+
+    def warm(self, timeout: timedelta) -> None:
+        """Carry out a first sum, of nothing: a backend of a device connects its members, and loads its kernels, in the
+        call that begins it, which returns when all of them have come. Raises SumsBroken, or what the backend does."""
+        device = torch.accelerator.current_accelerator(check_available=True)
+        self.in_flight.finish(self.start(torch.zeros(1, device=device), timeout))
 
     def end(self) -> None:
         # In this order: a sum that the abort ends is not to look complete.
@@ -140,8 +148,9 @@ class RankColumn:
         building = _Building(place, self._new_lines, self._watch, self._connect_timeout, reached)
         self._key = place.key
         building.start()
-        # Members may use up the timeout once while they wait for each other, and once for each line they connect.
-        give_up = time.monotonic() + (1 + self._line_count()) * self._connect_timeout.total_seconds()
+        # Members may use up the timeout once while they wait for each other, once for each line they connect, and once
+        # for a device's first sum.
+        give_up = time.monotonic() + 2 * self._line_count() * self._connect_timeout.total_seconds()
         while building.is_alive() and self._key and time.monotonic() < give_up:
             building.join(CONNECT_POLL_S)
         lines, error = building.take()
@@ -177,9 +186,7 @@ class RankColumn:
         board = dist.PrefixStore(f"everstep/warm/{key.hex()}", self._stores[store])
         line = _Line(self._make(self._backend, board, 0, 1, timeout), self._streams)
         line.communicator.connect(key)
-        line.in_flight.finish(
-            line.start(torch.ones(1, device=torch.accelerator.current_accelerator(check_available=True)), timeout)
-        )
+        line.warm(timeout)
         line.end()
 
     def _keep_store(self, address: str, reached: dist.TCPStore | None) -> None:
@@ -397,6 +404,8 @@ class _Building(threading.Thread):
         for number, line in enumerate(self._lines):
             try:
                 line.communicator.connect(place.key + bytes([number]))
+                if line.communicator.on_device:  # else the first gradient's hook would wait for the slowest group
+                    line.warm(self._timeout)
             except Exception:
                 self.unreached = line.communicator.unreached() - {place.rank}
                 raise

@@ -14,6 +14,15 @@ from everstep.step.quorum import NO_STATE
 
 STATE_POLL_S = 1.0
 """Between two looks whether a group that has a state comes back."""
+FREE_RETRIES, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.05, 1.0
+"""After so many retries in a row each one waits, twice as long as the one before: what fails at once every time, such as
+a backend that does not know the device, would be tried fifty times a second, and what each leaves behind adds up."""
+
+
+def pause_s(retries: int) -> float:
+    """To wait after so many retries in a row, in seconds."""
+    beyond = retries - FREE_RETRIES
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(beyond - 1, 16)) if beyond > 0 else 0.0
 
 
 class End(enum.Enum):
@@ -56,8 +65,10 @@ class Driver:
             TimeoutError: the others neither finished the last step nor left.
         """
         turn: Commit | Turn | None = None
+        retries = 0
         while self._work.goes_on():
             turn = self._protocol.attempt()
+            retries = retries + 1 if turn is Turn.RETRY else 0
             match turn:
                 case Commit():
                     self._protocol.apply(turn)
@@ -79,7 +90,10 @@ class Driver:
                     break
                 case Turn.TOO_LATE:
                     return End.COMPLETE
-                case Turn.RETRY | Turn.CAUGHT_UP:
+                case Turn.RETRY:
+                    if pause := pause_s(retries):
+                        self._clock.sleep(pause)
+                case Turn.CAUGHT_UP:
                     pass
         unsaved = self._decisions.all_true("unsaved", self._protocol.step > max(self._files.finished_step(), NO_STATE))
         met = turn is Turn.OVER

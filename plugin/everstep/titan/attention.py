@@ -30,7 +30,7 @@ from everstep.attention.guard import Checks, Guard
 from everstep.attention.linear import WeightSums, linear, result_names
 from everstep.attention.masks import Visible, documents_of, ranges_of
 from everstep.attention.section import AttentionCheck
-from everstep.titan import private
+from everstep.titan import cpu, private
 from everstep.titan.cpu_attention import MatrixFlexAttention, MatrixMask, MatrixVarlenAttention
 
 _PROJECTIONS = ["model_spec.model.*.attention.*"]
@@ -320,8 +320,7 @@ def apply(config: Any, section: AttentionCheck) -> None:
     if unknown:
         raise ValueError(f"attention_check.enable: inner attention {', '.join(unknown)} cannot be checked.")
     _refuse(config)
-    on_cpu = not torch.accelerator.is_available()
-    runs = not (on_cpu and kinds & {FlexAttention.Config, VarlenAttention.Config})
+    runs = cpu.has_attention_kernels() or not kinds & {FlexAttention.Config, VarlenAttention.Config}
     path = ("fused" if runs else "explicit") if section.path == "auto" else section.path
     compiled = config.compile.enable and "model" in config.compile.components
     if compiled and path == "explicit":

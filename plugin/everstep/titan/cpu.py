@@ -25,6 +25,12 @@ def has_accelerator() -> bool:
     return torch.accelerator.is_available()
 
 
+def has_attention_kernels() -> bool:
+    """Whether PyTorch's kernels of FlexAttention and varlen attention run on the device to train on."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type in ("cuda", "xpu")
+
+
 def stand_in() -> None:
     """Make `torch.cpu` answer as a torchtitan device module, and Gloo take what torchtitan sends. Idempotent."""
     private.train_on("cpu")

@@ -65,7 +65,7 @@ def choose_attention(config: Any) -> None:
     Raises:
         ValueError: it cannot be checked.
     """
-    if not cpu.has_accelerator():
+    if not cpu.has_attention_kernels():
         cpu.prepare(config)
     attention.apply(config, config.attention_check)
 

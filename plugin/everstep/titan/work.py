@@ -173,9 +173,10 @@ class SlotTrainer(titan.Trainer):
     def _on_device(self, batch: Batch) -> Batch:
         inputs, labels = batch
         moved = {
-            key: value.to(self.device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()
+            key: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for key, value in inputs.items()
         }
-        return moved, labels.to(self.device)
+        return moved, labels.to(self.device, non_blocking=True)
 
     def refused(self) -> frozenset[int]:
         if self.checks is not None:

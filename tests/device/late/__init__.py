@@ -26,6 +26,7 @@ def autoload() -> None:
     if os.environ.get("EVERSTEP_TEST_DEVICE") == NAME:
         from late import hooks
 
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # no compiler makes kernels for it
         make()
         hooks.install()
 
@@ -86,26 +87,6 @@ class Event(torch.Event):
 
     def __new__(cls, device: Any = None, enable_timing: bool = False, **kwargs: Any):
         return super().__new__(cls, device=NAME, enable_timing=enable_timing)
-
-
-class Runtime:
-    """As much of CUDA's runtime library as PyTorch shows of it; 0 is success."""
-
-    @staticmethod
-    def cudaHostRegister(address: int, length: int, flags: int) -> int:  # noqa: N802 - CUDA's name
-        try:
-            torch.ops.late.register(address, length)
-        except RuntimeError:
-            return 1  # cudaErrorInvalidValue
-        return 0
-
-    @staticmethod
-    def cudaHostUnregister(address: int) -> int:  # noqa: N802 - CUDA's name
-        return 0 if torch.ops.late.unregister(address) else 1
-
-
-def cudart() -> Runtime:
-    return Runtime()
 
 
 def is_available() -> bool:

@@ -135,9 +135,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Device::current = to.id();
     return before;
   }
-  void record(void** event, const c10::Stream& on, c10::DeviceIndex, c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& on, c10::DeviceIndex, c10::EventFlag flag) const override {
     if (!*event) *event = new Event();
-    *(Event*)*event = Device::get().record(on.id());
+    *(Event*)*event = Device::get().record(on.id(), flag == c10::EventFlag::BACKEND_DEFAULT);
+  }
+  double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
+    TORCH_CHECK(from && to && ((Event*)from)->at_ms && ((Event*)to)->at_ms, "late: an event that takes no time");
+    return *((Event*)to)->at_ms - *((Event*)from)->at_ms;
   }
   void block(void* event, const c10::Stream& on) const override {
     if (event) Device::get().wait(*(Event*)event, on.id());
@@ -507,8 +511,6 @@ TORCH_LIBRARY(late, m) {
   m.def("inside(Tensor self) -> Tensor");
   m.def("give(int function, int call, str what, Tensor[] reads, Tensor[] writes) -> ()");
   m.def("hold(bool still) -> ()", [](bool still) { Device::get().hold(still); });
-  m.def("register(int address, int bytes) -> ()", [](int64_t at, int64_t n) { Device::get().host_register(at, n); });
-  m.def("unregister(int address) -> bool", [](int64_t at) { return Device::get().host_unregister(at); });
   m.def("reports() -> str[]", [] { return Device::get().reports(); });
   m.def("forget() -> ()", [] { Device::get().forget(); });
   m.def("in_copy() -> bool", [] { return Device::in_copy(); });

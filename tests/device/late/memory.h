@@ -56,14 +56,6 @@ struct Arena : Mapping {
   }
 };
 
-// Memory of the host's own that the device is given to reach, such as cudaHostRegister's. It has to be shared: the
-// second mapping is mremap's.
-inline Mapping registered(uintptr_t address, size_t bytes) {
-  uintptr_t begin = page_of(address), end = page_of(address + bytes + PAGE - 1);
-  void* again = mremap((void*)begin, 0, end - begin, MREMAP_MAYMOVE);
-  return {begin, (uintptr_t)checked(again), end - begin};
-}
-
 inline void allow(uintptr_t begin, uintptr_t end, int access) {
   begin = page_of(begin), end = page_of(end + PAGE - 1);
   mprotect((void*)begin, end - begin, access);

@@ -72,6 +72,7 @@ struct Event {
   int64_t stream = -1;
   uint64_t ticket = 0;
   Clock clock;
+  std::shared_ptr<double> at_ms;  // when it was reached, of one that takes the time
 };
 
 struct Stream {
@@ -121,11 +122,20 @@ class Device {
     for (auto& [old, now] : races) report_race(old, now);
   }
 
-  Event record(int64_t id) {
+  Event record(int64_t id, bool takes_time = false) {
     std::lock_guard held(mutex_);
     Stream& stream = *streams_.at(id);
     counts_["record"]++;
-    return {id, stream.issued, stream.clock};
+    std::shared_ptr<double> at_ms;
+    if (takes_time) {
+      at_ms = std::make_shared<double>();
+      begin(stream);
+      stream.tasks.push_back([at_ms] {
+        *at_ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+      });
+      stream.arrived.notify_one();
+    }
+    return {id, stream.issued, stream.clock, at_ms};
   }
 
   void wait(const Event& event, int64_t id) {
@@ -235,27 +245,9 @@ class Device {
     if (stream != block->stream) block->kept[stream] = 0;
   }
 
-  void host_register(uintptr_t address, size_t bytes) {
-    Mapping mapping = registered(address, bytes);
-    std::lock_guard held(mutex_);
-    registered_[mapping.host] = mapping;
-    blocks_[mapping.host] = new Block{mapping.host, mapping.size, -1, true};
-  }
-
-  bool host_unregister(uintptr_t address) {
-    std::lock_guard held(mutex_);
-    auto found = registered_.find(page_of(address));
-    if (found == registered_.end()) return false;
-    allow(found->second.host, found->second.host + found->second.size, PROT_READ | PROT_WRITE);
-    munmap((void*)found->second.device, found->second.size);
-    registered_.erase(found);
-    blocks_.erase(page_of(address));
-    return true;
-  }
-
   bool is_pinned(uintptr_t address) {
     std::lock_guard held(mutex_);
-    return mapping_of(address) != nullptr && !memory_.holds(address);
+    return pinned_.holds(address);
   }
 
   // Where the device has what the host has at `address`.
@@ -303,11 +295,10 @@ class Device {
     return torch::CapturedTraceback::gather(true, false, false);
   }
 
-  static std::string shown(const Stack& stack) {
+  static std::string shown(const Stack& stack, size_t left = 12) {
     if (!stack) return "      (no Python)\n";
     auto found = torch::symbolize({stack.get()});
     std::ostringstream out;
-    size_t left = 12;
     for (auto index : found.tracebacks.at(0)) {
       auto& frame = found.all_frames.at(index);
       out << "      " << frame.filename << ":" << frame.lineno << " " << frame.funcname << "\n";
@@ -442,11 +433,7 @@ class Device {
 
   const Mapping* mapping_of(uintptr_t address) {
     if (memory_.holds(address)) return &memory_;
-    if (pinned_.holds(address)) return &pinned_;
-    auto found = registered_.upper_bound(address);
-    if (found == registered_.begin()) return nullptr;
-    const Mapping& mapping = std::prev(found)->second;
-    return mapping.holds(address) ? &mapping : nullptr;
+    return pinned_.holds(address) ? &pinned_ : nullptr;
   }
 
   Block* used(Block* block) {
@@ -470,7 +457,7 @@ class Device {
       counts_["host waits"]++;
     }
     if (folder_.empty()) return;
-    std::string stack = shown(here()), line;
+    std::string stack = shown(here(), 60), line;
     for (char c : stack) line += c == '\n' ? '|' : c;
     std::lock_guard held(notes_);
     write("waits", why + line + "\n");
@@ -495,7 +482,6 @@ class Device {
   Clock host_;  // what any host thread has waited for
   std::string error_;
   Arena memory_, pinned_;
-  std::map<uintptr_t, Mapping> registered_;
   std::map<uintptr_t, Block*> blocks_;
   std::map<std::pair<int64_t, size_t>, std::vector<Block*>> free_;
   std::vector<Access> guards_;

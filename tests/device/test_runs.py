@@ -1,0 +1,165 @@
+"""Whole runs on the stand-in accelerator: the losses of a CPU, nothing that no event orders, and no host that waits
+without need."""
+
+import json
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from everstep.report import score
+from forked import ran
+from test_shapes import ENDLESS, stop
+from watched import Watched, write_config
+
+from .devices import HERE, LateRun, environment, run
+
+CLOSE = 1e-6
+"""Of a loss, relative to that of the run on a CPU in which nothing failed."""
+ON_DEVICE = {"process_group": "nccl"}
+"""For tests tests/device/late/column.py stands for NCCL."""
+EACH_STEP = {
+    ("reduction.py", "all_within"): "whether the sums are finite",
+    ("work.py", "results"): "the losses of the step's slots",
+    ("trainer.py", "_update"): "the gradient's norm",
+}
+"""Where the trainer's thread waits for the device in each healthy step, once, and what for."""
+NOW_AND_THEN = {
+    ("state.py", "checksum"): "a commit whose checksum is compared",
+    ("heal.py", "_staged"): "a joiner that reads on from a copy",
+    ("cpu_attention.py", "matrix_mask"): "attention without kernels, which is the stand-in's",
+}
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a run of `kind` in a directory of its own; ends it with the test."""
+    runs = []
+
+    def _start(kind, name, *args, **sections):
+        (tmp_path / name).mkdir()
+        config = write_config(tmp_path / name / "run.toml", **sections)
+        runs.append(kind(config, tmp_path / name / "run", *args))
+        return runs[-1]
+
+    yield _start
+    for one in runs:
+        one.end()
+
+
+def table(**sections):
+    """Of a run without checkpoints; its snapshots are there to be taken from the device."""
+    base = {
+        "training": {"global_batch_size": 6},
+        "checkpoint": {"enable": False},
+        "snapshot": {"enable": True},
+        "fault_tolerance": {"groups": 2},
+        "metrics": {"log_freq": 1},
+    }
+    return {name: {**base.get(name, {}), **sections.get(name, {})} for name in base.keys() | sections.keys()}
+
+
+def on_device(sections):
+    return {**sections, "fault_tolerance": {**sections["fault_tolerance"], **ON_DEVICE}}
+
+
+def assert_as_on_a_cpu(late, start, *args, **sections):
+    """Stop `late`: it has the losses of a run on a CPU in which nothing failed, no access was unordered, and no work
+    was lost."""
+    steps = stop(late)
+    reference = start(Watched, "cpu", "--groups", "1", "--steps", str(steps), *args, **sections)
+    assert reference.wait(600) == 0, reference.said()
+    figures = score.score(late.run_dir, reference.run_dir)
+    assert (figures["status"], figures["first_step"], figures["last_step"]) == ("stopped", 1, steps)
+    assert figures["loss_delta_steps"] == steps
+    assert figures["loss_delta_undefined"] == 0
+    assert figures["loss_delta_max"] <= CLOSE
+    assert (figures["samples_lost"], figures["samples_repeated"], figures["replicas_diverged"]) == (0, 0, 0)
+    assert late.races() == []
+
+
+def test_torchtitans_trainer_alone_has_a_cpus_losses(tmp_path):
+    config = write_config(tmp_path / "run.toml", **table())
+    late = json.loads(run(HERE / "alone.py", config, 4, env=environment()).splitlines()[-1])
+    command = [sys.executable, str(HERE / "alone.py"), str(config), "4"]
+    cpu = json.loads(ran(command, timeout=600).stdout.splitlines()[-1])
+    assert (late["device"], cpu["device"]) == ("late:0", "cpu:0")
+    assert late["races"] == []
+    assert len(late["losses"]) == 4
+    assert late["losses"] == pytest.approx(cpu["losses"], rel=CLOSE)
+
+
+def test_a_group_dies_and_heals_on_a_device(start):
+    late = start(LateRun, "late", *ENDLESS, **on_device(table()))
+    late.wait_for_step((0, 1))
+    killed = late.kill(1)
+    started = late.wait_for("training_started", after=killed, group=1)
+    assert started["source"] == "peer"
+    late.wait_for_step((0, 1), after=started["t"])
+    assert_as_on_a_cpu(late, start, **table())
+    assert late.events("snapshot", group=0)
+    [survivor] = late.workers(0)
+    assert_waits(late.waits(survivor), late.events("attempt", group=0))
+
+
+def assert_waits(waits, attempts):
+    """The trainer's thread waited for the device where it is known to, each in one attempt once."""
+    counted = Counter(place(frames) for _, frames in waits if any("driver.py" in frame for frame in frames))
+    assert counted.keys() - NOW_AND_THEN.keys() == EACH_STEP.keys()
+    assert all(counted[where] <= len(attempts) for where in EACH_STEP), (counted, len(attempts))
+
+
+def place(frames):
+    """File and function of the plugin's own that a wait is in."""
+    for frame in frames:
+        path, _, function = frame.rpartition(" ")
+        if "/plugin/everstep/" in path and not function.startswith("<"):
+            return Path(path.rpartition(":")[0]).name, function
+    return "", ""
+
+
+SHAPES = {
+    "fsdp": (2, {}),
+    "tp": (2, {"parallelism": {"tensor_parallel_degree": 2}}),
+    "fsdp and tp": (4, {"parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}}),
+    "attention check": (1, {"attention_check": {"enable": True}}),
+    "diloco": (
+        1,
+        {"semi_sync": {"method": "diloco", "workers": 2, "sync_steps": 2}, "snapshot": {"enable": False}},
+    ),
+}
+"""Ranks of a group, and sections."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_has_a_cpus_losses_under_kills(start, shape):
+    ranks, sections = SHAPES[shape]
+    sections = table(**sections)
+    flags = ("--ranks-per-group", str(ranks))
+    late = start(LateRun, "late", *ENDLESS, *flags, **on_device(sections))
+    after = None
+    for number in range(4):
+        late.wait_for_step((0, 1), after=after)
+        killed = late.kill(number % 2, ranks=slice(ranks - 1, ranks))
+        after = late.wait_for("training_started", after=killed, group=number % 2)["t"]
+    late.wait_for_step((0, 1), after=after)
+    assert_as_on_a_cpu(late, start, *flags, **sections)
+
+
+@pytest.mark.slow
+def test_a_hundred_random_kills_and_stops_on_a_device(start):
+    late = start(LateRun, "late", *ENDLESS, **on_device(table(fault_tolerance={"groups": 3})))
+    dice, after = random.Random(0), None
+    for _ in range(100):
+        late.wait_for_step((0, 1, 2), after=after)
+        time.sleep(dice.random())
+        group, signum = dice.randrange(3), dice.choice([signal.SIGKILL] * 4 + [signal.SIGSTOP])
+        killed = late.kill(group, signum=signum)
+        after = late.wait_for("training_started", after=killed, group=group)["t"]
+    late.wait_for_step((0, 1, 2), after=after)
+    assert_as_on_a_cpu(late, start, **table())
