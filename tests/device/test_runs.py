@@ -13,13 +13,13 @@ import pytest
 
 from everstep.report import score
 from forked import ran
-from test_shapes import ENDLESS, stop
 from watched import Watched, write_config
 
 from .devices import HERE, LateRun, environment, run
 
 CLOSE = 1e-6
 """Of a loss, relative to that of the run on a CPU in which nothing failed."""
+ENDLESS = ("--steps", "1000000")
 ON_DEVICE = {"process_group": "nccl"}
 """For tests tests/device/late/column.py stands for NCCL."""
 EACH_STEP = {
@@ -70,7 +70,9 @@ def on_device(sections):
 def assert_as_on_a_cpu(late, start, *args, **sections):
     """Stop `late`: it has the losses of a run on a CPU in which nothing failed, no access was unordered, and no work
     was lost."""
-    steps = stop(late)
+    late.process.send_signal(signal.SIGINT)
+    assert late.wait(400) == 0, late.said()
+    steps = late.events("commit")[-1]["step"]
     reference = start(Watched, "cpu", "--groups", "1", "--steps", str(steps), *args, **sections)
     assert reference.wait(600) == 0, reference.said()
     figures = score.score(late.run_dir, reference.run_dir)

@@ -15,8 +15,8 @@ from everstep.step.quorum import NO_STATE
 STATE_POLL_S = 1.0
 """Between two looks whether a group that has a state comes back."""
 FREE_RETRIES, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.05, 1.0
-"""After so many retries in a row each one waits, twice as long as the one before: what fails at once every time, such as
-a backend that does not know the device, would be tried fifty times a second, and what each leaves behind adds up."""
+"""After so many retries in a row each one waits, twice as long as the one before: what fails at once every time, such
+as a backend that does not know the device, would be tried fifty times a second, and what each leaves behind adds up."""
 
 
 def pause_s(retries: int) -> float:
