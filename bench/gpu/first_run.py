@@ -332,14 +332,14 @@ def graphs() -> str:
 
 
 def waits(call: Callable[[], Any]) -> int:
-    """How often the host waited for the device in a call."""
+    """How often this thread waited for the device in a call."""
     import torch
 
     if device().type != "cuda":
         counted = sys.modules[device().type].count
-        before = counted("host waits")
+        before = counted("own waits")
         call()
-        return counted("host waits") - before
+        return counted("own waits") - before
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

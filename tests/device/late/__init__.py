@@ -58,7 +58,7 @@ def forget() -> None:
 
 
 def count(name: str) -> int:
-    """How often something happened in this process: "record", "wait" and "host waits"."""
+    """How often something happened in this process: "record", "wait", "host waits", or "own waits", this thread's."""
     return torch.ops.late.count(name)
 
 

@@ -97,6 +97,7 @@ class Device {
   static bool in_copy() { return made_ && made_->owner_ != getpid(); }
 
   thread_local static inline int64_t current = 0;
+  thread_local static inline int64_t waited = 0;  // how often this thread waited
 
   int64_t new_stream() {
     std::lock_guard held(mutex_);
@@ -452,6 +453,7 @@ class Device {
   }
 
   void note_wait(const std::string& why) {
+    waited++;
     {
       std::lock_guard held(mutex_);
       counts_["host waits"]++;
