@@ -124,7 +124,7 @@ class _StateBytes:
         as long, and the trainer waits for this."""
         whole = memoryview(bytearray(self.size))
         for begin in range(0, self.size, wire.CHUNK_BYTES):
-            [staged] = self._staged(self._pieces(begin, min(wire.CHUNK_BYTES, self.size - begin)))
+            staged = self._staged(self._pieces(begin, min(wire.CHUNK_BYTES, self.size - begin)))
             whole[begin : begin + len(staged)] = staged
         return whole
 
