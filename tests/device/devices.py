@@ -41,6 +41,10 @@ class LateRun(Watched):
     def races(self):
         return [path.read_text() for path in sorted(self.log.glob("races-*.txt"))]
 
+    def connected_in(self):
+        """Names of the threads in which communicators between groups connected to their peers."""
+        return {line for path in self.log.glob("rings-*.txt") for line in path.read_text().splitlines()}
+
     def waits(self, pid):
         """For each time that the host waited for the device: why, and the frames from the innermost on."""
         found = []

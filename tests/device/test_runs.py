@@ -106,6 +106,7 @@ def test_a_group_dies_and_heals_on_a_device(start):
     late.wait_for_step((0, 1), after=started["t"])
     assert_as_on_a_cpu(late, start, **table())
     assert late.events("snapshot", group=0)
+    assert late.connected_in() == {"connect"}, "a gradient's hook would wait for the slowest group"
     [survivor] = late.workers(0)
     assert_waits(late.waits(survivor), late.events("attempt", group=0))
 

@@ -9,6 +9,7 @@ import pytest
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch import doctor, node
+from everstep.launch.machine import sharing_complaint
 from everstep.launch.prepare import Model, Prepared
 from everstep.snapshot.section import SnapshotSection
 from forked import ran
@@ -141,6 +142,15 @@ def test_ranks_that_share_a_gpu_are_told(ranks, devices, process_group, said):
 )
 def test_parameters_and_optimizer_states_need_room_where_they_are_kept(plan, state_gb, room_gb, devices, verdict):
     assert doctor.memory(plan, state_gb * GB, room_gb * GB, devices).verdict == verdict
+
+
+def test_nccl_may_be_told_to_share_a_gpu(monkeypatch):
+    assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in sharing_complaint(["0"], 2, "nccl")
+    assert not sharing_complaint(["0"], 2, "gloo")
+    assert not sharing_complaint([], 2, "nccl")
+    assert not sharing_complaint(["0", "1"], 2, "nccl")
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert not sharing_complaint(["0"], 2, "nccl")
 
 
 def test_limits_that_are_too_small_are_errors(monkeypatch):

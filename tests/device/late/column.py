@@ -5,6 +5,7 @@ does, and the host waits there until all of them have come. Its collectives run 
 fails, or `abort`, revokes it.
 """
 
+import os
 import threading
 from datetime import timedelta
 from types import ModuleType
@@ -14,8 +15,12 @@ import torch
 
 from late.collectives import give, inside, work_of
 
-connected_in: list[str] = []
-"""Names of the threads in which communicators connected to their peers."""
+
+def note_rings(size: int) -> None:
+    """Write the thread that a communicator's first collective was made in to rings-PID.txt, if there is a log."""
+    if size > 1 and (folder := os.environ.get("EVERSTEP_TEST_DEVICE_LOG")):
+        with open(f"{folder}/rings-{os.getpid()}.txt", "a") as file:
+            file.write(threading.current_thread().name + "\n")
 
 
 class Column:
@@ -50,7 +55,7 @@ class Column:
             if self._revoked:
                 raise RuntimeError("the communicator was revoked")
             if self._options is not None:
-                connected_in.append(threading.current_thread().name)
+                note_rings(self._size)
                 self._gloo.reconfigure(self._options).wait()
                 self._options = None
 
