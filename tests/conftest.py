@@ -27,6 +27,8 @@ FIRST = (
     "step/test_promise.py",
     "run/test_faults.py",
     "slurm/test_runs.py",
+    "device/test_runs.py",
+    "device/test_late.py",
     "run/test_torchrun.py",
     "recipes/test_recipes.py",
     "snapshot/test_faults.py",

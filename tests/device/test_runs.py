@@ -86,6 +86,7 @@ def assert_as_on_a_cpu(late, start, *args, **sections):
     assert late.races() == []
 
 
+@pytest.mark.slow
 def test_torchtitans_trainer_alone_has_a_cpus_losses(tmp_path):
     config = write_config(tmp_path / "run.toml", **table())
     late = json.loads(run(HERE / "alone.py", config, 4, env=environment()).splitlines()[-1])
