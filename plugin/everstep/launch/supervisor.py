@@ -172,7 +172,7 @@ class Supervisor:
             raise Refused(STOPPED_BEFORE)
         found = take_answer(self.run_dir.path)
         if isinstance(found, Prepared):
-            ranks = found.groups * self.settings.ranks_per_group
+            ranks = found.groups * settings.order.ranks
             found = sharing_complaint(found.devices, ranks, found.fault_tolerance.process_group) or found
         if isinstance(found, Prepared):
             return found

@@ -112,8 +112,8 @@ class _StateBytes:
             if self._device == HOST:
                 self._parts = [memoryview(bytearray(part)) for part in self._parts]
             else:
-                self._parts, self._ends = [self._on_host()], [self.size]
-                self._device = HOST
+                self._parts = [self._on_host()]
+                self._ends, self._device = [self.size], HOST
         finally:
             with self._lock:
                 self._detaching = False
