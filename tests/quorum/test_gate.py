@@ -45,10 +45,10 @@ class Lighthouse:
         self.process = Forked(command, stdout=subprocess.PIPE)
         self.said = self.process.stdout.readline()
 
-    def member(self, group, token=None):
+    def member(self, group, token=None, life=LIFE):
         member = Membership(
             group=group,
-            life=LIFE,
+            life=life,
             token=token or self.token,
             find_lighthouse=lambda: self.address,
             heartbeat_timeout_s=BEATS_S,
@@ -289,4 +289,18 @@ def test_groups_that_do_not_reach_each_other_are_not_enough(tmp_path):
     assert all(len(channel.receive_frame()["members"]) == 2 for channel in again)
     for channel in (*asked, *again):
         channel.close()
+    one.end()
+
+
+def test_a_group_that_is_there_twice_keeps_nobody_from_a_quorum(tmp_path):
+    """Its older start, which learns later that it is not wanted, is refused at once."""
+    one = Lighthouse(tmp_path)
+    with contextlib.closing(one.connect()) as older, contextlib.closing(one.connect()) as newer:
+        for channel, life in ((older, LIFE), (newer, "another")):
+            assert channel.ask({"op": "beat", "replica": name_of(0, life)}) == {}
+        assert older.ask(quorum(0)) == {"failed": "another start of this group counts now"}
+        said = encode(dataclasses.replace(a_request(0), life="another"))
+        newer.set_timeout(6 * SOON)
+        found = newer.ask({"op": "quorum", "replica": name_of(0, "another"), "said": said, "timeout_s": 50.0})
+    assert [decode(text).name for text in found["members"]] == [name_of(0, "another")]
     one.end()

@@ -147,6 +147,15 @@ def test_a_store_that_cannot_be_reached_is_its_groups(board, crosses):
     assert one.unreached() == {two.address}
 
 
+def test_a_member_that_does_not_come_to_the_store_in_time_is_named(board, crosses):
+    """Its link may be too slow to connect over; the others cannot know where it listens."""
+    one, late = crosses(SHORT), crosses(SHORT)
+    for key in ("late", "late again"):
+        with pytest.raises(SumsBroken, match="could not connect"):
+            one.connect(**place(board, key, [one, late]), rank=0)
+    assert one.unreached() == {late.address}
+
+
 @contextlib.contextmanager
 def full_backlog():
     """An address whose kernel drops what comes."""

@@ -45,6 +45,15 @@ def test_one_that_gives_up_is_noticed_by_all_others(members):
     assert losses[0].empty(), "it knows itself"
 
 
+def test_the_kernel_asks_for_a_host_that_tells_nothing(members):
+    watches, _ = members
+    watch_each_other(watches)
+    for connection in watches[0]._watched[KEY].connections.values():
+        asks = [connection.getsockopt(socket.IPPROTO_TCP, name) for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)]
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sum(asks) + asks[1] * (watch.KEEPALIVES - 1) == watch.SILENCE.total_seconds()
+
+
 def test_each_loss_is_announced_once_and_for_its_own_process_group_only(members):
     watches, losses = members
     watch_each_other(watches)

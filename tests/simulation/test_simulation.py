@@ -34,13 +34,22 @@ def assert_promise_kept(outcomes: list[Outcome]) -> None:
     assert not broken, f"{len(broken)} of {len(outcomes)} seeds: {dict(list(broken.items())[:5])}"
 
 
-def test_mixed_faults_break_no_promise() -> None:
-    outcomes = runs(range(2000), Settings())
+def assert_mixed_faults_break_nothing(seeds: range) -> None:
+    outcomes = runs(seeds, Settings())
     fell = sum((outcome.fell for outcome in outcomes), Counter())
     assert_promise_kept(outcomes)
-    assert all(fell[kind] >= 20 for kind in KINDS), fell
-    assert fell.total() > 10_000
-    assert sum(outcome.commits for outcome in outcomes) > 15_000
+    assert all(fell[kind] >= len(seeds) / 100 for kind in KINDS), fell
+    assert fell.total() > 5 * len(seeds)
+    assert sum(outcome.commits for outcome in outcomes) > 7 * len(seeds)
+
+
+def test_mixed_faults_break_no_promise() -> None:
+    assert_mixed_faults_break_nothing(range(500))
+
+
+@pytest.mark.slow
+def test_mixed_faults_break_no_promise_in_more_runs() -> None:
+    assert_mixed_faults_break_nothing(range(500, 4000))
 
 
 def test_a_group_that_errs_in_one_slot_is_named_and_a_narrow_bound_names_nobody() -> None:
