@@ -114,7 +114,7 @@ def test_every_slot_of_every_step_has_random_numbers_of_its_own():
     assert slot_seed(0, 7, 3, 1) == slot_seed(0, 7, 3, 1) != slot_seed(1, 7, 3, 1)
 
 
-def test_a_snapshot_is_shared_among_the_groups_that_have_the_state(monkeypatch):
+def test_a_snapshot_is_shared_among_the_groups_that_have_the_state():
     """One that heals has no part of it to give: without that the snapshot could not be restored."""
     shared = []
 
@@ -122,10 +122,8 @@ def test_a_snapshot_is_shared_among_the_groups_that_have_the_state(monkeypatch):
         def committed(self, step, history, groups, *_):
             shared.append(groups)
 
-    monkeypatch.setattr(snapshots, "touch", lambda segment: None)
     one = snapshots.Snapshots.__new__(snapshots.Snapshots)
     one._copier = Copier()
-    one._segment = None
     fields = dict.fromkeys(Commit.__dataclass_fields__, 0)
-    one.committed(Commit(**fields | {"groups": (0, 1, 2), "able": (0, 2)}), {}, dict, wanted=False)
+    one.committed(Commit(**fields | {"groups": (0, 1, 2), "able": (0, 2)}), {}, dict)
     assert shared == [(0, 2)]
