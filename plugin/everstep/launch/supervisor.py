@@ -216,11 +216,12 @@ class Supervisor:
         while (index := len(groups)) < prepared.groups:
             events = EventLog(self.run_dir.path, index, None, "agent")
             settings = self._group_settings(index, prepared, lighthouse.address)
-            groups.append(Group(settings, self._children, self._stopping, events))
+            group = Group(settings, self._children, self._stopping, events)
             try:
                 fence.claim_group(self.run_dir.path, index, Claim(), self._stopping)
             except fence.Fenced as fenced:
-                groups[-1].finish("fenced", str(fenced))
+                group.finish("fenced", str(fenced))
+            groups.append(group)
         del self._launcher.jobs["groups"]
 
     def _group_settings(self, index: int, prepared: Prepared, lighthouse: str) -> GroupSettings:
