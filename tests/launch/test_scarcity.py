@@ -64,12 +64,13 @@ def test_a_launcher_that_has_no_room_for_anything_now_and_then_loses_no_group(st
     done = run.run_dir / "scarce-faults"
     kills = 0
     while not done.exists():
-        os.kill(run.workers(kills % 3)[0], signal.SIGKILL)
+        group = kills % 3
+        starts = len(run.events("workers_started", group=group))
+        os.kill(run.workers(group)[0], signal.SIGKILL)
         kills += 1
-        newest = run.events("workers_started", group=(kills - 1) % 3)[-1]["incarnation"]
         until(
-            lambda n=newest, g=(kills - 1) % 3: run.events("workers_started", group=g)[-1]["incarnation"] > n,
-            "it to start again",
+            lambda g=group, n=starts: len(run.events("workers_started", group=g)) > n,
+            f"group {group} to start again",
         )
     assert int(done.read_text()) >= faults
     over = time.time()

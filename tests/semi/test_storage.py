@@ -63,7 +63,7 @@ def test_a_slow_storage_is_waited_for(start, reference, tmp_path, monkeypatch):
 def test_a_full_storage_is_told_of_and_costs_nothing_once_there_is_room(start, reference, tmp_path, small):
     run = start(toml := config(tmp_path / "run.toml", 40))
     assert "No space left" in soon(run, lambda: run.events("workers_unprotected"))[0]["reason"]
-    soon(run, lambda: "if it dies now, the run ends" in run.output.read_text())
+    soon(run, lambda: "dies now, the run ends" in run.output.read_text())
     subprocess.run(["mount", "-o", "remount,size=64m", small], check=True)
     soon(run, lambda: len({event["group"] for event in run.events("workers_protected")}) == 2)
     run.kill(1)
