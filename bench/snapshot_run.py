@@ -5,9 +5,9 @@
     python bench/snapshot_run.py --alternate [--steps 200]     # one run with a snapshot at every second step
 
 Both runs of a round go on at the same time, with the same steps and data and no checkpoints: a machine whose cores are
-now faster and now slower is so for both. What counts is the time in which both train, in whole cycles of eight steps,
-of which adaptive checks look at one. Processor time is that of launcher, agents, trainers and keepers in this time, for
-a step. Tokens per second are shared out by the system's scheduler: who waits leaves the cores to the other.
+now faster and now slower is so for both. What counts is the time in which both train. Processor time is that of
+launcher, agents, trainers and keepers in this time, for a step. Tokens per second are shared out by the system's
+scheduler: who waits leaves the cores to the other.
 
 `--alternate` compares neighbouring steps of one run: those in which a snapshot is copied with those in which none is.
 What keepers do falls on both; their processor time is given as a share of all cores', to be counted in addition.

@@ -269,7 +269,7 @@ class Work(Protocol):
     def noted(self, notes: list[bytes]) -> None:
         """What each group's `notes` said."""
 
-    def settle(self) -> object:
+    def settle(self) -> None:
         """Wait until this rank's snapshots hold the state that it restored."""
 
     def serve(self) -> Any:

@@ -320,8 +320,8 @@ class Rounds:
     def noted(self, notes: list[bytes]) -> None:
         self._trainer.noted(notes)
 
-    def settle(self) -> int:
-        return self._trainer.settle()
+    def settle(self) -> None:
+        self._trainer.settle()
 
     def checksum(self) -> int | None:
         return self._commits.checksum()

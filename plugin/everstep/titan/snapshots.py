@@ -86,13 +86,11 @@ class Snapshots:
         if self._keeper_start.ident is not None:
             self._keeper_start.join()
 
-    def settle(self) -> int:
-        """The newest step held, -1 for none. After a start it waits until the state that was restored is coded, or
-        for snapshot.coding_timeout_s."""
+    def settle(self) -> None:
+        """After a start, wait until the state that was restored is coded, or for snapshot.coding_timeout_s."""
         if self._restored:
             self._restored = False
             self._copier.await_settled(self._settings.coding_timeout_s)
-        return self._copier.published
 
     def wait(self) -> None:
         """Wait until the state may change."""

@@ -282,8 +282,9 @@ class SlotTrainer(titan.Trainer):
         for note in filter(None, notes):
             self.source.learn(note)
 
-    def settle(self) -> int:
-        return self.snapshots.settle() if self.snapshots else -1
+    def settle(self) -> None:
+        if self.snapshots is not None:
+            self.snapshots.settle()
 
     def serve(self) -> HealState:
         state = self.state.snapshot({DATA_BLOB: self.source.known_states()})
