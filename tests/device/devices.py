@@ -16,7 +16,8 @@ def environment(log: Path | None = None) -> dict[str, str]:
 
     library()
     own = {"EVERSTEP_TEST_DEVICE": "late", "PYTHONPATH": os.pathsep.join([str(HERE / "site"), *sys.path])}
-    return {**os.environ, "OMP_NUM_THREADS": "1", **own, **({"EVERSTEP_TEST_DEVICE_LOG": str(log)} if log else {})}
+    own |= {"OMP_NUM_THREADS": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}  # all ranks share the one device there is
+    return {**os.environ, **own, **({"EVERSTEP_TEST_DEVICE_LOG": str(log)} if log else {})}
 
 
 def run(*argv: object, env: dict[str, str]) -> str:

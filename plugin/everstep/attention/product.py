@@ -164,7 +164,7 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSu
         loss = loss + growth(inner, y.dtype) * bias.magnitudes
     store = store_roundoff(y.dtype, y.device)
     if store:
-        # Half the digits of the checksum product may be lost on CUDA (`halves`), hence store² more.
+        # Half the digits of the checksum product may be lost on a GPU (`halves`), hence store² more.
         loss = loss + store * torch.minimum(magnitude, 1.01 * reach) + store**2 / slack * reach
         if bias is not None:  # the product may have been rounded before its bias was added
             loss = loss + store * torch.minimum(magnitude + bias.magnitudes, 1.01 * product)

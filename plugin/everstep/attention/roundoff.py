@@ -16,6 +16,7 @@ because that sum, and with it the smallest error that can be seen, grows with th
 """
 
 import math
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ def operand_roundoff(dtype: torch.dtype, device: torch.device) -> float:
     PyTorch was told to, and fp16 summed in fp16 on CPUs that can."""
     if dtype == torch.float32:
         # Not `allow_tf32`: PyTorch raises where that is read after `fp32_precision` was set.
-        matmul = getattr(torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn, "matmul", None)
+        matmul = _settings(device) or getattr(torch.backends.mkldnn, "matmul", None)
         return {"tf32": 2.0**-10, "bf16": 2.0**-7}.get(str(getattr(matmul, "fp32_precision", "")), 0.0)
     if device.type == "cpu" and dtype == torch.float16:
         return 2.0**-7
@@ -58,17 +59,18 @@ def operand_roundoff(dtype: torch.dtype, device: torch.device) -> float:
 def store_roundoff(dtype: torch.dtype, device: torch.device) -> float:
     """Relative error of storing an accumulated product in `dtype`.
 
-    Twice the unit roundoff where CUDA may reduce split products in the narrow dtype.
+    Twice the unit roundoff where a GPU may reduce split products in the narrow dtype.
     """
     if dtype == accumulator(dtype):
         return 0.0
-    matmul = torch.backends.cuda.matmul
-    reduced = {
-        torch.bfloat16: matmul.allow_bf16_reduced_precision_reduction,
-        torch.float16: matmul.allow_fp16_reduced_precision_reduction,
-    }
-    twice = device.type == "cuda" and bool(reduced.get(dtype, False))
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+    twice = bool(getattr(_settings(device), f"allow_{name}_reduced_precision_reduction", False))
     return unit_roundoff(dtype) * (2 if twice else 1)
+
+
+def _settings(device: torch.device) -> Any:
+    """How a device of this type was told to multiply, where it has settings of its own."""
+    return getattr(getattr(torch.backends, device.type, None), "matmul", None)
 
 
 def tile_width(length: int) -> int:

@@ -50,7 +50,7 @@ def reason_not_to_start(run_dir: Path, group: int) -> str:
 
 
 def _start_check() -> subprocess.Popen[str]:
-    """Begin to look whether this node is fit to train on. In a process of its own: a launcher stays clear of CUDA, and
+    """Begin to look whether this node is fit to train on. In a process of its own: a launcher stays clear of GPUs, and
     a GPU that hangs must not hang it."""
     command = [sys.executable, "-m", "everstep.cli", "doctor", "--node", "--json"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

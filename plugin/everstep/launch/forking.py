@@ -1,6 +1,6 @@
 """Processes forked from a launcher, which has imported what they need once. A restart imports nothing.
 
-Forking is safe because a launcher initialises no CUDA and starts no thread (pyarrow's jemalloc has one of its own and
+Forking is safe because a launcher initialises no GPU and starts no thread (pyarrow's jemalloc has one of its own and
 stops it around a fork).
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from everstep.run import devices
 from everstep.run.lifeline import die_with_parent
 from everstep.run.stops import STOPS
 
@@ -52,11 +53,9 @@ class Request:
 
 
 def preload(modules: Sequence[str] = PRELOAD, stopping: Callable[[], bool] = lambda: False) -> None:
-    """Import `modules` without touching CUDA, until `stopping`. Raises the module's own error when one cannot be
+    """Import `modules` without touching a GPU, until `stopping`. Raises the module's own error when one cannot be
     imported."""
-    # Without it, asking whether CUDA is there would initialise it, and a forked worker could not use it any
-    # more.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ.setdefault(devices.LOOK_ONLY, "1")
     os.environ.setdefault("RUST_LOG", "warn")  # torchft would fill the logs with every quorum, several times a step
     # Objects of thousands of modules, all of which stay: looking through them again and again is a quarter of the time.
     gc.disable()

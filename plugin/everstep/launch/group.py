@@ -35,7 +35,7 @@ from everstep.launch.watchdog import (
     reason_to_give_up,
 )
 from everstep.launch.worker import error_path, log_path
-from everstep.run import fence
+from everstep.run import devices, fence
 from everstep.run.beats import DONE, BeatFile, agent_beat_path, beat_path, load_beat, push
 from everstep.run.directory import ended_file
 from everstep.run.events import EventLog, event_path, last_event
@@ -274,7 +274,7 @@ class Group:
         env |= {offspring.MARK: now.mark, "EVERSTEP_WORKERS_STARTED": repr(now.started_mono)}
         env |= limited_threads(settings.ranks_here or settings.ranks)
         if settings.devices is not None:
-            env["CUDA_VISIBLE_DEVICES"] = settings.devices
+            env[devices.VISIBLE] = settings.devices
         if settings.job:
             env[fence.ENVIRONMENT] = str(self._claim)
         args = [str(settings.run_dir), settings.group, now.number, settings.entry, settings.worker_argv]

@@ -21,7 +21,7 @@ def local_host() -> str:
 
 
 def devices_of_groups(visible: Sequence[str], groups: int, ranks_per_group: int) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each group: devices of its own while they last, then shared from the first.
+    """What each group sees of GPUs (`devices.VISIBLE`): some of its own while they last, then shared from the first.
 
     None, as inherited, where there are no devices.
     """

@@ -78,13 +78,13 @@ def gpu_complaint(needed: int | None) -> str:
         return f"{needed} GPUs are needed and none is visible" if needed else ""
     import torch
 
-    if not torch.cuda.is_available():
-        return "there are GPUs, and CUDA cannot use them"
-    found = torch.cuda.device_count()
+    if not torch.accelerator.is_available():
+        return "there are GPUs, and PyTorch cannot use them"
+    found = torch.accelerator.device_count()
     if needed is not None and found < needed:
         return f"{needed} GPUs are needed and {found} visible"
     for index in range(found):
-        if wrong := gemm_complaint(f"cuda:{index}"):
+        if wrong := gemm_complaint(f"{torch.accelerator.current_accelerator()}:{index}"):
             return wrong
     return ""
 

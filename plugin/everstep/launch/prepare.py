@@ -18,6 +18,7 @@ from typing import Any
 from everstep.config.errors import ConfigError
 from everstep.config.sections import FaultTolerance
 from everstep.run import typed
+from everstep.run.devices import visible
 from everstep.run.directory import LaunchError, RunDir
 from everstep.run.exits import USAGE_EXIT
 from everstep.run.files import read_json, write_json, write_whole
@@ -84,7 +85,7 @@ class Prepared:
     metrics: dict[str, Any] = field(default_factory=dict)
     """torchtitan's `[metrics]`."""
     devices: list[str] = field(default_factory=list)
-    """The CUDA devices that the run may use, as CUDA_VISIBLE_DEVICES names them; none without CUDA."""
+    """The GPUs that the run may use, by names as in `devices.VISIBLE`."""
     warnings: list[str] = field(default_factory=list)
     """What the user should know."""
     model: Model | None = None
@@ -96,6 +97,8 @@ def prepare(order: Order) -> Prepared:
     Raises:
         ConfigError: a run of it cannot work, or the run directory holds a run of another config.
     """
+    from torch import accelerator
+
     from everstep.config.resolved import config_identity, resolved_toml
 
     config, ranks, warnings = _judge(order)
@@ -112,7 +115,7 @@ def prepare(order: Order) -> Prepared:
         fault_tolerance=config.fault_tolerance,
         snapshot=config.snapshot,
         metrics={key: value for key, value in asdict(config.metrics).items() if isinstance(value, str | bool)},
-        devices=_devices(),
+        devices=visible(accelerator.device_count()),
         warnings=warnings,
         model=_model(config) if order.model else None,
     )
@@ -181,17 +184,8 @@ def _refuse_another(config: Any, run_dir: Path) -> list[str]:
     ]
 
 
-def _devices() -> list[str]:
-    from torch import cuda
-
-    if not cuda.is_available():
-        return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return visible.split(",") if visible else [str(index) for index in range(cuda.device_count())]
-
-
 def _model(config: Any) -> Model:
-    from torch import cuda
+    from torch import accelerator
 
     from everstep.titan.attention import coverage
     from everstep.titan.machine import built_on_meta, choose_attention, trained_parameters
@@ -203,7 +197,7 @@ def _model(config: Any) -> Model:
     return Model(
         parameters=parameters,
         state_bytes=parameters * size * (1 + ADAM_STATES),
-        device_bytes=[cuda.get_device_properties(index).total_memory for index in range(cuda.device_count())],
+        device_bytes=[accelerator.get_memory_info(index)[1] for index in range(accelerator.device_count())],
         train_timeout_s=config.comm.train_timeout_seconds,
         checked=None if checked is None else str(checked),
         unchecked=[] if checked is None else list(checked.missing[:3]),

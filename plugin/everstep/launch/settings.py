@@ -24,7 +24,7 @@ class GroupSettings:
     host: str = "127.0.0.1"
     """Address that the group's servers listen on."""
     devices: str | None = None
-    """CUDA_VISIBLE_DEVICES of the workers; None: as inherited."""
+    """GPUs that the workers see, as in `devices.VISIBLE`; None: as inherited."""
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     """The run's section. Without fault tolerance workers neither beat nor tell of commits: no watchdog watches,
     and one that ran for longer than startup_timeout_s counts as one that trained."""

@@ -1,10 +1,13 @@
-"""The order of work on a device, as far as gradient sums need it; on a CPU everything is in order already."""
+"""The order of work on a device, for sums, heals and snapshots; on a CPU everything is in order already."""
 
 import contextlib
 from collections.abc import Hashable, Iterator
 from typing import Any, Protocol
 
 import torch
+
+WITH_ATTENTION_KERNELS = ("cuda", "xpu")
+"""Types of the devices that PyTorch's kernels of FlexAttention and varlen attention train on."""
 
 
 class Event(Protocol):

@@ -346,7 +346,7 @@ def _refuse(config: Any) -> None:
     parallelism = config.parallelism
     if torch.accelerator.is_available() and not config.training.disable_cuda_graphs:
         raise ValueError(
-            "attention_check.enable: a recorded CUDA graph cannot be checked in some slots and not in others; set "
+            "attention_check.enable: a recorded graph cannot be checked in some slots and not in others; set "
             "training.disable_cuda_graphs = true."
         )
     if parallelism.context_parallel_degree > 1:

@@ -1,6 +1,6 @@
 """Lets torchtitan train where there is no accelerator.
 
-torchtitan takes its device from the accelerator that PyTorch reports, and falls back to CUDA when there is none.
+torchtitan takes its device from the accelerator that PyTorch reports, and assumes a GPU when there is none.
 The stand-in answers "cpu" instead and adds the handful of `torch.cpu` functions that torchtitan calls on a device
 module. It has to run before anything of torchtitan is imported; `everstep.train` sees to that.
 """
@@ -14,6 +14,7 @@ import torch
 import torch.distributed
 from torch.distributed.fsdp import FSDPModule
 
+from everstep.step.streams import WITH_ATTENTION_KERNELS
 from everstep.titan import private
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
@@ -28,7 +29,7 @@ def has_accelerator() -> bool:
 def has_attention_kernels() -> bool:
     """Whether PyTorch's kernels of FlexAttention and varlen attention run on the device to train on."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator is not None and accelerator.type in ("cuda", "xpu")
+    return accelerator is not None and accelerator.type in WITH_ATTENTION_KERNELS
 
 
 def stand_in() -> None:

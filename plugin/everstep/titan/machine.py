@@ -37,7 +37,7 @@ def needs_gpu(config: Any) -> Iterator[Problem]:
                 "override", "imports", item if isinstance(item, str) else item[0], f"it is a {kernel} kernel"
             )
     if config.optimizer.implementation == "fused_opt_states_bf16":
-        why = "its kernel for states in bfloat16 beside parameters in float32 is CUDA's"
+        why = "its kernel for states in bfloat16 beside parameters in float32 is one of GPUs"
         yield _problem("optimizer", "implementation", config.optimizer.implementation, why)
     if any(group.optimizer_name == "DistMuon" for group in config.optimizer.param_groups):
         yield _problem("optimizer", "param_groups", "DistMuon", "its processes exchange parameters between GPUs")

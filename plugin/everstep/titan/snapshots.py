@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from everstep.quorum.heal import HealState
+from everstep.run import devices
 from everstep.run.events import EventLog
 from everstep.snapshot.agreement import Agreed, Word
 from everstep.snapshot.copier import Copier
@@ -179,7 +180,7 @@ class Snapshots:
         command += ["--not-before", str(step), "--group", str(self.group)]
         with (self._run_dir / "logs" / "export.log").open("ab") as log:
             # Of the devices it needs none.
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+            environment = {**os.environ, devices.VISIBLE: "", "PYTHONPATH": os.pathsep.join(sys.path)}
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
     def close(self, *, over: bool, leaves: bool) -> None:

@@ -153,7 +153,7 @@ class EverstepTrainer(SlotTrainer):
         )
 
     def _backward_runs_hooks(self) -> bool:
-        """Whether a gradient's hook runs each time something is added to it. A replayed CUDA graph runs none, and one
+        """Whether a gradient's hook runs each time something is added to it. A replayed graph runs none, and one
         that is recorded must not start sums; a schedule that computes weights' gradients apart from the others' adds
         them without."""
         if not self.parallel_dims.pp_enabled:

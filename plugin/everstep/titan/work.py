@@ -252,7 +252,7 @@ class SlotTrainer(titan.Trainer):
             self.checks.forget()
         for load in self.expert_loads:
             local(load).zero_()
-        # A CUDA graph adds to the memory that it was recorded with.
+        # A recorded graph adds to the memory that it was recorded with.
         self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
 
     def assign_sums(self, sums: StepSums) -> None:
