@@ -80,3 +80,16 @@ def test_no_files_import_each_other_in_a_circle():
     graph = grimp.build_graph("everstep", cache_dir=None)
     imports = {module: set(graph.find_modules_directly_imported_by(module)) for module in graph.modules}
     TopologicalSorter(imports).prepare()
+
+
+CUDA = {"step/streams.py", "run/devices.py", "quorum/communicator.py"}
+"""Files that name CUDA: the seam, what the environment says, NCCL. torchtitan's `disable_cuda_graphs` is not meant."""
+
+
+def test_devices_are_asked_for_by_pytorchs_general_names():
+    naming = {
+        str(path.relative_to(PLUGIN))
+        for path in PLUGIN.rglob("*.py")
+        if "cuda" in path.read_text().lower().replace("disable_cuda_graphs", "")
+    }
+    assert naming == CUDA

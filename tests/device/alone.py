@@ -1,8 +1,8 @@
-"""torchtitan's trainer as it is, without other groups: prints the loss of each step.
+"""torchtitan's trainer as it is, without other groups: writes the loss of each step beside CONFIG.
 
     python alone.py CONFIG STEPS
 
-On the device "late" if the process has it, else on the CPU.
+On the device "late" if the process has it, else on the CPU. One process, or one of those that torchrun starts.
 """
 
 import json
@@ -10,11 +10,11 @@ import os
 import sys
 from pathlib import Path
 
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "0"}
 
 
 def main(path: str, steps: int) -> None:
-    os.environ.update(ALONE, MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", **ALONE, **os.environ})
     from everstep.titan import cpu
 
     if not cpu.has_accelerator():
@@ -44,7 +44,8 @@ def main(path: str, steps: int) -> None:
         cpu.sum_only_collectives(trainer.model_parts)
     trainer.train()
     found = torch.late.races() if cpu.has_accelerator() else []
-    print(json.dumps({"device": str(trainer.device), "losses": losses, "races": found}), flush=True)
+    answer = json.dumps({"device": str(trainer.device), "losses": losses, "races": found})
+    (Path(path).parent / f"{trainer.device.type}-{os.environ['RANK']}.json").write_text(answer)
     os._exit(0)
 
 

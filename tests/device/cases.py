@@ -238,6 +238,7 @@ def healed_from_early(planted: bool) -> None:
     if planted:
         source._ready = None
     [piece] = source.views(0, 4)
+    assert source._own.buffer.is_pinned()
     assert planted or bytes(piece) == torch.tensor([2.0]).numpy().tobytes()
 
 

@@ -4,7 +4,6 @@ without need."""
 import json
 import random
 import signal
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from everstep.report import score
-from forked import ran
+from everstep.run.files import read_json
 from watched import Watched, write_config
+from watched import environment as without_device
 
 from .devices import HERE, LateRun, environment, run
 
@@ -86,16 +86,26 @@ def assert_as_on_a_cpu(late, start, *args, **sections):
     assert late.races() == []
 
 
+ALONE = {
+    "one rank": (1, {}),
+    "hsdp": (4, {"parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}}),
+}
+
+
 @pytest.mark.slow
-def test_torchtitans_trainer_alone_has_a_cpus_losses(tmp_path):
-    config = write_config(tmp_path / "run.toml", **table())
-    late = json.loads(run(HERE / "alone.py", config, 4, env=environment()).splitlines()[-1])
-    command = [sys.executable, str(HERE / "alone.py"), str(config), "4"]
-    cpu = json.loads(ran(command, timeout=600).stdout.splitlines()[-1])
-    assert (late["device"], cpu["device"]) == ("late:0", "cpu:0")
-    assert late["races"] == []
-    assert len(late["losses"]) == 4
-    assert late["losses"] == pytest.approx(cpu["losses"], rel=CLOSE)
+@pytest.mark.parametrize("shape", ALONE)
+def test_torchtitans_trainer_alone_has_a_cpus_losses(tmp_path, shape):
+    ranks, sections = ALONE[shape]
+    sections = table(training={"global_batch_size": 8}, fault_tolerance={"enable": False, "groups": 1}, **sections)
+    config = write_config(tmp_path / "run.toml", **sections)
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", HERE / "alone.py", config, 4]
+    run(*command, env=environment())
+    run(*command, env=without_device())
+    for rank in range(ranks):
+        late, cpu = (json.loads((tmp_path / f"{kind}-{rank}.json").read_text()) for kind in ("late", "cpu"))
+        assert late["races"] == []
+        assert len(late["losses"]) == 4
+        assert late["losses"] == pytest.approx(cpu["losses"], rel=CLOSE)
 
 
 def test_a_group_dies_and_heals_on_a_device(start):
@@ -108,6 +118,7 @@ def test_a_group_dies_and_heals_on_a_device(start):
     assert_as_on_a_cpu(late, start, **table())
     assert late.events("snapshot", group=0)
     assert late.connected_in() == {"connect"}, "a gradient's hook would wait for the slowest group"
+    assert read_json(late.run_dir / "state" / "prepared.json")["devices"] == ["0"]
     [survivor] = late.workers(0)
     assert_waits(late.waits(survivor), late.events("attempt", group=0))
 
@@ -129,9 +140,10 @@ def place(frames):
 
 
 SHAPES = {
-    "fsdp": (2, {}),
+    "hsdp": (2, {}),  # replicas are groups
     "tp": (2, {"parallelism": {"tensor_parallel_degree": 2}}),
     "fsdp and tp": (4, {"parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}}),
+    "checkpoints": (1, {"checkpoint": {"enable": True, "interval": 20}}),
     "attention check": (1, {"attention_check": {"enable": True}}),
     "diloco": (
         1,

@@ -5,6 +5,7 @@ EVERSTEP_TEST_DEVICE is "late". This module is then `torch.late`. What it is mad
 
 Environment:
     EVERSTEP_TEST_DEVICE: "late", or there is no such device.
+    CUDA_VISIBLE_DEVICES: if it is empty, there is none either.
     EVERSTEP_TEST_DEVICE_LOG: folder that each process writes races-PID.txt and waits-PID.txt to.
     EVERSTEP_TEST_DEVICE_LATE_US: the most by which a stream delays a call, in microseconds; 100.
 """
@@ -23,7 +24,7 @@ NAME = "late"
 
 def autoload() -> None:
     """Make the device, if this process is to have it."""
-    if os.environ.get("EVERSTEP_TEST_DEVICE") == NAME:
+    if os.environ.get("EVERSTEP_TEST_DEVICE") == NAME and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         from late import hooks
 
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # no compiler makes kernels for it

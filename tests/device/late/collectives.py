@@ -6,6 +6,7 @@ the current stream wait, and not the host. What fails ends the process, as NCCL'
 """
 
 import ctypes
+import functools
 import itertools
 import os
 import signal
@@ -69,16 +70,21 @@ def work_of(tensors: Sequence[torch.Tensor], result: Any, *, host: bool = False)
         result: of its future.
         host: whether `wait` has the host wait too.
     """
+    return _work_class()(list(tensors), result, host)
+
+
+@functools.cache
+def _work_class() -> type:
     from torch._C._distributed_c10d import Work
 
     class LateWork(Work):
-        def __init__(self) -> None:
+        def __init__(self, tensors: list[torch.Tensor], result: Any, host: bool) -> None:
             super().__init__()
-            self._event, self._kept = here(), list(tensors)
+            self._event, self._kept, self._result, self._host = here(), tensors, result, host
 
         def wait(self, timeout: timedelta | None = None) -> bool:
             torch.accelerator.current_stream().wait_event(self._event)
-            if host:
+            if self._host:
                 self._event.synchronize()
             self._kept.clear()
             return True
@@ -86,10 +92,10 @@ def work_of(tensors: Sequence[torch.Tensor], result: Any, *, host: bool = False)
         def get_future(self) -> torch.futures.Future:
             self.wait()
             future = torch.futures.Future()
-            future.set_result(result)
+            future.set_result(self._result)
             return future
 
-    return LateWork()
+    return LateWork
 
 
 def plain_sum(op: Any, size: int) -> tuple[Any, float]:
@@ -104,6 +110,7 @@ def plain_sum(op: Any, size: int) -> tuple[Any, float]:
     return kind, 1.0
 
 
+@functools.cache
 def _backend() -> type:
     from torch._C import _distributed_c10d as c10d
 
@@ -176,6 +183,14 @@ def _backend() -> type:
             options = opts or c10d.AllgatherOptions()
             call = lambda own, parts: self._gloo.allgather([parts], own, options)  # noqa: E731
             return self._run("allgather", inputs, outputs[0], call, outputs)
+
+        def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
+            call = lambda own, parts: self._gloo.gather([parts] if outputs else [], own, opts)  # noqa: E731
+            return self._run("gather", inputs, outputs[0] if outputs else [], call, outputs)
+
+        def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Any:
+            call = lambda parts, own: self._gloo.scatter(own, [parts] if inputs else [], opts)  # noqa: E731
+            return self._run("scatter", inputs[0] if inputs else [], outputs, call, outputs)
 
         def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
             def call(mine: list[torch.Tensor], whole: list[torch.Tensor]) -> Any:
