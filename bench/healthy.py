@@ -1,10 +1,10 @@
-"""Everstep without failures beside torchtitan's own HSDP, in one run of this script.
+"""Everstep without failures, with ordinary and with exact sums, beside torchtitan's own HSDP, in one run.
 
     python bench/healthy.py [--steps 30] [--rounds 3]
 
-Trains the same config, seed, data and global batch in both ways, alternating: Everstep with two replica groups of one
-rank each, and torchtitan's trainer with two ranks and data_parallel_replicate_degree = 2. Prints the largest loss
-difference and the ratio of the median step times.
+Trains the same config, seed, data and global batch in the three ways, alternating: Everstep with two replica groups of
+one rank each, the same with [fault_tolerance] exact = true, and torchtitan's trainer with two ranks and
+data_parallel_replicate_degree = 2. Prints the largest loss difference and the ratios of the median step times.
 """
 
 import argparse
@@ -27,11 +27,11 @@ WARM_STEPS = 3
 """Steps at the beginning whose time does not count: first uses, joining groups."""
 
 
-def everstep(steps: int, folder: Path) -> tuple[dict[int, float], list[float]]:
+def everstep(steps: int, folder: Path, *flags: str) -> tuple[dict[int, float], list[float]]:
     """Loss by step, and the seconds between commits."""
-    run_dir = folder / "everstep"
+    run_dir = folder / "-".join(["everstep", *flags])
     command = [sys.executable, "-m", "everstep.cli", "run", str(CONFIG), "--groups", "2", "--steps", str(steps)]
-    run([*command, "--run-dir", str(run_dir), "--checkpoint.no-enable"])
+    run([*command, "--run-dir", str(run_dir), "--checkpoint.no-enable", *flags])
     commits = {e["step"]: e["mono"] for e in read_events(run_dir) if e["kind"] == "commit" and e["group"] == 0}
     return curve(run_dir), gaps(commits)
 
@@ -84,25 +84,31 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    times: dict[str, list[float]] = {"everstep": [], "titan": []}
+    times: dict[str, list[float]] = {"everstep": [], "exact": [], "titan": []}
     worst = 0.0
     for _ in range(args.rounds):
         with tempfile.TemporaryDirectory() as folder:
-            ours, our_times = everstep(args.steps, Path(folder))
-            theirs, their_times = titan(args.steps, Path(folder))
-        if ours.keys() != theirs.keys():
-            raise SystemExit(f"steps differ: {sorted(ours.keys() ^ theirs.keys())}")
-        worst = max(worst, *(abs(ours[step] - theirs[step]) for step in ours))
-        times["everstep"] += our_times
-        times["titan"] += their_times
-        print(f"everstep {median(our_times):.3f} s, titan {median(their_times):.3f} s a step", flush=True)
+            found = {
+                "everstep": everstep(args.steps, Path(folder)),
+                "exact": everstep(args.steps, Path(folder), "--fault_tolerance.exact"),
+                "titan": titan(args.steps, Path(folder)),
+            }
+        losses = {way: losses for way, (losses, _) in found.items()}
+        for way in ("everstep", "exact"):
+            if losses[way].keys() != losses["titan"].keys():
+                raise SystemExit(f"steps differ: {sorted(losses[way].keys() ^ losses['titan'].keys())}")
+            worst = max(worst, *(abs(loss - losses["titan"][step]) for step, loss in losses[way].items()))
+        for way, (_, took) in found.items():
+            times[way] += took
+        print(", ".join(f"{way} {median(took):.3f} s" for way, (_, took) in found.items()), "a step", flush=True)
+    medians = {way: median(took) for way, took in times.items()}
     result = {
         "steps": args.steps,
         "rounds": args.rounds,
         "loss_difference_max": worst,
-        "everstep_step_s_median": round(median(times["everstep"]), 4),
-        "titan_step_s_median": round(median(times["titan"]), 4),
-        "ratio": round(median(times["everstep"]) / median(times["titan"]), 4),
+        **{f"{way}_step_s_median": round(took, 4) for way, took in medians.items()},
+        "ratio": round(medians["everstep"] / medians["titan"], 4),
+        "exact_ratio": round(medians["exact"] / medians["everstep"], 4),
     }
     print(json.dumps(result, indent=2))
     return 0

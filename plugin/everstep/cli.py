@@ -41,6 +41,7 @@ COMMANDS = {
     "stop": Command("stop a run cleanly", "commands.cluster", "Stop", "stop"),
     "chaos": Command("break a running run", "chaos.command", "Chaos", "chaos"),
     "report": Command("compute what a run did from its events", "commands.report", "Report", "report"),
+    "same": Command("compare two runs to the bit", "commands.same", "Same", "same"),
     "snapshots": Command("show what a run holds in host memory", "commands.snapshots", "Snapshots", "snapshots"),
     "pack": Command("make a token file from text", "commands.pack", "Pack", "pack"),
     "submit": Command("start a run on a Slurm cluster", "commands.cluster", "Submit", "submit", "sbatch"),

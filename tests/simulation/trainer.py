@@ -47,6 +47,8 @@ class SimReducer:
 
     def end_slot(self) -> None: ...
 
+    def forget(self) -> None: ...
+
     def finish(self) -> None:
         work = self._work
         summed = Summed(Contribution(work.rank.life.group.id, tuple(sorted(work.gradient.items())), work.state))

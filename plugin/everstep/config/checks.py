@@ -203,6 +203,25 @@ def _fault_tolerant_training(config: Any) -> Iterator[Problem]:
         )
 
 
+def _exact(config: Any) -> Iterator[Problem]:
+    ft, semi = config.fault_tolerance, config.semi_sync
+    if not (ft.enable and ft.exact):
+        return
+    for section, on_loss in (("fault_tolerance", ft.on_loss), ("semi_sync", semi.on_loss)):
+        if on_loss == "shrink":
+            yield Problem(
+                (section, "on_loss"),
+                f'[{section}] on_loss = "shrink" leaves out what a lost group had, so the result depends on what '
+                "failed: with [fault_tolerance] exact = true nothing may be left out",
+            )
+    if ft.on_poison == "skip":
+        yield Problem(
+            ("fault_tolerance", "on_poison"),
+            '[fault_tolerance] on_poison = "skip" leaves out slots that end groups, so the result depends on what '
+            "failed: with exact = true nothing may be left out",
+        )
+
+
 def _precision(config: Any) -> Iterator[Problem]:
     spec = config.model_spec
     if spec is not None and spec.name == "gpt_oss" and config.training.mixed_precision_param == "float32":
@@ -416,6 +435,7 @@ _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
     _groups,
     _timeouts,
     _fault_tolerant_training,
+    _exact,
     _precision,
     _optimizer,
     _data,

@@ -104,6 +104,11 @@ class FaultTolerance:
     """Where the supervisor (on a cluster: the lighthouse's job) serves the run's figures for Prometheus, on the address
     of the lighthouse. 0: nowhere."""
 
+    exact: bool = False
+    """Train to the same bits whatever fails: parameters, optimizer state and losses are those of the run without
+    faults, and of the run with another number of groups. Takes deterministic kernels, 12 bytes a parameter more, and
+    groups on equal hardware and software; one that computes other bits is refused."""
+
     allow_faults: bool = False
     """Let `everstep chaos` order this run's workers to break themselves. Never in a run whose result matters."""
 

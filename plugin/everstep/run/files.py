@@ -32,6 +32,25 @@ def write_whole(path: Path, *data: bytes | memoryview) -> None:
         raise
 
 
+def write_first(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+    """Write a file that nobody has written yet; what stands there stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        return
+    draft = path.with_name(f".{path.name}-{secrets.token_hex(8)}.tmp")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+        # Unlike a rename, a link never replaces what another process wrote meanwhile.
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()
+
+
 def read_json(path: Path) -> dict:
     """What `write_json` wrote; {} if there is nothing, or something that it cannot have written."""
     try:

@@ -6,7 +6,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from everstep.run.files import read_json, write_json
+from everstep.run.files import read_json, write_first, write_json
 from everstep.run.regular import NotRegularError, open_regular
 
 TOKEN_FILE = "token"
@@ -25,21 +25,7 @@ def run_token(run_dir: Path) -> bytes:
     path = Path(run_dir) / TOKEN_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     require_own(path.parent)
-    if not path.exists():
-        draft = path.with_name(f".{TOKEN_FILE}-{secrets.token_hex(8)}")
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, (secrets.token_hex(TOKEN_BYTES) + "\n").encode())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        try:
-            # Unlike a rename, a link never replaces the token that another process made meanwhile.
-            os.link(draft, path)
-        except FileExistsError:
-            pass
-        finally:
-            draft.unlink()
+    write_first(path, (secrets.token_hex(TOKEN_BYTES) + "\n").encode(), mode=0o600)
     return read_token(run_dir)
 
 

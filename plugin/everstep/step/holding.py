@@ -78,14 +78,18 @@ class Holding:
     def start(self, base: State) -> None:
         """Another step comes, on this state: nothing of it is held."""
         self.held = Held(base)
-        self._work.discard()
+        self._forget()
 
     def drop(self) -> None:
         """Give up what is held; what was refused of the step is remembered."""
         self.held.lost |= self.held.slots
         self.held.slots.clear()
         self.held.accepted.clear()
+        self._forget()
+
+    def _forget(self) -> None:
         self._work.discard()
+        self._reducer.forget()
 
     def heed(self, plan: ledger.Plan, step: int) -> None:
         """Remember who is asked for refused slots, and say which of them nobody can compute."""

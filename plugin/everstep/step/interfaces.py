@@ -186,6 +186,9 @@ class Reducer(Protocol):
 
     def end_slot(self) -> None: ...
 
+    def forget(self) -> None:
+        """Forget what was taken from `param.grad` when slots ended; what is there still is the trainer's."""
+
     def finish(self) -> None:
         """Sum what is not summed yet and wait for all of it. Raises SumsBroken."""
 

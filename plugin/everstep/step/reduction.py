@@ -5,6 +5,9 @@ into flat buckets in the order in which backward reaches them, last layer first;
 last of its gradients is there and every bucket before it has started, so all groups start them in the same order,
 those that compute nothing in this attempt as well.
 
+With exact sums (`everstep.step.exact`) a slot's gradients leave `param.grad` when the slot ends: what the group holds
+is an exact sum, and a bucket is filled with that sum and what `param.grad` has of the slot in progress.
+
 A gradient may be added to several times in one slot: a loss in chunks runs the output layer's backward once a chunk.
 How often is counted in each slot, and a gradient is taken to be there when it was added to as often as before.
 
@@ -21,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
+from everstep.step import exact
 from everstep.step.interfaces import SumsBroken
 from everstep.step.streams import Event, HostStreams, Streams
 
@@ -66,19 +70,32 @@ class AsyncSums(Protocol):
 
 
 class _Memory:
-    """Flat memory, with a piece for each of some parameters of one dtype and device."""
+    """Flat memory, with a piece for each of some parameters of one dtype and device; zero.
 
-    def __init__(self, params: list[torch.Tensor]) -> None:
+    Args:
+        params: see above.
+        dtype: of the memory.
+    """
+
+    def __init__(self, params: list[torch.Tensor], dtype: torch.dtype) -> None:
         first, sizes = local(params[0]), [local(p).numel() for p in params]
-        self.flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=first.device)
         self.views = [_laid_out_as(local(p), piece) for piece, p in zip(self.flat.split(sizes), params, strict=True)]
 
 
 class _Bucket:
-    """The gradients of some parameters of one dtype and device."""
+    """The gradients of some parameters of one dtype and device.
 
-    def __init__(self, params: list[torch.Tensor]) -> None:
-        self.params, self.memory = params, _Memory(params)
+    Args:
+        params: see above.
+        most: of an element of a slot's gradient, where sums are exact; else None.
+    """
+
+    def __init__(self, params: list[torch.Tensor], most: float | None) -> None:
+        self.params, self._most = params, most
+        self.memory = self._new_memory()
+        self.held = None if most is None else self._new_memory()
+        """Where sums are exact: of the slots that have ended."""
         self.filled = [False] * len(params)
         self.additions = [0] * len(params)
         """How often each gradient was added to in the slot in progress."""
@@ -94,20 +111,52 @@ class _Bucket:
         self.filled_on.clear()
         self.sum = None
 
+    def _new_memory(self) -> _Memory:
+        return _Memory(self.params, local(self.params[0]).dtype if self._most is None else torch.float64)
+
     def fill(self, index: int) -> None:
+        """Take what is held of a gradient into the memory that is summed."""
         grad = self.params[index].grad
-        if grad is None:
+        if self.held is not None:
+            self.memory.views[index].copy_(self.held.views[index])
+            self._add(index, self.memory)
+        elif grad is None:
             self.memory.views[index].zero_()
         else:
             self.memory.views[index].copy_(local(grad))
         self.filled[index] = True
 
-    def give(self, index: int, memory: _Memory) -> None:
-        """Make a piece of memory the parameter's gradient."""
-        param = self.params[index]
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-        local(param.grad).copy_(memory.views[index])
+    def _add(self, index: int, memory: _Memory) -> None:
+        """Add what a slot made of a gradient to an exact sum."""
+        grad = self.params[index].grad
+        if grad is not None and self._most is not None:
+            exact.add(memory.views[index], local(grad), self._most)
+
+    def hold(self) -> None:
+        """A slot has ended: its gradients become part of what is held. Only where sums are exact."""
+        assert self.held is not None
+        for index, param in enumerate(self.params):
+            self._add(index, self.held)
+            if param.grad is not None:
+                local(param.grad).zero_()
+
+    def forget(self) -> None:
+        """Nothing is held."""
+        if self.held is not None:
+            self.held.flat.zero_()
+
+    def give(self, scale: float) -> None:
+        """Make the sums, times `scale`, the parameters' gradients."""
+        self.memory.flat.mul_(scale)
+        for param, view in zip(self.params, self.memory.views, strict=True):
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            local(param.grad).copy_(view)
+
+    def give_up(self) -> torch.Tensor:
+        """Go on in other memory, as a sum may still write to this one."""
+        given_up, self.memory = self.memory.flat, self._new_memory()
+        return given_up
 
 
 class GradientReducer:
@@ -118,6 +167,7 @@ class GradientReducer:
         bucket_bytes: size a bucket grows to.
         streams: of the parameters' device.
         hooks: whether backward runs hooks of parameters. Without, all sums start after an attempt's last slot.
+        exact_slots: make sums that have the same bits in every order, of up to so many slots; 0: ordinary sums.
     """
 
     def __init__(
@@ -127,9 +177,12 @@ class GradientReducer:
         streams: Streams | None = None,
         *,
         hooks: bool = True,
+        exact_slots: int = 0,
     ) -> None:
         self._streams = streams or HostStreams()
-        self._buckets = [_Bucket(part) for part in _split(list(params), bucket_bytes)]
+        self._is_exact = exact_slots > 0
+        most = exact.most_of_slot(exact_slots) if self._is_exact else None
+        self._buckets = [_Bucket(part, most) for part in _split(list(params), bucket_bytes)]
         self._given_up: list[tuple[Sum, torch.Tensor]] = []
         self._began_on: Hashable = None
         self._began: Event | None = None
@@ -158,6 +211,7 @@ class GradientReducer:
         gradients are there, if an earlier slot has told how often each is added to."""
         self._last = last
         self._armed = self._last and self._counted
+        self._began_on, self._began = self._streams.current(), self._streams.record()
         for bucket in self._buckets:
             bucket.additions = [0] * len(bucket.params)
 
@@ -177,7 +231,16 @@ class GradientReducer:
             if self._armed and early and self._error is None:
                 self._error = SumsBroken("a gradient was added to more often than in earlier slots")
             bucket.usual = bucket.additions
+            if self._is_exact:
+                self._wait_for_fills(bucket)
+                with torch.no_grad():
+                    bucket.hold()
         self._counted, self._armed = True, False
+
+    def forget(self) -> None:
+        """See `everstep.step.interfaces.Reducer`."""
+        for bucket in self._buckets:
+            bucket.forget()
 
     def finish(self) -> None:
         """Sum what is not summed yet and wait for all of it. Raises SumsBroken."""
@@ -193,16 +256,18 @@ class GradientReducer:
         if error is not None:
             for bucket in self._buckets:
                 if bucket.sum is not None and not bucket.sum.ended:
-                    self._given_up.append((bucket.sum, bucket.memory.flat))
-                    bucket.memory = _Memory(bucket.params)
+                    self._given_up.append((bucket.sum, bucket.give_up()))
             raise error
 
     def finite(self) -> bool:
         """See `everstep.step.interfaces.Reducer`. A host synchronisation."""
-        return all_within(LARGEST, (bucket.memory.flat for bucket in self._buckets))
+        most = exact.MOST if self._is_exact else LARGEST
+        return all_within(most, (bucket.memory.flat for bucket in self._buckets))
 
     def own_finite(self) -> bool:
         """See `everstep.step.interfaces.Reducer`. A host synchronisation."""
+        if self._is_exact:
+            return all_within(exact.MOST, (bucket.held.flat for bucket in self._buckets if bucket.held is not None))
         own = (local(p.grad) for bucket in self._buckets for p in bucket.params if p.grad is not None)
         return all_within(LARGEST_PART, own)
 
@@ -220,9 +285,7 @@ class GradientReducer:
         """Make the sums, times `scale`, the parameters' gradients. Only after `finish`."""
         with torch.no_grad():
             for bucket in self._buckets:
-                bucket.memory.flat.mul_(scale)
-                for index in range(len(bucket.params)):
-                    bucket.give(index, bucket.memory)
+                bucket.give(scale)
 
     def _on_grad(self, bucket: _Bucket, index: int, param: torch.Tensor) -> None:
         bucket.additions[index] += 1
@@ -254,16 +317,20 @@ class GradientReducer:
             bucket = self._buckets[self._started]
             if not all(bucket.filled):
                 return
-            current = self._streams.current()
-            for stream, filled in bucket.filled_on.items():
-                if stream != current:
-                    self._streams.wait(filled)
+            self._wait_for_fills(bucket)
             try:
                 bucket.sum = self._sums.start(bucket.memory.flat, self._timeout)
             except SumsBroken as error:
                 # Backward goes on: what it computes is held for the next attempt.
                 self._error = error
             self._started += 1
+
+    def _wait_for_fills(self, bucket: _Bucket) -> None:
+        """What the current stream does next comes after all that filled the bucket."""
+        current = self._streams.current()
+        for stream, filled in bucket.filled_on.items():
+            if stream != current:
+                self._streams.wait(filled)
 
 
 def _laid_out_as(param: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,8 @@ class QuantizedReducer:
 
     def end_slot(self) -> None: ...
 
+    def forget(self) -> None: ...
+
     @torch.no_grad()
     def finish(self) -> None:
         mine = self._offered()
@@ -112,6 +114,10 @@ class FragmentReducer:
     def end_slot(self) -> None:
         self._now.end_slot()
 
+    def forget(self) -> None:
+        for reducer in self._reducers:
+            reducer.forget()
+
     def finish(self) -> None:
         self._now.finish()
 
@@ -142,6 +148,7 @@ class Changes:
         workers: M.
         to: of `encode`.
         streams: of `GradientReducer`.
+        exact: whether the sum has the same bits in every order.
     """
 
     def __init__(
@@ -151,16 +158,18 @@ class Changes:
         workers: int,
         to: Quantize,
         streams: Streams,
+        *,
+        exact: bool,
     ) -> None:
         self._params, self._fragments, self._to = params, fragments, to
         self._changed = [torch.zeros_like(param) for param in params]
-        """Summed over the workers."""
+        """Summed over the workers; with exact sums of one worker, until its slot ends."""
         self._sent: dict[int, torch.Tensor] = {}
         """The same by worker, where it is sent in fewer bits."""
         parts = ([params[at] for at in places] for places in fragments)
         self.reducer = FragmentReducer(
             [
-                GradientReducer(part, BUCKET_BYTES, streams, hooks=False)
+                GradientReducer(part, BUCKET_BYTES, streams, hooks=False, exact_slots=workers if exact else 0)
                 if to == "none"
                 else QuantizedReducer(part, lambda: self._sent, to, workers)
                 for part in parts

@@ -23,6 +23,7 @@ from everstep.semi.outer import OuterSGD
 from everstep.semi.section import SemiSync
 from everstep.semi.worker_files import WorkerFiles, folder_of
 from everstep.semi.worker_states import WorkerStates
+from everstep.step import exact
 from everstep.step.interfaces import Commit, SlotSums
 from everstep.step.quorum import Quorum
 from everstep.step.reduction import local
@@ -110,7 +111,14 @@ class Rounds:
         self._held: dict[int, Held] = {}
         self._sums = Layout(RoundSums, self._steps, self._steps, len(_flat(self.state.balances)))
         """How a round's further sums travel."""
-        self._changes = Changes(trainer.trainable, self.state.fragments, self._workers, settings.quantize, streams)
+        self._changes = Changes(
+            trainer.trainable,
+            self.state.fragments,
+            self._workers,
+            settings.quantize,
+            streams,
+            exact=self._ft.exact,
+        )
         self.reducer = self._changes.reducer
         files = WorkerFiles(
             folder_of(trainer.run_dir),
@@ -159,7 +167,7 @@ class Rounds:
             tokens_by_step += done.tokens
             loss_by_step += done.loss
             balances += done.balances
-        further = RoundSums(tokens_by_step, loss_by_step, balances)
+        further = RoundSums(tokens_by_step, exact.rounded(loss_by_step), exact.rounded(balances))
         return SlotSums(tokens, loss, self._sums.pack(further), frozenset(self._held))
 
     def discard(self) -> None:

@@ -33,7 +33,7 @@ from everstep.step.interfaces import Commit, OutOfData, Work
 from everstep.step.quorum import Quorum
 from everstep.step.reduction import BUCKET_BYTES, GradientReducer
 from everstep.step.streams import streams_of
-from everstep.titan import cpu, private
+from everstep.titan import cpu, exactness, private
 from everstep.titan.checkpoint_names import DATALOADER
 from everstep.titan.checkpoints import RunCheckpointManager, SnapshotCheckpointManager, of_run
 from everstep.titan.data.binding import bind_data
@@ -96,8 +96,10 @@ class EverstepTrainer(SlotTrainer):
         on_cpu = not cpu.has_accelerator()
         if on_cpu:
             cpu.keep_freed_memory()
-        choose_attention(config)
         ft, semi = config.fault_tolerance, config.semi_sync
+        if ft.enable and ft.exact:
+            exactness.prepare(config)
+        choose_attention(config)
         place = None
         if ft.enable:
             # Curves are drawn from the run's events, by one process for all groups: report/scalars.py.
@@ -111,6 +113,9 @@ class EverstepTrainer(SlotTrainer):
             cpu.sum_only_collectives(self.model_parts)
         if place is None:
             return
+        if ft.exact:
+            exactness.after_build()
+            exactness.agree(self.run_dir, exactness.fingerprint(config, self.device))
         self.optimizer = OptimizerStep(self, self.seed, self.dp_rank, self.checks)
         self.measures = Measures(
             self.metrics_processor, self.parallel_dims, config.parallelism.pipeline_parallel_schedule
@@ -133,6 +138,7 @@ class EverstepTrainer(SlotTrainer):
                 BUCKET_BYTES,
                 streams,
                 hooks=self._backward_runs_hooks(),
+                exact_slots=self.slots if ft.exact else 0,
             )
         if self.snapshots is not None:
             self.snapshots.shards = self.state.shards()

@@ -218,6 +218,8 @@ class _Rank:
 
     def end_slot(self) -> None: ...
 
+    def forget(self) -> None: ...
+
     def finish(self) -> None:
         if self.outcome() == FAILS:
             raise SumsBroken("a choice")

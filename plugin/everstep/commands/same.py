@@ -1,0 +1,43 @@
+"""`everstep same`: whether two runs have the same bits, and where they part."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from everstep.run.directory import LaunchError
+from everstep.run.token import require_own
+
+
+@dataclass(kw_only=True)
+class Same:
+    """Compare two runs to the bit: losses, gradient norms and checksums by step, and all tensors of the newest
+    checkpoint that both have. With [fault_tolerance] exact = true two runs of one config are the same, whatever
+    failed."""
+
+    run_a: tyro.conf.Positional[Path]
+    """A run directory."""
+
+    run_b: tyro.conf.Positional[Path]
+    """Another one."""
+
+
+def same(command: Same, flags: Sequence[str]) -> int:
+    """Exit status 0 if all that both runs have is the same, 1 if they part."""
+    from everstep.titan.same import compare
+
+    try:
+        for run_dir in (command.run_a, command.run_b):
+            require_own(run_dir)
+        found = compare(command.run_a, command.run_b)
+    except (OSError, ValueError) as error:
+        raise LaunchError(str(error)) from None
+    print(f"steps      {found.steps} in both runs, {found.checksums} with a checksum of the parameters")
+    print(f"           they part at {found.parted}" if found.parted else "           the same bits")
+    if found.checkpoint:
+        print(f"checkpoint after step {found.checkpoint}, {found.tensors} tensors compared")
+        print(f"           {found.differing or 'the same bits'}")
+    else:
+        print("checkpoint none of a step that both runs have")
+    return 0 if found.same else 1

@@ -1,0 +1,87 @@
+"""What `[fault_tolerance] exact` asks of a group besides exact sums: a slot has the same bits on every group.
+
+Kernels are deterministic, checks repair nothing in place, and all groups compute alike. The last is compared: the first
+start of a run writes its fingerprint to RUN_DIR/state/exact.json, and a start with another one ends before it computes
+anything. A part of the fingerprint is the bits that a small computation comes to on this device.
+"""
+
+import hashlib
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from everstep.run import typed
+from everstep.run.exits import UNFIT_EXIT, TrainerEnds
+from everstep.run.files import read_json, write_first
+
+FILE = "exact.json"
+SETTINGS = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "CUBLAS_WORKSPACE_CONFIG")
+"""Environment variables on which the order of additions inside a group depends."""
+
+
+def prepare(config: Any) -> None:
+    """Settings of a trainer's config, in place, without which a slot has no bits of its own. A kernel that is not
+    deterministic raises then, and PyTorch's error names it."""
+    config.debug.deterministic, config.debug.deterministic_warn_only = True, False
+    config.attention_check.mode = "detect"
+
+
+def after_build() -> None:
+    """PyTorch's deterministic mode also fills memory before its first use, for programs that read what nobody wrote:
+    a write of all activations in every slot."""
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute] set by its class
+
+
+def fingerprint(config: Any, device: torch.device) -> dict[str, str]:
+    """What this rank's bits depend on, besides model, data and seed: by name a value."""
+    module = torch.get_device_module(device)
+    degrees = {key: value for key, value in asdict(config.parallelism).items() if key.endswith(("degree", "schedule"))}
+    found = {
+        "torch": torch.__version__,
+        "device": module.get_device_name(),
+        "instructions": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else "",
+        "threads": str(torch.get_num_threads()) if device.type == "cpu" else "",
+        "ranks": str(dist.get_world_size()),
+        "parallelism": " ".join(f"{key}={value}" for key, value in degrees.items()),
+        "precision": f"{config.training.dtype} {config.training.mixed_precision_param}",
+        "compile": str(config.compile.enable and config.compile.components),
+        "environment": " ".join(f"{key}={os.environ[key]}" for key in SETTINGS if key in os.environ),
+        "computation": _probe(device),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def agree(run_dir: Path, mine: dict[str, str]) -> None:
+    """Raises TrainerEnds if the run was started with another fingerprint."""
+    path = run_dir / "state" / FILE
+    write_first(path, typed.dumps(mine))
+    first = read_json(path)
+    differing = sorted(key for key in first.keys() | mine.keys() if first.get(key) != mine.get(key))
+    if differing:
+        told = "; ".join(
+            f"{key} is {mine.get(key, 'not set')!r} here and {first.get(key)!r} there" for key in differing
+        )
+        raise TrainerEnds(
+            UNFIT_EXIT,
+            f"[fault_tolerance] exact: this group computes other bits than those that {path} tells of: {told}. Give it "
+            "the same hardware and software, or train with exact = false",
+        )
+
+
+def _probe(device: torch.device) -> str:
+    """A digest of the bits that a product, a softmax, a norm and their gradients come to."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x, w = (torch.randn(64, 192).to(device).requires_grad_() for _ in range(2))
+        scores = F.softmax(F.layer_norm(x, (192,)) @ w.T, dim=-1)
+        (F.silu(scores) @ w).square().mean().backward()
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in (scores, x.grad, w.grad):
+        assert tensor is not None
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,127 @@
+"""Where two runs part: the first step whose losses or checksums differ, and the first tensor of their checkpoints."""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from everstep.run.events import read_events
+
+TOGETHER = 1 << 30
+"""Bytes of tensors of each run that are in memory at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Attributes:
+    steps: how many steps both runs committed.
+    checksums: at how many of them both have a checksum of the parameters.
+    parted: the first step at which they differ, and how; empty if none does.
+    checkpoint: the newest step of which both have a checkpoint; 0: none.
+    tensors: how many tensors of it were compared.
+    differing: the first of them that differs, and how; empty if none does.
+    """
+
+    steps: int
+    checksums: int
+    parted: str
+    checkpoint: int
+    tensors: int
+    differing: str
+
+    @property
+    def same(self) -> bool:
+        """Whether all that could be compared has the same bits, and there was something."""
+        return self.steps > 0 and not self.parted and not self.differing
+
+
+def compare(one: Path, other: Path) -> Comparison:
+    """Compare what two runs committed, to the bit. A step that a run made more than once has to come to the same."""
+    (losses, sums), (other_losses, other_sums) = _told(one), _told(other)
+    steps, checksums = losses.keys() & other_losses.keys(), sums.keys() & other_sums.keys()
+    parted = ""
+    for step in sorted(steps | checksums):
+        if step in steps and len(told := losses[step] | other_losses[step]) > 1:
+            parted = f"step {step}: losses and gradient norms {sorted(told, key=str)}"
+        elif step in checksums and len(told := sums[step] | other_sums[step]) > 1:
+            parted = f"the parameters after step {step}: checksums {sorted(told, key=str)}"
+        if parted:
+            break
+    newest = max(_checkpoints(one).keys() & _checkpoints(other).keys(), default=0)
+    tensors, differing = 0, ""
+    if newest:
+        tensors, differing = _compare_tensors(_checkpoints(one)[newest], _checkpoints(other)[newest])
+    return Comparison(len(steps), len(checksums), parted, newest, tensors, differing)
+
+
+def _told(run_dir: Path) -> tuple[dict[int, set[tuple[Any, Any]]], dict[int, set[Any]]]:
+    """By step what its commits came to on all groups, and the checksums of the parameters after it."""
+    losses: dict[int, set[tuple[Any, Any]]] = defaultdict(set)
+    sums: dict[int, set[Any]] = defaultdict(set)
+    for event in read_events(run_dir, {"commit", "audit"}):
+        if event["kind"] == "commit":
+            losses[event["step"]].add((event["loss"], event.get("grad_norm")))
+        else:
+            sums[event["step"]].add(event.get("checksum"))
+    return losses, sums
+
+
+def _checkpoints(run_dir: Path) -> dict[int, Path]:
+    """By step the folders of a run's checkpoints that were written to their end."""
+    found = (path.parent for path in run_dir.glob("checkpoint/step-*/.metadata"))
+    return {int(folder.name.removeprefix("step-")): folder for folder in found}
+
+
+def _compare_tensors(one: Path, other: Path) -> tuple[int, str]:
+    """How many tensors were compared, and the first that differs."""
+    ours, theirs = (FileSystemReader(folder).read_metadata().state_dict_metadata for folder in (one, other))
+    if alone := sorted(ours.keys() ^ theirs.keys()):
+        return 0, f"{alone[0]} is in one of the checkpoints only"
+    compared = 0
+    for keys in _in_parts(ours):
+        pairs = zip(*(_load(folder, keys, of) for folder, of in ((one, ours), (other, theirs))), strict=True)
+        for key, (mine, their) in zip(keys, pairs, strict=True):
+            compared += 1
+            if mine.shape != their.shape or mine.dtype != their.dtype:
+                return compared, f"{key} is {mine.dtype} {list(mine.shape)} and {their.dtype} {list(their.shape)}"
+            differs = (_bytes(mine) != _bytes(their)).any(dim=-1)
+            if differs.any():
+                return compared, f"{key}: {int(differs.sum())} of {mine.numel()} elements differ"
+    return compared, ""
+
+
+def _in_parts(entries: dict[str, Any]) -> Iterator[list[str]]:
+    """Names of tensors, as many at a time as `TOGETHER` allows."""
+    part: list[str] = []
+    size = 0
+    for key in sorted(entries):
+        entry = entries[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        part.append(key)
+        size += entry.size.numel() * entry.properties.dtype.itemsize
+        if size > TOGETHER:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _load(folder: Path, keys: list[str], entries: dict[str, Any]) -> list[torch.Tensor]:
+    tensors = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype) for key in keys}
+    with warnings.catch_warnings():  # that this is one process
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
+    return list(tensors.values())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as rows of bytes."""
+    return tensor.contiguous().view(-1, 1).view(torch.uint8)

@@ -1,0 +1,82 @@
+"""`exact = true`: whatever fails and however many groups there are, the bits are those of the run without faults."""
+
+import random
+import signal
+import time
+
+import pytest
+
+from everstep.run.exits import UNFIT_EXIT
+from everstep.run.files import read_json, write_json
+from everstep.titan.same import compare
+from watched import write_config
+
+DILOCO = {"method": "diloco", "workers": 3, "sync_steps": 4}
+SHAPES = {
+    "steps": {"snapshot": {"enable": True}, "attention_check": {"enable": True}},
+    "rounds": {"semi_sync": DILOCO, "training": {"global_batch_size": 6}, "checkpoint": {"interval": 8}},
+}
+
+
+def config_of(folder, shape, *, steps, **more):
+    sections = dict(SHAPES[shape])
+    sections["training"] = {**sections.get("training", {}), "steps": steps}
+    sections["fault_tolerance"] = {"exact": True, "audit_interval": 1, **more}
+    return write_config(folder / f"{shape}.toml", **sections)
+
+
+@pytest.mark.parametrize(("shape", "victims"), [("steps", (0, 1)), ("rounds", (1,))])
+def test_two_groups_that_are_killed_make_the_bits_of_one_that_is_not(start, tmp_path, shape, victims):
+    config = config_of(tmp_path, shape, steps=16)
+    clean, hit = start(config, "--groups", "1"), start(config, "--groups", "2")
+    hit.wait_for("commit", step=1)
+    killed = hit.kill(*victims)
+    hit.wait_for("training_started", after=killed, group=1)
+    assert [clean.wait(), hit.wait()] == [0, 0], hit.said()
+    found = compare(clean.run_dir, hit.run_dir)
+    assert (found.parted, found.differing) == ("", "")
+    assert found.steps == found.checksums == (16 if shape == "steps" else 4)
+    assert (found.checkpoint, found.tensors > 50) == (16, True)
+
+
+def test_a_group_that_computes_other_bits_ends_with_a_sentence(start, tmp_path):
+    run_dir = tmp_path / "run"
+    write_json(run_dir / "state" / "exact.json", {"torch": "1.0"})
+    run = start(config_of(tmp_path, "steps", steps=6), "--groups", "1", run_dir=run_dir)
+    assert run.wait() != 0
+    assert run.events("workers_died", status=UNFIT_EXIT) or f"status {UNFIT_EXIT}" in run.said()
+    assert "torch is" in run.said()
+    assert read_json(run_dir / "state" / "exact.json") == {"torch": "1.0"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_sixty_faults_leave_every_bit_as_it_was(start, tmp_path, shape, ranks):
+    """Groups killed, stopped, all of them at once, the whole run, and another number of groups after that."""
+    steps, draw = 800, random.Random(7)
+    config = config_of(tmp_path, shape, steps=steps)
+    clean = start(config, "--groups", "1", "--ranks-per-group", ranks)
+    assert clean.wait(1200.0) == 0, clean.said()
+    faults, groups = 0, 3
+    hit = start(config, "--groups", "3", "--ranks-per-group", ranks)
+    while hit.process.poll() is None:
+        time.sleep(draw.uniform(0.0, 4.0))
+        if hit.process.poll() is not None:
+            break
+        victims = draw.sample(range(groups), draw.randint(1, groups))
+        try:
+            hit.kill(*victims, signum=draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
+        except ProcessLookupError:
+            continue
+        faults += 1
+        if faults % 15 == 0:
+            hit.end()
+            groups = draw.choice([1, 2, 3])
+            hit = start(config, "--groups", str(groups), "--ranks-per-group", ranks, run_dir=hit.run_dir)
+            hit.wait_for("commit")
+    assert hit.wait() == 0, hit.said()
+    found = compare(clean.run_dir, hit.run_dir)
+    print(f"{faults} faults, {found}")
+    assert (found.parted, found.differing, found.checkpoint) == ("", "", steps)
+    assert faults >= 15

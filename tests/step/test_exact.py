@@ -1,0 +1,164 @@
+"""Sums with the same bits in every order: of slots, of groups, and after what was forgotten."""
+
+from datetime import timedelta
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from everstep.step import exact
+from everstep.step.reduction import GradientReducer
+
+SLOTS = 12
+WAIT = timedelta(seconds=1)
+
+
+class Groups:
+    """A sum over groups in an order that is given."""
+
+    def __init__(self):
+        self.parts = []
+
+    def start(self, tensor, timeout):
+        self.parts.append(tensor)
+        return SimpleNamespace(ended=True)
+
+    def finish(self, one): ...
+
+
+def parameters():
+    tied = torch.nn.Parameter(torch.zeros(40, 30))
+    return [tied, torch.nn.Parameter(torch.zeros(70_000)), torch.nn.Parameter(torch.zeros(24, 16).t())]
+
+
+def backward(params, slot, bad=0.0):
+    """A slot's gradients, over ten orders of magnitude; the first parameter is used twice, another not in each."""
+    draw = torch.Generator().manual_seed(slot)
+    weights = [
+        torch.randn(p.shape, generator=draw) * 10 ** torch.empty(p.shape).uniform_(-9, 1, generator=draw)
+        for p in params
+    ]
+    (params[0] * weights[0]).sum().backward()
+    (params[0] * weights[0].flip(0)).sum().backward()
+    weights[1][-1] += bad
+    if slot % 3 or bad:
+        (params[1] * weights[1]).sum().backward()
+    (params[2] * weights[2]).sum().backward()
+
+
+def summed(shares, *, scale=0.37, exact_slots=SLOTS, refused=()):
+    """Gradients of a step whose slots were computed in these shares; slots of `refused` are dropped once on the way."""
+    reducers = []
+    for share in shares:
+        params = parameters()
+        reducer, sums = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=exact_slots), Groups()
+        if set(share) & set(refused):
+            reducer.begin(Groups(), WAIT)
+            for slot in share:
+                reducer.begin_slot(last=slot == share[-1])
+                backward(params, slot)
+                reducer.end_slot()
+            reducer.forget()
+            for param in params:
+                param.grad = None
+        reducer.begin(sums, WAIT)
+        for slot in share:
+            reducer.begin_slot(last=slot == share[-1])
+            backward(params, slot)
+            reducer.end_slot()
+        reducer.finish()
+        reducers.append((reducer, sums.parts, params))
+    totals = [sum(parts[1:], parts[0].clone()) for parts in zip(*(parts for _, parts, _ in reducers), strict=True)]
+    for reducer, parts, _ in reducers:
+        for part, total in zip(parts, totals, strict=True):
+            part.copy_(total)
+        assert reducer.finite()
+        assert reducer.own_finite()
+        reducer.assign(scale)
+    return [[p.grad for p in params] for _, _, params in reducers]
+
+
+SHARES = [
+    [range(SLOTS)],
+    [[11, 3, 5, 0, 7], [1, 2, 4, 6, 8, 9, 10]],
+    [[10, 2], [9, 8, 7, 6], [5, 4, 3], [0, 1, 11]],
+]
+
+
+def test_the_sum_has_the_same_bits_whoever_computed_what_in_whatever_order():
+    shares = [list(map(list, share)) for share in SHARES]
+    one, *others = [summed(share) for share in shares] + [summed(shares[1], refused=[4])]
+    for found in others:
+        for group in found:
+            assert all(
+                torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(one[0], group, strict=True)
+            )
+    floats = [summed(share, exact_slots=0)[0] for share in shares]
+    assert not all(torch.equal(a, b) for a, b in zip(floats[0], floats[1], strict=True)), "floats tell orders apart"
+    for ours, plain in zip(one[0], floats[0], strict=True):
+        assert torch.allclose(ours, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_a_retry_goes_on_with_what_is_held():
+    """As after a member's death: the sum was taken, failed, and is taken again with one more slot."""
+    params, sums = parameters(), Groups()
+    reducer = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=SLOTS)
+    for first, last in pairwise([0, 5, 6, SLOTS]):
+        sums.parts.clear()
+        reducer.begin(sums, WAIT)
+        for slot in range(first, last):
+            reducer.begin_slot(last=slot == last - 1)
+            backward(params, slot)
+            reducer.end_slot()
+        reducer.finish()
+    reducer.assign(0.37)
+    for ours, whole in zip(params, summed([list(range(SLOTS))])[0], strict=True):
+        assert torch.equal(ours.grad, whole)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38, exact.most_of_slot(SLOTS) * 1.01])
+@pytest.mark.parametrize("at", [0, SLOTS - 1])
+def test_what_has_no_place_in_the_sum_is_seen_by_every_group(bad, at):
+    params, sums = parameters(), Groups()
+    reducer = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=SLOTS)
+    reducer.begin(sums, WAIT)
+    for slot in range(SLOTS):
+        reducer.begin_slot(last=slot == SLOTS - 1)
+        backward(params, slot, bad if slot == at else 0.0)
+        reducer.end_slot()
+    reducer.finish()
+    assert not reducer.own_finite()
+    assert not reducer.finite()
+    reducer.forget()
+    assert reducer.own_finite()
+
+
+@pytest.mark.parametrize("slots", [1, SLOTS, 1024])
+def test_the_largest_gradients_of_all_slots_have_room(slots):
+    """Also if one of them is the next float below: no bit of it is lost."""
+    most = exact.most_of_slot(slots)
+    values, into = torch.full((3,), most), torch.zeros(3, dtype=torch.float64)
+    for _ in range(slots - 1):
+        exact.add(into, values, most)
+    exact.add(into, values.nextafter(torch.zeros(3)), most)
+    assert into.tolist() == [most * (slots - 2.0**-24)] * 3
+    assert float(into[0]) <= exact.MOST
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_quantum_can_hold_is_not_changed(dtype):
+    """All bits of a float whose last bit is not below 2^-40; smaller ones go to the nearest quantum."""
+    values = (torch.randn(100_000) * 10 ** torch.empty(100_000).uniform_(-6, 2)).to(dtype)
+    into = torch.zeros(100_000, dtype=torch.float64)
+    exact.add(into, values, 1e4)
+    kept = values.abs() >= 2.0**-16
+    assert torch.equal(values[kept].double(), into[kept])
+    assert float((values.double() - into).abs().max()) <= 2.0**-41
+    assert torch.equal(into * 2.0**40, (into * 2.0**40).round())
+
+
+def test_rounded_losses_add_up_alike_in_every_order():
+    draw = torch.Generator().manual_seed(0)
+    losses = exact.rounded(torch.rand(1000, dtype=torch.float64, generator=draw) * 1e4)
+    assert float(losses.sum()) == float(sum(losses[torch.randperm(1000, generator=draw)].tolist()))

@@ -1,0 +1,59 @@
+"""`everstep same`: two runs are compared to the bit."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from everstep.commands.same import Same, same
+from everstep.run.events import EventLog
+
+STEPS = 6
+
+
+def make_run(run_dir, *, loss=0.1, checksum="c0ffee", tensor=None, checkpoints=(2, 4)):
+    """A run of six steps; `loss` and `checksum` are those of step 4."""
+    for group in (0, 1):
+        events = EventLog(run_dir, group, 0, "worker")
+        for step in range(1, STEPS + 1):
+            made = {"loss": loss if step == 4 else 1 / step, "grad_norm": 2.0, "tokens": 7.0}
+            events.emit("commit", step, groups=[0, 1], history=run_dir.name, parent="0", **made)
+            summed = checksum if step == 4 else f"{step:x}"
+            events.emit("audit", step, checksum=summed, agreed=True, differing=[])
+        events.close()
+    for step in checkpoints:
+        state = {"model.w": torch.ones(8, 4) if tensor is None else tensor, "optimizer.m": torch.zeros(3)}
+        dcp.save(state, checkpoint_id=str(run_dir / "checkpoint" / f"step-{step}"), no_dist=True)
+    return run_dir
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("other", "status", "said"),
+    [
+        ({}, 0, ("6 in both runs, 6 with a checksum", "after step 4, 2 tensors compared")),
+        ({"loss": math.nextafter(0.1, 1)}, 1, ("they part at step 4: losses",)),
+        ({"checksum": "c0ffef"}, 1, ("they part at the parameters after step 4",)),
+        ({"tensor": torch.ones(8, 4) * -torch.tensor([1.0, -1, -1, -1])}, 1, ("model.w: 8 of 32 elements differ",)),
+        ({"tensor": torch.ones(8, 4).double()}, 1, ("model.w is torch.float32 [8, 4] and torch.float64 [8, 4]",)),
+        ({"checkpoints": (5,)}, 0, ("checkpoint none of a step that both runs have",)),
+    ],
+)
+def test_the_first_difference_is_named(tmp_path, capsys, other, status, said):
+    one, two = make_run(tmp_path / "a"), make_run(tmp_path / "b", **other)
+    assert same(Same(run_a=one, run_b=two), []) == status
+    told = capsys.readouterr().out
+    assert all(sentence in told for sentence in said), told
+
+
+def test_minus_zero_is_not_zero(tmp_path, capsys):
+    one = make_run(tmp_path / "a", tensor=torch.zeros(2))
+    two = make_run(tmp_path / "b", tensor=-torch.zeros(2))
+    assert same(Same(run_a=one, run_b=two), []) == 1
+    assert "model.w: 2 of 2 elements differ" in capsys.readouterr().out
+
+
+def test_runs_without_anything_in_common_are_not_the_same(tmp_path):
+    (tmp_path / "a").mkdir()
+    assert same(Same(run_a=tmp_path / "a", run_b=make_run(tmp_path / "b")), []) == 1
