@@ -338,10 +338,10 @@ def waits(call: Callable[[], Any]) -> int:
     import torch
 
     if device().type != "cuda":
-        counted = sys.modules[device().type].count
-        before = counted("own waits")
+        waited = sys.modules[device().type].waited
+        before = waited()
         call()
-        return counted("own waits") - before
+        return waited() - before
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

@@ -1,5 +1,7 @@
 """Computes some things on the device "late" and on the CPU; fails at the first that differs."""
 
+import os
+
 import torch
 import torch.nn.functional as F
 
@@ -92,6 +94,7 @@ def main() -> None:
         pass
     else:
         raise AssertionError("shapes that do not fit were not refused")
+    a_copy_of_the_process_cannot_use_it()
 
 
 def late_work_is_late() -> None:
@@ -105,6 +108,18 @@ def late_work_is_late() -> None:
         assert torch.ops.late.inside(tensor).sum() == 0
     event.synchronize()
     assert torch.ops.late.inside(tensor).sum() == 8
+
+
+def a_copy_of_the_process_cannot_use_it() -> None:
+    if (pid := os.fork()) == 0:
+        try:
+            assert late._is_in_bad_fork()
+            torch.ones(3, device="late")
+        except RuntimeError as error:
+            os._exit(0 if "forked" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 if __name__ == "__main__":

@@ -75,7 +75,9 @@ def assert_as_on_a_cpu(late, start, *args, **sections):
     late.process.send_signal(signal.SIGINT)
     assert late.wait(400) == 0, late.said()
     steps = late.events("commit")[-1]["step"]
-    reference = start(Watched, "cpu", "--groups", "1", "--steps", str(steps), *args, **sections)
+    inner = steps * sections.get("semi_sync", {}).get("sync_steps", 1)
+    alone = {**sections, "snapshot": {"enable": False}, "checkpoint": {"enable": False}}
+    reference = start(Watched, "cpu", "--groups", "1", "--steps", str(inner), *args, **alone)
     assert reference.wait(600) == 0, reference.said()
     figures = score.score(late.run_dir, reference.run_dir)
     assert (figures["status"], figures["first_step"], figures["last_step"]) == ("stopped", 1, steps)

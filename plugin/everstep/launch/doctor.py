@@ -29,6 +29,8 @@ from everstep.snapshot.section import SnapshotSection
 
 Verdict = Literal["ok", "warning", "error"]
 HANG_TOLERANT_GROUPS = 3
+WITH_GRADIENTS = 5 / 3
+"""Bytes of parameters, AdamW's two states, gradients and the buckets they are summed in, to those of the first three."""
 FEWEST_FILES, FILES_FOR_A_NODE, FEWEST_PROCESSES = 512, 8, 256
 
 
@@ -204,13 +206,13 @@ def accelerators(ranks: int, devices: int, process_group: str) -> Iterator[Line]
 
 
 def memory(plan: Plan, state_bytes: int, available: int, devices: Sequence[int]) -> Line:
-    """Whether parameters and optimizer states of the groups that run here have room where they are kept."""
-    share = state_bytes / max(1, plan.config.ranks)
+    """Whether what the groups that run here train with, activations aside, has room where it is kept."""
+    share = state_bytes * WITH_GRADIENTS / max(1, plan.config.ranks)
     if devices:
         room, where, need = min(devices), "on each GPU", share
     else:
         room, where, need = available, "in host memory", share * plan.ranks_here
-    found = f"{_gb(need)} of parameters and optimizer states {where}, of {_gb(room)}"
+    found = f"{_gb(need)} of parameters, optimizer states, gradients and their sums {where}, of {_gb(room)}"
     if need <= room:
         return Line("memory", "ok", found)
     advice = "more ranks in a group (--ranks-per-group with data_parallel_shard_degree), or a smaller model"

@@ -58,9 +58,9 @@ def forget() -> None:
     torch.ops.late.forget()
 
 
-def count(name: str) -> int:
-    """How often something happened in this process: "record", "wait", "host waits", or "own waits", this thread's."""
-    return torch.ops.late.count(name)
+def waited() -> int:
+    """How often this thread has waited for the device."""
+    return torch.ops.late.waited()
 
 
 @contextlib.contextmanager
@@ -94,8 +94,7 @@ def is_available() -> bool:
     return True
 
 
-def is_initialized() -> bool:
-    return True
+is_initialized = is_available
 
 
 def init() -> None:
@@ -126,20 +125,16 @@ def device(which: Any = None) -> Iterator[None]:
     yield
 
 
-def synchronize(device: Any = None) -> None:
-    torch.accelerator.synchronize()
-
-
-def current_stream(device: Any = None) -> torch.Stream:
-    return torch.accelerator.current_stream()
+synchronize = torch.accelerator.synchronize
+current_stream = torch.accelerator.current_stream
+set_stream = torch.accelerator.set_stream
+empty_cache = torch.accelerator.empty_cache
+memory_stats = torch.accelerator.memory_stats
+reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
 
 
 def default_stream(device: Any = None) -> torch.Stream:
     return torch.Stream(stream_id=0, device_index=0, device_type=torch.accelerator.current_stream().device_type)
-
-
-def set_stream(stream: torch.Stream) -> None:
-    torch.accelerator.set_stream(stream)
 
 
 @contextlib.contextmanager
@@ -161,35 +156,6 @@ def get_device_properties(device: Any = None) -> types.SimpleNamespace:
     return types.SimpleNamespace(name=NAME, total_memory=16 << 30)
 
 
-def get_device_capability(device: Any = None) -> tuple[int, int]:
-    return 0, 0
-
-
-def empty_cache() -> None:
-    torch.accelerator.empty_cache()
-
-
-def memory_stats(device: Any = None) -> dict[str, int]:
-    return torch.accelerator.memory_stats()
-
-
-def memory_allocated(device: Any = None) -> int:
-    return torch.accelerator.memory_allocated()
-
-
-def max_memory_allocated(device: Any = None) -> int:
-    return torch.accelerator.max_memory_allocated()
-
-
-def reset_peak_memory_stats(device: Any = None) -> None:
-    torch.accelerator.reset_peak_memory_stats()
-
-
-def mem_get_info(device: Any = None) -> tuple[int, int]:
-    free = (16 << 30) - memory_allocated()
-    return free, 16 << 30
-
-
 def manual_seed(seed: int) -> None:
     default_generator().manual_seed(seed)
 
@@ -200,10 +166,6 @@ manual_seed_all = manual_seed
 def default_generator() -> torch.Generator:
     """That operators without one draw from."""
     return torch._C._accelerator_getDefaultGenerator(0)
-
-
-def initial_seed() -> int:
-    return default_generator().initial_seed()
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:

@@ -51,7 +51,3 @@ def _compile(target: Path) -> None:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
     os.replace(fresh, target)
-
-
-if __name__ == "__main__":
-    print(library())

@@ -110,6 +110,15 @@ def plain_sum(op: Any, size: int) -> tuple[Any, float]:
     return kind, 1.0
 
 
+def _one_by_one(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """For several outputs and inputs; its Work is the last one's."""
+
+    def coalesced(backend: Any, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return [collective(backend, *pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
+
+    return coalesced
+
+
 @functools.cache
 def _backend() -> type:
     from torch._C import _distributed_c10d as c10d
@@ -134,7 +143,7 @@ def _backend() -> type:
             return c10d.Backend.Options("lateccl", self._timeout)
 
         def _run(self, what, reads, writes, call, result=None, *, on: Hashable = "all", host: bool = False) -> Any:
-            """`call`: of the tensors of `reads` and of those of `writes`, each as a list; gives a Work of Gloo's."""
+            """`call`: of the tensors of `reads` and of those of `writes`, each as a list; gives Gloo's Work or None."""
             ready, before = here(), torch.accelerator.current_stream()
             if on not in self._streams:
                 self._streams[on] = torch.Stream(device="late")
@@ -145,7 +154,8 @@ def _backend() -> type:
 
                 def carry_out() -> None:
                     try:
-                        call(arrived, left).wait()
+                        if (work := call(arrived, left)) is not None:
+                            work.wait()
                     except BaseException:  # noqa: BLE001 - what a stream has begun it cannot take back
                         print(f"lateccl: {what} failed", file=sys.stderr)
                         traceback.print_exc()
@@ -167,7 +177,6 @@ def _backend() -> type:
                     self._gloo.allreduce([one], opts).wait()
                     if factor != 1.0:
                         one.mul_(factor)
-                return _Done()
 
             return self._run("allreduce", [], tensors, call, tensors)
 
@@ -201,12 +210,7 @@ def _backend() -> type:
 
         _allgather_base = all_gather_single
 
-        def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-            for output, own in zip(outputs, inputs, strict=True):
-                work = self.all_gather_single(output, own, opts)
-            return work
-
-        allgather_into_tensor_coalesced = all_gather_single_coalesced
+        allgather_into_tensor_coalesced = all_gather_single_coalesced = _one_by_one(all_gather_single)
 
         def reduce_scatter_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
             opts = opts or c10d.ReduceScatterOptions()
@@ -219,18 +223,12 @@ def _backend() -> type:
                 self._gloo.allreduce([total], options).wait()
                 part = total.chunk(self._size)[self.rank()]
                 mine[0].view(-1).copy_(part if factor == 1.0 else part * factor)
-                return _Done()
 
             return self._run("reduce_scatter_single", [own], [output], call, output)
 
         _reduce_scatter_base = reduce_scatter_single
 
-        def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-            for output, own in zip(outputs, inputs, strict=True):
-                work = self.reduce_scatter_single(output, own, opts)
-            return work
-
-        reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+        reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _one_by_one(reduce_scatter_single)
 
         def all_to_all_single(self, output: Any, own: Any, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
             options = opts or c10d.AllToAllOptions()
@@ -256,19 +254,12 @@ def _backend() -> type:
         def abort(self) -> None:
             pass
 
-        def shutdown(self) -> None:
-            pass
+        shutdown = abort
 
         def set_timeout(self, timeout: timedelta) -> None:
             self._timeout = timeout
             self._gloo.set_timeout(timeout)
 
-        def _set_default_timeout(self, timeout: timedelta) -> None:
-            self.set_timeout(timeout)
+        _set_default_timeout = set_timeout
 
     return LateBackend
-
-
-class _Done:
-    def wait(self) -> None:
-        pass

@@ -514,9 +514,7 @@ TORCH_LIBRARY(late, m) {
   m.def("reports() -> str[]", [] { return Device::get().reports(); });
   m.def("forget() -> ()", [] { Device::get().forget(); });
   m.def("in_copy() -> bool", [] { return Device::in_copy(); });
-  m.def("count(str name) -> int", [](std::string name) {
-    return name == "own waits" ? Device::waited : Device::get().counts()[name];
-  });
+  m.def("waited() -> int", [] { return Device::waited; });
 }
 
 // `function`: address of a C function that is given `call`, on the stream's thread.

@@ -126,7 +126,6 @@ class Device {
   Event record(int64_t id, bool takes_time = false) {
     std::lock_guard held(mutex_);
     Stream& stream = *streams_.at(id);
-    counts_["record"]++;
     std::shared_ptr<double> at_ms;
     if (takes_time) {
       at_ms = std::make_shared<double>();
@@ -143,7 +142,6 @@ class Device {
     if (event.stream < 0) return;
     std::lock_guard held(mutex_);
     Stream& stream = *streams_.at(id);
-    counts_["wait"]++;
     if (event.stream != id) {
       begin(stream);
       join(stream.clock, event.clock);
@@ -281,9 +279,7 @@ class Device {
 
   std::map<std::string, int64_t> counts() {
     std::lock_guard held(mutex_);
-    auto all = counts_;
-    all["allocated"] = allocated_, all["reserved"] = memory_.used, all["peak"] = peak_;
-    return all;
+    return {{"allocated", allocated_}, {"reserved", memory_.used}, {"peak", peak_}};
   }
 
   void reset_peak() {
@@ -454,10 +450,6 @@ class Device {
 
   void note_wait(const std::string& why) {
     waited++;
-    {
-      std::lock_guard held(mutex_);
-      counts_["host waits"]++;
-    }
     if (folder_.empty()) return;
     std::string stack = shown(here(), 60), line;
     for (char c : stack) line += c == '\n' ? '|' : c;
@@ -488,7 +480,6 @@ class Device {
   std::map<std::pair<int64_t, size_t>, std::vector<Block*>> free_;
   std::vector<Access> guards_;
   size_t allocated_ = 0, peak_ = 0;
-  std::map<std::string, int64_t> counts_;
   std::vector<std::string> reports_;
   std::set<std::string> said_;
 };
