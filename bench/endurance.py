@@ -4,16 +4,15 @@
 
 Starts `everstep run`, breaks it with `everstep chaos` and stops it cleanly after the last kill. For the first half of
 the kills group 0 is spared, so that one trainer lives through all of them; then every group is hit. Every few seconds
-the memory, file descriptors and threads of the run's processes, the bytes in shared memory and the members that the
-lighthouse remembers are read. Each of these series is flat when the median of its last quarter is within GROWTH of
-that of its second quarter (the first quarter is start-up). Prints one JSON object; status 1 if the promise was broken
-or something grew. The figures of the run go to DIR/endurance.json as well, beside its report.
+the memory, file descriptors and threads of the run's processes and the bytes in shared memory are read. Each of these
+series is flat when the median of its last quarter is within GROWTH of that of its second quarter (the first quarter is
+start-up). Prints one JSON object; status 1 if the promise was broken or something grew. The figures of the run go to
+DIR/endurance.json as well, beside its report.
 """
 
 import argparse
 import json
 import platform
-import re
 import signal
 import subprocess
 import sys
@@ -22,7 +21,6 @@ import time
 import tomllib
 from pathlib import Path
 from statistics import median
-from urllib.request import urlopen
 
 import psutil
 
@@ -34,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_S = 5.0
 GROWTH = 0.1
 TRAINER = "trainer of group 0"
-SLACK = {"rss_mib": 8.0, "fds": 4.0, "threads": 4.0, "bytes_mib": 8.0, "members": 8.0}
+SLACK = {"rss_mib": 8.0, "fds": 4.0, "threads": 4.0, "bytes_mib": 8.0}
 """Differences that are never called growth, in the series' own units."""
 
 
@@ -45,7 +43,6 @@ class Samples:
         self._run_dir, self._supervisor = run_dir, supervisor
         self._roles: dict[int, str] = {}
         self._tail = EventTail(run_dir)
-        self._lighthouse = ""
         self.series: dict[str, list[tuple[float, float]]] = {}
 
     def take(self, spared: bool) -> None:
@@ -62,25 +59,13 @@ class Samples:
                 largest = max(found[quantity] for found in processes)
                 self.series.setdefault(f"{role} {quantity}", []).append((now, largest))
         self.series.setdefault("shared memory bytes_mib", []).append((now, _shared_bytes(self._run_dir) / 2**20))
-        members = self._members()
-        if members is not None:
-            self.series.setdefault("lighthouse members", []).append((now, members))
 
     def _follow(self) -> None:
         for event in self._tail.new():
             if event["kind"] == "lighthouse_started":
-                self._lighthouse = event["address"]
                 self._roles[event["pid"]] = "lighthouse"
             elif event["kind"] == "workers_started" and event["group"] == 0:
                 self._roles.update(dict.fromkeys(event["pids"], TRAINER))
-
-    def _members(self) -> int | None:
-        """Incarnations of groups on the lighthouse's status page."""
-        try:
-            with urlopen(f"{self._lighthouse}/status", timeout=2.0) as page:
-                return len(set(re.findall(r"\d{6}:[0-9a-f-]{36}", page.read().decode())))
-        except (OSError, ValueError):
-            return None
 
     def growth(self) -> dict[str, dict[str, float | bool]]:
         """For each series the medians of its second and last quarter, and whether it is flat."""
@@ -130,10 +115,12 @@ def break_until(kills: int, run_dir: Path, every_s: float, spared: bool, samples
     command += ["--faults", "kill-group", "--seed", str(kills)]
     command += ["--spare-group", "0"] if spared else []
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as injector:
-        while injector.poll() is None and kills_so_far(run_dir) < kills:
-            samples.take(spared)
-            time.sleep(SAMPLE_S)
-        injector.send_signal(signal.SIGINT)
+        try:
+            while injector.poll() is None and kills_so_far(run_dir) < kills:
+                samples.take(spared)
+                time.sleep(SAMPLE_S)
+        finally:
+            injector.send_signal(signal.SIGINT)
 
 
 def main() -> int:
@@ -150,13 +137,15 @@ def main() -> int:
         command += ["--groups", str(args.groups), "--steps", "1000000", "--lr_scheduler.total_steps", "10000"]
         begin = time.monotonic()
         with subprocess.Popen([*command, "--snapshot.enable"], stdout=subprocess.DEVNULL) as run:
-            samples = Samples(run_dir, psutil.Process(run.pid))
-            while not any(e["kind"] == "commit" for e in read_events(run_dir)):
-                time.sleep(0.5)
-            break_until(args.kills // 2, run_dir, args.every, True, samples)
-            break_until(args.kills, run_dir, args.every, False, samples)
-            time.sleep(2 * args.every)  # the last one rejoins
-            run.send_signal(signal.SIGINT)
+            try:
+                samples = Samples(run_dir, psutil.Process(run.pid))
+                while run.poll() is None and not any(e["kind"] == "commit" for e in read_events(run_dir)):
+                    time.sleep(0.5)
+                break_until(args.kills // 2, run_dir, args.every, True, samples)
+                break_until(args.kills, run_dir, args.every, False, samples)
+                time.sleep(2 * args.every)  # the last one rejoins
+            finally:
+                run.send_signal(signal.SIGINT)
         found = score(run_dir)
         growth = samples.growth()
         fields = "kills steps attempts attempts_thrown_away samples_lost samples_repeated committed_ratio goodput "

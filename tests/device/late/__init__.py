@@ -58,11 +58,6 @@ def forget() -> None:
     torch.ops.late.forget()
 
 
-def waited() -> int:
-    """How often this thread has waited for the device."""
-    return torch.ops.late.waited()
-
-
 @contextlib.contextmanager
 def held() -> Iterator[None]:
     """No stream does anything meanwhile."""

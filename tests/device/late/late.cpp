@@ -514,7 +514,6 @@ TORCH_LIBRARY(late, m) {
   m.def("reports() -> str[]", [] { return Device::get().reports(); });
   m.def("forget() -> ()", [] { Device::get().forget(); });
   m.def("in_copy() -> bool", [] { return Device::in_copy(); });
-  m.def("waited() -> int", [] { return Device::waited; });
 }
 
 // `function`: address of a C function that is given `call`, on the stream's thread.

@@ -97,7 +97,6 @@ class Device {
   static bool in_copy() { return made_ && made_->owner_ != getpid(); }
 
   thread_local static inline int64_t current = 0;
-  thread_local static inline int64_t waited = 0;  // how often this thread waited
 
   int64_t new_stream() {
     std::lock_guard held(mutex_);
@@ -449,7 +448,6 @@ class Device {
   }
 
   void note_wait(const std::string& why) {
-    waited++;
     if (folder_.empty()) return;
     std::string stack = shown(here(), 60), line;
     for (char c : stack) line += c == '\n' ? '|' : c;
