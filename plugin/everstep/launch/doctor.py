@@ -30,7 +30,7 @@ from everstep.snapshot.section import SnapshotSection
 Verdict = Literal["ok", "warning", "error"]
 HANG_TOLERANT_GROUPS = 3
 WITH_GRADIENTS = 5 / 3
-"""Bytes of parameters, AdamW's two states, gradients and the buckets they are summed in, to those of the first three."""
+"""Bytes of parameters, AdamW's two states, gradients and their buckets, to those of the first three."""
 FEWEST_FILES, FILES_FOR_A_NODE, FEWEST_PROCESSES = 512, 8, 256
 
 
