@@ -335,6 +335,91 @@ def graphs() -> str:
     raise AssertionError("it was taken")
 
 
+def block(section: Any, length: int) -> Callable[[int], list[Any]]:
+    """One slot of a block of Llama 3, with checks as `section` says: by its number, its gradients and the slots that
+    were refused so far. Of the 8B model on a GPU."""
+    import torch
+    from torchtitan.config import TrainingConfig
+    from torchtitan.config.override import apply_overrides
+    from torchtitan.models import llama3
+    from torchtitan.trainer import Trainer
+
+    from everstep.titan import attention, cpu
+
+    large = device().type == "cuda"
+    spec: Any = llama3.model_registry("8B" if large else "debugmodel", attn_backend="flex")
+    training = TrainingConfig(seq_len=length, local_batch_size=1, disable_cuda_graphs=True)
+    config: Any = Trainer.Config(model_spec=spec, training=training)
+    spec.model.layers = spec.model.layers[:1]
+    spec.model.update_from_config(config=config)
+    if not cpu.has_attention_kernels():
+        cpu.prepare(config)
+    attention.apply(config, section)
+    if config.override.imports:
+        apply_overrides(config.override, config)
+    with torch.device("meta"):
+        model: Any = spec.model.build()
+    model.to_empty(device=device())
+    torch.manual_seed(0)
+    model.init_weights(buffer_device=None)
+    for param in model.parameters():
+        param.data = param.data.to(torch.bfloat16 if large else torch.float32)
+    model.tok_embeddings = model.norm = model.lm_head = None  # as of a pipeline's stage
+    checks = attention.attach([model], section) if section.enable else None
+    rows = torch.randn(1, length, spec.model.dim, device=device(), dtype=next(model.parameters()).dtype)
+    positions = torch.arange(length, device=device())[None]
+    masks = model.get_attention_masks(positions)
+
+    def slot(number: int) -> list[Any]:
+        model.zero_grad()
+        if checks is not None:
+            checks.begin(1, number)
+        model(rows, positions=positions, attention_masks=masks).square().mean().backward()
+        torch.accelerator.synchronize()
+        if checks is not None:
+            checks.end()
+        return [[param.grad for param in model.parameters()], checks.refused() if checks is not None else frozenset()]
+
+    return slot
+
+
+def attention_checks() -> str:
+    """A block has the same gradients with checks and without; no slot is refused but one with an infinity in it. What
+    checks of every slot take, beside what bench/attention_roofline.py counts for an H100."""
+    needs()
+    needs_titan()
+    import torch
+
+    from everstep.attention.section import AttentionCheck, Inject
+
+    large = device().type == "cuda"
+    length = 8192 if large else 128
+    sections = AttentionCheck(), AttentionCheck(enable=True, frequency=1.0)
+    plain, checked = (block(section, length) for section in sections)
+    took: list[list[float]] = [[], []]
+    for number in range(12):
+        (plain_s, (wanted, _)), (checked_s, (found, refused)) = (
+            timed(lambda: plain(0)),
+            timed(lambda number=number: checked(number)),
+        )
+        assert not refused, f"slot {number} was refused"
+        took[0].append(plain_s)
+        took[1].append(checked_s)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2 if large else 1e-4, atol=1e-6)
+    harmed = AttentionCheck(enable=True, frequency=1.0, mode="detect", inject=Inject(kind="inf", layer=0))
+    assert block(harmed, length)(0)[1], "an infinity was not found"
+    before, after = (sorted(times)[len(times) // 2] for times in took)
+    said = (
+        f"{where()}: a block of length {length} takes {1000 * before:.1f} ms, and {after / before - 1:.1%} more checked"
+    )
+    if large:
+        command = [sys.executable, str(ROOT / "bench" / "attention_roofline.py"), "--json", "--models", "Llama 3 8B"]
+        counted = json.loads(run(command).splitlines()[-1])["Llama 3 8B, eager"]["rate_1"]
+        said += f"; counted for an H100: {counted:.1%}"
+    return said
+
+
 def waits(call: Callable[[], Any]) -> int:
     """How often the host waited for the device in a call, threads that wait for sums aside."""
     import torch
@@ -466,6 +551,7 @@ CHECKS: dict[str, tuple[Callable[[], str], float]] = {
     "from-the-device": (from_the_device, 120),
     "gloo": (gloo_of_device, 60),
     "graphs": (graphs, 120),
+    "attention-checks": (attention_checks, 600),
     "host-synchronisations": (host_synchronisations, 300),
     "bitwise": (bitwise, 1800),
     "kills": (kills, 60 * MINUTES + 1800),
