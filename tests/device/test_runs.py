@@ -146,6 +146,7 @@ SHAPES = {
     "tp": (2, {"parallelism": {"tensor_parallel_degree": 2}}),
     "fsdp and tp": (4, {"parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}}),
     "checkpoints": (1, {"checkpoint": {"enable": True, "interval": 20}}),
+    "exact sums": (1, {"fault_tolerance": {"exact": True}}),
     "attention check": (1, {"attention_check": {"enable": True}}),
     "diloco": (
         1,

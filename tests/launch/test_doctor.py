@@ -136,6 +136,7 @@ def test_ranks_that_share_a_gpu_are_told(ranks, devices, process_group, said):
     [
         (PLAN, 6, 39, [], "error"),  # four groups on one machine, each with 6 GB and 2 + 2 of gradients and their sums
         (PLAN, 6, 41, [], "ok"),
+        (replace(PLAN, config=replace(CONFIGURED, fault_tolerance=FaultTolerance(exact=True))), 6, 63, [], "error"),
         (replace(PLAN, config=replace(CONFIGURED, ranks=8)), 384, 1, [79 * GB], "error"),
         (replace(PLAN, config=replace(CONFIGURED, ranks=8)), 384, 1, [81 * GB], "ok"),
     ],
@@ -148,7 +149,8 @@ def test_nccl_may_be_told_to_share_a_gpu(monkeypatch):
     assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in sharing_complaint(["0"], 2, "nccl")
     assert not sharing_complaint(["0"], 2, "gloo")
     assert not sharing_complaint([], 2, "nccl")
-    assert not sharing_complaint(["0", "1"], 2, "nccl")
+    assert not sharing_complaint(list("01234567"), 8, "nccl")
+    assert sharing_complaint(list("01234567"), 2 * 8, "nccl")
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert not sharing_complaint(["0"], 2, "nccl")
 

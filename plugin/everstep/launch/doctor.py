@@ -207,7 +207,9 @@ def accelerators(ranks: int, devices: int, process_group: str) -> Iterator[Line]
 
 def memory(plan: Plan, state_bytes: int, available: int, devices: Sequence[int]) -> Line:
     """Whether what the groups that run here train with, activations aside, has room where it is kept."""
-    share = state_bytes * WITH_GRADIENTS / max(1, plan.config.ranks)
+    # Exact sums are in float64, and so is what is held: 12 bytes more beside the states' 12.
+    times = WITH_GRADIENTS + plan.config.fault_tolerance.exact
+    share = state_bytes * times / max(1, plan.config.ranks)
     if devices:
         room, where, need = min(devices), "on each GPU", share
     else:
