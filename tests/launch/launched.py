@@ -19,7 +19,7 @@ from everstep.config.sections import FaultTolerance
 from everstep.launch.settings import GroupSettings
 from everstep.run.events import read_events
 from forked import Forked
-from watched import until
+from watched import of_kind, until
 
 HERE = Path(__file__).parent
 DEADLINE_S = 120.0
@@ -97,11 +97,7 @@ sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))
 
 
 def events_of(run_dir, kind, **fields):
-    return [
-        event
-        for event in read_events(run_dir)
-        if event["kind"] == kind and all(event.get(name) == value for name, value in fields.items())
-    ]
+    return of_kind(read_events(run_dir), kind, **fields)
 
 
 class TinyRun:

@@ -154,17 +154,6 @@ def test_a_guard_that_was_killed_is_replaced_and_guards_what_was_there_before(pl
     until(lambda: not any(map(alive, [guard, *known])), "all to end")
 
 
-def test_children_die_with_their_launcher_stopped_or_not(play, tmp_path):
-    pids = play(
-        """
-        two = [ask(rank, "go_on") for rank in range(2)]
-        os.kill(two[0].pid, signal.SIGSTOP)
-        print(json.dumps([child.pid for child in two]), flush=True)
-        """
-    )
-    until(lambda: not any(map(alive, pids)), "them to die")
-
-
 @pytest.mark.parametrize(("argv", "exitcode"), [([], 0), (["fail"], 1)])
 def test_a_workers_daemons_end_with_it(play, argv, exitcode):
     """A dataloader's processes look for their parent only now and then."""

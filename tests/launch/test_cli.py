@@ -59,14 +59,6 @@ def test_a_run_that_cannot_work_ends_before_anything_is_started(start):
     assert "its configuration is not valid" in run.said()
 
 
-def test_workers_that_keep_failing_end_the_run_with_their_reason(start):
-    run = start(1, 1, "--tiny.fail")
-    assert run.process.wait(60) == 1
-    assert "RuntimeError: no such luck" in run.events("run_ended")[0]["reason"]
-    assert len(run.events("workers_started")) == 3
-    assert "RuntimeError: no such luck" in (run.run_dir / "logs/group-0/rank-0.log").read_text()
-
-
 def test_an_error_in_the_first_step_gives_up_after_three_starts_and_names_itself(start):
     run = start(1, 2, "--tiny.fail_in", "1", "--training.steps", "9")
     assert run.process.wait(60) == 1
@@ -108,13 +100,6 @@ def test_a_slot_that_ends_whoever_computes_it_is_skipped_where_that_is_asked_for
     assert figures["give_ups"] == {}
     assert figures["slots_skipped"] == 1
     assert any("did not enter the model" in sentence for sentence in verdict(figures)), "not in silence"
-
-
-def test_a_slot_that_ends_the_only_group_three_times_ends_the_run_though_steps_were_committed(start):
-    run = start(1, 1, "--tiny.fail_in", "5", "--training.steps", "9")
-    assert run.process.wait(90) == 1
-    assert len(run.events("workers_died")) == 3
-    assert run.events("poison_slot")[0]["slot"] == 1
 
 
 def test_a_first_step_that_is_longer_than_a_stall_is_no_stall(start):

@@ -30,21 +30,10 @@ def verdicts(lines):
     return [line.verdict for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("shorter", "longer"), [("quorum_timeout_s", "stall_timeout_s"), ("join_timeout_s", "quorum_timeout_s")]
-)
-def test_a_wait_that_outlasts_the_one_around_it_is_an_error_that_names_both(shorter, longer):
-    assert verdicts(doctor.timeouts(FaultTolerance(), 1, 100.0)) == ["ok"]
-    ft = FaultTolerance(**{shorter: 5000.0})
-    lines = list(doctor.timeouts(ft, 1, 100.0))
-    assert set(verdicts(lines)) == {"error"}
-    assert any(shorter in line.found and longer in line.found for line in lines)
-
-
 @pytest.mark.parametrize(("ranks", "train_timeout_s", "said"), [(2, 100, ["warning"]), (1, 100, []), (2, 700, [])])
 def test_a_collective_of_a_group_may_not_end_before_a_wait_for_other_groups(ranks, train_timeout_s, said):
     ft = FaultTolerance(enable=True, quorum_timeout_s=50.0, reduce_timeout_s=600.0)
-    lines = [line for line in doctor.timeouts(ft, ranks, train_timeout_s) if line.verdict == "warning"]
+    lines = list(doctor.patience(ft, ranks, train_timeout_s))
     assert verdicts(lines) == said
     assert all("train_timeout_seconds = 100" in line.found and "reduce_timeout_s = 600" in line.found for line in lines)
 
@@ -56,7 +45,6 @@ def test_a_collective_of_a_group_may_not_end_before_a_wait_for_other_groups(rank
         (2, 1, "warning", "more than half"),
         (1, 1, "warning", "nobody holds the state"),
         (3, 3, "warning", "every step waits"),
-        (3, 4, "error", "only 3"),
     ],
 )
 def test_the_number_of_groups_decides_what_is_survived(groups, min_groups, verdict, what):
@@ -155,14 +143,6 @@ def test_nccl_may_be_told_to_share_a_gpu(monkeypatch):
     assert not sharing_complaint(["0"], 2, "nccl")
 
 
-def test_limits_that_are_too_small_are_errors(monkeypatch):
-    assert doctor.limits(1).verdict == "ok"
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda what: (256, 256))
-    line = doctor.limits(4)
-    assert "256 open files" in line.found
-    assert line.verdict == "error"
-
-
 CONFIG = """
 [job]
 module = "llama3"
@@ -195,7 +175,7 @@ def test_the_command_ends_with_1_for_an_error_and_knows_the_models_size(tmp_path
     by_check = {check["check"]: check for check in found["checks"]}
     assert not found["ok"]
     assert by_check["run directory"]["verdict"] == "error"
-    assert by_check["timeouts"]["verdict"] == by_check["config"]["verdict"] == "ok"
+    assert by_check["config"]["verdict"] == "ok"
     assert "6.2 M parameters, 0.07 GB" in by_check["config"]["found"]
     assert "snapshots" in by_check
     assert by_check["attention"]["found"] == "18 of 18 linear layers and kernels are checked"

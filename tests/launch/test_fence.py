@@ -47,12 +47,6 @@ def beat_elsewhere(path, phase, step=0):
         file.close()
 
 
-def test_the_first_claim_is_had_at_once_and_told(tmp_path):
-    claim_group(tmp_path, 0, Claim(7, 0), never)
-    assert holder(tmp_path, 0) == Claim(7, 0)
-    assert holder(tmp_path, 1) is None
-
-
 @pytest.mark.parametrize(
     ("later", "earlier"), [(Claim(7, 2), Claim(7, 1)), (Claim(8, 0), Claim(7, 5)), (Claim(10, 0), Claim(9, 0))]
 )

@@ -50,18 +50,17 @@ def test_two_nodes_of_a_group_start_restart_and_stop_together(agent):
     assert {event["rank"] for event in first.events("left")} == {0, 1}
 
 
-def two_that_train(agent):
-    second, first = node(agent, 1), node(agent, 0)
-    until(lambda: ranks_that_train(first) == {0, 1}, "both ranks to train")
-    return first, second
-
-
-def assert_ends_without(survivor, lost, name):
-    lost.process.kill()
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_notices_that_another_one_is_gone(agent, lost):
+    nodes = [node(agent, 0), node(agent, 1)]
+    until(lambda: ranks_that_train(nodes[0]) == {0, 1}, "both ranks to train")
+    nodes[lost].process.kill()
+    survivor = nodes[1 - lost]
     assert survivor.process.wait(DEADLINE_S) == 1
     ended = survivor.events("agent_ended")[-1]
     assert ended["status"] == "crashed"
-    assert f"{name} of this group" in ended["reason"]
+    assert f"node {lost} of this group" in ended["reason"]
 
 
 def test_a_slot_that_ends_every_group_gives_all_of_them_up_in_batch_jobs_as_well(agent):
@@ -76,18 +75,6 @@ def test_a_slot_that_ends_every_group_gives_all_of_them_up_in_batch_jobs_as_well
         assert over["status"] == "failed"
         assert "slot 2 of step 6 ended the workers of group(s) 0, 1" in over["reason"]
         assert "FileNotFoundError" in over["reason"]
-
-
-@pytest.mark.slow
-def test_a_node_notices_that_the_first_one_is_gone(agent):
-    first, second = two_that_train(agent)
-    assert_ends_without(second, first, "node 0")
-
-
-@pytest.mark.slow
-def test_the_first_node_notices_that_another_one_is_gone(agent):
-    first, second = two_that_train(agent)
-    assert_ends_without(first, second, "node 1")
 
 
 def test_a_group_that_its_second_node_gives_up_is_over(agent):

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from forked import ran
-from launched import FULL, alive, on_a_full_disk, until
+from launched import alive, until
 
 ENDLESS = ("--training.steps", "1000000")
 
@@ -110,12 +110,8 @@ def test_a_stopped_worker_is_noticed_and_its_group_restarted(run):
     stall = run.wait_for("workers_stalled", after=stopped, group=1)
     assert stall["phase"] == "compute"
     assert stall["idle_s"] >= 3.0
-    told = run.wait_for("workers_stacks", after=stopped, group=1)
-    assert "rank 0 is stopped (SIGSTOP)" in told["summary"]
-    assert "rank 1 is in" in told["summary"]
-    assert told["files"] == ["logs/group-1/rank-1.stacks"]
+    assert stall["stalled_rank"] == 0
     run.wait_for("commit", after=stall["t"], group=1, rank=0)
-    assert all((run.run_dir / file).exists() for file in told["files"]), "also once the group has started again"
     stacks = (run.run_dir / "logs/group-1/rank-1.stacks").read_text()
     assert "tiny_trainer.py" in stacks
     assert "in main" in stacks
@@ -152,7 +148,7 @@ def test_nobody_is_taken_for_hung_after_all_were_stopped(run):
     tree, stopped = run.tree(), time.time()
     for process in tree:
         process.suspend()
-    time.sleep(7.0)  # longer than workers and the lighthouse may be silent
+    time.sleep(5.0)  # longer than workers and the lighthouse may be silent
     for process in tree:
         process.resume()
     resumed = time.time()
@@ -203,15 +199,16 @@ def test_a_stopped_run_continues_in_its_directory_and_ends_by_itself(run):
 
 
 def test_nothing_outlives_a_killed_supervisor(start):
-    run = start(2, 1, *ENDLESS)
+    """Nor what its workers started."""
+    run = start(2, 1, *ENDLESS, "--tiny.litter", forked=False)
     for group in range(2):
         run.wait_for("commit", group=group)
     tree = run.tree()
-    assert len(tree) == 3 + 2, "launcher, its guard, lighthouse; a worker of each group"
+    assert len(tree) == 3 + 2 + 2 * 3, "launcher, its guard, lighthouse; a worker of each group, what it started"
     os.kill(run.workers(1)[0], signal.SIGSTOP)
     run.process.kill()
     run.process.wait()
-    until(lambda: not any(alive(process.pid) for process in tree), "all processes to die", deadline_s=5.0)
+    until(lambda: not any(alive(process.pid) for process in tree), "all processes to die", deadline_s=10.0)
 
     again = type(run)(run.run_dir, 1, 1, "--training.steps", "5", temporary=run.temporary)
     assert again.process.wait(60) == 0
@@ -232,23 +229,6 @@ def test_nothing_that_a_worker_started_outlives_its_incarnation(start, kills):
         assert not any(map(alive, known)), "they are gone before the next incarnation starts"
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(60) == 0
-
-
-def test_nothing_that_a_worker_started_outlives_a_killed_launcher(start):
-    run = start(1, 2, *ENDLESS, "--tiny.litter", forked=False)
-    until(lambda: len(run.events("warning")) == 2, "what they start")
-    known = [int(pid) for event in run.events("warning") for pid in event["text"].split()]
-    assert all(map(alive, known))
-    run.process.kill()
-    run.process.wait()
-    until(lambda: not any(map(alive, known)), "what the workers started to die", deadline_s=10.0)
-
-
-@on_a_full_disk
-def test_a_run_whose_output_is_on_a_full_disk_goes_on(start):
-    run = start(1, 1, "--training.steps", "5", output=FULL)
-    assert run.process.wait(60) == 0
-    assert run.events("run_ended")[0]["status"] == "done"
 
 
 def test_a_terminal_that_is_closed_is_a_clean_stop(start):

@@ -139,7 +139,7 @@ def failing(folder):
             )
         reason = f"group {group} is given up, it was started 3 times; last: rank 0 exited with status 1: KeyError: 'c4'"
         line.add(4, "agent_ended", group, role="agent", status="failed", reason=reason)
-    line.add(2, "workers_stacks", 1, role="agent", summary="rank 0 waits for all_reduce in step/protocol.py:9 next")
+    line.add(2, "workers_stalled", 1, role="agent", phase="reduce", idle_s=9.0, stalled_rank=0)
     line.add(5, "run_ended", role="supervisor", status="failed", reason="every group was given up")
     line.write(folder)
     return folder
@@ -162,7 +162,7 @@ def test_a_failing_run_looks_failing(tmp_path):
     top = text[: text.index('class="cards"', text.index("</style>"))]
     assert "What failed: 6 deaths of workers, 2 groups given up" in top
     assert "KeyError: &#39;c4&#39;" in top
-    assert "group 1 hung: rank 0 waits for all_reduce" in top
+    assert "group 1 hung in reduce; stacks of all ranks: logs/group-1/" in top
     assert "exactly once" not in top
 
 

@@ -10,7 +10,7 @@ from everstep.launch import slurm
 from everstep.run.directory import over_file
 from everstep.run.events import EventTail
 from forked import ran
-from watched import Watched, assert_nothing_lost
+from watched import Watched, assert_nothing_lost, of_kind
 
 ENDLESS = ("--training.steps", "100000")
 
@@ -42,13 +42,7 @@ class Submitted:
     def events(self, kind, after=0.0, **fields):
         if (self.run_dir / "events").exists():
             self._seen += self._tail.new()
-        return [
-            event
-            for event in self._seen
-            if event["kind"] == kind
-            and event["t"] > after
-            and all(event.get(name) == value for name, value in fields.items())
-        ]
+        return of_kind(self._seen, kind, after, **fields)
 
     def wait_for(self, kind, after=0.0, deadline_s=120.0, **fields):
         return self.cluster.until(lambda: self.events(kind, after, **fields), f"{kind} {fields}", deadline_s)[0]
@@ -86,13 +80,16 @@ class Submitted:
 
     def assert_as_without_failures(self):
         """Stop; the losses are those of a run without failures, nothing is lost, no group was in a quorum twice."""
-        steps = self.stop()
-        reference = Watched(self.config, self.run_dir.with_name("reference"), "--groups", "1", "--steps", str(steps))
+        steps, against = self.stop(), self.run_dir.with_name("reference")
+        reference = Watched(self.config, against, "--groups", "1", "--steps", str(steps))
         try:
             assert reference.wait(600) == 0
         finally:
             reference.end()
-        figures = assert_nothing_lost(self.run_dir, reference.run_dir, steps)
+        return self.assert_nothing_lost(steps, against)
+
+    def assert_nothing_lost(self, steps, against=None):
+        figures = assert_nothing_lost(self.run_dir, against, steps)
         commits = [(e["group"], e["step"], e["quorum_id"]) for e in self.events("commit", rank=0)]
         assert len(commits) == len(set(commits)), "two incarnations of a group committed in one quorum"
         return figures

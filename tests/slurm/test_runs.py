@@ -43,7 +43,7 @@ def test_a_killed_step_comes_back_and_nothing_is_lost(submit):
     assert run.wait_for("agent_up", after=killed, group=1)["restart"] == 1
     run.wait_for_step((0, 1, 2), after=run.wait_for("workers_started", after=killed, group=1)["t"])
     assert "RUNNING" in run.status()
-    run.assert_as_without_failures()
+    run.assert_nothing_lost(run.stop())
     run.cluster.until(lambda: not run.cluster.jobs().strip(), "the jobs to end by themselves")
 
 

@@ -14,6 +14,7 @@ from everstep.launch import beacon, doctor, slurm
 from everstep.launch import status as room
 from everstep.launch.prepare import Order, Prepared, prepared, settled
 from everstep.run.directory import LaunchError, default_run_dir, leaves_nothing
+from everstep.run.token import own_token, require_own
 
 
 @dataclass(kw_only=True)
@@ -112,12 +113,11 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
         allow_dropped=command.allow_dropped,
         here=False,
     )
-    found = prepared(order)
     run_dir = (command.run_dir or default_run_dir(command.config, time.localtime())).resolve()
     submission = slurm.Submission(
         config=command.config.resolve(),
         run_dir=run_dir,
-        groups=found.groups,
+        groups=command.groups or 0,
         nodes_per_group=command.nodes_per_group,
         sbatch_flags=sbatch_flags,
         lighthouse_flags=shlex.split(command.lighthouse_flags),
@@ -125,13 +125,17 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
         ranks_per_node=command.ranks_per_node,
     )
     if command.dry_run:
-        print(slurm.describe_commands(submission))
+        print(slurm.describe_commands(replace(submission, groups=prepared(order).groups)))
         return 0
+    if run_dir.is_dir():
+        require_own(run_dir)
     slurm.alive_jobs(run_dir)  # who submits twice is told at once
     with leaves_nothing(run_dir):
+        found = prepared(replace(order, run_dir=str(run_dir)))
         _look_first(found, command.nodes_per_group, run_dir)
-        warnings = prepared(replace(order, run_dir=str(run_dir))).warnings
-    print(*warnings, sep="\n", end="\n" if warnings else "", file=sys.stderr)
+        own_token(run_dir)
+    print(*found.warnings, sep="\n", end="\n" if found.warnings else "", file=sys.stderr)
+    submission = replace(submission, groups=found.groups)
     print(slurm.describe_submission(submission, slurm.submit(submission)))
     return 0
 

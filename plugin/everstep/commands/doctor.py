@@ -26,8 +26,8 @@ class Doctor:
     """The run's TOML file."""
 
     node: bool = False
-    """Look at this node alone: GPUs there and computing right, network card, disk. Needs no file. Every agent of
-    a batch job does the same before it starts workers."""
+    """Look at this node alone: GPUs there and computing right, disk. Needs no file. Every agent of a batch job does the
+    same before it starts workers."""
 
     gpus: int | None = None
     """With --node: GPUs that the ranks here need."""

@@ -4,9 +4,7 @@ A check is a function of values that yields lines; `examine` collects the values
 but a small probe file in the run directory.
 """
 
-import math
 import os
-import resource
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +13,6 @@ from typing import Any, Literal
 
 import psutil
 
-from everstep.config.checks import timeout_problems
 from everstep.config.sections import FaultTolerance
 from everstep.launch import node
 from everstep.launch.machine import PORTS, free_port, sharing_complaint
@@ -31,7 +28,6 @@ Verdict = Literal["ok", "warning", "error"]
 HANG_TOLERANT_GROUPS = 3
 WITH_GRADIENTS = 5 / 3
 """Bytes of parameters, AdamW's two states, gradients and their buckets, to those of the first three."""
-FEWEST_FILES, FILES_FOR_A_NODE, FEWEST_PROCESSES = 512, 8, 256
 
 
 @dataclass(frozen=True)
@@ -72,15 +68,15 @@ def examine(plan: Plan) -> Iterator[Line]:
     if not ft.enable:
         found = "off: a death ends the run until somebody starts it again"
         yield Line("fault tolerance", "warning", found, "set [fault_tolerance] enable = true")
-    yield from timeouts(ft, config.ranks, model.train_timeout_s if model else math.inf)
+    if model is not None:
+        yield from patience(ft, config.ranks, model.train_timeout_s)
     yield group_count(ft, config.groups)
     if plan.run_dir is not None:
         yield run_directory(plan.run_dir, nodes)
     if not plan.here:
         return
     yield network(plan.host, nodes)
-    yield limits(nodes)
-    if complaint := node.complaint(None, plan.host):
+    if complaint := node.complaint(None):
         yield Line("node", "error", complaint, "make room or mend it, or train on another node")
     for warning in config.warnings:
         yield Line("config", "warning", warning)
@@ -96,14 +92,9 @@ def examine(plan: Plan) -> Iterator[Line]:
         yield snapshots(plan, model.state_bytes, free, available)
 
 
-def timeouts(ft: FaultTolerance, ranks: int, train_timeout_s: float) -> Iterator[Line]:
-    """Whether each wait of the protocol is shorter than those that contain it, and torchtitan's patience for a
-    collective inside of a group of `ranks` outlasts what one of them may wait for among the groups."""
-    problems = [problem.message for problem in timeout_problems(ft)]
-    for problem in problems:
-        yield Line("timeouts", "error", problem, "change one of the two, in [fault_tolerance]")
-    if not problems:
-        yield Line("timeouts", "ok", "each is shorter than the waits around it")
+def patience(ft: FaultTolerance, ranks: int, train_timeout_s: float) -> Iterator[Line]:
+    """Whether torchtitan's patience for a collective inside of a group of `ranks` outlasts what one of them may wait
+    for among the groups. A config whose own waits contradict each other is refused."""
     longest_s, name = max((ft.quorum_timeout_s, "quorum_timeout_s"), (ft.reduce_timeout_s, "reduce_timeout_s"))
     if ft.enable and ranks > 1 and train_timeout_s <= longest_s:
         found = (
@@ -115,9 +106,6 @@ def timeouts(ft: FaultTolerance, ranks: int, train_timeout_s: float) -> Iterator
 
 def group_count(ft: FaultTolerance, groups: int) -> Line:
     """What the number of groups lets the run survive."""
-    if ft.min_groups > groups:
-        advice = "lower [fault_tolerance] min_groups or start more groups"
-        return Line("groups", "error", f"min_groups = {ft.min_groups}, and there are only {groups}", advice)
     if groups == 1:
         return Line("groups", "warning", "1: nobody holds the state while it restarts", "use 2, better 3 or more")
     if ft.min_groups == groups:
@@ -167,19 +155,6 @@ def network(host: str, nodes: int) -> Line:
         return Line("network", "error", str(error), advice)
     found = f"{host} is {card.address} on {card.name}: heals, stores, Gloo and NCCL go through it; port {port}"
     return Line("network", "ok", f"{found} and others of {PORTS.start} to {PORTS.stop} are free")
-
-
-def limits(nodes: int) -> Line:
-    """What the shell allows a process: open files above all, of which every group is several connections."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    needed = FEWEST_FILES + FILES_FOR_A_NODE * nodes
-    few = [f"{files} open files (ulimit -n), {needed} are needed"] if 0 <= files < needed else []
-    if 0 <= processes < FEWEST_PROCESSES:
-        few.append(f"{processes} processes (ulimit -u), {FEWEST_PROCESSES} are needed")
-    if few:
-        return Line("limits", "error", "; ".join(few), "raise them, in the shell or in /etc/security/limits.conf")
-    return Line("limits", "ok", f"{'any number of' if files < 0 else files} open files")
 
 
 def config_and_model(model: Model) -> Iterator[Line]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from everstep.launch import node, offspring, stacks
+from everstep.launch import node, offspring
 from everstep.launch.children import Child, Children
 from everstep.launch.forking import Request
 from everstep.launch.incarnation import Incarnation
@@ -34,7 +34,7 @@ from everstep.launch.watchdog import (
     pause_s,
     reason_to_give_up,
 )
-from everstep.launch.worker import error_path, log_path
+from everstep.launch.worker import STACKS_SIGNAL, error_path, log_path
 from everstep.run import devices, fence
 from everstep.run.beats import DONE, BeatFile, agent_beat_path, beat_path, load_beat, push
 from everstep.run.directory import ended_file
@@ -181,15 +181,15 @@ class Group:
         if not now.committed and now.look_for_commit():
             self._scarce.worked()
             self._first_step_s = max(self._first_step_s, now.ran_s)
-        if self._stopping() or self._dead(now):
+        if now.stall is not None:
+            now.kill()
+        elif self._stopping() or self._dead(now):
             return
-        if now.running and self._meeting.is_awaited:
+        elif now.running and self._meeting.is_awaited:
             self._tear_down(now)
-        elif now.stall is None:
-            now.stall = self._find_stall(now, awake_mono)
-            if now.stall is not None:
-                self._tell_stall(now, now.stall)
-                now.kill()
+        elif stall := self._find_stall(now, awake_mono):
+            now.stall = stall
+            self._tell_stall(now, stall)
 
     def _why_poison(self, slot: Slot) -> str:
         deaths, why = deaths_at(self.settings.run_dir, slot).deaths, why_at(self.settings.run_dir, slot)
@@ -212,24 +212,12 @@ class Group:
         return find_stall(now.pids, beats, now.started_mono, time.monotonic(), patience, awake_mono)
 
     def _tell_stall(self, now: Incarnation, stall: Stall) -> None:
-        """Say who hangs, and where each rank is before all are killed."""
-        number, settings = now.number, self.settings
+        """Say who hangs, and have each rank write where it is before all are killed, at the next look."""
         self.events.emit(
-            "workers_stalled", incarnation=number, phase=stall.phase, idle_s=stall.idle_s, stalled_rank=stall.rank
+            "workers_stalled", incarnation=now.number, phase=stall.phase, idle_s=stall.idle_s, stalled_rank=stall.rank
         )
-        try:
-            places = stacks.collect(settings.run_dir, settings.group, now.pids)
-        except OSError as error:  # what hangs is killed all the same
-            print(f"where group {settings.group} hangs cannot be told: {error}", flush=True)
-            return
-        files = [stacks.stacks_path(settings.run_dir, settings.group, one.rank) for one in places if not one.state]
-        self.events.emit(
-            "workers_stacks",
-            incarnation=number,
-            summary=stacks.summary(places),
-            ranks={str(place.rank): str(place) for place in places},
-            files=[str(path.relative_to(settings.run_dir)) for path in files],
-        )
+        for child in now.running:
+            child.signal(STACKS_SIGNAL)
 
     # A start
 

@@ -54,8 +54,8 @@ LINES = {
     "lighthouse_started": "lighthouse at {address}",
     "workers_started": "group {group}: workers started, incarnation {incarnation}",
     "workers_died": "group {group}: {reason}",
-    "workers_stalled": "group {group}: no progress in {phase} for {idle_s:.0f} s",
-    "workers_stacks": "group {group}: {summary}",
+    "workers_stalled": "group {group}: rank {stalled_rank} made no progress in {phase} for {idle_s:.0f} s; all ranks'"
+    " stacks are in logs/group-{group}/",
     "agent_ended": "group {group}: {status}, {reason}",
     "training_started": "group {group}: trains from step {step} ({source})",
     "fault": "fault: {fault} on group {target_group}",

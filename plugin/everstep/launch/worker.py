@@ -1,9 +1,11 @@
 """A worker: one rank of one group, forked warm, that runs the trainer."""
 
 import contextlib
+import faulthandler
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -13,7 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from everstep.launch import stacks
 from everstep.launch.machine import follow_threads
 from everstep.run import typed
 from everstep.run.beats import DONE, STARTUP, Heartbeat
@@ -25,12 +26,19 @@ from everstep.run.files import read_json, write_json
 EXIT_TIMEOUT_S = 10.0
 PREDECESSOR_TIMEOUT_S = 120.0
 LONGEST_ERROR = 300
+STACKS_SIGNAL = signal.SIGUSR2
+"""At which a worker writes the stacks of its threads, by faulthandler: also one that hangs in C or holds the GIL."""
 STORE_TIMEOUT = timedelta(seconds=60)
 
 
 def log_path(run_dir: Path, group: int, rank: int) -> Path:
     """Everything that a rank prints, over all its incarnations."""
     return Path(run_dir) / "logs" / f"group-{group}" / f"rank-{rank}.log"
+
+
+def stacks_path(run_dir: Path, group: int, rank: int) -> Path:
+    """Where a rank's stacks are, of all its stalls, the newest last."""
+    return log_path(run_dir, group, rank).with_suffix(".stacks")
 
 
 def error_path(run_dir: Path, group: int, rank: int) -> Path:
@@ -116,7 +124,9 @@ def _work(run_dir: Path, group: int, incarnation: int, entry: str, argv: list[st
     follow_threads()
     heart = Heartbeat(run_dir, group, rank)
     heart.beat(STARTUP)
-    stacks_file = stacks.listen(run_dir, group, rank)
+    stacks_path(run_dir, group, rank).parent.mkdir(parents=True, exist_ok=True)
+    stacks = stacks_path(run_dir, group, rank).open("a")
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     print(f"=== group {group} rank {rank} incarnation {incarnation} pid {os.getpid()} {now} ===", flush=True)
     EventLog(run_dir, group, rank, "worker").emit(
@@ -134,7 +144,8 @@ def _work(run_dir: Path, group: int, incarnation: int, entry: str, argv: list[st
         if end.code not in (None, 0):
             raise
     heart.beat(DONE)
-    stacks_file.close()
+    faulthandler.unregister(STACKS_SIGNAL)
+    stacks.close()
 
 
 def _let_others_end() -> None:

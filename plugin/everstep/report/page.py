@@ -161,7 +161,9 @@ def _failures(found: Measured) -> list[str]:
     """What ended badly, for a person to read first, newest last, each kind once: groups that hung or were given up, and
     the last error of a run that failed. What is wrong now is in `troubles`."""
     said = dict.fromkeys(
-        f"group {e['group']} hung: {e['summary']}" for e in found.events if e["kind"] == "workers_stacks"
+        f"group {e['group']} hung in {e['phase']}; stacks of all ranks: logs/group-{e['group']}/"
+        for e in found.events
+        if e["kind"] == "workers_stalled"
     )
     if found.figures["status"] != "failed":
         said |= dict.fromkeys(map(str, found.figures["give_ups"].values()))

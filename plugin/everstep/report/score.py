@@ -25,7 +25,7 @@ from everstep.run.events import read_events
 
 READ = frozenset((
     "run_started", "run_ended", "fault", "agent_died", "agent_ended", "training_started", "training_done",
-    "workers_started", "workers_died", "workers_stacks", "worker_ready", "worker_up", "group_failing", "left",
+    "workers_started", "workers_died", "workers_stalled", "worker_ready", "worker_up", "group_failing", "left",
     "quorum", "quorum_failed", "waiting_for_state", "heal", "attempt", "commit", "validation", "audit",
     "slot_skipped", "slot_refused", "slot_accepted", "not_finite", "unfit", "finding", "attention_schedule",
     "keeper_found", "snapshot_protected", "snapshot_unprotected", "snapshot_failed", "left_out",

@@ -147,7 +147,6 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "workers_started": (*_GROUP, "pids"),
     "workers_died": (*_GROUP, "reason", "exitcodes"),
     "workers_stalled": (*_GROUP, "phase", "idle_s"),
-    "workers_stacks": (*_GROUP, "summary"),
     "poison_slot": ("step", "slot", "groups"),
     "slot_skipped": (*_STEP, "slot"),
     "left_out": (*_STEP, "groups", "cut"),

@@ -7,7 +7,6 @@ main thread.
 import ctypes
 import os
 import signal
-import time
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -40,18 +39,3 @@ def wake_at_parents_death(parent_pid: int) -> None:
 def adopt_orphans() -> None:
     """Make this process the parent of descendants whose own parent ends (a child subreaper)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def die_with_adopter(adopter_pid: int, timeout_s: float = 10.0) -> None:
-    """Wait until `adopter_pid`, a subreaper above us, has become our parent, then die with it.
-
-    The process in between is about to end by itself; if we are adopted by anybody else, the adopter is gone
-    and this process ends.
-    """
-    middle = os.getppid()
-    deadline = time.monotonic() + timeout_s
-    while os.getppid() == middle and middle != adopter_pid:
-        if time.monotonic() > deadline:
-            os._exit(1)
-        time.sleep(0.001)
-    die_with_parent(adopter_pid)

@@ -6,6 +6,7 @@ import shutil
 import stat
 from pathlib import Path
 
+from everstep.run.directory import LaunchError
 from everstep.run.files import read_json, write_first, write_json
 from everstep.run.regular import NotRegularError, open_regular
 
@@ -15,11 +16,15 @@ HOME_FILE = ".token-home"
 """Which directory the token was made for, as JSON."""
 
 
+class UnsafeError(LaunchError, ValueError):
+    """Others could know or change what the run acts on, or there is no token in the token's place."""
+
+
 def run_token(run_dir: Path) -> bytes:
     """The token of a run, made by whoever asks first.
 
     Raises:
-        ValueError: the file is there but holds no token, or others than its owner could have written or read it; or
+        UnsafeError: the file is there but holds no token, or others than its owner could have written or read it; or
             others could have written to the run directory.
     """
     path = Path(run_dir) / TOKEN_FILE
@@ -49,7 +54,7 @@ def own_token(run_dir: Path) -> bytes:
 def _is_of(run_dir: Path, token: bytes) -> bool:
     try:
         return read_token(run_dir) == token
-    except (OSError, ValueError):
+    except (OSError, UnsafeError):
         return False
 
 
@@ -58,17 +63,17 @@ def read_token(run_dir: Path) -> bytes:
 
     Raises:
         OSError: there is none, or it cannot be read.
-        ValueError: as `run_token`.
+        UnsafeError: as `run_token`.
     """
     path = Path(run_dir) / TOKEN_FILE
     try:
         file = open_regular(path, links=False, limit=4096)
     except NotRegularError as error:
-        raise ValueError(f"{path} {error.strerror}: remove it and start the run again") from None
+        raise UnsafeError(f"{path} {error.strerror}: remove it and start the run again") from None
     with file:
         found, text = os.fstat(file.fileno()), file.read()
     if found.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077:
-        raise ValueError(
+        raise UnsafeError(
             f"{path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):03o}: others could know or "
             "change it. Make it yours alone (chmod 600), or remove it and start the run again"
         )
@@ -77,7 +82,7 @@ def read_token(run_dir: Path) -> bytes:
     except ValueError:
         token = b""
     if len(token) != TOKEN_BYTES:
-        raise ValueError(f"{path} holds no token of a run: remove it and start the run again")
+        raise UnsafeError(f"{path} holds no token of a run: remove it and start the run again")
     return token
 
 
@@ -85,16 +90,16 @@ def require_own(run_dir: Path) -> None:
     """Believe only a run directory that nobody else can write to: what stands in it is acted on.
 
     Raises:
-        ValueError: another user owns it, or others may write to it.
+        UnsafeError: another user owns it, or others may write to it.
     """
     found = os.stat(run_dir)
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid not in (os.geteuid(), 0):
-        raise ValueError(
+        raise UnsafeError(
             f"{run_dir} belongs to user {found.st_uid}, and what stands in a run directory is acted on: copy it and "
             "work on the copy, or act as that user"
         )
     # A group of one's own is common as the group of one's files; with it, others are not let in.
     own_group = found.st_gid == found.st_uid
     if mode & 0o002 or (mode & 0o020 and not own_group):
-        raise ValueError(f"{run_dir} can be written to by others (mode {mode:03o}): chmod go-w {run_dir}")
+        raise UnsafeError(f"{run_dir} can be written to by others (mode {mode:03o}): chmod go-w {run_dir}")

@@ -83,15 +83,6 @@ def parse(kind: type[T], value: Any, where: str = "") -> T:
     return _converter(kind)(value, where)
 
 
-def fits(kind: Any, value: Any) -> bool:
-    """Whether `parse` would take it."""
-    try:
-        _converter(kind)(value, "")
-    except UnfitError:
-        return False
-    return True
-
-
 def _unfit(where: str, wanted: str, value: Any) -> UnfitError:
     return UnfitError(f"{where + ' ' if where else ''}should be {wanted}, is {ascii(value)[:60]}")
 
