@@ -49,6 +49,32 @@ def test_a_group_that_computes_other_bits_ends_with_a_sentence(start, tmp_path):
     assert read_json(run_dir / "state" / "exact.json") == {"torch": "1.0"}
 
 
+@pytest.mark.parametrize(
+    ("flips", "groups"), [("always", 3), pytest.param("once", 3, marks=pytest.mark.slow), ("once", 2)]
+)
+def test_an_audit_finds_a_flipped_bit_and_names_its_group(start, tmp_path, monkeypatch, flips, groups):
+    """Of a feed-forward product. The state is that of a run in which no bit was flipped."""
+    settings = {"exact": True, "audit_interval": 1, "audit_slots": 1.0}
+    config = write_config(
+        tmp_path / "flipped.toml",
+        job={"module": "flipped_job", "config": "debugmodel"},
+        training={"steps": 6},
+        fault_tolerance=settings,
+    )
+    clean = start(config, "--groups", "1")
+    monkeypatch.setenv("EVERSTEP_TEST_FLIP", flips)
+    hit = start(config, "--groups", str(groups))
+    assert [clean.wait(), hit.wait()] == [0, 0], hit.said()
+    found = compare(clean.run_dir, hit.run_dir)
+    assert (found.parted, found.differing, found.checkpoint) == ("", "", 6)
+    told = hit.events("slot_differs")
+    assert all(event["step"] >= 3 and 1 in event["groups"] for event in told)
+    wrong, unfit = hit.events("slot_wrong"), hit.events("unfit")
+    assert told
+    assert {tuple(event["groups"]) for event in wrong} == {(1,)}
+    assert {event["group"] for event in unfit} == ({1} if flips == "always" else set())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("ranks", ["1", "2"])

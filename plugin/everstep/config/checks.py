@@ -205,6 +205,15 @@ def _fault_tolerant_training(config: Any) -> Iterator[Problem]:
 
 def _exact(config: Any) -> Iterator[Problem]:
     ft, semi = config.fault_tolerance, config.semi_sync
+    key = ("fault_tolerance", "audit_slots")
+    if not 0 <= ft.audit_slots <= 1:
+        yield Problem(key, f"[fault_tolerance] audit_slots must be from 0 to 1, got {ft.audit_slots}")
+    elif ft.audit_slots and not (ft.enable and ft.exact):
+        yield Problem(key, f"[fault_tolerance] audit_slots = {ft.audit_slots} compares bits: it needs exact = true")
+    elif ft.audit_slots and semi.enabled:
+        yield Problem(
+            key, f'[fault_tolerance] audit_slots must be 0 with [semi_sync] method = "{semi.method}": not built yet'
+        )
     if not (ft.enable and ft.exact):
         return
     for section, on_loss in (("fault_tolerance", ft.on_loss), ("semi_sync", semi.on_loss)):

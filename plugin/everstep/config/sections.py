@@ -109,6 +109,10 @@ class FaultTolerance:
     faults, and of the run with another number of groups. Takes deterministic kernels, 12 bytes a parameter more, and
     groups on equal hardware and software; one that computes other bits is refused."""
 
+    audit_slots: float = 0.0
+    """Share of slots that a second group computes too, to compare their bits; a third one decides who is wrong. Needs
+    exact = true."""
+
     allow_faults: bool = False
     """Let `everstep chaos` order this run's workers to break themselves. Never in a run whose result matters."""
 

@@ -70,12 +70,19 @@ class Rules:
         slots: S.
         on_loss, homes: see `ledger.plan`.
         timeouts: the protocol's waits.
+        audit_slots, seed: see `ledger.audited_slots`.
     """
 
     slots: int
     on_loss: ledger.OnLoss
     timeouts: Timeouts
     homes: int = 0
+    audit_slots: float = 0.0
+    seed: int = 0
+
+    def audited(self, step: int) -> tuple[int, ...]:
+        """The slots of a step that two groups compute."""
+        return ledger.audited_slots(self.seed, step, self.slots, self.audit_slots)
 
 
 class Turn(enum.Enum):

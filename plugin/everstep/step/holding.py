@@ -4,9 +4,13 @@ A group holds one sum of gradients: it keeps all of it or drops all of it. What 
 this rank's checks found it, the gradients are not finite, or the sums over the groups are not. Each is a decision of
 the whole group, and ends in `_refuse`: the refused slots are counted, and everything that is held is computed again, as
 after a death. Who computes what was refused is in `ledger.plan`.
+
+Some slots are audited: another group computes them too, and the bits are compared (`ledger.audited_slots`). Where they
+differ, the owner drops what it holds, and the slot is computed again and audited by a third group. Whose bits two
+others do not have is outvoted: it computes this slot no more.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,6 +21,7 @@ from everstep.step.decisions import Decisions
 from everstep.step.interfaces import GroupBroken, OutOfData, Reducer, Work
 
 FINDINGS = "attention findings that were not repaired"
+OTHER_BITS = "two groups computed other bits of one slot"
 NOT_FINITE = "a gradient is not finite, or its norm is not"
 
 
@@ -34,6 +39,9 @@ class Held:
         not_finite: slots that were not finite when they were judged alone.
         accepted: refused slots that are held all the same.
         asked: the group that was asked for a refused slot last, unless it was to accept it.
+        bits: of audited slots that this group computed.
+        told: of audited slots, all groups and their bits that were compared, in order.
+        outvoted: audited slots of which two other groups have the same bits, and this one others.
     """
 
     base: State = NOTHING
@@ -46,6 +54,9 @@ class Held:
     not_finite: set[int] = field(default_factory=set)
     accepted: set[int] = field(default_factory=set)
     asked: dict[int, int] = field(default_factory=dict)
+    bits: dict[int, int] = field(default_factory=dict)
+    told: defaultdict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    outvoted: set[int] = field(default_factory=set)
 
 
 class Judged(NamedTuple):
@@ -66,9 +77,11 @@ class Holding:
         decisions: of the group.
         host: of this rank.
         slots: S.
+        group: this group's id.
     """
 
-    def __init__(self, work: Work, reducer: Reducer, decisions: Decisions, host: Host, slots: int) -> None:
+    def __init__(self, work: Work, reducer: Reducer, decisions: Decisions, host: Host, slots: int, group: int) -> None:
+        self._group = group
         self._work, self._reducer, self._decisions, self._slots = work, reducer, decisions, slots
         self._clock, self._files, self._events = host.clock, host.files, host.events
         self.held = Held()
@@ -102,7 +115,10 @@ class Holding:
 
     def compute(self, attempt: Attempt, share: Sequence[int]) -> None:
         """Compute slots, which are held then. The sums begin with the last of them."""
-        held, begun, step = self.held, self._clock.now(), attempt.step
+        held, step = self.held, attempt.step
+        if not self._audit(attempt):
+            return
+        begun = self._clock.now()
         for done, slot in enumerate(share, 1):
             doubted = slot in attempt.plan.doubted
             self._files.beat("compute", step)
@@ -112,6 +128,8 @@ class Holding:
             except OutOfData:
                 attempt.exhausted = True
                 break
+            if slot in attempt.plan.auditors:
+                held.bits[slot] = self._work.bits()
             self._reducer.end_slot()
             held.slots.add(slot)
             held.computed.append(slot)
@@ -119,6 +137,62 @@ class Holding:
             self.slot_s = (self._clock.now() - begun) / done
             if doubted:
                 self._judge_slot(attempt, slot)
+
+    def _audit(self, attempt: Attempt) -> bool:
+        """Compute the slots that this group audits, unless it has; whether there was data for them."""
+        for slot, auditor in attempt.plan.auditors.items():
+            again = slot in attempt.plan.doubted
+            if auditor == self._group and (again or slot not in self.held.bits):
+                self._files.beat("compute", attempt.step)
+                self._reducer.begin_slot(last=False)
+                try:
+                    self.held.bits[slot] = self._work.audit(attempt.step, slot)
+                except OutOfData:
+                    attempt.exhausted = True
+                    return False
+        return True
+
+    def bits(self, attempt: Attempt, audited: Sequence[int]) -> list[int]:
+        """For a tally: of each audited slot what this group has as its owner, and what as its auditor."""
+        held, auditors = self.held, attempt.plan.auditors
+        said = ((slot in held.slots, auditors.get(slot) == self._group) for slot in audited)
+        return [held.bits.get(slot, 0) * has for slot, roles in zip(audited, said, strict=True) for has in roles]
+
+    def heed_bits(self, attempt: Attempt, tally: ledger.Tally, audited: Sequence[int]) -> None:
+        """Draw conclusions from bits that all ranks of the group have seen: drop what differs, and once two groups have
+        the same, name the others."""
+        held, differing = self.held, ledger.differing_bits(tally, audited, attempt.plan.accepted)
+        for slot, *bits in zip(audited, tally.bits[::2], tally.bits[1::2], strict=True):
+            if not all(bits):
+                continue
+            pair = tally.owner(slot), attempt.plan.auditors[slot]
+            held.told[slot] += zip(pair, bits, strict=True)
+            if slot in differing:
+                self._differs(attempt, slot, pair)
+            elif self._group != pair[0]:
+                continue
+            elif bits[0] != bits[1]:
+                reason = f"{OTHER_BITS}, and nobody is left to ask"
+                self._events.emit("slot_accepted", attempt.step, slot=slot, reason=reason)
+            elif wrong := sorted({group for group, known in held.told[slot] if known != bits[0]}):
+                self._events.emit("slot_wrong", attempt.step, slot=slot, groups=wrong, reason=OTHER_BITS)
+
+    def _differs(self, attempt: Attempt, slot: int, pair: tuple[int, int]) -> None:
+        """Owner and auditor have other bits: both refuse the slot, until a third has the bits of one of them."""
+        held, said = self.held, dict(self.held.told[slot])
+        (common, times), *_ = Counter(said.values()).most_common(1)
+        if times > 1:
+            held.refused.pop(slot, None)
+            if self._group in said and said[self._group] != common:
+                held.outvoted.add(slot)
+                held.refused_here.add(slot)
+                held.refused[slot] = ledger.ASK_AFTER
+        elif self._group in pair:
+            held.refused[slot] += 1
+        if self._group in pair:
+            self._events.emit("slot_differs", attempt.step, slot=slot, groups=list(pair), reason=OTHER_BITS)
+        if slot in held.slots:
+            self.drop()
 
     def _judge_slot(self, attempt: Attempt, slot: int) -> None:
         """What becomes of a slot that some group has refused, now that this one has computed it. A decision of the

@@ -250,6 +250,15 @@ class Work(Protocol):
             OutOfData: there is none for this slot; on all ranks of the group. Nothing was added.
         """
 
+    def bits(self) -> int:
+        """Of the gradient that `compute` has just made, of all ranks of the group: 1 to 2^52, equal where all bits are.
+        Only with exact sums, where `param.grad` has nothing else."""
+        ...
+
+    def audit(self, step: int, slot: int) -> int:
+        """The bits of a slot that another group computes; it is added to nothing. Raises OutOfData."""
+        ...
+
     def refused(self) -> frozenset[int]:
         """Slots computed since `discard` whose computation this rank's checks found wrong and could not repair: what
         is in `param.grad` must not be used. Other ranks of the group may have found others."""

@@ -9,8 +9,8 @@ number of groups that put each slot into the sum is counted; `verdict` says whet
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -20,7 +20,7 @@ from everstep.step.quorum import Quorum
 
 BITS_PER_WORD = 62  # an int64 word that never touches its sign
 ROW_HEADER = 8
-SLOT_SETS = 4  # of a row
+SLOT_SETS = 5  # of a row
 
 ASK_AFTER = 2
 """Refusals of a slot by one group in one step after which another group computes it."""
@@ -53,6 +53,7 @@ class Row:
         refused: slots of step + 1 that it refused.
         disputed: those of them that it refused ASK_AFTER times.
         not_finite: those of them whose gradients were not finite when it computed them alone.
+        outvoted: those of them of which two other groups have the same bits, and this one others.
     """
 
     group: int
@@ -66,6 +67,7 @@ class Row:
     refused: frozenset[int] = frozenset()
     disputed: frozenset[int] = frozenset()
     not_finite: frozenset[int] = frozenset()
+    outvoted: frozenset[int] = frozenset()
 
     @staticmethod
     def words(slots: int) -> int:
@@ -74,7 +76,7 @@ class Row:
 
     @property
     def _sets(self) -> tuple[frozenset[int], ...]:
-        return self.held, self.refused, self.disputed, self.not_finite
+        return self.held, self.refused, self.disputed, self.not_finite, self.outvoted
 
     def encode(self, slots: int) -> list[int]:
         """The row as `words(slots)` integers that fit int64."""
@@ -140,6 +142,7 @@ class Plan:
         doubted: slots computed in this attempt that some group refused: with every check, and judged one by one.
         accepted: those of them that enough groups refused: it is the data or the bound, and they pass.
         not_finite: those of them whose gradients are not finite on any group that was asked.
+        auditors: by slot that is audited the group that computes it too, and adds it to nothing.
     """
 
     shares: dict[int, tuple[int, ...]]
@@ -148,6 +151,7 @@ class Plan:
     doubted: frozenset[int] = frozenset()
     accepted: frozenset[int] = frozenset()
     not_finite: frozenset[int] = frozenset()
+    auditors: Mapping[int, int] = field(default_factory=dict)
 
 
 NO_PLAN = Plan({}, frozenset(), frozenset())
@@ -158,6 +162,7 @@ def plan(
     slots: int,
     on_loss: OnLoss = "redistribute",
     homes: int = 0,
+    audited: Collection[int] = (),
 ) -> Plan:
     """Split the slots that nobody holds among the groups that compute.
 
@@ -168,6 +173,7 @@ def plan(
             is not lost.
         homes: if not 0, slot s is dealt to group s mod `homes` where that computes, so that it moves only when groups
             are lost or come back; under `shrink` it is lost with them.
+        audited: slots that two groups compute.
 
     Returns:
         the plan; `shares` and what is held after `drops` cover each slot exactly once under `redistribute`.
@@ -198,7 +204,31 @@ def plan(
     most = min(ENOUGH + 1, len(able))
     not_finite = frozenset(slot for slot in accepted if sum(slot in row.not_finite for row in able) >= most)
     shares = {group: (*doubts[group], *share) for group, share in shares.items()}
-    return Plan(shares, drops, differing, doubted, accepted, not_finite)
+    owners = holders | {slot: group for group, share in shares.items() for slot in share}
+    auditors = _auditors(sorted(audited), owners, able)
+    return Plan(shares, drops, differing, doubted, accepted, not_finite, auditors)
+
+
+def audited_slots(seed: int, step: int, slots: int, share: float) -> tuple[int, ...]:
+    """Which slots of a step are audited: each with this probability, drawn by the seed."""
+
+    def drawn(slot: int) -> float:
+        text = f"audit/{seed}/{step}/{slot}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") / 2**64
+
+    return tuple(slot for slot in range(slots) if share and drawn(slot) < share)
+
+
+def _auditors(audited: Sequence[int], owners: Mapping[int, int], able: Sequence[Row]) -> dict[int, int]:
+    """Who computes audited slots besides their owners: one that has not given its bits yet comes first, then who audits
+    the fewest. None where there is no other group."""
+    found: dict[int, int] = {}
+    for slot in audited:
+        others = [row for row in able if row.group != owners.get(slot) and slot not in row.outvoted]
+        if slot in owners and others:
+            load = Counter(found.values())
+            found[slot] = min(others, key=lambda row: (slot in row.refused, load[row.group], row.group)).group
+    return found
 
 
 def _passes(slot: int, able: Sequence[Row]) -> bool:
@@ -210,13 +240,13 @@ def _passes(slot: int, able: Sequence[Row]) -> bool:
 
 def _who_is_asked(slot: int, able: Sequence[Row], load: Mapping[int, int]) -> int:
     """The group that computes a refused slot: the one that refused it, as a transient error does not come twice; once
-    that disputes it, one that has not refused it; if it is to pass, one for which it was finite. Of several the one
-    that refused the fewest slots, then the one with the smallest share."""
+    that disputes it, one that has not refused it; if it is to pass, one for which it was finite. Not one that was
+    outvoted. Of several the one that refused the fewest slots, then the one with the smallest share."""
     again, passes = not any(slot in row.disputed for row in able), _passes(slot, able)
 
-    def turn(row: Row) -> tuple[bool, int, int, int]:
+    def turn(row: Row) -> tuple[bool, bool, int, int, int]:
         last = slot in row.not_finite if passes else (slot in row.refused) != again
-        return last, len(row.refused), load[row.group], row.group
+        return slot in row.outvoted, last, len(row.refused), load[row.group], row.group
 
     return min(able, key=turn).group
 
@@ -291,6 +321,7 @@ class Tally:
         leaving: groups that stop after this step.
         exhausted: groups that found no more data.
         refused: groups whose checks refused what is in the sum of the gradients.
+        bits: for each audited slot those that its owner has and those that its auditor has, 0 for none.
     """
 
     coverage: tuple[int, ...]
@@ -299,38 +330,55 @@ class Tally:
     leaving: int
     exhausted: int
     refused: int
+    bits: tuple[int, ...] = ()
 
     @staticmethod
     def of(
-        group: int, held: frozenset[int], sums: SlotSums, *, leaving: bool, exhausted: bool, refused: bool
+        group: int,
+        held: frozenset[int],
+        sums: SlotSums,
+        *,
+        leaving: bool,
+        exhausted: bool,
+        refused: bool,
+        bits: Sequence[int] = (),
     ) -> "Tally":
         """One group's, with these slots in its sum."""
         coverage = tuple(int(slot in held) for slot in range(len(sums.tokens)))
         owners = tuple(count * (group + 1) for count in coverage)
-        return Tally(coverage, owners, sums, int(leaving), int(exhausted), int(refused))
+        return Tally(coverage, owners, sums, int(leaving), int(exhausted), int(refused), tuple(bits))
 
     def encode(self) -> torch.Tensor:
         """As a float64 vector; sums of such vectors are tallies again."""
-        flags = [self.leaving, self.exhausted, self.refused]
+        flags = [self.leaving, self.exhausted, self.refused, *self.bits]
         counts = torch.tensor([*self.coverage, *self.owners, *flags], dtype=torch.float64)
         return torch.cat([counts, self.sums.tokens, self.sums.loss, self.sums.extra])
 
     @staticmethod
-    def decode(vector: torch.Tensor, slots: int) -> "Tally":
-        """The inverse of `encode`, for S = `slots`."""
-        counts, tokens, loss, extra = vector.split([2 * slots + 3, slots, slots, len(vector) - 4 * slots - 3])
-        whole = [round(count) for count in counts.tolist()]
-        slot_sums = SlotSums(tokens, loss, extra, frozenset())
-        return Tally(tuple(whole[:slots]), tuple(whole[slots : 2 * slots]), slot_sums, *whole[2 * slots :])
+    def decode(vector: torch.Tensor, slots: int, audited: int = 0) -> "Tally":
+        """The inverse of `encode`, for S = `slots`, so many of which are audited."""
+        size = 2 * slots + 3 + 2 * audited
+        counts, tokens, loss, extra = vector.split([size, slots, slots, len(vector) - size - 2 * slots])
+        coverage, owners, flags, bits = (
+            tuple(round(count) for count in part.tolist()) for part in counts.split([slots, slots, 3, 2 * audited])
+        )
+        leaving, exhausted, refused = flags
+        return Tally(coverage, owners, SlotSums(tokens, loss, extra, frozenset()), leaving, exhausted, refused, bits)
 
     def digest(self) -> int:
         """62 bits over what decides about the step; equal on all ranks of a group that saw the same sum."""
-        whole = (self.coverage, self.owners, self.leaving, self.exhausted, self.refused)
+        whole = (self.coverage, self.owners, self.leaving, self.exhausted, self.refused, self.bits)
         return int.from_bytes(hashlib.blake2b(repr(whole).encode(), digest_size=8).digest(), "little") >> 2
 
     def owner(self, slot: int) -> int:
         """The group that computed a slot; -1 for none."""
         return self.owners[slot] - 1 if self.coverage[slot] else -1
+
+
+def differing_bits(tally: Tally, audited: Sequence[int], accepted: Collection[int]) -> frozenset[int]:
+    """Audited slots of which owner and auditor have different bits; not those that pass, as nobody is left to ask."""
+    pairs = zip(audited, tally.bits[::2], tally.bits[1::2], strict=True)
+    return frozenset(slot for slot, own, other in pairs if own and other and own != other) - frozenset(accepted)
 
 
 def verdict(tally: Tally, on_loss: OnLoss = "redistribute") -> str:

@@ -40,7 +40,7 @@ from everstep.step.attempt import (
     Turn,
 )
 from everstep.step.decisions import Decisions
-from everstep.step.holding import Holding
+from everstep.step.holding import OTHER_BITS, Holding
 from everstep.step.interfaces import Commit, GroupBroken, Reducer, SumsBroken, Work
 from everstep.step.quorum import NO_STATE, Quorum
 
@@ -72,7 +72,7 @@ class StepProtocol:
         self._clock, self._files, self._events = host.clock, host.files, host.events
         self.decisions = Decisions(group.ranks)
         self._asker = Asker(group, peers, self.decisions, host, rules.timeouts, self._is_too_late)
-        self._holding = Holding(work, reducer, self.decisions, host, rules.slots)
+        self._holding = Holding(work, reducer, self.decisions, host, rules.slots, group.id)
         self.state = NOTHING
         self.blank: Quorum | None = None
         """The newest quorum that had no state: its members restore one, each for itself."""
@@ -325,7 +325,7 @@ class StepProtocol:
         quorum, rules = attempt.quorum, self._rules
         mine = self._row(quorum)
         attempt.rows = rows = self._with_peers("rows", lambda: self._gather_rows(mine, quorum))
-        attempt.plan = ledger.plan(rows, rules.slots, rules.on_loss, rules.homes)
+        attempt.plan = ledger.plan(rows, rules.slots, rules.on_loss, rules.homes, rules.audited(attempt.step))
         self._events.emit(
             "quorum",
             attempt.step,
@@ -355,6 +355,7 @@ class StepProtocol:
             refused=frozenset(held.refused),
             disputed=frozenset(slot for slot, times in held.refused.items() if times >= ledger.ASK_AFTER),
             not_finite=frozenset(held.not_finite),
+            outvoted=frozenset(held.outvoted),
         )
 
     def _gather_rows(self, mine: ledger.Row, quorum: Quorum) -> list[ledger.Row]:
@@ -418,6 +419,7 @@ class StepProtocol:
         if not summed:
             self._disconnect()
             raise AttemptFailed(broken or "another rank of this group did not get its sum")
+        audited = self._rules.audited(step)
         mine = ledger.Tally.of(
             self._group,
             frozenset(self._holding.held.slots),
@@ -425,6 +427,7 @@ class StepProtocol:
             leaving=self.leaving,
             exhausted=attempt.exhausted,
             refused=attempt.refused,
+            bits=self._holding.bits(attempt, audited),
         )
         tally: ledger.Tally | None = None
         reason = unsound
@@ -437,11 +440,16 @@ class StepProtocol:
             # Where a slot is missing because the data ended, that is what there is to say.
             if not tally.exhausted:
                 reason = ledger.verdict(tally, self._rules.on_loss) or unsound
+            if ledger.differing_bits(tally, audited, attempt.plan.accepted):
+                reason = reason or OTHER_BITS
         attempt.reduce_s = self._clock.now() - begun
         self._files.beat("vote", step)
         digest = tally.digest() if tally is not None else 0
         votes = self.decisions.gather("vote", [int(tally is not None and not reason), digest])
-        if tally is None or not all(yes for yes, _ in votes) or len({digest for _, digest in votes}) > 1:
+        same = len({digest for _, digest in votes}) == 1
+        if tally is not None and same:
+            self._holding.heed_bits(attempt, tally, audited)
+        if tally is None or not same or not all(yes for yes, _ in votes):
             self._disconnect()
             raise AttemptFailed(reason or "another rank of this group did not see the same sum")
         return tally
@@ -452,7 +460,7 @@ class StepProtocol:
         notes = self._work.notes(step)
         if notes is not None:
             self._work.noted(self._sums.gather_bytes(notes))
-        return ledger.Tally.decode(total, self._rules.slots)
+        return ledger.Tally.decode(total, self._rules.slots, len(self._rules.audited(step)))
 
     def _commit(self, attempt: Attempt, tally: ledger.Tally) -> Commit:
         quorum, held = attempt.quorum, self._holding.held

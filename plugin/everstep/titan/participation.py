@@ -118,7 +118,14 @@ class Participation:
         host = Host(HostClock(), place.files, place.events)
         protocol = StepProtocol(
             group=Group(ft.group_id, self.life, self._store, self._ranks),
-            rules=Rules(shares, on_loss, timeouts, ft.groups if semi.enabled else 0),
+            rules=Rules(
+                shares,
+                on_loss,
+                timeouts,
+                homes=ft.groups if semi.enabled else 0,
+                audit_slots=ft.audit_slots,
+                seed=self._config.debug.seed or 0,
+            ),
             work=work,
             reducer=reducer,
             peers=Peers(self._membership, self.column, self.door),

@@ -319,6 +319,12 @@ class Rounds:
         """See `Work.refused`: workers in whose rounds an optimizer step was refused twice."""
         return frozenset(self.rounds.refused)
 
+    def bits(self) -> int:
+        raise NotImplementedError  # [fault_tolerance] audit_slots is refused
+
+    def audit(self, step: int, slot: int) -> int:
+        raise NotImplementedError
+
     def not_finite(self, step: int, slots: Collection[int]) -> None:
         self._trainer.not_finite(step, slots)
 

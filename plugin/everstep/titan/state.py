@@ -8,7 +8,7 @@ Random numbers need no state: every slot and every optimizer step seeds its own 
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -147,15 +147,22 @@ class TrainingState:
 
     @torch.no_grad()
     def checksum(self) -> int:
-        """63 bits over the parameters' own bits on this rank: equal states have equal checksums.
+        """63 bits over the parameters' own bits on this rank: equal states have equal checksums."""
+        return checksum(param.detach() for param in self.parameters.values())
 
-        A sum of 32-bit words weighted by their position, modulo 2^64, tensor by tensor; one flipped bit anywhere
-        changes it.
-        """
-        total = torch.zeros((), dtype=torch.int64)
-        for position, param in enumerate(self.parameters.values()):
-            flat = local(param.detach()).contiguous().view(torch.uint8).flatten()
-            flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4)).view(torch.int32).to(torch.int64)
-            weights = torch.arange(1, flat.numel() + 1, dtype=torch.int64, device=flat.device) * 2 + 1
-            total += ((flat * weights).sum() * (2 * position + 1)).cpu()
-        return int(total) & (1 << 63) - 1
+
+def checksum(tensors: Iterable[torch.Tensor | None]) -> int:
+    """63 bits over the bits of this rank's part of tensors, in order; None counts for nothing.
+
+    A sum of 32-bit words weighted by their position, modulo 2^64, tensor by tensor; one flipped bit anywhere changes
+    it.
+    """
+    total = torch.zeros((), dtype=torch.int64)
+    for position, tensor in enumerate(tensors):
+        if tensor is None:
+            continue
+        flat = local(tensor).contiguous().view(torch.uint8).flatten()
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4)).view(torch.int32).to(torch.int64)
+        weights = torch.arange(1, flat.numel() + 1, dtype=torch.int64, device=flat.device) * 2 + 1
+        total += ((flat * weights).sum() * (2 * position + 1)).cpu()
+    return int(total) & (1 << 63) - 1

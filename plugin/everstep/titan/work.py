@@ -25,13 +25,15 @@ from everstep.titan.data.names import DataloaderExhaustedError
 from everstep.titan.data.streams import SlotStreams
 from everstep.titan.dataloader_blob import DATALOADER_BLOB, pack_dataloader
 from everstep.titan.disk import DiskCheckpoints
-from everstep.titan.group import all_in_group
+from everstep.titan.group import all_in_group, sum_in_group
 from everstep.titan.place import RunPlace
 from everstep.titan.snapshots import AGREED_SNAPSHOTS
-from everstep.titan.state import TrainingState, slot_seed
+from everstep.titan.state import TrainingState, checksum, slot_seed
 from everstep.titan.tally import Layout, StepSums
 
 DATA_BLOB = "data"
+AUDIT_BITS = 1 << 52
+"""What a float64 of a tally holds."""
 NOTES_INTERVAL = 10
 """Commits between two exchanges of dataloader positions; what an adopter has to skip at most, and one more."""
 
@@ -169,6 +171,22 @@ class SlotTrainer(titan.Trainer):
         # Of a pipeline's stages only the last one knows the loss; the others give -1.
         known = not pipelined or self.pp_has_last_stage
         self._slot_losses[slot] = loss.detach().to(torch.float64) * (self.nominal_tokens if known else 0.0)
+
+    @torch.no_grad()
+    def bits(self) -> int:
+        return sum_in_group(checksum(param.grad for param in self.trainable)) % AUDIT_BITS + 1
+
+    def audit(self, step: int, slot: int) -> int:
+        loads = [local(load).clone() for load in self.expert_loads]
+        counted = self.metrics_processor.ntokens_since_last_log
+        self.compute_slot(step, slot, whole=False)
+        self.metrics_processor.ntokens_since_last_log = counted
+        bits = self.bits()
+        del self._slot_tokens[slot], self._slot_losses[slot]
+        self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
+        for load, before in zip(self.expert_loads, loads, strict=True):
+            local(load).copy_(before)
+        return bits
 
     def _on_device(self, batch: Batch) -> Batch:
         inputs, labels = batch
