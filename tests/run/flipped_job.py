@@ -1,5 +1,5 @@
-"""A user's own module for `[job] module`: small_job's model whose feed-forward products are wrong on group GROUP, by one
-bit of one element, from step FIRST on: by EVERSTEP_TEST_FLIP,
+"""A user's own module for `[job] module`: small_job's model whose feed-forward products are wrong on group GROUP, by
+one bit of one element, from step FIRST on: by EVERSTEP_TEST_FLIP,
 
     always    in every slot
     once      in the first slot that the group computes then

@@ -281,7 +281,7 @@ def _refuse(world: World, life: Life, rank: Rank, size: float) -> bool:
     """A check refuses the next slots of a group."""
     if not world.plan.may_refuse:
         return False
-    world.refusing[life.group.id] = 1 + int(2 * size)
+    world.refusing[life.group.id] = 1 if world.plan.audit_slots else 1 + int(2 * size)
     return True
 
 

@@ -198,7 +198,7 @@ class Rank:
                 group=OwnGroup(
                     life.group.id, life.name, life.store, GroupRanks(life.decisions, self.number, life.size)
                 ),
-                rules=Rules(plan.slots, plan.on_loss, plan.timeouts, plan.homes),
+                rules=Rules(plan.slots, plan.on_loss, plan.timeouts, plan.homes, plan.audit_slots),
                 work=self.work,
                 reducer=self.work.reducer,
                 peers=Peers(self.voice, self.sums, self.door),

@@ -81,6 +81,7 @@ class SimWork:
         self.done: set[int] = set()
         self.reducer = SimReducer(self)
         self._computed = 0
+        self._bits = 0
         self.refuses: set[int] = set()
         self._given_up: set[tuple[int, int, int]] = set()
         self.recomputed: set[int] = set()
@@ -111,13 +112,31 @@ class SimWork:
         wrong = life.checks.is_wrong(self._computed, step, slot)
         if wrong:
             self.gradient[step, WRONG] += 1
-        if wrong or (step, slot) in world.narrow:
+        self._bits = self._bits_of(step, slot, wrong)
+        if (wrong and not plan.audit_slots) or (step, slot) in world.narrow:
             self.refuses.add(slot)
         if life.checks.is_not_finite(self._computed, step, slot):
             self.gradient[step, GARBAGE] += 1
         self.done.add(slot)
         if (self.state.history, step, slot) in self._given_up:
             self.recomputed.add(slot)
+
+    def _bits_of(self, step: int, slot: int, wrong: bool) -> int:
+        return 1 + (fold(step, slot, self.rank.life.group.id + 1 if wrong else 0) & (1 << 50) - 1)
+
+    def bits(self) -> int:
+        self._same("bits")
+        return self._bits
+
+    def audit(self, step: int, slot: int) -> int:
+        world, life = self._world, self.rank.life
+        self._same("audit", step, slot)
+        if (step, slot) >= world.plan.data_ends:
+            raise OutOfData
+        world.scheduler.pause(0.9 * world.plan.slot_s, 1.1 * world.plan.slot_s * world.slowness(life.group.id))
+        self._together("sharded", step, slot)
+        self._computed += 1
+        return self._bits_of(step, slot, life.checks.is_wrong(self._computed, step, slot))
 
     def _recomputed(self, step: int, slot: int) -> None:
         thrown = self.rank.life.thrown.get((self.state.history, step, slot))
@@ -229,8 +248,10 @@ class SimWork:
             world.leaves(self.rank, commit)
 
     def _right(self, commit: Commit) -> list[Contribution]:
-        """What was summed. Where most groups are sick nothing wrong in it counts."""
-        if self._world.mostly_fit(commit.able):
+        """What was summed. Where most groups are sick nothing wrong in it counts, nor where nobody can audit."""
+        world, fit = self._world, self._world.mostly_fit(commit.able)
+        counts = fit and (len(commit.able) > 1 or not world.plan.audit_slots)
+        if world.all_counts.setdefault(commit.history, counts):  # on all ranks alike, whenever they come to it
             return self.reducer.total
         return [
             replace(part, slots=tuple(entry for entry in part.slots if entry[0][1] >= 0)) for part in self.reducer.total

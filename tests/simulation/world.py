@@ -75,6 +75,8 @@ class Plan:
     lighthouse: Options
     faults: tuple[Fault, ...]
     homes: int
+    audit_slots: float
+    """Where it is not 0, checks see nothing of what is wrong, and audits have to."""
 
     @property
     def timeouts(self) -> Timeouts:
@@ -120,6 +122,7 @@ def draw_plan(seed: int, settings: Settings) -> Plan:
         lighthouse=Options(min_replicas=1, join_timeout_s=chance.choice([2.0, 10.0]), heartbeat_timeout_s=2.0),
         faults=placed,
         homes=groups if settings.homes else 0,
+        audit_slots=random.Random(f"audits {seed}").choice([0.0, 0.0, 1.0]),
     )
 
 
@@ -174,6 +177,8 @@ class World:
         self.finished_at = 0.0
         self.refusing: dict[int, int] = {}
         self.sick: dict[int, Sick] = {}
+        self.all_counts: dict[int, bool] = {}
+        """By history whether what is wrong in the commit counts."""
         self.narrow: set[tuple[int, int]] = set()
         """Steps and slots whose bound is too narrow for what is computed in them, on every group."""
         self.unfit: set[str] = set()
@@ -337,6 +342,9 @@ class World:
             return
         if life.accused_step == state.step and any(self._goes_before(member, life, state) for member in life.met):
             return
+        lives = [rival for other in self.groups.values() for rival in other.lives]
+        if self.plan.audit_slots and any(held & rival.checks.erred for rival in lives):
+            return  # owner or auditor: a third one has to say
         for other in self.groups.values():
             for rival in other.lives:
                 theirs = rival.ranks[0].work
@@ -432,6 +440,8 @@ class World:
         that may have the only state is waited for until its watchdog would have ended it."""
         plan = self.plan
         step_s = plan.slots * plan.slot_s * max(self.slow.values(), default=1.0)
+        if plan.audit_slots:  # every slot twice, and once more where the two differ
+            step_s *= 3
         found_s = plan.reduce_s + 3 * plan.connect_s + 1.5 * plan.lighthouse.heartbeat_timeout_s
         again_s = plan.lighthouse.join_timeout_s + plan.restart_s[1] + plan.startup_s[1]
         return found_s + again_s + plan.save_s + 2 * step_s + (plan.stall_s if self._waits_for_state else 0.0)
@@ -486,7 +496,8 @@ class World:
             self._judge_the_end()
         else:
             self.judge.violate("no end", f"{MOST_EVENTS} events")
-        if max(self.failed.values(), default=0) > FAILURES * (self.fell.total() + 1):
+        audited_sick = self.plan.audit_slots and self.fell["sick"]  # of two groups, it makes two attempts fail a step
+        if max(self.failed.values(), default=0) > FAILURES * (self.fell.total() + 1) and not audited_sick:
             self.judge.violate("attempts fail", f"{dict(self.failed)} of {self.fell.total()} faults")
         virtual_s = self.scheduler.now
         for group in self.groups.values():

@@ -128,7 +128,7 @@ class Holding:
             except OutOfData:
                 attempt.exhausted = True
                 break
-            if slot in attempt.plan.auditors:
+            if slot in attempt.plan.audited:
                 held.bits[slot] = self._work.bits()
             self._reducer.end_slot()
             held.slots.add(slot)
@@ -152,17 +152,19 @@ class Holding:
                     return False
         return True
 
-    def bits(self, attempt: Attempt, audited: Sequence[int]) -> list[int]:
+    def bits(self, plan: ledger.Plan) -> list[int]:
         """For a tally: of each audited slot what this group has as its owner, and what as its auditor."""
-        held, auditors = self.held, attempt.plan.auditors
-        said = ((slot in held.slots, auditors.get(slot) == self._group) for slot in audited)
-        return [held.bits.get(slot, 0) * has for slot, roles in zip(audited, said, strict=True) for has in roles]
+        held, said = self.held, []
+        for slot in plan.audited:
+            for has in (slot in held.slots, plan.auditors.get(slot) == self._group):
+                said.append(held.bits.get(slot, 0) if has else 0)
+        return said
 
-    def heed_bits(self, attempt: Attempt, tally: ledger.Tally, audited: Sequence[int]) -> None:
+    def heed_bits(self, attempt: Attempt, tally: ledger.Tally) -> None:
         """Draw conclusions from bits that all ranks of the group have seen: drop what differs, and once two groups have
         the same, name the others."""
-        held, differing = self.held, ledger.differing_bits(tally, audited, attempt.plan.accepted)
-        for slot, *bits in zip(audited, tally.bits[::2], tally.bits[1::2], strict=True):
+        held, differing = self.held, ledger.differing_bits(tally, attempt.plan)
+        for slot, *bits in zip(attempt.plan.audited, tally.bits[::2], tally.bits[1::2], strict=True):
             if not all(bits):
                 continue
             pair = tally.owner(slot), attempt.plan.auditors[slot]

@@ -9,7 +9,7 @@ number of groups that put each slot into the sum is counted; `verdict` says whet
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -142,7 +142,8 @@ class Plan:
         doubted: slots computed in this attempt that some group refused: with every check, and judged one by one.
         accepted: those of them that enough groups refused: it is the data or the bound, and they pass.
         not_finite: those of them whose gradients are not finite on any group that was asked.
-        auditors: by slot that is audited the group that computes it too, and adds it to nothing.
+        audited: slots whose bits are compared.
+        auditors: by such a slot the group that computes it too, and adds it to nothing; none where there is no other.
     """
 
     shares: dict[int, tuple[int, ...]]
@@ -151,6 +152,7 @@ class Plan:
     doubted: frozenset[int] = frozenset()
     accepted: frozenset[int] = frozenset()
     not_finite: frozenset[int] = frozenset()
+    audited: tuple[int, ...] = ()
     auditors: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -162,7 +164,7 @@ def plan(
     slots: int,
     on_loss: OnLoss = "redistribute",
     homes: int = 0,
-    audited: Collection[int] = (),
+    audited: tuple[int, ...] = (),
 ) -> Plan:
     """Split the slots that nobody holds among the groups that compute.
 
@@ -173,7 +175,7 @@ def plan(
             is not lost.
         homes: if not 0, slot s is dealt to group s mod `homes` where that computes, so that it moves only when groups
             are lost or come back; under `shrink` it is lost with them.
-        audited: slots that two groups compute.
+        audited: slots that two groups compute, in order.
 
     Returns:
         the plan; `shares` and what is held after `drops` cover each slot exactly once under `redistribute`.
@@ -205,8 +207,8 @@ def plan(
     not_finite = frozenset(slot for slot in accepted if sum(slot in row.not_finite for row in able) >= most)
     shares = {group: (*doubts[group], *share) for group, share in shares.items()}
     owners = holders | {slot: group for group, share in shares.items() for slot in share}
-    auditors = _auditors(sorted(audited), owners, able)
-    return Plan(shares, drops, differing, doubted, accepted, not_finite, auditors)
+    auditors = _auditors(audited, owners, able)
+    return Plan(shares, drops, differing, doubted, accepted, not_finite, audited, auditors)
 
 
 def audited_slots(seed: int, step: int, slots: int, share: float) -> tuple[int, ...]:
@@ -375,10 +377,10 @@ class Tally:
         return self.owners[slot] - 1 if self.coverage[slot] else -1
 
 
-def differing_bits(tally: Tally, audited: Sequence[int], accepted: Collection[int]) -> frozenset[int]:
+def differing_bits(tally: Tally, plan: Plan) -> frozenset[int]:
     """Audited slots of which owner and auditor have different bits; not those that pass, as nobody is left to ask."""
-    pairs = zip(audited, tally.bits[::2], tally.bits[1::2], strict=True)
-    return frozenset(slot for slot, own, other in pairs if own and other and own != other) - frozenset(accepted)
+    pairs = zip(plan.audited, tally.bits[::2], tally.bits[1::2], strict=True)
+    return frozenset(slot for slot, own, other in pairs if own and other and own != other) - plan.accepted
 
 
 def verdict(tally: Tally, on_loss: OnLoss = "redistribute") -> str:

@@ -419,7 +419,6 @@ class StepProtocol:
         if not summed:
             self._disconnect()
             raise AttemptFailed(broken or "another rank of this group did not get its sum")
-        audited = self._rules.audited(step)
         mine = ledger.Tally.of(
             self._group,
             frozenset(self._holding.held.slots),
@@ -427,12 +426,12 @@ class StepProtocol:
             leaving=self.leaving,
             exhausted=attempt.exhausted,
             refused=attempt.refused,
-            bits=self._holding.bits(attempt, audited),
+            bits=self._holding.bits(attempt.plan),
         )
         tally: ledger.Tally | None = None
         reason = unsound
         try:
-            tally = self._tally(mine, step)
+            tally = self._tally(mine, attempt)
         except SumsBroken as error:
             reason = str(error)
             self._sums.abort()
@@ -440,7 +439,7 @@ class StepProtocol:
             # Where a slot is missing because the data ended, that is what there is to say.
             if not tally.exhausted:
                 reason = ledger.verdict(tally, self._rules.on_loss) or unsound
-            if ledger.differing_bits(tally, audited, attempt.plan.accepted):
+            if ledger.differing_bits(tally, attempt.plan):
                 reason = reason or OTHER_BITS
         attempt.reduce_s = self._clock.now() - begun
         self._files.beat("vote", step)
@@ -448,19 +447,20 @@ class StepProtocol:
         votes = self.decisions.gather("vote", [int(tally is not None and not reason), digest])
         same = len({digest for _, digest in votes}) == 1
         if tally is not None and same:
-            self._holding.heed_bits(attempt, tally, audited)
+            self._holding.heed_bits(attempt, tally)
         if tally is None or not same or not all(yes for yes, _ in votes):
-            self._disconnect()
+            if not same or reason != OTHER_BITS:  # else all groups know it, and nothing is wrong between them
+                self._disconnect()
             raise AttemptFailed(reason or "another rank of this group did not see the same sum")
         return tally
 
-    def _tally(self, mine: ledger.Tally, step: int) -> ledger.Tally:
+    def _tally(self, mine: ledger.Tally, attempt: Attempt) -> ledger.Tally:
         """The sum of the groups' tallies, after which they tell each other notes if any are due. Raises SumsBroken."""
         total = self._sums.total(mine.encode(), self._rules.timeouts.reduce)
-        notes = self._work.notes(step)
+        notes = self._work.notes(attempt.step)
         if notes is not None:
             self._work.noted(self._sums.gather_bytes(notes))
-        return ledger.Tally.decode(total, self._rules.slots, len(self._rules.audited(step)))
+        return ledger.Tally.decode(total, self._rules.slots, len(attempt.plan.audited))
 
     def _commit(self, attempt: Attempt, tally: ledger.Tally) -> Commit:
         quorum, held = attempt.quorum, self._holding.held
