@@ -95,7 +95,7 @@ def run_lighthouse(command: Lighthouse, flags: Sequence[str]) -> int:
     """Until every group has ended; returns the exit status."""
     run_dir, host = command.run_dir.resolve(), command.host or socket.gethostname()
     found = settled(command.config, run_dir, flags, command.groups, 0)
-    return beacon.keep_up(beacon.Beacon(run_dir, host, found, command.page))
+    return beacon.keep_up(run_dir, host, found, command.page)
 
 
 def submit(command: Submit, flags: Sequence[str]) -> int:

@@ -55,7 +55,10 @@ def doctor(command: Doctor, flags: Sequence[str]) -> int:
     """Exit status 1 if anything is an error."""
     run_dir = None if command.run_dir is None else command.run_dir.resolve()
     if command.node:
-        complaint = node.complaint(run_dir, gpus=command.gpus)
+        try:
+            complaint = node.complaint(run_dir, gpus=command.gpus)
+        except OSError as error:
+            complaint = f"{run_dir} cannot be written: {error.strerror}"
         lines = [room.Line("node", "error" if complaint else "ok", complaint or "fit to train on")]
         print(json.dumps(room.to_json(lines)) if command.json else room.show(lines))
         return int(bool(complaint))

@@ -4,7 +4,6 @@ The launcher's loop with a lighthouse and no group. Of two lighthouses of a run 
 """
 
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.launch.children import Children
@@ -24,30 +23,25 @@ LINGER_S = 60.0
 """How long after the last sign of life of any group the lighthouse stays when all groups have ended."""
 
 
-@dataclass(frozen=True)
-class Beacon:
-    """What to run, and where. `host`: what the lighthouse listens on and what the groups are told."""
-
-    run_dir: Path
-    host: str
-    config: Prepared
-    page: bool = False
-    """Whether to serve the run's page while it goes, on this machine's loopback."""
-
-
-def keep_up(beacon: Beacon) -> int:
+def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
     """Until every group has ended for good, or one of STOPS; returns the exit status.
+
+    Args:
+        run_dir: of the run.
+        host: what the lighthouse listens on and what the groups are told.
+        config: of the run.
+        page: whether to serve the run's page while it goes, on this machine's loopback.
 
     Raises:
         LaunchError: the lighthouse does not start.
     """
-    stops, run_dir, config = collect_stops(), beacon.run_dir, beacon.config
+    stops = collect_stops()
     adopt_orphans()
     events = EventLog(run_dir, None, None, "lighthouse")
     children = Children()
     launcher = Launcher(children, events, show_plainly)
-    lighthouse = Lighthouse(run_dir, beacon.host, config.fault_tolerance, children, events)
-    teller = Teller(telling(run_dir, beacon.host, config, beacon.page))
+    lighthouse = Lighthouse(run_dir, host, config.fault_tolerance, children, events)
+    teller = Teller(telling(run_dir, host, config, page))
     if teller.address:
         events.emit("page", address=teller.address)
         where = f"{teller.address} on {socket.gethostname()}"
@@ -55,7 +49,9 @@ def keep_up(beacon: Beacon) -> int:
     launcher.jobs = {"page and figures": teller.keep, "lighthouse": lighthouse.keep}
     try:
         import_all(PRELOAD, run_dir / "logs" / "imports.log", lambda: bool(stops))
-        launcher.run(lambda: bool(stops or lighthouse.cannot_start or lighthouse.superseded or _all_over(beacon)))
+        launcher.run(
+            lambda: bool(stops or lighthouse.cannot_start or lighthouse.superseded or _all_over(run_dir, config.groups))
+        )
     finally:
         children.kill_everything()
         children.close()
@@ -67,12 +63,12 @@ def keep_up(beacon: Beacon) -> int:
     return 0
 
 
-def _all_over(beacon: Beacon) -> bool:
+def _all_over(run_dir: Path, groups: int) -> bool:
     """Whether no group will ask for a quorum any more. Groups of which nothing was heard for a while count as gone in a
     run that was stopped or finished by another."""
-    ended = [over_file(beacon.run_dir, group).exists() for group in range(beacon.config.groups)]
+    ended = [over_file(run_dir, group).exists() for group in range(groups)]
     if all(ended):
         return True
-    if not any(ended) and not stop_file(beacon.run_dir).exists():
+    if not any(ended) and not stop_file(run_dir).exists():
         return False
-    return all(age > LINGER_S for _, _, age in beats_of_groups(beacon.run_dir))
+    return all(age > LINGER_S for _, _, age in beats_of_groups(run_dir))

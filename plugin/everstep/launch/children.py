@@ -44,20 +44,15 @@ class Child:
 
 class Children:
     """All processes below a launcher but those that workers start themselves. With them comes a guard (`offspring`),
-    which kills what those leave behind if the launcher is killed.
+    which kills what those leave behind if the launcher is killed."""
 
-    Args:
-        forget: called in every child, to let go what is the launcher's alone.
-    """
-
-    def __init__(self, forget: Callable[[], None] = lambda: None) -> None:
-        self._forget = forget
+    def __init__(self) -> None:
         self._alive: dict[int, Child] = {}
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._old_wakeup = signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         self._old_handler = signal.signal(signal.SIGCHLD, lambda *_: None)
         os.environ[offspring.RUN_MARK] = f"{os.getpid()}.{secrets.token_hex(8)}"
-        self._guard = offspring.Guard(forget)
+        self._guard = offspring.Guard()
 
     @property
     def pids(self) -> set[int]:
@@ -66,7 +61,7 @@ class Children:
 
     def start(self, child: Child, request: Request) -> None:
         """Fork it. Raises OSError if there is no room for it."""
-        child.pid = fork(request, self._let_go)
+        child.pid = fork(request, self._guard.let_go)
         self._alive[child.pid] = child
         self._guard.watch(child.pid)
 
@@ -87,7 +82,7 @@ class Children:
                 pid, exitcode = found[0], os.waitstatus_to_exitcode(found[1])
                 if pid == self._guard.pid:
                     self._guard.let_go()
-                    self._guard = offspring.Guard(self._forget)
+                    self._guard = offspring.Guard()
                     for alive in self._alive:
                         self._guard.watch(alive)
                 elif child := self._alive.pop(pid, None):
@@ -117,8 +112,3 @@ class Children:
         signal.signal(signal.SIGCHLD, self._old_handler)
         os.close(self._wake_r)
         os.close(self._wake_w)
-
-    def _let_go(self) -> None:
-        """In a child: what keeps the guard from seeing the launcher's end, and what its maker names."""
-        self._guard.let_go()
-        self._forget()

@@ -125,11 +125,12 @@ def run_directory(run_dir: Path, nodes: int) -> Line:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         require_own(run_dir)
+        complaint = node.storage_complaint(run_dir)
     except OSError as error:
         return Line("run directory", "error", f"{run_dir}: {error.strerror}", "give another --run-dir, or mend it")
     except ValueError as error:
         return Line("run directory", "error", str(error), "what others can write to is not acted on")
-    if complaint := node.storage_complaint(run_dir):
+    if complaint:
         return Line("run directory", "error", complaint, "make room, or give another --run-dir")
     if nodes > 1 and "SLURM_JOB_ID" in os.environ and shared_lag_s(run_dir) == 0:
         found = f"{run_dir} is on a file system of this machine alone"

@@ -229,7 +229,7 @@ class Group:
 
     def _start(self) -> None:
         settings = self.settings
-        if settings.node and (sick := node.storage_complaint(None) or node.mount_complaint(settings.run_dir)):
+        if settings.node and (sick := node.storage_complaint(settings.run_dir)):
             self.finish("node_bad", sick)
             return
         place = self._meeting.next_round()

@@ -27,28 +27,19 @@ def complaint(run_dir: Path | None, gpus: int | None = None) -> str:
 
 def storage_complaint(run_dir: Path | None) -> str:
     """Whether the run directory, if there is one, or a local temporary folder takes no write, or shared memory has too
-    little room for what a trainer's processes exchange."""
+    little room for what a trainer's processes exchange. Raises OSError if the run directory is full, which is no fault
+    of this node's."""
     for folder in [*([run_dir / "state"] if run_dir is not None else []), Path(tempfile.gettempdir())]:
         try:
             _write(folder)
         except OSError as error:
+            if run_dir is not None and folder.is_relative_to(run_dir) and is_scarce(error):
+                raise
             return f"{folder} cannot be written: {error.strerror}"
     if SHARED_MEMORY.exists():
         free = shutil.disk_usage(SHARED_MEMORY).free
         if free < SMALLEST_FREE_BYTES:
             return f"{SHARED_MEMORY} has {free >> 20} MiB free, {SMALLEST_FREE_BYTES >> 20} are needed"
-    return ""
-
-
-def mount_complaint(run_dir: Path) -> str:
-    """Whether this node cannot write to the run directory. Raises OSError if it is full, which is no fault of this
-    node's."""
-    try:
-        _write(run_dir / "state")
-    except OSError as error:
-        if is_scarce(error):
-            raise
-        return f"{run_dir} cannot be written: {error.strerror}"
     return ""
 
 

@@ -8,7 +8,7 @@ a worker forked twice, into a session of its own, without executing anything.
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import psutil
@@ -66,11 +66,9 @@ class Guard:
     """A process that outlives the launcher for a moment: it kills what the workers of a killed launcher have started.
     The kernel kills the workers.
 
-    It is told their pids, each the name of a session, over a pipe that ends with the launcher. `forget` is called in
-    it, to let go what is the launcher's alone.
-    """
+    It is told their pids, each the name of a session, over a pipe that ends with the launcher."""
 
-    def __init__(self, forget: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         launcher_pid, mark = os.getpid(), f"{RUN_MARK}={os.environ[RUN_MARK]}"
         told, self._tell = os.pipe()
         self.pid = os.fork()
@@ -79,7 +77,6 @@ class Guard:
             return
         try:
             os.close(self._tell)
-            forget()
             os.setsid()
             signal.set_wakeup_fd(-1)
             for signum in STOPS:

@@ -84,7 +84,7 @@ class Supervisor:
         self._old_handlers = {signum: signal.signal(signum, self._ask_to_stop) for signum in STOPS}
         self._events = EventLog(run_dir.path, None, None, "supervisor")
         self._tail = EventTail(run_dir.path)
-        self._children = Children(run_dir.unlock)
+        self._children = Children()
         self._launcher = Launcher(self._children, self._events, self._on_events)
         self._prepared: Prepared | None = None
         self._lighthouse: Lighthouse | None = None

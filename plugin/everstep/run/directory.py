@@ -55,7 +55,7 @@ def leaves_nothing(path: Path, refusal: type[Exception] = LaunchError) -> Iterat
 
 
 class RunDir:
-    """An opened and locked run directory. The lock goes with the process, however it ends."""
+    """An opened and locked run directory. The lock goes with the process, however it ends; what it forks has none."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -84,6 +84,7 @@ class RunDir:
             os.close(fd)
             raise LaunchError(f"{self.path}: cannot be used as run directory: {error.strerror}.") from None
         self._lock = fd
+        os.register_at_fork(after_in_child=self.unlock)
 
     def unlock(self) -> None:
         if self._lock >= 0:
