@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import asdict
 
-import psutil
 import pytest
 
 from everstep.config.sections import FaultTolerance
@@ -85,13 +84,6 @@ def test_it_is_published_survives_death_and_hanging_and_ends_with_the_run(lighth
     write_json(over_file(run_dir, 1), {"status": "done", "reason": ""})
     assert lighthouse.wait(DEADLINE_S) == 0
     assert not alive(third["pid"])
-
-
-def test_its_child_dies_with_it(lighthouse, tmp_path):
-    pid = started(tmp_path / "run", 1)[-1]["pid"]
-    assert psutil.Process(pid).ppid() == lighthouse.pid
-    lighthouse.kill()
-    until(lambda: not alive(pid), "the lighthouse to die")
 
 
 def test_an_agent_waits_for_an_address_as_long_as_nobody_stops_it(tmp_path):

@@ -103,12 +103,6 @@ def test_a_rank_that_is_killed_on_one_node_is_no_failure_of_its_peers_on_another
     assert not any(one["by_itself"] for one in died)
 
 
-def test_two_nodes_finish_together(agent):
-    one, other = (agent("--training.steps", "3", ranks=1, nodes=2, node_rank=rank, job=7) for rank in (0, 1))
-    assert {one.process.wait(DEADLINE_S), other.process.wait(DEADLINE_S)} == {0}
-    assert {event["status"] for event in one.events("agent_ended")} == {"done"}
-
-
 def test_a_node_that_waits_for_the_others_of_its_group_can_be_stopped(agent):
     alone = node(agent, 1)
     until((alone.run_dir / "logs/group-0/imports.log").exists, "the agent to be up")
