@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-from everstep.launch import lighthouse, supervisor, view
+from everstep.launch import lighthouse, supervisor, view, worker
 from everstep.launch.prepare import Order
 from everstep.run.directory import LaunchError
 
@@ -73,7 +73,7 @@ def main():
         run_short_of_everything(Path(run_dir), int(flags[flags.index("--tiny.scarce") + 1]))
     if "--tiny.fork_errno" in flags:
         refuse_a_fork(int(flags[flags.index("--tiny.fork_errno") + 1]))
-    lighthouse.SILENCE_S, lighthouse.PROBE_EVERY_S = 4.0, 0.5
+    lighthouse.SILENCE_S, lighthouse.PROBE_EVERY_S, worker.EXIT_TIMEOUT_S = 4.0, 0.5, 2.0
     config = Path(run_dir).with_suffix(".toml")
     config.write_text("")
     settings = supervisor.RunSettings(
