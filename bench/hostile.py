@@ -40,7 +40,7 @@ from everstep.snapshot.peers import read_places
 from listeners import Listener, listeners, processes
 
 ROOT = Path(__file__).parents[1]
-ENDINGS = {"workers_died", "workers_stalled", "agent_died", "lighthouse_died", "quorum_failed", "workers_started"}
+ENDINGS = {"workers_died", "workers_stalled", "lighthouse_died", "quorum_failed", "workers_started"}
 
 
 SHORT_STEPS = ("--training.seq_len", "32", "--training.global_batch_size", "2", "--checkpoint.no-enable")

@@ -13,7 +13,6 @@ from everstep.run.events import read_events
 
 ROLES = {
     "lighthouse_started": "lighthouse",
-    "agent_started": "agent",
     "agent_up": "agent",
     "workers_started": "worker",
     "worker_up": "worker",

@@ -90,7 +90,7 @@ class Told:
     def take_part(self, *groups, step=1):
         """These groups are started and commit a step together."""
         for group in groups:
-            self.tell("agent_started", target_group=group, pid=1)
+            self.tell("agent_up", group=group, pid=1)
             self.tell("workers_started", group=group, incarnation=0, pids=[2 + group])
         for group in groups:
             self.commit(group, groups, step)

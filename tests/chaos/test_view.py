@@ -65,7 +65,6 @@ def test_a_group_that_was_only_stopped_is_back_when_it_commits_again(told, monke
     [
         {"kind": "workers_died", "group": 0},
         {"kind": "workers_stalled", "group": 0},
-        {"kind": "agent_died", "target_group": 0},
         {"kind": "agent_ended", "group": 0},
         {"kind": "run_started", "groups": 3},
         {"kind": "run_ended"},

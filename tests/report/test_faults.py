@@ -102,7 +102,14 @@ def test_a_hung_group_that_was_restarted_has_a_rejoin():
 
 
 def died(run, t, group, exitcodes=(-9,)):
-    return run.add(t, "workers_died", group, role="agent", incarnation=0, exitcodes=list(exitcodes))
+    return run.add(
+        t,
+        "workers_died",
+        group,
+        role="agent",
+        incarnation=0,
+        exitcodes={str(rank): code for rank, code in enumerate(exitcodes)},
+    )
 
 
 def up(run, t, group):
@@ -118,9 +125,9 @@ def test_a_death_that_no_fault_explains_is_a_fault_of_its_own():
     assert [(f.t, f.name, f.groups) for f in faults] == [(1, "kill-worker", (1,)), (5, "died", (1,))]
 
 
-def test_one_death_that_agent_and_supervisor_report_is_one():
+def test_one_death_that_two_nodes_of_a_group_report_is_one():
     run = up(Timeline(), 0, 1)
-    died(run, 5, 1).add(5.1, "agent_died", role="supervisor", target_group=1, exitcode=-9)
+    died(died(run, 5, 1), 5.1, 1)
     assert len(collect_faults(run.events)) == 1
 
 
@@ -141,7 +148,6 @@ def test_a_fault_of_no_group_explains_every_death_and_one_of_several_groups_thei
 
 def test_workers_that_ended_well_did_not_die():
     run = died(up(Timeline(), 0, 1), 5, 1, exitcodes=(0, 0))
-    run.add(6, "agent_died", role="supervisor", target_group=1, exitcode=0)
     assert collect_faults(run.events) == []
     assert len(collect_faults(died(run, 7, 1, exitcodes=(0, 1)).events)) == 1
 

@@ -31,7 +31,7 @@ def finished_run(loss_shift=0.0):
         for group in all_groups:
             run.attempt(step + 1, step, group, [group, group + 3], took_s=0.9)
     run.fault(4.4, "kill-worker", 2)
-    run.add(4.5, "workers_died", 2, role="agent", incarnation=0, exitcodes=[-9])
+    run.add(4.5, "workers_died", 2, role="agent", incarnation=0, exitcodes={"0": -9})
     for group in (0, 1):
         run.attempt(5.2, 4, group, [group, group + 3], took_s=1.1, committed=False)
         run.attempt(6, 4, group, [2 + 3 * group], held=[group, group + 3], took_s=0.7)

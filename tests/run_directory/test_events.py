@@ -25,7 +25,7 @@ def a_run(folder, steps=12):
     )
     supervisor.emit("run_started", groups=2, ranks_per_group=1, seed=1, steps=steps)
     supervisor.emit("lighthouse_started", address="http://127.0.0.1:1", pid=77)
-    supervisor.emit("agent_started", target_group=0, pid=78)
+    agent.emit("agent_up", pid=78)
     agent.emit("workers_started", incarnation=0, pids=[79])
     worker.emit("worker_up", incarnation="0", pid=79, startup_s=1.0, cpu_s=1.0)
     worker.emit("worker_ready", incarnation="0", pid=79, startup_s=1.0)
@@ -45,7 +45,6 @@ def a_run(folder, steps=12):
     agent.emit("agent_ended", status="done", reason="finished")
     chaos = EventLog(folder, None, None, "chaos")
     chaos.emit("fault", fault="kill-group", target_group=[0, 1], pids=[79], until=1.0)
-    supervisor.emit("agent_died", target_group=0, exitcode=1)
     supervisor.emit("run_ended", status="done", reason="finished")
 
 

@@ -11,8 +11,7 @@ from everstep.chaos import signals
 from everstep.run.events import EventTail, read_events
 from everstep.snapshot.peers import Place, read_places
 
-HISTORY = {"run_started", "run_ended", "lighthouse_started", "lighthouse_died", "agent_started", "agent_up"} | {
-    "agent_died",
+HISTORY = {"run_started", "run_ended", "lighthouse_started", "lighthouse_died", "agent_up"} | {
     "agent_ended",
     "workers_started",
     "workers_died",
@@ -102,14 +101,8 @@ class View:
                 self.lighthouse = Proc(event["pid"], event["t"], "lighthouse")
             case "lighthouse_died":
                 self.lighthouse = None
-            case "agent_started":
-                index = event["target_group"]
-                self._agents[index] = Proc(event["pid"], event["t"], "agent", index)
             case "agent_up":
                 self._agents[group] = Proc(event["pid"], event["t"], "agent", group, node=event.get("node", ""))
-            case "agent_died":
-                self._gone(event["target_group"])
-                self._agents.pop(event["target_group"], None)
             case "agent_ended":
                 self._gone(group)
                 self._agents.pop(group, None)

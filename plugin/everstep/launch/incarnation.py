@@ -19,7 +19,7 @@ from everstep.run.poison import Slot, deaths_at, first_to_tell, strike
 
 ORDERLY_EXITS = (USAGE_EXIT, HOPELESS_EXIT, UNFIT_EXIT)
 """A trainer's own decisions, which no slot makes for it."""
-STRIKES = ("fault", "lighthouse_died", "workers_stalled", "agent_died", "node_bad")
+STRIKES = ("fault", "lighthouse_died", "workers_stalled", "node_bad")
 """Events that explain why workers end which wait for whom they hit."""
 
 

@@ -56,14 +56,14 @@ def collect_faults(events: Iterable[dict[str, Any]]) -> list[Fault]:
             hit.update(dict.fromkeys(groups or (None,), t))
         elif kind == "workers_started" and isinstance(group := event.get("group"), int):
             up_since[group] = t
-        elif kind in ("workers_died", "agent_died"):
-            group = event.get("group") if kind == "workers_died" else event.get("target_group")
+        elif kind == "workers_died":
+            group = event.get("group")
             if not isinstance(group, int) or _exited_well(event):
                 continue
             struck = max(hit.get(group, float("-inf")), hit.get(None, float("-inf")))
             if struck == float("-inf") or struck < up_since.get(group, float("-inf")):
                 faults.append(Fault(t, UNPROVOKED, (group,)))
-                hit[group] = t  # the agent may report the same death as the supervisor
+                hit[group] = t  # another node of the group may tell the same death
     return sorted(faults, key=lambda fault: fault.t)
 
 
@@ -209,9 +209,5 @@ def _targets(event: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _exited_well(event: dict[str, Any]) -> bool:
-    codes = event.get("exitcodes", event.get("exitcode"))
-    if isinstance(codes, dict):
-        codes = list(codes.values())
-    if not isinstance(codes, list):
-        codes = [codes]
+    codes = event["exitcodes"].values()
     return bool(codes) and all(code == 0 for code in codes)

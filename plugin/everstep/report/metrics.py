@@ -140,7 +140,7 @@ class Metrics:
             case "worker_ready":
                 self._up.add(group)
                 self._down_for_good.discard(group)
-            case "workers_died" | "agent_died" | "left" | "training_done" | "agent_ended":
+            case "workers_died" | "left" | "training_done" | "agent_ended":
                 self._up.discard(group)
                 if event.get("status") == "failed":
                     self._down_for_good.add(group)

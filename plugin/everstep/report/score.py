@@ -24,7 +24,7 @@ from everstep.report.times import Stretch, split, stretches
 from everstep.run.events import read_events
 
 READ = frozenset((
-    "run_started", "run_ended", "fault", "agent_died", "agent_ended", "training_started", "training_done",
+    "run_started", "run_ended", "fault", "agent_ended", "training_started", "training_done",
     "workers_started", "workers_died", "workers_stalled", "worker_ready", "worker_up", "group_failing", "left",
     "quorum", "quorum_failed", "waiting_for_state", "heal", "attempt", "commit", "validation", "audit",
     "slot_skipped", "slot_refused", "slot_accepted", "not_finite", "unfit", "finding", "attention_schedule",

@@ -50,7 +50,7 @@ class Lane:
                 self.until(t, self._away)
                 self._begun = self._alive = True
                 self._ended = False
-            case "workers_died" | "agent_died" | "workers_started":
+            case "workers_died" | "workers_started":
                 self.until(t, "stalled" if self._alive else self._away)
                 self._alive = False
             case "quorum":
@@ -91,7 +91,7 @@ class Lane:
 
 def group_of(event: dict[str, Any]) -> int | None:
     """The group that an event tells about, as far as its time is concerned: rank 0 speaks for all."""
-    group = event.get("target_group") if event["kind"] == "agent_died" else event.get("group")
+    group = event.get("group")
     return group if isinstance(group, int) and event.get("rank") in (None, 0) else None
 
 

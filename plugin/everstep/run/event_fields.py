@@ -137,9 +137,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "run_started": ("groups",),
     "run_ended": ("status", "reason"),
     "lighthouse_started": ("address", "pid"),
-    "agent_started": ("target_group", "pid"),
     "agent_up": (*_GROUP, "pid"),
-    "agent_died": ("target_group",),
     "group_failing": (*_GROUP, "count", "reason"),
     "resource_shortage": ("reason", "again_s"),
     "agent_ended": (*_GROUP, "status", "reason"),
@@ -185,8 +183,6 @@ def fits(event: dict[str, Any]) -> bool:
         if check is not None and not check(value):
             return False
     if any(event.get(name) is None for name in NEEDED.get(kind, ())):
-        return False
-    if kind in ("agent_started", "agent_died") and not _group(event["target_group"]):  # of earlier versions
         return False
     # The number of groups of a run, and the groups of a step.
     groups = event.get("groups")
