@@ -33,6 +33,7 @@ SEED_S = 60
 """Of wall time: a run that takes longer does not end."""
 
 TESTS = {
+    "step/exact.py": ["tests/step/test_exact.py"],
     "step/reduction.py": ["tests/step/test_reduction.py"],
     "step/streams.py": ["tests/step/test_reduction.py"],
     "quorum/communicator.py": ["tests/quorum/test_process_group.py"],
