@@ -6,8 +6,6 @@ import time
 
 import pytest
 
-from everstep.run.exits import UNFIT_EXIT
-from everstep.run.files import read_json, write_json
 from everstep.titan.same import compare
 from watched import write_config
 
@@ -27,7 +25,7 @@ def config_of(folder, shape, *, steps, **more):
 
 @pytest.mark.parametrize(("shape", "victims"), [("steps", (0, 1)), ("rounds", (1,))])
 def test_two_groups_that_are_killed_make_the_bits_of_one_that_is_not(start, tmp_path, shape, victims):
-    config = config_of(tmp_path, shape, steps=16)
+    config = config_of(tmp_path, shape, steps=8)
     clean, hit = start(config, "--groups", "1"), start(config, "--groups", "2")
     hit.wait_for("commit", step=1)
     killed = hit.kill(*victims)
@@ -35,22 +33,17 @@ def test_two_groups_that_are_killed_make_the_bits_of_one_that_is_not(start, tmp_
     assert [clean.wait(), hit.wait()] == [0, 0], hit.said()
     found = compare(clean.run_dir, hit.run_dir)
     assert (found.parted, found.differing) == ("", "")
-    assert found.steps == found.checksums == (16 if shape == "steps" else 4)
-    assert (found.checkpoint, found.tensors > 50) == (16, True)
-
-
-def test_a_group_that_computes_other_bits_ends_with_a_sentence(start, tmp_path):
-    run_dir = tmp_path / "run"
-    write_json(run_dir / "state" / "exact.json", {"torch": "1.0"})
-    run = start(config_of(tmp_path, "steps", steps=6), "--groups", "1", run_dir=run_dir)
-    assert run.wait() != 0
-    assert run.events("workers_died", status=UNFIT_EXIT) or f"status {UNFIT_EXIT}" in run.said()
-    assert "torch is" in run.said()
-    assert read_json(run_dir / "state" / "exact.json") == {"torch": "1.0"}
+    assert found.steps == found.checksums == (8 if shape == "steps" else 2)
+    assert (found.checkpoint, found.tensors > 50) == (8, True)
 
 
 @pytest.mark.parametrize(
-    ("flips", "groups"), [("always", 3), pytest.param("once", 3, marks=pytest.mark.slow), ("once", 2)]
+    ("flips", "groups"),
+    [
+        ("always", 3),
+        pytest.param("once", 3, marks=pytest.mark.slow),
+        pytest.param("once", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_an_audit_finds_a_flipped_bit_and_names_its_group(start, tmp_path, monkeypatch, flips, groups):
     """Of a feed-forward product. The state is that of a run in which no bit was flipped."""

@@ -63,9 +63,8 @@ def agree(run_dir: Path, mine: dict[str, str]) -> None:
     first = read_json(path)
     differing = sorted(key for key in first.keys() | mine.keys() if first.get(key) != mine.get(key))
     if differing:
-        told = "; ".join(
-            f"{key} is {mine.get(key, 'not set')!r} here and {first.get(key)!r} there" for key in differing
-        )
+        unset = "not set"
+        told = "; ".join(f"{key} is {mine.get(key, unset)} here and {first.get(key, unset)} there" for key in differing)
         raise TrainerEnds(
             UNFIT_EXIT,
             f"[fault_tolerance] exact: this group computes other bits than those that {path} tells of: {told}. Give it "

@@ -1,0 +1,30 @@
+"""What `exact = true` asks of a group: deterministic kernels, and the fingerprint of the run."""
+
+import pytest
+import torch
+
+from everstep.run.exits import UNFIT_EXIT, TrainerEnds
+from everstep.run.files import read_json
+from everstep.titan import exactness
+
+
+def test_a_group_that_computes_other_bits_ends_with_a_sentence(tmp_path):
+    first = {"torch": "2.15", "threads": "1", "computation": "c0ffee"}
+    exactness.agree(tmp_path, first)
+    exactness.agree(tmp_path, dict(first))
+    with pytest.raises(TrainerEnds, match=r"threads is 2 here and 1 there\. Give it the same") as ends:
+        exactness.agree(tmp_path, first | {"threads": "2"})
+    assert ends.value.status == UNFIT_EXIT
+    with pytest.raises(TrainerEnds, match="instructions is AVX2 here and not set there"):
+        exactness.agree(tmp_path, first | {"instructions": "AVX2"})
+    assert read_json(tmp_path / "state" / exactness.FILE) == first, "the first start counts"
+
+
+def test_an_operator_that_is_not_deterministic_is_named():
+    """By PyTorch, whose mode `prepare` switches on."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="put_"):
+            torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
