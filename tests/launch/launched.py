@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -40,7 +39,23 @@ def short_folder():
     return Path(tempfile.mkdtemp(prefix="tiny-", dir="/tmp"))
 
 
-class TinyAgent:
+class Tiny:
+    """What was started, watched through its events: `process`, `run_dir`, `output` and `temporary` are its maker's."""
+
+    def events(self, kind, **fields):
+        return events_of(self.run_dir, kind, **fields)
+
+    def said(self):
+        return self.output.read_text() if self.output.exists() else ""
+
+    def end(self):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(DEADLINE_S)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+class TinyAgent(Tiny):
     """One agent of two ranks, in a session of its own, as a batch job starts it."""
 
     CODE = """
@@ -79,28 +94,16 @@ sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))
                 start_new_session=True,
             )
 
-    def events(self, kind, **fields):
-        return events_of(self.run_dir, kind, **fields)
-
     def wait_for(self, kind, **fields):
         """The first such event of the group, whichever of its agents lived then."""
         return until(lambda: self.events(kind, **fields), f"{kind} {fields}")[0]
-
-    def said(self):
-        return self.output.read_text()
-
-    def end(self):
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(DEADLINE_S)
-        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def events_of(run_dir, kind, **fields):
     return of_kind(read_events(run_dir), kind, **fields)
 
 
-class TinyRun:
+class TinyRun(Tiny):
     """A supervisor of its own process, with everything below it."""
 
     def __init__(self, run_dir, groups, ranks, *flags, terminal=None, temporary=None, output=None, forked=True):
@@ -127,10 +130,6 @@ class TinyRun:
                 preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
                 **options,
             )
-        self.seen = set()
-
-    def events(self, kind, **fields):
-        return events_of(self.run_dir, kind, **fields)
 
     def wait_for(self, kind, after=0.0, **fields):
         """The first event of that kind, later than `after` (wall time)."""
@@ -142,9 +141,6 @@ class TinyRun:
 
         return until(found, f"{kind} {fields}")[0]
 
-    def said(self):
-        return self.output.read_text() if self.output.exists() else ""
-
     def workers(self, group):
         """Pids of the group's newest workers."""
         self.wait_for("workers_started", group=group)
@@ -154,9 +150,3 @@ class TinyRun:
         """All processes of the run, the supervisor first."""
         root = psutil.Process(self.process.pid)
         return [root, *root.children(recursive=True)]
-
-    def end(self):
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGKILL)
-        self.process.wait(DEADLINE_S)
-        shutil.rmtree(self.temporary, ignore_errors=True)
