@@ -31,6 +31,8 @@ TABLE = {
     "memory": ("machine", ("resource_shortage", {"reason": "no memory for a process", "again_s": 2.0}),
                ("workers_started", {"pids": [7], "incarnation": 1}), "Group 1: no memory for a process; it is tried"),
     "wrong": ("arithmetic", ("unfit", {"reason": "rank 0 on host a refused a slot"}), None, "refused a slot."),
+    "other bits": ("arithmetic", ("slot_wrong", {"slot": 3, "groups": [1]}), None,
+                   "Group 1 computed other bits of slot 3 of step 4 than two others"),
     "NaN": ("finite", ("not_finite", {"slot": 3, "reason": "no group can compute it"}), ("commit", {}),
             "Slot 3 of step 4: no group can compute it."),
 }  # fmt: skip

@@ -72,6 +72,14 @@ def trouble(event: Mapping[str, Any]) -> Trouble | None:
             )
         case "unfit":
             return Trouble("arithmetic", f"{group}.{event.get('rank')}", f"{reason}.")  # which says what to do
+        case "slot_wrong":
+            names = ", ".join(map(str, event["groups"]))
+            return Trouble(
+                "arithmetic",
+                names,
+                f"Group {names} computed other bits of slot {event['slot']} of step {event['step']} than two others; the "
+                "step has theirs. If it comes again, take its host out of service.",
+            )
         case "not_finite":
             return Trouble(
                 "finite",

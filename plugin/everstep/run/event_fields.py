@@ -167,6 +167,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "slot_refused": (*_STEP, "slot", "reason"),
     "unfit": (*_GROUP, "reason"),
     "slot_accepted": (*_STEP, "slot", "reason"),
+    "slot_wrong": (*_STEP, "slot", "groups"),
     "not_finite": (*_STEP, "slot", "reason"),
     "attention_schedule": (*_GROUP, "coverage"),
     "audit": (*_STEP, "agreed", "differing"),
