@@ -77,8 +77,8 @@ def trouble(event: Mapping[str, Any]) -> Trouble | None:
             return Trouble(
                 "arithmetic",
                 names,
-                f"Group {names} computed other bits of slot {event['slot']} of step {event['step']} than two others; the "
-                "step has theirs. If it comes again, take its host out of service.",
+                f"Group {names} computed other bits of slot {event['slot']} of step {event['step']} than two others, "
+                "whose bits the step has. If it comes again, take its host out of service.",
             )
         case "not_finite":
             return Trouble(
