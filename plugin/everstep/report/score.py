@@ -27,8 +27,8 @@ READ = frozenset((
     "run_started", "run_ended", "fault", "agent_ended", "training_started", "training_done",
     "workers_started", "workers_died", "workers_stalled", "worker_ready", "worker_up", "group_failing", "left",
     "quorum", "quorum_failed", "waiting_for_state", "heal", "attempt", "commit", "validation", "audit",
-    "slot_skipped", "slot_refused", "slot_accepted", "slot_wrong", "not_finite", "unfit", "finding", "attention_schedule",
-    "keeper_found", "snapshot_protected", "snapshot_unprotected", "snapshot_failed", "left_out",
+    "slot_skipped", "slot_refused", "slot_accepted", "slot_wrong", "not_finite", "unfit", "finding",
+    "attention_schedule", "keeper_found", "snapshot_protected", "snapshot_unprotected", "snapshot_failed", "left_out",
     "workers_unprotected", "workers_protected", "lighthouse_died", "lighthouse_started", "resource_shortage",
 ))  # fmt: skip
 """The kinds of events that are read."""
