@@ -48,7 +48,7 @@ TESTS = {
     "semi/rounds.py": ["tests/semi/test_rounds.py"],
     "semi/section.py": ["tests/semi/test_config.py"],
     "semi/worker_files.py": ["tests/semi/test_files.py"],
-    "semi/worker_states.py": ["tests/semi/test_storage.py"],
+    "semi/worker_states.py": ["tests/semi/test_files.py"],
 }
 """Files that no simulated run executes, and the tests that are to see a change of them."""
 TESTS_S = 240
@@ -183,11 +183,13 @@ def search(package_root: Path, most: int) -> str:
 
     signal.signal(signal.SIGALRM, hung)
     try:
+        from simulation.faults import REFUSALS
         from simulation.world import Settings, simulate
 
+        kinds = Settings().kinds, (*REFUSALS, "nan", "kill", "cut", "flip")
         for seed in range(most):
             signal.alarm(SEED_S)
-            outcome = simulate(seed, Settings())
+            outcome = simulate(seed, Settings(kinds=kinds[seed % 2]))
             signal.alarm(0)
             if outcome.violations:
                 return f"{seed} | {outcome.violations[0].kind}"
