@@ -4,7 +4,7 @@ work are not."""
 import pytest
 from torchtitan.config import ParallelismConfig
 
-from everstep.config.checks import check_config, dp_ranks, problems, slots_per_step
+from everstep.config.checks import check_config, dp_ranks, problems
 from everstep.config.errors import ConfigError
 
 GOOD = """\
@@ -224,7 +224,7 @@ def test_a_token_file_that_is_there_is_accepted(load, tmp_path):
 
 def test_one_group_needs_no_global_batch(load):
     text = without("global_batch_size").replace("groups = 3\nmin_groups = 2", "groups = 1")
-    assert slots_per_step(load(text), 1) == 1
+    assert load(text).training.global_batch_size < 0
 
 
 def test_a_file_that_begins_with_a_byte_order_mark_is_read(load):
@@ -260,8 +260,7 @@ def test_ranks_that_share_a_row_count_once(parallelism, ranks, expected):
     assert dp_ranks(parallelism, ranks) == expected
 
 
-def test_slots_are_counted_without_the_groups(load):
+def test_a_batch_is_divided_by_the_ranks_that_the_groups_have(load):
     config = load(GOOD)
-    assert (slots_per_step(config, 1), slots_per_step(config, 4)) == (12, 3)
-    with pytest.raises(ConfigError, match="= 2 x 5"):
-        slots_per_step(config, 5)
+    assert not list(problems(config, 4))
+    assert [problem.message for problem in problems(config, 5) if "= 2 x 5" in problem.message]

@@ -58,21 +58,6 @@ def dp_ranks(parallelism: Any, ranks_per_group: int) -> int:
     return ranks_per_group // sharing(parallelism)
 
 
-def slots_per_step(config: Any, ranks_per_group: int) -> int:
-    """S: the microbatch positions of a global batch, global_batch_size / (local_batch_size x DP ranks of a
-    group).
-
-    Raises:
-        ConfigError: the global batch does not divide into slots.
-    """
-    training, ranks = config.training, dp_ranks(config.parallelism, ranks_per_group)
-    if training.global_batch_size < 0:
-        return 1
-    if training.global_batch_size % (training.local_batch_size * ranks):
-        raise ConfigError(_indivisible(training, ranks))
-    return training.global_batch_size // (training.local_batch_size * ranks)
-
-
 def problems(config: Any, ranks: int = 0) -> Iterator[Problem]:
     """Everything that is wrong with a trainer config, the most basic first.
 
