@@ -43,8 +43,9 @@ def test_every_audited_slot_has_another_group_that_computes_it_and_none_is_alone
     owners = {slot: group for group, share in plan.shares.items() for slot in share} | {0: 2, 1: 2}
     assert set(plan.auditors) == set(audited)
     assert all(plan.auditors[slot] != owners[slot] for slot in audited)
-    loads = [list(plan.auditors.values()).count(group) for group in range(3)]
-    assert max(loads) - min(loads) <= 1
+    audits = [list(plan.auditors.values()).count(group) for group in range(3)]
+    assert max(audits) - min(audits) <= 1
+    assert sum(plan.loads.values()) == SLOTS + len(audited) - 2, "what is held is computed already"
     assert ledger.plan([row(0)], SLOTS, audited=audited).auditors == {}
 
 

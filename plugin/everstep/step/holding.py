@@ -180,10 +180,10 @@ class Holding:
                 self._events.emit("slot_wrong", attempt.step, slot=slot, groups=wrong, reason=OTHER_BITS)
 
     def _differs(self, attempt: Attempt, slot: int, pair: tuple[int, int]) -> None:
-        """Owner and auditor have other bits: both refuse the slot, until a third has the bits of one of them."""
+        """Owner and auditor have other bits: both refuse the slot, until more groups have the same than any others."""
         held, said = self.held, dict(self.held.told[slot])
-        (common, times), *_ = Counter(said.values()).most_common(1)
-        if times > 1:
+        (common, times), *others = Counter(said.values()).most_common(2)
+        if times > 1 and all(times > fewer for _, fewer in others):
             held.refused.pop(slot, None)
             if self._group in said and said[self._group] != common:
                 held.outvoted.add(slot)

@@ -155,6 +155,12 @@ class Plan:
     audited: tuple[int, ...] = ()
     auditors: Mapping[int, int] = field(default_factory=dict)
 
+    @property
+    def loads(self) -> dict[int, int]:
+        """How many slots each group computes: its share, and what it audits."""
+        audits = Counter(self.auditors.values())
+        return {group: len(share) + audits[group] for group, share in self.shares.items()}
+
 
 NO_PLAN = Plan({}, frozenset(), frozenset())
 

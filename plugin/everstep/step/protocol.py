@@ -396,7 +396,7 @@ class StepProtocol:
         """For the gradients' sums: groups with a smaller share than others are there earlier. Never so long that this
         group's own watchdog would take it for stalled: it asks again then, and holds what it has."""
         timeouts, slot_s = self._rules.timeouts, self._holding.slot_s
-        ahead = max(map(len, plan.shares.values()), default=0) - len(share)
+        ahead = max(plan.loads.values(), default=0) - plan.loads.get(self._group, 0)
         longest = max(timeouts.compute, timeouts.reduce)
         if ahead == 0:
             return timeouts.reduce
