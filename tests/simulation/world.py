@@ -496,8 +496,8 @@ class World:
             self._judge_the_end()
         else:
             self.judge.violate("no end", f"{MOST_EVENTS} events")
-        audited_sick = self.plan.audit_slots and self.fell["sick"]  # of two groups, it makes two attempts fail a step
-        if max(self.failed.values(), default=0) > FAILURES * (self.fell.total() + 1) and not audited_sick:
+        # A sick group that nobody can outvote makes attempts fail in every step.
+        if max(self.failed.values(), default=0) > FAILURES * (self.fell.total() + 1) and not self.fell["sick"]:
             self.judge.violate("attempts fail", f"{dict(self.failed)} of {self.fell.total()} faults")
         virtual_s = self.scheduler.now
         for group in self.groups.values():
