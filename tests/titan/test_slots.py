@@ -53,3 +53,45 @@ def test_only_the_slots_that_were_computed_are_told(group):
     assert sums.tokens.tolist() == [0.0, 10.0]
     assert sums.loss.tolist() == [0.0, 2.5]
     assert sums.slots == {1}
+
+
+@pytest.fixture
+def auditor(group, monkeypatch):
+    """Holds a slot that reached the first of two parameters. Its second slot reaches both, and one more expert."""
+    monkeypatch.setattr("everstep.titan.group.dist.get_world_size", lambda: 1)
+    trainer = group([3.0], [True, False])
+    trainer.trainable[0].grad.zero_()  # as exact sums leave it
+    trainer.metrics_processor = SimpleNamespace(ntokens_since_last_log=7)
+
+    def compute_slot(step, slot, *, whole):
+        for param, value in zip(trainer.trainable, (-0.0, 2.0), strict=True):
+            (param * value).sum().backward()
+        trainer._slot_tokens[slot], trainer._slot_losses[slot] = 5, torch.tensor(1.0)
+        trainer.expert_loads[0] += 1
+        trainer.metrics_processor.ntokens_since_last_log += 5
+
+    trainer.compute_slot = compute_slot
+    return trainer
+
+
+def test_an_audited_slot_is_added_to_nothing(auditor):
+    before = auditor.results()
+    auditor.audit(1, 1)
+    after = auditor.results()
+    assert after.slots == before.slots == {0}
+    assert torch.equal(after.tokens, before.tokens)
+    assert auditor.sums.unpack(after.extra).loads.tolist() == [3.0]
+    assert auditor.sums.unpack(after.extra).reached.tolist()[0] == 1.0, "the held slot reached it"
+    assert all(param.grad is None or not param.grad.any() for param in auditor.trainable)
+    assert auditor.metrics_processor.ntokens_since_last_log == 7
+
+
+def test_bits_are_the_gradients_alone_whatever_was_held_before(auditor):
+    """Minus zero added to what an earlier slot left is zero, and in the first slot it is minus zero."""
+    found = {auditor.audit(1, 1)}
+    for param in auditor.trainable:
+        param.grad = None
+    found.add(auditor.audit(1, 1))
+    assert len(found) == 1
+    auditor.trainable[1].grad = torch.full((2,), 2.0).nextafter(torch.zeros(2))
+    assert auditor.bits() not in found

@@ -174,7 +174,9 @@ class SlotTrainer(titan.Trainer):
 
     @torch.no_grad()
     def bits(self) -> int:
-        return sum_in_group(checksum(param.grad for param in self.trainable)) % AUDIT_BITS + 1
+        # Added to zeros that an earlier slot left, -0 becomes 0: here it does always.
+        grads = (None if param.grad is None else local(param.grad) + 0.0 for param in self.trainable)
+        return sum_in_group(checksum(grads)) % AUDIT_BITS + 1
 
     def audit(self, step: int, slot: int) -> int:
         loads = [local(load).clone() for load in self.expert_loads]
@@ -183,7 +185,9 @@ class SlotTrainer(titan.Trainer):
         self.metrics_processor.ntokens_since_last_log = counted
         bits = self.bits()
         del self._slot_tokens[slot], self._slot_losses[slot]
-        self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
+        for param in self.trainable:
+            if param.grad is not None:  # not None: that says which parameters the held slots reached
+                local(param.grad).zero_()
         for load, before in zip(self.expert_loads, loads, strict=True):
             local(load).copy_(before)
         return bits
