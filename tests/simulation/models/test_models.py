@@ -15,7 +15,7 @@ DECISIONS = {
     "rows": (MEETS, MEETS.replace("not self", 'not met if point == "rows" else not self')),
     "connect": (MEETS, MEETS.replace("not self", 'not met if point == "connect" else not self')),
     "vote": (
-        "if tally is None or not all(yes for yes, _ in votes) or len({digest for _, digest in votes}) > 1:",
+        "if tally is None or not same or not all(yes for yes, _ in votes):",
         "if tally is None or reason:",
     ),
 }
