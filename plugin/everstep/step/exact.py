@@ -3,8 +3,8 @@
 A sum of floats depends on its order, and so on who computed what. Here each slot's gradient is rounded once, to the
 nearest multiple of 2^-40, and added up in float64, whose sums of such multiples are exact below 2^13. The quantum is a
 constant: a slot's element of 1e-5 keeps all its bits, one of 1e-9 keeps 10, and what is below 1e-12 counts for nothing,
-as beside Adam's eps. In a run with S slots a step, a slot's gradient with an element above 2^13 / S is treated as one
-that is not finite.
+as beside Adam's eps. In a run with S slots a step, a slot's gradient with an element above the power of two below
+2^13 / S is treated as one that is not finite (`most_of_slot`).
 """
 
 import math
