@@ -249,14 +249,14 @@ def test_a_keeper_that_dies_during_the_run_is_replaced_and_takes_over():
         run.commit(1)
         run.wait()
         run.kill_keeper(0)
-        step = 1
+        step, killed = 1, time.monotonic()
 
         def replaced() -> bool:
             nonlocal step
             step += 1
             run.commit(step)
             run.wait()
-            return run.segment(0).read_notes(0).heartbeat > time.monotonic() - 1
+            return run.segment(0).read_notes(0).heartbeat > killed
 
         wait_until(replaced)
         assert_is_step(run.restore(run.decide()), step)
