@@ -1,5 +1,5 @@
 """Faults that only tests make, in a table: those of a worker in the middle of something (in_worker.py carries them
-out), and those of semi-synchronous rounds.
+out), those of semi-synchronous rounds, and a damaged snapshot.
 
     python -m more_faults chaos RUN_DIR --campaign FILE.toml    # `everstep chaos`, and
     python -m more_faults trial CONFIG.toml …                   # `scripts/chaos_run.sh`, with these kinds besides
@@ -12,10 +12,13 @@ from typing import ClassVar
 
 from everstep import cli
 from everstep.chaos import trial
-from everstep.chaos.fault import Injection
-from everstep.chaos.kinds import FAULTS, KillHost, KillLighthouse, KillWorker
+from everstep.chaos.fault import Fault, Injection
+from everstep.chaos.kinds import FAULTS, KillHost, KillLighthouse, KillWorker, own_segments
 from everstep.chaos.orders import Ordered
 from everstep.semi.worker_files import files_by_round, folder_of
+from everstep.snapshot.buffer import HEADER_BYTES
+from everstep.snapshot.peers import read_places
+from everstep.snapshot.segment import BUFFERS
 
 IN_WORKER = "in_worker.faults"
 """What `--override.imports` has to name for workers to know these orders."""
@@ -136,6 +139,40 @@ class KillHostAndStates(KillHost):
         return injection
 
 
+class CorruptSnapshot(Fault):
+    """One bit of a published snapshot in memory flips."""
+
+    breaks = "One bit of a published snapshot in memory flips."
+    on = frozenset({"local"})
+
+    def why_not(self, run):
+        return None if published(run.run_dir) else "no snapshot is in this machine's memory yet"
+
+    def plan(self, target, choose):
+        group, file, size = choose.choice(published(target.run_dir))
+        at, bit = HEADER_BYTES + choose.randrange(size), 1 << choose.randrange(8)
+
+        def strike():
+            with open(file, "r+b") as buffer:
+                buffer.seek(at)
+                byte = buffer.read(1)
+                buffer.seek(at)
+                buffer.write(bytes([byte[0] ^ bit]))
+
+        return Injection(strike=strike, fields={"of_group": group, "file": str(file), "at_byte": at})
+
+
+def published(run_dir):
+    """Published data buffers on this machine: group, file, payload bytes."""
+    found = []
+    for segment in own_segments(run_dir, read_places(run_dir)):
+        for rank in [rank for group, rank in segment.columns() if group == segment.group]:
+            for index, header in zip(range(BUFFERS), segment.headers("data", rank), strict=True):
+                if header is not None:
+                    found.append((segment.group, segment.file("data", rank, index), header.payload_bytes))
+    return found
+
+
 @dataclass(kw_only=True)
 class StopLighthouse(KillLighthouse):
     """It takes connections and answers nothing, as behind a broken network. Its supervisor replaces it."""
@@ -154,6 +191,7 @@ ROWS = (
     row("flipped-attention", at="compute"),
     row("flipped-weight", at="quorum"),
     row("stop-lighthouse", StopLighthouse),
+    row("corrupt-snapshot", CorruptSnapshot),
     row("clock-jump"),
     row("partition"),
     row("hang-gil"),

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from everstep.chaos.campaign import read_campaign
-from everstep.chaos.kinds import KillGroup, KillLighthouse, KillSeveral, KillWorker, StopWorker
+from everstep.chaos.kinds import KillGroup, KillLighthouse, KillWorker, StopWorker
 from everstep.chaos.schedule import Every, Schedule
 from everstep.chaos.target import LocalTarget
 from everstep.run.directory import LaunchError
@@ -54,7 +54,7 @@ def test_a_seed_repeats_kinds_and_victims(target):
     target.told.take_part(0, 1, 2)
 
     def played(seed):
-        schedule = Every(2.0, [KillGroup(), KillSeveral(), KillWorker()], seed)
+        schedule = Every(2.0, [KillGroup(), KillGroup(count=2), KillWorker()], seed)
         dues = [(now, due) for now in range(60) if (due := schedule.due(target, float(now))) is not None]
         return [(now, due.fault.name, due.fault.plan(target, due.choose).target_group) for now, due in dues]
 
@@ -162,4 +162,4 @@ def test_victims_are_drawn_from_all_that_may_be_hit(target):
     target.told.take_part(0, 1, 2)
     choose = random.Random(0)
     assert {KillGroup().plan(target, choose).target_group for _ in range(50)} == {0, 1, 2}
-    assert {tuple(KillSeveral().plan(target, choose).target_group) for _ in range(50)} == {(0, 1), (0, 2), (1, 2)}
+    assert {tuple(KillGroup(count=2).plan(target, choose).target_group) for _ in range(50)} == {(0, 1), (0, 2), (1, 2)}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from everstep.chaos.kinds import FAULTS, KillAll, KillGroup, KillSeveral
+from everstep.chaos.kinds import FAULTS, KillAll, KillGroup
 from everstep.chaos.view import SETTLED_S
 
 
@@ -90,7 +90,7 @@ def test_faults_that_lose_the_state_say_so_by_never_sparing_anybody(told):
     assert "spared" in KillAll().never(run.view)
     alone = told(1)
     alone.take_part(0)
-    assert "one has to be left" in KillSeveral().never(alone.view)
+    assert "one has to be left" in KillGroup(count=2).never(alone.view)
 
 
 def test_a_fault_of_a_group_that_does_not_take_part_has_to_wait(told):

@@ -17,9 +17,8 @@ from everstep.chaos.target import Target
 from everstep.chaos.view import View
 from everstep.run.directory import LaunchError
 from everstep.run.token import read_token
-from everstep.snapshot.buffer import HEADER_BYTES
 from everstep.snapshot.peers import Place, read_places
-from everstep.snapshot.segment import BUFFERS, Segment, run_id
+from everstep.snapshot.segment import Segment, run_id
 
 NO_SNAPSHOTS = "it takes no snapshots (snapshot.enable)"
 
@@ -62,7 +61,7 @@ class StopWorker(KillWorker):
 @dataclass(kw_only=True)
 class KillGroup(Fault):
     name = "kill-group"
-    breaks = "SIGKILL to all workers of a group."
+    breaks = "SIGKILL to all workers of a group, or of `count` groups at once."
 
     count: int = 1
     """How many groups at once; more than one are drawn."""
@@ -77,14 +76,6 @@ class KillGroup(Fault):
         if self.count == 1:
             return kill_workers(target, [self.victim(target.run, choose)])
         return kill_workers(target, sorted(choose.sample(target.run.candidates(self.count), self.count)))
-
-
-@dataclass(kw_only=True)
-class KillSeveral(KillGroup):
-    name = "kill-several"
-    breaks = "SIGKILL to all workers of several groups at once."
-
-    count: int = 2
 
 
 class KillAll(Fault):
@@ -170,31 +161,6 @@ class KillLighthouse(Fault):
         return Injection(strike=lambda: target.signal(procs, self.signum), pids=[proc.pid for proc in procs])
 
 
-class CorruptSnapshot(Fault):
-    name = "corrupt-snapshot"
-    breaks = "One bit of a published snapshot in memory flips."
-    on = frozenset({"local"})
-
-    def never(self, run: View) -> str | None:
-        return None if run.takes_snapshots else NO_SNAPSHOTS
-
-    def why_not(self, run: View) -> str | None:
-        return None if _published(run.run_dir) else "no snapshot is in this machine's memory yet"
-
-    def plan(self, target: Target, choose: random.Random) -> Injection:
-        group, file, size = choose.choice(_published(target.run_dir))
-        at, bit = HEADER_BYTES + choose.randrange(size), 1 << choose.randrange(8)
-
-        def strike() -> None:
-            with open(file, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as buffer:
-                buffer.seek(at)
-                byte = buffer.read(1)
-                buffer.seek(at)
-                buffer.write(bytes([byte[0] ^ bit]))
-
-        return Injection(strike=strike, fields={"of_group": group, "file": str(file), "at_byte": at})
-
-
 def kill_workers(target: Target, groups: list[int]) -> Injection:
     """All workers of these groups at once."""
     workers = [worker for group in groups for worker in target.run.workers(group)]
@@ -220,23 +186,11 @@ def own_segments(run_dir: Path, places: Iterable[Place]) -> list[Segment]:
     return found
 
 
-def _published(run_dir: Path) -> list[tuple[int, Path, int]]:
-    """Published data buffers on this machine: group, file, payload bytes."""
-    found = []
-    for segment in own_segments(run_dir, read_places(run_dir)):
-        for rank in [rank for group, rank in segment.columns() if group == segment.group]:
-            for index, header in zip(range(BUFFERS), segment.headers("data", rank), strict=True):
-                if header is not None:
-                    found.append((segment.group, segment.file("data", rank, index), header.payload_bytes))
-    return found
-
-
 FAULTS: dict[str, type[Fault]] = {
     kind.name: kind
     for kind in (
         KillWorker,
         KillGroup,
-        KillSeveral,
         KillAll,
         KillHost,
         KillAgent,
@@ -245,7 +199,6 @@ FAULTS: dict[str, type[Fault]] = {
         StopWorker,
         Straggler,
         NanGradient,
-        CorruptSnapshot,
     )
 }
 

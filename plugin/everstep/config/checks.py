@@ -4,6 +4,7 @@ Each check is a function of the whole config that yields what is wrong. torchtit
 values; here stands what takes two sections, or is ours. What nothing reads is not checked.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,8 +27,18 @@ _TIMEOUTS = (
 
 _LONGEST_S = 3e8
 """Ten years; the libraries that wait count milliseconds in 64 bits or fewer."""
-_MOST = {"groups": 1_000_000, "group_id": 999_999, "metrics_port": 65535}
-"""The largest values of keys of [fault_tolerance]: ids have six digits."""
+_BOUNDS: dict[tuple[str, str], tuple[float, float]] = {
+    ("fault_tolerance", "groups"): (1, 1_000_000),
+    ("fault_tolerance", "min_groups"): (1, math.inf),
+    ("fault_tolerance", "group_id"): (0, 999_999),
+    ("fault_tolerance", "max_restarts"): (0, math.inf),
+    ("fault_tolerance", "node_failures"): (0, math.inf),
+    ("fault_tolerance", "metrics_port"): (0, 65535),
+    ("fault_tolerance", "audit_interval"): (0, math.inf),
+    ("fault_tolerance", "audit_slots"): (0, 1),
+    **{("fault_tolerance", key): (1e-9, _LONGEST_S) for row in _TIMEOUTS for key in row[:2]},
+}
+"""The least and the largest value of keys that fault tolerance reads; ids have six digits."""
 
 
 @dataclass(frozen=True)
@@ -99,36 +110,15 @@ def _groups(config: Any) -> Iterator[Problem]:
     ft = config.fault_tolerance
     if not ft.enable:
         return
-    for key, least in (
-        ("groups", 1),
-        ("min_groups", 1),
-        ("group_id", 0),
-        ("max_restarts", 0),
-        ("node_failures", 0),
-        ("metrics_port", 0),
-        ("audit_interval", 0),
-    ):
-        if getattr(ft, key) < least:
-            yield Problem(
-                ("fault_tolerance", key),
-                f"[fault_tolerance] {key} must be at least {least}, got {getattr(ft, key)}",
-            )
-    for key, most in _MOST.items():
-        if not getattr(ft, key) <= most:
-            yield Problem(
-                ("fault_tolerance", key), f"[fault_tolerance] {key} must be at most {most}, got {getattr(ft, key)}"
-            )
-    for key in dict.fromkeys(key for row in _TIMEOUTS for key in row[:2]):
-        if not getattr(ft, key) > 0:
-            yield Problem(
-                ("fault_tolerance", key),
-                f"[fault_tolerance] {key} must be more than 0, got {getattr(ft, key)}",
-            )
-        elif getattr(ft, key) > _LONGEST_S:
-            yield Problem(
-                ("fault_tolerance", key),
-                f"[fault_tolerance] {key} must be at most {_LONGEST_S:g}, got {getattr(ft, key)}",
-            )
+    for (section, key), (least, most) in _BOUNDS.items():
+        value = getattr(ft, key)
+        if not value >= least:
+            bound = f"at least {least:g}" if least in (0, 1) else "more than 0"
+        elif not value <= most:
+            bound = f"at most {most:.0f}"
+        else:
+            continue
+        yield Problem((section, key), f"[{section}] {key} must be {bound}, got {value}")
     if ft.groups < ft.min_groups:
         yield Problem(
             ("fault_tolerance", "min_groups"),
@@ -191,9 +181,7 @@ def _fault_tolerant_training(config: Any) -> Iterator[Problem]:
 def _exact(config: Any) -> Iterator[Problem]:
     ft, semi = config.fault_tolerance, config.semi_sync
     key = ("fault_tolerance", "audit_slots")
-    if not 0 <= ft.audit_slots <= 1:
-        yield Problem(key, f"[fault_tolerance] audit_slots must be from 0 to 1, got {ft.audit_slots}")
-    elif ft.audit_slots and not (ft.enable and ft.exact):
+    if ft.audit_slots and not (ft.enable and ft.exact):
         yield Problem(key, f"[fault_tolerance] audit_slots = {ft.audit_slots} compares bits: it needs exact = true")
     elif ft.audit_slots and semi.enabled:
         yield Problem(
