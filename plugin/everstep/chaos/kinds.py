@@ -17,7 +17,7 @@ from everstep.chaos.target import Target
 from everstep.chaos.view import View
 from everstep.run.directory import LaunchError
 from everstep.run.token import read_token
-from everstep.snapshot.peers import Place, read_places
+from everstep.snapshot.peers import Place
 from everstep.snapshot.segment import Segment, run_id
 
 NO_SNAPSHOTS = "it takes no snapshots (snapshot.enable)"
