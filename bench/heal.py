@@ -36,7 +36,7 @@ import psutil
 import torch
 
 from everstep import wire
-from everstep.quorum.heal import Fetch, HealServer, HealState
+from everstep.quorum.heal import Door, Fetch, HealState, Wanted, Whose
 from everstep.snapshot.buffer import HEADER_BYTES, BufferReader
 from everstep.wire import sealing
 
@@ -110,9 +110,9 @@ def source(pipe, nbytes: int) -> None:
         file.flush()
         held = Kept(Path(file.name), nbytes)
     state = HealState(tensors=tensors)
-    servers = {encrypt: HealServer("127.0.0.1", TOKEN, TIMEOUT, encrypt=encrypt) for encrypt in (False, True)}
+    servers = {encrypt: Door("127.0.0.1", TOKEN, TIMEOUT, encrypt=encrypt) for encrypt in (False, True)}
     for server in servers.values():
-        server.serve(1, state)
+        server.serve(1, 0, state)
 
     def keep(channel: wire.Channel) -> None:
         wire.serve_ranges(channel, held)
@@ -172,7 +172,10 @@ def take(kind: str, address: str, into: dict[str, torch.Tensor], connections: in
     elif "keeper" in kind:
         keeper_fetch(address, wire.Pieces(views_of(into)), connections)
     else:
-        Fetch(TOKEN, 1, connections=connections, encrypt=kind == "encrypted").run(address, TIMEOUT)
+        wanted = Wanted(1, 0, Whose(), TIMEOUT.total_seconds())
+        fetch = Fetch(address, wanted, TOKEN, TIMEOUT, connections=connections, encrypt=kind == "encrypted")
+        fetch.join()
+        assert not fetch.error, fetch.error
 
 
 def main() -> None:

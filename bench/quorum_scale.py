@@ -66,7 +66,6 @@ def request_of(group: int, life: str, number: int, step: int) -> Request:
         number=number,
         step=step,
         history=1,
-        suspect=False,
         follows=NO_STATE,
         followed=0,
         finishing=False,

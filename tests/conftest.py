@@ -22,9 +22,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FIRST = (
     "simulation/test_simulation.py",
-    "step/test_protocol.py",
+    "step/test_processes.py",
     "run/test_shapes.py",
-    "step/test_promise.py",
     "run/test_faults.py",
     "slurm/test_runs.py",
     "device/test_runs.py",

@@ -5,12 +5,19 @@ import threading
 from contextlib import contextmanager, suppress
 
 from everstep import wire
-from everstep.quorum.heal import Fetch
+from everstep.quorum.heal import Fetch, HealError, Wanted, Whose
+
+ANYBODY = Whose()
 
 
-def fetch(address, token, step, timeout, **of):
-    """The state of a committed step; see `Fetch`."""
-    return Fetch(token, step, **of).run(address, timeout)
+def fetch(address, token, step, timeout, *, history=0, whose=ANYBODY, **of):
+    """The state of a committed step, once it is here; see `Fetch`. Raises HealError."""
+    wanted = Wanted(step, history, whose, 0.9 * timeout.total_seconds())
+    found = Fetch(address, wanted, token, timeout, **of)
+    found.join()
+    if found.error:
+        raise HealError(found.error)
+    return found.state()
 
 
 @contextmanager

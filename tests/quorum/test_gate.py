@@ -21,7 +21,7 @@ from everstep.quorum.lighthouse import main
 from everstep.quorum.membership import PURPOSE, Membership
 from everstep.run.events import read_events
 from everstep.run.token import run_token
-from everstep.step.quorum import NO_STATE, Request, decode, encode, name_of
+from everstep.step.quorum import NO_STATE, Request, encode, name_of
 from forked import Forked
 
 SOON = timedelta(seconds=10)
@@ -79,7 +79,7 @@ def lighthouse(tmp_path_factory):
 
 
 def a_request(group, number=1, step=0):
-    return Request(group, LIFE, number, step, 0, False, NO_STATE, 0, False, "", "127.0.0.1:1", ("127.0.0.1:2",))
+    return Request(group, LIFE, number, step, 0, NO_STATE, 0, False, "", "127.0.0.1:1", ("127.0.0.1:2",))
 
 
 def quorum(group, number=1, unreached=()):
@@ -110,35 +110,6 @@ def test_groups_of_the_run_form_quorums(lighthouse):
     rounds(members, 5, 1)
     for member in members:
         member.leave()
-
-
-def test_all_members_are_told_the_same_of_each_other(tmp_path):
-    """A group asks again while it still waits: torchft's lighthouse keeps one of its requests."""
-    one = Lighthouse(tmp_path, min_groups=2)
-    waiting = [one.ask(0, 1), one.ask(0, 2), one.ask(1)]
-    answered = [channel.receive_frame() for channel in waiting]
-    members = [answer["members"] for answer in answered if "members" in answer]  # one that came too late has none
-    assert len(members) >= 2
-    assert members == members[:1] * len(members)
-    assert {decode(said).group for said in members[0]} == {0, 1}
-    for channel in waiting:
-        channel.close()
-    one.end()
-
-
-def test_a_new_lighthouse_waits_until_it_has_heard_who_lives(tmp_path):
-    """The first of them to find it would else get a quorum of its own."""
-    one = Lighthouse(tmp_path)
-    first = one.ask(0)
-    beating, beat = one.connect(), {"op": "beat", "replica": name_of(1, LIFE)}
-    time.sleep(BEATS_S / 2)
-    assert beating.ask(beat) == {}
-    second = one.ask(1)
-    groups = [[decode(said).group for said in channel.receive_frame()["members"]] for channel in (first, second)]
-    assert groups == [[0, 1]] * 2
-    for channel in (first, second, beating):
-        channel.close()
-    one.end()
 
 
 def test_a_stranger_gets_no_answer_and_stalls_nobody(lighthouse):
@@ -240,67 +211,3 @@ def test_a_port_that_is_taken_and_a_directory_without_trust_are_a_sentence(light
     tmp_path.chmod(0o777)
     assert main(words) == 1
     assert "chmod go-w" in capsys.readouterr().err
-
-
-def test_one_that_died_while_it_waited_for_its_turn_is_in_no_quorum(tmp_path):
-    """Nor is a quorum refused because of it."""
-    one = Lighthouse(tmp_path)
-    first = one.ask(0)
-    first.receive_frame()
-    dying = one.ask(1)
-    time.sleep(0.5)
-    dying.close()
-    again = one.ask(0, 2)
-    assert [decode(said).group for said in again.receive_frame()["members"]] == [0]
-    for channel in (first, again):
-        channel.close()
-    one.end()
-
-
-def test_nobody_is_put_into_a_quorum_with_one_that_died_while_it_waited(tmp_path):
-    """Its heart has beaten a moment ago: without the gate the others would try to connect to it."""
-    one = Lighthouse(tmp_path, min_groups=2)
-    beating = [one.connect() for _ in range(3)]
-    for _ in range(4):  # until all have been heard and may ask
-        for group, channel in enumerate(beating):
-            channel.ask({"op": "beat", "replica": name_of(group, LIFE)})
-        time.sleep(BEATS_S / 2)
-    dying, first = one.ask(2), one.ask(0)
-    time.sleep(0.3)
-    dying.close()
-    second = one.ask(1)
-    failed = [{"failed": "1 of 3 members ended while they waited"}] * 2
-    assert [channel.receive_frame() for channel in (first, second)] == failed
-    again = [one.ask(group, 2) for group in range(2)]
-    members = [channel.receive_frame()["members"] for channel in again]
-    assert [[decode(said).group for said in told] for told in members] == [[0, 1]] * 2
-    for channel in (*beating, first, second, *again):
-        channel.close()
-    one.end()
-
-
-def test_groups_that_do_not_reach_each_other_are_not_enough(tmp_path):
-    """The lighthouse counts all that ask; the run waits for as many as can make a step together."""
-    one = Lighthouse(tmp_path, min_groups=2)
-    asked = [one.ask(0, unreached=(name_of(1, LIFE),)), one.ask(1)]
-    failed = {"failed": "fewer than 2 groups reach each other: no connections between 0 and 1"}
-    assert [channel.receive_frame() for channel in asked] == [failed] * 2
-    again = [one.ask(group, 2) for group in range(2)]
-    assert all(len(channel.receive_frame()["members"]) == 2 for channel in again)
-    for channel in (*asked, *again):
-        channel.close()
-    one.end()
-
-
-def test_a_group_that_is_there_twice_keeps_nobody_from_a_quorum(tmp_path):
-    """Its older start, which learns later that it is not wanted, is refused at once."""
-    one = Lighthouse(tmp_path)
-    with contextlib.closing(one.connect()) as older, contextlib.closing(one.connect()) as newer:
-        for channel, life in ((older, LIFE), (newer, "another")):
-            assert channel.ask({"op": "beat", "replica": name_of(0, life)}) == {}
-        assert older.ask(quorum(0)) == {"failed": "another start of this group counts now"}
-        said = encode(dataclasses.replace(a_request(0), life="another"))
-        newer.set_timeout(6 * SOON)
-        found = newer.ask({"op": "quorum", "replica": name_of(0, "another"), "said": said, "timeout_s": 50.0})
-    assert [decode(text).name for text in found["members"]] == [name_of(0, "another")]
-    one.end()

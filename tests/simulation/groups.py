@@ -42,8 +42,8 @@ class Group:
         self.lives: list[Life] = []
         self.wanted = True
         """Whether its agent starts it again."""
-        self.suspicious = False
-        """Whether a fault changed its parameters, so that an audit may send it back."""
+        self.suspicious = self.named = False
+        """Whether a fault changed its parameters, so that an audit may name it; whether one did that might know."""
         self.forget_beat()
         self.keeper: list[dict[int, State]] = [{} for _ in range(world.plan.ranks)]
 
@@ -68,12 +68,12 @@ class Life:
         self.host = f"h{group.id}"
         self.size = world.plan.ranks
         self.broken = self.ended = False
-        self.accused_step: int | None = None
-        """Step of the last state of its that an audit named: that counts only where there is no other."""
+        self.accused = False
+        """Whether an audit named it: it ends."""
         self.met: list[Member] = []
         """The members of the last quorum that it was told of."""
-        self.named = self.proven = False
-        """Whether an audit found its parameters different from the others', and whether one found them equal before."""
+        self.proven = False
+        """Whether an audit found its parameters equal to the others' since it took over a state."""
         self.stayed = self.audits_passed = 0
         """Commits since it was asked to leave; audits since its parameters changed behind its back."""
         self.able_since = NEVER
@@ -182,7 +182,7 @@ class Rank:
         world.scheduler.pause(*plan.startup_s)
         self.voice = Voice(world, self) if self.number == 0 else None
         whose = real.heal.Whose("run", self.number)
-        self.door = real.door.Door(life.host, TOKEN, timedelta(seconds=OPEN_PATIENCE_S), whose)
+        self.door = real.heal.Door(life.host, TOKEN, timedelta(seconds=OPEN_PATIENCE_S), whose)
         self.sums = real.process_group.RankColumn(
             "gloo",
             column=self.number,

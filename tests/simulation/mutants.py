@@ -42,7 +42,7 @@ TESTS = {
     "quorum/memory.py": ["tests/quorum/test_memory.py"],
     "quorum/notes.py": ["tests/quorum/test_notes.py"],
     "quorum/private.py": ["tests/quorum/test_private.py"],
-    "quorum/ranks.py": ["tests/step/test_kills.py"],
+    "quorum/ranks.py": ["tests/step/test_processes.py"],
     "semi/outer.py": ["tests/semi/test_outer.py"],
     "semi/quantize.py": ["tests/semi/test_quantize.py"],
     "semi/rounds.py": ["tests/semi/test_rounds.py"],

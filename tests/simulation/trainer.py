@@ -213,14 +213,10 @@ class SimWork:
 
     def _take(self, state: State) -> None:
         world = self._world
-        life = self.rank.life
-        named = life.group.suspicious or life.accused_step == self.state.step
-        if self.has_state and state.step < self.state.step and not named:
+        if self.has_state and state.step < self.state.step:
             world.judge.violate("step went back", f"{self.rank.name} had {self.state} and takes {state}")
         world.judge_heal(self.rank, state)
         world.judge.at(self.rank.name, self.rank.number, state)
-        if world.accused(state):
-            life.accused_step = state.step
         self.state, self.has_state = state, True
 
     def flip(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 
 from everstep.step.driver import End
 from everstep.step.interfaces import Commit, GroupBroken, Timeouts
-from everstep.step.quorum import Member, read_quorum
+from everstep.step.quorum import read_quorum
 from simulation import system
 from simulation.checks import Sick
 from simulation.faults import KINDS, Fault, break_it, place
@@ -224,10 +224,9 @@ class World:
                 most_sound = 2 * sum(voter is not None and voter.flipped() for voter in voters) < len(voters)
                 # Of those that no audit has found sound since they took over a state, it may name the wrong ones; nor
                 # can it tell which of two is ill.
-                life.named = life.proven and most_sound and group.id in differing
-                life.proven = group.id not in differing
-                if group.id in differing:
-                    life.accused_step = life.ranks[0].work.state.step
+                group.named = life.proven and most_sound and group.id in differing
+                life.accused = group.id in differing
+                life.proven = not life.accused
 
     def heal_s(self) -> float:
         low, high = self.plan.heal_s
@@ -322,9 +321,9 @@ class World:
         """Where most groups are sound, an audit does not send a sound one to take over what the ill one has."""
         able = self.with_state()
         ill = [life for life in able if life.flipped()]
-        if rank.life.named and state.flipped and rank.life not in ill and len(able) >= 3 and len(ill) == 1:
+        if rank.life.group.named and state.flipped and rank.life not in ill and len(able) >= 3 and len(ill) == 1:
             self.judge.violate("the ill one is believed", f"{rank.name} takes over what {ill[0].name} has")
-        rank.life.named = rank.life.proven = False
+        rank.life.group.named = rank.life.proven = False
 
     def judge_healing(self, rank: Rank) -> None:
         """Whoever heals while nothing breaks can compute then."""
@@ -338,9 +337,7 @@ class World:
         """A group's gradients are forgotten. Remember slots for which nothing says so."""
         life, state = work.rank.life, work.state
         held = {(step, slot) for step, slot in work.gradient if slot >= 0 and step == state.step + 1}
-        if not held or life.group.suspicious or work.refuses or any(slot < 0 for _, slot in work.gradient):
-            return
-        if life.accused_step == state.step and any(self._goes_before(member, life, state) for member in life.met):
+        if not held or life.accused or work.refuses or any(slot < 0 for _, slot in work.gradient):
             return
         lives = [rival for other in self.groups.values() for rival in other.lives]
         if self.plan.audit_slots and any(held & rival.checks.erred for rival in lives):
@@ -358,24 +355,6 @@ class World:
             return
         for step, slot in held:
             life.thrown[state.history, step, slot] = f"at {self.scheduler.now:.3f}"
-
-    def _goes_before(self, member: Member, life: Life, state: State) -> bool:
-        """Whether this member of a quorum has another state of the same step, which no audit has named."""
-        rival = self.groups[member.group].life
-        if (
-            rival is None
-            or rival is life
-            or member.suspect
-            or (member.step, member.history) != (state.step, state.history)
-        ):
-            return False
-        theirs = rival.ranks[0].work.state
-        return (theirs.way, theirs.flipped) != (state.way, state.flipped)
-
-    def accused(self, state: State) -> bool:
-        """Whether everybody who has this state was named by an audit."""
-        having = [life for life in self.lives() if life.ranks[0].work.has_state and life.ranks[0].work.state == state]
-        return bool(having) and all(life.accused_step == state.step for life in having)
 
     def save(self, rank: Rank, state: State) -> None:
         """A rank has written its part of a checkpoint."""

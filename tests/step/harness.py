@@ -102,15 +102,13 @@ class Rank:
 class Run:
     """A lighthouse and the groups of a test."""
 
-    def __init__(self, run_dir: Path, context, published: bool = False, **lighthouse: float | str) -> None:
-        """`published`: the groups ask the lighthouse whose address is in the run directory; none is started here."""
-        self.run_dir, self.published = run_dir, published
+    def __init__(self, run_dir: Path, context, **lighthouse: float | str) -> None:
+        self.run_dir = run_dir
         self.port, self.host = 0, lighthouse.get("host", "127.0.0.1")
         self.timeouts = lighthouse
         self._context = context
         self.members: list[Rank] = []
-        if not published:
-            self.start_lighthouse()
+        self.start_lighthouse()
 
     def start_lighthouse(self) -> None:
         connection, theirs = self._context.Pipe()
@@ -144,7 +142,7 @@ class Run:
                         rank=rank,
                         ranks=ranks,
                         store_port=port,
-                        lighthouse="" if self.published else f"http://{self.host}:{self.port}",
+                        lighthouse=f"http://{self.host}:{self.port}",
                         run_dir=self.run_dir,
                         **settings,
                     ),
@@ -161,11 +159,11 @@ class Run:
         first.go()
         return [first, *others]
 
-    def order(self, group: int, rank: int, phase: str, do: str, seconds: float = 0.0, step: int | None = None) -> None:
-        """Have a rank kill or stop itself, or sleep, when it comes to a phase next, or to that of a step."""
+    def order(self, group: int, rank: int, phase: str, do: str) -> None:
+        """Have a rank kill or stop itself when it comes to a phase next."""
         path = self.run_dir / f"order-{group}-{rank}"
         draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps({"phase": phase, "do": do, "seconds": seconds, "step": step}))
+        draft.write_text(json.dumps({"phase": phase, "do": do}))
         draft.rename(path)
 
     def wall(self, group: int, to: list[int], how: str = "refuse") -> None:
@@ -188,8 +186,7 @@ class Run:
     def close(self) -> None:
         for rank in self.members:
             rank.kill()
-        if not self.published:
-            self.kill_lighthouse()
+        self.kill_lighthouse()
 
 
 def expected(step: int, slots: int) -> list[float]:

@@ -7,14 +7,13 @@ run directory, through other doors than the protocol's own.
 """
 
 import contextlib
-import itertools
 import json
 import os
 import signal
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,17 +21,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from everstep.quorum.door import Door
 from everstep.quorum.gate import Rules as GateRules
-from everstep.quorum.heal import HealState
+from everstep.quorum.heal import Door, HealState
 from everstep.quorum.interface import use_interface
 from everstep.quorum.lighthouse import Lighthouse
 from everstep.quorum.membership import Membership
 from everstep.quorum.process_group import RankColumn
 from everstep.quorum.ranks import GroupRanks
-from everstep.run.address import published_address
 from everstep.run.events import EventLog
-from everstep.run.token import run_token
 from everstep.step import ledger
 from everstep.step.attempt import Group, Host, Peers, Rules
 from everstep.step.driver import Driver
@@ -47,11 +43,8 @@ TOKEN = b"t" * 32
 
 @dataclass(frozen=True)
 class Options:
-    """One rank. `refuse`: a step and slot that is wrong and refused once; `refuses`: each time, with `right` though it
-    is not wrong; `poison`: one that leaves a gradient that is not finite once, and says nothing; `poisons`: each time.
-    With `pause_after`, rank 0 waits after that commit for a word from the test. Without `lighthouse` it asks the one
-    whose address is in the run directory. `host`: its address, where it is none of loopback; `namespace`: whose network
-    it uses."""
+    """One rank. With `pause_after`, rank 0 waits after that commit for a word from the test. `host`: its address, where
+    it is none of loopback; `namespace`: whose network it uses."""
 
     group: int
     lighthouse: str
@@ -62,15 +55,7 @@ class Options:
     ranks: int = 1
     slots: int = 6
     slot_s: float = 0.01
-    on_loss: str = "redistribute"
     crash_at: str = ""
-    refuse: tuple[int, int] = (-1, -1)
-    refuses: tuple[int, int] = (-1, -1)
-    right: bool = False
-    poison: tuple[int, int] = (-1, -1)
-    poisons: tuple[int, int] = (-1, -1)
-    flip_at: int = -1
-    audit: int = 5
     give_up_s: float = 60
     reduce_s: float = 5
     quorum_s: float = 5
@@ -79,9 +64,7 @@ class Options:
     connect_s: float = 2.0
     stall_s: float = 40
     heal_delay_s: float = 0.0
-    keeps: int = -1
     pause_after: int = -1
-    pause_at: tuple[str, float] = field(default=("", 0.0))
     host: str = ""
     namespace: str = ""
 
@@ -109,32 +92,20 @@ class ToyWork:
         self.options, self.files, self.connection = options, files, connection
         self.param = torch.nn.Parameter(torch.zeros(4))
         self.reducer = GradientReducer([self.param], 1 << 20)
-        self.refuse, self.poison = options.refuse, options.poison
         self.step = self.history = 0
         self.done: list[int] = []
-        self.wrong: set[int] = set()
-        self.whole: list[tuple[int, int]] = []
 
     def compute(self, step: int, slot: int, *, whole: bool) -> None:
-        self.whole += [(step, slot)] * whole
         time.sleep(self.options.slot_s)
         if self.options.ranks > 1:
             dist.all_reduce(torch.zeros(1))  # as FSDP does
         self.files.reach("backward", step)
         crash_if(self.options.crash_at, f"compute:{step}:{len(self.done)}")
         self.param.backward(gradient(step, slot))
-        if (step, slot) in (self.refuse, self.options.refuses):
-            self.refuse = (-1, -1)
-            if not self.options.right:
-                self.param.backward(torch.full((4,), 5.0))
-            self.wrong.add(slot)
-        if (step, slot) in (self.poison, self.options.poisons):
-            self.poison = (-1, -1)
-            self.param.backward(torch.full((4,), float("nan")))
         self.done.append(slot)
 
     def refused(self) -> frozenset[int]:
-        return frozenset(self.wrong)
+        return frozenset()
 
     def not_finite(self, step, slots):
         raise AssertionError("no slot is not finite on all groups here")
@@ -149,7 +120,6 @@ class ToyWork:
 
     def discard(self) -> None:
         self.done.clear()
-        self.wrong.clear()
         self.param.grad = None
 
     def notes(self, step: int) -> bytes | None:
@@ -175,8 +145,6 @@ class ToyWork:
             dist.all_reduce(torch.zeros(1))  # as clipping does
         with torch.no_grad():
             self.param += self.param.grad
-            if self.options.flip_at == commit.step:
-                self.param[0] += 1
         self.step, self.history = commit.step, commit.history
         self.connection.send(
             {
@@ -188,8 +156,6 @@ class ToyWork:
                 "parent": commit.parent,
                 "groups": commit.groups,
                 "time": time.monotonic(),
-                "whole": self.whole,
-                "unfit": commit.unfit,
             }
         )
         self.files.reach("applied", commit.step)
@@ -197,7 +163,7 @@ class ToyWork:
             self.connection.recv()
 
     def checksum(self) -> int | None:
-        return int(self.param.detach().abs().sum() * 8) if self.step and self.step % self.options.audit == 0 else None
+        return int(self.param.detach().abs().sum() * 8) if self.step and self.step % 5 == 0 else None
 
     def restore(self, quorum) -> tuple[int, int]:
         return 0, ledger.extend(0, 0, "fresh")
@@ -221,7 +187,7 @@ class Files(RankFiles):
             steps=options.steps,
             stall_timeout_s=options.stall_s,
         )
-        self.options, self.paused, self.step = options, False, 0
+        self.options, self.step = options, 0
         self.order = options.run_dir / f"order-{options.group}-{options.rank}"
 
     def beat(self, phase: str, step: int) -> None:
@@ -231,18 +197,11 @@ class Files(RankFiles):
     def reach(self, phase: str, step: int) -> None:
         self.step = step
         crash_if(self.options.crash_at, f"{phase}:{step}")
-        at, pause_s = self.options.pause_at
-        if at == f"{phase}:{step}" and not self.paused:
-            self.paused = True
-            time.sleep(pause_s)
         with contextlib.suppress(FileNotFoundError):
             order = json.loads(self.order.read_text())
-            if order["phase"] == phase and order["step"] in (step, None):
+            if order["phase"] == phase:
                 self.order.rename(self.order.with_suffix(".done"))
-                if order["do"] == "sleep":
-                    time.sleep(order["seconds"])
-                else:
-                    os.kill(os.getpid(), signal.SIGKILL if order["do"] == "kill" else signal.SIGSTOP)
+                os.kill(os.getpid(), signal.SIGKILL if order["do"] == "kill" else signal.SIGSTOP)
 
 
 class Column(RankColumn):
@@ -290,37 +249,17 @@ def host_of(group: int) -> str:
 
 
 class SlowDoor(Door):
-    """States arrive here later than they could; the first comes to a host without memory for more than `keeps` sums."""
+    """States arrive here later than they could."""
 
     options: Options
-    fetched = 0
 
     def fetch(self, address: str, step: int, history: int):
         fetch = super().fetch(address, step, history)
-        self.fetched += 1
-        if self.options.keeps >= 0 and self.fetched == 1:
-            rooms = itertools.chain([True] * self.options.keeps, itertools.repeat(False))
-            fetch.room = lambda: contextlib.nullcontext(next(rooms))
         late = threading.Event()
         threading.Timer(self.options.heal_delay_s, late.set).start()
         state = fetch.state
         fetch.state = lambda: state() if late.is_set() else None
         return fetch
-
-
-class OldNews(Membership):
-    """A lighthouse whose last answer comes once more: `stale-GROUP` in the run directory asks for it."""
-
-    options: Options
-    last = None
-
-    def ask(self, request, timeout):
-        stale = self.options.run_dir / f"stale-{self.options.group}"
-        if stale.exists() and self.last is not None:
-            stale.unlink()
-            return self.last
-        OldNews.last = super().ask(request, timeout)
-        return self.last
 
 
 class Monotonic:
@@ -373,21 +312,19 @@ def main(options: Options, connection: Connection) -> None:
     events = EventLog(options.run_dir, options.group, options.rank, "worker")
     work = ToyWork(options, files, connection)
     membership = None
-    token = TOKEN if options.lighthouse else run_token(options.run_dir)
     if options.rank == 0:
-        membership = OldNews(
+        membership = Membership(
             group=options.group,
             life=life,
-            token=token,
-            find_lighthouse=lambda: options.lighthouse or published_address(options.run_dir),
+            token=TOKEN,
+            find_lighthouse=lambda: options.lighthouse,
             heartbeat_timeout_s=options.heartbeat_s,
         )
-        membership.options = options
-    door = SlowDoor(host, token, timedelta(seconds=options.heal_s))
+    door = SlowDoor(host, TOKEN, timedelta(seconds=options.heal_s))
     column = Column(
         "gloo",
         column=options.rank,
-        token=token,
+        token=TOKEN,
         host=host,
         connect_timeout=timedelta(seconds=options.connect_s),
         reduce_timeout=timedelta(seconds=options.reduce_s),
@@ -404,7 +341,7 @@ def main(options: Options, connection: Connection) -> None:
     around = Host(Monotonic(), files, events)
     protocol = StepProtocol(
         group=Group(options.group, life, f"{host}:{store.port}", ranks),
-        rules=Rules(options.slots, options.on_loss, timeouts),
+        rules=Rules(options.slots, "redistribute", timeouts),
         work=work,
         reducer=work.reducer,
         peers=Peers(membership, column, door),

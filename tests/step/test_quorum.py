@@ -19,7 +19,6 @@ def member(group, step=NO_STATE, history=0, **said):
         "number": 1,
         "step": step,
         "history": history,
-        "suspect": False,
         "follows": NO_STATE,
         "followed": 0,
         "finishing": False,
@@ -49,12 +48,6 @@ def test_of_equally_common_histories_that_of_the_lowest_group_counts():
 def test_joiners_are_spread_over_those_that_have_the_state():
     quorum = read_quorum(3, [member(0, 8, 1), member(1, 8, 1), member(2), member(3), member(4)])
     assert quorum.sources == {2: 0, 3: 1, 4: 0}
-
-
-def test_a_state_that_an_audit_named_counts_only_when_there_is_no_other():
-    named = member(0, 9, 12, suspect=True)
-    assert read_quorum(3, [named, member(1, 8, 11)]).able == (1,)
-    assert read_quorum(3, [named, member(1)]).able == (0,)
 
 
 def test_who_follows_needs_no_source_until_it_misses_a_step():
@@ -155,7 +148,7 @@ def test_a_group_that_is_there_twice_is_no_quorum():
 
 
 def test_requests_survive_the_wire():
-    said = member(3, 8, 2**62 - 1, suspect=True, connected="ab", doors=("a:1", "b:2"))
+    said = member(3, 8, 2**62 - 1, connected="ab", doors=("a:1", "b:2"))
     assert decode(encode(said)) == said
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from everstep.step import ledger
 from everstep.step.ledger import Row
-from harness import check
 
 
 def row(group, refused=(), disputed=(), held=(), not_finite=()):
@@ -187,65 +186,3 @@ def test_data_that_is_not_finite_on_every_group_is_given_up_and_names_nobody(cou
     made, faults, attempts = run_step([Group(n, lambda slot: "nan" if slot == 5 else "") for n in range(count)], 8)
     assert (made, faults) == ("not finite", set())
     assert attempts <= 3 + ledger.ENOUGH
-
-
-def computed(run, step, slot):
-    """The groups that computed a slot of a step, refused or not, in the order of the attempts."""
-    return [
-        event["group"]
-        for event in sorted(run.events("attempt"), key=lambda event: event["t"])
-        if event["rank"] == 0 and event["step"] == step and slot in event["computed"]
-    ]
-
-
-@pytest.mark.parametrize(("group", "slot", "checks"), [(0, 2, "refuses"), (1, 3, "refuses"), (1, 3, "poisons")])
-def test_a_slot_refused_twice_goes_to_another_group_and_says_who_is_at_fault(run, group, slot, checks):
-    """Whether a check refuses it or it is not finite."""
-    options = [{checks: (6, slot)} if number == group else {} for number in (0, 1)]
-    first = run.ranks(0, 2, steps=9, pause_after=2, **options[0])
-    first[0].until(2)
-    first[1].until(2)
-    second = run.ranks(1, 2, steps=9, **options[1])
-    for rank in second:
-        rank.ready()
-    for rank in first:
-        rank.go()
-    for rank in (*first, *second):
-        check(rank, 9)
-    assert first[0].commits[6]["groups"] == (0, 1)
-    assert computed(run, 6, slot) == [group, group, 1 - group]
-    assert first[0].commits[6]["owners"][slot] == 1 - group
-    for number, ranks in enumerate((first, second)):
-        for rank in ranks:
-            assert rank.commits[6]["unfit"] == ((slot,) if number == group else ())
-            asked = {s for _, s in rank.commits[9]["whole"]}
-            assert slot in asked, "with every check"
-
-
-def test_a_slot_that_all_refuse_passes(run):
-    step, slot = 6, 0
-    groups = [run.group(0, steps=9, pause_after=2, refuses=(step, slot), right=True)]
-    groups[0].until(2)
-    groups += [run.group(number, steps=9, refuses=(step, slot), right=True).ready() for number in (1, 2)]
-    groups[0].go()
-    for group in groups:
-        check(group, 9)
-    assert groups[0].commits[step]["groups"] == (0, 1, 2)
-    assert sorted(computed(run, step, slot)[:4]) == [0, 0, 1, 2]
-    assert [event["slot"] for event in run.events("slot_accepted")] == [slot]
-    assert not any(group.commits[step]["unfit"] for group in groups)
-
-
-def test_the_group_that_is_asked_dies_and_the_next_one_is_asked(run):
-    """What the others computed is kept; the slot does not go back to the group that refused it."""
-    step, slot = 6, 0
-    groups = [run.group(0, steps=9, pause_after=2, refuses=(step, slot))]
-    groups[0].until(2)
-    # Group 1 computes 1 and 4, then slot 0.
-    groups += [run.group(1, steps=9, crash_at=f"compute:{step}:2").ready(), run.group(2, steps=9).ready()]
-    groups[0].go()
-    check(groups[0], 9)
-    check(groups[2], 9)
-    assert groups[1].death() < 0
-    assert groups[0].commits[step]["owners"][slot] == 2
-    assert computed(run, step, slot)[:2] == [0, 0]

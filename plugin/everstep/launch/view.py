@@ -85,7 +85,9 @@ def describe(event: dict) -> str:
         case "left_out":
             return "all groups reach each other again"
         case "audit":
-            return "" if event["agreed"] else f"step {event['step']}: groups {event['differing']} differ and heal"
+            return (
+                "" if event["agreed"] else f"step {event['step']}: groups {event['differing']} differ; they start again"
+            )
         case "finding":
             return wrong(event)
         case _:

@@ -1,15 +1,14 @@
 """The heal transport: a live group's state for a group that joins.
 
-The source opens its state for one committed step (`HealServer.serve`), joiners read it (`Fetch`) while the
-source computes its slots, and the source takes its tensors back before its optimizer changes them (`release`).
-Until then they are read in place; joiners that are not done by then read on from a copy, and nobody waits for them.
+The source opens its state for one committed step (`Door.serve`), joiners read it (`Fetch`) while the source computes
+its slots, and the source takes its tensors back before its optimizer changes them (`Door.close`). Until then they are
+read in place; joiners that are not done by then read on from a copy, and nobody waits for them.
 
 What travels is a schema (names, dtypes, shapes as JSON), raw tensor bytes, a JSON object and named byte
 strings; nothing that is executed on arrival, as a pickle would be. `everstep.wire` authenticates every chunk with keys
 of the connection. A request says what it is for: which run, rank and layout, which step and by which history it came
-about; the source compares before it opens anything, the joiner compares the answer.
-
-A transfer that broke off is taken up where it was, from the same source or from another one (`Fetch`).
+about; the source compares before it opens anything, the joiner compares the answer. A transfer that broke off is over:
+the next one begins anew.
 """
 
 import bisect
@@ -17,6 +16,7 @@ import itertools
 import math
 import threading
 import time
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Annotated, Any
@@ -32,7 +32,8 @@ from everstep.step.streams import streams_of
 PURPOSE = "heal"
 SCHEMA_VERSION = 3
 HOST = torch.device("cpu")
-DEFAULT_CONNECTIONS = 4
+CONNECTIONS = 4
+"""In parallel for one state, fewer for a small one."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -168,8 +169,8 @@ class Whose:
 
 
 @dataclass(frozen=True)
-class _Request:
-    """Of a joiner, on each of its connections."""
+class Wanted:
+    """What a joiner asks for, on each of its connections."""
 
     step: int
     history: int
@@ -198,72 +199,80 @@ def _schema(step: int, history: int, whose: Whose, state: HealState, size: int) 
     return _Schema(SCHEMA_VERSION, step, history, whose, tensors, blobs, state.meta, size)
 
 
-class HealServer:
-    """Serves one group rank's state to joiners, by threads of its own.
+class Door:
+    """Implements `everstep.step.interfaces.HealDoor` for one rank: serves its state to joiners, by threads of its own,
+    and fetches another's.
 
     A request for a step that is not open yet waits for `serve`; one for a step that is over is refused. So a
     joiner and its source need not agree on who is ready first.
+
+    Args:
+        host: address to listen on and to be reached under (fault_tolerance.bind_host).
+        token: of the run.
+        timeout: longest silence of the other side, and longest that a request waits for its step to be opened.
+        whose: which state is served here and wanted from others.
+        encrypt: fault_tolerance.encrypt.
     """
 
     def __init__(
-        self,
-        host: str,
-        token: bytes,
-        timeout: timedelta = timedelta(seconds=60),
-        *,
-        whose: Whose = Whose(),
-        encrypt: bool = False,
+        self, host: str, token: bytes, timeout: timedelta, whose: Whose = Whose(), encrypt: bool = False
     ) -> None:
-        """`host`: address to listen on and advertise (fault_tolerance.bind_host). `timeout`: the longest
-        silence of a joiner before its connection is given up, and the longest that a request waits for its
-        step to be opened. `whose`: what is served here. `encrypt`: as of `wire.connect`."""
-        self._whose = whose
-        self._timeout = timeout
+        self._token, self._timeout, self._whose, self._encrypt = token, timeout, whose, encrypt
         self._changed = threading.Condition()
         self._step, self._history = -1, 0
-        self._open = False
+        """Of the state that is served, or was last."""
         self._source: _StateBytes | None = None
         self._schema: _Schema | None = None
+        """Of what is served; None while nothing is."""
         self._readers: dict[wire.Channel, _StateBytes] = {}
         """What each connection reads."""
         self._server = wire.Server(host, token, self._talk, timeout, purpose=PURPOSE, encrypt=encrypt)
         self.address = self._server.address
-        """`host:port` to hand to `Fetch.run`."""
+        """`host:port` to hand to `fetch`."""
 
-    def serve(self, step: int, state: HealState, history: int = 0) -> None:
-        """Open `state` to readers as that of committed step `step`, which came about by `history`, until
-        `release`.
+    def serve(self, step: int, history: int, state: HealState) -> None:
+        """Open `state` to joiners as that after committed step `step`, which came about by `history`, until `close`.
 
-        The tensors are read in place: none may change before `release` has returned.
+        The tensors are read in place: none may change before `close` has returned.
         """
         with self._changed:
-            # A step that is served again, in another attempt: who asks in between waits instead of being refused.
-            self._step = min(self._step, step - 1)
-        self.release()
+            if self._schema is not None and (self._step, self._history) == (step, history):
+                return
+        self.close()
+        state.meta["history"] = history
         source = _StateBytes(state)
         schema = _schema(step, history, self._whose, state, source.size)
         with self._changed:
-            self._step, self._history, self._open, self._source, self._schema = step, history, True, source, schema
+            self._step, self._history, self._source, self._schema = step, history, source, schema
             self._changed.notify_all()
 
-    def release(self) -> bool:
+    def close(self) -> None:
         """The state is about to change: nobody new is let in, and joiners that are not done read on from a copy.
 
-        Waits for no joiner. Where the host has no memory for a copy they are cut off and see a HealError. Returns
-        whether nobody was.
+        Waits for no joiner. Where the host has no memory for a copy they are cut off and see a HealError.
         """
         with self._changed:
-            source, self._open = self._source, False
-            self._source = self._schema = None
-            reading = source is not None and source in self._readers.values()
-        if source is None or not reading:
-            return True
+            source, self._source, self._schema = self._source, None, None
+            if source is None or source not in self._readers.values():
+                return
         with memory.claimed(source.size) as granted:
             if granted:
                 source.detach()
         if not granted:
             self._cut(source)
-        return granted
+
+    def fetch(self, address: str, step: int, history: int) -> "Fetch":
+        """See `HealDoor.fetch`."""
+        # A little less than our own patience, so that the source's reason arrives before we give up.
+        wanted = Wanted(step, history, self._whose, 0.9 * self._timeout.total_seconds())
+        return Fetch(address, wanted, self._token, self._timeout, encrypt=self._encrypt)
+
+    def shutdown(self) -> None:
+        """Cut every joiner off and stop listening."""
+        with self._changed:
+            self._source = self._schema = None
+        self._cut(None)
+        self._server.close()
 
     def _cut(self, source: _StateBytes | None) -> None:
         """End all transfers of a source, or all there are, and wait for that."""
@@ -275,14 +284,6 @@ class HealServer:
             for channel in reading():
                 channel.cut()
             self._changed.wait_for(lambda: not reading())
-
-    def shutdown(self) -> None:
-        """Cut every reader off and stop listening."""
-        with self._changed:
-            self._open = False
-            self._source = self._schema = None
-        self._cut(None)
-        self._server.close()
 
     def _talk(self, channel: wire.Channel) -> None:
         request = channel.receive_frame()
@@ -297,125 +298,130 @@ class HealServer:
 
     def _admit(self, channel: wire.Channel, request: dict[str, Any]) -> tuple[_StateBytes, dict[str, Any]]:
         try:
-            asked = typed.parse(_Request, request)
+            wanted = typed.parse(Wanted, request)
         except UnfitError as error:
             raise wire.RefusedError(f"the request is not understood: {error}") from error
-        if asked.version != SCHEMA_VERSION or asked.whose != self._whose:
-            raise wire.RefusedError(f"here is {self._whose} in version {SCHEMA_VERSION}; {asked} was asked for")
-        patience_s = min(asked.patience_s, self._timeout.total_seconds())
+        if wanted.version != SCHEMA_VERSION or wanted.whose != self._whose:
+            raise wire.RefusedError(f"here is {self._whose} in version {SCHEMA_VERSION}; {wanted} was asked for")
+        patience_s = min(wanted.patience_s, self._timeout.total_seconds())
         with self._changed:
-            if not self._changed.wait_for(lambda: self._step >= asked.step, patience_s):
+            if not self._changed.wait_for(lambda: self._step >= wanted.step, patience_s):
                 raise wire.RefusedError(
-                    f"step {asked.step} was not opened here within {patience_s:g} s; the last was {self._step}"
+                    f"step {wanted.step} was not opened here within {patience_s:g} s; the last was {self._step}"
                 )
-            if self._step != asked.step:
-                raise wire.RefusedError(f"step {asked.step} is over here: step {self._step} was opened since")
-            if not self._open or self._source is None or self._schema is None:
-                raise wire.RefusedError(f"step {asked.step} is being left here: its optimizer step has begun")
-            if self._history != asked.history:
+            if self._step != wanted.step:
+                raise wire.RefusedError(f"step {wanted.step} is over here: step {self._step} was opened since")
+            if self._source is None or self._schema is None:
+                raise wire.RefusedError(f"step {wanted.step} is being left here: its optimizer step has begun")
+            if self._history != wanted.history:
                 raise wire.RefusedError(
-                    f"step {asked.step} came about here by history {self._history}, {asked.history} was asked for"
+                    f"step {wanted.step} came about here by history {self._history}, {wanted.history} was asked for"
                 )
             self._readers[channel] = self._source
             return self._source, asdict(self._schema)
 
 
-class Fetch:
-    """One state on its way to this process: every byte authenticated, and none asked for twice.
-
-    `run` may be called again when it has failed, with the same address or with another one that has the same step by
-    the same history: what has arrived is kept. Tensors are, blobs and meta are taken from the source that is asked
-    last, since each group keeps its own.
+class Fetch(threading.Thread):
+    """Implements `everstep.step.interfaces.Fetch`: a thread of its own receives the state, every byte authenticated.
 
     Args:
-        connections: parallel connections, fewer for a small state.
+        address: of the source's `Door`.
+        wanted: what is asked for.
+        token: of the run.
+        timeout: the longest silence of the source, and the longest wait for it to open the step.
+        connections, encrypt: of the transfer.
     """
 
     def __init__(
         self,
+        address: str,
+        wanted: Wanted,
         token: bytes,
-        step: int,
+        timeout: timedelta,
         *,
-        history: int = 0,
-        whose: Whose = Whose(),
-        connections: int = DEFAULT_CONNECTIONS,
+        connections: int = CONNECTIONS,
         encrypt: bool = False,
     ) -> None:
-        self.step, self.history = step, history
-        self._token, self._whose = token, whose
+        super().__init__(name="heal", daemon=True)
+        self._address, self._wanted, self._token, self._timeout = address, wanted, token, timeout
         self._connections, self._encrypt = connections, encrypt
-        self._layout: list[tuple[str, str, list[int]]] = []
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._tensor_bytes = 0
-        self._done: set[int] = set()
-        """Where the ranges begin that have arrived."""
-
-    @property
-    def nbytes(self) -> int:
+        self._state: HealState | None = None
+        self.error = ""
+        self.took_s = 0.0
+        self.nbytes = 0
         """Of the state's tensors; 0 until the source has said."""
-        return self._tensor_bytes
+        self.start()
 
-    def run(self, address: str, timeout: timedelta) -> HealState:
-        """The whole state, from the `HealServer` at `address`.
-
-        Args:
-            timeout: the longest silence of the source, and the longest wait for it to open the step.
-
-        Raises:
-            HealError: wrong token, step, history, rank or schema, something that was altered on the way, a source that
-                refused, died or fell silent.
-        """
+    def run(self) -> None:
         channels: list[wire.Channel] = []
-        started = time.monotonic()
+        begun = time.monotonic()
         try:
-            channels.append(self._connect(address, timeout))
-            # A little less than our own patience, so that the source's reason arrives before we give up.
-            request = _Request(self.step, self.history, self._whose, 0.9 * timeout.total_seconds())
-            schema = typed.parse(_Schema, channels[0].ask(asdict(request)), "its answer:")
-            self._compare(schema)
-            blobs = {name: bytearray(size) for name, size in schema.blobs}
-            sink = wire.Pieces([*map(_memory_of, self._tensors.values()), *map(memoryview, blobs.values())])
-            missing = -(-sink.size // wire.RANGE_BYTES) - len(self._done)
-            for _ in range(min(self._connections, missing) - 1):
-                channels.append(self._connect(address, timeout))
-                if not self._offers_the_same(channels[-1], request, schema):
-                    channels.pop().close()
-                    break
-            wire.pull(channels, sink, self._done)
+            state = self._receive(channels)
         except (wire.WireError, HealError, UnfitError) as error:
-            waited_s = time.monotonic() - started
-            raise HealError(f"no state of step {self.step} from {address} after {waited_s:.1f} s: {error}") from error
+            after = f"from {self._address} after {time.monotonic() - begun:.1f} s"
+            self.error = f"no state of step {self._wanted.step} {after}: {error}"
+        else:
+            self.took_s, self._state = time.monotonic() - begun, state
         finally:
             for channel in channels:
                 channel.close()
-        return HealState(self._tensors, schema.meta, {name: bytes(blob) for name, blob in blobs.items()})
 
-    def _offers_the_same(self, channel: wire.Channel, request: _Request, schema: _Schema) -> bool:
-        """Whether a further connection reads the same; else the step is over there, and those let in before read on."""
-        try:
-            return typed.parse(_Schema, channel.ask(asdict(request)), "its answer:") == schema
-        except wire.RefusedError:
-            return False
+    def state(self) -> HealState | None:
+        """See `Fetch.state`."""
+        return self._state
 
-    def _connect(self, address: str, timeout: timedelta) -> wire.Channel:
-        return wire.connect(address, self._token, timeout, purpose=PURPOSE, encrypt=self._encrypt)
+    def room(self) -> AbstractContextManager[bool]:
+        """See `Fetch.room`. The sums of a step are never larger than the state."""
+        return memory.claimed(self.nbytes)
+
+    def cancel(self) -> None:
+        """See `Fetch.cancel`: what still arrives is not used."""
+        self._state = None
+
+    def _receive(self, channels: list[wire.Channel]) -> HealState:
+        """The whole state, over connections that are added to `channels`.
+
+        Raises:
+            HealError, WireError, UnfitError: wrong token, step, history, rank or schema, something that was altered on
+                the way, a source that refused, died or fell silent.
+        """
+        channels.append(self._connect())
+        schema = self._ask(channels[0])
+        self._compare(schema)
+        tensors = _room(schema.tensors)
+        self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        size = self.nbytes + sum(length for _, length in schema.blobs)
+        if size != schema.size:
+            raise HealError(f"it announced {schema.size} bytes for a schema of {size}")
+        blobs = {name: bytearray(length) for name, length in schema.blobs}
+        sink = wire.Pieces([*map(_memory_of, tensors.values()), *map(memoryview, blobs.values())])
+        for _ in range(min(self._connections, -(-sink.size // wire.RANGE_BYTES)) - 1):
+            further = self._connect()
+            channels.append(further)
+            try:
+                same = self._ask(further) == schema
+            except wire.RefusedError:  # the step is over there, and those let in before read on
+                same = False
+            if not same:
+                channels.pop().close()
+                break
+        wire.pull(channels, sink)
+        return HealState(tensors, schema.meta, {name: bytes(blob) for name, blob in blobs.items()})
+
+    def _connect(self) -> wire.Channel:
+        return wire.connect(self._address, self._token, self._timeout, purpose=PURPOSE, encrypt=self._encrypt)
+
+    def _ask(self, channel: wire.Channel) -> _Schema:
+        return typed.parse(_Schema, channel.ask(asdict(self._wanted)), "its answer:")
 
     def _compare(self, schema: _Schema) -> None:
-        """See that the answer is what was asked for, and have room for it. Raises HealError."""
+        """See that the answer is what was asked for. Raises HealError."""
+        wanted = self._wanted
         offered = (schema.version, schema.step, schema.history, schema.whose)
-        asked = (SCHEMA_VERSION, self.step, self.history, self._whose)
+        asked = (wanted.version, wanted.step, wanted.history, wanted.whose)
         for what, theirs, ours in zip(("version", "step", "history", "state of"), offered, asked, strict=True):
             if theirs != ours:
                 raise HealError(f"it offers {what} {theirs}, not {ours}")
-        if not self._tensors or schema.tensors != self._layout:
-            self._done.clear()
-            self._tensors, self._layout = _room(schema.tensors), schema.tensors
-            self._tensor_bytes = sum(t.nbytes for t in self._tensors.values())
-        # Of another source, or of a later moment of the same.
-        self._done = {begin for begin in self._done if begin + wire.RANGE_BYTES <= self._tensor_bytes}
-        size = self._tensor_bytes + sum(length for _, length in schema.blobs)
-        if size != schema.size:
-            raise HealError(f"it announced {schema.size} bytes for a schema of {size}")
 
 
 def _room(schema: list[tuple[str, str, list[int]]]) -> dict[str, torch.Tensor]:

@@ -24,7 +24,6 @@ class Standing:
 
     state: State
     follows: State
-    suspect: bool
     finishing: bool
     connected: str
 
@@ -108,7 +107,6 @@ class Asker:
             number=self._asked,
             step=standing.state.step,
             history=standing.state.history,
-            suspect=standing.suspect,
             follows=standing.follows.step,
             followed=standing.follows.history,
             finishing=standing.finishing,

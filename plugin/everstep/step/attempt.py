@@ -131,22 +131,20 @@ class Audit:
 
     Attributes:
         checksum: of the state, while an audit of it is due.
-        suspect: an audit named it, and it is a fallback.
+        differs: an audit named it: the group ends, starts again and heals.
         proven: an audit agreed with it since it was last taken over.
     """
 
     checksum: int | None = None
-    suspect: bool = False
+    differs: bool = False
     proven: bool = False
 
 
 @dataclass(slots=True)
 class Healing:
-    """A state on its way here, from group `source`, and the commits made since. `full`: a commit could not be kept.
-    `suspect`: an audit has named the source's state, and nobody had another."""
+    """A state on its way here, from group `source`, and the commits made since. `full`: a commit could not be kept."""
 
     source: int
-    suspect: bool
     state: State
     fetch: Fetch
     commits: list[tuple[Commit, Any]] = field(default_factory=list)

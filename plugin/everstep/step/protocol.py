@@ -122,7 +122,7 @@ class StepProtocol:
         self._healing = None
         self._work.heal(healing.fetch.state())
         self._have(healing.state)
-        self._audit = Audit(suspect=healing.suspect)
+        self._audit = Audit()
         self._events.emit(
             "heal",
             healing.state.step + 1,
@@ -211,9 +211,11 @@ class StepProtocol:
         """Settle what all ranks begin with; what the attempt came to where it ends here.
 
         Raises:
-            GroupBroken: the ranks have different states.
+            GroupBroken: the ranks have different states, or an audit has named this group.
             GaveUp: no commit for too long.
         """
+        if self._audit.differs:
+            raise GroupBroken("an audit found that this group's parameters differ from those of most groups")
         self._files.beat("quorum", self.step + 1)
         healing, speaks = self._healing, self.decisions.rank == 0
         waited_s = self._clock.now() - self._progress
@@ -261,7 +263,7 @@ class StepProtocol:
         """See `Asker.ask`. `finishing`: this group makes no more steps, and says so."""
         connected = self._connected.key if self._connected is not None else ""
         follows = self._healing.follows if self._healing is not None else NOTHING
-        standing = Standing(self.state, follows, self._audit.suspect, finishing, connected)
+        standing = Standing(self.state, follows, finishing, connected)
         return self._asker.ask(standing, brief=brief)
 
     def _take_sides(self, attempt: Attempt) -> None:
@@ -282,7 +284,7 @@ class StepProtocol:
         quorum = attempt.quorum
         self._stop_healing()
         self._files.beat("heal", attempt.step)
-        if self.step > NO_STATE and not self._audit.suspect:
+        if self.step > NO_STATE:
             self._events.emit(
                 "history_left",
                 self.step,
@@ -292,7 +294,7 @@ class StepProtocol:
             )
         giver = quorum.member(source)
         fetch = self._door.fetch(giver.doors[self.decisions.rank], quorum.step, quorum.history)
-        self._healing = Healing(source, giver.suspect, attempt.base, fetch)
+        self._healing = Healing(source, attempt.base, fetch)
 
     def _with_peers(self, point: str, meet: Callable[[], T]) -> T:
         """What `meet` returned, on ranks of this group that all met their peers of the other groups."""
@@ -379,8 +381,7 @@ class StepProtocol:
             )
             self._audit.proven = self._group not in differing
         if self._group in differing:
-            # The state stays a fallback for the case that all others die; the next quorum heals this group.
-            self._audit.suspect = True
+            self._audit.differs = True
             self._holding.drop()
         if self._healing is not None and self._healing.source in differing:
             self._stop_healing()

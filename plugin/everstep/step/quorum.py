@@ -33,7 +33,6 @@ class Request:
         number: counts the requests of this life, from 1; a quorum is believed only for the newest.
         step: the last step whose state it has; NO_STATE when it has none.
         history: of that state (`ledger.extend`); 0 without one.
-        suspect: an audit named its parameters; the state is a fallback, used when nobody else has one.
         follows: it has no state yet, but the summed gradients of every step from the state it is receiving up to
             `follows`, so it needs no other source while the members go on from there; NO_STATE if it follows nothing.
         followed: history after `follows`.
@@ -50,7 +49,6 @@ class Request:
     number: int
     step: int
     history: int
-    suspect: bool
     follows: int
     followed: int
     finishing: bool
@@ -71,7 +69,6 @@ Member = Request
 _TEXT = json.JSONEncoder(separators=(",", ":"))
 _NAMES = dict.fromkeys(field.name for field in fields(Request))
 _NUMBERS = ("group", "number", "step", "history", "follows", "followed")
-_FLAGS = ("suspect", "finishing")
 _TEXTS = ("life", "connected", "store")
 _LISTS = ("doors", "watches", "unreached")
 
@@ -97,7 +94,7 @@ def decode(text: str) -> Request:
             raise ValueError(f"not a request: {name} is no number")
     if any(type(found[name]) is not list or {*map(type, found[name])} - {str} for name in _LISTS):
         raise ValueError("not a request: no lists of texts")
-    if {type(found[name]) for name in _FLAGS} != {bool} or {type(found[name]) for name in _TEXTS} != {str}:
+    if type(found["finishing"]) is not bool or {type(found[name]) for name in _TEXTS} != {str}:
         raise ValueError("not a request: wrong types")
     if found["group"] < 0:
         raise ValueError("not a request: no group")
@@ -222,10 +219,9 @@ def together(groups: Sequence[int], cut: Collection[tuple[int, int]], able: Coll
 def read_quorum(quorum_id: int, members: Sequence[Member]) -> Quorum:
     """What the members of a quorum make of it.
 
-    The state that counts is the newest that no audit has named; where groups at that step went different ways, the
-    way that most of them went, and of equally many that of the lowest group id. Named states count only when there is
-    no other. Members that do not reach each other are not connected (`together`). All others that lack the state heal,
-    each from one of those that have it, in turn.
+    The state that counts is the newest; where groups at that step went different ways, the way that most of them went,
+    and of equally many that of the lowest group id. Members that do not reach each other are not connected
+    (`together`). All others that lack the state heal, each from one of those that have it, in turn.
 
     Raises:
         ValueError: a group is there twice, or nobody is.
@@ -255,11 +251,10 @@ def read_quorum(quorum_id: int, members: Sequence[Member]) -> Quorum:
 def _state_that_counts(members: Sequence[Member]) -> tuple[int, int, tuple[int, ...]]:
     """Step and history of the state that counts, and the groups that have it."""
     having = [member for member in members if member.step > NO_STATE]
-    trusted = [member for member in having if not member.suspect] or having
-    if not trusted:
+    if not having:
         return NO_STATE, 0, ()
-    step = max(member.step for member in trusted)
-    newest = [member for member in trusted if member.step == step]
+    step = max(member.step for member in having)
+    newest = [member for member in having if member.step == step]
     ways = Counter(member.history for member in newest)
     history = max(newest, key=lambda member: (ways[member.history], -member.group)).history
     return step, history, tuple(member.group for member in newest if member.history == history)

@@ -7,8 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from everstep.config.sections import FaultTolerance
-from everstep.quorum.door import Door
-from everstep.quorum.heal import Whose
+from everstep.quorum.heal import Door, Whose
 from everstep.quorum.membership import Membership
 from everstep.quorum.process_group import RankColumn
 from everstep.quorum.ranks import GroupRanks

@@ -1,1 +1,0 @@
-"""Exhaustive models: every outcome, or every interleaving, within bounds."""

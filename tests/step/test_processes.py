@@ -1,0 +1,144 @@
+"""The protocol between real processes: lighthouse, Gloo, healing, SIGKILL and SIGSTOP, a model of four numbers.
+
+What can happen is drawn in the simulation (`tests/simulation`), which runs the same code; here the kernel, Gloo and
+torchft's lighthouse are the real ones.
+"""
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+
+from harness import ENDLESS, check, check_states, newest
+
+SHORT = {"steps": ENDLESS, "slots": 3, "slot_s": 0.1, "quorum_s": 4, "reduce_s": 2, "heal_s": 6}
+COMMITS_ON = 8
+"""Steps that have to follow a fault."""
+CONNECT_S = 2.0
+
+
+def together(run, groups, ranks, **options):
+    """All ranks of so many groups, once all groups take part."""
+    found = [run.ranks(group, ranks, **SHORT | options) for group in range(groups)]
+    for group in found:
+        for rank in group:
+            rank.first()
+    return found
+
+
+def assert_goes_on(groups, slots=3):
+    """Every rank of these groups commits the next steps, in the failure-free states, and ranks agree on each."""
+    everyone = [rank for group in groups for rank in group]
+    goal = newest(everyone) + COMMITS_ON
+    for rank in everyone:
+        rank.until(goal)
+        check_states(rank, slots)
+    for step in range(goal - COMMITS_ON, goal + 1):
+        told = {rank.commits[step]["history"] for rank in everyone if step in rank.commits}
+        assert len(told) == 1, f"step {step} has histories {told}"
+
+
+def test_survivors_keep_what_they_hold_when_a_group_dies(run):
+    first = run.group(0, steps=20, slot_s=0.05, pause_after=2)
+    first.until(2)
+    second = run.group(1, steps=20, slot_s=0.05).ready()
+    victim = run.group(2, steps=20, slot_s=0.05, crash_at="compute:12:1").ready()
+    first.go()
+    check(first, 20)
+    check(second, 20)
+    assert victim.death() == -signal.SIGKILL
+    assert set(first.commits[10]["owners"]) == {0, 1, 2}
+    retries = [event for event in run.events("attempt") if event["held_before"]]
+    assert {event["step"] for event in retries} == {12}
+    assert all(set(event["computed"]).isdisjoint(event["held_before"]) for event in retries)
+    assert sorted(slot for event in retries for slot in event["computed"]) == [2, 5], "only what the dead group owed"
+    assert not any(event["recomputed"] for event in run.events("attempt"))
+
+
+@pytest.mark.parametrize("phase", ["backward", "reduce", "vote", "quorum", "connect", "heal"])
+def test_a_rank_killed_in_any_phase_stops_no_surviving_group(run, phase):
+    """A rank whose column failed must not skip a collective that its sibling enters."""
+    first, victim, third = together(run, 3, 2)
+    stay = [first, third]
+    if phase in ("connect", "heal"):  # only a joiner comes to them
+        stay, victim = [first, victim, third], run.ranks(3, 2, **SHORT)
+    number = 3 if len(stay) == 3 else 1
+    run.order(number, 0, phase, "kill")
+    run.carried_out(number, 0)
+    time.sleep(0.05)  # as its agent does
+    victim[1].kill()
+    assert_goes_on(stay)
+
+
+def test_a_stopped_rank_holds_nobody_and_its_group_heals_when_it_wakes(run):
+    first, sleeper, third = together(run, 3, 2)
+    run.order(1, 0, "reduce", "stop")
+    run.carried_out(1, 0)
+    assert_goes_on([first, third])
+    os.kill(sleeper[0].process.pid, signal.SIGCONT)
+    assert_goes_on([first, sleeper, third])
+    assert run.events("heal")[-1]["group"] == 1
+
+
+def test_the_lighthouse_dies_and_comes_back_with_an_empty_memory(run):
+    groups = together(run, 2, 1)
+    run.kill_lighthouse()
+    run.start_lighthouse()
+    assert_goes_on(groups)
+
+
+def test_a_group_leaves_or_gives_up_where_no_quorum_ever_comes(run):
+    asked, alone = run.group(0, steps=ENDLESS), run.group(1, steps=ENDLESS, give_up_s=3)
+    asked.first()
+    alone.first()
+    run.kill_lighthouse()
+    asked.process.terminate()
+    assert asked.death() == 0
+    with contextlib.suppress(AssertionError):
+        alone.until(ENDLESS)
+    assert alone.death() == 1
+    assert run.events("quorum_failed")
+
+
+def test_a_heal_slower_than_every_timeout_costs_the_others_nothing(run):
+    """Of one rank of the joiner more than of the other."""
+    groups = together(run, 2, 2, heal_s=3)
+    joiner = run.ranks(2, 2, heal_delay_s=4.0, of_rank={1: {"heal_delay_s": 8.0}}, **SHORT | {"heal_s": 3})
+    begun = newest(groups[0])
+    for rank in joiner:
+        rank.first()
+    failed = [event for event in run.events("attempt") if not event["committed"] and event["step"] > begun + 1]
+    assert not failed, failed
+    assert_goes_on([*groups, joiner])
+    assert run.events("heal")[-1]["caught_up"] > 3, "it followed while its state was on the way"
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("drop", 1), ("refuse", 2)])
+def test_a_joiner_that_cannot_be_reached_is_left_out_and_let_in_later(begin, how, ranks):
+    """Its heartbeats arrive, and nobody can connect to it."""
+    run = begin(join_timeout_s=3.0, heartbeat_timeout_s=1.0)
+    for group in (0, 1):
+        run.wall(group, [2], how)
+    waits = {"connect_s": CONNECT_S, "quorum_s": 10, "heartbeat_s": 1.0}
+    groups = together(run, 2, ranks, **waits)
+    going = [rank for group in groups for rank in group]
+    joiner = [rank.ready() for rank in run.ranks(2, ranks, **SHORT | waits)]
+    since = time.monotonic()
+    assert longest_pause(going, since, 3 * CONNECT_S + 2) < 3 * CONNECT_S
+    assert run.events("left_out")[-1]["groups"] == [2]
+    for group in (0, 1):
+        (run.run_dir / f"wall-{group}").unlink()
+    for rank in joiner:
+        rank.first()
+    assert_goes_on([*groups, joiner])
+    assert run.events("left_out")[-1]["groups"] == []
+
+
+def longest_pause(ranks, since, seconds):
+    """Between two commits of anybody, from `since` for so many seconds."""
+    time.sleep(max(0.0, since + seconds - time.monotonic()))
+    newest(ranks)
+    times = sorted(commit["time"] for rank in ranks for commit in rank.commits.values() if commit["time"] > since)
+    return max(later - earlier for earlier, later in zip([since, *times], [*times, since + seconds], strict=True))
