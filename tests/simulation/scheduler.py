@@ -70,6 +70,8 @@ class Task:
     def __init__(self, process: Process, run: Callable[[], None]) -> None:
         self.process = process
         self.token = 0
+        self.waits: tuple[Signal, Callable[[], bool], float] | None = None
+        """The signal that it waits on, for what, and until when."""
         self.done = False
         self.thread: Any = None
         self.greenlet = greenlet(self._main, parent=process.scheduler.hub)
@@ -157,6 +159,12 @@ class Scheduler:
             self.call_at(task.process.stopped_until, self._resume, task, token)
             return
         self.current = task
+        if task.waits is not None:
+            signal, holds, deadline = task.waits
+            if self.now < deadline and not holds():  # to ask here saves the switch to the task and back
+                signal.waiters.append((task, token))
+                self.current = None
+                return
         task.greenlet.switch()
         self.current = None
 
@@ -201,14 +209,16 @@ class Scheduler:
         self.check()
         task = self.current
         assert task is not None
-        deadline = self.now + (max(timeout, TICK_S) if timeout > 0 else 0.0)
+        if timeout <= 0:
+            return False
+        deadline = self.now + max(timeout, TICK_S)
         task.token += 1
         if timeout < FOR_EVER_S:
             self.call_at(deadline, self._resume, task, task.token)
-        waiter = task, task.token
-        while self.now < deadline:
-            signal.waiters.append(waiter)
+        signal.waiters.append((task, task.token))
+        task.waits = signal, holds, deadline
+        try:
             self._block()
-            if holds():
-                return True
-        return False
+        finally:
+            task.waits = None
+        return holds()
