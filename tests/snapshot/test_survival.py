@@ -8,14 +8,14 @@ import psutil
 import pytest
 import torch
 
-from everstep.snapshot import keepers, peers
+from everstep.snapshot import keepers, peers, sources
 from everstep.snapshot.agreement import Agreed
 from everstep.snapshot.buffer import HEADER_BYTES
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.inspect import InspectError, describe, inspect, to_json
 from everstep.snapshot.plan import State
 from everstep.snapshot.restore import RestoreError
-from everstep.snapshot.segment import Segment
+from everstep.snapshot.segment import Segment, run_id
 from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, damage, is_zombie, wait_until
 
 
@@ -226,6 +226,21 @@ def test_what_cannot_be_decoded_gives_way_to_the_older_step():
         wrong = "step 2.* (not what was saved|does not match its checksums|is damaged here)"
         assert re.search(wrong, found.decision.reasons[0])
         assert_is_step(found.restored, 1)
+
+
+def test_damage_that_a_keeper_finds_after_the_decision_is_called_damage():
+    """A start asks what there is while the keeper has not verified it; by the time that it fetches, the keeper has."""
+    with Cluster(3, parity=0) as run:
+        run.take(1, coded=False)
+        run.kill_keeper(1)
+        run.commit(2, settle=False)
+        run.wait()
+        damage(run, 1, "data", step=2, at=999)
+        run.start_keeper(1)
+        wait_until(lambda: run.segment(1).read_notes(0).reason != "")
+        unverified = [replace(held, sound=None) for held in run.held()]
+        with pytest.raises(RestoreError, match=r"the part of group 1: .* step 2: it is damaged here"):
+            run.restore(sources.decide(unverified, run=run_id(run.token)))
 
 
 def test_another_model_goes_to_disk_with_the_reason():

@@ -194,30 +194,31 @@ class Keeper:
             buffers.append({"header": header.to_json(), "sound": sound})
         return buffers
 
-    def _find(self, message: dict[str, Any]) -> tuple[BufferReader, Header] | None:
-        """The buffer that is asked for; None if it is not held here, or is damaged."""
+    def _find(self, message: dict[str, Any]) -> tuple[BufferReader, Header] | str:
+        """The buffer that is asked for, or why it is not served: it is not held here, or it is damaged."""
         kind, group, rank, root = (message.get(key) for key in ("kind", "group", "rank", "root"))
         identity = message.get("identity")
         if kind not in KINDS or type(rank) is not int or type(group) is not int or not isinstance(identity, list):
             raise wire.RefusedError(f"there is no buffer of kind '{kind}', group '{group}' and rank '{rank}'")
         segment, watch = self.segment.beside(group), self._watches.get((group, rank))
-        found = []
+        found, why_not = [], "it is not held here"
         for path in segment.files(kind, rank):
             header = segment.header(kind, rank, path)
             if header is not None and list(header.identity) == identity and root in ("", header.root):
-                damaged = kind == "data" and watch is not None and watch.sound.get(header.sequence) is False
-                if not damaged:
+                if kind == "data" and watch is not None and watch.sound.get(header.sequence) is False:
+                    why_not = "it is damaged here"
+                else:
                     found.append((header.sequence, path, header))
         for _, path, header in sorted(found, key=lambda one: -one[0]):
             with contextlib.suppress(OSError):
                 return BufferReader(path), header
-        return None
+        return why_not
 
     def _serve_buffer(self, channel: wire.Channel, message: dict[str, Any]) -> dict[str, Any] | None:
         """Serve one buffer's bytes. Returns the first message that is about something else, None at the end."""
         found = self._find(message)
-        if found is None:
-            channel.send_frame({"header": None})
+        if isinstance(found, str):
+            channel.send_frame({"header": None, "why": found})
             return channel.receive_frame()
         reader, header = found
         with contextlib.closing(reader):

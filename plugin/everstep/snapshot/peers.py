@@ -118,10 +118,12 @@ def wanted(kind: Kind, group: int, rank: int, identity: Identity, root: str = ""
 def open_buffer(channel: wire.Channel, header: Header) -> None:
     """Make the channel serve exactly this buffer's payload and table, end to end.
 
-    Raises wire.RefusedError when the keeper does not hold it any more.
+    Raises wire.RefusedError when the keeper does not hold it any more, or has found it damaged.
     """
-    answer = channel.ask(wanted(header.kind, header.group, header.rank, header.identity, header.root))["header"]
-    if answer is None or header_of(answer, channel.peer) != header:
+    answer = channel.ask(wanted(header.kind, header.group, header.rank, header.identity, header.root))
+    if answer["header"] is None:
+        raise wire.RefusedError(f"{channel.peer} does not serve step {header.step}: {answer.get('why')}")
+    if header_of(answer["header"], channel.peer) != header:
         raise wire.RefusedError(f"{channel.peer} does not hold step {header.step} of rank {header.rank} as it did")
 
 
@@ -158,11 +160,10 @@ class Neighbours:
                 continue
             channel.set_deadline(deadline)
             try:
-                answer = channel.ask(question)["header"]
+                told = channel.ask(question)
+                answer, why = told["header"], f"{address}: {told.get('why')}"
             except (wire.WireError, KeyError) as error:
                 answer, why = None, str(error)
-            else:
-                why = f"{address} does not hold it yet"
             if answer is not None:
                 self._addresses[group] = [address, *(other for other in addresses if other != address)]
                 return channel, answer
