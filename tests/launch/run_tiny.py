@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import json
 import os
 import random
 import sys
@@ -32,8 +33,8 @@ FAIL = (
 
 
 def run_short_of_everything(run_dir, faults):
-    """From now on what this process opens or makes fails in bursts, until so many faults were made; then says so."""
-    begun, made, launcher = time.monotonic(), itertools.count(1), os.getpid()
+    """From now on what this process opens or makes fails in bursts, until so many faults were made; then says when."""
+    begun, made, launcher = time.monotonic(), list[tuple[float, str]](), os.getpid()
     chance, over = random.Random(0), []
 
     def fail(event, args):
@@ -43,10 +44,10 @@ def run_short_of_everything(run_dir, faults):
             return
         if (time.monotonic() - begun) % (BURST_S + PAUSE_S) > BURST_S or isinstance(args[0] if args else None, int):
             return
-        number = next(made)
-        if number >= faults:
+        made.append((time.time(), event))
+        if len(made) >= faults:
             over.append(True)
-            (run_dir / "scarce-faults").write_text(str(number))
+            (run_dir / "scarce-faults").write_text(json.dumps(made))
         code = chance.choice(FAULTS)
         raise OSError(code, os.strerror(code))
 

@@ -450,6 +450,14 @@ def _clock(world: World, life: Life, rank: Rank, size: float) -> bool:
     return True
 
 
+def _lag(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """A host sees later, by up to half a minute, what others write into the run directory."""
+    seconds, late_s = _lasts_s(world.scheduler.random.random()), 0.5 + 29.5 * size**2
+    world.lags[life.host].append((world.scheduler.now + seconds, late_s))
+    world.disturbed(world.scheduler.now + seconds)
+    return True
+
+
 BREAKERS: dict[str, Callable[[World, Life, Rank, float], bool]] = {
     "kill": _kill,
     "await": _kill_at_await,
@@ -484,6 +492,7 @@ BREAKERS: dict[str, Callable[[World, Life, Rank, float], bool]] = {
     "dark": _dark,
     "lh-dark": _lighthouse_dark,
     "clock": _clock,
+    "fs-lag": _lag,
     "sick": _sick,
     "narrow": _narrow,
 }

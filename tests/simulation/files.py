@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from simulation.groups import Rank
     from simulation.world import World
 
+T = TypeVar("T")
 STARTUP, DONE = "startup", "done"
 AWAY = (STARTUP, DONE)
+
+
+class Shared(Generic[T]):
+    """Something in the run directory, as it was written over time."""
+
+    def __init__(self, value: T) -> None:
+        self._times, self._values = [-1.0], [value]
+
+    def write(self, now: float, value: T) -> None:
+        self._times.append(now)
+        self._values.append(value)
+
+    def read(self, when: float = math.inf) -> T:
+        """As it was then: a host may see what others wrote some seconds later."""
+        return self._values[bisect_right(self._times, when) - 1]
 
 
 class SimFiles:
@@ -24,37 +42,39 @@ class SimFiles:
         life = self._rank.life
         self._rank.beaten = now
         if self._rank.number == 0:
-            life.group.beat = (now, phase, step)
+            life.group.beat.write(now, (now, phase, step))
             if step > 0:
                 life.able_since = min(life.able_since, now)
 
-    def fenced(self) -> bool:
+    def _when(self) -> float:
+        """From when what this rank reads of others is."""
         self._world.scheduler.check()
-        return self._rank.life.group.life is not self._rank.life
+        return self._world.seen_at(self._rank.life.host)
+
+    def fenced(self) -> bool:
+        newest = self._rank.life.group.started.read(self._when())
+        return newest is not None and newest.number > self._rank.life.number
 
     def asked_to_leave(self) -> bool:
         self._world.scheduler.check()
         return self._world.scheduler.now >= self._rank.leave_at
 
     def groups_with_state(self) -> list[int]:
-        self._world.scheduler.check()
-        now, stall_s = self._world.scheduler.now, self._world.plan.stall_s
-        self._rank.looked = now
+        when, stall_s = self._when(), self._world.plan.stall_s
+        self._rank.looked = when
+        beats = {group.id: group.beat.read(when) for group in self._world.groups.values()}
+        del beats[self._rank.life.group.id]
         return [
-            group.id
-            for group in self._world.groups.values()
-            if group is not self._rank.life.group
-            and group.beat[2] > 0
-            and group.beat[1] not in AWAY
-            and now - group.beat[0] < stall_s
+            group
+            for group, (beaten, phase, step) in beats.items()
+            if step > 0 and phase not in AWAY and self._world.scheduler.now - beaten < stall_s
         ]
 
     def finished_step(self) -> int:
-        self._world.scheduler.check()
-        return self._world.finished
+        return self._world.end.read(self._when())[0]
 
     def ended_for_all(self) -> bool:
-        return self._world.finished_for_all
+        return self._world.end.read(self._when())[1]
 
     def mark_finished(self, step: int, *, for_all: bool) -> None:
         self._world.scheduler.check()

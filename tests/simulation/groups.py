@@ -15,7 +15,7 @@ from everstep.step.protocol import StepProtocol
 from everstep.step.quorum import Member
 from simulation import real
 from simulation.checks import Checks
-from simulation.files import DONE, STARTUP, SimClock, SimEvents, SimFiles
+from simulation.files import DONE, STARTUP, Shared, SimClock, SimEvents, SimFiles
 from simulation.judge import State
 from simulation.nodes import TOKEN, Voice
 from simulation.ranks import Collectives, GroupRanks
@@ -44,11 +44,13 @@ class Group:
         """Whether its agent starts it again."""
         self.suspicious = self.named = False
         """Whether a fault changed its parameters, so that an audit may name it; whether one did that might know."""
+        self.started: Shared[Life | None] = Shared(None)
+        """Its newest start, as its fence has it."""
         self.forget_beat()
         self.keeper: list[dict[int, State]] = [{} for _ in range(world.plan.ranks)]
 
     def forget_beat(self) -> None:
-        self.beat: tuple[float, str, int] = (-NEVER, STARTUP, 0)
+        self.beat: Shared[tuple[float, str, int]] = Shared((-NEVER, STARTUP, 0))
         """When its rank 0 last gave a sign of life, in which phase of which step."""
 
     def start(self) -> None:
@@ -56,6 +58,7 @@ class Group:
             self.suspicious = False
             self.life = Life(self._world, self, len(self.lives))
             self.lives.append(self.life)
+            self.started.write(self._world.scheduler.now, self.life)
             self.life.start()
 
 
@@ -64,7 +67,7 @@ class Life:
 
     def __init__(self, world: World, group: Group, number: int) -> None:
         self.world, self.group = world, group
-        self.name = f"{group.id}.{number}"
+        self.number, self.name = number, f"{group.id}.{number}"
         self.host = f"h{group.id}"
         self.size = world.plan.ranks
         self.broken = self.ended = False
@@ -76,6 +79,8 @@ class Life:
         """Whether an audit found its parameters equal to the others' since it took over a state."""
         self.stayed = self.audits_passed = 0
         """Commits since it was asked to leave; audits since its parameters changed behind its back."""
+        self.missed: set[int] = set()
+        """Steps that others committed without it, one after the other, though nothing kept it from taking part."""
         self.able_since = NEVER
         """When its beats began to say that it has a state."""
         self.heals_in_vain = (0, 0)

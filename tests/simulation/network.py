@@ -131,6 +131,10 @@ class Network:
             self.delay_s[way] = delay_s
             self.scheduler.call_in(seconds, self.delay_s.pop, way, None)
 
+    def is_open(self) -> bool:
+        """Whether everything passes everywhere, and at once."""
+        return not (any(self.lost.values()) or any(self.closed.values()) or self.delay_s)
+
     def reset(self, one: str, other: str) -> None:
         """Every connection between two hosts is gone; both ends see it."""
         if one == other:

@@ -73,7 +73,7 @@ class Voice:
             group=rank.life.group.id,
             life=rank.life.name,
             token=TOKEN,
-            find_lighthouse=lambda: world.published,
+            find_lighthouse=lambda: world.address.read(world.seen_at(rank.life.host)),
             heartbeat_timeout_s=world.plan.lighthouse.heartbeat_timeout_s,
         )
         self.follow: Callable[[], bool] = self._membership.follow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,6 +17,7 @@ from everstep.step.quorum import read_quorum
 from simulation import system
 from simulation.checks import Sick
 from simulation.faults import KINDS, Fault, break_it, place
+from simulation.files import Shared
 from simulation.groups import Group, Life, Rank
 from simulation.judge import START, Judge, State, Violation
 from simulation.lighthouse import Options
@@ -31,7 +32,9 @@ FAILURES = 3
 """Attempts of one group that may fail for each fault, and without any."""
 STUCK = 4
 """So many times its bound without a commit a run counts as stuck."""
-STAYS, AUDITS, HEALS = 3, 3, 4
+STAYS, AUDITS, HEALS, MISSES = 3, 3, 4, 3
+AGAIN = 1.0
+"""Commits of a step that there is already, for each fault."""
 MOST_EVENTS = 2_000_000
 """A run of the largest size takes a tenth of it."""
 
@@ -160,7 +163,10 @@ class World:
         self.judge = Judge(plan.slots, lambda: self.scheduler.now)
         self.trace: list[tuple[float, str, str, int | None, str]] = []
         self._tracing = trace
-        self.published = ""
+        self.address = Shared("")
+        """Of the newest lighthouse, as it is published."""
+        self.lags: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        """By host: until when, and by how much, it sees later what others write into the run directory."""
         self.lighthouses: dict[str, LighthouseNode] = {}
         self.wall_s: dict[str, float] = {}
         """By host: what its wall clock is ahead."""
@@ -172,8 +178,8 @@ class World:
         self.disk: dict[int, list[State]] = {}
         """Step → a state for each rank column, once rank 0 has said that all of them are written."""
         self._writing: dict[tuple[str, int], dict[int, State]] = {}
-        self.finished = -1
-        self.finished_for_all = False
+        self.end: Shared[tuple[int, bool]] = Shared((-1, False))
+        """The step after which the run ended, and whether for all groups."""
         self.finished_at = 0.0
         self.refusing: dict[int, int] = {}
         self.sick: dict[int, Sick] = {}
@@ -186,7 +192,9 @@ class World:
         self.spoiling: dict[int, int] = {}
         self.slow: dict[int, float] = {}
         self.fell: Counter[str] = Counter()
-        self.last_event = 0.0
+        self.last_event = self.last_fault = 0.0
+        self.top = self.rewound = 0
+        """The newest step that some group had; how many were lost with all that had their state."""
         self.applied_count = 0
         self.failed: Counter[str] = Counter()
         """By group: attempts that committed nothing."""
@@ -203,6 +211,23 @@ class World:
         self.scheduler.call_in(LOOK_S, self._look)
 
     # What the parts of the world ask for
+
+    @property
+    def published(self) -> str:
+        return self.address.read()
+
+    @property
+    def finished(self) -> int:
+        return self.end.read()[0]
+
+    @property
+    def finished_for_all(self) -> bool:
+        return self.end.read()[1]
+
+    def seen_at(self, host: str) -> float:
+        """From when what a host reads of the run directory is."""
+        now = self.scheduler.now
+        return now - max((late_s for until, late_s in self.lags[host] if now < until), default=0.0)
 
     def note(self, who: str, kind: str, step: int | None, fields: dict[str, Any]) -> None:
         if kind == "waiting_for_state":
@@ -263,12 +288,15 @@ class World:
 
     def disturbed(self, until: float | None = None) -> None:
         """Something broke, or will not be whole until a time."""
-        self.last_event = max(self.last_event, self.scheduler.now if until is None else until)
+        until = self.scheduler.now if until is None else until
+        self.last_event, self.last_fault = max(self.last_event, until), max(self.last_fault, until)
 
     def applied(self, rank: Rank, commit: Commit) -> None:
         if rank.number == 0:
             self._judge_audit(rank, commit)
+            self._judge_members(commit)
             self.applied_count += 1
+            self.top = max(self.top, commit.step)
             self._judge_pause(self.scheduler.now - self.last_event)
             self.last_event = max(self.last_event, self.scheduler.now)
             if self._tracing:
@@ -304,14 +332,34 @@ class World:
         else:
             life.audits_passed = 0
 
+    def _judge_members(self, commit: Commit) -> None:
+        """Where nothing breaks, whoever has a state takes part in every step."""
+        quiet_s = self.scheduler.now - self.last_fault
+        for life in self.with_state():
+            if life.group.id in commit.groups or not life.group.wanted:
+                life.missed.clear()
+            elif quiet_s > self.bound_s() and self.network.is_open():
+                life.missed.add(commit.step)
+                if len(life.missed) > MISSES:
+                    text = f"steps {sorted(life.missed)} are made without {life.name}, which has a state"
+                    self.judge.violate("left out", text)
+
+    def _judge_commits(self) -> None:
+        """Each step is committed once; a fault may have it committed once more."""
+        steps = max((link.step for link in self.judge.chain.values()), default=0)
+        self.above = self.judge.commits - steps - self.rewound
+        if self.above > self.fell.total() * AGAIN:
+            text = f"{self.judge.commits} for {steps} steps and {self.fell.total()} faults; {self.rewound} were lost"
+            self.judge.violate("commits", text)
+
     def judge_restore(self, rank: Rank) -> None:
         """Nobody goes back to snapshots or the disk while a group that can be heard has a state, and had one when this
         one looked."""
         now, looked = self.scheduler.now, min(own.looked for own in rank.life.ranks)
         for other in self.with_state():
-            age_s = now - other.group.beat[0]
+            beaten, _, step = other.group.beat.read()
             mine = other.group is rank.life.group
-            heard = other.group.beat[2] > 0 and not other.endings and age_s < self.plan.stall_s - 2 * LOOK_S
+            heard = step > 0 and not other.endings and now - beaten < self.plan.stall_s - 2 * LOOK_S
             if not mine and heard and other.able_since < looked:
                 self.judge.violate(
                     "went back", f"{rank.name} restores while {other.name} has {other.ranks[0].work.state}"
@@ -379,6 +427,8 @@ class World:
                     if len(whole) == len(states) and len({state.history for state in whole}) == 1:
                         choices.append(whole)
             life.chosen = max(choices, key=lambda states: states[0].step)
+            self.rewound += max(0, self.top - life.chosen[0].step)
+            self.top = life.chosen[0].step
         return life.chosen[rank.number]
 
     # What faults do
@@ -400,7 +450,7 @@ class World:
         """A new lighthouse on a new host, which is published."""
         node = LighthouseNode(self, f"lighthouse{len(self.lighthouses)}", self.plan.lighthouse)
         self.lighthouses[node.address] = node
-        self.published = node.address
+        self.address.write(self.scheduler.now, node.address)
         return node
 
     def stop(self, process: Process, seconds: float) -> None:
@@ -504,6 +554,7 @@ class World:
     def _judge_the_end(self) -> None:
         if self.stuck:
             return
+        self._judge_commits()
         complete = [
             group for group in self.groups.values() if group.life is not None and End.COMPLETE in group.life.endings
         ]
@@ -526,8 +577,8 @@ class World:
 
     def finish(self, step: int, for_all: bool) -> None:
         """A group says that the state of a step is saved, and is the last."""
-        self.finished, self.finished_at = max(self.finished, step), self.scheduler.now
-        self.finished_for_all = for_all
+        self.finished_at = self.scheduler.now
+        self.end.write(self.finished_at, (max(self.finished, step), for_all))
 
     def finishing(self) -> bool:
         """Whether a group has come to the end of the run."""
