@@ -104,14 +104,6 @@ def rounds(members, count, first):
     return waits
 
 
-def test_groups_of_the_run_form_quorums(lighthouse):
-    members = [lighthouse.member(group) for group in range(3)]
-    time.sleep(0.5)  # all of them have beaten
-    rounds(members, 5, 1)
-    for member in members:
-        member.leave()
-
-
 def test_a_stranger_gets_no_answer_and_stalls_nobody(lighthouse):
     """One that speaks as torchft's clients do, one that has another run's token, one that sends anything."""
     members = [lighthouse.member(group) for group in range(3)]
@@ -167,30 +159,6 @@ def test_what_is_no_request_of_a_group_ends_its_own_connection(lighthouse):
         with pytest.raises(wire.RefusedError, match="not understood"):
             channel.ask(message)
         channel.close()
-
-
-def test_with_encrypt_what_is_said_cannot_be_read(tmp_path):
-    one = Lighthouse(tmp_path, more=["--encrypt"])
-    member = one.member(0)
-    assert asks(member, 0, 1)[0] == [0]
-    with pytest.raises(wire.WireError, match="encrypt must be the same"):
-        one.connect()
-    member.leave()
-    one.end()
-
-
-def test_a_thousand_connections_keep_no_group_out(lighthouse):
-    crowd = [socket.create_connection(("127.0.0.1", lighthouse.port), 5) for _ in range(1000)]
-    for number, one in enumerate(crowd):
-        with contextlib.suppress(OSError):
-            one.send([b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(100), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"][number % 4])
-    member = lighthouse.member(5)
-    assert asks(member, 5, 1)[0] == [5]
-    assert answers(lighthouse.address)
-    member.leave()
-    for one in crowd:
-        one.close()
-    assert lighthouse.process.poll() is None
 
 
 def test_one_that_does_not_answer_is_found_out(tmp_path):

@@ -85,12 +85,26 @@ class Judge:
 
     keys: set[tuple[str, str]] = field(default_factory=set)
     """Ranks, and the keys that they connected with."""
+    met: Callable[[str], tuple[str, ...]] = lambda who: ()
+    """The members of the newest quorum of a rank."""
+    connected: dict[str, float] = field(default_factory=dict)
+    """When each rank last connected."""
+    last_met: tuple[str, ...] = ()
+    """The members of the quorum that was connected last."""
+    trouble: float = 0.0
+    """When something last gave groups a reason to connect anew."""
 
     def uses(self, who: str, key: str) -> None:
         """A rank connects a process group."""
         if (who, key) in self.keys:
             self.violate("key used twice", f"{who} connects with key {key} again")
         self.keys.add((who, key))
+        if self.met(who) != self.last_met:
+            self.last_met, self.trouble = self.met(who), self.now()
+        when = self.connected.get(who, -1.0)
+        if when > self.trouble:
+            self.violate("connects in vain", f"{who} was connected at {when:.3f} with the same, and nothing happened")
+        self.connected[who] = self.now()
 
     def violate(self, kind: str, text: str) -> None:
         if len(self.violations) < 20:

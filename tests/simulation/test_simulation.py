@@ -107,6 +107,10 @@ def test_one_cause_of_the_network_stops_the_others_for_no_longer_than_its_bound(
     outcome, world = run_of(kind)
     assert not outcome.violations
     assert world.fell == {kind: 1}
+    told = [text.split(" cut")[0] for _, _, what, _, text in outcome.trace if what == "left_out"]
+    if kind in ("part", "one-way", "unreached", "closed"):
+        assert len(told) > 1, "who is left out is said"
+        assert told[-1] == "groups=[]", "and that it is not any more"
     times = [at for at, who, what, _, _ in outcome.trace if what == "applied" and who in ("0.0/0", "1.0/0")]
     assert max(later - earlier for earlier, later in itertools.pairwise(times)) < bound_s + 2.0
 

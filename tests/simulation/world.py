@@ -27,13 +27,15 @@ from simulation.scheduler import Process, Scheduler
 from simulation.trainer import SimWork
 
 LOOK_S = 5.0
-STALL_S = 120.0
+STALL_S, GIVE_UP_S = 120.0, 240.0
 FAILURES = 3
 """Attempts of one group that may fail for each fault, and without any."""
 STUCK = 4
 """So many times its bound without a commit a run counts as stuck."""
 STAYS, AUDITS, HEALS, MISSES = 3, 3, 4, 3
-AGAIN = 1.0
+TROUBLES = ("starts", "ends", "is done", "quorum_failed", "left_out", "heal")
+"""Of all events, what may make groups connect anew."""
+AGAIN = 0.5
 """Commits of a step that there is already, for each fault."""
 MOST_EVENTS = 2_000_000
 """A run of the largest size takes a tenth of it."""
@@ -88,7 +90,7 @@ class Plan:
             reduce=timedelta(seconds=self.reduce_s),
             compute=timedelta(seconds=0.8 * self.stall_s),
             join=timedelta(seconds=self.lighthouse.join_timeout_s),
-            give_up=timedelta(seconds=3600),
+            give_up=timedelta(seconds=GIVE_UP_S),
         )
 
 
@@ -160,7 +162,7 @@ class World:
         self.scheduler = Scheduler(f"world {seed}")
         self.rumour = random.Random(f"rumour {seed}")
         """Draws of what a host has memory for, apart from all others."""
-        self.judge = Judge(plan.slots, lambda: self.scheduler.now)
+        self.judge = Judge(plan.slots, lambda: self.scheduler.now, met=self._met)
         self.trace: list[tuple[float, str, str, int | None, str]] = []
         self._tracing = trace
         self.address = Shared("")
@@ -234,6 +236,8 @@ class World:
             self._waits_for_state = True
         if kind == "attempt" and not fields["committed"] and who.endswith("/0"):
             self.failed[who.partition(".")[0]] += 1
+        if kind in TROUBLES or (kind == "attempt" and not fields["committed"]):
+            self.judge.trouble = self.scheduler.now
         if kind == "audit":
             self.audited(who, fields["differing"])
         if self._tracing:
@@ -252,6 +256,10 @@ class World:
                 group.named = life.proven and most_sound and group.id in differing
                 life.accused = group.id in differing
                 life.proven = not life.accused
+
+    def _met(self, who: str) -> tuple[str, ...]:
+        group, _, number = who.partition("/")[0].partition(".")
+        return tuple(member.name for member in self.groups[int(group)].lives[int(number)].met)
 
     def heal_s(self) -> float:
         low, high = self.plan.heal_s
@@ -290,6 +298,7 @@ class World:
         """Something broke, or will not be whole until a time."""
         until = self.scheduler.now if until is None else until
         self.last_event, self.last_fault = max(self.last_event, until), max(self.last_fault, until)
+        self.judge.trouble = max(self.judge.trouble, until)
 
     def applied(self, rank: Rank, commit: Commit) -> None:
         if rank.number == 0:

@@ -253,6 +253,21 @@ def test_a_groups_own_gradients_stay_for_a_retry():
         assert total == [6.0 * n for n in SIZES]
 
 
+def test_sums_that_are_kept_are_those_of_their_step():
+    """A joiner keeps them while its state is on the way, and applies them later."""
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
+    reducer, sums = GradientReducer(params, bucket_bytes=2048), OneGroup(others=2.0)
+    reducer.begin(sums, WAIT)
+    reducer.finish()
+    stashed = reducer.stash()
+    backward(params, 5.0)
+    reducer.begin(sums, WAIT)
+    reducer.finish()
+    reducer.unstash(stashed)
+    reducer.assign(0.5)
+    assert grads(params) == [1.0 * n for n in SIZES]
+
+
 def test_a_parameter_without_gradient_counts_as_zero():
     assert run_all("without_gradient")[2] == [0.0, 1000.0, 0.0, 0.0, 0.0]
 

@@ -186,3 +186,11 @@ def test_data_that_is_not_finite_on_every_group_is_given_up_and_names_nobody(cou
     made, faults, attempts = run_step([Group(n, lambda slot: "nan" if slot == 5 else "") for n in range(count)], 8)
     assert (made, faults) == ("not finite", set())
     assert attempts <= 3 + ledger.ENOUGH
+
+
+@pytest.mark.parametrize("what", ["nan", "wrong"])
+def test_a_slot_that_a_group_refuses_twice_is_computed_by_another_one_and_names_it(what):
+    errs = [lambda slot: "", lambda slot: what if slot == 1 else "", lambda slot: ""]
+    made, faults, attempts = run_step([Group(number, errs[number]) for number in range(3)], 6)
+    assert set(made.values()) == {""}
+    assert (faults, attempts) == ({1}, 3)
