@@ -196,6 +196,15 @@ def test_a_doubted_slot_is_judged_alone(holding, trainer, told):
     assert told[-1] == ("slot_refused", {"slot": 2, "reason": FINDINGS})
 
 
+@pytest.mark.parametrize("flag", [0, 1])
+def test_a_doubted_slot_is_refused_if_another_rank_says_so(holding, ranks, told, flag):
+    ranks.says = lambda words: [word and number != flag for number, word in enumerate(words)]
+    holding.compute(attempt(doubted=frozenset({0})), (0,))
+    assert told == [("slot_refused", {"slot": 0, "reason": [NOT_FINITE, FINDINGS][flag]})]
+    assert holding.held.not_finite == ({0} if flag == 0 else set())
+    assert not holding.held.refused_here, "this rank found nothing"
+
+
 def test_a_slot_that_is_to_pass_is_held_until_what_is_held_is_dropped(holding, trainer, told):
     passes = attempt(doubted=frozenset({0}), accepted=frozenset({0}))
     trainer.wrong = {0}

@@ -253,6 +253,19 @@ def test_a_groups_own_gradients_stay_for_a_retry():
         assert total == [6.0 * n for n in SIZES]
 
 
+def test_gradients_of_several_dtypes_are_summed_in_buckets_of_their_own():
+    dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float32]
+    params = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes]
+    reducer, sums = GradientReducer(params, bucket_bytes=2048), OneGroup(others=1.0)
+    for param in params:
+        param.sum().backward()
+    reducer.begin(sums, WAIT)
+    reducer.finish()
+    reducer.assign(1.0)
+    assert [given.dtype for given in sums.given] == [torch.float32, torch.bfloat16, torch.float32]
+    assert [set(param.grad.tolist()) for param in params] == [{2.0}] * 4
+
+
 def test_sums_that_are_kept_are_those_of_their_step():
     """A joiner keeps them while its state is on the way, and applies them later."""
     params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
