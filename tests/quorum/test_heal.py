@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from everstep.quorum import memory
-from everstep.quorum.heal import Door, HealError, HealState
+from everstep.quorum.heal import Door, HealError, HealState, _StateBytes
 from quorum.relay import fetch, relay
 
 TOKEN = bytes(range(32))
@@ -220,3 +220,33 @@ def test_without_memory_for_a_copy_a_slow_joiner_is_cut_and_gets_no_state(server
 def test_a_tensor_that_is_not_contiguous_is_refused_at_the_source(server):
     with pytest.raises(HealError, match="'w' is not contiguous"):
         server.serve(1, 0, HealState(tensors={"w": torch.zeros(4, 5).T}))
+
+
+def test_nobody_reads_in_place_while_the_copy_is_made():
+    """Its memory may change as soon as the copy is there, and the reader would still be at it."""
+    state, order, go_on = _StateBytes(HealState(tensors={"w": torch.ones(8)})), [], threading.Event()
+
+    class Parts(list):
+        def __iter__(self):
+            yield from super().__iter__()
+            go_on.wait(10)
+            order.append("copied")
+
+    staged = state._staged
+    state._parts, state._staged = Parts(state._parts), lambda pieces: order.append("read") or staged(pieces)
+    copying = threading.Thread(target=state.detach)
+    copying.start()
+    until(lambda: state._detaching)
+    reading = threading.Thread(target=lambda: state.views(0, 32))
+    reading.start()
+    until(lambda: order or state._lock._waiters)
+    go_on.set()
+    for thread in (copying, reading):
+        thread.join()
+    assert order == ["copied", "read"]
+
+
+def until(holds):
+    deadline = time.monotonic() + 10
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
