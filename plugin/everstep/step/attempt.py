@@ -91,7 +91,6 @@ class Turn(enum.Enum):
     RETRY = "the step is tried again"
     CAUGHT_UP = "this group has taken over a state"
     FOLLOWED = "the others committed a step, which this group will apply when it has the state before it"
-    BLANK = "no member of the quorum has any state: it has to come from somewhere else"
     LEFT = "asked to leave, and there is no step to wait for"
     FENCED = "another start of this group counts now"
     OUT_OF_DATA = "the data ended before this step"

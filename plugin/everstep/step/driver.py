@@ -10,7 +10,7 @@ from datetime import timedelta
 from everstep.step.attempt import Host, Turn
 from everstep.step.interfaces import Commit, Work
 from everstep.step.protocol import StepProtocol
-from everstep.step.quorum import NO_STATE
+from everstep.step.quorum import NO_STATE, Quorum
 
 STATE_POLL_S = 1.0
 """Between two looks whether a group that has a state comes back."""
@@ -64,7 +64,7 @@ class Driver:
             GroupBroken, GaveUp: this group has to start again.
             TimeoutError: the others neither finished the last step nor left.
         """
-        turn: Commit | Turn | None = None
+        turn: Commit | Turn | Quorum | None = None
         retries = 0
         while self._work.goes_on():
             turn = self._protocol.attempt()
@@ -79,8 +79,8 @@ class Driver:
                 case Turn.FOLLOWED:
                     if self._protocol.leaving:
                         return End.LEFT
-                case Turn.BLANK:
-                    if end := self._find_state():
+                case Quorum():
+                    if end := self._find_state(turn):
                         return end
                 case Turn.LEFT:
                     return End.LEFT
@@ -99,7 +99,7 @@ class Driver:
         met = turn is Turn.OVER
         return self._finish(saved=not unsaved, met=met) if unsaved or met else End.COMPLETE
 
-    def _find_state(self) -> End | None:
+    def _find_state(self, quorum: Quorum) -> End | None:
         """No group of the quorum has a state; but one that is in no quorum may: it hangs or is busy, and its watchdog
         decides. Going back to the disk now would undo its steps."""
         others = sorted(self._files.groups_with_state())
@@ -110,8 +110,7 @@ class Driver:
             return End.LEFT
         if all(alone for _, alone in said):
             self._files.beat("restore", NO_STATE)
-            assert self._protocol.blank is not None
-            self._protocol.restored(*self._work.restore(self._protocol.blank))
+            self._protocol.restored(*self._work.restore(quorum))
         else:
             self._events.emit("waiting_for_state", groups=others)
             self._clock.sleep(STATE_POLL_S)

@@ -74,8 +74,6 @@ class StepProtocol:
         self._asker = Asker(group, peers, self.decisions, host, rules.timeouts, self._is_too_late)
         self._holding = Holding(work, reducer, self.decisions, host, rules.slots, group.id)
         self.state = NOTHING
-        self.blank: Quorum | None = None
-        """The newest quorum that had no state: its members restore one, each for itself."""
         self.leaving = False
         """Whether this group stops after the next commit; settled anew in each attempt."""
         self._audit = Audit()
@@ -143,8 +141,9 @@ class StepProtocol:
 
     # An attempt
 
-    def attempt(self) -> Commit | Turn:
-        """One attempt at the next step. The caller applies a commit (`apply`) before the next one.
+    def attempt(self) -> Commit | Turn | Quorum:
+        """One attempt at the next step. The caller applies a commit (`apply`) before the next one. A quorum is one in
+        which nobody has a state: it has to come from somewhere else, and its members restore one, each for itself.
 
         Raises:
             GroupBroken: this group has to start again.
@@ -160,8 +159,7 @@ class StepProtocol:
         if met is None:
             return Turn.LEFT if self.leaving else Turn.RETRY
         if met.step == NO_STATE:
-            self.blank = met
-            return Turn.BLANK
+            return met
         if met.is_finishing():
             return Turn.OVER if self._group in met.able else Turn.RETRY
         if self._group in met.left_out:
@@ -178,7 +176,7 @@ class StepProtocol:
             attempt.step,
             attempt=attempt.number,
             quorum_id=met.id,
-            committed=isinstance(outcome, Commit) or outcome is Turn.FOLLOWED,
+            committed=isinstance(outcome, Commit),
             reason=reason,
             computed=list(held.computed),
             held_before=held_before,
@@ -187,6 +185,9 @@ class StepProtocol:
         )
         held.computed.clear()
         held.recomputed.clear()
+        if isinstance(outcome, Commit) and self._group not in attempt.plan.shares:
+            self._follow(outcome)
+            return Turn.FOLLOWED
         return outcome
 
     def _carry_out(self, attempt: Attempt) -> tuple[Commit | Turn, str]:
@@ -201,11 +202,7 @@ class StepProtocol:
         if tally.exhausted:
             has_state = self._group in attempt.plan.shares
             return Turn.OUT_OF_DATA if has_state else Turn.TOO_LATE, "the data ended"
-        commit = self._commit(attempt, tally)
-        if self._group in attempt.plan.shares:
-            return commit, ""
-        self._follow(commit)
-        return Turn.FOLLOWED, ""
+        return self._commit(attempt, tally), ""
 
     def _begin(self) -> Turn | None:
         """Settle what all ranks begin with; what the attempt came to where it ends here.
