@@ -56,6 +56,7 @@ def test_workers_agents_and_lighthouse_die_as_ordered_and_come_back(run, tmp_pat
     assert "rank 1 was killed by SIGKILL" in died["reason"]
     assert "was killed by SIGKILL" in run.wait_for("workers_died", after=begin, group=1)["reason"]
     run.wait_for("lighthouse_started", after=begin)
+    assert "The lighthouse died (-9): no group can join or leave" in run.said()
     for group in (0, 1):
         run.wait_for("commit", after=run.wait_for("workers_started", after=begin, group=group)["t"], group=group)
     faults = {event["fault"]: event for event in run.events("fault", after=begin)}
@@ -92,6 +93,7 @@ def test_ctrl_c_ends_the_faults_that_last(run, tmp_path):
 def test_a_hang_is_ended_by_the_watchdog(run, tmp_path):
     begin, _ = broken(run, tmp_path, 'name = "stop-worker"\nduration_s = 0.0\ngroup = 0')
     run.wait_for("workers_stalled", after=begin, group=0)
+    until(lambda: "Group 0 hung: rank " in run.said(), "the sentence", 10)
     run.wait_for("commit", after=run.wait_for("workers_started", after=begin, group=0)["t"], group=0)
 
 

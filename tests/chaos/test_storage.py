@@ -24,4 +24,8 @@ def test_a_checkpoint_that_does_not_fit_costs_nothing_but_itself(mount, tmp_path
     assert 4 not in {event["step"] for event in run.events("checkpoint_saved")}
     logs = "".join(path.read_text() for path in (run.run_dir / "logs").glob("group-*/rank-0.log"))
     assert f"No checkpoint in {disk / 'checkpoint'} of step 4: " in logs
+    (failed,) = run.events("checkpoint_failed")
+    assert f"make room in {disk / 'checkpoint'}" in run.said()
+    assert "The checkpoint of step 4 was not written: " in run.said()
+    assert "No space left on device" in failed["reason"]
     assert (disk / "checkpoint" / "step-16" / ".metadata").exists()

@@ -99,7 +99,8 @@ def test_nobodys_words_forge_a_line(tmp_path):
 
 def test_an_event_that_lacks_what_its_kind_may_have_is_told_without():
     assert describe(event("workers_stalled", group=1)) == (
-        "group 1: rank ? made no progress in ? for ? s; all ranks' stacks are in logs/group-1/"
+        "Group 1 hung: rank ? made no progress in ? for ? s. It is killed and starts again; all ranks' stacks are in "
+        "logs/group-1/."
     )
     assert describe(event("training_started", group=1, rank=1, source="disk")) == "", "rank 0 tells"
 

@@ -162,7 +162,7 @@ def test_a_failing_run_looks_failing(tmp_path):
     top = text[: text.index('class="cards"', text.index("</style>"))]
     assert "What failed: 6 deaths of workers, 2 groups given up" in top
     assert "KeyError: &#39;c4&#39;" in top
-    assert "group 1 hung in reduce; stacks of all ranks: logs/group-1/" in top
+    assert "The run failed: every group was given up. Last error of a worker: KeyError" in top
     assert "exactly once" not in top
 
 

@@ -120,7 +120,7 @@ def test_a_run_without_room_for_snapshots_trains_and_says_so(tmp_path):
         run.until(4)
         assert "UNPROTECTED, no snapshot is coded: snapshots need" in run.says("status")
         assert run.process.wait() == 0
-        assert "is not coded: snapshots need" in run.console()
+        assert "was not taken: snapshots need" in run.console()
         assert "UNPROTECTED, no snapshot is coded: snapshots need" in run.console(), "the summary at the end"
         assert "UNPROTECTED, no snapshot is coded: snapshots need" in run.says("report")
         assert "UNPROTECTED" in (run.dir / "report.html").read_text()

@@ -131,6 +131,10 @@ def _groups(config: Any) -> Iterator[Problem]:
             f'[fault_tolerance] lighthouse must be http://host:port, got "{ft.lighthouse}"',
         )
 
+    if ft.notify and not re.fullmatch(r"https?://[!-~]+", ft.notify):
+        key = ("fault_tolerance", "notify")
+        yield Problem(key, "[fault_tolerance] notify must be the https:// address of a webhook")
+
 
 def _timeouts(config: Any) -> Iterator[Problem]:
     if config.fault_tolerance.enable:

@@ -104,6 +104,10 @@ class FaultTolerance:
     """Where the supervisor (on a cluster: the lighthouse's job) serves the run's figures for Prometheus, on the address
     of the lighthouse. 0: nowhere."""
 
+    notify: str = ""
+    """A webhook that is told of each guarantee that stops holding, in JSON as Slack takes it, {"text": ...}. Its
+    address is a secret: the page does not show it. Empty: none."""
+
     exact: bool = False
     """Train to the same bits whatever fails: parameters, optimizer state and losses are those of the run without
     faults, and of the run with another number of groups. Takes deterministic kernels, 12 bytes a parameter more, and

@@ -131,4 +131,5 @@ def telling(run_dir: Path, host: str, config: Prepared, page: bool) -> Telling:
         tensorboard_folder=str(metrics.get("save_tb_folder", "tb")),
         wandb=bool(metrics.get("enable_wandb", False)),
         page=page,
+        notify=bool(config.fault_tolerance.notify),
     )

@@ -18,7 +18,7 @@ from rich.text import Text
 from everstep.launch.forking import keep_on_without_output
 from everstep.report.checking import Checking, covered, wrong
 from everstep.report.protection import Protection
-from everstep.report.troubles import Troubles, trouble
+from everstep.report.troubles import Fields, Troubles, trouble
 
 RATE_WINDOW = 20
 """Committed steps over which tokens/s and the time of a step are taken."""
@@ -54,8 +54,6 @@ LINES = {
     "lighthouse_started": "lighthouse at {address}",
     "workers_started": "group {group}: workers started, incarnation {incarnation}",
     "workers_died": "group {group}: {reason}",
-    "workers_stalled": "group {group}: rank {stalled_rank} made no progress in {phase} for {idle_s:.0f} s; all ranks'"
-    " stacks are in logs/group-{group}/",
     "agent_ended": "group {group}: {status}, {reason}",
     "training_started": "group {group}: trains from step {step} ({source})",
     "fault": "fault: {fault} on group {target_group}",
@@ -71,17 +69,17 @@ RANK_0 = ("slot_skipped", "training_started", "workers_protected", "slot_refused
 
 
 def describe(event: dict) -> str:
-    """One event as a line for people; empty for those that would only fill the screen."""
-    event, kind = _Fields(event), event["kind"]
-    if (found := trouble(event)) is not None:
-        return found.sentence
+    """One event, seen alone, as a line for people; empty for those that would only fill the screen."""
+    found = trouble(event)
+    return told(event) if found is None else found.sentence
+
+
+def told(event: dict) -> str:
+    """The same of an event as it is, whatever is degraded by it."""
+    event, kind = Fields(event), event["kind"]
     if kind in RANK_0 and event.get("rank"):
         return ""
     match kind:
-        case "poison_slot":
-            then = "; it is skipped" if event.get("action") == "skip" else ""
-            where = f"slot {event['slot']} of step {event['step']}"
-            return f"{where} ended groups {event['groups']}: {event.get('error', '')}{then}"
         case "left_out":
             return "all groups reach each other again"
         case "audit":
@@ -92,16 +90,6 @@ def describe(event: dict) -> str:
             return wrong(event)
         case _:
             return LINES.get(kind, "").format_map(event)
-
-
-class _Fields(dict):
-    """Of an event, which need not have all that its kind may have."""
-
-    def __missing__(self, name: str) -> "_Fields":
-        return self
-
-    def __format__(self, form: str) -> str:
-        return "?"
 
 
 def show_plainly(events: list[dict]) -> None:
@@ -143,24 +131,21 @@ class RunState:
         """
         self._newest = event["t"]
         self._count(event)
-        self.troubles.take(event)
+        lines = self.troubles.take(event)
         self.protection.take(event)
-        if event["kind"] == "commit":
-            if event["step"] <= self.step:
-                return ""
-            self.step, self.loss = event["step"], event.get("loss")
-            self.taking_part = set(event["groups"])
-            self._commits.append((event["t"], event.get("tokens") or 0.0))
-            return self.progress()
-        line = describe(event)
         known = self.checking.coverage
         self.checking.take(event)
         if self.checking.coverage not in (None, known):
-            line = f"attention: {covered(self.checking.figures())}"
-        if line:
-            line = f"{time.strftime('%H:%M:%S', time.localtime(event['t']))} {line}"
-            self.recent.append(line)
-        return line
+            lines.append(f"attention: {covered(self.checking.figures())}")
+        lines = lines or [line for line in [told(event)] if line]
+        lines = [f"{time.strftime('%H:%M:%S', time.localtime(event['t']))} {line}" for line in lines]
+        self.recent.extend(lines)
+        if event["kind"] == "commit" and event["step"] > self.step:
+            self.step, self.loss = event["step"], event.get("loss")
+            self.taking_part = set(event["groups"])
+            self._commits.append((event["t"], event.get("tokens") or 0.0))
+            lines.append(self.progress())
+        return "\n".join(lines)
 
     def _count(self, event: dict) -> None:
         kind = event["kind"]

@@ -1,4 +1,4 @@
-"""What is told of a run while it goes: its page, a Prometheus endpoint, TensorBoard and W&B.
+"""What is told of a run while it goes: its page, a Prometheus endpoint, TensorBoard, W&B and a webhook.
 
 All of it is made and served by one process (`everstep.report.page`), which reads the run's events. It is started by
 whoever is there for the whole run: the launcher, or on a cluster the lighthouse's job. No trainer is asked, and none
@@ -32,10 +32,12 @@ class Telling:
     tensorboard_folder: str = "tb"
     wandb: bool = False
     page: bool = False
+    notify: bool = False
+    """Whether the config names a webhook. Its address is a secret, and the words of a command are not."""
 
     @property
     def anything(self) -> bool:
-        return bool(self.port or self.tensorboard or self.wandb or self.page)
+        return bool(self.port or self.tensorboard or self.wandb or self.page or self.notify)
 
 
 class Teller:

@@ -15,7 +15,7 @@ COUNTED = (
     "workers_died", "workers_stalled", "group_failing", "heal", "heal_failed", "left_out", "lighthouse_started",
     "lighthouse_died", "node_bad", "poison_slot", "slot_skipped", "slot_refused", "slot_accepted", "not_finite",
     "unfit", "snapshot", "snapshot_failed", "snapshot_skipped", "snapshot_unprotected", "checkpoint_saved",
-    "worker_moved", "workers_unprotected", "resource_shortage", "stranger_refused", "fault",
+    "checkpoint_failed", "worker_moved", "workers_unprotected", "resource_shortage", "stranger_refused", "fault",
 )  # fmt: skip
 """Kinds of events that are counted as they come."""
 
@@ -53,6 +53,7 @@ class Metrics:
         self._age_steps = gauge("snapshot_age_steps", "Committed steps since the newest coded snapshot")
         self._survives = gauge("snapshot_survives_hosts", "Hosts that it may lose at once")
         self._degraded = gauge("degraded", "Troubles by the guarantee that does not hold", "guarantee")
+        self._trouble = gauge("trouble_info", "What does not hold, in words", "guarantee", "sentence")
         for kind in COUNTED:  # from 0: the first of them is an increase
             self._events.labels(kind)
         for action in ACTIONS:
@@ -91,6 +92,9 @@ class Metrics:
                 self._take_time(event, self._begin or 0.0)
         for guarantee in GUARANTEES:
             self._degraded.labels(guarantee).set(self._troubles.count(guarantee))
+        self._trouble.clear()
+        for found in self._troubles.now.values():
+            self._trouble.labels(found.guarantee, found.sentence).set(1)
         self._protected.set(self._protection.step)
         self._age_steps.set(self._protection.age_steps)
         self._survives.set(self._protection.survives)

@@ -7,6 +7,7 @@ is the process that tells of a run while it goes (`everstep.report.live`): it wr
 
 import json
 import os
+import re
 import select
 import socket
 import sys
@@ -38,6 +39,8 @@ RELOAD_MS = 4000
 """How often the page of a run that goes on is loaded again."""
 LARGEST_PAGE = 256 << 20
 NO_PAGE_YET = b'<!doctype html><meta http-equiv="refresh" content="1"><p>The page is being made.'
+SECRET = re.compile(r"^\s*notify\s*=.*$", re.MULTILINE)
+"""The line of a config with the address of a webhook."""
 COLOURS = {
     "productive": "#009e73",
     "recomputed": "#f0e442",
@@ -67,7 +70,7 @@ def _write(run_dir: Path, events: list[dict[str, Any]], against: Path | None = N
     other = measure(load_events(against)) if against is not None else None
     figures = found.figures | loss_delta(found.losses, other.losses if other is not None else {})
     troubles = Troubles()
-    for event in events:
+    for event in found.events:
         troubles.take(event)
     drawn = {
         "states": STATES,
@@ -82,7 +85,6 @@ def _write(run_dir: Path, events: list[dict[str, Any]], against: Path | None = N
     text = environment.get_template("report.html.jinja").render(
         name=run_dir.resolve().name,
         facts=_facts(run_dir, found),
-        failures=_failures(found),
         troubles=troubles.sentences,
         checked=covered(figures),
         judged=judged(figures),
@@ -100,7 +102,7 @@ def _write(run_dir: Path, events: list[dict[str, Any]], against: Path | None = N
         drawn=json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         curves=[name for name in drawn["curves"] if name != "validation"],
         rows=_fault_table(run_dir, found),
-        config=_text_of(run_dir / "config.toml"),
+        config=SECRET.sub('notify = "…"', _text_of(run_dir / "config.toml")),
         version=__version__,
         compared=against.resolve().name if against is not None else "",
     )
@@ -157,21 +159,6 @@ def _facts(run_dir: Path, found: Measured) -> dict[str, str]:
     return facts
 
 
-def _failures(found: Measured) -> list[str]:
-    """What ended badly, for a person to read first, newest last, each kind once: groups that hung or were given up, and
-    the last error of a run that failed. What is wrong now is in `troubles`."""
-    said = dict.fromkeys(
-        f"group {e['group']} hung in {e['phase']}; stacks of all ranks: logs/group-{e['group']}/"
-        for e in found.events
-        if e["kind"] == "workers_stalled"
-    )
-    if found.figures["status"] != "failed":
-        said |= dict.fromkeys(map(str, found.figures["give_ups"].values()))
-    if found.figures["error"] and not found.figures["give_ups"]:
-        said[found.figures["error"]] = None
-    return list(said)[-MOST_FAILURES:]
-
-
 def _fault_table(run_dir: Path, found: Measured) -> list[dict[str, Any]]:
     """The faults, with a link to the hit group's log."""
     rows = []
@@ -197,11 +184,13 @@ def tell(run_dir: Path, what: dict[str, Any]) -> None:
     more. Events are read once; for the page those that it needs are kept."""
     from everstep.report.curves import Curves, open_sinks
     from everstep.report.metrics import Metrics
+    from everstep.report.notify import Notifier
     from everstep.report.serve import Server
 
     os.nice(NICENESS)
     metrics = Metrics(what["groups"], what["min_groups"])
     curves = Curves(run_dir, open_sinks(run_dir, what))
+    notifier = Notifier(_webhook(run_dir), run_dir.resolve().name) if what["notify"] else None
     kinds: dict[str, Callable[[], tuple[str, bytes]]] = {
         "page": lambda: ("text/html; charset=utf-8", served_page(run_dir)),
         "metrics": lambda: ("text/plain; version=0.0.4; charset=utf-8", metrics.text()),
@@ -209,12 +198,16 @@ def tell(run_dir: Path, what: dict[str, Any]) -> None:
     for name, fd in what["fds"].items():
         Server(socket.socket(fileno=fd), dict.fromkeys(("/", f"/{name}", "/report.html"), kinds[name]))
     events: list[dict[str, Any]] = []
+    unwritten: list[dict[str, Any]] = []
     tail, over, due = EventTail(run_dir), False, time.monotonic()
     while not over:
         over = bool(select.select([0], [], [], POLL_S if events else FIRST_PAUSE_S)[0])
-        new = tail.new()
+        new = [*tail.new(), *unwritten]
+        unwritten = []
+        metrics.follow(new)
+        if notifier is not None:
+            notifier.follow(new)
         try:
-            metrics.follow(new)
             curves.follow(new)
             if what["page"]:
                 events += [reduced(event) for event in new if event["kind"] in READ]
@@ -224,8 +217,22 @@ def tell(run_dir: Path, what: dict[str, Any]) -> None:
                     _write(run_dir, events)
                     due = time.monotonic() + max(PAUSE_S, (time.process_time() - began) / SHARE)
         except OSError as error:  # a full disk
+            unwritten = [_shortage(run_dir, error)]
             print(f"everstep: what is told of the run is not written: {error}", flush=True)
     curves.close()
+    if notifier is not None:
+        notifier.close()
+
+
+def _webhook(run_dir: Path) -> str:
+    """Its address, as the config says."""
+    return str(tomllib.loads(_text_of(run_dir / "config.toml")).get("fault_tolerance", {}).get("notify", ""))
+
+
+def _shortage(run_dir: Path, error: OSError) -> dict[str, Any]:
+    """The event that says why nothing can be written, for those that need no disk: a full one takes no event either."""
+    head = {"t": time.time(), "mono": time.monotonic(), "group": None, "rank": None, "step": None}
+    return head | {"kind": "resource_shortage", "reason": f"{run_dir}: {error.strerror}", "again_s": PAUSE_S}
 
 
 def served_page(run_dir: Path) -> bytes:

@@ -30,6 +30,7 @@ READ = frozenset((
     "slot_skipped", "slot_refused", "slot_accepted", "slot_wrong", "not_finite", "unfit", "finding",
     "attention_schedule", "keeper_found", "snapshot_protected", "snapshot_unprotected", "snapshot_failed", "left_out",
     "workers_unprotected", "workers_protected", "lighthouse_died", "lighthouse_started", "resource_shortage",
+    "snapshot_skipped", "checkpoint_failed", "checkpoint_saved", "poison_slot", "diverged",
 ))  # fmt: skip
 """The kinds of events that are read."""
 UNREAD = frozenset(("mono", "role", "held_before", "slots", "inner_losses", "checksum"))

@@ -1,128 +1,300 @@
 """Which guarantees of a run are degraded now: for each one sentence with its cause, and what to do.
 
-The console, `everstep status`, the page and Prometheus take them from here.
+The console, `everstep status`, the page, Prometheus and the webhook take them from here. Most follow from one event
+(`ROWS`); the others from several (`Troubles`): a straggler, clocks that differ, snapshots that are skipped again and
+again, hosts that a snapshot no longer survives, data that ended.
 """
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
-GUARANTEES = ("snapshots", "workers", "reach", "group", "lighthouse", "machine", "arithmetic", "finite")
+GUARANTEES = (
+    "run", "group", "lighthouse", "reach", "snapshots", "hosts", "workers", "checkpoint", "machine", "arithmetic",
+    "finite", "data", "pace", "clock",
+)  # fmt: skip
 """What may be degraded; docs/monitoring.md says what each means."""
+
+MOST = 50
+"""Troubles that are told at once; of more the oldest are forgotten."""
+GRACE_S = 5.0
+"""What was to be tried again and failed again has said so by then."""
+QUORUM_S = 5.0
+"""A quorum that takes longer is told; shorter ones are the price of a death."""
+SKIPPED = 10
+"""Snapshots that were due and not taken, one after the other, before that is told."""
+SLOW_STEPS, SLOW_SHARE, SLOW_S = 5, 2.0, 0.2
+"""A group is a straggler when a slot took it SLOW_SHARE of what it took the others, and its step SLOW_S longer, in
+SLOW_STEPS steps one after the other."""
+CLOCKS_S = 60.0
+"""By how much dates of one commit may differ."""
+LATE = 4096
+"""Commits of which not all groups have told yet: a host's events may be seen late, or be dated late."""
+LONGEST = 600
+"""Characters of a sentence: a reason may quote a whole message of somebody else's."""
+
+EVERY_RANK = frozenset(("unfit", "not_finite"))
+"""Kinds of events that a rank tells for itself; of others rank 0 speaks for its group."""
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """One guarantee that does not hold. `who`: the group, or what else it is of; "" for the whole run."""
+    """One guarantee that does not hold."""
 
     guarantee: str
     who: str
+    """The group, or what else it is of; "" for the whole run."""
     sentence: str
+    ends: tuple[str, ...] = ()
+    """Kinds of events with which it is over: those of the same group, if it is of one."""
+    group: int | None = None
+    step: int | None = None
+    """Only events of later steps end it."""
+    until: float = math.inf
+    """Wall time, in seconds, at which it is over if it was not told again."""
+
+    def is_ended_by(self, event: Mapping[str, Any]) -> bool:
+        if event["t"] > self.until:
+            return True
+        same = self.group in (None, event.get("group")) and (self.step is None or self.step < (event.get("step") or 0))
+        return same and event["kind"] in self.ends
+
+
+class Fields(dict):
+    """Of an event, which need not have all that its kind may have."""
+
+    def __missing__(self, name: str) -> "Fields":
+        return self
+
+    def __format__(self, form: str) -> str:
+        return "?"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What an event says to be degraded from now on. `sentence` and `who` are formats of the event's fields and of
+    those of `_fields`."""
+
+    guarantee: str
+    sentence: str
+    ends: tuple[str, ...] = ()
+    who: str = ""
+    when: Callable[[Mapping[str, Any]], bool] = lambda event: True
+
+    @property
+    def is_of_a_group(self) -> bool:
+        return self.who == "{group}"
+
+
+def _out_of_memory(event: Mapping[str, Any]) -> bool:
+    said = f"{event.get('reason')} {event.get('error')}"
+    return any(
+        words in said for words in ("OutOfMemoryError", "MemoryError", "out of memory", "control group was used")
+    )
+
+
+ROWS: dict[str, Row] = {
+    "snapshot_failed": Row(
+        "snapshots",
+        "The newest snapshot of group {group} was not taken: {cause}. A loss of its host now goes back to {coded}; "
+        "everstep snapshots RUN_DIR shows who holds what.",
+        ends=("snapshot_protected",),
+    ),
+    "snapshot_unprotected": Row(
+        "snapshots",
+        "The newest snapshot of group {group} is not coded: {cause}. A loss of its host now goes back to {coded}; "
+        "everstep snapshots RUN_DIR shows who holds what.",
+        ends=("snapshot_protected",),
+    ),
+    "workers_unprotected": Row(
+        "workers",
+        "If group {group} dies now, the run ends: {cause}. Make room in the run directory's storage, or mend it.",
+        ends=("workers_protected",),
+        who="{group}",
+    ),
+    "checkpoint_failed": Row(
+        "checkpoint",
+        "The checkpoint of step {step} was not written: {cause}. Training goes on; make room in {folder}, or mend its "
+        "storage.",
+        ends=("checkpoint_saved",),
+    ),
+    "left_out": Row(
+        "reach",
+        "Groups {names} are left out until they reach the others again: no connections between groups {cuts}. Check "
+        "the network between their hosts, and fault_tolerance.bind_host.",
+        ends=("left_out",),
+        when=lambda event: bool(event.get("groups")),
+    ),
+    "group_failing": Row(
+        "group",
+        "{Cause}; it starts again in {again_s:g} s. Its log: logs/group-{group}/rank-0.log.",
+        ends=("commit",),
+        who="{group}",
+    ),
+    "workers_stalled": Row(
+        "group",
+        "Group {group} hung: rank {stalled_rank} made no progress in {phase} for {idle_s:.0f} s. It is killed and "
+        "starts again; all ranks' stacks are in logs/group-{group}/.",
+        ends=("commit",),
+        who="{group}",
+    ),
+    "agent_ended": Row(
+        "group",
+        "{Cause}. The others go on without it; its logs: logs/group-{group}.",
+        ends=("commit",),
+        who="{group}",
+        when=lambda event: event.get("status") == "failed",
+    ),
+    "workers_died": Row(
+        "machine",
+        "Group {group} ran out of memory: {why}. It starts again; lower [training] local_batch_size, or set "
+        '[activation_checkpoint] mode = "full".',
+        ends=("commit",),
+        who="{group}",
+        when=_out_of_memory,
+    ),
+    "resource_shortage": Row(
+        "machine",
+        "{Whole}; it is tried again in {again_s:g} s. Free memory, processes or disk there.",
+        ends=("workers_started",),
+        who="{group}",
+    ),
+    "lighthouse_died": Row(
+        "lighthouse",
+        "The lighthouse died ({exitcode}): no group can join or leave until it is back. It is started again; if this "
+        "stays, see logs/lighthouse.log.",
+        ends=("lighthouse_started",),
+    ),
+    "quorum_failed": Row(
+        "lighthouse",
+        "Group {group} got no quorum in {waited_s:.0f} s: {cause}. Check that the lighthouse's host can be reached, "
+        "and that fault_tolerance.min_groups groups run.",
+        ends=("commit",),
+        who="quorum",
+        when=lambda event: (event.get("waited_s") or 0.0) >= QUORUM_S,
+    ),
+    "unfit": Row("arithmetic", "{Cause}.", who="{group}.{rank}"),  # which says what to do
+    "slot_wrong": Row(
+        "arithmetic",
+        "Group {names} computed other bits of slot {slot} of step {step} than two others, whose bits the step has. If "
+        "it comes again, take its host out of service.",
+        who="{names}",
+    ),
+    "audit": Row(
+        "arithmetic",
+        "The parameters of groups {differ} are not those of the others at step {step}; they heal. If it comes again, "
+        "take their hosts out of service.",
+        ends=("audit",),
+        who="audit",
+        when=lambda event: event.get("agreed") is False,
+    ),
+    "not_finite": Row("finite", "Slot {slot} of step {step}: {cause}.", ends=("commit",), who="{step}.{slot}"),
+    "diverged": Row(
+        "finite",
+        "Training diverged at step {step}: {diverged}. Lower [optimizer] lr or [training] max_norm, and go on from an "
+        "older checkpoint ([checkpoint] load_step).",
+        ends=("commit",),
+        who="{step}",
+    ),
+    "poison_slot": Row(
+        "data",
+        "Slot {slot} of step {step} ended the workers of groups {names}: {error}. {then}.",
+        who="{step}.{slot}",
+    ),
+}  # fmt: skip
+"""By kind of event."""
 
 
 def trouble(event: Mapping[str, Any]) -> Trouble | None:
-    """What an event says to be degraded from now on; None for other events, and for ranks that repeat it."""
-    group, reason = event.get("group"), str(event.get("reason", "")).rstrip(".")
-    if event.get("rank") and event["kind"] not in ("unfit", "not_finite"):
+    """What one event says to be degraded from now on; None for other events, and for ranks that repeat it."""
+    row = ROWS.get(event["kind"])
+    if row is None or not row.when(event) or (event.get("rank") and event["kind"] not in EVERY_RANK):
         return None
-    match event["kind"]:
-        case "snapshot_unprotected" | "snapshot_failed":
-            coded = f"step {event['coded_step']}" if event.get("coded_step") is not None else "the last coded one"
-            return Trouble(
-                "snapshots",
-                "",
-                f"The newest snapshot of group {group} is not coded: {reason}. "
-                f"A loss of its host now goes back to {coded}; everstep snapshots RUN_DIR shows who holds what.",
-            )
-        case "workers_unprotected":
-            return Trouble(
-                "workers",
-                str(group),
-                f"If group {group} dies now, the run ends: {reason}. "
-                "Make room in the run directory's storage, or mend it.",
-            )
-        case "left_out" if event["groups"]:
-            names = ", ".join(map(str, event["groups"]))
-            cut = ", ".join(f"{one} and {other}" for one, other in event["cut"])
-            return Trouble(
-                "reach",
-                "",
-                f"Groups {names} are left out until they reach the others again: no connections between groups {cut}. "
-                "Check the network between their hosts, and fault_tolerance.bind_host.",
-            )
-        case "group_failing":
-            again = f"it starts again in {event.get('again_s', 0.0):.0f} s"
-            return Trouble("group", str(group), f"{_capital(reason)}; {again}. Its log: logs/group-{group}/rank-0.log.")
-        case "agent_ended" if event.get("status") == "failed":
-            return Trouble(
-                "group", str(group), f"{_capital(reason)}. The others go on without it; its logs: logs/group-{group}."
-            )
-        case "lighthouse_died":
-            return Trouble(
-                "lighthouse",
-                "",
-                f"The lighthouse died ({event.get('exitcode')}): no group can join or leave until it is back. "
-                "It is started again; if this stays, see logs/lighthouse.log.",
-            )
-        case "resource_shortage":
-            whose = "" if group is None else f"group {group}: "
-            again = f"it is tried again in {event['again_s']:.0f} s"
-            return Trouble(
-                "machine", str(group), f"{_capital(whose + reason)}; {again}. Free memory, processes or disk there."
-            )
-        case "unfit":
-            return Trouble("arithmetic", f"{group}.{event.get('rank')}", f"{reason}.")  # which says what to do
-        case "slot_wrong":
-            names = ", ".join(map(str, event["groups"]))
-            return Trouble(
-                "arithmetic",
-                names,
-                f"Group {names} computed other bits of slot {event['slot']} of step {event['step']} than two others, "
-                "whose bits the step has. If it comes again, take its host out of service.",
-            )
-        case "not_finite":
-            return Trouble(
-                "finite",
-                f"{event['step']}.{event['slot']}",
-                f"Slot {event['slot']} of step {event['step']}: {reason}.",
-            )
-    return None
+    fields, again_s = _fields(event), event.get("again_s")
+    return Trouble(
+        row.guarantee,
+        row.who.format_map(fields),
+        _line(row.sentence.format_map(fields)),
+        row.ends,
+        event.get("group") if row.is_of_a_group else None,
+        event.get("step") if row.guarantee == "finite" else None,
+        event["t"] + again_s + GRACE_S if event["kind"] == "resource_shortage" and again_s is not None else math.inf,
+    )
+
+
+def _fields(event: Mapping[str, Any]) -> Fields:
+    """The fields of an event, and what sentences say of them."""
+    cause = str(event.get("reason") or "for a reason that was not told").rstrip(". ")
+    group, coded = event.get("group"), event.get("coded_step")
+    whose = "" if group is None else f"group {group}: "
+    skips = "It is skipped, so its tokens are not in the result"
+    stops = 'The run ends; look at its data, or set [fault_tolerance] on_poison = "skip"'
+    said = {
+        "cause": cause,
+        "Cause": _capital(cause),
+        "Whole": _capital(whose + cause),
+        "why": event.get("error") or cause,
+        "coded": "the last coded one" if coded is None else f"step {coded}",
+        "names": ", ".join(map(str, event.get("groups") or ())),
+        "differ": ", ".join(map(str, event.get("differing") or ())),
+        "cuts": ", ".join(" and ".join(map(str, pair)) for pair in event.get("cut") or ()),
+        "diverged": f"the loss is {event['loss']}" if event.get("loss") is not None else cause,
+        "then": skips if event.get("action") == "skip" else stops,
+    }
+    return Fields({**event, **said})
+
+
+@dataclass
+class _Session:
+    """What several events of one start of a run say together."""
+
+    steps: int | None = None
+    """The last step, as the run's start says."""
+    newest: int = 0
+    """The newest committed step."""
+    error: str = ""
+    """Of the newest death of workers that had one, and where it stands."""
+    skipped: Counter[int] = field(default_factory=Counter)
+    """By group, snapshots that were due and not taken since one was coded."""
+    survived: int = 0
+    """The most hosts that a snapshot could lose."""
+    told: dict[str, dict[int, tuple[float, float | None]]] = field(default_factory=dict)
+    """By history of a commit that not all of its groups have told of: by group, its date of the commit, and the seconds
+    that a slot of it took."""
+    slow: Counter[int] = field(default_factory=Counter)
+    """By group, steps one after the other in which it was slow."""
 
 
 @dataclass
 class Troubles:
     """Follows the events of a run, of all ranks."""
 
-    now: dict[tuple[str, str], str] = field(default_factory=dict)
-    """By guarantee and who: the sentence."""
+    now: dict[tuple[str, str], Trouble] = field(default_factory=dict)
+    """By guarantee and who."""
+    _session: _Session = field(default_factory=_Session)
 
-    def take(self, event: Mapping[str, Any]) -> None:
-        """Take note of one event, of any kind."""
-        group = str(event.get("group"))
-        match event["kind"]:
-            case "run_started":
-                self.now.clear()
-            case "run_ended" if event.get("status") != "failed":
-                self.now.clear()
-            case "snapshot_protected":
-                self.now.pop(("snapshots", ""), None)
-            case "workers_protected":
-                self.now.pop(("workers", group), None)
-            case "left_out":
-                self.now.pop(("reach", ""), None)
-            case "lighthouse_started":
-                self.now.pop(("lighthouse", ""), None)
-                self.now.pop(("machine", "None"), None)
-            case "workers_started":
-                self.now.pop(("machine", group), None)
-            case "commit":
-                self.now.pop(("group", group), None)
-                for key in [
-                    key for key in self.now if key[0] == "finite" and int(key[1].split(".")[0]) < event["step"]
-                ]:
-                    del self.now[key]
-        if (found := trouble(event)) is not None:
-            self.now[found.guarantee, found.who] = found.sentence
+    def take(self, event: Mapping[str, Any]) -> list[str]:
+        """Take note of one event, of any kind; the sentences that are new with it."""
+        for key in [key for key, one in self.now.items() if one.is_ended_by(event)]:
+            del self.now[key]
+        if event["kind"] == "run_started":
+            self.now, self._session = {}, _Session(event.get("steps"))
+        elif event["kind"] == "run_ended" and event.get("status") != "failed":
+            self.now = {key: one for key, one in self.now.items() if key == ("data", "end")}
+        new = []
+        for found in (trouble(event), *self._over_time(event)):
+            if found is None:
+                continue
+            before = self.now.pop((found.guarantee, found.who), None)
+            self.now[found.guarantee, found.who] = found
+            if before is None or before.sentence != found.sentence:
+                new.append(found.sentence)
+        while len(self.now) > MOST:
+            del self.now[next(iter(self.now))]
+        return new
 
     def count(self, guarantee: str) -> int:
         """How many troubles of that guarantee there are."""
@@ -130,7 +302,108 @@ class Troubles:
 
     @property
     def sentences(self) -> list[str]:
-        return list(self.now.values())
+        return [one.sentence for one in self.now.values()]
+
+    def _over_time(self, event: Mapping[str, Any]) -> Iterator[Trouble]:
+        """What only several events together say."""
+        group, step, session = event.get("group"), event.get("step") or 0, self._session
+        if event.get("rank"):
+            return
+        match event["kind"]:
+            case "commit" if isinstance(group, int):
+                session.newest = max(session.newest, step)
+                yield from self._commit_told(event, group)
+            case "workers_died" if isinstance(group, int) and event.get("error"):
+                log = f"logs/group-{group}/rank-0.log"
+                session.error = f" Last error of a worker: {event['error']}; its log: {log}."
+            case "training_done" if session.steps is not None and session.newest <= step < session.steps:
+                yield Trouble(
+                    "data",
+                    "end",
+                    f"The data ended at step {step} of {session.steps}. Give more data, let the dataloader repeat it "
+                    "(infinite = true), or set [training] steps to what there is.",
+                )
+            case "snapshot_skipped" if isinstance(group, int):
+                session.skipped[group] += 1
+                if session.skipped[group] == SKIPPED:
+                    found = _fields(event)
+                    yield Trouble(
+                        "snapshots",
+                        "",
+                        _line(
+                            f"Group {group} has taken none of the last {SKIPPED} snapshots: {found['cause']}. A loss "
+                            "of hosts now goes back to the last coded one; set a larger [snapshot] interval."
+                        ),
+                        ("snapshot_protected",),
+                    )
+            case "snapshot_protected":
+                session.skipped.clear()
+                self.now.pop(("hosts", ""), None)
+                if not event["survives"] and session.survived:
+                    yield Trouble(
+                        "hosts",
+                        "",
+                        f"The snapshot of step {step} survives the loss of no host; earlier ones survived "
+                        f"{session.survived}. Bring back the groups that are gone: groups "
+                        f"{', '.join(map(str, event['members']))} share it.",
+                    )
+                session.survived = max(session.survived, event["survives"])
+            case "run_ended" if event.get("status") == "failed":
+                yield Trouble("run", "", _line(f"The run failed: {str(event['reason']).rstrip('.')}.{session.error}"))
+
+    def _commit_told(self, event: Mapping[str, Any], group: int) -> Iterator[Trouble]:
+        session, history = self._session, event.get("history")
+        if history is None:
+            return
+        slots, compute_s = (event.get("owners") or []).count(group), event.get("compute_s")
+        told = session.told.setdefault(history, {})
+        told[group] = event["t"], compute_s / slots if slots and compute_s is not None else None
+        if len(told) >= len(event["groups"]):
+            del session.told[history]
+            yield from self._compared(told)
+        elif len(session.told) > LATE:
+            del session.told[next(iter(session.told))]
+
+    def _compared(self, told: Mapping[int, tuple[float, float | None]]) -> Iterator[Trouble]:
+        """What the groups' words on one commit say when they are laid side by side."""
+        session, dates = self._session, {group: t for group, (t, _) in told.items()}
+        if len(dates) > 1:
+            first, last = min(dates, key=dates.__getitem__), max(dates, key=dates.__getitem__)
+            apart_s = dates[last] - dates[first]
+            if apart_s <= CLOCKS_S:
+                self.now.pop(("clock", ""), None)
+            elif ("clock", "") not in self.now:
+                yield Trouble(
+                    "clock",
+                    "",
+                    f"The clocks of groups {first} and {last} differ by {apart_s:.0f} s: training does not mind, but "
+                    "dates and times in the report are wrong. Set the clocks of their hosts (NTP).",
+                )
+        paces = {group: pace for group, (_, pace) in told.items() if pace is not None}
+        for group in [*session.slow]:
+            if group not in paces:
+                del session.slow[group]
+        for group, pace in paces.items() if len(paces) > 1 else ():
+            usual = median(other for one, other in paces.items() if one != group)
+            slow = pace > SLOW_SHARE * usual and pace - usual > SLOW_S
+            session.slow[group] = session.slow[group] + 1 if slow else 0
+            if not slow:
+                self.now.pop(("pace", str(group)), None)
+            elif session.slow[group] == SLOW_STEPS:
+                yield Trouble(
+                    "pace",
+                    str(group),
+                    f"Group {group} is slow: a slot takes it {pace:.2f} s and the others {usual:.2f} s, for "
+                    f"{SLOW_STEPS} steps, and every step waits for it. Look at its host for another load or a "
+                    "throttled device, or take it out of service.",
+                    group=group,
+                    ends=("workers_started", "agent_ended"),
+                )
+
+
+def _line(text: str) -> str:
+    """`text` as one line of a terminal: what it would obey is shown."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)[:LONGEST]
 
 
 def _capital(text: str) -> str:

@@ -158,6 +158,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "worker_moved": (*_STEP, "worker", "rounds_again"),
     "workers_unprotected": (*_STEP, "reason"),
     "checkpoint_saved": _STEP,
+    "checkpoint_failed": (*_STEP, "reason"),
+    "snapshot_skipped": (*_STEP, "reason"),
     "validation": (*_STEP, "loss"),
     "snapshot": _STEP,
     "snapshot_unprotected": (*_STEP, "reason"),

@@ -111,8 +111,9 @@ class DiskCheckpoints:
             if last:
                 raise
             why, _ = next(iter(error.failures.values()))
-            what = f"{self._config.folder} of step {step}: {type(why).__name__}: {why}"
-            logger.warning(f"No checkpoint in {what}. Is there room? Training goes on.")
+            reason = f"{type(why).__name__}: {why}"
+            logger.warning(f"No checkpoint in {self._config.folder} of step {step}: {reason}. Training goes on.")
+            self._events.emit("checkpoint_failed", commit, reason=reason, folder=str(self._config.folder))
             # pyrefly: ignore[missing-attribute]
             self._manager.save_future = None
             return

@@ -40,6 +40,8 @@ def export(run_dir: Path, folder: Path, *, not_before: int = 0, below: bool = Fa
     from everstep.titan import cpu
 
     cpu.stand_in()
+    from torch.distributed.checkpoint.api import CheckpointException
+
     from everstep.titan.checkpoints import export_checkpoint, put_in_place
     from everstep.titan.load import load_config
     from everstep.titan.trainer import EverstepTrainer
@@ -53,6 +55,9 @@ def export(run_dir: Path, folder: Path, *, not_before: int = 0, below: bool = Fa
         export_checkpoint(config, found.tensors, found.meta, unpack_dataloader(found.blobs), draft)
     except (ValueError, KeyError) as error:
         raise ExportError(f"{run_dir}: the state in memory does not fit {run_dir / 'config.toml'}: {error}") from error
+    except CheckpointException as error:
+        why, _ = next(iter(error.failures.values()))
+        raise ExportError(f"{type(why).__name__}: {why}") from error
     if below:
         put_in_place(draft, target)
     return found
@@ -68,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.group is not None:
         die_with_parent(os.getppid())
+    events = EventLog(options.run_dir, options.group, 0, "exporter") if options.group is not None else None
     os.nice(10)
     begin = time.monotonic()
     try:
@@ -78,11 +84,13 @@ def main(argv: list[str] | None = None) -> int:
             below=options.below,
             writer=options.group or 0,
         )
-    except ExportError as error:
+    except (ExportError, OSError) as error:
         print(f"export: {error}", file=sys.stderr, flush=True)
+        if events is not None:
+            folder = str(options.folder)
+            events.emit("checkpoint_failed", options.not_before, reason=str(error), folder=folder)
         return 1
-    if options.group is not None:
-        events = EventLog(options.run_dir, options.group, 0, "exporter")
+    if events is not None:
         events.emit("checkpoint_saved", found.step, took_s=round(time.monotonic() - begin, 3), source="memory")
     return 0
 
