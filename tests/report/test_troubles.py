@@ -123,7 +123,7 @@ CAUSES = {
         "arithmetic", [("unfit", {"reason": "rank 0 on host a refused a slot"})], "refused a slot.", None),
     "a sick device of another rank": (
         "arithmetic", [("unfit", {"rank": 3, "reason": "rank 3 on host a refused a slot"})],
-                                      "Rank 3 on host a", None),
+                                      "rank 3 on host a", None),
     "other bits": ("arithmetic", [("slot_wrong", {"slot": 3, "groups": [1]})],
                    "Group 1 computed other bits of slot 3 of step 4 than two others", None),
     "other parameters": ("arithmetic", [("audit", {"agreed": False, "differing": [1]})],

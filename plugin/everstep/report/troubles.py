@@ -176,7 +176,7 @@ ROWS: dict[str, Row] = {
         who="quorum",
         when=lambda event: (event.get("waited_s") or 0.0) >= QUORUM_S,
     ),
-    "unfit": Row("arithmetic", "{Cause}.", who="{group}.{rank}"),  # which says what to do
+    "unfit": Row("arithmetic", "{cause}.", who="{group}.{rank}"),  # which says what to do
     "slot_wrong": Row(
         "arithmetic",
         "Group {names} computed other bits of slot {slot} of step {step} than two others, whose bits the step has. If "
