@@ -23,6 +23,9 @@ COUNTED = (
 class Metrics:
     """Follows the events of a run. `registry` is its own: nothing is shared with other users of the library.
 
+    Attributes:
+        troubles: what does not hold now.
+
     Read from the beginning of the log, so counters go on where they were when whoever follows is started again.
     """
 
@@ -60,7 +63,7 @@ class Metrics:
             self._findings.labels(action)
         for guarantee in GUARANTEES:
             self._degraded.labels(guarantee)
-        self._troubles = Troubles()
+        self.troubles = Troubles()
         self._protection = Protection()
         self._checking = Checking()
         self._commits = FirstMention()
@@ -81,7 +84,7 @@ class Metrics:
         for event in events:
             if self._begin is None or event["kind"] == "run_started":
                 self._begin_session(event["t"])
-            self._troubles.take(event)
+            self.troubles.take(event)
             self._protection.take(event)
             self._checking.take(event)
             if event["kind"] in COUNTED:
@@ -91,9 +94,9 @@ class Metrics:
             if event.get("rank") in (None, 0):
                 self._take_time(event, self._begin or 0.0)
         for guarantee in GUARANTEES:
-            self._degraded.labels(guarantee).set(self._troubles.count(guarantee))
+            self._degraded.labels(guarantee).set(self.troubles.count(guarantee))
         self._trouble.clear()
-        for found in self._troubles.now.values():
+        for found in self.troubles.now.values():
             self._trouble.labels(found.guarantee, found.sentence).set(1)
         self._protected.set(self._protection.step)
         self._age_steps.set(self._protection.age_steps)

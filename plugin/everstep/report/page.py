@@ -22,7 +22,17 @@ import jinja2
 from everstep import __version__
 from everstep.report import series
 from everstep.report.checking import ACTIONS, covered, judged
-from everstep.report.score import READ, Measured, counted, load_events, loss_delta, measure, reduced, verdict
+from everstep.report.score import (
+    READ,
+    Measured,
+    counted,
+    load_events,
+    loss_delta,
+    measure,
+    reduced,
+    uncollected,
+    verdict,
+)
 from everstep.report.sessions import stated
 from everstep.report.times import STATES
 from everstep.report.troubles import Troubles
@@ -31,12 +41,12 @@ from everstep.run.files import LARGEST, write_whole
 from everstep.run.regular import read_regular
 
 MOST_FAILURES = 6
-PAUSE_S, FIRST_PAUSE_S, POLL_S = 3.0, 0.5, 1.0
+PAUSE_S, FIRST_PAUSE_S, POLL_S = 2.0, 0.5, 0.5
 SHARE = 0.5
 """Of one core that writing the page again and again may take, below all other processes."""
 NICENESS = 10
-RELOAD_MS = 4000
-"""How often the page of a run that goes on is loaded again."""
+RELOAD_MS = 2500
+"""How often the page of a run that goes on is loaded again, unless somebody points at a curve."""
 LARGEST_PAGE = 256 << 20
 NO_PAGE_YET = b'<!doctype html><meta http-equiv="refresh" content="1"><p>The page is being made.'
 SECRET = re.compile(r"^\s*notify\s*=.*$", re.MULTILINE)
@@ -64,14 +74,18 @@ def write_page(run_dir: Path, against: Path | None = None) -> Path:
     return _write(run_dir, load_events(run_dir), against)
 
 
-def _write(run_dir: Path, events: list[dict[str, Any]], against: Path | None = None) -> Path:
+def _write(
+    run_dir: Path, events: list[dict[str, Any]], against: Path | None = None, troubles: Troubles | None = None
+) -> Path:
+    """`troubles`: what follows from the events, if it was followed already."""
     as_of = time.time()
     found = measure(events)
     other = measure(load_events(against)) if against is not None else None
     figures = found.figures | loss_delta(found.losses, other.losses if other is not None else {})
-    troubles = Troubles()
-    for event in found.events:
-        troubles.take(event)
+    if troubles is None:
+        troubles = Troubles()
+        for event in events:
+            troubles.take(event)
     drawn = {
         "states": STATES,
         "colours": COLOURS,
@@ -214,7 +228,8 @@ def tell(run_dir: Path, what: dict[str, Any]) -> None:
                 if over or (events and time.monotonic() >= due):
                     began = time.process_time()
                     events.sort(key=lambda event: event["t"])  # a log on another node may be seen late
-                    _write(run_dir, events)
+                    with uncollected():
+                        _write(run_dir, events, troubles=metrics.troubles)
                     due = time.monotonic() + max(PAUSE_S, (time.process_time() - began) / SHARE)
         except OSError as error:  # a full disk
             unwritten = [_shortage(run_dir, error)]

@@ -33,6 +33,8 @@ READ = frozenset((
     "snapshot_skipped", "checkpoint_failed", "checkpoint_saved", "poison_slot", "diverged",
 ))  # fmt: skip
 """The kinds of events that are read."""
+FREQUENT = frozenset(("commit", "attempt", "quorum"))
+"""What nearly all events of a long run are; the others are looked through again and again."""
 UNREAD = frozenset(("mono", "role", "held_before", "slots", "inner_losses", "checksum"))
 """Fields that nothing here uses: a long run has millions of events."""
 
@@ -59,7 +61,7 @@ def reduced(event: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Without garbage collection, which would search millions of events again and again for cycles that they
     cannot have, and double the time that a long run's score takes."""
     collecting = gc.isenabled()
@@ -100,23 +102,24 @@ class Measured:
 
 def measure(events: list[dict[str, Any]]) -> Measured:
     """Everything at once, of what `load_events` gives."""
-    with _uncollected():
+    with uncollected():
         return _measure(events)
 
 
 def curve(run_dir: Path) -> dict[int, float]:
     """Loss by step along the commits that the final state contains."""
-    with _uncollected():
+    with uncollected():
         return loss_by_step(trace(load_events(run_dir)).final)
 
 
 def _measure(events: list[dict[str, Any]]) -> Measured:
     history = trace(events)
     attempts = collect_attempts(events)
-    faults = collect_faults(events)
+    rare = [event for event in events if event["kind"] not in FREQUENT]
+    faults = collect_faults(rare)
     runs = collect_sessions(events)
     by_session = commits_by_session(runs, history.commits)
-    groups = stated(events, "groups", "run_started")
+    groups = stated(rare, "groups", "run_started")
     tries = Counter(attempt.step for attempt in attempts)
     disturbed = {step for step, count in tries.items() if count > 1}
     heals = {event["step"] for event in events if event["kind"] == "heal"}
@@ -125,7 +128,7 @@ def _measure(events: list[dict[str, Any]]) -> Measured:
     rows = fault_rows(events, faults, runs, by_session, step_s)
 
     final = history.final
-    skipped = skipped_slots(events)
+    skipped = skipped_slots(rare)
     lanes = stretches(events, runs)
     steps = {commit.step for commit in final}
     away = thrown_away(attempts)
@@ -133,15 +136,15 @@ def _measure(events: list[dict[str, Any]]) -> Measured:
     checking = Checking()
     for event in events:
         checking.take(event)
-    batch = stated(events, "global_batch_size", "run_started", "training_started")
+    batch = stated(rare, "global_batch_size", "run_started", "training_started")
     figures = {
-        **ending(events),
+        **ending(rare),
         "wall_s": sum(run.end - run.begin for run in runs),
         "training_s": training_s,
         "sessions": len(runs),
         "groups": groups,
         "groups_mean": groups_mean(by_session),
-        "steps_asked": stated(events, "steps", "run_started"),
+        "steps_asked": stated(rare, "steps", "run_started"),
         "steps": len(steps),
         "first_step": min(steps, default=None),
         "last_step": max(steps, default=None),
@@ -163,9 +166,9 @@ def _measure(events: list[dict[str, Any]]) -> Measured:
         **productivity(final, len(history.commits) - len(final), runs, lanes, step_s, groups),
         "goodput_definition": GOODPUT_DEFINITION,
         **tokens_of(final, training_s),
-        **failures(events),
+        **failures(rare),
         **split(lanes),
-        "replicas_diverged": replicas_diverged(events),
+        "replicas_diverged": replicas_diverged(rare),
         **checking.figures(),
         "snapshots": protection_of(events),
         **exchanged(events),

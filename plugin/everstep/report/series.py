@@ -79,13 +79,12 @@ def shares(parts: Sequence[Stretch], begin: float, end: float, columns: int) -> 
     """(states, columns), in the order of STATES: which share of a column's time a group was in each state.
     Nothing is left out, however short."""
     edges = np.linspace(begin, end, columns + 1)
+    times = np.array([(part.begin, part.end) for part in parts]).reshape(-1, 2)
+    states = np.array([STATES.index(part.state) for part in parts], dtype=int)
     found = np.zeros((len(STATES), columns))
-    for row, state in enumerate(STATES):
-        mine = [part for part in parts if part.state == state]
-        if not mine:
-            continue
+    for row in np.unique(states):
+        mine = times[states == row]
         # Time spent in the state until each edge: it grows within stretches only, and in proportion.
-        times = np.array([[part.begin, part.end] for part in mine]).ravel()
-        spent = np.cumsum([size for part in mine for size in (0.0, part.end - part.begin)])
-        found[row] = np.diff(np.interp(edges, times, spent)) / (edges[1] - edges[0])
+        grown = np.stack([np.zeros(len(mine)), mine[:, 1] - mine[:, 0]], axis=1)
+        found[row] = np.diff(np.interp(edges, mine.ravel(), grown.ravel().cumsum())) / (edges[1] - edges[0])
     return found.clip(0, 1)

@@ -208,6 +208,12 @@ ROWS: dict[str, Row] = {
 """By kind of event."""
 
 
+FOLLOWED = frozenset(ROWS) | {
+    "run_started", "run_ended", "commit", "training_done", "snapshot_skipped", "snapshot_protected",
+}  # fmt: skip
+"""Kinds of events from which troubles follow."""
+
+
 def trouble(event: Mapping[str, Any]) -> Trouble | None:
     """What one event says to be degraded from now on; None for other events, and for ranks that repeat it."""
     row = ROWS.get(event["kind"])
@@ -278,6 +284,8 @@ class Troubles:
 
     def take(self, event: Mapping[str, Any]) -> list[str]:
         """Take note of one event, of any kind; the sentences that are new with it."""
+        if event["kind"] not in FOLLOWED and not self.now:
+            return []
         for key in [key for key, one in self.now.items() if one.is_ended_by(event)]:
             del self.now[key]
         if event["kind"] == "run_started":
