@@ -215,7 +215,7 @@ def _toml_lines(table: dict[str, Any], path: tuple[str, ...]) -> Iterator[str]:
 
 def _toml_key(key: str) -> str:
     bare = key and all(c.isascii() and (c.isalnum() or c in "-_") for c in key)
-    return key if bare else json.dumps(key)
+    return key if bare else _toml_value(key)
 
 
 def _toml_value(value: Any) -> str:

@@ -1,5 +1,6 @@
 """A trainer's checkpoints on disk: which one a run goes on from, and when one is written."""
 
+import shutil
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -111,7 +112,7 @@ class DiskCheckpoints:
             if last:
                 raise
             why, _ = next(iter(error.failures.values()))
-            reason = f"{type(why).__name__}: {why}"
+            reason = f"{type(why).__name__}: {why}{_room(str(self._config.folder))}"
             logger.warning(f"No checkpoint in {self._config.folder} of step {step}: {reason}. Training goes on.")
             self._events.emit("checkpoint_failed", commit, reason=reason, folder=str(self._config.folder))
             # pyrefly: ignore[missing-attribute]
@@ -129,3 +130,11 @@ class DiskCheckpoints:
             # pyrefly: ignore[missing-attribute]
             self._manager.last_save_in_hf = False
         self.save(step, commit, last=True)
+
+
+def _room(folder: str) -> str:
+    """How much room a folder has, in words: torch's errors of a full disk do not name it. "" where nobody can say."""
+    try:
+        return f" ({shutil.disk_usage(folder).free / 2**30:.2f} GiB free there)"
+    except OSError:  # object storage
+        return ""
