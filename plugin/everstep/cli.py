@@ -43,6 +43,7 @@ COMMANDS = {
     "chaos": Command("break a running run", "chaos.command", "Chaos", "chaos"),
     "report": Command("compute what a run did from its events", "commands.report", "Report", "report"),
     "same": Command("compare two runs to the bit", "commands.same", "Same", "same"),
+    "replay": Command("compute a step again and compare its bits", "commands.replay", "Replay", "replay"),
     "snapshots": Command("show what a run holds in host memory", "commands.snapshots", "Snapshots", "snapshots"),
     "pack": Command("make a token file from text", "commands.pack", "Pack", "pack"),
     "submit": Command("start a run on a Slurm cluster", "commands.cluster", "Submit", "submit", "sbatch"),

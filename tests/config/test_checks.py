@@ -54,6 +54,29 @@ REFUSED = {
         GOOD + 'lighthouse = "http://head"\n',
         'run.toml:12: [fault_tolerance] lighthouse must be http://host:port, got "http://head"',
     ),
+    "exact sums that leave out what is lost": (
+        GOOD + 'exact = true\non_loss = "shrink"\n',
+        'run.toml:13: [fault_tolerance] on_loss = "shrink" leaves out what a lost group had, so the result depends '
+        "on what failed: with [fault_tolerance] exact = true nothing may be left out",
+    ),
+    "exact sums that leave out what is poison": (
+        GOOD + 'exact = true\non_poison = "skip"\n',
+        'run.toml:13: [fault_tolerance] on_poison = "skip" leaves out slots that end groups, so the result depends '
+        "on what failed: with exact = true nothing may be left out",
+    ),
+    "exact sums that round away what moves parameters": (
+        GOOD + "exact = true\n[optimizer]\neps = 1e-15\n",
+        "run.toml:14: [optimizer] eps = 1e-15 makes whole steps of gradients below 1e-12, which exact sums round to 0: "
+        "with [fault_tolerance] exact = true it must be at least 1e-10",
+    ),
+    "audits without bits": (
+        GOOD + "audit_slots = 0.1\n",
+        "run.toml:12: [fault_tolerance] audit_slots = 0.1 compares bits: it needs exact = true",
+    ),
+    "a share above 1": (
+        GOOD + "exact = true\naudit_slots = 2.0\n",
+        "run.toml:13: [fault_tolerance] audit_slots must be from 0 to 1, got 2.0",
+    ),
     "a learning rate that climbs": (
         GOOD + "[optimizer]\nlr = -1\n",
         "run.toml:13: [optimizer] lr must be 0 or more, got -1.0",

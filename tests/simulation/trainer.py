@@ -124,7 +124,7 @@ class SimWork:
     def _bits_of(self, step: int, slot: int, wrong: bool) -> int:
         return 1 + (fold(step, slot, self.rank.life.group.id + 1 if wrong else 0) & (1 << 50) - 1)
 
-    def bits(self) -> int:
+    def bits(self, slot: int) -> int:
         self._same("bits")
         return self._bits
 

@@ -134,28 +134,51 @@ def test_what_has_no_place_in_the_sum_is_seen_by_every_group(bad, at):
     assert reducer.own_finite()
 
 
+def empty(count):
+    return torch.full((count,), exact.OFFSET, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("slots", [1, SLOTS, 1024])
 def test_the_largest_gradients_of_all_slots_have_room(slots):
     """Also if one of them is the next float below: no bit of it is lost."""
     most = exact.most_of_slot(slots)
-    values, into = torch.full((3,), most), torch.zeros(3, dtype=torch.float64)
-    for _ in range(slots - 1):
-        exact.add(into, values, most)
-    exact.add(into, values.nextafter(torch.zeros(3)), most)
-    assert into.tolist() == [most * (slots - 2.0**-24)] * 3
-    assert float(into[0]) <= exact.MOST
+    for sign in (1.0, -1.0):
+        values, into = torch.full((3,), sign * most), empty(3)
+        for _ in range(slots - 1):
+            exact.add(into, values, most)
+        exact.add(into, values.nextafter(torch.zeros(3)), most)
+        assert (into - exact.OFFSET).tolist() == [sign * most * (slots - 2.0**-24)] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_quantum_can_hold_is_not_changed(dtype):
     """All bits of a float whose last bit is not below 2^-40; smaller ones go to the nearest quantum."""
     values = (torch.randn(100_000) * 10 ** torch.empty(100_000).uniform_(-6, 2)).to(dtype)
-    into = torch.zeros(100_000, dtype=torch.float64)
-    exact.add(into, values, 1e4)
+    into = empty(100_000)
+    exact.add(into, values, 1024.0)
+    into -= exact.OFFSET
     kept = values.abs() >= 2.0**-16
     assert torch.equal(values[kept].double(), into[kept])
     assert float((values.double() - into).abs().max()) <= 2.0**-41
     assert torch.equal(into * 2.0**40, (into * 2.0**40).round())
+
+
+def test_what_is_halfway_between_two_quanta_goes_the_same_way_whatever_it_is_added_to():
+    """In vectors and in their rests, contiguous or not; over all magnitudes that have a middle, and the largest."""
+    halves = torch.arange(1, 200, 2) * 2.0**-41
+    large = torch.tensor([2.0**10, 1.0, 0.5, 2.0**-17 + 2.0**-40])
+    values = torch.cat([halves, -halves, large.nextafter(torch.zeros(4)), large])
+    alone = empty(len(values))
+    exact.add(alone, values, 1024.0)
+    expected = torch.sign(values) * torch.floor(values.double().abs() * 2.0**40 + 0.5)
+    assert torch.equal((alone - exact.OFFSET) * 2.0**40, expected)
+    for quanta in (1, 2, 3, -5):
+        start = torch.full((3, len(values)), exact.OFFSET + quanta * 2.0**-40, dtype=torch.float64)
+        exact.add(start[0], values, 1024.0)
+        exact.add(start.T[:, 1], values, 1024.0)
+        for index, value in enumerate(values):
+            exact.add(start[2][index], value, 1024.0)
+        assert torch.equal(start - quanta * 2.0**-40, alone.expand(3, -1))
 
 
 def test_rounded_losses_add_up_alike_in_every_order():

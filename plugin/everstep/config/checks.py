@@ -25,6 +25,8 @@ _TIMEOUTS = (
 )
 """(shorter, longer, why) of [fault_tolerance]'s timeouts."""
 
+SMALLEST_EPS = 1e-10
+"""Of Adam, with exact sums: beside it, what their quantum of 2^-40 cannot hold moves no parameter by 1 % of a step."""
 _LONGEST_S = 3e8
 """Ten years; the libraries that wait count milliseconds in 64 bits or fewer."""
 _BOUNDS: dict[tuple[str, str], tuple[float, float]] = {
@@ -206,6 +208,14 @@ def _exact(config: Any) -> Iterator[Problem]:
             '[fault_tolerance] on_poison = "skip" leaves out slots that end groups, so the result depends on what '
             "failed: with exact = true nothing may be left out",
         )
+    for group in config.optimizer.param_groups:
+        eps = group.optimizer_kwargs.get("eps", SMALLEST_EPS)
+        if eps < SMALLEST_EPS:
+            yield Problem(
+                ("optimizer", "eps"),
+                f"[optimizer] eps = {eps} makes whole steps of gradients below 1e-12, which exact sums round to 0: "
+                f"with [fault_tolerance] exact = true it must be at least {SMALLEST_EPS:g}",
+            )
 
 
 def _precision(config: Any) -> Iterator[Problem]:

@@ -71,6 +71,10 @@ def _numbers(value: Any) -> bool:
     return type(value) is dict and all(map(_number, value.values()))
 
 
+def _by_slot(value: Any) -> bool:
+    return type(value) is dict and all(slot.isdecimal() and _text(bits) for slot, bits in value.items())
+
+
 def _name(value: Any) -> bool:
     return _text(value) or _int(value)
 
@@ -96,6 +100,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     ),
     **dict.fromkeys(("loss", "grad_norm", "lr"), _or_none(_number)),
     "metrics": _numbers,
+    "bits": _by_slot,
     "tokens": _or_none(lambda value: _finite(value) and value >= 0),
     **dict.fromkeys(("computed", "recomputed", "held_before"), _or_none(_list_of(_count))),
     **dict.fromkeys(("joiners", "differing", "members", "exposed"), _or_none(_list_of(_group))),

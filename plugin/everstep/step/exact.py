@@ -4,7 +4,11 @@ A sum of floats depends on its order, and so on who computed what. Here each slo
 nearest multiple of 2^-40, and added up in float64, whose sums of such multiples are exact below 2^13. The quantum is a
 constant: a slot's element of 1e-5 keeps all its bits, one of 1e-9 keeps 10, and what is below 1e-12 counts for nothing,
 as beside Adam's eps. In a run with S slots a step, a slot's gradient with an element above the power of two below
-2^13 / S is treated as one that is not finite (`most_of_slot`).
+2^11 / S is treated as one that is not finite (`most_of_slot`).
+
+A sum over slots is kept with an offset of 1.5 * 2^12, at which float64 has no finer numbers than the quantum: to add is
+to round. What is halfway between two quanta would go to the even sum, which depends on the order. So each value is made
+larger by a factor that moves it off the middle, away from zero, and changes no other rounding.
 """
 
 import math
@@ -12,25 +16,30 @@ import math
 import torch
 
 MOST = 2.0**13
-"""Of a sum's elements: 2^53 quanta."""
+"""Of a sum's elements without the offset: 2^53 quanta."""
 
-_ROUNDS = 1.5 * 2.0**12
-"""In float64, what is added to it and taken away again has been rounded to a quantum, up to 2^11."""
+OFFSET = 1.5 * 2.0**12
+"""Of a sum over slots: what it is when nothing was added."""
 
-_CHUNK = 1 << 14
-"""Elements that a CPU rounds at a time: they stay in its cache."""
+_ROOM = 2.0**11
+"""How far a sum over slots can go from the offset."""
+
+_OFF_THE_MIDDLE = 1.0 + 2.0**-52
+
+_CHUNK = 1 << 18
+"""Elements that a CPU converts to float64 at a time: they stay in its cache."""
 
 
 def most_of_slot(slots: int) -> float:
     """Up to which element of a slot's gradient the sum of all `slots` is exact: a power of two."""
-    return min(2.0**11, 2.0 ** math.floor(math.log2(MOST / slots)))
+    return min(_ROOM / 2, 2.0 ** math.floor(math.log2(_ROOM / slots)))
 
 
 def add(into: torch.Tensor, values: torch.Tensor, most: float) -> None:
-    """Add floats to a sum of multiples of the quantum; if one is above `most` or NaN, the sum becomes NaN.
+    """Add floats to a sum over slots; if one is above `most` or NaN, the sum becomes NaN.
 
     Args:
-        into: float64.
+        into: float64, with the offset.
         values: bfloat16 or float32, in the shape of `into`.
     """
     if not values.numel():
@@ -38,10 +47,10 @@ def add(into: torch.Tensor, values: torch.Tensor, most: float) -> None:
     within = (torch.stack(torch.aminmax(values)).abs() <= most).all()
     into[(0,) * into.dim()].add_(torch.where(within, 0.0, torch.nan))
     if values.device.type != "cpu" or not (into.is_contiguous() and values.is_contiguous()):
-        into.add_(values.double().add_(_ROUNDS).sub_(_ROUNDS))
+        into.add_(values, alpha=_OFF_THE_MIDDLE)
         return
     for piece, part in zip(into.view(-1).split(_CHUNK), values.view(-1).split(_CHUNK), strict=True):
-        piece.add_(part.double().add_(_ROUNDS).sub_(_ROUNDS))
+        piece.add_(part, alpha=_OFF_THE_MIDDLE)
 
 
 def rounded(values: torch.Tensor) -> torch.Tensor:

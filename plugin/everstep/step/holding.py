@@ -129,7 +129,7 @@ class Holding:
                 attempt.exhausted = True
                 break
             if slot in attempt.plan.audited:
-                held.bits[slot] = self._work.bits()
+                held.bits[slot] = self._work.bits(slot)
             self._reducer.end_slot()
             held.slots.add(slot)
             held.computed.append(slot)

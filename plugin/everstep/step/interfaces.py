@@ -250,9 +250,9 @@ class Work(Protocol):
             OutOfData: there is none for this slot; on all ranks of the group. Nothing was added.
         """
 
-    def bits(self) -> int:
-        """Of the gradient that `compute` has just made, of all ranks of the group: 1 to 2^52, equal where all bits are.
-        Only with exact sums, where `param.grad` has nothing else."""
+    def bits(self, slot: int) -> int:
+        """Of the gradient that `compute` made of a slot, of all ranks of the group: 1 to 2^52, equal where all bits
+        are. Only with exact sums."""
         ...
 
     def audit(self, step: int, slot: int) -> int:

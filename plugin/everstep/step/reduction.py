@@ -95,7 +95,7 @@ class _Bucket:
         self.params, self._most = params, most
         self.memory = self._new_memory()
         self.held = None if most is None else self._new_memory()
-        """Where sums are exact: of the slots that have ended."""
+        """Where sums are exact: of the slots that have ended, with the offset of `exact`."""
         self.filled = [False] * len(params)
         self.additions = [0] * len(params)
         """How often each gradient was added to in the slot in progress."""
@@ -104,6 +104,7 @@ class _Bucket:
         self.sum: Sum | None = None
         self.filled_on: dict[Hashable, Event | None] = {}
         """The streams it was filled from in this attempt, and where in their work."""
+        self.forget()
 
     def begin(self) -> None:
         """An attempt begins: what the parameters have is not where it sums."""
@@ -120,6 +121,7 @@ class _Bucket:
         if self.held is not None:
             self.memory.views[index].copy_(self.held.views[index])
             self._add(index, self.memory)
+            self.memory.views[index].sub_(exact.OFFSET)
         elif grad is None:
             self.memory.views[index].zero_()
         else:
@@ -143,7 +145,7 @@ class _Bucket:
     def forget(self) -> None:
         """Nothing is held."""
         if self.held is not None:
-            self.held.flat.zero_()
+            self.held.flat.fill_(exact.OFFSET)
 
     def give(self, scale: float) -> None:
         """Make the sums, times `scale`, the parameters' gradients."""

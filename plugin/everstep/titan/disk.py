@@ -18,18 +18,19 @@ from everstep.titan.run_files import RankFiles
 
 HISTORY = "history"
 DATA_BEGAN = "data_began_after"
+PARAMETERS = "parameters"
 
 
 class Counters:
-    """torchtitan's counters, the history of the state that they belong to, and the step after which the data began: a
-    `Stateful`.
+    """torchtitan's counters, the history of the state that they belong to, the step after which the data began, and
+    with exact sums a checksum of the state's parameters: a `Stateful`.
 
     Args:
         trainer: a `SlotTrainer`.
-        own: which of our own keys there are.
+        own: which of our own keys there are; None: all that this run has.
     """
 
-    def __init__(self, trainer: Any, own: Collection[str] = (HISTORY, DATA_BEGAN)) -> None:
+    def __init__(self, trainer: Any, own: Collection[str] | None = None) -> None:
         self._trainer, self._own = trainer, own
 
     @property
@@ -37,13 +38,18 @@ class Counters:
         return self._trainer.step
 
     def state_dict(self) -> dict[str, Any]:
-        ours = {HISTORY: self._trainer.history, DATA_BEGAN: self._trainer.source.began_after}
-        return Trainer.state_dict(self._trainer) | {key: value for key, value in ours.items() if key in self._own}
+        ours: dict[str, Any] = {HISTORY: self._trainer.history, DATA_BEGAN: self._trainer.source.began_after}
+        if self._trainer.is_exact:
+            ours[PARAMETERS] = self._trainer.parameters_told
+        if self._own is not None:
+            ours = {key: value for key, value in ours.items() if key in self._own}
+        return Trainer.state_dict(self._trainer) | ours
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         Trainer.load_state_dict(self._trainer, state_dict)
         self._trainer.history = int(state_dict.get(HISTORY, 0))
         self._trainer.source.began_after = int(state_dict.get(DATA_BEGAN, 0))
+        self._trainer.parameters_told = str(state_dict.get(PARAMETERS, ""))
 
 
 class DiskCheckpoints:
@@ -95,7 +101,7 @@ class DiskCheckpoints:
         some of our keys, and a key that is not there cannot be loaded."""
         keys = self.keys()
         if keys is not None:
-            there = [key for key in (HISTORY, DATA_BEGAN) if f"{TRAIN_STATE}.{key}" in keys]
+            there = [key for key in (HISTORY, DATA_BEGAN, PARAMETERS) if f"{TRAIN_STATE}.{key}" in keys]
             self.states[TRAIN_STATE] = Counters(self._trainer, there)
         found = self._manager.load(step=self._config.load_step)
         self.states[TRAIN_STATE] = self.counters

@@ -40,20 +40,29 @@ def after_build() -> None:
 def fingerprint(config: Any, device: torch.device) -> dict[str, str]:
     """What this rank's bits depend on, besides model, data and seed: by name a value."""
     module = torch.get_device_module(device)
-    degrees = {key: value for key, value in asdict(config.parallelism).items() if key.endswith(("degree", "schedule"))}
     found = {
         "torch": torch.__version__,
         "device": module.get_device_name(),
         "instructions": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else "",
         "threads": str(torch.get_num_threads()) if device.type == "cpu" else "",
         "ranks": str(dist.get_world_size()),
-        "parallelism": " ".join(f"{key}={value}" for key, value in degrees.items()),
+        "parallelism": _parallelism(config),
         "precision": f"{config.training.dtype} {config.training.mixed_precision_param}",
         "compile": str(config.compile.enable and config.compile.components),
         "environment": " ".join(f"{key}={os.environ[key]}" for key in SETTINGS if key in os.environ),
         "computation": _probe(device),
     }
     return {name: value for name, value in found.items() if value}
+
+
+def _parallelism(config: Any) -> str:
+    degrees = {key: value for key, value in asdict(config.parallelism).items() if key.endswith(("degree", "schedule"))}
+    return " ".join(f"{key}={value}" for key, value in degrees.items())
+
+
+def layout(config: Any) -> str:
+    """On what a checksum of a group's parameters depends besides their values: equal where it can be compared."""
+    return f"{dist.get_world_size()} {config.training.dtype} {_parallelism(config)}"
 
 
 def agree(run_dir: Path, mine: dict[str, str]) -> None:

@@ -68,8 +68,8 @@ def _told(run_dir: Path) -> tuple[dict[int, set[tuple[Any, Any]]], dict[int, set
     for event in read_events(run_dir, {"commit", "audit"}):
         if event["kind"] == "commit":
             losses[event["step"]].add((event["loss"], event.get("grad_norm")))
-        else:
-            sums[event["step"]].add(event.get("checksum"))
+        if event.get("checksum") is not None:
+            sums[event["step"]].add(event["checksum"])
     return losses, sums
 
 

@@ -319,7 +319,7 @@ class Rounds:
         """See `Work.refused`: workers in whose rounds an optimizer step was refused twice."""
         return frozenset(self.rounds.refused)
 
-    def bits(self) -> int:
+    def bits(self, slot: int) -> int:
         raise NotImplementedError  # [fault_tolerance] audit_slots is refused
 
     def audit(self, step: int, slot: int) -> int:

@@ -217,6 +217,7 @@ class EverstepTrainer(SlotTrainer):
         """No group has a state: take the newest that the keepers or the disk have, or start."""
         if not self._restore_from_memory():
             found = self.disk.load()
+            self._require_as_committed(f"the checkpoint of step {self.step}", HOPELESS_EXIT)
             self.history = self.history or ledger.extend(0, self.step, "restored")
             if DATALOADER in self.config.checkpoint.exclude_from_loading:
                 self.source.began_after = began_after(self.run_dir, self.source.fingerprint(), self.step)
@@ -236,12 +237,28 @@ class EverstepTrainer(SlotTrainer):
         if state is None:
             return False
         self.take(state, "memory")
+        self._require_as_committed(f"the snapshot of step {self.step} in this host's memory", UNFIT_EXIT)
         return True
+
+    def _require_as_committed(self, what: str, status: int) -> None:
+        """Raises TrainerEnds if a restored state says which parameters it was committed with, and has others."""
+        told, _, layout = self.parameters_told.partition(" ")
+        now, _, mine = self.parameters().partition(" ") if told and self.is_exact else ("", "", "")
+        if now and layout == mine and now != told:
+            raise TrainerEnds(
+                status,
+                f"{what} has other parameters than those that were committed (checksum {now}, and {told} then): it was "
+                "damaged since. Remove it, and the run goes on from the one before",
+            )
 
     # A commit
 
     def goes_on(self) -> bool:
         return self.should_continue_training()
+
+    def parameters(self) -> str:
+        """A checksum of the group's parameters, and how they are laid out in it; a collective of the group."""
+        return f"{sum_in_group(self.state.checksum()):016x} {exactness.layout(self.config)}"
 
     def checksum(self) -> int | None:
         interval = self.config.fault_tolerance.audit_interval
@@ -284,6 +301,9 @@ class EverstepTrainer(SlotTrainer):
             grad_norm, told = update(commit)
         self.history = commit.history
         self.data_read(commit.step)
+        if self.is_exact:
+            self.parameters_told = self.parameters()
+            told |= {"bits": self.own_bits(), "checksum": self.parameters_told.partition(" ")[0]}
         goes_on = self.goes_on() and not commit.all_leave
         if self.snapshots is not None:
             words = self.sums.unpack(commit.extra).words.tolist()

@@ -28,7 +28,7 @@ from everstep.titan.disk import DiskCheckpoints
 from everstep.titan.group import all_in_group, sum_in_group
 from everstep.titan.place import RunPlace
 from everstep.titan.snapshots import AGREED_SNAPSHOTS
-from everstep.titan.state import TrainingState, checksum, slot_seed
+from everstep.titan.state import TrainingState, digest, row_sums, slot_seed
 from everstep.titan.tally import Layout, StepSums
 
 DATA_BLOB = "data"
@@ -81,6 +81,11 @@ class SlotTrainer(titan.Trainer):
         self.history = 0
         self._slot_tokens: dict[int, int] = {}
         self._slot_losses: dict[int, torch.Tensor] = {}
+        self._slot_rows: dict[int, torch.Tensor] = {}
+        """With exact sums, what checksums of the slots' gradients are made of."""
+        self.is_exact = ft.exact
+        self.parameters_told = ""
+        """With exact sums, `parameters()` after the last step; of a state that was taken over, what came with it."""
         self._skips_poison = ft.on_poison == "skip"
         """Whether slots that ended groups are left out."""
         self._skipped: set[tuple[int, int]] = set()
@@ -138,6 +143,8 @@ class SlotTrainer(titan.Trainer):
             return
         self.files.computes(step, slot)
         self.compute_slot(step, slot, whole=whole)
+        if self.is_exact:  # param.grad has nothing else
+            self._slot_rows[slot] = self._row_sums()
 
     def _is_poison(self, step: int, slot: int) -> bool:
         return (step, slot) in self._skipped or self.files.is_poison(step, slot)
@@ -173,17 +180,24 @@ class SlotTrainer(titan.Trainer):
         self._slot_losses[slot] = loss.detach().to(torch.float64) * (self.nominal_tokens if known else 0.0)
 
     @torch.no_grad()
-    def bits(self) -> int:
+    def _row_sums(self) -> torch.Tensor:
+        """Of the gradients that a slot has just made."""
         # Added to zeros that an earlier slot left, -0 becomes 0: here it does always.
-        grads = (None if param.grad is None else local(param.grad) + 0.0 for param in self.trainable)
-        return sum_in_group(checksum(grads)) % AUDIT_BITS + 1
+        return row_sums(None if param.grad is None else local(param.grad) + 0.0 for param in self.trainable)
+
+    def bits(self, slot: int) -> int:
+        return _in_tally(self._slot_rows[slot])
+
+    def own_bits(self) -> dict[int, str]:
+        """Of the gradients of each slot that is held, on this rank."""
+        return {slot: f"{digest(rows):x}" for slot, rows in sorted(self._slot_rows.items())}
 
     def audit(self, step: int, slot: int) -> int:
         loads = [local(load).clone() for load in self.expert_loads]
         counted = self.metrics_processor.ntokens_since_last_log
         self.compute_slot(step, slot, whole=False)
         self.metrics_processor.ntokens_since_last_log = counted
-        bits = self.bits()
+        bits = _in_tally(self._row_sums())
         del self._slot_tokens[slot], self._slot_losses[slot]
         for param in self.trainable:
             if param.grad is not None:  # not None: that says which parameters the held slots reached
@@ -269,6 +283,7 @@ class SlotTrainer(titan.Trainer):
     def discard(self) -> None:
         self._slot_tokens.clear()
         self._slot_losses.clear()
+        self._slot_rows.clear()
         self._refused.clear()
         if self.checks is not None:
             self.checks.forget()
@@ -343,3 +358,8 @@ class SlotTrainer(titan.Trainer):
             global_batch_size=self.samples,
             ranks=dist.get_world_size(),
         )
+
+
+def _in_tally(rows: torch.Tensor) -> int:
+    """The bits of a slot for a tally, of all ranks of the group; a collective of the group."""
+    return sum_in_group(digest(rows)) % AUDIT_BITS + 1
