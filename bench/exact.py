@@ -7,7 +7,7 @@ Two runs go on at the same time, with the same steps and data, one with exact su
 and now slower is so for both. Processor time of a step is that of all of a run's processes.
 
 `--loss` makes four runs one after the other: exact, and ordinary with one, two and three groups, whose sums are in
-three orders. It prints how far the exact run's losses are from the mean of the ordinary ones, and those from their mean.
+three orders. It prints how far the losses of the exact run are from the mean of the ordinary ones, and those from it.
 
 `--bytes P` prints what a rank with P parameters keeps and moves, counted: no device is measured.
 """
