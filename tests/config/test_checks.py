@@ -75,7 +75,7 @@ REFUSED = {
     ),
     "a share above 1": (
         GOOD + "exact = true\naudit_slots = 2.0\n",
-        "run.toml:13: [fault_tolerance] audit_slots must be from 0 to 1, got 2.0",
+        "run.toml:13: [fault_tolerance] audit_slots must be at most 1, got 2.0",
     ),
     "a learning rate that climbs": (
         GOOD + "[optimizer]\nlr = -1\n",
