@@ -112,6 +112,13 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("step/attempt.py", "@dataclass(frozen=True, slots=True)", "False"): "nobody assigns to it",
     ("quorum/process_group.py", 'super().__init__(name="connect", daemon=True)', "False"): AT_EXIT,
     ("step/reduction.py", "bucket.additions[index] += 1", "2"): "counts are compared with each other",
+    ("step/reduction.py", "bucket.additions = [0] * len(bucket.params)", "1"): "counts are compared with each other",
+    ("step/reduction.py", "self._started = 0", "pass"): "is set before it is read",
+    (
+        "step/ledger.py",
+        'return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2',
+        "3",
+    ): "61 bits tell histories apart as well",
     ("quorum/reach.py", "due: float = 0.0", "1.0"): "is set before it is read",
     ("quorum/membership.py", "ASK_AGAIN_S = 0.1", "1.1"): ONLY_LATER,
     ("quorum/membership.py", "return self._ask_once(request, max(left_s, 0.001))", "1.001"): ONLY_LATER,
