@@ -29,7 +29,7 @@ EACH_STEP = {
 }
 """Where the trainer's thread waits for the device in each healthy step, once, and what for."""
 NOW_AND_THEN = {
-    ("state.py", "checksum"): "a commit whose checksum is compared",
+    ("state.py", "digest"): "a commit whose checksum is compared",
     ("trainer.py", "take_step"): "torchtitan's other timeouts, after the first commit",
     ("group.py", "gather_json"): "a state that is looked for",
     ("heal.py", "_staged"): "a joiner that reads on from a copy",

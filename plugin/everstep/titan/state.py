@@ -165,7 +165,7 @@ def row_sums(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
     """What `digest` makes a checksum of: the sums of `ROW` 64-bit words each, modulo 2^64, of this rank's part of
     tensors. One flipped bit anywhere changes one of them. They are made at the speed of memory, and stay on the device.
     """
-    sums = [torch.zeros(0, dtype=torch.int64)]
+    sums: list[torch.Tensor] = []
     for tensor in tensors:
         if tensor is None or not local(tensor).numel():
             continue
@@ -175,7 +175,7 @@ def row_sums(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
             sums.append(_words(flat[:whole]).view(-1, ROW).sum(1))
         if whole < flat.numel():
             sums.append(_words(torch.nn.functional.pad(flat[whole:], (0, -flat.numel() % 8))).sum(0, keepdim=True))
-    return torch.cat([part.to(sums[-1].device) for part in sums])
+    return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
 
 def digest(rows: torch.Tensor) -> int:
