@@ -11,8 +11,10 @@ from datetime import timedelta
 import pytest
 import torch
 
+from everstep import wire
 from everstep.quorum import memory
 from everstep.quorum.heal import Door, HealError, HealState, _StateBytes
+from everstep.step.streams import HostStreams
 from quorum.relay import fetch, relay
 
 TOKEN = bytes(range(32))
@@ -244,6 +246,19 @@ def test_nobody_reads_in_place_while_the_copy_is_made():
     for thread in (copying, reading):
         thread.join()
     assert order == ["copied", "read"]
+
+
+def test_what_lies_on_a_device_is_copied_through_the_buffer_that_it_is_served_from():
+    """With memory of the host in its place. Its size is no multiple of a chunk's."""
+    tensor = torch.arange(700_000, dtype=torch.float32)
+    state = _StateBytes(HealState(tensors={"w": tensor}, blobs={"b": b"blob"}))
+    state._device = torch.device("meta")
+    state._own.buffer, state._own.streams = torch.empty(wire.CHUNK_BYTES, dtype=torch.uint8), HostStreams()
+    state.detach()
+    (copy,) = state._parts
+    assert bytes(copy) == tensor.numpy().tobytes() + b"blob"
+    tensor.zero_()
+    assert bytes(state.views(4, 4)[0]) == torch.tensor([1.0]).numpy().tobytes()
 
 
 def until(holds):
