@@ -22,7 +22,7 @@ TOGETHER = 1 << 30
 class Comparison:
     """Attributes:
     steps: how many steps both runs committed.
-    checksums: at how many of them both have a checksum of the parameters.
+    checksums: after how many steps, and before the first one, both have a checksum of the parameters.
     parted: the first step at which they differ, and how; empty if none does.
     checkpoint: the newest step of which both have a checkpoint; 0: none.
     tensors: how many tensors of it were compared.
