@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from damage import damaged
 from everstep.config.checks import problems
 from everstep.config.errors import ConfigError
 from everstep.config.source import parse_source, read_source
@@ -120,46 +121,6 @@ def test_a_pipe_and_a_giant_are_not_read(tmp_path, config_class, monkeypatch):
         read_toml(tmp_path / "deep.toml")
 
 
-PIECES = [
-    "[",
-    "]",
-    "[[",
-    "{",
-    "}",
-    '"',
-    "'''",
-    "=",
-    ".",
-    ",",
-    "\n",
-    "#",
-    "nan",
-    "inf",
-    "-",
-    "1e999",
-    "9" * 400,
-    "\\u0000",
-]
-PIECES += ["true", "[fault_tolerance]", "[training]", "class", "mode", "\t", "\r", "é", "0x", "1979-05-27", "[" * 300]
-
-
-def damaged(text, chance):
-    for _ in range(chance.choice([1, 1, 2, 4])):
-        at = chance.randrange(len(text) + 1)
-        match chance.randrange(4):
-            case 0:
-                text = text[:at] + chance.choice(PIECES) + text[at:]
-            case 1:
-                text = text[:at] + text[at + chance.randrange(12) :]
-            case 2:
-                lines = text.splitlines()
-                chance.shuffle(lines)
-                text = "\n".join(lines)
-            case 3:
-                text = text[:at] + chr(chance.randrange(1, 300)) + text[at + 1 :]
-    return text
-
-
 def finite(value):
     if isinstance(value, dict):
         return all(map(finite, value.values()))
@@ -172,7 +133,7 @@ def fuzz(config_class, rounds, seed):
     chance = random.Random(seed)
     refused = 0
     for number in range(rounds):
-        text = damaged(GOOD, chance)
+        text = damaged(GOOD.encode(), chance).decode(errors="replace")
         try:
             source = parse_source(text, "run.toml")
         except ConfigError:

@@ -21,6 +21,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
+from damage import damaged
 from everstep.commands.pack import pack as command
 from everstep.data import inputs, token_format
 from everstep.data.documents import Documents
@@ -361,16 +362,6 @@ def test_the_damaged_place_is_named(packed):
             verify(packed)
 
 
-def damaged(data, chance):
-    data = bytearray(data)
-    for _ in range(chance.choice([1, 1, 2, 5])):
-        # Half of it where there is structure.
-        at = chance.randrange(max(0, len(data) - 900) if chance.random() < 0.5 else 0, len(data)) if data else 0
-        junk = [b"[" * 3000, b"9" * 5000, b"NaN", b"-1", b"null", b'"', b"1e999", chance.randbytes(chance.randrange(9))]
-        data[at : at + chance.choice([0, 1, 9, len(data)])] = chance.choice(junk)
-    return bytes(data)
-
-
 def changed(footer, chance):
     """The footer with one value exchanged for another."""
     footer = json.loads(json.dumps(footer))
@@ -394,7 +385,7 @@ def fuzz_tokens(path, rounds, seed):
     for _ in range(rounds):
         change = changed(footer, chance)
         text = change if chance.random() < 0.9 else damaged(json.dumps(change).encode(), chance)
-        target.write_bytes(damaged(data, chance) if chance.random() < 0.5 else signed(body, text))
+        target.write_bytes(damaged(data, chance, structure=900) if chance.random() < 0.5 else signed(body, text))
         with contextlib.suppress(TokenFileError):
             found = verify(target)
             assert all(map(np.array_equal, map_tokens(target, found), expected))

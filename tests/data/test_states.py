@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from damage import damaged
 from everstep.data.plain import PlainError, StreamState, decode_states, encode_states, plain, restored
 from everstep.run import typed
 
@@ -77,24 +78,6 @@ def test_a_pickle_is_never_executed():
 def test_what_is_not_plain_is_named(value):
     with pytest.raises(PlainError, match=r"state.* of type"):
         plain({"place": value} if not isinstance(value, dict) else value)
-
-
-def damaged(data, chance):
-    data = bytearray(data)
-    for _ in range(chance.choice([1, 1, 1, 2, 8])):
-        at = chance.randrange(len(data))
-        match chance.randrange(4):
-            case 0:
-                data[at] ^= 1 << chance.randrange(8)
-            case 1:
-                data[at : at + 1] = chance.randbytes(chance.randrange(3))
-            case 2:
-                data[at : at + 1] = chance.choice([b"[" * 2000, b"9" * 500, b"1e999", b"NaN", b'{"dict":', b"-", b"]"])
-            case 3:
-                del data[at:]
-        if not data:
-            break
-    return bytes(data)
 
 
 def fuzz(rounds, seed):

@@ -21,6 +21,9 @@ class Hook:
                 hook.answer(self)
                 self.end_headers()
 
+            def do_GET(self):
+                hook.posted.append((self.path, "", {"text": "a redirection was followed"}))
+
             def log_message(self, *args):
                 pass
 

@@ -5,30 +5,13 @@ import time
 
 import pytest
 
+from damage import damaged
 from everstep.run.address import address_file, publish_address, published_address
 from everstep.run.beats import BeatFile, beat_path, beats_of_groups, read_beat
 from everstep.run.fence import Claim, claim_group, fence_file, holder, holds
 from everstep.wire import WireError, parse_address
 
 ADDRESS = "http://127.0.0.1:29510"
-
-
-def damaged(data, chance):
-    data = bytearray(data)
-    for _ in range(chance.choice([1, 1, 2, 4])):
-        if not data:
-            break
-        at = chance.randrange(len(data))
-        match chance.randrange(4):
-            case 0:
-                data[at] ^= 1 << chance.randrange(8)
-            case 1:
-                data[at : at + 1] = chance.choice([b"[" * 3000, b"9" * 5000, b"NaN", b"null", b"\x1b[2J", b"\0", b'"'])
-            case 2:
-                del data[at:]
-            case 3:
-                data[at : at + chance.randrange(9)] = chance.randbytes(8)
-    return bytes(data)
 
 
 def fuzz(folder, rounds, seed):

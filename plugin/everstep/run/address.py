@@ -14,7 +14,7 @@ from pathlib import Path
 from everstep.run.files import read_json, write_json
 
 POLL_S = 0.2
-ADDRESS = re.compile(r"https?://[A-Za-z0-9._:\[\]-]{1,255}:([0-9]{1,5})/?")
+ADDRESS = re.compile(r"https?://(?:\[[A-Za-z0-9.:%]{1,253}\]|[A-Za-z0-9._:-]{1,255}):([0-9]{1,5})/?")
 
 
 def address_file(run_dir: Path) -> Path:

@@ -1,0 +1,40 @@
+"""The one way in which tests damage what a door reads: bytes of a file, of a message or of a config."""
+
+PIECES = (
+    b"[" * 3000, b"{" * 3000, b"9" * 5000, b"0x" + b"f" * 99, b"1e999", b"-1", b"-", b"NaN", b"inf", b"null", b"true",
+    b'"', b"'''", b"[", b"]", b"[[", b"{", b"}", b"=", b".", b",", b"\n", b"\t", b"\r", b"#", b"\0", b"\x1b[2J",
+    b"\xff", "é".encode(), b"\\u0000", b"1979-05-27", b'{"dict":', b"class", b"mode", b"[training]",
+    b"[fault_tolerance]", bytes(8), b"\xff" * 8,
+)  # fmt: skip
+
+
+def damaged(data, chance, structure=0):
+    """Other bytes than `data`, hurt in one to five places.
+
+    structure: how many bytes at its end describe the rest; half of the damage is done there.
+    """
+    hurt = data
+    while hurt == data:
+        hurt = bytearray(data)
+        for _ in range(chance.choice([1, 1, 2, 5])):
+            least = max(0, len(hurt) - structure) if structure and chance.random() < 0.5 else 0
+            at = chance.randrange(least, len(hurt)) if hurt else 0
+            match chance.randrange(7):
+                case 0 if hurt:
+                    hurt[at] ^= 1 << chance.randrange(8)
+                case 1:
+                    hurt[at : at + chance.choice([0, 1, 9])] = chance.choice(PIECES)
+                case 2:
+                    hurt[at : at + chance.randrange(20)] = chance.randbytes(chance.randrange(20))
+                case 3:
+                    del hurt[at : at + chance.randrange(20)]
+                case 4:
+                    del hurt[at:]
+                case 5:
+                    lines = bytes(hurt).split(b"\n")
+                    chance.shuffle(lines)
+                    hurt[:] = b"\n".join(lines)
+                case 6:
+                    hurt[:] = chance.choice(PIECES) if chance.random() < 0.1 else hurt
+        hurt = bytes(hurt)
+    return hurt
