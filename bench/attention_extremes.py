@@ -112,10 +112,12 @@ class Model(nn.Module):
 class Campaign:
     """Faults in one dtype, and what became of them."""
 
-    def __init__(self, dtype: torch.dtype, seed: int, *, compiled: bool = False, tokens: int = 0) -> None:
+    def __init__(
+        self, dtype: torch.dtype, seed: int, *, compiled: bool = False, tokens: int = 0, step_tokens: int = LENGTH
+    ) -> None:
         torch.manual_seed(seed)
         self.draw = random.Random(seed)
-        self.checks = Checks(AttentionCheck(enable=True, frequency=0.0))
+        self.checks = Checks(AttentionCheck(enable=True, frequency=0.0), step_tokens=step_tokens)
         self.shot = self.checks.injector = OneShot()
         self.model = Model(self.checks).to(dtype)
         self.compiled = compiled

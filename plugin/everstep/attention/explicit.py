@@ -75,7 +75,7 @@ def attention(
     """
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    if guard is not None and guard.idle:
+    if guard is not None and guard.idle and not guard.looks_at_rows:
         guard = None
     return _Attention.apply(q, k, v, visible, scale, guard)
 
@@ -285,6 +285,9 @@ class _Attention(torch.autograd.Function):
             block.put_rows(dq, dq_rows)
             block.add_keys(dk, dk_part)
             block.add_keys(dv, dv_part)
+        if guard is not None and guard.looks_at_rows:
+            worst = _lost_rows(ops, d_out, dv, lse).worst()
+            guard.report("scores.backward", worst, "refused", backward=True)
         dq *= ctx.scale
         return (
             _from_key_head(dq, q.dtype),
@@ -294,6 +297,20 @@ class _Attention(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _lost_rows(ops: _Operands, d_out: torch.Tensor, dv: torch.Tensor, lse: torch.Tensor) -> Deviation:
+    """Columns of Σ dV - Σ dO (B, N_kv, H_v), which a row of P that does not sum to 1 makes differ.
+
+    Args:
+        d_out: by key head. lse: likewise, -inf where a query sees nothing.
+        dv: (B, N_kv, L, H_v).
+    """
+    d_out = d_out.masked_fill(lse == -math.inf, 0.0).flatten(2, 3)
+    largest = ops.norms("q").amax((1, 2, 3)) * ops.norms("k").amax((1, 2))
+    unit = ops.growth(d_out.shape[2]) + 8 * (unit_roundoff(dv.dtype) + ops.loss) * (1 + largest)
+    bound = unit.view(-1, 1, 1) * d_out.abs().sum(2) + torch.finfo(dv.dtype).tiny
+    return Deviation(d_out.sum(2) - dv.sum(2), bound)
 
 
 class _Products:

@@ -35,6 +35,11 @@ def _between(begin: Any, end: Any) -> float:
     return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
 
 
+SMALL_STEP = 65_536
+"""Tokens of a step from which on one row that one head loses, as an infinite score has it, changes no gradient by 1 %:
+0.34 % is the most that `bench/attention_extremes.py` finds, and it falls as the root of the tokens."""
+
+
 class Checks:
     """The attention check of one rank: what the training step talks to.
 
@@ -45,15 +50,18 @@ class Checks:
         section: the config's `[attention_check]`.
         rank: this rank, named in findings and drawn upon by the injector.
         seed: draws which layers are checked when the frequency is not 0 or 1.
+        step_tokens: tokens of a step.
     """
 
-    def __init__(self, section: AttentionCheck, *, rank: int = 0, seed: int = 0) -> None:
+    def __init__(self, section: AttentionCheck, *, rank: int = 0, seed: int = 0, step_tokens: int = SMALL_STEP) -> None:
         self.mode = section.mode
         self.findings = FindingLog(rank)
         self.schedule = Schedule(section.rate(), section.max_overhead, seed=seed + rank)
         self.injector = Injector(section.inject, rank)
         self.weights_version = 0
         """Changes whenever weights do: sums of weights are kept under it."""
+        self.looks_at_rows = step_tokens < SMALL_STEP
+        """Whether every attention's backward is asked, in every slot, if a row of P is lost."""
         self.coverage: Any = None
         """What of the model is guarded, where that was counted."""
         self.masks: dict[int, Any] = {}
@@ -185,8 +193,14 @@ class Guard:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of this module's layer is checked or hit in this slot: it may run as if it had no guard."""
+        """Whether nothing of this module's layer is checked or hit in this slot: it may run as if it had no guard, but
+        for what is looked at in every slot."""
         return not (self.checked or self.checks.injector.active)
+
+    @property
+    def looks_at_rows(self) -> bool:
+        """Whether a lost row of P refuses the slot at any rate, forward or backward."""
+        return self.checks.looks_at_rows
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:

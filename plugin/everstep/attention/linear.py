@@ -87,16 +87,16 @@ def project(
     """y (T, out) of x (T, in), checked."""
     section = f"{guard.name}.y"
     y = guard.touch(section, F.linear(x, weight, bias))
-    if guard.checked:
-        y = settle_rows(
-            guard,
-            section,
-            y,
-            lambda: (x, sums.rows(weight, guard.weights_version), None if bias is None else bias_sums(bias)),
-            lambda: F.linear(x, weight, bias),
-        )
-    guard.look_for_extremes(section, y)
-    return y
+    if not guard.checked:
+        guard.look_for_extremes(section, y)
+        return y
+    return settle_rows(
+        guard,
+        section,
+        y,
+        lambda: (x, sums.rows(weight, guard.weights_version), None if bias is None else bias_sums(bias)),
+        lambda: F.linear(x, weight, bias),
+    )
 
 
 def input_gradient(guard: Guard, sums: WeightSums, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

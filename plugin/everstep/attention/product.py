@@ -23,7 +23,7 @@ import torch
 from .checksums import Direction, Sums, correct_both, weights
 from .compiled import worst_of
 from .findings import Deviation
-from .guard import Guard
+from .guard import EXTREME, Guard
 from .private import unseen_by_checkpointing
 from .roundoff import (
     accumulator,
@@ -171,6 +171,12 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSu
     return Deviation(expected - tile_totals(y), loss + _vanishing(y, inner))
 
 
+def finite_row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSums | None = None) -> Deviation:
+    """`row_deviation`, where nothing excuses a tile with an extreme in it, whose magnitudes the same pass adds up."""
+    found = row_deviation(y, a, sums, bias)
+    return Deviation(found.residual, found.bound.masked_fill(~(tile_magnitudes(y) <= EXTREME), 0.0))
+
+
 def _vanishing(y: torch.Tensor, inner: int) -> float:
     """What a tile's sum can be off by because products, or what is stored of them, vanish."""
     return tile_width(y.shape[-1]) * (vanishing(y.dtype) + inner * vanishing(accumulator(y.dtype)))
@@ -196,7 +202,7 @@ def settle_rows(
         y, or what was computed in its place.
     """
     with unseen_by_checkpointing(), guard.timing():
-        worst_of_rows, given = worst_of(row_deviation, y), operands()
+        worst_of_rows, given = worst_of(row_deviation if backward else finite_row_deviation, y), operands()
         worst, action = worst_of_rows(y, *given), "refused"
         if y.device.type == "cpu" and guard.correct and not worst <= 1:
             y = compute()

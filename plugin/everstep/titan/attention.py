@@ -26,7 +26,7 @@ from torchtitan.models.common.attention import (
 from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 
 from everstep.attention import explicit, fused, operators
-from everstep.attention.guard import Checks, Guard
+from everstep.attention.guard import SMALL_STEP, Checks, Guard
 from everstep.attention.linear import WeightSums, linear, result_names
 from everstep.attention.masks import Visible, documents_of, ranges_of
 from everstep.attention.section import AttentionCheck
@@ -431,13 +431,21 @@ def _remember_masks(checks: Checks, module: nn.Module, args: tuple[Any, ...], kw
     checks.masks = {tensor.data_ptr(): mask for tensor, mask in told if tensor is not None}
 
 
-def attach(model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: int = 0, seed: int = 0) -> Checks:
+def attach(
+    model_parts: Iterable[nn.Module],
+    section: AttentionCheck,
+    *,
+    rank: int = 0,
+    seed: int = 0,
+    step_tokens: int = SMALL_STEP,
+) -> Checks:
     """Give the checked modules of a built model their guards.
 
     Args:
         model_parts: as the Trainer holds them, parallelized or not.
         rank: this rank in its group, named in findings.
         seed: draws which calls are checked.
+        step_tokens: tokens of a step.
 
     Returns:
         What the training step calls: `begin`, `refused`, `committed`, `drain`.
@@ -446,7 +454,7 @@ def attach(model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: i
         ValueError: something of the attention is not checked, `apply` having been called after the model was built, or
             the model having an attention that it does not know.
     """
-    checks = Checks(section, rank=rank, seed=seed)
+    checks = Checks(section, rank=rank, seed=seed, step_tokens=step_tokens)
     model_parts = list(model_parts)
     inner = 0
     for part in model_parts:

@@ -108,11 +108,15 @@ class SlotTrainer(titan.Trainer):
 
     def _attached(self) -> Checks:
         """The checks of the model's attention."""
+        training = self.config.training
+        ranks = self.parallel_dims.get_mesh("batch").size() if self.parallel_dims.dp_enabled else 1
+        rows = training.local_batch_size * ranks * self.gradient_accumulation_steps
         return attention.attach(
             self.model_parts,
             self.config.attention_check,  # pyrefly: ignore[missing-attribute] ours
             rank=int(os.environ["RANK"]),
             seed=self.config.debug.seed or 0,
+            step_tokens=rows * training.seq_len,
         )
 
     def _opened_source(self) -> SlotSource:
