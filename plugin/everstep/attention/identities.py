@@ -5,11 +5,11 @@ head, query heads of a group added up:
 
     Σ_j dV_j = Σ_i dO_i                      rows of P sum to 1 (rows that see nothing left out)
     Σ_j dK_j = scale · Σ_i dlse_i Q_i        rows of dS sum to dlse, which is 0 where lse has no gradient
-    dQᵀ Q = Kᵀ dK                            both are Σ_ij dS_ij q_i k_jᵀ, turned
+    Σ_i (Q_i·s) dQ_i = Σ_j (dK_j·s) K_j      for any s, as dQᵀ Q = Kᵀ dK: both are Σ_ij dS_ij q_i k_jᵀ, turned
     |dV_j|, |dK_j|, |dQ_i|                   at most what |dO|, |V|, |Q| and |K| allow
 
-They compare the backward, which makes S again, with the O and lse that the forward left. They cost passes over (L, H)
-tensors, two products of H x H, and no change to the kernel. They detect; they do not say which element is wrong.
+They compare the backward, which makes S again, with the O and lse that the forward left. They cost one or two passes
+over each (L, H) tensor, and no change to the kernel. They detect; they do not say which element is wrong.
 
 What they cannot see: let the forward lose key j from row i, as a score that becomes -inf does, and let p be the weight
 that key should have. Σ dV - Σ dO is then p/(1-p)·dO_i, one row's share of a sum over all rows, beside the rounding of P
@@ -26,25 +26,26 @@ import math
 
 import torch
 
+from . import product
 from .findings import Deviation
 from .roundoff import accumulator, growth, operand_roundoff, underflow, unit_roundoff, vanishing
 
 ALIKE = 1 / 16
 """Rows, or scores, that differ by less than this share may be rounded alike in bf16."""
 
-COLUMN = 3.6
+COLUMN, COLUMN_NARROW = 6.5, 3.6
 """Rounding errors of one column stay below so many times the estimate, which takes every rounding for the largest
-possible. In healthy data they reached 1.3 to 2 times it, in a thousand columns a case and thousands of cases."""
+possible: ten to fifteen standard deviations of what they are. The first also holds where a wide dtype is summed."""
 
-NORM, PEAK = 0.78, 1.9
-"""The same for the norm over all columns of a head, which varies less: so many times the estimates' norm, and for the
-case that one column makes up most of it so many times the largest."""
+ISOTROPIC, ONE_WAY = 0.4, 2.4
+"""The same for the norm over all columns of a head: where the rows point every way, which averages over columns, and
+where all point one way, as one channel or a common offset has it. Between the two by `_concentration`."""
 
 DK = 0.68
 """All of this for dK, whose estimate is the sum of three roundings, each at its largest."""
 
-MATRIX = 4.0
-"""The same for the norm of one row or column of a matrix."""
+PROBES, PROBED = 4, 4.0
+"""How many s there are, of signs without a pattern; the same factor for the norm of one column over all of them."""
 
 
 def agreement_deviation(
@@ -104,21 +105,6 @@ def _roundings(length: int, groups: int, like: torch.Tensor) -> float:
     return max(1.0, blocks + 1) + (groups / 2 if groups > 1 else 0.0)
 
 
-def _outer(a: torch.Tensor, b: torch.Tensor, n_kv: int) -> torch.Tensor:
-    """aᵀ b of every head, added up over the query heads of a group: a, b (B, L, N, H) to (B, N_kv, H, H), in the
-    accumulator dtype. Where a device multiplies narrow operands into wide sums, no wide copy is made."""
-    acc = accumulator(a.dtype)
-
-    def product(a_LNH: torch.Tensor, b_LNH: torch.Tensor) -> torch.Tensor:
-        left, right = a_LNH.permute(1, 2, 0), b_LNH.permute(1, 0, 2)
-        if a.dtype != acc and a.device.type != "cpu":
-            return narrow_product(left, right, acc)
-        return left.to(acc) @ right.to(acc)
-
-    by_head = torch.stack([product(x, y) for x, y in zip(a, b, strict=True)])
-    return by_head.unflatten(1, (n_kv, -1)).sum(2)
-
-
 class _Rows:
     """The rows of x (B, L, N, H) by key head: all query heads of a group are rows of one matrix.
 
@@ -158,6 +144,28 @@ def _weighed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (weight.unsqueeze(-2) @ rows).squeeze(-2)
 
 
+def _concentration(x: torch.Tensor) -> torch.Tensor:
+    """How much the rows of x (B, L, N, H) of a head point one way, from 1 / √H to 1 (B, N, 1): the root of the share of
+    two rows' squared inner products in that of their lengths."""
+    acc = accumulator(x.dtype)
+    by_head = x.permute(0, 2, 1, 3).flatten(0, 1)
+    if x.dtype != acc and x.device.type != "cpu":
+        gram = narrow_product(by_head.mT, by_head, acc)
+    else:
+        gram = by_head.to(acc).mT @ by_head.to(acc)
+    size = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    apart = torch.linalg.vector_norm(gram / (size.view(-1, 1, 1) + torch.finfo(acc).tiny), dim=(-2, -1))
+    # Of rows too short to be squared nothing is known.
+    known = size > 1e6 * torch.finfo(acc).tiny
+    return torch.where(known, apart.clamp_max(1.0), 1.0).view(x.shape[0], x.shape[2], 1)
+
+
+def _probed(by: _Rows, rows: _Rows) -> torch.Tensor:
+    """Σ_i (by_i · s) rows_i for each s: (B, N_kv, PROBES, H)."""
+    signs = product.signs(by.wide.shape[-1], by.wide.dtype, by.wide.device)[:, :PROBES]
+    return torch.stack([_weighed(rows.wide, (by.wide * s).sum(-1)) for s in signs.unbind(-1)], -2)
+
+
 def backward_deviation(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -176,8 +184,8 @@ def backward_deviation(
 ) -> Deviation:
     """The backward identities; residual (B, N_kv, columns).
 
-    Columns of Σ dV - Σ dO and their norm, and the largest |dV_j|; with plain scores the same of Σ dK, norms of the
-    rows and of the columns of dQᵀ Q - Kᵀ dK, the largest |dK_j| and |dQ_i|.
+    Columns of Σ dV - Σ dO and their norm, and the longest dV_j; with plain scores the norm of Σ dK, columns of the
+    probes' sums, the longest dK_j and dQ_i.
 
     Args:
         q, dq: (B, L, N, H); k, dk: (B, L, N_kv, H); v, dv: (B, L, N_kv, H_v); out, d_out: (B, L, N, H_v).
@@ -216,15 +224,24 @@ def backward_deviation(
     # Of all that rounding does, the share that alike rows do: to every column in the same measure.
     common = 1.0 - count / counted.sum(-1, keepdim=True)
 
-    total, d_square = d_outs.wide.sum(2), d_outs.norm2.sum(-1, keepdim=True)
+    of_same, total = _weighed(d_outs.wide, same_p.to(acc)), d_outs.wide.sum(2)
+    if torch.compiler.is_compiling():  # two parts of one sum, which are made in the pass that adds up squares
+        total = of_same + _weighed(d_outs.wide, 1 - same_p.to(acc))
+    d_square = d_outs.norm2.sum(-1, keepdim=True)
     most_v = (d_square.sqrt() + underflow(count * value_dim, dtype)) * math.sqrt(count)
     noise = _weighed(d_values.squares, _counted(d_values.alike).maximum(together)) + _weighed(
         d_outs.squares, counted * share
     )
     noise = noise + count * tiny
-    shared = unit * _weighed(d_outs.wide, same_p.to(acc)).abs() + summed * total.abs()
+    shared = unit * of_same.abs() + summed * total.abs()
     parts = [
-        _columns(d_values.wide.sum(2) - total, unit * _capped(noise, most_v * math.sqrt(keys)), shared, most_v, common),
+        _columns(
+            d_values.wide.sum(2) - total,
+            unit * _capped(noise, most_v * math.sqrt(keys)),
+            torch.minimum(shared, most_v),
+            COLUMN if dtype == acc else COLUMN_NARROW,
+            _of_norm(dv, common),
+        ),
         _largest(d_values, most_v),
     ]
     if plain_scores:
@@ -245,28 +262,30 @@ def backward_deviation(
         q_size = queries.norm2.sum(-1, keepdim=True).sqrt()
         most_k = scale * row_most * math.sqrt(count) * q_size
         weight_dq, weight_dk = _counted(d_queries.alike), _counted(d_keys.alike).maximum(together)
-        q_rows = _weighed(queries.squares, weight_dq * d_queries.norm2)
-        # What rounding dS does to a column of dK, by dK itself and by dQ, which dS made as well.
-        through_q = q_rows / (of_keys.norm2.mean(-1, keepdim=True) + tiny)
-        squares = torch.maximum(_weighed(d_keys.squares, weight_dk), through_q)
-        rows = scale * (_weighed(queries.squares, counted * row.square()) + count * tiny).sqrt()
-        sigma = DK * (unit * _capped(squares, most_k * math.sqrt(keys)) + rows)
+        # What rounding dS does to dK, by dK itself and by dQ, which dS made as well.
+        through_q = (weight_dq * d_queries.norm2 * queries.norm2).sum(-1, keepdim=True)
+        through_q = through_q / (of_keys.norm2.mean(-1, keepdim=True) + tiny)
+        squares = torch.maximum((weight_dk * d_keys.norm2).sum(-1, keepdim=True), through_q)
+        rows = (counted * row.square() * queries.norm2).sum(-1, keepdim=True) + count * key_dim * tiny
+        sigma = DK * (unit * _capped(squares, most_k * math.sqrt(keys)) + scale * rows.sqrt())
+        norm = torch.linalg.vector_norm
+        of_lse = summed * torch.minimum(norm(from_lse, dim=-1, keepdim=True), most_k)
         # Terms of dQ = dS K that cancel, where rows of K are much alike, leave what the accumulator lost of them.
         pairs = (d_outs.norm2 * queries.norm2).sum(-1, keepdim=True)
         cancelled = (4 + math.sqrt(keys)) * wide_unit * scale * pairs.sqrt() * v_most * k_most
-        product = _outer(q, dq, n_kv).mT
-        of_rows = _weighed(d_queries.squares, weight_dq * queries.norm2)
-        of_rows = of_rows + _weighed(of_keys.squares, weight_dk * d_keys.norm2)
-        of_columns = q_rows + _weighed(d_keys.squares, weight_dk * of_keys.norm2)
+        probed = _probed(queries, d_queries)
+        most = most_q * math.sqrt(count) * q_size
+        of_probes = _weighed(d_queries.squares, weight_dq * queries.norm2)
+        of_probes = unit * _capped(of_probes + _weighed(of_keys.squares, weight_dk * d_keys.norm2), most)
+        alike_terms = summed * torch.minimum(norm(probed, dim=-2), math.sqrt(PROBES) * most)
         parts += [
-            _columns(d_keys.wide.sum(2) - from_lse, sigma, summed * from_lse.abs(), most_k, common),
-            _matrix(
-                product - _outer(k, dk, n_kv),
-                product,
-                unit * _capped(torch.cat([of_rows, of_columns], -1), most_q * math.sqrt(count) * q_size),
-                summed,
-                cancelled,
-                most_q * math.sqrt(count) * q_size,
+            Deviation(
+                norm(d_keys.wide.sum(2) - from_lse, dim=-1, keepdim=True),
+                _of_norm(dk, common) * sigma + 2 * of_lse,
+            ),
+            Deviation(
+                norm(probed - _probed(d_keys, of_keys), dim=-2),
+                math.sqrt(PROBES) * (PROBED * of_probes + cancelled) + alike_terms,
             ),
             _largest(d_keys, most_k),
             _largest(d_queries, most_q),
@@ -282,39 +301,31 @@ def _capped(squares: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
     return torch.minimum(squares.sqrt(), most)
 
 
-def _columns(residual, sigma, shared, most, common) -> Deviation:
+def _of_norm(gradient: torch.Tensor, common: torch.Tensor) -> torch.Tensor:
+    """How many times the estimate the norm of a sum of `gradient`'s rows may be off (B, N_kv, 1); common: the share of
+    the estimate, 0 to 1, that may be the same in every column."""
+    most_ways = 1 / math.sqrt(gradient.shape[-1])
+    one_way = (_concentration(gradient) - most_ways).clamp_min(0.0) / max(1 - most_ways, most_ways)
+    factor = ISOTROPIC * (1 + 5 * most_ways) + (ONE_WAY - ISOTROPIC) * one_way
+    return factor + (COLUMN - factor) * common
+
+
+def _columns(
+    residual: torch.Tensor, sigma: torch.Tensor, shared: torch.Tensor, column: float, of_norm: torch.Tensor
+) -> Deviation:
     """Residual columns (B, N_kv, H), with their norm as one column more.
 
     Args:
         sigma: what rounding does to a column.
         shared: what all terms may have in common.
-        most: the largest that a column can be (B, N_kv, 1).
-        common: the share of sigma, 0 to 1, that may be the same in every column (B, N_kv, 1).
+        column, of_norm: how many times sigma a column, and its norm their norm, may be off.
     """
     norm = torch.linalg.vector_norm
-    shared = torch.minimum(shared, most)
-    factor = NORM + (COLUMN - NORM) * common
-    of_norm = factor * norm(sigma, dim=-1, keepdim=True) + PEAK * sigma.amax(-1, keepdim=True)
+    of_all = of_norm * norm(sigma, dim=-1, keepdim=True) + 2 * norm(shared, dim=-1, keepdim=True)
     return Deviation(
         torch.cat([residual, norm(residual, dim=-1, keepdim=True)], -1),
-        torch.cat([COLUMN * sigma + 2 * shared, of_norm + 2 * norm(shared, dim=-1, keepdim=True)], -1),
+        torch.cat([column * sigma + 2 * shared, of_all], -1),
     )
-
-
-def _matrix(apart, product, sigma, summed: float, lost, most) -> Deviation:
-    """Norms of the rows and of the columns of a difference of two products (B, N_kv, 2 H).
-
-    Args:
-        product: one of the two.
-        sigma: what rounding does to a row or a column (B, N_kv, 2 H).
-        summed: relative error of sums of terms of one sign.
-        lost: what may be lost besides, of a whole row or column.
-        most: the largest norm that there can be.
-    """
-    norm = torch.linalg.vector_norm
-    residual = torch.cat([norm(apart, dim=-1), norm(apart, dim=-2)], -1)
-    shared = summed * torch.minimum(torch.cat([norm(product, dim=-1), norm(product, dim=-2)], -1), most)
-    return Deviation(residual, MATRIX * sigma + shared + lost)
 
 
 def _largest(rows: _Rows, most: torch.Tensor) -> Deviation:

@@ -91,10 +91,10 @@ def tiles(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
 def tile_totals(x: torch.Tensor) -> torch.Tensor:
     """Sums over tiles of the last dimension: (..., N) to (..., T), in the accumulator dtype."""
     acc = accumulator(x.dtype)
+    if x.dim() > 1 and x.mT.is_contiguous() and not x.is_contiguous():
+        return tiles(x.mT, -2).sum(-2, dtype=acc).mT
     if x.device.type != "cpu" or x.is_contiguous():
         return tiles(x).sum(-1, dtype=acc)
-    if x.dim() > 1 and x.mT.is_contiguous():
-        return tiles(x.mT, -2).sum(-2, dtype=acc).mT
     # On a CPU short strided sums are slower than a copy and a product with zeros and ones.
     width = tile_width(x.shape[-1])
     member = torch.eye(x.shape[-1] // width, dtype=acc).repeat_interleave(width, 0)
