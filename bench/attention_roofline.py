@@ -4,11 +4,11 @@
 
 One layer's attention is built from torchtitan's own config as a user's trainer builds it, on tensors without values,
 and run forward and backward three times: torchtitan's own, with the check at `frequency = 0` (what is looked at in
-every slot), at `frequency = 1.0`, and with every layer checked and timed, as the default has it. The difference is what
-the check costs: every operation that reaches the device, the second run of the kernel, sums of weights (made once a
-step; one slot a step here) and, of the default, the timing events. One kernel a slot, which gathers all layers' verdicts, is left out.
-What `torch.compile` makes of a comparison is counted from Inductor's schedule for the same tensors on an H100, after
-its fusions.
+every slot), at `frequency = 1.0`, and with every layer checked and timed, as the default has it. The difference is
+what the check costs: every operation that reaches the device, the second run of the kernel, sums of weights (made once
+a step; one slot a step here) and, of the default, the timing events. One kernel a slot, which gathers all layers'
+verdicts, is left out. What `torch.compile` makes of a comparison is counted from Inductor's schedule for the same
+tensors on an H100, after its fusions.
 
 A kernel takes the longest of its bytes at 80 % of 3.35 TB/s, its FLOPs at 65 % of 989 TFLOP/s (60 for fp32; attention
 at 650 forward, 550 backward), and 1.5 us; an event takes 1.5 us. The block is taken for fast: its products, attention

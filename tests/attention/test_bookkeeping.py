@@ -17,8 +17,6 @@ from everstep.attention.section import AttentionCheck, Inject
 @pytest.mark.parametrize(
     ("values", "key"),
     [
-        ({"mode": "repair"}, "attention_check.mode"),
-        ({"path": "flash"}, "attention_check.path"),
         ({"frequency": 1.5}, "attention_check.frequency"),
         ({"max_overhead": 0.0}, "attention_check.max_overhead"),
         ({"frequency": -0.1}, "attention_check.frequency"),
@@ -30,7 +28,7 @@ def test_a_bad_value_is_named_with_its_key(values, key):
         AttentionCheck(**values)
 
 
-@pytest.mark.parametrize(("name", "value"), [("kind", "gamma"), ("every", 0), ("first_step", 0), ("bit", 99)])
+@pytest.mark.parametrize(("name", "value"), [("every", 0), ("first_step", 0), ("bit", 99)])
 def test_a_bad_injection_is_named_with_its_key(name, value):
     with pytest.raises(ValueError, match=rf"attention_check\.inject\.{name}"):
         Inject(**{name: value})
@@ -210,21 +208,6 @@ def test_nothing_of_the_checks_runs_where_a_layer_is_idle(make_bench):
         assert linear.linear(x, w, None, bench.guard, linear.WeightSums()).grad_fn.name() == node
 
 
-def test_weights_have_a_new_version_after_a_commit_a_heal_and_a_finding(bench):
-    versions = [bench.checks.weights_version]
-    for change in (bench.checks.committed, bench.checks.weights_changed):
-        change()
-        versions.append(bench.checks.weights_version)
-    bench.run(lambda guard: guard.report("wo.y", torch.tensor(2.0), "refused"))
-    assert len({*versions, bench.checks.weights_version}) == 4
-
-
-def test_numbers_are_uniform_and_depend_on_every_part_of_their_key():
-    numbers = [uniform(0, step, slot, 1) for step in range(50) for slot in range(50)]
-    assert abs(sum(numbers) / len(numbers) - 0.5) < 0.02
-    assert len(set(numbers)) == 2500
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", ["bitflip", "inf", "nan", "near-inf", "scale"])
 def test_an_element_fault_changes_one_element(dtype, kind):
@@ -235,15 +218,6 @@ def test_an_element_fault_changes_one_element(dtype, kind):
     if kind == "near-inf":
         assert hit.isfinite().all()
         assert hit.abs().max() > 0.8 * torch.finfo(dtype).max
-
-
-def test_every_bit_flips_and_flips_back():
-    x = torch.randn(8)
-    for bit in range(32):
-        fault = Fault("bitflip", 0.5, bit=bit)
-        once = inject(x, fault)
-        assert not torch.equal(once.view(torch.int32), x.view(torch.int32))
-        assert torch.equal(inject(once, fault).view(torch.int32), x.view(torch.int32))
 
 
 def test_row_and_tile_faults_keep_to_their_shape():

@@ -29,11 +29,11 @@ FAULTS = {
 }
 
 
-def trained(folder, name, sections, *, mode, faults):
+def trained(folder, name, sections, *, faults):
     config = write_config(
         folder / f"{name}.toml",
         **sections,
-        attention_check={"enable": True, "frequency": 1.0, "mode": mode},
+        attention_check={"enable": True, "frequency": 1.0, "mode": "detect"},
         **(FAULTS if faults else {}),
     )
     run = Watched(config, folder / name, "--groups", "1", "--ranks-per-group", "2", "--steps", "6")
@@ -47,26 +47,15 @@ def trained(folder, name, sections, *, mode, faults):
 @pytest.mark.slow
 @pytest.mark.parametrize("sections", SHAPES.values(), ids=SHAPES)
 def test_a_finding_on_one_rank_has_the_whole_group_compute_the_slot_again(tmp_path, sections):
-    hit = trained(tmp_path, "hit", sections, mode="detect", faults=True)
+    hit = trained(tmp_path, "hit", sections, faults=True)
     refused = {rank: {(e["step"], e["slot"]) for e in hit.events("slot_refused", rank=rank)} for rank in (0, 1)}
     assert {step for step, _ in refused[1]} == {2, 5}
     assert refused[0] == refused[1]
     # What detect mode leaves in place passes on to the other rank where both compute one layer together.
     assert {e["rank"] for e in hit.events("finding")} == ({0, 1} if "parallelism" in sections else {1})
-    clean = trained(tmp_path, "clean", sections, mode="detect", faults=False)
+    clean = trained(tmp_path, "clean", sections, faults=False)
     assert not clean.events("finding")
     assert score.curve(hit.run_dir) == score.curve(clean.run_dir)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sections", SHAPES.values(), ids=SHAPES)
-def test_a_repair_on_one_rank_is_nothing_to_the_other(tmp_path, sections):
-    hit = trained(tmp_path, "hit", sections, mode="correct", faults=True)
-    assert {(e["rank"], e["action"]) for e in hit.events("finding")} == {(1, "recomputed")}
-    assert not hit.events("slot_refused")
-    clean = trained(tmp_path, "clean", sections, mode="correct", faults=False)
-    expected = score.curve(clean.run_dir)
-    assert score.curve(hit.run_dir) == pytest.approx(expected, abs=1e-4)
 
 
 def test_weights_that_fsdp_gathers_and_casts_are_checked(tmp_path):

@@ -1,4 +1,4 @@
-"""Checksums of vectors: encode, verify, locate, correct (ATTNChecker's extreme-error correction, arXiv
+"""Checksums of vectors: verify, locate, correct (ATTNChecker's extreme-error correction, arXiv
 2410.11720).
 
 A vector a of n elements carries two sums: c1 = Σ a_j and c2 = Σ j·a_j, j = 1..n. Through a product they can
@@ -38,12 +38,6 @@ class Correction(NamedTuple):
 def weights(n: int, like: torch.Tensor) -> torch.Tensor:
     """1..n in the accumulator dtype of `like`, on its device."""
     return torch.arange(1, n + 1, device=like.device, dtype=accumulator(like.dtype))
-
-
-def encode(x: torch.Tensor) -> Sums:
-    """Checksums of the vectors along the last dimension of x (..., n), in the accumulator dtype."""
-    wide = x.to(accumulator(x.dtype))
-    return Sums(wide.sum(-1), wide @ weights(x.shape[-1], x))
 
 
 def verify(vectors: torch.Tensor, sums: Sums, bound: torch.Tensor) -> torch.Tensor:
@@ -119,8 +113,7 @@ class Direction(NamedTuple):
 class MatrixCorrection(NamedTuple):
     """What `correct_both` did to matrices.
 
-    matrix: (..., M, N). corrected: number of elements rebuilt. checksums: number of checksums that were
-    wrong.
+    matrix: (..., M, N). corrected: number of elements rebuilt.
     beyond: number of vectors that are still wrong: 2-D damage.
     doubtful: several elements were rebuilt, and fewer were extreme. Beside such there may be wrong elements
     that every sum's bound excuses. All are 0-dim tensors on the device.
@@ -128,7 +121,6 @@ class MatrixCorrection(NamedTuple):
 
     matrix: torch.Tensor
     corrected: torch.Tensor
-    checksums: torch.Tensor
     beyond: torch.Tensor
     doubtful: torch.Tensor
 
@@ -157,7 +149,6 @@ def correct_both(matrix: torch.Tensor, rows: Direction, columns: Direction, widt
     return MatrixCorrection(
         fixed,
         corrected,
-        (by_rows.status == CHECKSUM).sum() + (by_columns.status == CHECKSUM).sum(),
         still.sum() + still_columns.sum(),
         (corrected > 1) & ((~(by_tile.abs() <= rows.limit.unsqueeze(-1))).sum() < corrected),
     )

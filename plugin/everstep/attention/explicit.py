@@ -34,7 +34,6 @@ from .roundoff import (
     norms,
     operand_roundoff,
     tile_totals,
-    tile_width,
     tiles,
     unit_roundoff,
 )
@@ -181,15 +180,8 @@ class _Operands:
 
     def tiled(self, name: Literal["k", "v"], block: "_Block") -> InnerSums:
         """Of a block's rows of k or v, with tiles of rows: sums (B, heads, H, T) and summed norms (B, heads, T)."""
-        operand = getattr(self, name)
-        width = tile_width(block.keys.stop - block.keys.start)
-        if block.keys.start % width or tile_width(operand.shape[2]) != width:
-            plain = tiles(block.of_keys(operand), -2).sum(-2)
-            return InnerSums(plain.transpose(-1, -2), tile_totals(block.of_keys(self.norms(name))))
-        among = slice(block.keys.start // width, block.keys.stop // width)
-        plain = self.kept(f"{name} tiles", lambda: tiles(operand, -2).sum(-2))[:, block.heads, among]
-        totals = self.kept(f"{name} tiled norms", lambda: tile_totals(self.norms(name)))[:, block.heads, among]
-        return InnerSums(plain.transpose(-1, -2), totals)
+        plain = tiles(block.of_keys(getattr(self, name)), -2).sum(-2)
+        return InnerSums(plain.transpose(-1, -2), tile_totals(block.of_keys(self.norms(name))))
 
     def v_sums(self, block: "_Block") -> torch.Tensor:
         """Σ_h v_jh and Σ_h |v_jh| of a block's keys (B, heads, 2, keys)."""

@@ -7,7 +7,6 @@ and both runs are compared: round-off hides a wrong score from every cheaper che
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 
@@ -27,57 +26,45 @@ RESULTS = ("context", "dq", "dk", "dv")
 """The kernel's results that can be hit."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Watch:
-    """What both sides of one call know."""
-
-    guard: Guard
-    scale: float
-    plain_scores: bool
-    wide_sums: bool
-
-
 class _Inputs(torch.autograd.Function):
     """Before the kernel; last in the backward, where it sees dQ, dK, dV and, as gradients of `links`, what `_Output`
     saw."""
 
     @staticmethod
-    def forward(ctx, q, k, v, watch: _Watch):
+    def forward(ctx, q, k, v, guard: Guard, known: tuple[float, bool, bool]):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v)
-        ctx.watch = watch
+        ctx.guard, ctx.known = guard, known
         return q.view_as(q), k.view_as(k), v.view_as(v), *links(q, v)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dq, dk, dv, *seen):
-        watch: _Watch = ctx.watch
-        guard = watch.guard
+        guard: Guard = ctx.guard
         q, k, v = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv)))
         dq = guard.touch("dq", dq, backward=True)
         dk = guard.touch("dk", dk, backward=True)
         dv = guard.touch("dv", dv, backward=True)
         if seen[0] is not None:
-            known = watch.scale, watch.plain_scores, watch.wide_sums
-            compare_backward(guard, (q, k, v), (dq, dk, dv), seen, known)
-        return dq, dk, dv, None
+            compare_backward(guard, (q, k, v), (dq, dk, dv), seen, ctx.known)
+        return dq, dk, dv, None, None
 
 
 class _Output(torch.autograd.Function):
     """Behind the kernel; first in the backward, where it sees dO."""
 
     @staticmethod
-    def forward(ctx, out, lse, link, link_out, link_lse, link_d_lse, watch: _Watch):
+    def forward(ctx, out, lse, link, link_out, link_lse, link_d_lse, guard: Guard):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(out, lse)
-        ctx.watch = watch
+        ctx.guard = guard
         return out.view_as(out), None if lse is None else lse.view_as(lse)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out, d_lse):
-        if not (ctx.watch.guard.checked or ctx.watch.guard.looks_at_rows):
+        if not (ctx.guard.checked or ctx.guard.looks_at_rows):
             return d_out, d_lse, None, None, None, None, None
         out, lse = ctx.saved_tensors
         return d_out, d_lse, torch.zeros_like(out) if d_out is None else d_out, out, lse, d_lse, None
@@ -154,11 +141,10 @@ def attention(
         guard.look_at_scores(FORWARD, lse)
         return out, lse
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    watch = _Watch(guard, scale, plain_scores, wide_sums)
     watched = torch.is_grad_enabled()
     link: list[torch.Tensor] = []
     if watched:
-        q, k, v, *link = _Inputs.apply(q, k, v, watch)
+        q, k, v, *link = _Inputs.apply(q, k, v, guard, (scale, plain_scores, wide_sums))
     out, lse = attend(q, k, v)
     guard.look_at_scores(FORWARD, lse)
     hit = guard.touch("context", out.detach())
@@ -167,5 +153,5 @@ def attention(
     if guard.checked:
         compare_forward(guard, attend, (q, k, v), out, lse)
     if watched:
-        out, lse = _Output.apply(out, lse, *link, watch)
+        out, lse = _Output.apply(out, lse, *link, guard)
     return out, lse

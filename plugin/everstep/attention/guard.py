@@ -43,8 +43,8 @@ SMALL_STEP = 65_536
 class Checks:
     """The attention check of one rank: what the training step talks to.
 
-    `begin` before a slot's forward, `end` after its backward, `refused` before anything of it is used, `committed`
-    after the step.
+    `begin` before a slot's forward, `end` after its backward, `refused` before anything of it is used,
+    `weights_changed` after the step.
 
     Args:
         section: the config's `[attention_check]`.
@@ -131,10 +131,6 @@ class Checks:
         self._told = plan
         return plan._asdict() if fixed is None else {"rate": fixed}
 
-    def committed(self) -> None:
-        """The step's optimizer has run: weights changed."""
-        self.weights_changed()
-
     def weights_changed(self) -> None:
         """Weights changed: a commit, a heal, a checkpoint."""
         self.weights_version += 1
@@ -212,11 +208,6 @@ class Guard:
         yield
         self.checks._timed.append((begin, self.checks.now()))
 
-    @property
-    def injecting(self) -> bool:
-        """Whether this run injects faults at all."""
-        return self.checks.injector.active
-
     def touch(
         self, section: str, result: torch.Tensor, *, backward: bool = False, part: int = 0, parts: int = 1
     ) -> torch.Tensor:
@@ -244,8 +235,3 @@ class Guard:
         if lse is not None:
             with torch.no_grad(), unseen_by_checkpointing():
                 self.report(section, lse.detach().amax(), "refused", bound=EXTREME_SCORE)
-
-    @property
-    def weights_version(self) -> int:
-        """Changes whenever weights do: sums of weights are kept under it."""
-        return self.checks.weights_version

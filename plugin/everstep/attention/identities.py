@@ -91,11 +91,6 @@ def kernel_roundoff(dtype: torch.dtype, device: torch.device) -> float:
     return unit_roundoff(dtype) * (4 if operand_roundoff(dtype, device) else 1)
 
 
-def narrow_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Batches of a @ b, of narrow operands, in the wide dtype that they are summed in."""
-    return torch.bmm(a, b, out_dtype=dtype)
-
-
 def _roundings(length: int, groups: int, like: torch.Tensor) -> float:
     """How often dK and dV are rounded, where not once: for each query head of a group, and once more when those are
     added up. PyTorch's CPU kernel adds up blocks of queries in the narrow dtype as well."""
@@ -150,7 +145,7 @@ def _concentration(x: torch.Tensor) -> torch.Tensor:
     acc = accumulator(x.dtype)
     by_head = x.permute(0, 2, 1, 3).flatten(0, 1)
     if x.dtype != acc and x.device.type != "cpu":
-        gram = narrow_product(by_head.mT, by_head, acc)
+        gram = product.narrow_product(by_head.mT, by_head, acc)
     else:
         gram = by_head.to(acc).mT @ by_head.to(acc)
     size = gram.diagonal(dim1=-2, dim2=-1).sum(-1)

@@ -17,7 +17,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Fault:
     """One fault: where in a tensor, by a number from 0 to 1, and what is written there.
 
-    kind: one of `section.FAULT_KINDS`, or `bits`, which flips all bits of the mask `bit`.
+    kind: one of `section.Inject.kind`, or `bits`, which flips all bits of the mask `bit`.
     """
 
     kind: str
@@ -82,8 +82,7 @@ class Injector:
         self.plan, self.rank = plan, rank
         self._sections: dict[int, list[str]] = {}
         self._hit_step = 0
-        self._armed: tuple[int, str, Fault, random.Random] | None = None
-        self._ordered: tuple[Fault, random.Random] | None = None
+        self._armed: tuple[int, str, Fault] | None = None
         self.hits: list[tuple[int, int, str]] = []
         """Step, layer and section of every fault so far."""
 
@@ -95,20 +94,11 @@ class Injector:
     @property
     def active(self) -> bool:
         """Whether results may be hit at all."""
-        return bool(self.plan.kind) or self._armed is not None
-
-    def order(self, fault: Fault, seed: str) -> None:
-        """Hit one result of the next slot with this fault, whatever the plan."""
-        self._ordered = fault, random.Random(seed)
+        return bool(self.plan.kind)
 
     def begin(self, step: int) -> None:
         """A slot of `step` begins. A step is hit once, however often its slots are computed."""
         plan = self.plan
-        if self._ordered is not None:
-            (fault, draw), self._ordered = self._ordered, None
-            layer = draw.choice(sorted(self._sections))
-            self._armed, self._step = (layer, draw.choice(self._sections[layer]), fault, draw), step
-            return
         due = step >= plan.first_step and (step - plan.first_step) % plan.every == 0
         places = [
             (layer, name) for layer, names in self._sections.items() if plan.layer in (-1, layer) for name in names
@@ -125,14 +115,14 @@ class Injector:
         layer, section = draw.choice(places)
         bit = plan.bit if plan.bit >= 0 else draw.randrange(64)
         fault = Fault(plan.kind, draw.random(), bit, plan.magnitude, draw.choice((-1, 1)))
-        self._armed = (layer, section, fault, draw)
+        self._armed = (layer, section, fault)
         self._step = step
 
     def strike(self, layer: int, section: str, part: int = 0, parts: int = 1) -> Fault | None:
         """The fault that hits this result, or None. part of parts: a result that is computed in pieces."""
         if self._armed is None or self._armed[:2] != (layer, section):
             return None
-        _, _, fault, _ = self._armed
+        fault = self._armed[2]
         if part != int(fault.place * 7919) % parts:
             return None
         self._armed, self._hit_step = None, self._step

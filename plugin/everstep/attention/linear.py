@@ -94,7 +94,7 @@ def project(
         guard,
         section,
         y,
-        lambda: (x, sums.rows(weight, guard.weights_version), None if bias is None else bias_sums(bias)),
+        lambda: (x, sums.rows(weight, guard.checks.weights_version), None if bias is None else bias_sums(bias)),
         lambda: F.linear(x, weight, bias),
     )
 
@@ -109,7 +109,7 @@ def input_gradient(guard: Guard, sums: WeightSums, dy: torch.Tensor, weight: tor
         guard,
         section,
         dx,
-        lambda: (dy, sums.columns(weight, guard.weights_version)),
+        lambda: (dy, sums.columns(weight, guard.checks.weights_version)),
         lambda: dy @ weight,
         backward=True,
     )

@@ -13,23 +13,16 @@ class Visible:
     """Query i sees key j when every field allows it.
 
     causal: j <= i. window: i - j <= window. documents: (B, L) ids that must be equal. mod: any further rule,
-    as flex_attention's mask_mod, called with broadcasting indices (batch, head, query, key). ranges: rows in a block,
-    and for each block of rows the range of keys that they can see at all, where that is known.
+    as flex_attention's mask_mod, called with broadcasting indices (batch, head, query, key).
     """
 
     causal: bool = True
     window: int | None = None
     documents: torch.Tensor | None = None
     mod: MaskMod | None = None
-    ranges: tuple[int, tuple[tuple[int, int], ...]] | None = None
 
     def keys(self, start: int, stop: int, length: int) -> tuple[int, int]:
         """The range of keys that queries start..stop can see at all."""
-        if self.ranges is not None:
-            size, ranges = self.ranges
-            touched = ranges[start // size : -(-stop // size)]
-            low = min(low for low, _ in touched)
-            return low, max(low + 1, *(high for _, high in touched))
         low = 0 if self.window is None else max(0, start - self.window) // 64 * 64
         return low, min(stop, length) if self.causal else length
 
@@ -62,13 +55,3 @@ def documents_of(cu_seq: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     tokens."""
     token = torch.arange(batch * length, device=cu_seq.device, dtype=cu_seq.dtype)
     return torch.searchsorted(cu_seq, token, right=True).view(batch, length)
-
-
-def ranges_of(seen: torch.Tensor, size: int = 16) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """`Visible.ranges` of a mask (B, N, L, S), true where a query sees a key, by blocks of `size` rows."""
-    by_row = seen.flatten(0, 1).any(0)
-    key = torch.arange(by_row.shape[-1], device=seen.device)
-    low = torch.where(by_row, key, len(key) - 1).amin(-1)
-    high = torch.where(by_row, key + 1, 0).amax(-1)
-    blocks = zip(low.split(size), high.split(size), strict=True)
-    return size, tuple((int(lows.min()), int(highs.max())) for lows, highs in blocks)

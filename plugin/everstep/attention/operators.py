@@ -202,7 +202,7 @@ def attention(
         twice: whether `kernel` computes what `attend` does.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    ticket, injecting = guard.ticket, guard.injecting
+    ticket, injecting = guard.ticket, guard.checks.injector.active
     watched = torch.is_grad_enabled()
     link: list[torch.Tensor] = []
     if watched:

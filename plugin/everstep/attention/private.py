@@ -6,7 +6,7 @@
 from contextlib import AbstractContextManager
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def recomputing() -> bool:
@@ -21,8 +21,3 @@ def unseen_by_checkpointing() -> AbstractContextManager:
     of the two only, and every later product would be given another's result.
     """
     return _disable_current_modes()
-
-
-def watched() -> bool:
-    """Whether something follows what is computed, as selective activation checkpointing does."""
-    return _len_torch_dispatch_stack() > 0

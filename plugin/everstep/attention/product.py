@@ -118,8 +118,8 @@ def sums_and_norms(a: torch.Tensor, plain: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def narrow_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """a @ b, of narrow operands, in the wide dtype that they are summed in."""
-    return torch.mm(a, b, out_dtype=dtype)
+    """a @ b, or batches of it, of narrow operands, in the wide dtype that they are summed in."""
+    return (torch.bmm if a.dim() == 3 else torch.mm)(a, b, out_dtype=dtype)
 
 
 @functools.cache
@@ -168,18 +168,15 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSu
         loss = loss + store * torch.minimum(magnitude, 1.01 * reach) + store**2 / slack * reach
         if bias is not None:  # the product may have been rounded before its bias was added
             loss = loss + store * torch.minimum(magnitude + bias.magnitudes, 1.01 * product)
-    return Deviation(expected - tile_totals(y), loss + _vanishing(y, inner))
+    # What a tile's sum can be off by because products, or what is stored of them, vanish.
+    lost = tile_width(y.shape[-1]) * (vanishing(y.dtype) + inner * vanishing(accumulator(y.dtype)))
+    return Deviation(expected - tile_totals(y), loss + lost)
 
 
 def finite_row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSums | None = None) -> Deviation:
     """`row_deviation`, where nothing excuses a tile with an extreme in it, whose magnitudes the same pass adds up."""
     found = row_deviation(y, a, sums, bias)
     return Deviation(found.residual, found.bound.masked_fill(~(tile_magnitudes(y) <= EXTREME), 0.0))
-
-
-def _vanishing(y: torch.Tensor, inner: int) -> float:
-    """What a tile's sum can be off by because products, or what is stored of them, vanish."""
-    return tile_width(y.shape[-1]) * (vanishing(y.dtype) + inner * vanishing(accumulator(y.dtype)))
 
 
 def settle_rows(
@@ -261,9 +258,6 @@ def settle(
             return y
         if not guard.correct:
             guard.report(section, seen.worst(), "refused", backward=backward)
-            return y
-        if not check(y).bad().any():  # the first sums were wrong
-            guard.report(section, seen.worst(), "corrected", backward=backward)
             return y
         repaired = rebuild(y, a, b)
         fixed, action = repaired.matrix, "corrected"

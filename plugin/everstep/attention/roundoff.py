@@ -23,10 +23,6 @@ import torch
 TILE = 64
 """Widest run of elements under one checksum."""
 
-_CACHED = 1 << 17
-_LARGE = 1 << 20
-"""Elements of which a copy stays in a CPU's cache, and of which one is as slow to write as to make in pieces."""
-
 
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Largest relative error of rounding to `dtype` (round to nearest)."""
@@ -93,24 +89,13 @@ def tile_totals(x: torch.Tensor) -> torch.Tensor:
     acc = accumulator(x.dtype)
     if x.dim() > 1 and x.mT.is_contiguous() and not x.is_contiguous():
         return tiles(x.mT, -2).sum(-2, dtype=acc).mT
-    if x.device.type != "cpu" or x.is_contiguous():
-        return tiles(x).sum(-1, dtype=acc)
-    # On a CPU short strided sums are slower than a copy and a product with zeros and ones.
-    width = tile_width(x.shape[-1])
-    member = torch.eye(x.shape[-1] // width, dtype=acc).repeat_interleave(width, 0)
-    totals = x.to(acc) @ member
-    # inf times 0 spreads one bad element over its row's tiles; then it is worth the time.
-    return totals if totals.isfinite().all() else tiles(x).sum(-1, dtype=acc)
+    return tiles(x).sum(-1, dtype=acc)
 
 
 def tile_energies(x: torch.Tensor) -> torch.Tensor:
     """Sums of squares over tiles of the last dimension: (..., N) to (..., T), in the accumulator dtype."""
     if x.device.type == "cpu" and x.is_contiguous():  # no squares in memory
         return torch.linalg.vector_norm(tiles(x), dim=-1, dtype=accumulator(x.dtype)).square()
-    if x.device.type == "cpu" and x.dim() == 2 and x.mT.is_contiguous() and x.numel() > _LARGE:
-        by_tile = tiles(x.mT, -2)
-        pieces = by_tile.split(max(1, _CACHED // by_tile[0].numel()))
-        return torch.cat([piece.to(accumulator(x.dtype)).square().sum(-2) for piece in pieces]).mT
     return tile_totals(x.to(accumulator(x.dtype)).square())
 
 
@@ -135,15 +120,5 @@ def vanishing(dtype: torch.dtype) -> float:
 
 def norms(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Euclidean norms along `dim`, -1 or -2, in the accumulator dtype; not below the true ones."""
-    return _norms(x, dim) + underflow(x.shape[dim], x.dtype)
-
-
-def _norms(x: torch.Tensor, dim: int) -> torch.Tensor:
     acc = accumulator(x.dtype)
-    if x.device.type == "cpu" and x.stride(dim) != 1:
-        # Strided norms are slow on a CPU, and so is a temporary that leaves its cache.
-        squares = x.new_zeros(x.select(dim, 0).shape, dtype=acc)
-        for part in x.split(max(1, _CACHED * x.shape[dim] // max(1, x.numel())), dim):
-            squares += part.to(acc).square().sum(dim)
-        return squares.sqrt()
-    return torch.linalg.vector_norm(x, dim=dim, dtype=acc)
+    return torch.linalg.vector_norm(x, dim=dim, dtype=acc) + underflow(x.shape[dim], x.dtype)

@@ -57,29 +57,6 @@ def drawn(rates: Mapping[int, float], point: float) -> frozenset[int]:
     return frozenset(found)
 
 
-class Times:
-    """What slots take on this device without checks, and what the checks of one layer take in a slot."""
-
-    def __init__(self) -> None:
-        self._slots: deque[float] = deque(maxlen=REMEMBERED)
-        self._checks: deque[float] = deque(maxlen=REMEMBERED)
-
-    def slot_took(self, seconds: float, checks_s: float, layers: int) -> None:
-        """A slot took so long, of which the checks of so many layers took `checks_s`."""
-        self._slots.append(max(0.0, seconds - checks_s))
-        if layers:
-            self._checks.append(checks_s / layers)
-
-    def plan(self, layers: int, max_overhead: float) -> Plan | None:
-        """The highest rate of so many layers that takes no more than `max_overhead`; None: not known yet."""
-        if not layers or len(self._checks) < SLOTS_MEASURED:
-            return None
-        # The fastest of the last slots has the least of other work in it.
-        whole = layers * statistics.median(self._checks) / max(min(self._slots), 1e-9)
-        rate = min(1.0, max_overhead / whole) if whole else 1.0
-        return Plan(rate * whole, max(rate, 1 / (SELDOM * layers)))
-
-
 class Schedule:
     """Draws the layers that are checked, slot by slot.
 
@@ -93,7 +70,10 @@ class Schedule:
         self.fixed = rate
         self.max_overhead = max_overhead
         self.seed = seed
-        self.times = Times()
+        self._slots: deque[float] = deque(maxlen=REMEMBERED)
+        """What slots take on this device without checks."""
+        self._checks: deque[float] = deque(maxlen=REMEMBERED)
+        """What the checks of one layer take in a slot."""
         self.plan: Plan | None = None
         """What checks take, at an adaptive rate, once that is measured."""
         self.checked: frozenset[int] = frozenset()
@@ -125,5 +105,11 @@ class Schedule:
 
     def slot_took(self, seconds: float, checks_s: float, layers: int) -> None:
         """A slot took so long, of which the checks of so many layers took `checks_s`."""
-        self.times.slot_took(seconds, checks_s, layers)
-        self.plan = self.times.plan(len(self._layers), self.max_overhead)
+        self._slots.append(max(0.0, seconds - checks_s))
+        if layers:
+            self._checks.append(checks_s / layers)
+        if len(self._checks) >= SLOTS_MEASURED:
+            # The fastest of the last slots has the least of other work in it.
+            whole = len(self._layers) * statistics.median(self._checks) / max(min(self._slots), 1e-9)
+            rate = min(1.0, self.max_overhead / whole) if whole else 1.0
+            self.plan = Plan(rate * whole, max(rate, 1 / (SELDOM * len(self._layers))))

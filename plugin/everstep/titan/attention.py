@@ -28,7 +28,7 @@ from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 from everstep.attention import explicit, fused, operators
 from everstep.attention.guard import SMALL_STEP, Checks, Guard
 from everstep.attention.linear import WeightSums, linear, result_names
-from everstep.attention.masks import Visible, documents_of, ranges_of
+from everstep.attention.masks import Visible, documents_of
 from everstep.attention.section import AttentionCheck
 from everstep.titan import cpu, private
 from everstep.titan.cpu_attention import MatrixFlexAttention, MatrixMask, MatrixVarlenAttention
@@ -50,6 +50,12 @@ class _CheckedProjection:
         """Names of what is checked."""
         return result_names(name)
 
+    def _checked(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, guard: Guard) -> torch.Tensor:
+        """x Wᵀ + b under the guard."""
+        if torch.compiler.is_compiling():
+            return operators.linear(x, weight, bias, guard)
+        return linear(x, weight, bias, guard, self._sums)
+
 
 class CheckedLinear(_CheckedProjection, Linear):
     """A projection that checks y, dX and dW."""
@@ -61,9 +67,7 @@ class CheckedLinear(_CheckedProjection, Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.guard is None:
             return super().forward(input)
-        if torch.compiler.is_compiling():
-            return operators.linear(input, self.weight, self.bias, self.guard)
-        return linear(input, self.weight, self.bias, self.guard, self._sums)
+        return self._checked(input, self.weight, self.bias, self.guard)
 
 
 class CheckedScaledBiasRowwiseLinear(_CheckedProjection, ScaledBiasRowwiseLinear):
@@ -77,9 +81,7 @@ class CheckedScaledBiasRowwiseLinear(_CheckedProjection, ScaledBiasRowwiseLinear
         if self.guard is None:
             return super().forward(input)
         weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (self.weight, self.bias))
-        if torch.compiler.is_compiling():
-            return operators.linear(input, weight, bias / self.tp_degree, self.guard)
-        return linear(input, weight, bias / self.tp_degree, self.guard, self._sums)
+        return self._checked(input, weight, bias / self.tp_degree, self.guard)
 
 
 class _CheckedInner:
@@ -245,13 +247,13 @@ def _told_by(mask: Any) -> torch.Tensor | None:
 
 
 def _seen_by_block_mask(mask: BlockMask) -> Visible:
-    """The rule of a BlockMask. Which keys are seen at all is known of a matrix; on an accelerator it would be a look at
-    the device's data, so every key is gone through there."""
+    """The rule of a BlockMask. Whether it is causal is known of a matrix; on an accelerator it would be a look at the
+    device's data, so every key is gone through there."""
     if not isinstance(mask, MatrixMask):
         return Visible(causal=False, mod=mask.mask_mod)
     if mask.seen is None:
         return Visible()
-    return Visible(causal=False, mod=mask.mask_mod, ranges=ranges_of(mask.seen))
+    return Visible(causal=not mask.seen.triu(1).any(), mod=mask.mask_mod)
 
 
 @override(target=Linear.Config, fqns=_PROJECTIONS, description="Everstep: projections that check themselves")
@@ -328,8 +330,8 @@ def apply(config: Any, section: AttentionCheck) -> None:
             'attention_check.path = "explicit": cannot be compiled; use attention_check.path = "fused" or remove '
             "model from compile.components."
         )
-    if compiled:
-        _keep_results()
+    if compiled:  # as selective activation checkpointing keeps what plain projections compute
+        private.keep_in_checkpointing(torch.ops.everstep.project.default)
     if not runs and path == "fused":
         raise ValueError(
             'attention_check.path = "fused": the attention kernel of this model does not run on a CPU; use "explicit".'
@@ -372,11 +374,6 @@ def _refuse(config: Any) -> None:
         )
 
 
-def _keep_results() -> None:
-    """Have selective activation checkpointing keep what checked projections compute, as it keeps plain ones'."""
-    private.keep_in_checkpointing(torch.ops.everstep.project.default)
-
-
 @dataclass(frozen=True, slots=True)
 class Coverage:
     """What of a model's attention is guarded: projections and inner attentions, and the names of those that are not."""
@@ -384,13 +381,8 @@ class Coverage:
     guarded: int
     missing: tuple[str, ...]
 
-    @property
-    def there(self) -> int:
-        """Of how many."""
-        return self.guarded + len(self.missing)
-
     def __str__(self) -> str:
-        return f"{self.guarded} of {self.there}"
+        return f"{self.guarded} of {self.guarded + len(self.missing)}"
 
 
 def coverage(model_parts: Iterable[nn.Module]) -> Coverage:

@@ -32,7 +32,7 @@ class OptimizerStep:
         trainer.optimizers.step()
         trainer.lr_schedulers.step()
         if self._checks is not None:
-            self._checks.committed()
+            self._checks.weights_changed()
         return grad_norm
 
     def clip(self, max_norm: float) -> torch.Tensor:
