@@ -149,6 +149,20 @@ def test_scores_of_the_forward_that_no_check_saw_are_seen_by_the_backward(make_b
     assert [(f["section"], f["action"]) for f in findings] == [("scores.backward", "refused")]
 
 
+@pytest.mark.parametrize("section", ["scores", "scores.backward"])
+@pytest.mark.parametrize("small", [True, False])
+def test_a_lost_key_refuses_its_slot_at_any_rate_if_the_step_is_small(make_bench, section, small):
+    bench = make_bench(frequency=0.0)
+    bench.checks.looks_at_rows = small
+    args = operands(torch.bfloat16)
+    fault = Fault("inf", 256.5 / (2 * 2 * 256 * 128), sign=-1)  # of the third query, which sees three keys
+    got, refused, findings = bench.run(lambda guard: computed(*args, Visible(), guard), section, fault)
+    assert all(x.isfinite().all() for x in got)
+    assert refused == small
+    assert [f["section"] for f in findings] == ["scores.backward"] * small
+    assert bench.run(lambda guard: computed(*args, Visible(), guard))[1:] == (False, [])
+
+
 def test_one_value_in_all_of_an_aligned_tile_does_not_cancel():
     for width in (2, 4, 8, 16, 32, 64):
         sums = explicit._key_weights(4096, torch.zeros(())).view(-1, width).sum(-1)

@@ -6,7 +6,10 @@ import torch.nn.functional as F
 
 from attention_flash import BACKWARD, FORWARD, Strike, flash, untouched
 from attention_inside import Campaign, computed, operands
+from everstep.attention import compiled
+from everstep.attention.guard import SMALL_STEP, Checks
 from everstep.attention.injection import Fault
+from everstep.attention.section import AttentionCheck
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -57,11 +60,11 @@ def test_no_extreme_error_passes_wherever_it_is(campaigns):
         assert harmful >= 40
 
 
-def test_of_the_others_that_harm_95_percent_are_found(campaigns):
+def test_of_the_others_that_harm_97_percent_are_found(campaigns):
     for dtype, campaign in campaigns.items():
         found, harmful = campaign.found("norm")
         assert harmful >= 100
-        assert found >= (1.0 if dtype == torch.float32 else 0.95) * harmful, (dtype, found, harmful)
+        assert found >= (1.0 if dtype == torch.float32 else 0.97) * harmful, (dtype, found, harmful)
 
 
 @pytest.mark.parametrize("length", [1024, 2048])
@@ -73,3 +76,20 @@ def test_a_saved_lse_of_infinity_is_seen_at_every_length(length):
         _, found = campaign._run(inputs, Strike("saved lse", 0, Fault("inf", place)))
         assert found, place
     assert not campaign._run(inputs, untouched)[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "fault"), [("saved lse", Fault("inf", 0.6)), ("bs", Fault("inf", 0.0, sign=-1))])
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_a_lost_row_refuses_its_slot_at_any_rate_if_the_step_is_small(monkeypatch, dtype, name, fault, in_graph):
+    """Its score is -INF or its lse INF: P is 0 there, and every gradient stays finite."""
+    monkeypatch.setattr(compiled, "_compiled", lambda function: function)
+    inputs = operands("normal", 128, 2, 1, 32, dtype, 0)
+    for tokens, seen in ((SMALL_STEP - 1, True), (SMALL_STEP, False)):
+        campaign = Campaign(dtype, in_graph=in_graph)
+        campaign.checks.schedule.fixed = 0.0
+        campaign.checks.looks_at_rows = Checks(AttentionCheck(enable=True), step_tokens=tokens).looks_at_rows
+        got, found = campaign._run(inputs, Strike(name, 0, fault))
+        assert found == seen
+        assert all(x.isfinite().all() for x in got)
+        assert not campaign._run(inputs, untouched)[1]
