@@ -131,24 +131,6 @@ def test_a_repair_that_the_sums_cannot_vouch_for_is_computed_again(bench, sectio
     assert [(f["section"], f["action"]) for f in findings] == [(section, "recomputed")]
 
 
-def test_scores_of_the_forward_that_no_check_saw_are_seen_by_the_backward(make_bench):
-    """The forward goes unchecked; the backward makes the scores again and finds that rows do not sum to 1."""
-    bench = make_bench()
-    args = operands()
-    fault = Fault("scale", 0.5, magnitude=1e3)
-
-    def compute(guard):
-        q, k, v, do = args
-        checked, guard.checks.schedule.checked = guard.checks.schedule.checked, frozenset()
-        out, _ = explicit.attention(q, k, v, Visible(causal=False), guard=guard)
-        guard.checks.schedule.checked = checked
-        return torch.autograd.grad(out, (q, k, v), do)
-
-    _, refused, findings = bench.run(compute, "scores", fault)
-    assert refused
-    assert [(f["section"], f["action"]) for f in findings] == [("scores.backward", "refused")]
-
-
 @pytest.mark.parametrize("section", ["scores", "scores.backward"])
 @pytest.mark.parametrize("small", [True, False])
 def test_a_lost_key_refuses_its_slot_at_any_rate_if_the_step_is_small(make_bench, section, small):

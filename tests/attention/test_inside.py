@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention_flash import BACKWARD, FORWARD, Strike, flash, untouched
-from attention_inside import Campaign, computed, operands
+from attention_flash import Strike, flash, untouched
+from attention_inside import Campaign, operands
 from everstep.attention import compiled
 from everstep.attention.guard import SMALL_STEP, Checks
 from everstep.attention.injection import Fault
@@ -24,16 +24,6 @@ def test_the_emulated_kernel_computes_attention(groups, causal):
     for a, b in zip(torch.autograd.grad(out, (q, k, v), do), torch.autograd.grad(expected, (q, k, v), do), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert lse.shape == q.shape[:3]
-
-
-def test_every_intermediate_can_be_hit():
-    inputs = operands("normal", 128, 2, 1, 16, torch.bfloat16, 0)
-    clean = computed(inputs, untouched)
-    for name in (*FORWARD, *BACKWARD):
-        strike = Strike(name, 0, Fault("nan", 0.0))
-        got = computed(inputs, strike)
-        assert strike.hit, name
-        assert any(not torch.equal(a, b) for a, b in zip(got, clean, strict=True)), name
 
 
 @pytest.fixture(scope="module")

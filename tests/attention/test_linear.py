@@ -116,14 +116,6 @@ def test_a_broken_sum_of_weights_refuses_one_slot_and_is_made_anew(bench):
     assert bench.run(compute)[1:] == (False, [])
 
 
-def test_gradients_pass_gradcheck(bench):
-    x, w, b, _ = operands(torch.float64, shape=(1, 3))
-    assert torch.autograd.gradcheck(
-        lambda x, w, b: linear.linear(x, w, b, bench.guard, linear.WeightSums()), (x, w, b), fast_mode=True
-    )
-    assert not bench.checks.refused()
-
-
 @pytest.mark.parametrize("inner", [256, 4096])
 @pytest.mark.parametrize("style", ["normal", "constant", "alternating", "ramp", "outliers", "few", "signs"])
 def test_norms_that_an_accelerator_estimates_are_above_the_true_ones_and_not_far(monkeypatch, inner, style):
@@ -151,12 +143,6 @@ def test_two_narrow_halves_hold_twice_the_digits():
     assert narrow.dtype == torch.bfloat16
     high, low = narrow.float().chunk(2, dim=-1)
     torch.testing.assert_close(high + low, sums, rtol=2**-16, atol=0)
-
-
-def test_sums_of_tiles_predict_the_row_sums_of_a_product():
-    a, b = torch.randn(7, 96), torch.randn(96, 128)
-    predicted = apply_sums(a, tile_sums(b).plain)
-    torch.testing.assert_close(predicted, (a @ b).view(7, 2, 64).sum(-1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
