@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from .findings import Deviation
-from .guard import Guard
+from .guard import EXTREME_SCORE, Guard
 from .masks import Visible
 from .private import unseen_by_checkpointing
 from .product import InnerSums, settle
@@ -270,6 +270,8 @@ class _Attention(torch.autograd.Function):
         delta = (d_out * out).sum(-1, keepdim=True) - _by_key_head(d_lse.unsqueeze(-1), ops.groups)
         dq, dk, dv = torch.empty_like(ops.q), torch.zeros_like(ops.k), torch.zeros_like(ops.v)
         backward = _Products(ops, guard, backward=True)
+        if guard is not None and guard.looks_at_rows:
+            guard.look_at_scores("scores.backward", lse)
         for backward.part, block in enumerate(ops.blocks):
             dq_rows, dk_part, dv_part = backward.gradients(
                 block, block.of_rows(d_out), block.of_rows(lse), block.of_rows(delta)
@@ -277,9 +279,6 @@ class _Attention(torch.autograd.Function):
             block.put_rows(dq, dq_rows)
             block.add_keys(dk, dk_part)
             block.add_keys(dv, dv_part)
-        if guard is not None and guard.looks_at_rows:
-            worst = _lost_rows(ops, d_out, dv, lse).worst()
-            guard.report("scores.backward", worst, "refused", backward=True)
         dq *= ctx.scale
         return (
             _from_key_head(dq, q.dtype),
@@ -291,26 +290,14 @@ class _Attention(torch.autograd.Function):
         )
 
 
-def _lost_rows(ops: _Operands, d_out: torch.Tensor, dv: torch.Tensor, lse: torch.Tensor) -> Deviation:
-    """Columns of Σ dV - Σ dO (B, N_kv, H_v), which a row of P that does not sum to 1 makes differ.
-
-    Args:
-        d_out: by key head. lse: likewise, -inf where a query sees nothing.
-        dv: (B, N_kv, L, H_v).
-    """
-    d_out = d_out.masked_fill(lse == -math.inf, 0.0).flatten(2, 3)
-    largest = ops.norms("q").amax((1, 2, 3)) * ops.norms("k").amax((1, 2))
-    unit = ops.growth(d_out.shape[2]) + 8 * (unit_roundoff(dv.dtype) + ops.loss) * (1 + largest)
-    bound = unit.view(-1, 1, 1) * d_out.abs().sum(2) + torch.finfo(dv.dtype).tiny
-    return Deviation(d_out.sum(2) - dv.sum(2), bound)
-
-
 class _Products:
     """The products of the blocks of one call, one direction; `part` is the block's number."""
 
     def __init__(self, ops: _Operands, guard: Guard | None, *, backward: bool) -> None:
-        self.ops, self.guard, self.backward, self.part = ops, guard, backward, 0
+        self.ops, self.backward, self.part = ops, backward, 0
+        self.guard = None if guard is None or guard.idle else guard
         self.checking = guard is not None and guard.checked
+        self.looks = guard if guard is not None and guard.looks_at_rows and not guard.checked else None
 
     def _touch(self, section: str, y: torch.Tensor) -> torch.Tensor:
         if self.guard is None:
@@ -340,6 +327,8 @@ class _Products:
             return _inner_tiles(y, q, block.of_rows(ops.norms("q")), ops.tiled("k", block), ops.growth(q.shape[-1]))
 
         scores = self._product("scores", q, k.transpose(-1, -2), of_scores)
+        if self.looks is not None:  # one that is +INF makes NaN of its row
+            self.looks.report("scores", -scores.amin(), "refused", backward=self.backward, bound=EXTREME_SCORE)
         block.mask(scores)
         top = scores.amax(-1, keepdim=True)
         top = torch.where(top == -math.inf, torch.zeros_like(top), top)
@@ -396,6 +385,8 @@ class _Products:
         unseen = lse == -math.inf
         lse = torch.where(unseen, torch.zeros_like(lse), lse)
         scores = self._touch("scores.backward", q @ k.transpose(-1, -2))
+        if self.looks is not None:  # one that is +INF makes NaN of its row
+            self.looks.report("scores.backward", -scores.amin(), "refused", backward=self.backward, bound=EXTREME_SCORE)
         p = block.mask(scores).sub_(lse).exp_()
         if self.guard is None or not self.checking:
             return p, p.new_empty(0), p.new_empty(0)
