@@ -294,12 +294,11 @@ def forge(site: Site, chance: random.Random, path: Path) -> list[Path]:
     header, body = _unpack_header(bytes(data[:HEADER_BYTES])), _body(bytes(data))
     if header is None or body is None or header.kind != "data" or HEADER_BYTES + header.payload_bytes > len(data):
         return [path]
-    place = chance.choice([span for name, span in header.sections.items() if name == "layout"])
-    data[HEADER_BYTES + chance.randrange(*place)] ^= 1 << chance.randrange(8)
-    payload = memoryview(data)[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
-    table = chunk_digests(payload)
     end = HEADER_BYTES + header.payload_bytes
-    del payload
+    if root_of(chunk_digests(memoryview(data[HEADER_BYTES:end]))) != header.root:
+        return [path]  # checksums over bytes that another fault has changed would make these the right ones
+    data[HEADER_BYTES + chance.randrange(*header.sections["layout"])] ^= 1 << chance.randrange(8)
+    table = chunk_digests(memoryview(data[HEADER_BYTES:end]))
     data[end : end + table.nbytes] = table.tobytes()
     path.write_bytes(_packed({**body, "root": root_of(table)}) + bytes(data[HEADER_BYTES:]))
     return [path]
