@@ -37,7 +37,7 @@ from everstep.snapshot import parity
 from everstep.snapshot.agreement import Word
 from everstep.snapshot.buffer import chunk_digests
 from everstep.snapshot.copier import Copier
-from everstep.snapshot.plan import State
+from everstep.snapshot.layout import State
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment
 
@@ -73,8 +73,8 @@ def bandwidths(nbytes: int = 32 << 20, shards: int = 4) -> dict[str, float]:
     return {
         "memcpy": total / best_s(memcpy),
         "xxh3": total / best_s(checksum),
-        "P": total / best_s(lambda: parity.encode(data, out[:1])),
-        "P and Q": total / best_s(lambda: parity.encode(data, out)),
+        "P": total / best_s(lambda: parity.combine(parity.encoding_rows(len(data), 1), data, out[:1])),
+        "P and Q": total / best_s(lambda: parity.combine(parity.encoding_rows(len(data), len(out)), data, out)),
     }
 
 

@@ -36,12 +36,11 @@ from everstep.snapshot.agreement import Word
 from everstep.snapshot.buffer import chunk_digests, root_of
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.header import Header
-from everstep.snapshot.layout import Layout
-from everstep.snapshot.plan import State
+from everstep.snapshot.layout import Layout, State
+from everstep.snapshot.parity import Code, Domains, part_bounds
 from everstep.snapshot.restore import pack_own, read_padded
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
-from everstep.snapshot.stripes import Code, Domains, code_id, part_bounds
 
 STEP = 7
 SERVERS = 8
@@ -119,7 +118,7 @@ def coding(groups: int, ranks: int, steps: int, state_bytes: int, home: Path) ->
     shards = [parity.aligned_bytes(-(-size // (64 * (len(mine) - 1))) * 64) for _ in range(len(mine) - 1)]
     began = time.perf_counter()
     for _ in range(ranks):
-        parity.encode(shards, [parity.aligned_bytes(len(shards[0]))])
+        parity.combine([[1] * len(shards)], shards, [parity.aligned_bytes(len(shards[0]))])
     return {"parity_group": len(mine), "arithmetic_s": time.perf_counter() - began, "steps": rows}
 
 
@@ -207,13 +206,13 @@ def parity_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: 
         read_padded(wire.Pieces([parts[giver][1].data]), at, shard)
         shards.append(shard)
     out = parity.aligned_bytes(length)
-    parity.encode(shards, [out])
+    parity.combine([[1] * len(shards)], shards, [out])
     covers = json.dumps([parts[g][0].to_json() for g in mine]).encode()
     payload = np.concatenate([out, np.frombuffer(covers, dtype=np.uint8)])
     own = parts[group][0]
     values: dict[str, Any] = {
         **own.__dict__, "kind": "parity", "part": (0, 0),
-        "code": code_id(code, roots), "roots": roots,
+        "roots": roots,
         "sections": {"shards": (0, length), "covers": (length, len(payload))}, "payload_bytes": len(payload),
         "root": root_of(chunk_digests(payload.data)),
     }  # fmt: skip

@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 
 from everstep.snapshot.header import Header
+from everstep.snapshot.parity import Domains
 from everstep.snapshot.peers import Held
 from everstep.snapshot.sources import decide
-from everstep.snapshot.stripes import Domains
 
 DAY_S = 86_400.0
 SCHEMES = {"no parity": 0, "parity 1": 1, "parity 2": 2}
@@ -89,7 +89,7 @@ def restorable(hosts: int, parity: int, size: int, lost: frozenset[int]) -> bool
             header = Header(
                 run="r", kind=kind, group=group, rank=0, ranks=1, step=1, history=1, members=tuple(range(hosts)),
                 parity=rows, parity_group=mine, topology="t", state_bytes=hosts, sections={}, sequence=1, taken_at=0.0,
-                part=(group, group + 1) if kind == "data" else (0, 0), code=str(mine[0]) if kind == "parity" else "",
+                part=(group, group + 1) if kind == "data" else (0, 0),
                 roots=("",) * len(mine) if kind == "parity" else (),
             )  # fmt: skip
             if group not in lost:

@@ -279,7 +279,7 @@ def from_the_device() -> str:
     import torch
 
     from everstep.quorum.heal import HealState, _StateBytes
-    from everstep.snapshot.plan import Plan, State
+    from everstep.snapshot.layout import Plan, State
     from everstep.step.streams import streams_of
 
     tensors = {f"model/{number}": torch.arange(1 << 22, device=device()) + number for number in range(4)}

@@ -17,7 +17,7 @@ import torch
 import late
 from everstep.quorum.heal import HealState, _StateBytes
 from everstep.quorum.process_group import _Line
-from everstep.snapshot.plan import Plan, State
+from everstep.snapshot.layout import Plan, State
 from everstep.step.reduction import GradientReducer
 from everstep.step.streams import DeviceStreams
 from late.collectives import work_of

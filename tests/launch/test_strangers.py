@@ -15,7 +15,7 @@ import pytest
 
 from everstep.launch import node
 from everstep.snapshot import keepers
-from everstep.snapshot.room import SnapshotError
+from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment
 

@@ -20,8 +20,7 @@ from everstep.snapshot.agreement import Agreed
 from everstep.snapshot.buffer import HEADER_BYTES
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.header import Kind
-from everstep.snapshot.layout import Layout
-from everstep.snapshot.plan import State
+from everstep.snapshot.layout import Layout, State
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 

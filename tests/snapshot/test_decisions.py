@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from everstep.snapshot.header import Header
 from everstep.snapshot.layout import Layout
+from everstep.snapshot.parity import Domains
 from everstep.snapshot.peers import Held
 from everstep.snapshot.restore import pack_own, unpack_own
 from everstep.snapshot.sources import decide
-from everstep.snapshot.stripes import Domains
 
 
 def buffer(group, step, kind="data", rank=0, history=1, members=(0, 1, 2), parity=1, sound=True, **changes) -> Held:
@@ -24,7 +24,7 @@ def buffer(group, step, kind="data", rank=0, history=1, members=(0, 1, 2), parit
         "root": f"root-{group}",
     }  # fmt: skip
     if kind == "parity":
-        fields |= {"part": (0, 0), "code": f"code-{history}", "roots": tuple(f"root-{g}" for g in members)}
+        fields |= {"part": (0, 0), "roots": tuple(f"root-{g}" for g in members)}
     return Held(f"host-{group}:1", Header(**{**fields, **changes}), sound)
 
 
@@ -153,10 +153,11 @@ def test_lost_members_of_several_parity_groups_are_each_decoded_by_their_own_cod
         mine = domains.group_of(g)
         changes: Any = {"members": members, "parity_group": mine, "state_bytes": 4800}
         held.append(buffer(g, 5, **changes))
-        held.append(buffer(g, 5, "parity", **changes, code=f"code-{mine[0]}", roots=tuple(f"root-{m}" for m in mine)))
+        held.append(buffer(g, 5, "parity", **changes, roots=tuple(f"root-{m}" for m in mine)))
     decision = decide([h for h in held if h.header.group not in (2, 3)], run="r")
     assert (decision.source, decision.columns[0].missing) == ("parity", (2, 3))
-    assert {pieces[0].header.code for pieces in decision.columns[0].parity} == {"code-0", "code-1"}
+    codes = {pieces[0].header.parity_group for pieces in decision.columns[0].parity}
+    assert codes == {domains.group_of(2), domains.group_of(3)}
     assert decide([h for h in held if h.header.group not in (2, 4)], run="r").source == "nothing"
 
 
@@ -166,7 +167,7 @@ def test_lost_members_of_several_parity_groups_are_each_decoded_by_their_own_cod
     members=st.integers(1, 5),
 )
 def test_the_parts_of_all_members_rebuild_the_state(sizes, members):
-    from everstep.snapshot.stripes import part_bounds
+    from everstep.snapshot.parity import part_bounds
 
     dtypes = itertools.cycle([torch.float32, torch.bfloat16, torch.int64, torch.uint8])
     tensors = {f"t{i}": torch.arange(n).to(dtype) for i, (n, dtype) in enumerate(zip(sizes, dtypes, strict=False))}

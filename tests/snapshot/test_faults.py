@@ -14,12 +14,11 @@ import psutil
 import pytest
 import torch
 
-from everstep.snapshot import keepers, parity, peers, restore, room
+from everstep.snapshot import buffer, keepers, parity, peers, restore
+from everstep.snapshot.buffer import SnapshotError, cgroup_free_bytes
 from everstep.snapshot.header import Header
-from everstep.snapshot.layout import Layout
-from everstep.snapshot.plan import State
-from everstep.snapshot.room import SnapshotError, cgroup_free_bytes
-from everstep.snapshot.stripes import Domains
+from everstep.snapshot.layout import Layout, State
+from everstep.snapshot.parity import Domains
 from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, file_of, in_keepers, is_zombie, wait_until
 
 
@@ -119,7 +118,7 @@ def frozen(run: Cluster, group: int) -> int:
 
 
 def test_what_a_watch_cannot_do_does_not_end_it(monkeypatch, tmp_path):
-    in_keepers(monkeypatch, tmp_path, "import everstep.snapshot.parity as p\np.encode = lambda *a: 1 / 0")
+    in_keepers(monkeypatch, tmp_path, "import everstep.snapshot.parity as p\np.combine = lambda *a: 1 / 0")
     with Cluster(3, coding_timeout_s=2.0) as run:
         for step in (1, 2):
             run.commit(step)
@@ -164,8 +163,8 @@ def test_connections_and_files_of_a_keeper_stay_few_step_after_step():
         pids = [place.pid for place in peers.read_places(run.run_dir)]
         for step in range(1, 13):
             run.take(step)
-        # Standard streams, lock, listener, parity files; of the connections of a coding none stays.
-        wait_until(lambda: max(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids) <= 12)
+        # Standard streams, lock, bell, listener, parity files; of the connections of a coding none stays.
+        wait_until(lambda: max(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids) <= 13)
 
 
 def test_a_keeper_without_descriptors_to_spare_goes_on_and_codes_again_when_it_has_some():
@@ -259,8 +258,12 @@ def test_what_no_run_owns_is_swept_and_what_one_owns_is_not():
         assert keepers.sweep(run.segment(0).path.parent) == [], "it has a keeper"
         said = keepers.sweep(mine.parent)
         assert len(said) == 2
-        assert any(f"{gone.run_dir.resolve()}, which is gone" in line and "removed" in line for line in said)
-        assert any("could be started again" in line and line.endswith("kept") for line in said)
+        assert all(line.endswith("kept, its run may go on") for line in said), "a trainer has touched them just now"
+        then = time.time() - 120
+        for path in [*moved.iterdir(), moved]:
+            os.utime(path, (then, then))
+        said = keepers.sweep(mine.parent)
+        assert any(f"{moved}: " in line and line.endswith("removed") for line in said)
         assert (moved.exists(), mine.exists()) == (False, True)
         keepers.sweep(mine.parent, spared_s=0.0)
         assert not mine.exists()
@@ -268,7 +271,7 @@ def test_what_no_run_owns_is_swept_and_what_one_owns_is_not():
         assert run.decide().reasons, "and the living keeper still answers"
 
 
-def test_the_next_keeper_on_the_host_removes_what_runs_that_are_gone_left():
+def test_the_next_keeper_on_the_host_removes_what_nobody_has_touched_for_long():
     with Cluster(1) as run, Cluster(1) as gone:
         gone.commit(1)
         gone.wait()
@@ -276,7 +279,9 @@ def test_the_next_keeper_on_the_host_removes_what_runs_that_are_gone_left():
         gone.kill_keeper(0)
         moved = run.segment(0).path.parent / gone.segment(0).path.name
         shutil.move(gone.segment(0).path, moved)
-        shutil.rmtree(gone.run_dir)
+        then = time.time() - 2 * run.settings.keeper_ttl_s
+        for path in [*moved.iterdir(), moved]:
+            os.utime(path, (then, then))
         run.kill_keeper(0)
         run.start_keeper(0)
         wait_until(lambda: not moved.exists())
@@ -302,12 +307,12 @@ def test_the_limit_of_a_control_group_of_version_1_counts(tmp_path):
 def test_ranks_that_take_memory_at_the_same_moment_leave_the_reserve(tmp_path, monkeypatch):
     """What each has taken the others see before they take more."""
     taken, step = [0], 1 << 20
-    monkeypatch.setattr(room, "STEP_BYTES", step)
-    monkeypatch.setattr(room, "cgroup_free_bytes", lambda: 40 * step - taken[0])
+    monkeypatch.setattr(buffer, "STEP_BYTES", step)
+    monkeypatch.setattr(buffer, "cgroup_free_bytes", lambda: 40 * step - taken[0])
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, size: taken.__setitem__(0, taken[0] + size))
     monkeypatch.setattr(os, "ftruncate", lambda fd, size: None)
     files = [(tmp_path / str(rank)).open("wb") for rank in range(3)]
-    plain = room.check_room
+    plain = buffer.check_room
 
     def beside_the_others(directory, needed, reserve) -> None:
         """One takes a step while another is at its own."""
@@ -315,9 +320,9 @@ def test_ranks_that_take_memory_at_the_same_moment_leave_the_reserve(tmp_path, m
         if files:
             file = files.pop()
             with contextlib.suppress(SnapshotError):
-                room.allocate(file.fileno(), tmp_path / "other", 20 * step, 8 * step)
+                buffer.allocate(file.fileno(), tmp_path / "other", 20 * step, 8 * step)
 
-    monkeypatch.setattr(room, "check_room", beside_the_others)
+    monkeypatch.setattr(buffer, "check_room", beside_the_others)
     with (tmp_path / "first").open("wb") as file, pytest.raises(SnapshotError, match="left under the memory limit"):
-        room.allocate(file.fileno(), tmp_path / "first", 20 * step, 8 * step)
+        buffer.allocate(file.fileno(), tmp_path / "first", 20 * step, 8 * step)
     assert taken[0] <= (40 - 8 + 3) * step

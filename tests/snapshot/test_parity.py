@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.snapshot import parity, stripes
+from everstep.snapshot import parity
 
 
 def slow_multiply(a: int, b: int) -> int:
@@ -31,7 +31,7 @@ def some_shards(count: int, length: int, seed: int = 0) -> list[np.ndarray]:
 
 def encode(data, m):
     out = [parity.aligned_bytes(len(data[0])) for _ in range(m)]
-    parity.encode(data, out)
+    parity.combine(parity.encoding_rows(len(data), len(out)), data, out)
     return out
 
 
@@ -93,7 +93,7 @@ codes = st.tuples(st.integers(2, 12), st.integers(1, 2))
 @given(codes)
 def test_the_rotation_places_every_shard_once_and_never_with_its_parity(drawn):
     n, m = drawn
-    code = stripes.Code(tuple(range(n)), min(m, n - 1))
+    code = parity.Code(tuple(range(n)), min(m, n - 1))
     for giver in code.members:
         held = {code.stripe_coded_by(giver, row) for row in range(code.parity)}
         assert len(held) == code.parity
@@ -106,7 +106,7 @@ def test_the_rotation_places_every_shard_once_and_never_with_its_parity(drawn):
 @given(codes, st.data())
 def test_as_many_lost_members_as_rows_are_always_decodable_and_more_never_claimed(drawn, data):
     n, m = drawn
-    code = stripes.Code(tuple(range(n)), min(m, n - 1))
+    code = parity.Code(tuple(range(n)), min(m, n - 1))
     lost = frozenset(data.draw(st.sets(st.integers(0, n - 1), max_size=code.parity)))
     there = frozenset(code.members) - lost
     assert code.lacks(lost, there) == ""
@@ -117,7 +117,7 @@ def test_as_many_lost_members_as_rows_are_always_decodable_and_more_never_claime
 @pytest.mark.parametrize(("groups", "size"), [(1, 8), (8, 8), (9, 8), (12, 8), (257, 8), (1000, 8), (40, 4)])
 def test_parity_groups_are_of_about_the_size_and_keep_neighbours_apart(groups, size):
     members = tuple(range(0, 3 * groups, 3))
-    found = stripes.Domains(members, size, 1, (0,) * groups).groups
+    found = parity.Domains(members, size, 1, (0,) * groups).groups
     assert sorted(group for each in found for group in each) == list(members)
     assert all(len(each) <= 1.5 * size + 1 for each in found)
     if groups > 2 * size:
@@ -127,8 +127,8 @@ def test_parity_groups_are_of_about_the_size_and_keep_neighbours_apart(groups, s
 
 @given(state_bytes=st.integers(0, 10**12), members=st.integers(1, 100))
 def test_parts_cover_the_state_once_and_are_nearly_equal(state_bytes, members):
-    bounds = [stripes.part_bounds(state_bytes, members, i) for i in range(members)]
+    bounds = [parity.part_bounds(state_bytes, members, i) for i in range(members)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == state_bytes
     assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
-    assert max(e - b for b, e in bounds) - min(e - b for b, e in bounds) <= 2 * stripes.ALIGNMENT
+    assert max(e - b for b, e in bounds) - min(e - b for b, e in bounds) <= 2 * parity.ALIGNMENT

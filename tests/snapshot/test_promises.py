@@ -8,16 +8,17 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from everstep.report.protection import Protection
 from everstep.run.token import own_token
-from everstep.snapshot import copier, keepers, peers
-from everstep.snapshot.plan import State
+from everstep.snapshot import copier, keepers, layout, peers
+from everstep.snapshot.layout import State
+from everstep.snapshot.parity import Domains
 from everstep.snapshot.restore import PARALLEL, in_turn
-from everstep.snapshot.stripes import Domains
 from everstep.step.streams import HostStreams
 from snapshot_cluster import TIMEOUT, Cluster, wait_until
 
@@ -285,3 +286,21 @@ def test_groups_that_restore_together_do_not_queue_for_the_same_keepers():
     """A group needs 31 parts of others: no order takes less than 31 units."""
     assert longest_restore(32, in_turn) <= 1.2 * 31
     assert longest_restore(16, lambda groups, first: sorted(groups)) > 1.5 * 15, "which the model can tell"
+
+
+def test_no_byte_is_hashed_in_the_trainers_own_thread(monkeypatch):
+    """So no digest stands between a step and its vote, whatever the size of a part and wherever it comes from."""
+    hashing: set[str] = set()
+
+    def noted(plain):
+        def hashes(*data):
+            hashing.add(threading.current_thread().name)
+            return plain(*data)
+
+        return hashes
+
+    monkeypatch.setattr(layout, "xxhash", SimpleNamespace(xxh3_64=noted(layout.xxhash.xxh3_64)))
+    monkeypatch.setattr(layout, "chunk_digests", noted(layout.chunk_digests))
+    with Cluster(1, parity=0) as run:
+        run.take(1, 2, coded=False)
+        assert hashing == {"snapshot-copier"}

@@ -18,10 +18,10 @@ from everstep.snapshot.buffer import (
     BufferReader,
     BufferWriter,
     Header,
+    SnapshotError,
     chunk_digests,
     root_of,
 )
-from everstep.snapshot.room import SnapshotError
 
 SIZE = CHUNK_BYTES + 70_001
 

@@ -7,8 +7,7 @@ import torch
 
 from everstep.snapshot import recovery
 from everstep.snapshot.copier import Copier
-from everstep.snapshot.layout import Layout, ShapeError, Shard
-from everstep.snapshot.plan import State
+from everstep.snapshot.layout import Layout, ShapeError, Shard, State
 from everstep.snapshot.recovery import fetch, whole
 from snapshot_cluster import TIMEOUT, Cluster, wait_until
 

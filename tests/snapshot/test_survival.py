@@ -12,8 +12,8 @@ from everstep.snapshot import keepers, peers, sources
 from everstep.snapshot.agreement import Agreed
 from everstep.snapshot.buffer import HEADER_BYTES
 from everstep.snapshot.copier import Copier
-from everstep.snapshot.inspect import InspectError, describe, inspect, to_json
-from everstep.snapshot.plan import State
+from everstep.snapshot.layout import State
+from everstep.snapshot.recovery import InspectError, describe, inspect, to_json
 from everstep.snapshot.restore import RestoreError
 from everstep.snapshot.segment import Segment, run_id
 from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, damage, is_zombie, wait_until

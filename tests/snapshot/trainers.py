@@ -10,7 +10,7 @@ from pathlib import Path
 
 from everstep.run.token import run_token
 from everstep.snapshot.copier import Copier
-from everstep.snapshot.plan import State
+from everstep.snapshot.layout import State
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 from snapshot_cluster import state_of

@@ -45,7 +45,7 @@ def snapshots(command: Snapshots, flags: Sequence[str]) -> int:
         raise LaunchError("everstep snapshots: give the run directory, or --sweep.")
     if command.export is not None:
         return _export(command.run_dir, command.export)
-    from everstep.snapshot.inspect import InspectError, describe, inspect, to_json
+    from everstep.snapshot.recovery import InspectError, describe, inspect, to_json
 
     try:
         found = inspect(command.run_dir, verify=command.verify)
@@ -58,7 +58,7 @@ def snapshots(command: Snapshots, flags: Sequence[str]) -> int:
 def _export(run_dir: Path, folder: Path) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise LaunchError(f"{folder} is there already; --export writes to a new or empty folder.")
-    from everstep.snapshot.inspect import InspectError, inspect
+    from everstep.snapshot.recovery import InspectError, inspect
     from everstep.titan.export import ExportError, export
 
     try:

@@ -21,7 +21,7 @@ from everstep.quorum.interface import InterfaceError, interface_of
 from everstep.run.beats import shared_lag_s
 from everstep.run.directory import LaunchError
 from everstep.run.token import require_own
-from everstep.snapshot import stripes
+from everstep.snapshot import parity
 from everstep.snapshot.section import SnapshotSection
 
 Verdict = Literal["ok", "warning", "error"]
@@ -199,7 +199,7 @@ def memory(plan: Plan, state_bytes: int, available: int, devices: Sequence[int])
 
 def snapshot_bytes(state_bytes: int, groups: int, snapshot: SnapshotSection) -> int:
     """Host memory that one group's part takes: two buffers, two parities. docs/snapshots.md has the formula."""
-    domains = stripes.Domains(tuple(range(groups)), snapshot.parity_group, snapshot.parity, (0,) * groups)
+    domains = parity.Domains(tuple(range(groups)), snapshot.parity_group, snapshot.parity, (0,) * groups)
     together = len(domains.groups[0])
     lost = domains.rows(domains.groups[0])
     share = 2 * state_bytes / groups
@@ -223,7 +223,7 @@ def snapshots(plan: Plan, state_bytes: int, tmpfs: int | None, available: int) -
         f"{_gb(available)} in host memory"
     )
     hosts = tuple(1 + group // max(1, plan.groups_here) for group in range(groups))
-    domains = stripes.Domains(tuple(range(groups)), section.parity_group, section.parity, hosts)
+    domains = parity.Domains(tuple(range(groups)), section.parity_group, section.parity, hosts)
     if section.failure_domain == "host" and domains.exposed:
         found += f"; the loss of this host, with {plan.groups_here} of {groups} groups, is not survived"
     if grown <= room:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from everstep.snapshot.header import Moment
-from everstep.snapshot.stripes import LOCATION_BITS, Domains
+from everstep.snapshot.parity import LOCATION_BITS, Domains
 
 _FLAGS = 5
 """Bits of an encoded word that are yes or no."""
@@ -38,7 +38,7 @@ class Word:
     waits_for: int = -1
     """Where in the parity group the member stands because of which it is not coded; -1 for none."""
     location: int = 0
-    """Where its host is (`stripes.location_of`); 0: not known."""
+    """Where its host is (`parity.location_of`); 0: not known."""
 
     def encode(self) -> int:
         """As a number above 0, below 2^53."""

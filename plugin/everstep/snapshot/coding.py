@@ -18,13 +18,21 @@ import numpy as np
 
 from everstep import wire
 from everstep.snapshot import parity, peers
-from everstep.snapshot.buffer import BufferReader, BufferWriter, chunk_digests, root_of, table_bytes
+from everstep.snapshot.buffer import (
+    BUFFERS,
+    CHUNK_BYTES,
+    BufferReader,
+    BufferWriter,
+    SnapshotError,
+    chunk_digests,
+    root_of,
+    table_bytes,
+)
 from everstep.snapshot.header import Header
+from everstep.snapshot.parity import Code
 from everstep.snapshot.peers import Neighbours
-from everstep.snapshot.room import BLOCK_BYTES, BUFFERS, SnapshotError
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Notes, Segment
-from everstep.snapshot.stripes import Code, code_id
 
 SLOWEST_BYTES_S = 200e6
 """Of parts a host must code, so that large ones have more time than snapshot.coding_timeout_s."""
@@ -164,7 +172,6 @@ class Watch:
             own,
             kind="parity",
             part=(0, 0),
-            code=code_id(code, [header.root for header in headers]),
             roots=tuple(header.root for header in headers),
             sections={"shards": (0, code.parity * length), "covers": (code.parity * length, size)},
             payload_bytes=size,
@@ -241,7 +248,7 @@ class _Giver:
 
     def ask(self, at: int) -> None:
         """Ask for the block at this byte of the payload, if there is one."""
-        count = min(BLOCK_BYTES, self.header.payload_bytes - at)
+        count = min(CHUNK_BYTES, self.header.payload_bytes - at)
         if count > 0:
             try:
                 self._channel.ask_range(at, count)
@@ -250,7 +257,7 @@ class _Giver:
 
     def take(self, at: int, block: np.ndarray) -> None:
         """The block that was asked for, verified; zeros beyond the payload's end."""
-        count = max(0, min(BLOCK_BYTES, self.header.payload_bytes - at))
+        count = max(0, min(CHUNK_BYTES, self.header.payload_bytes - at))
         block[count:] = 0
         if not count:
             return
@@ -258,7 +265,7 @@ class _Giver:
             self._channel.receive_range(wire.Pieces([block[:count].data]), at, count, base=at)
         except wire.WireError as error:
             raise self._failed(str(error)) from error
-        if wire.digest_of([block[:count].data]) != self._table[at // BLOCK_BYTES]:
+        if wire.digest_of([block[:count].data]) != self._table[at // CHUNK_BYTES]:
             raise self._failed(f"its bytes from {at} on are damaged")
 
     def _failed(self, why: str) -> CodingError:
@@ -268,15 +275,14 @@ class _Giver:
 def _combine(shards: list[tuple[_Giver, int]], out: np.ndarray, row: int) -> None:
     """Row `row` of parity over shards that begin at these bytes of the givers' payloads. One block of each is combined
     while the next is on its way."""
-    blocks = [parity.aligned_bytes(min(BLOCK_BYTES, len(out))) for _ in shards]
-    first_row = parity.aligned_bytes(len(blocks[0]))
+    blocks = [parity.aligned_bytes(min(CHUNK_BYTES, len(out))) for _ in shards]
+    coefficients = parity.encoding_rows(len(shards), row + 1)[row:]
     for giver, first in shards:
         giver.ask(first)
-    for start in range(0, len(out), BLOCK_BYTES):
-        following, target = start + BLOCK_BYTES, out[start : start + BLOCK_BYTES]
+    for start in range(0, len(out), CHUNK_BYTES):
+        following, target = start + CHUNK_BYTES, out[start : start + CHUNK_BYTES]
         for (giver, first), block in zip(shards, blocks, strict=True):
             if following < len(out):
                 giver.ask(first + following)
             giver.take(first + start, block[: len(target)])
-        rows = [target] if row == 0 else [first_row[: len(target)], target]
-        parity.encode([block[: len(target)] for block in blocks], rows)
+        parity.combine(coefficients, [block[: len(target)] for block in blocks], [target])

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from everstep.snapshot.agreement import Agreed, Word, learn, members_of, named
-from everstep.snapshot.buffer import BufferWriter
+from everstep.snapshot.buffer import BufferWriter, SnapshotError
 from everstep.snapshot.header import Header, Moment
-from everstep.snapshot.plan import VOLATILE, Plan, State
+from everstep.snapshot.layout import VOLATILE, Plan, State
 from everstep.snapshot.restore import pack_own, whose
-from everstep.snapshot.room import SnapshotError
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Notes, Segment
 from everstep.step.streams import Event, Streams, streams_of
@@ -319,6 +318,7 @@ class Copier:
         table = plan.copy(buffer.payload(header.payload_bytes), tail, self._streams, job.ready, copied)
         self._newest = buffer.publish(header, table)
         self._segment.set_mark(self._rank)
+        self._segment.ring()
 
     def _next_sequence(self) -> int:
         # By the clock, so that no number comes again after a publication that was broken off: the keeper goes

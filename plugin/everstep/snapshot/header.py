@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import xxhash
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 Kind = Literal["data", "parity"]
 Moment = tuple[int, int, str]
 """Step, history and start of a snapshot: the same in all groups that took it together."""
@@ -69,10 +69,8 @@ class Header:
     payload_bytes: int = 0
     root: str = ""
     """XXH3-64 of the chunk table, hexadecimal. The chunks' digests are of the bytes in the trainer's memory."""
-    code: str = ""
-    """Of parity: names the code and the payloads that it is over."""
     roots: tuple[str, ...] = ()
-    """Of parity: the roots of those payloads, by member of the parity group."""
+    """Of parity: the roots of the payloads that it is over, by member of the parity group."""
     schema: int = SCHEMA_VERSION
 
     @functools.cached_property
@@ -80,6 +78,11 @@ class Header:
         named = [self.run, self.step, self.history, self.start, _ranges(self.members), self.rank, self.ranks]
         body = json.dumps([*named, self.topology, self.state_bytes])
         return Identity(self.step, xxhash.xxh3_128_hexdigest(body.encode()))
+
+    @property
+    def name(self) -> str:
+        """Tells this buffer's bytes from all others'."""
+        return f"{self.kind} {self.group} {self.rank} {self.root}"
 
     @property
     def moment(self) -> "Moment":
@@ -122,7 +125,7 @@ class Header:
         for name in integers:
             if type(getattr(self, name)) is not int or not 0 <= getattr(self, name) < 1 << 64:
                 raise ValueError(f"{name} is {getattr(self, name)!r}")
-        texts = ("run", "start", "topology", "root", "code")
+        texts = ("run", "start", "topology", "root")
         for name in texts:
             if type(getattr(self, name)) is not str:
                 raise ValueError(f"{name} is {getattr(self, name)!r}")

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -29,12 +30,11 @@ from typing import Any
 from everstep import wire
 from everstep.run.token import read_token
 from everstep.snapshot import peers
-from everstep.snapshot.buffer import BufferReader, table_bytes
+from everstep.snapshot.buffer import BufferReader, SnapshotError, table_bytes
 from everstep.snapshot.coding import SLOWEST_BYTES_S, Watch
 from everstep.snapshot.header import KINDS, Header
-from everstep.snapshot.keepers import LOCKED_EXIT, sweep, write_owner
+from everstep.snapshot.keepers import LOCKED_EXIT, sweep
 from everstep.snapshot.peers import Neighbours, Place
-from everstep.snapshot.room import SnapshotError
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 
@@ -74,7 +74,8 @@ class Keeper:
     def run(self) -> str:
         """Until the keeper is to end. Returns why it does; the segment has been removed then."""
         why = ""
-        coding = threading.Thread(target=self._code, name="coding", daemon=True)
+        bell = self.segment.bell()
+        coding = threading.Thread(target=self._code, args=(bell,), name="coding", daemon=True)
         coding.start()
         while not self.over.wait(POLL_S if not self._watches else HEARTBEAT_S):
             self._watch_new_ranks()
@@ -85,16 +86,19 @@ class Keeper:
                 break
         self.over.set()
         self._server.close()
+        self.segment.ring()
         coding.join(JOIN_S)  # it would make files anew in a segment that is being removed
         self.segment.remove()
         for group in {group for group, _ in self._watches}:
             self._forget(group)
         return why or "the run is over"
 
-    def _code(self) -> None:
+    def _code(self, bell: int) -> None:
         """Verify and code what trainers publish, one rank's after the other's, so that the memory and connections of
         one are enough. All that is there at a time has one deadline."""
-        while not self.over.wait(POLL_S):
+        while not self.over.is_set():
+            if select.select([bell], [], [], HEARTBEAT_S)[0]:
+                os.read(bell, 4096)
             watches = list(self._watches.values())
             marked = [watch.marked() for watch in watches]
             if any(marked):
@@ -284,7 +288,6 @@ def main(argv: list[str] | None = None) -> int:
     except wire.WireError as error:
         log.error("%s", error)
         return 1
-    write_owner(segment.path, run_dir)
     for line in sweep(segment.root, settings.keeper_ttl_s, spare=segment.run):
         log.info("%s", line)
     signal.signal(signal.SIGTERM, lambda *_: keeper.over.set())

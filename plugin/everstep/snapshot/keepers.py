@@ -2,7 +2,7 @@
 
 A keeper removes its segment when it ends. One that was killed cannot; then the segment stays for the next start of its
 run. If there never is one, `everstep snapshots --sweep` removes it, or the next keeper of another run on the host, once
-the run directory is gone or nobody has touched the segment for longer than `keeper_ttl_s`.
+nobody has touched it for longer than `keeper_ttl_s`.
 """
 
 import contextlib
@@ -20,11 +20,10 @@ from datetime import timedelta
 from pathlib import Path
 
 from everstep import wire
-from everstep.run.files import read_json, write_json
 from everstep.run.token import read_token
 from everstep.snapshot import peers
+from everstep.snapshot.buffer import is_own_directory
 from everstep.snapshot.peers import Place
-from everstep.snapshot.room import is_own_directory
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 
@@ -115,20 +114,14 @@ def end_keepers(run_dir: Path, timeout: timedelta = timedelta(seconds=5)) -> lis
     return silent
 
 
-OWNER_FILE = "owner.json"
 ALIVE_S = 60.0
 """A segment that a trainer has touched this recently belongs to a run that goes on, though its keeper died."""
 _SEGMENT = re.compile(r"everstep-([0-9a-f]{16})(-group-\d+)?")
 
 
-def write_owner(segment: Path, run_dir: Path) -> None:
-    """Say in a segment which run it belongs to."""
-    write_json(segment / OWNER_FILE, {"run_dir": str(run_dir)})
-
-
 def sweep(directory: Path, spared_s: float = ALIVE_S, spare: str = "") -> list[str]:
-    """Remove this user's segments that no living keeper has, unless their run is there and has touched them within
-    `spared_s`. Returns a sentence for each.
+    """Remove this user's segments that no living keeper has and nobody has touched for `spared_s`. Returns a sentence
+    for each that no keeper has.
 
     `spare`: a run whose segments are none of this.
     """
@@ -142,23 +135,20 @@ def sweep(directory: Path, spared_s: float = ALIVE_S, spare: str = "") -> list[s
             if fd is None:
                 continue
             with os.fdopen(fd, "rb"):
-                said.append(_swept(path, match.group(1), spared_s))
+                said.append(_swept(path, spared_s))
         except OSError:
             continue  # it is being removed
     return said
 
 
-def _swept(path: Path, run: str, spared_s: float) -> str:
+def _swept(path: Path, spared_s: float) -> str:
     """Remove a segment whose lock is held here, unless its run may need it."""
     files = [file.stat() for file in path.iterdir() if file.is_file()]
     age_s = time.time() - max([path.stat().st_mtime, *(file.st_mtime for file in files)])
-    owner = read_json(path / OWNER_FILE).get("run_dir")
-    there = isinstance(owner, str) and _is_run(Path(owner), run)
     megabytes = sum(file.st_blocks * 512 for file in files) / 1e6
-    whose = f"{owner or 'an unknown run'}, {'which could be started again' if there else 'which is gone'}"
-    found = f"{path}: {megabytes:.1f} MB of {whose}; last written {age_s:.0f} s ago"
-    if there and age_s < spared_s:
-        return f"{found}: kept"
+    found = f"{path}: {megabytes:.1f} MB without a keeper, last written {age_s:.0f} s ago"
+    if age_s < spared_s:
+        return f"{found}: kept, its run may go on"
     shutil.rmtree(path, ignore_errors=True)
     return f"{found}: removed"
 
@@ -174,10 +164,3 @@ def _lock(path: Path) -> int | None:
         os.close(fd)
         return None
     return fd
-
-
-def _is_run(run_dir: Path, run: str) -> bool:
-    try:
-        return run_id(read_token(run_dir)) == run
-    except (OSError, ValueError):
-        return False

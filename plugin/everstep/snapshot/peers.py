@@ -1,6 +1,7 @@
 """Finding the keepers of a run, and asking them."""
 
 import concurrent.futures
+import contextlib
 import os
 import socket
 import time
@@ -17,7 +18,7 @@ from everstep.run.files import read_json, write_json
 from everstep.run.typed import Count
 from everstep.snapshot.header import Header, Identity, Kind
 
-CONNECTIONS, TRIES = 2, 3
+TRIES = 3
 """To download a buffer."""
 ASKERS = 256
 """Keepers that are asked at a time."""
@@ -96,11 +97,8 @@ def connect(address: str, token: bytes, timeout: timedelta) -> wire.Channel:
 
 def ask(address: str, token: bytes, message: dict[str, Any], timeout: timedelta) -> dict[str, Any]:
     """One question to a keeper. Raises wire.WireError."""
-    channel = connect(address, token, timeout)
-    try:
+    with contextlib.closing(connect(address, token, timeout)) as channel:
         return channel.ask(message)
-    finally:
-        channel.close()
 
 
 def _listed(address: str, answer: dict[str, Any]) -> list[Held]:
@@ -183,27 +181,21 @@ def _left(deadline: float) -> timedelta:
 
 
 def download(address: str, token: bytes, timeout: timedelta, header: Header, sink: wire.Bytes) -> None:
-    """Fill `sink` with a buffer's payload and table, over several connections, and take it up again where it broke off.
-    Raises wire.WireError of the last try."""
+    """Fill `sink` with a buffer's payload and table, and take it up again where it broke off. Raises wire.WireError of
+    the last try."""
     done: set[int] = set()
-    count = max(1, min(CONNECTIONS, -(-sink.size // wire.RANGE_BYTES)))
     for left in reversed(range(TRIES)):
-        channels: list[wire.Channel] = []
         try:
-            for _ in range(count):
-                channels.append(connect(address, token, timeout))
-                open_buffer(channels[-1], header)
-            wire.pull(channels, sink, done)
-            return
+            with contextlib.closing(connect(address, token, timeout)) as channel:
+                open_buffer(channel, header)
+                wire.pull([channel], sink, done)
+                return
         except wire.RefusedError:
             raise  # it is not there any more: no use in asking again
         except wire.WireError:
             if not left:
                 raise
             time.sleep(0.1)  # lets a keeper that is being restarted listen again
-        finally:
-            for channel in channels:
-                channel.close()
 
 
 def reachable(

@@ -3,11 +3,13 @@
 A buffer whose bytes turn out wrong, or whose keeper dies while it is read, is set aside and the sources asked
 again without it; so a damaged part is decoded from parity, and what cannot be decoded gives way to an older
 step. A whole state for whoever wants to write it down (`fetch`, `whole`) is had in the same way.
+
+`inspect` says what the keepers of a run hold and what a start would do, for `everstep snapshots RUN_DIR`.
 """
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,10 @@ import torch
 
 from everstep.run.token import read_token
 from everstep.snapshot import peers, sources
-from everstep.snapshot.header import KINDS
 from everstep.snapshot.layout import Layout, Reshaped, ShapeError, whole_layout
 from everstep.snapshot.peers import Held, Place
 from everstep.snapshot.restore import Restored, RestoreError, restore_rank
 from everstep.snapshot.segment import run_id
-from everstep.snapshot.sources import Blame
 
 _NOTHING = np.zeros(0, dtype=np.uint8)
 Share = Callable[[Any], list[Any]]
@@ -79,36 +79,36 @@ def recover(
     began = time.monotonic()
     token = read_token(run_dir)
     topologies = dict(enumerate(share(layout.topology(rank, ranks))))
-    blamed: list[Blame] = []
+    aside: list[str] = []
     notes: list[str] = []
     while True:
         decision = None
         if rank == 0:
-            wait = patience if not blamed else timedelta(0)
-            how = {"ranks": ranks, "topologies": topologies, "disk_step": disk_step, "blamed": blamed}
+            wait = patience if not aside else timedelta(0)
+            how = {"ranks": ranks, "topologies": topologies, "disk_step": disk_step, "aside": aside}
             decision = _with_reasons(look(run_dir, token, timeout, wait, **how), notes)
         told = share(decision and decision.to_json())[0]
         decision = decision or sources.Decision.from_json(told, rank)
         if not decision.from_memory:
             return Recovery(decision, None, time.monotonic() - began)
         restored: Restored | None = None
-        failure: tuple[list[Any] | None, str] | None = None
+        failure: tuple[list[str], str] | None = None
         try:
             if decision.reshaped:
                 restored = restore_reshaped(decision, rank, group, layout, token, timeout)
             else:
                 restored = restore_rank(decision.columns[rank], rank, group, token, timeout)
         except RestoreError as error:
-            failure = (error.blame.to_json(), str(error))
+            failure = (error.buffers, str(error))
         except ShapeError as error:
-            failure = (None, f"step {decision.step} does not fit: {error}")
-        failures = [(blame and Blame.from_json(blame), why) for blame, why in filter(None, share(failure))]
+            buffers = [name for column in decision.columns.values() for name in column.names()]
+            failure = (buffers, f"step {decision.step} does not fit: {error}")
+        failures = list(filter(None, share(failure)))
         if not failures:
             return Recovery(decision, restored, time.monotonic() - began)
-        blamed += [blame for blame, _ in failures if blame] or [
-            Blame(kind, of, column.identity, None) for of, column in decision.columns.items() for kind in KINDS
-        ]
-        notes += [message for _, message in failures]
+        for buffers, why in failures:
+            aside += buffers
+            notes.append(why)
 
 
 def restore_reshaped(
@@ -227,9 +227,9 @@ def fetch(run_dir: Path, *, not_before: int = 0, timeout: timedelta, patience: t
     """
     token = read_token(run_dir)
     deadline = time.monotonic() + patience.total_seconds()
-    blamed: list[Blame] = []
+    aside: list[str] = []
     while True:
-        found = look(run_dir, token, timeout, timedelta(0), blamed=blamed)
+        found = look(run_dir, token, timeout, timedelta(0), aside=aside)
         decision = found.decision
         if decision.from_memory and decision.step >= not_before:
             try:
@@ -238,7 +238,7 @@ def fetch(run_dir: Path, *, not_before: int = 0, timeout: timedelta, patience: t
                     for rank, column in sorted(decision.columns.items())
                 ]
             except RestoreError as error:
-                blamed.append(error.blame)
+                aside += error.buffers
                 why = str(error)
         elif decision.from_memory:
             why = f"the newest step in memory is {decision.step}, not {not_before}"
@@ -265,3 +265,101 @@ def whole(ranks: list[Restored]) -> Whole:
     except ShapeError as error:
         raise ExportError(str(error)) from error
     return Whole(ranks[0].step, made.layout.views(flat), ranks[0].meta, [restored.blobs for restored in ranks])
+
+
+DEFAULT_TIMEOUT = timedelta(seconds=10)
+VERIFY_TIMEOUT = timedelta(seconds=600)
+"""Every byte is read again."""
+
+
+class InspectError(RuntimeError):
+    """A run directory that has no snapshots to look at; the message says why."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a run's keepers hold."""
+
+    places: list[Place]
+    silent: dict[str, str]
+    """Keepers that did not answer, and why."""
+    held: list[Held]
+    decision: sources.Decision
+    """What a start would restore, the disk checkpoint left aside."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """With `verify`: ranks whose newest restorable state could not be fetched, or decoded, and why."""
+
+    @property
+    def sound(self) -> bool:
+        """Whether something can be restored, and nothing is known to be damaged. For the exit status."""
+        return self.decision.from_memory and not self.failures and all(held.sound is not False for held in self.held)
+
+
+def inspect(run_dir: Path, *, verify: bool = False, timeout: timedelta = DEFAULT_TIMEOUT) -> Inspection:
+    """Ask every keeper of the run.
+
+    `verify`: each keeper recomputes the checksums of all its buffers, parity included, and the newest
+    restorable state of every rank is fetched and verified as a start would.
+
+    Raises:
+        InspectError: the directory is no run's, or no keeper has ever been in it.
+    """
+    try:
+        token = read_token(run_dir)
+    except (OSError, ValueError) as error:
+        raise InspectError(f"{run_dir} is no run directory, or not yours: {error}") from error
+    places = peers.read_places(run_dir)
+    if not places:
+        raise InspectError(f"{run_dir} has no keepers: the run is over, or snapshot.enable is off")
+    found = look(run_dir, token, VERIFY_TIMEOUT if verify else timeout, timedelta(0), verify=verify)
+    failures = {}
+    for rank, column in found.decision.columns.items() if verify else ():
+        try:
+            restore_rank(column, rank, min(column.data, default=0), token, timeout)
+        except RestoreError as error:
+            failures[rank] = str(error)
+    return Inspection(places, found.silent, sorted(found.held, key=_order), found.decision, failures)
+
+
+def describe(found: Inspection) -> str:
+    """The inspection as text: a line per buffer, then what a start would do."""
+    lines = [f"{'group':>5} {'rank':>4} {'kind':6} {'step':>8} {'MB':>9} {'age':>8}  {'shared by':14} checks"]
+    for buffer in found.held:
+        header = buffer.header
+        state = {True: "verified", False: "DAMAGED", None: "not verified yet"}[buffer.sound]
+        members = ",".join(map(str, header.members)) if len(header.members) <= 6 else f"{len(header.members)} groups"
+        lines.append(
+            f"{header.group:>5} {header.rank:>4} {header.kind:6} {header.step:>8} "
+            f"{header.payload_bytes / 1e6:>9.2f} "
+            f"{time.time() - header.taken_at:>7.1f}s  {members:14} {state}"
+        )
+    if not found.held:
+        lines.append("    no snapshot yet")
+    for place in found.places:
+        where = f"pid {place.pid} on {place.host}, {place.address}, {place.segment}"
+        lines.append(f"keeper of group {place.group}: {where}")
+    lines += [f"{name} does not answer: {why}" for name, why in found.silent.items()]
+    lines += [f"not restorable: {reason}" for reason in found.decision.reasons]
+    if found.decision.from_memory:
+        lines.append(f"a start would restore step {found.decision.step} ({found.decision.source})")
+    else:
+        lines.append("a start would find nothing in memory")
+    lines += [f"rank {rank} cannot be restored: {why}" for rank, why in found.failures.items()]
+    return "\n".join(lines)
+
+
+def to_json(found: Inspection) -> dict[str, Any]:
+    """The inspection for programs."""
+    return {
+        "restorable_step": found.decision.step if found.decision.from_memory else None,
+        "source": found.decision.source,
+        "reasons": list(found.decision.reasons),
+        "silent": found.silent,
+        "failures": found.failures,
+        "buffers": [{**held.header.to_json(), "keeper": held.address, "sound": held.sound} for held in found.held],
+    }
+
+
+def _order(buffer: Held) -> tuple:
+    header = buffer.header
+    return header.rank, header.kind, -header.step, header.group

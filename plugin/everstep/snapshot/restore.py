@@ -5,6 +5,7 @@ cover it exactly once and every payload, fetched or decoded, has matched the chu
 decoded payload: the root of that table, which the parity's publishers kept).
 """
 
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -19,21 +20,20 @@ from everstep import wire
 from everstep.snapshot import parity, peers
 from everstep.snapshot.buffer import as_table, chunks, root_of, table_bytes
 from everstep.snapshot.header import Header, coverage_error, topology_of
+from everstep.snapshot.parity import Code
 from everstep.snapshot.peers import Held
-from everstep.snapshot.room import BLOCK_BYTES
-from everstep.snapshot.sources import Blame, Column, code_of
-from everstep.snapshot.stripes import Code, code_id
+from everstep.snapshot.sources import Column, code_of
 
 PARALLEL = 8
 """Keepers that one rank reads from at a time."""
 
 
 class RestoreError(RuntimeError):
-    """A snapshot that turned out not to be restorable after all. Nothing of it may be used."""
+    """A snapshot that turned out not to be restorable after all, and the buffers because of which, by `Header.name`."""
 
-    def __init__(self, message: str, blame: Blame) -> None:
+    def __init__(self, message: str, buffers: list[str]) -> None:
         super().__init__(message)
-        self.blame = blame
+        self.buffers = buffers
 
 
 @dataclass
@@ -106,8 +106,8 @@ def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: t
     headers = {**data, **covers}
     why_not = coverage_error(list(headers.values()))
     if why_not or covers.keys() != set(column.missing):
-        blame = Blame("parity" if column.missing else "data", rank, column.identity, None)
-        raise RestoreError(f"step {step} of rank {rank}: {why_not or 'its parity is over other parts'}", blame)
+        why_not = why_not or "its parity is over other parts"
+        raise RestoreError(f"step {step} of rank {rank}: {why_not}", _parity_of(column) or column.names())
     flat = parity.aligned_bytes(next(iter(headers.values())).state_bytes)
     payloads = {holder: _Payload(header, flat) for holder, header in headers.items()}
     source.fetch({holder: payloads[holder] for holder in data}, first=group)
@@ -119,11 +119,10 @@ def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: t
             continue
         if holder in column.missing:
             # Either a part that passed its own checks or some parity is of another step: no telling which.
-            code = next(p.code_name for p in codes if holder in p.code.members)
-            blame = Blame("parity", rank, column.identity, None, code)
-            raise RestoreError(f"step {step} of rank {rank}: what parity gives for group {holder} {wrong}", blame)
-        blame = Blame("data", rank, column.identity, holder)
-        raise RestoreError(f"step {step} of rank {rank}: the part of group {holder} {wrong}", blame)
+            what = f"what parity gives for group {holder} {wrong}"
+            raise RestoreError(f"step {step} of rank {rank}: {what}", _parity_of(column, holder))
+        what = f"the part of group {holder} {wrong}"
+        raise RestoreError(f"step {step} of rank {rank}: {what}", [headers[holder].name])
     chosen = group if group in payloads else sorted(payloads)[group % len(payloads)]
     header = payloads[chosen].header
     try:
@@ -132,11 +131,15 @@ def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: t
         if topology_of(layout, rank, header.ranks) != header.topology:
             raise ValueError("its layout is not the one that its header names")
     except ValueError as error:
-        blame = Blame("data", rank, column.identity, chosen)
-        if chosen in column.missing:
-            blame = Blame("parity", rank, column.identity, None)
-        raise RestoreError(f"step {step} of rank {rank}: the part of group {chosen}: {error}", blame) from error
+        buffers = _parity_of(column, chosen) if chosen in column.missing else [header.name]
+        raise RestoreError(f"step {step} of rank {rank}: the part of group {chosen}: {error}", buffers) from error
     return Restored(step, header.history, header.start, flat, layout, meta, blobs, source.fetched_bytes, column.missing)
+
+
+def _parity_of(column: Column, group: int | None = None) -> list[str]:
+    """The pieces of the code that a group is coded in, or of all, by `Header.name`."""
+    pieces = (held.header for held in itertools.chain(*column.parity))
+    return [header.name for header in pieces if group is None or group in header.parity_group]
 
 
 def in_turn(groups: Iterable[int], first: int) -> list[int]:
@@ -162,8 +165,9 @@ class _Source:
                 return work(buffer)
             except (wire.WireError, parity.ParityError, ValueError, TypeError, KeyError) as error:
                 what = f"{'parity' if header.kind == 'parity' else 'the part'} of group {header.group}"
-                blame = Blame(header.kind, self._rank, self._column.identity, header.group)
-                raise RestoreError(f"step {header.step} of rank {self._rank}, {what}: {error}", blame) from error
+                raise RestoreError(
+                    f"step {header.step} of rank {self._rank}, {what}: {error}", [header.name]
+                ) from error
 
         with ThreadPoolExecutor(PARALLEL) as pool:
             return list(pool.map(attempt, held))
@@ -208,17 +212,13 @@ class _Source:
             header, _, covers = fetched[0]
             code = code_of(header)
             sound = all(h.identity == self._column.identity and h.kind == "data" for h in covers)
-            alike = all(h.code == header.code and c == covers for h, _, c in fetched)
-            named = (
-                tuple(h.group for h in covers) == code.members
-                and tuple(h.root for h in covers) == header.roots
-                and code_id(code, header.roots) == header.code
-            )
+            alike = all(c == covers for _, _, c in fetched)
+            named = tuple((h.group, h.root) for h in covers) == tuple(zip(code.members, header.roots, strict=True))
             if not (sound and alike and named):
-                blame = Blame("parity", self._rank, self._column.identity, None, header.code)
-                raise RestoreError(f"step {header.step} of rank {self._rank}: its parity is over other parts", blame)
+                buffers = [held.header.name for held in pieces]
+                raise RestoreError(f"step {header.step} of rank {self._rank}: its parity is over other parts", buffers)
             held = {h.group: shards for h, shards, _ in fetched}
-            found.append(_Pieces(header.code, code, covers, held))
+            found.append(_Pieces(code, covers, held))
         return found
 
 
@@ -226,7 +226,6 @@ class _Source:
 class _Pieces:
     """What is left of a code."""
 
-    code_name: str
     code: Code
     covers: list[Header]
     """The payloads that it is over."""
@@ -237,28 +236,26 @@ class _Pieces:
         """Fill the missing payloads, stripe by stripe, from the ones that are there and from parity."""
         code = self.code
         length = next(iter(self.shards.values())).shape[1]
-        block = [parity.aligned_bytes(min(BLOCK_BYTES, length)) for _ in range(2 * len(code.members))]
         for stripe in range(len(code.members)):
             givers, holders = code.columns(stripe), code.rows(stripe)
             lost = [c for c, giver in enumerate(givers) if giver in missing]
             if not lost:
                 continue
             k = len(givers)
-            rows_there = [k + row for row, holder in enumerate(holders) if holder in self.shards]
-            have = ([c for c in range(k) if c not in lost] + rows_there)[:k]
+            at = [code.stripes_of(giver).index(stripe) * length for giver in givers]
+            shards = {}
+            for column, giver in enumerate(givers):
+                if column not in lost:
+                    shards[column] = parity.aligned_bytes(length)
+                    read_padded(payloads[giver].pieces, at[column], shards[column])
+            for row, holder in enumerate(holders):
+                if holder in self.shards:
+                    shards[k + row] = self.shards[holder][row]
+            have, out = list(shards)[:k], [parity.aligned_bytes(length) for _ in lost]
             rows = parity.decoding_rows(k, code.parity, lost, have)
-            at = {giver: code.stripes_of(giver).index(stripe) * length for giver in givers}
-            for start in range(0, length, BLOCK_BYTES):
-                span = min(BLOCK_BYTES, length - start)
-                for index, target in zip(have, block, strict=False):
-                    if index < k:
-                        read_padded(payloads[givers[index]].pieces, at[givers[index]] + start, target[:span])
-                    else:
-                        target[:span] = self.shards[holders[index - k]][index - k, start : start + span]
-                out = [target[:span] for target in block[k : k + len(lost)]]
-                parity.combine(rows, [target[:span] for target in block[:k]], out)
-                for column, decoded in zip(lost, out, strict=True):
-                    _write_clipped(payloads[givers[column]].pieces, at[givers[column]] + start, decoded)
+            parity.combine(rows, [shards[index] for index in have], out)
+            for column, decoded in zip(lost, out, strict=True):
+                _write_clipped(payloads[givers[column]].pieces, at[column], decoded)
 
 
 def read_padded(pieces: wire.Bytes, offset: int, target: np.ndarray) -> None:

@@ -2,9 +2,9 @@
 
 everstep-RUN/                       everstep-RUN-group-K where each group counts as a host of its own
     lock                            held by the keeper (flock)
-    owner.json                      the run directory
     group-K.rank-R.buffer-0, -1     the newest snapshots of a rank, written by its trainer
     group-K.rank-R.parity-0, -1     the newest parities coded by the keeper
+    bell                            a pipe: written to, it wakes the keeper
     group-K.rank-R.mark             its time changes whenever the trainer has published, and at every commit
     group-K.rank-R.notes            what the keeper knows about the rank's newest snapshot, for the trainer
 """
@@ -22,9 +22,8 @@ from pathlib import Path
 import xxhash
 
 from everstep.run.regular import NotRegularError, read_regular
-from everstep.snapshot.buffer import BufferReader
+from everstep.snapshot.buffer import BUFFERS, BufferReader, SnapshotError, is_own_directory
 from everstep.snapshot.header import Header, Kind
-from everstep.snapshot.room import BUFFERS, SnapshotError, is_own_directory
 from everstep.snapshot.section import Snapshot
 
 NOTES_BYTES = 4096
@@ -138,6 +137,21 @@ class Segment:
             os.close(fd)
         except OSError as error:
             raise SnapshotError(f"{path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
+
+    def bell(self) -> int:
+        """The keeper's end of a pipe: readable once somebody has rung. Raises OSError."""
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(self.path / "bell", 0o600)
+        return os.open(self.path / "bell", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def ring(self) -> None:
+        """Have the keeper look at the marks at once, if there is one that listens."""
+        with contextlib.suppress(OSError):
+            fd = os.open(self.path / "bell", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                os.write(fd, b"\0")
+            finally:
+                os.close(fd)
 
     def mark(self, rank: int) -> int:
         """Another number whenever the rank's trainer has set it; -1 before the first time. Cheaper than headers."""

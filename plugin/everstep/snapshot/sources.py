@@ -8,13 +8,13 @@ Every rank of a run reaches the same decision from the same headers, so one may 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from everstep.snapshot.header import Header, Identity, Kind, Moment, coverage_error
+from everstep.snapshot.header import Header, Identity, Moment, coverage_error
+from everstep.snapshot.parity import Code
 from everstep.snapshot.peers import Held
-from everstep.snapshot.stripes import Code
 
 Source = Literal["memory", "older", "parity", "disk", "nothing"]
 
@@ -30,6 +30,12 @@ class Column:
     """Per parity group with missing parts: its pieces of one code."""
     missing: tuple[int, ...]
     """Groups whose part must be decoded."""
+
+    def names(self) -> list[str]:
+        """Of all the files (`Header.name`)."""
+        return [
+            held.header.name for held in (*self.data.values(), *(held for pieces in self.parity for held in pieces))
+        ]
 
     def to_json(self) -> list[Any]:
         data = [held.to_json() for held in self.data.values()]
@@ -76,34 +82,6 @@ class Decision:
         return self.source in ("memory", "older", "parity")
 
 
-@dataclass(frozen=True)
-class Blame:
-    """The buffers because of which a snapshot could not be restored."""
-
-    kind: Kind
-    rank: int
-    identity: Identity
-    group: int | None
-    """None: whichever group's."""
-    code: str | None = None
-    """Of parity: the code whose pieces they are; None: whichever."""
-
-    def to_json(self) -> list[Any]:
-        return [self.kind, self.rank, self.identity, self.group, self.code]
-
-    @classmethod
-    def from_json(cls, body: Sequence[Any]) -> "Blame":
-        kind, rank, identity, group, code = body
-        return cls(kind, rank, Identity(*identity), group, code)
-
-    def hits(self, header: Header) -> bool:
-        return (
-            (header.kind, header.rank, header.identity) == (self.kind, self.rank, self.identity)
-            and self.group in (None, header.group)
-            and self.code in (None, header.code)
-        )  # fmt: skip
-
-
 @dataclass
 class _Candidate:
     moment: Moment
@@ -126,7 +104,7 @@ def decide(
     ranks: int | None = None,
     topologies: Mapping[int, str] | None = None,
     disk_step: int | None = None,
-    blamed: Sequence[Blame] = (),
+    aside: Collection[str] = (),
 ) -> Decision:
     """The source to start from.
 
@@ -136,10 +114,10 @@ def decide(
         ranks: ranks per group of the run that starts; None: whatever the snapshots have.
         topologies: by rank, the digest of the state's layout. None: whatever layout the snapshots have.
         disk_step: newest step of the disk checkpoint, if there is one.
-        blamed: buffers that are not used; whoever names them says why.
+        aside: buffers that are not used, by `Header.name`; whoever names them says why.
     """
     reasons: list[str] = []
-    usable = [buffer for buffer in held if not any(blame.hits(buffer.header) for blame in blamed)]
+    usable = [buffer for buffer in held if buffer.header.name not in aside]
     candidates = _candidates(usable, run, reasons)
     disk = -1 if disk_step is None else disk_step
     newest = candidates[0].step if candidates else None
@@ -237,11 +215,11 @@ def _codes(
     missing: frozenset[int], data: Mapping[int, Held], pieces: list[Held]
 ) -> tuple[tuple[tuple[Held, ...], ...], str]:
     """For each parity group that lost parts, the pieces of a code that gives them back; or why there is none."""
-    by_code: dict[str, dict[int, Held]] = defaultdict(dict)
+    by_code: dict[tuple, dict[int, Held]] = defaultdict(dict)
     for piece in pieces:
-        by_code[piece.header.code][piece.header.group] = piece
+        by_code[piece.header.parity_group, piece.header.roots][piece.header.group] = piece
     left, chosen, why = set(missing), [], "no keeper has its parity"
-    for held in sorted(by_code.values(), key=lambda held: (-len(held), _any(held).code)):
+    for held in sorted(by_code.values(), key=lambda held: (-len(held), _any(held).roots)):
         header = _any(held)
         lost = frozenset(left.intersection(header.parity_group))
         if not lost:

@@ -18,15 +18,14 @@ from everstep.quorum.heal import HealState
 from everstep.run import devices
 from everstep.run.events import EventLog
 from everstep.snapshot.agreement import Agreed, Word
+from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.keepers import KeeperError, end_keepers, start_keeper
-from everstep.snapshot.layout import Layout, Shard
-from everstep.snapshot.plan import State
+from everstep.snapshot.layout import Layout, Shard, State
+from everstep.snapshot.parity import location_of
 from everstep.snapshot.recovery import recover
-from everstep.snapshot.room import SnapshotError
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
-from everstep.snapshot.stripes import location_of
 from everstep.step.interfaces import Commit
 from everstep.step.quorum import Quorum
 from everstep.titan.group import gather_json, least_in_group
