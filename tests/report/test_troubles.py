@@ -8,7 +8,7 @@ from everstep.launch.view import RunState
 from everstep.report.metrics import Metrics
 from everstep.report.notify import Notifier
 from everstep.report.page import write_page
-from everstep.report.troubles import GUARANTEES, MOST, SKIPPED, SLOW_STEPS, Troubles
+from everstep.report.troubles import GUARANTEES, MOST, SKIPPED, Troubles
 from everstep.run.events import read_events
 from timeline import Timeline
 
@@ -149,10 +149,10 @@ CAUSES = {
         "It is skipped, so its tokens are not in the result.", None),
     "data at its end": (
         "data", [("commit", {}), ("training_done", {})], "The data ended at step 4 of 9. Give more", None),
-    "a slow host": ("pace", commits(SLOW_STEPS + 1, compute_s=8.0), "Group 1 is slow: a slot takes it 4.00 s and the "
-                    "others 0.50 s, for 5 steps, and every step waits", ("commits", {})),
-    "a host that is a little slow, and many slots": (
-        "pace", commits(SLOW_STEPS + 1, compute_s=2.2), "Group 1 is slow: a slot takes it 1.10 s", STARTED),
+    "a slow host": ("pace", [("straggler", {"pace": 2.25})], "Group 1 is slow: a slot takes it 2.25 times as long",
+                    ("straggler", {"pace": 1.0})),
+    "a slow host whose workers start again": (
+        "pace", [("straggler", {"pace": 1.5})], "so it gets fewer. Look at its hosts", STARTED),
     "a clock that is ahead": (
         "clock", commits(2, t=3600.0), "The clocks of groups 0 and 1 differ by 3600 s: training does "
                               "not mind, but dates", ("commits", {})),

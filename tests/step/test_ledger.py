@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from everstep.step import ledger
 from everstep.step.interfaces import SlotSums
 from everstep.step.ledger import Row
+from everstep.step.pace import Pace
 
 
 def row(group, step=4, computes=True, checksum=None, held=frozenset(), proven=False, history=9):
-    return Row(group, 5, step, history, computes, checksum, proven, frozenset(held))
+    return Row(group, 5, step, history, computes, checksum, proven, held=frozenset(held))
 
 
 def tally(coverage, refused=0):
@@ -69,6 +70,41 @@ def test_work_is_spread_evenly_over_those_that_compute(quorum):
     assert set(plan.shares) == {said.group for said in rows if said.computes}
     sizes = [len(set(share) - plan.doubted) for share in plan.shares.values()]
     assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(1, 60), st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.booleans())
+def test_slots_are_dealt_so_that_all_groups_are_done_as_early_as_can_be(slots, took_us, retry):
+    """The group that is done last could not have given its last slot to another that would be done before."""
+    groups = len(took_us)
+    held = frozenset(range(slots // 2)) if retry else frozenset()
+    rows = [replace(row(group, held=held if not group else ()), slot_us=us) for group, us in enumerate(took_us)]
+    plan = ledger.plan(rows, slots)
+    assert times_covered(plan, rows, slots) == [1] * slots
+    counts = {group: len(share) for group, share in plan.shares.items()}
+    if not held and slots >= groups:
+        assert min(counts.values()) >= 1, "a slow group says with its slot whether it is faster again"
+    for group, count in counts.items():
+        if count > (0 if held else 1):
+            last = plan.paces[group] * count
+            assert all(last <= plan.paces[other] * (counts[other] + 1) for other in counts)
+
+
+def test_what_slots_differ_by_anyway_moves_none():
+    known = [replace(row(group), slot_us=us) for group, us in enumerate((1000, 1390, 0))]
+    assert ledger.plan(known, 12).shares == ledger.plan([row(group) for group in range(3)], 12).shares
+    assert {
+        group: len(share)
+        for group, share in ledger.plan([*known[:2], replace(row(2), slot_us=2000)], 12).shares.items()
+    } == {0: 5, 1: 5, 2: 2}
+
+
+def test_a_pace_is_told_once_it_is_known_and_stays_while_it_is_about_right():
+    pace = Pace()
+    told = []
+    for took_s in (9.0, 2.0, 2.0, 2.1, 2.1, 30.0, 2.15, 4.0, 4.0, 4.0):
+        pace.take(took_s, 2)
+        told.append(pace.slot_us)
+    assert told == [0, 0, 1_000_000, *[1_000_000] * 5, 2_000_000, 2_000_000]
 
 
 @given(quorums(), st.integers(1, 12))

@@ -82,6 +82,21 @@ def test_a_stopped_rank_holds_nobody_and_its_group_heals_when_it_wakes(run):
     assert run.events("heal")[-1]["group"] == 1
 
 
+def test_a_group_at_half_speed_gets_fewer_slots_until_it_is_faster_again(run):
+    first = run.group(0, steps=ENDLESS, slot_s=0.06, pause_after=2)
+    first.until(2)
+    run.group(1, steps=ENDLESS, slot_s=0.06).ready()
+    run.group(2, steps=ENDLESS, slot_s=0.06, slow_until=(15, 2.5)).ready()
+    first.go()
+    first.until(25)
+    check_states(first)
+    shares = [first.commits[step]["owners"].count(2) for step in range(1, 26)]
+    assert shares[10:15] == [1] * 5
+    assert shares[24] == 2
+    paces = [event["pace"] for event in run.events("straggler") if event["group"] == 2]
+    assert [pace > 1.0 for pace in paces] == [True, False]
+
+
 def test_the_lighthouse_dies_and_comes_back_with_an_empty_memory(run):
     groups = together(run, 2, 1)
     run.kill_lighthouse()

@@ -15,7 +15,8 @@ COUNTED = (
     "workers_died", "workers_stalled", "group_failing", "heal", "heal_failed", "left_out", "lighthouse_started",
     "lighthouse_died", "node_bad", "poison_slot", "slot_skipped", "slot_refused", "slot_accepted", "not_finite",
     "unfit", "snapshot", "snapshot_failed", "snapshot_skipped", "snapshot_unprotected", "checkpoint_saved",
-    "checkpoint_failed", "worker_moved", "workers_unprotected", "resource_shortage", "stranger_refused", "fault",
+    "checkpoint_failed", "worker_moved", "workers_unprotected", "resource_shortage", "stranger_refused", "straggler",
+    "fault",
 )  # fmt: skip
 """Kinds of events that are counted as they come."""
 

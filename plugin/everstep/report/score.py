@@ -31,6 +31,7 @@ READ = frozenset((
     "attention_schedule", "keeper_found", "snapshot_protected", "snapshot_unprotected", "snapshot_failed", "left_out",
     "workers_unprotected", "workers_protected", "lighthouse_died", "lighthouse_started", "resource_shortage",
     "snapshot_skipped", "checkpoint_failed", "checkpoint_saved", "poison_slot", "diverged",
+    "straggler",
 ))  # fmt: skip
 """The kinds of events that are read."""
 FREQUENT = frozenset(("commit", "attempt", "quorum"))

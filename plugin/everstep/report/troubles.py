@@ -1,15 +1,14 @@
 """Which guarantees of a run are degraded now: for each one sentence with its cause, and what to do.
 
 The console, `everstep status`, the page, Prometheus and the webhook take them from here. Most follow from one event
-(`ROWS`); the others from several (`Troubles`): a straggler, clocks that differ, snapshots that are skipped again and
-again, hosts that a snapshot no longer survives, data that ended.
+(`ROWS`); the others from several (`Troubles`): clocks that differ, snapshots that are skipped again and again, hosts
+that a snapshot no longer survives, data that ended.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 GUARANTEES = (
@@ -26,9 +25,6 @@ QUORUM_S = 5.0
 """A quorum that takes longer is told; shorter ones are the price of a death."""
 SKIPPED = 10
 """Snapshots that were due and not taken, one after the other, before that is told."""
-SLOW_STEPS, SLOW_SHARE, SLOW_S = 5, 2.0, 0.2
-"""A group is a straggler when a slot took it SLOW_SHARE of what it took the others, and its step SLOW_S longer, in
-SLOW_STEPS steps one after the other."""
 CLOCKS_S = 60.0
 """By how much dates of one commit may differ."""
 LATE = 4096
@@ -140,6 +136,14 @@ ROWS: dict[str, Row] = {
         "starts again; all ranks' stacks are in logs/group-{group}/.",
         ends=("commit",),
         who="{group}",
+    ),
+    "straggler": Row(
+        "pace",
+        "Group {group} is slow: a slot takes it {pace:g} times as long as the fastest group, so it gets fewer. Look at "
+        "its hosts for other load or a throttled device, or take them out of service.",
+        ends=("straggler", "workers_started", "agent_ended"),
+        who="{group}",
+        when=lambda event: (event.get("pace") or 1.0) > 1.0,
     ),
     "agent_ended": Row(
         "group",
@@ -267,11 +271,8 @@ class _Session:
     """By group, snapshots that were due and not taken since one was coded."""
     survived: int = 0
     """The most hosts that a snapshot could lose."""
-    told: dict[str, dict[int, tuple[float, float | None]]] = field(default_factory=dict)
-    """By history of a commit that not all of its groups have told of: by group, its date of the commit, and the seconds
-    that a slot of it took."""
-    slow: Counter[int] = field(default_factory=Counter)
-    """By group, steps one after the other in which it was slow."""
+    told: dict[str, dict[int, float]] = field(default_factory=dict)
+    """By history of a commit that not all of its groups have told of: by group, its date of the commit."""
 
 
 @dataclass
@@ -363,18 +364,16 @@ class Troubles:
         session, history = self._session, event.get("history")
         if history is None:
             return
-        slots, compute_s = (event.get("owners") or []).count(group), event.get("compute_s")
         told = session.told.setdefault(history, {})
-        told[group] = event["t"], compute_s / slots if slots and compute_s is not None else None
+        told[group] = event["t"]
         if len(told) >= len(event["groups"]):
             del session.told[history]
             yield from self._compared(told)
         elif len(session.told) > LATE:
             del session.told[next(iter(session.told))]
 
-    def _compared(self, told: Mapping[int, tuple[float, float | None]]) -> Iterator[Trouble]:
-        """What the groups' words on one commit say when they are laid side by side."""
-        session, dates = self._session, {group: t for group, (t, _) in told.items()}
+    def _compared(self, dates: Mapping[int, float]) -> Iterator[Trouble]:
+        """What the groups' dates of one commit say when they are laid side by side."""
         if len(dates) > 1:
             first, last = min(dates, key=dates.__getitem__), max(dates, key=dates.__getitem__)
             apart_s = dates[last] - dates[first]
@@ -386,26 +385,6 @@ class Troubles:
                     "",
                     f"The clocks of groups {first} and {last} differ by {apart_s:.0f} s: training does not mind, but "
                     "dates and times in the report are wrong. Set the clocks of their hosts (NTP).",
-                )
-        paces = {group: pace for group, (_, pace) in told.items() if pace is not None}
-        for group in [*session.slow]:
-            if group not in paces:
-                del session.slow[group]
-        for group, pace in paces.items() if len(paces) > 1 else ():
-            usual = median(other for one, other in paces.items() if one != group)
-            slow = pace > SLOW_SHARE * usual and pace - usual > SLOW_S
-            session.slow[group] = session.slow[group] + 1 if slow else 0
-            if not slow:
-                self.now.pop(("pace", str(group)), None)
-            elif session.slow[group] == SLOW_STEPS:
-                yield Trouble(
-                    "pace",
-                    str(group),
-                    f"Group {group} is slow: a slot takes it {pace:.2f} s and the others {usual:.2f} s, for "
-                    f"{SLOW_STEPS} steps, and every step waits for it. Look at its host for another load or a "
-                    "throttled device, or take it out of service.",
-                    group=group,
-                    ends=("workers_started", "agent_ended"),
                 )
 
 

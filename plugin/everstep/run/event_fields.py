@@ -153,6 +153,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "poison_slot": ("step", "slot", "groups"),
     "slot_skipped": (*_STEP, "slot"),
     "left_out": (*_STEP, "groups", "cut"),
+    "straggler": (*_STEP, "pace"),
     "page": ("address",),
     "warning": ("text",),
     "worker_up": (*_GROUP, "incarnation"),

@@ -100,7 +100,7 @@ class Turn(enum.Enum):
 
 class Beginning(NamedTuple):
     """What one rank brings to an attempt. What the run directory says to all ranks alike, rank 0 looks for.
-    All but step and history are flags, 0 or 1."""
+    All but step, history and `slot_us` (`ledger.Row`) are flags, 0 or 1."""
 
     step: int
     history: int
@@ -111,6 +111,7 @@ class Beginning(NamedTuple):
     lost_peers: int
     state_is_here: int
     heal_failed: int
+    slot_us: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from everstep.step import ledger
 from everstep.step.attempt import NOTHING, Attempt, Host, State
 from everstep.step.decisions import Decisions
 from everstep.step.interfaces import GroupBroken, OutOfData, Reducer, Work
+from everstep.step.pace import Pace
 
 FINDINGS = "attention findings that were not repaired"
 OTHER_BITS = "two groups computed other bits of one slot"
@@ -85,8 +86,7 @@ class Holding:
         self._work, self._reducer, self._decisions, self._slots = work, reducer, decisions, slots
         self._clock, self._files, self._events = host.clock, host.files, host.events
         self.held = Held()
-        self.slot_s: float | None = None
-        """What a slot took when the last share was computed; None before the first."""
+        self.pace = Pace()
 
     def start(self, base: State) -> None:
         """Another step comes, on this state: nothing of it is held."""
@@ -134,9 +134,10 @@ class Holding:
             held.slots.add(slot)
             held.computed.append(slot)
             held.recomputed |= held.lost & {slot}
-            self.slot_s = (self._clock.now() - begun) / done
             if doubted:
                 self._judge_slot(attempt, slot)
+        if share and not attempt.exhausted and not attempt.plan.doubted:  # with every check a slot takes longer
+            self.pace.take(self._clock.now() - begun, len(share))
 
     def _audit(self, attempt: Attempt) -> bool:
         """Compute the slots that this group audits, unless it has; whether there was data for them."""

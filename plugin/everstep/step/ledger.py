@@ -19,7 +19,7 @@ from everstep.step.interfaces import SlotSums
 from everstep.step.quorum import Quorum
 
 BITS_PER_WORD = 62  # an int64 word that never touches its sign
-ROW_HEADER = 8
+ROW_HEADER = 9
 SLOT_SETS = 5  # of a row
 
 ASK_AFTER = 2
@@ -27,6 +27,9 @@ ASK_AFTER = 2
 
 ENOUGH = 3
 """Groups that refuse a slot after which it is the data or the bound: two that are sick cannot be so many."""
+
+SLOWER = 1.4
+"""A group is slow if a slot takes it so many times as long as the fastest. Slots differ by less anyway."""
 
 OnLoss = Literal["redistribute", "shrink"]
 
@@ -49,6 +52,7 @@ class Row:
         computes: whether it can compute slots now. False for a group that heals.
         checksum: of its parameters after `step`, 63 bits, or None when no audit is due.
         proven: whether an audit has agreed with it since it last took over a state.
+        slot_us: microseconds that a slot has taken it lately; 0 while it does not know.
         held: slots of step + 1 whose gradients it holds.
         refused: slots of step + 1 that it refused.
         disputed: those of them that it refused ASK_AFTER times.
@@ -63,6 +67,7 @@ class Row:
     computes: bool
     checksum: int | None = None
     proven: bool = False
+    slot_us: int = 0
     held: frozenset[int] = frozenset()
     refused: frozenset[int] = frozenset()
     disputed: frozenset[int] = frozenset()
@@ -82,17 +87,17 @@ class Row:
         """The row as `words(slots)` integers that fit int64."""
         packed = [word for some in self._sets for word in pack(some, slots)]
         audited, checksum = (0, 0) if self.checksum is None else (1, self.checksum)
-        flags = [int(self.computes), audited, checksum, int(self.proven)]
+        flags = [int(self.computes), audited, checksum, int(self.proven), self.slot_us]
         return [self.group, self.quorum, self.step, self.history, *flags, *packed]
 
     @staticmethod
     def decode(values: Sequence[int], slots: int) -> "Row":
         """The inverse of `encode`."""
-        group, quorum, step, history, computes, audited, checksum, proven, *packed = values
+        group, quorum, step, history, computes, audited, checksum, proven, slot_us, *packed = values
         size = len(packed) // SLOT_SETS
         held, *refused = (unpack(packed[size * i : size * (i + 1)], slots) for i in range(SLOT_SETS))
         checksum = checksum if audited else None
-        return Row(group, quorum, step, history, bool(computes), checksum, bool(proven), held, *refused)
+        return Row(group, quorum, step, history, bool(computes), checksum, bool(proven), slot_us, held, *refused)
 
 
 def pack(some: frozenset[int], size: int) -> list[int]:
@@ -144,6 +149,7 @@ class Plan:
         not_finite: those of them whose gradients are not finite on any group that was asked.
         audited: slots whose bits are compared.
         auditors: by such a slot the group that computes it too, and adds it to nothing; none where there is no other.
+        paces: by each group that computes, how many times as long as the fastest a slot takes it (`paces`).
     """
 
     shares: dict[int, tuple[int, ...]]
@@ -154,12 +160,13 @@ class Plan:
     not_finite: frozenset[int] = frozenset()
     audited: tuple[int, ...] = ()
     auditors: Mapping[int, int] = field(default_factory=dict)
+    paces: Mapping[int, float] = field(default_factory=dict)
 
     @property
-    def loads(self) -> dict[int, int]:
-        """How many slots each group computes: its share, and what it audits."""
+    def loads(self) -> dict[int, float]:
+        """How long each group computes, its share and what it audits, in slots of the fastest group."""
         audits = Counter(self.auditors.values())
-        return {group: len(share) + audits[group] for group, share in self.shares.items()}
+        return {group: self.paces[group] * (len(share) + audits[group]) for group, share in self.shares.items()}
 
 
 NO_PLAN = Plan({}, frozenset(), frozenset())
@@ -172,7 +179,7 @@ def plan(
     homes: int = 0,
     audited: tuple[int, ...] = (),
 ) -> Plan:
-    """Split the slots that nobody holds among the groups that compute.
+    """Split the slots that nobody holds among the groups that compute, so that all are done as early as can be.
 
     Args:
         rows: one per group in the quorum, in any order.
@@ -203,7 +210,8 @@ def plan(
             if slot % homes in at:
                 at[slot % homes].append(slot)
         certain = [slot for slot in certain if slot % homes not in at] if moves else []
-    shares = _deal(certain, at)
+    pace = paces(able)
+    shares = _deal(certain, at, pace, each=not holders)
     doubts: dict[int, list[int]] = {group: [] for group in shares}
     for slot in sorted(doubted):
         asked = _who_is_asked(slot, able, {group: len(share) + len(doubts[group]) for group, share in shares.items()})
@@ -214,7 +222,7 @@ def plan(
     shares = {group: (*doubts[group], *share) for group, share in shares.items()}
     owners = holders | {slot: group for group, share in shares.items() for slot in share}
     auditors = _auditors(audited, owners, able)
-    return Plan(shares, drops, differing, doubted, accepted, not_finite, audited, auditors)
+    return Plan(shares, drops, differing, doubted, accepted, not_finite, audited, auditors, pace)
 
 
 def audited_slots(seed: int, step: int, slots: int, share: float) -> tuple[int, ...]:
@@ -273,15 +281,34 @@ def at_fault(group: int, rows: Sequence[Row], asked: Mapping[int, int], owners: 
     return by_group[group].disputed & passed if group in by_group else frozenset()
 
 
-def _deal(slots: Sequence[int], at: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """Each slot to whoever has fewest of those `at` it already, the lower group id in a tie; all that is at a group
-    then, in order."""
+def paces(rows: Sequence[Row]) -> dict[int, float]:
+    """How many times as long as the fastest group a slot takes each, in quarters; 1.0 for one that is not slow by
+    `SLOWER`, or does not know yet."""
+    fastest = min((row.slot_us for row in rows if row.slot_us), default=1)
+    ratios = {row.group: row.slot_us / fastest for row in rows}
+    return {group: round(4 * ratio) / 4 if ratio >= SLOWER else 1.0 for group, ratio in ratios.items()}
+
+
+def _deal(
+    slots: Sequence[int], at: Mapping[int, Sequence[int]], pace: Mapping[int, float], *, each: bool
+) -> dict[int, tuple[int, ...]]:
+    """Each slot to the group that will have computed it first, besides those `at` it already; the lower group id in a
+    tie. All that is at a group then, in order.
+
+    Args:
+        pace: how long a slot takes each group.
+        each: begin with one slot for each group that has none: only a group that computes can say that it became
+            faster.
+    """
     shares = {group: list(own) for group, own in at.items()}
-    fewest = [(len(own), group) for group, own in at.items()]
-    heapq.heapify(fewest)
-    for slot in slots if shares else ():
-        count, group = fewest[0]
-        heapq.heapreplace(fewest, (count + 1, group))
+    idle = [group for group in sorted(shares) if each and not shares[group]]
+    for group, slot in zip(idle, slots, strict=False):
+        shares[group].append(slot)
+    done = [((len(own) + 1) * pace[group], group) for group, own in shares.items()]
+    heapq.heapify(done)
+    for slot in slots[len(idle) :] if shares else ():
+        at_s, group = done[0]
+        heapq.heapreplace(done, (at_s + pace[group], group))
         shares[group].append(slot)
     return {group: tuple(sorted(share)) for group, share in shares.items()}
 

@@ -82,6 +82,9 @@ class StepProtocol:
         self._connected: Quorum | None = None
         """The quorum of the process group that this rank is in."""
         self._tries = 0
+        self._slot_us = 0
+        """What a slot takes the slowest rank of this group (`ledger.Row.slot_us`)."""
+        self._is_slow = False
         self._progress = host.clock.now()
 
     # The state
@@ -226,6 +229,7 @@ class StepProtocol:
             lost_peers=self._connected is not None and not self._sums.connected,
             state_is_here=healing is not None and not healing.error and healing.fetch.state() is not None,
             heal_failed=healing is not None and healing.error != "",
+            slot_us=self._holding.pace.slot_us,
         )
         ranks = [Beginning(*said) for said in self.decisions.gather("begin", [int(word) for word in mine])]
         if len({(rank.step, rank.history) for rank in ranks}) > 1:
@@ -237,6 +241,7 @@ class StepProtocol:
         if any(rank.gives_up for rank in ranks):
             raise GaveUp(f"no step could be committed for {waited_s:.0f} s; see this group's events for the reasons")
         self.leaving = any(rank.asked_to_leave for rank in ranks)
+        self._slot_us = max(rank.slot_us for rank in ranks)
         if any(rank.lost_peers for rank in ranks):
             self._disconnect()
         if healing is not None and all(rank.state_is_here for rank in ranks):
@@ -336,6 +341,7 @@ class StepProtocol:
             wait_s=round(attempt.waited_s, 4),
         )
         self._heed_audit(attempt)
+        self._tell_pace(attempt)
         self._holding.heed(attempt.plan, attempt.step)
         if self._group in attempt.plan.drops:
             self._holding.drop()
@@ -350,6 +356,7 @@ class StepProtocol:
             computes=computes,
             checksum=self._audit.checksum if computes else None,
             proven=self._audit.proven,
+            slot_us=self._slot_us,
             held=frozenset(held.slots),
             refused=frozenset(held.refused),
             disputed=frozenset(slot for slot, times in held.refused.items() if times >= ledger.ASK_AFTER),
@@ -383,6 +390,13 @@ class StepProtocol:
         if self._healing is not None and self._healing.source in differing:
             self._stop_healing()
 
+    def _tell_pace(self, attempt: Attempt) -> None:
+        """Say when this group has become slow, and when it is not any more."""
+        pace = attempt.plan.paces.get(self._group, 1.0)
+        if (pace > 1.0) != self._is_slow:
+            self._is_slow = pace > 1.0
+            self._events.emit("straggler", attempt.step, pace=pace)
+
     def _compute(self, attempt: Attempt) -> None:
         """Compute the share; what comes of it is held."""
         share, begun = attempt.plan.shares.get(self._group, ()), self._clock.now()
@@ -393,14 +407,15 @@ class StepProtocol:
     def _patience(self, share: Sequence[int], plan: ledger.Plan) -> timedelta:
         """For the gradients' sums: groups with a smaller share than others are there earlier. Never so long that this
         group's own watchdog would take it for stalled: it asks again then, and holds what it has."""
-        timeouts, slot_s = self._rules.timeouts, self._holding.slot_s
+        timeouts, slot_s = self._rules.timeouts, self._holding.pace.slot_s
         ahead = max(plan.loads.values(), default=0) - plan.loads.get(self._group, 0)
         longest = max(timeouts.compute, timeouts.reduce)
         if ahead == 0:
             return timeouts.reduce
         if not share or slot_s is None:
             return longest
-        return min(timeouts.reduce + 2 * ahead * timedelta(seconds=slot_s), longest)
+        of_fastest_s = slot_s / plan.paces[self._group]
+        return min(timeouts.reduce + 2 * ahead * timedelta(seconds=of_fastest_s), longest)
 
     def _sum(self, attempt: Attempt) -> ledger.Tally:
         """Sum gradients and tally over the groups; the tally of the step, if it is to be committed."""
