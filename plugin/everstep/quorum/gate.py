@@ -9,8 +9,9 @@ does not prove to hold the run's token is heard. Each request is one message and
 
 ID is the group's name and TEXT what it says of itself (`everstep.step.quorum`: `name_of`, `encode`). A request without
 a quorum is answered by {"failed": why}; the connection stays. A group that makes no step waits for its turn
-(`everstep.quorum.turns`). The gate hears the groups' heartbeats, and tells the lighthouse who lives. What groups say stays at the gate: torchft's lighthouse names all members in each of its
-answers, and would copy it once for each pair of members.
+(`everstep.quorum.turns`). What groups say stays at the gate: torchft's lighthouse names all members in each of its
+answers, and would copy it once for each pair of members. So do their heartbeats: the gate tells the lighthouse who
+lives.
 """
 
 import math
