@@ -56,7 +56,7 @@ class HostStreams:
 
 
 class DeviceStreams:
-    """Of an accelerator, with a stream of its own for sums. Not measured: no test of this project has run on one.
+    """Of an accelerator, with a stream of its own for sums. Tested on the stand-in of tests/device, not on a GPU.
 
     Args:
         device: where the gradients are.
