@@ -259,8 +259,7 @@ def test_each_is_gone_with_its_cause(cause):
 def test_what_is_no_cause_is_no_trouble():
     line = Timeline().add(0, "run_started", role="supervisor", groups=3, steps=9).start(1, 0, 1, 2)
     for index, (kind, fields) in enumerate([
-        *commits(9, compute_s=1.9), *commits(SLOW_STEPS - 1, compute_s=8.0), *commits(1, compute_s=1.0),
-        *commits(SLOW_STEPS - 1, compute_s=8.0), *commits(3, t=30.0),
+        ("straggler", {"pace": 1.0}), *commits(3, t=30.0),
         *skipped(SKIPPED - 1), CODED, *skipped(SKIPPED - 1), ("quorum_failed", {"waited_s": 4.9, "reason": "a death"}),
         CODED, died("rank 0 was killed by SIGKILL"),
         ("agent_ended", {"status": "done", "reason": "finished"}), ("audit", {"agreed": True, "differing": []}),
