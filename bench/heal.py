@@ -38,7 +38,7 @@ import torch
 from everstep import wire
 from everstep.quorum.heal import Door, Fetch, HealState, Wanted, Whose
 from everstep.snapshot.buffer import HEADER_BYTES, BufferReader
-from everstep.wire import sealing
+from everstep.wire import door, sealing
 
 TOKEN = bytes(range(32))
 TIMEOUT = timedelta(seconds=60)
@@ -52,7 +52,7 @@ RATIOS = (
     ("heal", "raw"),
 )
 SO_MAX_PACING_RATE = 47
-SEALER = sealing.sealer
+SEALER = door.Sealer
 
 
 class Unsealed:
@@ -75,7 +75,7 @@ class Unsealed:
 
 def seal_like(kind: str) -> None:
     """From now on this process's new connections seal as this kind does."""
-    sealing.sealer = (lambda suite, key: Unsealed()) if "unsealed" in kind else SEALER
+    door.Sealer = (lambda key, suite: Unsealed()) if "unsealed" in kind else SEALER  # pyrefly: ignore[bad-assignment]
 
 
 def make_state(nbytes: int) -> dict[str, torch.Tensor]:

@@ -34,7 +34,7 @@ class Suite(enum.IntFlag):
 class Checked:
     """A sealer whose tag is a checksum over key, place and message."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, suite: Suite) -> None:
         self._key, self._count = key, 0
 
     def seal(self, head: bytes) -> Checked._Body:
@@ -67,12 +67,11 @@ class SealError(ValueError):
 _SEALING = SimpleNamespace(
     TAG_BYTES=16,
     Opening=Any,
-    Sealer=Any,
+    Sealer=Checked,
     SealError=SealError,
     Suite=Suite,
     suites=lambda encrypt: Suite.GMAC,
     choose=lambda offered, able: Suite.GMAC,
-    sealer=lambda suite, key: Checked(key),
 )
 _LEAVES: dict[str, Any] = {
     "time": system.time,

@@ -13,7 +13,7 @@ from damage import damaged
 from everstep import wire
 from everstep.wire import sealing
 from everstep.wire.channel import CHUNK_BYTES, PIECE_BYTES, Channel, serve_ranges
-from everstep.wire.sealing import Suite, sealer
+from everstep.wire.sealing import Sealer, Suite
 
 SOON, TIMEOUT = timedelta(seconds=0.5), timedelta(seconds=30)
 SUITES = list(Suite)
@@ -27,9 +27,9 @@ class Line:
     def __init__(self, suite, key=b"k" * 32, other_key=b"o" * 32):
         self._near, self._far = socket.socketpair()
         self._back, self._there = socket.socketpair()
-        self.sender = Channel(_named(self._near), "sender", SOON, outgoing=sealer(suite, key))
-        incoming = sealer(suite, key)
-        outgoing = sealer(suite, other_key)
+        self.sender = Channel(_named(self._near), "sender", SOON, outgoing=Sealer(key, suite))
+        incoming = Sealer(key, suite)
+        outgoing = Sealer(other_key, suite)
         self.receiver = Channel(_named(self._there), "receiver", SOON, outgoing=outgoing, incoming=incoming)
 
     def recorded(self):
@@ -123,7 +123,7 @@ def test_records_of_many_pieces_arrive(encrypt):
 @pytest.mark.parametrize("suite", SUITES)
 def test_a_message_is_sealed_as_the_standard_says(suite):
     key, body = b"k" * 32, [b"first ", b"", PAYLOAD]
-    sealer, whole = sealing.sealer(suite, key), b"".join(body)
+    sealer, whole = Sealer(key, suite), b"".join(body)
     for number in range(3):
         message = sealer.seal(b"head")
         sent = b"".join(bytes(view) for piece in body for view in message.update([memoryview(piece)]))

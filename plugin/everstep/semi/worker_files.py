@@ -16,7 +16,7 @@ from pathlib import Path
 
 from everstep.run.files import write_whole
 from everstep.run.regular import open_regular
-from everstep.wire.sealing import KEY_BYTES, TAG_BYTES, Gcm, SealError
+from everstep.wire.sealing import KEY_BYTES, TAG_BYTES, Sealer, SealError, Suite
 
 SALT_BYTES = 32
 HEAD_BYTES = SALT_BYTES + TAG_BYTES
@@ -119,9 +119,9 @@ class WorkerFiles:
             if of is not None and int(of["rank"]) == self._rank:
                 yield path, Place(worker, int(of["round"]), int(of["history"], 16))
 
-    def _cipher(self, salt: bytes) -> Gcm:
+    def _cipher(self, salt: bytes) -> Sealer:
         """Of one file."""
-        return Gcm(hashlib.blake2b(salt, key=self._token[:64], digest_size=KEY_BYTES).digest(), encrypts=False)
+        return Sealer(hashlib.blake2b(salt, key=self._token[:64], digest_size=KEY_BYTES).digest(), Suite.GMAC)
 
     def _head(self, place: Place) -> bytes:
         of = json.dumps([self._whose, self._rank, self._nbytes, asdict(place)]).encode()

@@ -57,7 +57,7 @@ class Admitted:
 def _sealers(token: bytes, suite: Suite, hello: bytes, answer: bytes, purpose: str) -> tuple[Sealer, Sealer]:
     """For what the server sends, and for what the client sends."""
     roles = (b"key to client", b"key to server")
-    to_client, to_server = (sealing.sealer(suite, _mac(token, role, hello, answer, purpose)) for role in roles)
+    to_client, to_server = (Sealer(_mac(token, role, hello, answer, purpose), suite) for role in roles)
     return to_client, to_server
 
 

@@ -12,7 +12,6 @@ older than 3.1, which does not use AVX-512 for GCM and is three times as slow.
 import enum
 import struct
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import (
@@ -38,45 +37,14 @@ class Suite(enum.IntFlag):
     GCM = 4
 
 
-class Sealing(Protocol):
+class Sealing:
     """A message on its way out."""
 
-    def update(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
-        """What to send for the next bytes of the body; good until the next call."""
-        ...
-
-    def tag(self) -> bytes:
-        """What to send after the body: TAG_BYTES."""
-        ...
-
-
-class Opening(Protocol):
-    """A message on its way in. Nothing of it is to be believed before `check`."""
-
-    def update(self, views: Sequence[memoryview]) -> None:
-        """Take in the next bytes of the body, and decrypt them in place."""
-        ...
-
-    def check(self, tag: bytes) -> None:
-        """Raises SealError if this is not the message that was sealed."""
-        ...
-
-
-class Sealer(Protocol):
-    def seal(self, head: bytes) -> Sealing:
-        """Begin the next message to be sent. `head` is sent as it is."""
-        ...
-
-    def open(self, head: bytes) -> Opening:
-        """Begin the next message that comes."""
-        ...
-
-
-class _GcmSealing:
     def __init__(self, context: AEADEncryptionContext, room: Callable[[int], memoryview] | None) -> None:
         self._context, self._room = context, room
 
     def update(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
+        """What to send for the next bytes of the body; good until the next call."""
         if self._room is None:
             for view in views:
                 self._context.authenticate_additional_data(view)
@@ -87,15 +55,19 @@ class _GcmSealing:
         return [sealed]
 
     def tag(self) -> bytes:
+        """What to send after the body: TAG_BYTES."""
         self._context.finalize()
         return self._context.tag
 
 
-class _GcmOpening:
+class Opening:
+    """A message on its way in. Nothing of it is to be believed before `check`."""
+
     def __init__(self, context: AEADDecryptionContext, encrypted: bool) -> None:
         self._context, self._encrypted = context, encrypted
 
     def update(self, views: Sequence[memoryview]) -> None:
+        """Take in the next bytes of the body, and decrypt them in place."""
         for view in views:
             if self._encrypted:
                 self._context.update_into(view, view)
@@ -103,29 +75,37 @@ class _GcmOpening:
                 self._context.authenticate_additional_data(view)
 
     def check(self, tag: bytes) -> None:
+        """Raises SealError if this is not the message that was sealed."""
         try:
             self._context.finalize_with_tag(tag)
         except InvalidTag:
             raise SealError("it does not match its authentication code") from None
 
 
-class Gcm:
-    """A `Sealer` of AES-128-GCM."""
+class Sealer:
+    """Seals or opens the messages of one direction of one channel.
 
-    def __init__(self, key: bytes, encrypts: bool) -> None:
-        self._encrypts = encrypts
+    Args:
+        key: KEY_BYTES bytes, of this direction of this channel alone.
+        suite: how.
+    """
+
+    def __init__(self, key: bytes, suite: Suite) -> None:
+        self._encrypts = suite == Suite.GCM
         self._aes, self._count = algorithms.AES(key[:16]), 0
         self._buffer = memoryview(b"")
 
     def seal(self, head: bytes) -> Sealing:
+        """Begin the next message to be sent. `head` is sent as it is."""
         context = Cipher(self._aes, self._mode()).encryptor()
         context.authenticate_additional_data(head)
-        return _GcmSealing(context, self._room if self._encrypts else None)
+        return Sealing(context, self._room if self._encrypts else None)
 
     def open(self, head: bytes) -> Opening:
+        """Begin the next message that comes."""
         context = Cipher(self._aes, self._mode()).decryptor()
         context.authenticate_additional_data(head)
-        return _GcmOpening(context, self._encrypts)
+        return Opening(context, self._encrypts)
 
     def _room(self, size: int) -> memoryview:
         if size > self._buffer.nbytes:
@@ -143,11 +123,6 @@ def suites(encrypt: bool | None) -> Suite:
 
 
 def choose(offered: Suite, able: Suite) -> Suite | None:
-    """The fastest suite that both sides take; None if there is none."""
+    """The suite to use, encrypted if both sides can; None if they have none in common."""
     common = offered & able
     return next((suite for suite in (Suite.GCM, Suite.GMAC) if suite & common), None)
-
-
-def sealer(suite: Suite, key: bytes) -> Sealer:
-    """A sealer for one direction. `key`: KEY_BYTES bytes of this direction of this channel alone."""
-    return Gcm(key, encrypts=suite == Suite.GCM)
