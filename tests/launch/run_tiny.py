@@ -84,8 +84,7 @@ def main():
         preload=PRELOAD,
     )
     try:
-        with view.open_view() as on_events:
-            sys.exit(supervisor.run(settings, on_events))
+        sys.exit(supervisor.run(settings, view.open_view()))
     except LaunchError as error:
         print(f"everstep: {error}", file=sys.stderr)
         sys.exit(2)

@@ -3,22 +3,14 @@
 import json
 import os
 import sys
-from dataclasses import replace
 
 import pytest
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch import doctor, node
 from everstep.launch.machine import sharing_complaint
-from everstep.launch.prepare import Model, Prepared
-from everstep.snapshot.section import SnapshotSection
+from everstep.launch.prepare import Model
 from forked import ran
-
-GB = 10**9
-CONFIGURED = Prepared(
-    groups=4, ranks=1, seed=0, steps=1, identity="", snapshot=SnapshotSection(enable=True, memory_reserve_gb=1.0)
-)
-PLAN = doctor.Plan(CONFIGURED, nodes_per_group=1, run_dir=None, host="node")
 
 
 @pytest.fixture(autouse=True)
@@ -78,61 +70,6 @@ def test_the_card_that_sums_use_is_named_and_is_this_machines(host, nodes, verdi
     assert ("bind_host" in line.advice) == (verdict != "ok")
 
 
-def test_snapshots_take_two_buffers_and_their_parity():
-    # 2 B/n + 2 B/n m/(n - m), as docs/snapshots.md has it
-    for groups, section, expected in (
-        (4, SnapshotSection(parity=1), 8 * GB),
-        (4, SnapshotSection(parity=0), 6 * GB),
-        (1, SnapshotSection(parity=2), 24 * GB),
-    ):
-        assert doctor.snapshot_bytes(12 * GB, groups, section) == expected
-
-
-@pytest.mark.parametrize(
-    ("tmpfs_gb", "available_gb", "verdict"),
-    # 8 GB for each of four groups, 12 for each of three: 32 and 48
-    [
-        (100, 100, "ok"),
-        (60, 49.5, "ok"),
-        (40, 100, "warning"),
-        (10, 100, "error"),
-        (100, 32.5, "error"),
-        (None, 9, "error"),
-    ],
-)
-def test_snapshots_need_room_in_tmpfs_and_in_memory(tmpfs_gb, available_gb, verdict):
-    line = doctor.snapshots(PLAN, 12 * GB, tmpfs_gb and tmpfs_gb * GB, int(available_gb * GB))
-    assert line.verdict == verdict
-
-
-def test_the_nodes_of_a_group_share_its_snapshots():
-    line = doctor.snapshots(replace(PLAN, nodes_per_group=2), 12 * GB, 7 * GB, 100 * GB)
-    assert line.verdict == "ok"
-    assert "4.00 GB" in line.found
-
-
-@pytest.mark.parametrize(
-    ("ranks", "devices", "process_group", "said"),
-    [(2, 0, "gloo", []), (8, 8, "nccl", []), (3, 1, "gloo", ["warning"]), (3, 1, "nccl", ["error"])],
-)
-def test_ranks_that_share_a_gpu_are_told(ranks, devices, process_group, said):
-    assert verdicts(doctor.accelerators(ranks, devices, process_group)) == said
-
-
-@pytest.mark.parametrize(
-    ("plan", "state_gb", "room_gb", "devices", "verdict"),
-    [
-        (PLAN, 6, 39, [], "error"),  # four groups on one machine, each with 6 GB and 2 + 2 of gradients and their sums
-        (PLAN, 6, 41, [], "ok"),
-        (replace(PLAN, config=replace(CONFIGURED, fault_tolerance=FaultTolerance(exact=True))), 6, 63, [], "error"),
-        (replace(PLAN, config=replace(CONFIGURED, ranks=8)), 384, 1, [79 * GB], "error"),
-        (replace(PLAN, config=replace(CONFIGURED, ranks=8)), 384, 1, [81 * GB], "ok"),
-    ],
-)
-def test_what_is_trained_with_needs_room_where_it_is_kept(plan, state_gb, room_gb, devices, verdict):
-    assert doctor.memory(plan, state_gb * GB, room_gb * GB, devices).verdict == verdict
-
-
 def test_nccl_may_be_told_to_share_a_gpu(monkeypatch):
     assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in sharing_complaint(["0"], 2, "nccl")
     assert not sharing_complaint(["0"], 2, "gloo")
@@ -176,13 +113,12 @@ def test_the_command_ends_with_1_for_an_error_and_knows_the_models_size(tmp_path
     assert not found["ok"]
     assert by_check["run directory"]["verdict"] == "error"
     assert by_check["config"]["verdict"] == "ok"
-    assert "6.2 M parameters, 0.07 GB" in by_check["config"]["found"]
-    assert "snapshots" in by_check
+    assert "6.2 M parameters: 0.07 GB" in by_check["config"]["found"]
     assert by_check["attention"]["found"] == "18 of 18 linear layers and kernels are checked"
 
 
 def test_a_model_that_would_be_checked_in_part_is_an_error():
-    model = Model(1, 12, [], 300.0, "16 of 17", ["layers.0.extra"])
+    model = Model(1, 12, 300.0, "16 of 17", ["layers.0.extra"])
     *_, line = doctor.config_and_model(model)
     assert (line.verdict, "layers.0.extra" in line.found) == ("error", True)
 

@@ -9,10 +9,15 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from everstep import cli
+from everstep.config.sections import FaultTolerance
+from everstep.run.exits import USAGE_EXIT, TrainerEnds
+from everstep.titan.place import open_place
 from watched import until
 
 GOOD = """
@@ -161,3 +166,18 @@ def test_versions_and_help_are_found_under_all_their_names(capsys):
             cli.main(typed)
         assert ended.value.code == 0
         assert "usage: everstep" in capsys.readouterr().out
+
+
+def test_a_group_that_the_run_does_not_have_is_refused_at_once(tmp_path, monkeypatch):
+    """By torchrun, say, whose lighthouse need not be there."""
+    monkeypatch.setenv("RANK", "0")
+    ft = FaultTolerance(enable=True, groups=2, group_id=5)
+    with pytest.raises(TrainerEnds, match="group_id = 5 is none of this run's 2 groups") as ended:
+        open_place(SimpleNamespace(fault_tolerance=ft, dump_folder=str(tmp_path)))
+    assert ended.value.status == USAGE_EXIT
+
+
+@pytest.mark.parametrize("left", ["build/lib/cli.py", "everstep-1.0-py3-none-any.whl", "plugin/everstep.egg-info/x"])
+def test_what_building_a_wheel_leaves_is_ignored(left):
+    tree = Path(__file__).resolve().parents[2]
+    assert subprocess.run(["git", "check-ignore", "--quiet", left], cwd=tree).returncode == 0

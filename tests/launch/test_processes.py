@@ -11,6 +11,8 @@ import time
 import psutil
 import pytest
 
+from everstep.run.directory import groups_file
+from everstep.run.files import write_json
 from forked import ran
 from launched import alive, until
 
@@ -52,6 +54,27 @@ def test_two_runs_on_one_machine_do_not_meet(run, other):
     addresses = [r.events("lighthouse_started")[0]["address"] for r in (run, other)]
     assert addresses[0] != addresses[1]
     run.wait_for("commit", after=time.time())
+
+
+def test_groups_come_and_go_as_is_said(start):
+    """In `groups_file`, while the run goes."""
+    run = start(1, 1, *ENDLESS)
+    first = run.workers(0)
+    for groups, told in ((3, 1), (1, 1), (2, 2)):
+        write_json(groups_file(run.run_dir), {"groups": groups})
+        if groups == 1:
+            ends = [run.wait_for("agent_ended", group=group) for group in (1, 2)]
+            assert {end["status"] for end in ends} == {"stopped"}
+        until(lambda told=told: len(run.events("workers_started", group=1)) == told, "group 1")
+        for group in range(groups):  # a worker that has not begun yet would die of being asked to leave
+            run.workers(group)
+            run.wait_for("commit", after=run.events("workers_started", group=group)[-1]["t"], group=group)
+    assert len(run.events("workers_started", group=2)) == 1
+    assert run.workers(0) == first
+    assert not run.events("workers_died")
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(60) == 0
+    assert run.events("run_ended")[-1]["reason"] == "stopped cleanly"
 
 
 def test_everything_listens_on_loopback_only(run):

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from everstep import cli
 from everstep.launch import node
+from everstep.run.directory import RunDir
+from everstep.run.token import own_token
 from everstep.snapshot import keepers
 from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.section import Snapshot
@@ -73,3 +76,54 @@ def test_a_segment_under_another_users_link_is_none_of_ours(shared, tmp_path):
         segment.create()
     os.utime(ours, (0, 0))
     assert keepers.sweep(shared) == []
+
+
+@pytest.fixture
+def foreign(shared, tmp_path, monkeypatch):
+    """A run directory of another user, which names jobs, and a Slurm that notes what is asked of it."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("squeue", "scancel", "sbatch"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/asked\n")
+        (tmp_path / name).chmod(0o755)
+    make = """
+        for folder in ("events", "state"):
+            os.makedirs(os.path.join(sys.argv[1], folder), mode=0o755)
+        open(os.path.join(sys.argv[1], "state", "slurm.json"), "w").write('{"groups": "7"}')
+    """
+    as_nobody(make, shared / "run")
+    (shared / "run").chmod(0o755)
+    (tmp_path / "run.toml").write_text("")
+    return shared / "run"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "run CONFIG --run-dir RUN", "submit CONFIG --run-dir RUN", "agent CONFIG --group 0 --run-dir RUN",
+        "lighthouse CONFIG --run-dir RUN", "stop RUN", "chaos RUN --every 5",
+    ],
+)  # fmt: skip
+def test_commands_that_act_on_a_run_refuse_another_users(foreign, tmp_path, words, capsys):
+    before = sorted(foreign.rglob("*"))
+    (foreign / "config.toml").touch()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words.replace("CONFIG", str(tmp_path / "run.toml")).replace("RUN", str(foreign)).split())
+    said = capsys.readouterr().err
+    assert (ended.value.code, f"{foreign} belongs to user {NOBODY}" in said) == (2, True), said
+    assert sorted(foreign.rglob("*"))[-1:] == before[-1:]
+    assert not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize("mode", [0o2775, 0o1777, 0o777])
+def test_a_run_below_a_folder_of_many_is_this_users_alone(shared, mode):
+    shared.chmod(mode)
+    os.chown(shared, NOBODY, NOBODY)
+    before = os.umask(0o002)
+    try:
+        run_dir = RunDir(shared / "runs" / "one")
+        run_dir.lock()
+        run_dir.unlock()
+        assert own_token(run_dir.path)
+    finally:
+        os.umask(before)
+    assert run_dir.path.stat().st_mode & 0o022 == 0

@@ -1,15 +1,12 @@
 """What is shown of a run is what its events say."""
 
-import io
 import json
 import os
 import subprocess
 import sys
 
-from rich.console import Console
-
 from everstep.launch.status import status as status_of
-from everstep.launch.view import RunState, describe, open_view, panel
+from everstep.launch.view import RunState, describe, open_view
 from everstep.report.page import write_page
 from everstep.run.events import EventLog, read_events
 
@@ -47,29 +44,14 @@ def test_a_run_that_went_back_to_a_checkpoint_shows_the_steps_again():
     assert state.apply(commit(6, 20.0)).startswith("step 6")
 
 
-def test_plain_lines_where_there_is_no_terminal():
-    out = io.StringIO()
-    with open_view(2, Console(file=out)) as show:
-        show([event("run_started", groups=2, ranks_per_group=1, seed=0, steps=9), commit(1, 0.0)])
-        show([event("fault", fault="kill-group", target_group=1, pids=[1])])
-    lines = out.getvalue().splitlines()
+def test_steps_and_faults_are_lines(capsys):
+    show = open_view(2)
+    show([event("run_started", groups=2, ranks_per_group=1, seed=0, steps=9), commit(1, 0.0)])
+    show([event("fault", fault="kill-group", target_group=1, pids=[1])])
+    lines = capsys.readouterr().out.splitlines()
     assert "2 groups of 1" in lines[0]
     assert lines[1] == "step 1/9  loss 2.00000  tokens/s -  groups 0 1  - s/step  0 s elapsed"
     assert lines[2].endswith("fault: kill-group on group 1")
-
-
-def test_the_panel_shows_progress_participants_and_the_last_events():
-    state = RunState(3)
-    state.apply(event("run_started", groups=3, ranks_per_group=1, seed=0, steps=9))
-    state.apply(commit(4, 0.0, loss=1.25))
-    state.apply(event("workers_started", group=2, incarnation=1))
-    out = io.StringIO()
-    Console(file=out, width=100).print(panel(state))
-    text = out.getvalue()
-    assert "step 4/9" in text
-    assert "1.25000" in text
-    assert "groups 0 1 " in text
-    assert "group 2: workers started, incarnation 1" in text
 
 
 def test_the_line_tells_step_time_elapsed_time_what_is_left_and_kills():
@@ -82,19 +64,18 @@ def test_the_line_tells_step_time_elapsed_time_what_is_left_and_kills():
     assert state.progress().endswith("1 kill")
 
 
-def test_nobodys_words_forge_a_line(tmp_path):
+def test_nobodys_words_forge_a_line(tmp_path, capsys):
     """In the console, in `everstep status` and on the page."""
     log = EventLog(tmp_path, 0, None, "agent")
     forged = "rank 0 exited\r12:00:00 run done: every group finished\n12:00:00 run done"
     log.emit("workers_died", reason=forged, exitcodes={"0": 1})
     log.emit("agent_ended", status="failed", reason="given up\r\x1b[1mrun done")
-    out = io.StringIO()
-    with open_view(1, Console(file=out)) as show:
-        show(list(read_events(tmp_path)))
-    said = out.getvalue() + status_of(tmp_path) + write_page(tmp_path).read_text()
+    open_view(1)(list(read_events(tmp_path)))
+    out = capsys.readouterr().out
+    said = out + status_of(tmp_path) + write_page(tmp_path).read_text()
     assert not {"\r", "\x1b"} & set(said)
     assert not [line for line in said.splitlines() if line.startswith(("12:00:00 run done", "run done"))]
-    assert "rank 0 exited\\r12:00:00" in out.getvalue(), "shown"
+    assert "rank 0 exited\\r12:00:00" in out, "shown"
 
 
 def test_an_event_that_lacks_what_its_kind_may_have_is_told_without():
@@ -108,9 +89,9 @@ def test_an_event_that_lacks_what_its_kind_may_have_is_told_without():
 SHOWN_TO_NOBODY = """
 import json, sys
 from everstep.launch.view import open_view
-with open_view(1) as show:
-    for event in json.loads(sys.argv[1]):
-        show([event])
+show = open_view(1)
+for event in json.loads(sys.argv[1]):
+    show([event])
 """
 
 

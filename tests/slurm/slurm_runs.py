@@ -58,7 +58,8 @@ class Submitted:
         return self.cluster.until(common, f"a step of {groups}", deadline_s)[0]
 
     def task(self, group):
-        return f"{self.jobs['groups']}_{group}"
+        """Its name when the run was submitted."""
+        return f"{self.jobs['groups'].partition(',')[0]}_{group}"
 
     def node_of(self, group):
         return next(t.nodes for t in self.tasks() if t.group == group)

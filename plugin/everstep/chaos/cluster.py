@@ -44,7 +44,9 @@ class SlurmTarget(Target):
         return stop_file(self.run_dir).exists() or all(ended)
 
     def kill_agent(self, group: int) -> None:
-        output(["scancel", "--signal=KILL", f"{self._jobs['groups']}_{group}.0"])
+        task = next((task.name for task in states_of(self._jobs["groups"]) if task.group == group), None)
+        if task is not None:
+            output(["scancel", "--signal=KILL", f"{task}.0"])
 
     def receivers(self, procs: Iterable[Proc]) -> list[Receivers]:
         found = []

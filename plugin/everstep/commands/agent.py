@@ -6,7 +6,8 @@ from pathlib import Path
 
 import tyro
 
-from everstep.run.directory import LaunchError, RunDir
+from everstep.run.directory import LaunchError, RunDir, make_run_dir
+from everstep.run.token import require_own
 
 
 @dataclass(kw_only=True)
@@ -61,6 +62,8 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
     from everstep.launch.slurm import Allocation
 
     run_dir = command.run_dir.resolve()
+    make_run_dir(run_dir)
+    require_own(run_dir)
     slurm = Allocation.from_environment() if command.group is None else None
     if command.group is None and slurm is None:
         raise LaunchError("--group is missing: only in a Slurm array job the task's index says it.")

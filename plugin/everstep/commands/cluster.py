@@ -13,8 +13,8 @@ import tyro
 from everstep.launch import beacon, doctor, slurm
 from everstep.launch import status as room
 from everstep.launch.prepare import Order, Prepared, prepared, settled
-from everstep.run.directory import LaunchError, default_run_dir, leaves_nothing
-from everstep.run.token import own_token, require_own
+from everstep.run.directory import LaunchError, default_run_dir, leaves_nothing, make_run_dir
+from everstep.run.token import own_token, require_own, require_run
 
 
 @dataclass(kw_only=True)
@@ -94,6 +94,8 @@ class Stop:
 def run_lighthouse(command: Lighthouse, flags: Sequence[str]) -> int:
     """Until every group has ended; returns the exit status."""
     run_dir, host = command.run_dir.resolve(), command.host or socket.gethostname()
+    make_run_dir(run_dir)
+    require_own(run_dir)
     found = settled(command.config, run_dir, flags, command.groups, 0)
     return beacon.keep_up(run_dir, host, found, command.page)
 
@@ -131,6 +133,7 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
         require_own(run_dir)
     slurm.alive_jobs(run_dir)  # who submits twice is told at once
     with leaves_nothing(run_dir):
+        make_run_dir(run_dir)
         found = prepared(replace(order, run_dir=str(run_dir)))
         _look_first(found, command.nodes_per_group, run_dir)
         own_token(run_dir)
@@ -158,7 +161,6 @@ def status(command: Status, flags: Sequence[str]) -> int:
 
 def stop(command: Stop, flags: Sequence[str]) -> int:
     """Returns at once; the groups stop after their step."""
-    if not (command.run_dir / "events").is_dir():
-        raise LaunchError(f"{command.run_dir} is no run directory: there are no events in it.")
+    require_run(command.run_dir)
     print(slurm.stop(command.run_dir.resolve()))
     return 0

@@ -14,7 +14,7 @@ from everstep.run.directory import LaunchError, default_run_dir
 
 @dataclass(kw_only=True)
 class Run:
-    """Start a run on this machine: lighthouse, one agent per replica group, and a live view.
+    """Start a run on this machine: lighthouse, its replica groups, and a view.
 
     Flags that are not listed here are torchtitan's and go to every worker, for instance
     `--training.local_batch_size 2`. Ctrl-C once ends the run cleanly with a final checkpoint, twice at once.
@@ -74,8 +74,7 @@ def run(command: Run, flags: Sequence[str]) -> int:
     )
     settings = supervisor.RunSettings(order, command.page)
     injector = None if every_s is None else functools.partial(every_so_often, every_s)
-    with view.open_view() as on_events:
-        status = supervisor.run(settings, on_events, injector)
+    status = supervisor.run(settings, view.open_view(), injector)
     print(f"Everything of this run is in {run_dir}")
     try:
         figures = write_score(run_dir, None)

@@ -1,4 +1,4 @@
-"""`everstep watch`: a live view of any run, from its events."""
+"""`everstep watch`: any run, from its events, while it goes."""
 
 import time
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ POLL_S = 0.25
 
 @dataclass(kw_only=True)
 class Watch:
-    """Watch a run, here or on a cluster: step, loss, ETA, groups, last faults. Ends with the run, or with Ctrl-C, which
-    does nothing to it."""
+    """Watch a run, here or on a cluster: a line for each step and for what happens. Ends with the run, or with Ctrl-C,
+    which does nothing to it."""
 
     run_dir: tyro.conf.Positional[Path]
     """The run directory."""
@@ -31,11 +31,11 @@ def watch(command: Watch, flags: Sequence[str]) -> int:
     tail = EventTail(command.run_dir)
     events = tail.new()
     groups = next((event["groups"] for event in reversed(events) if event["kind"] == "run_started"), 0)
-    with open_view(groups) as on_events:
-        while True:
-            on_events(events)
-            endings = [event for event in events if event["kind"] in ("run_started", "run_ended")]
-            if endings and endings[-1]["kind"] == "run_ended":
-                return int(endings[-1].get("status") == "failed")
-            time.sleep(POLL_S)
-            events = tail.new()
+    show = open_view(groups)
+    while True:
+        show(events)
+        endings = [event for event in events if event["kind"] in ("run_started", "run_ended")]
+        if endings and endings[-1]["kind"] == "run_ended":
+            return int(endings[-1].get("status") == "failed")
+        time.sleep(POLL_S)
+        events = tail.new()

@@ -10,12 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from everstep.launch.children import Child, Children
 from everstep.launch.forking import PRELOAD, Request, keep_on_without_output
-from everstep.launch.group import EXITS, End, Group, Status
+from everstep.launch.group import EXITS, End, Group, Status, is_spare
 from everstep.launch.incarnation import last_step
 from everstep.launch.launcher import Launcher, import_all
 from everstep.launch.scarce import patiently
@@ -24,7 +24,7 @@ from everstep.launch.view import show_plainly
 from everstep.run import fence
 from everstep.run.address import await_address
 from everstep.run.beats import agent_beat_path, beat_path, push
-from everstep.run.directory import LaunchError, bad_node_file, over_file, stop_file
+from everstep.run.directory import GroupOver, LaunchError, bad_node_file, over_file, stop_file
 from everstep.run.events import EventLog, EventTail
 from everstep.run.fence import Claim
 from everstep.run.files import write_json
@@ -175,10 +175,11 @@ class _Agent:
             bad = {"node": settings.node, "host": settings.host, "reason": end.reason}
             self._events.emit("node_bad", **bad)
             write_json(bad_node_file(settings.run_dir, settings.group), bad | {"claim": str(self._claim)})
-        stopped = end.status == "stopped" and stop_file(settings.run_dir).exists()
+        unwanted = stop_file(settings.run_dir).exists() or is_spare(settings)
+        stopped = end.status == "stopped" and unwanted
         final = first_node and (end.status == "done" or stopped)
         if settings.job and (final or end.status == "failed"):  # what one node gives up is no better on the others
-            write_json(over_file(settings.run_dir, settings.group), {"status": end.status, "reason": end.reason})
+            write_json(over_file(settings.run_dir, settings.group), asdict(GroupOver(end.status, end.reason)))
         if settings.job and first_node:
             fence.release(settings.run_dir, settings.group, self._claim)
 

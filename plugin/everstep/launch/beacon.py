@@ -13,7 +13,7 @@ from everstep.launch.prepare import Prepared
 from everstep.launch.view import show_plainly
 from everstep.report.live import Teller
 from everstep.run.beats import beats_of_groups
-from everstep.run.directory import LaunchError, over_file, stop_file
+from everstep.run.directory import LaunchError, over_file, stop_file, wanted_groups
 from everstep.run.events import EventLog
 from everstep.run.lifeline import adopt_orphans
 from everstep.run.stops import collect_stops
@@ -66,7 +66,7 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
 def _all_over(run_dir: Path, groups: int) -> bool:
     """Whether no group will ask for a quorum any more. Groups of which nothing was heard for a while count as gone in a
     run that was stopped or finished by another."""
-    ended = [over_file(run_dir, group).exists() for group in range(groups)]
+    ended = [over_file(run_dir, group).exists() for group in range(wanted_groups(run_dir, groups))]
     if all(ended):
         return True
     if not any(ended) and not stop_file(run_dir).exists():

@@ -11,23 +11,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
 from everstep.config.sections import FaultTolerance
 from everstep.launch import node
 from everstep.launch.machine import PORTS, free_port, sharing_complaint
 from everstep.launch.prepare import Model, Prepared
 from everstep.quorum.interface import InterfaceError, interface_of
 from everstep.run.beats import shared_lag_s
-from everstep.run.directory import LaunchError
+from everstep.run.directory import LaunchError, make_run_dir
 from everstep.run.token import require_own
-from everstep.snapshot import parity
-from everstep.snapshot.section import SnapshotSection
 
 Verdict = Literal["ok", "warning", "error"]
 HANG_TOLERANT_GROUPS = 3
-WITH_GRADIENTS = 5 / 3
-"""Bytes of parameters, AdamW's two states, gradients and their buckets, to those of the first three."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +77,8 @@ def examine(plan: Plan) -> Iterator[Line]:
     if model is None:
         return
     yield from config_and_model(model)
-    yield from accelerators(plan.ranks_here, len(model.device_bytes), ft.process_group)
-    available = psutil.virtual_memory().available
-    yield memory(plan, model.state_bytes, available, model.device_bytes)
-    if config.snapshot.enable:
-        directory = Path(config.snapshot.segment_dir)
-        free = psutil.disk_usage(str(directory)).free if directory.is_dir() else None
-        yield snapshots(plan, model.state_bytes, free, available)
+    if complaint := sharing_complaint(config.devices, plan.ranks_here, ft.process_group):
+        yield Line("accelerators", "error", complaint)
 
 
 def patience(ft: FaultTolerance, ranks: int, train_timeout_s: float) -> Iterator[Line]:
@@ -123,7 +112,7 @@ def group_count(ft: FaultTolerance, groups: int) -> Line:
 def run_directory(run_dir: Path, nodes: int) -> Line:
     """Whether it can be made, takes writes, and belongs to nobody else."""
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_run_dir(run_dir)
         require_own(run_dir)
         complaint = node.storage_complaint(run_dir)
     except OSError as error:
@@ -160,7 +149,8 @@ def network(host: str, nodes: int) -> Line:
 
 def config_and_model(model: Model) -> Iterator[Line]:
     """How large the model is, and whether `[attention_check]` sees all of it."""
-    yield Line("config", "ok", f"{model.parameters / 1e6:,.1f} M parameters, {_gb(model.state_bytes)} in each group")
+    size = f"{model.state_bytes / 1e9:.2f} GB with the optimizer's states"
+    yield Line("config", "ok", f"{model.parameters / 1e6:,.1f} M parameters: {size} in each group")
     if model.checked is not None:
         found = f"{model.checked} linear layers and kernels are checked"
         if model.unchecked:
@@ -168,72 +158,6 @@ def config_and_model(model: Model) -> Iterator[Line]:
             yield Line("attention", "error", f"{found}; {', '.join(model.unchecked)} would not be", advice)
         else:
             yield Line("attention", "ok", found)
-
-
-def accelerators(ranks: int, devices: int, process_group: str) -> Iterator[Line]:
-    """Whether each of the `ranks` of this machine has a GPU of its own, where there are any."""
-    if not devices or ranks <= devices:
-        return
-    found = f"{ranks} ranks share {devices} GPU(s) of this machine"
-    if advice := sharing_complaint(list(map(str, range(devices))), ranks, process_group):
-        yield Line("accelerators", "error", found, advice)
-    else:
-        yield Line("accelerators", "warning", f"{found}: one that runs out of memory takes the others with it")
-
-
-def memory(plan: Plan, state_bytes: int, available: int, devices: Sequence[int]) -> Line:
-    """Whether what the groups that run here train with, activations aside, has room where it is kept."""
-    # Exact sums are in float64, and so is what is held: 12 bytes more beside the states' 12.
-    times = WITH_GRADIENTS + plan.config.fault_tolerance.exact
-    share = state_bytes * times / max(1, plan.config.ranks)
-    if devices:
-        room, where, need = min(devices), "on each GPU", share
-    else:
-        room, where, need = available, "in host memory", share * plan.ranks_here
-    found = f"{_gb(need)} of parameters, optimizer states, gradients and their sums {where}, of {_gb(room)}"
-    if need <= room:
-        return Line("memory", "ok", found)
-    advice = "more ranks in a group (--ranks-per-group with data_parallel_shard_degree), or a smaller model"
-    return Line("memory", "error", found, advice)
-
-
-def snapshot_bytes(state_bytes: int, groups: int, snapshot: SnapshotSection) -> int:
-    """Host memory that one group's part takes: two buffers, two parities. docs/snapshots.md has the formula."""
-    domains = parity.Domains(tuple(range(groups)), snapshot.parity_group, snapshot.parity, (0,) * groups)
-    together = len(domains.groups[0])
-    lost = domains.rows(domains.groups[0])
-    share = 2 * state_bytes / groups
-    return int(share * (1 + lost / (together - lost)))
-
-
-def snapshots(plan: Plan, state_bytes: int, tmpfs: int | None, available: int) -> Line:
-    """Whether the snapshots of the groups that run here have room in shared memory (`tmpfs` bytes are free; None: it is
-    not there) and in the host's `available` bytes, also when a group is lost and theirs grow."""
-    section, groups = plan.config.snapshot, plan.config.groups
-    directory = section.segment_dir
-    if tmpfs is None:
-        return Line("snapshots", "error", f"{directory} is not there", "set [snapshot] segment_dir to a tmpfs")
-    need, grown = (
-        plan.groups_here * snapshot_bytes(state_bytes, count, section) // plan.nodes_per_group
-        for count in (groups, max(groups - 1, 1))
-    )
-    room = min(tmpfs, available - int(section.memory_reserve_gb * 1e9))
-    found = (
-        f"{_gb(need)} on this machine ({_gb(grown)} with a group lost); {_gb(tmpfs)} are free in {directory}, "
-        f"{_gb(available)} in host memory"
-    )
-    hosts = tuple(1 + group // max(1, plan.groups_here) for group in range(groups))
-    domains = parity.Domains(tuple(range(groups)), section.parity_group, section.parity, hosts)
-    if section.failure_domain == "host" and domains.exposed:
-        found += f"; the loss of this host, with {plan.groups_here} of {groups} groups, is not survived"
-    if grown <= room:
-        return Line("snapshots", "ok", found)
-    advice = "a larger tmpfs (mount -o remount,size=…, docker --shm-size), more nodes in a group or more groups"
-    return Line("snapshots", "error" if need > room else "warning", found, advice)
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
 
 
 def show(lines: Sequence[Line]) -> str:

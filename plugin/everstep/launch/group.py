@@ -37,7 +37,7 @@ from everstep.launch.watchdog import (
 from everstep.launch.worker import STACKS_SIGNAL, error_path, log_path
 from everstep.run import devices, fence
 from everstep.run.beats import DONE, BeatFile, agent_beat_path, beat_path, load_beat, push
-from everstep.run.directory import ended_file
+from everstep.run.directory import ended_file, wanted_groups
 from everstep.run.events import EventLog, event_path, last_event
 from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, KILLED_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.fence import Claim
@@ -75,6 +75,11 @@ class End:
     reason: str
 
 
+def is_spare(settings: GroupSettings) -> bool:
+    """Whether the run is to go on without this group (`groups_file`)."""
+    return settings.group >= wanted_groups(settings.run_dir, settings.group + 1)
+
+
 class Group:
     """One group. `end` is None until it is over.
 
@@ -97,7 +102,9 @@ class Group:
         self.deaths: list[Death] = []
         self.last_reason = ""
         """Of the newest death."""
-        self._children, self._stopping = children, stopping
+        self.leaves = False
+        """Whether it ends cleanly though the run goes on: it has too many groups."""
+        self._children, self._run_stops = children, stopping
         self._claim = Claim(settings.job, settings.restart)
         last = last_event(event_path(settings.run_dir, settings.group, None, "agent"), {"workers_started"})
         self._number = self._first_number = 0 if last is None else last["incarnation"] + 1
@@ -127,6 +134,9 @@ class Group:
         """How often it has failed since it, or any group of the run, committed a step."""
         return failures(self.deaths) if self.deaths and not (self._now and self._now.committed) else 0
 
+    def _stopping(self) -> bool:
+        return self.leaves or self._run_stops()
+
     # What the loop calls
 
     def look(self) -> None:
@@ -153,7 +163,7 @@ class Group:
                 self._now.kill()
             self.events.emit("agent_ended", status=status, reason=reason)
 
-    def is_scarce(self, why: str) -> None:
+    def tell_scarce(self, why: str) -> None:
         """There was no room for something of this group: say so, and wait with its next start."""
         if self._scarce.is_over:  # else it has been said
             wait_s = self._scarce.failed()
@@ -176,9 +186,10 @@ class Group:
         if not self._stopping() and (lost := self._meeting.lost()):
             self.finish("crashed", f"the agent of group {settings.group} failed: {lost}")
             return
+        self.leaves |= is_spare(settings)
         if now is None or self.state != "running":
             return
-        if not now.committed and now.look_for_commit():
+        if not now.committed and now.note_commit():
             self._scarce.worked()
             self._first_step_s = max(self._first_step_s, now.ran_s)
         if now.stall is not None:
@@ -386,7 +397,7 @@ class Group:
         print(told.strip(), flush=True)
         slot = now.slot_of(first)
         why = error.first_line if error else reason
-        poison = slot is not None and now.is_poison(slot, death, why, self.events)
+        poison = slot is not None and now.strike(slot, death, why, self.events)
         self.events.emit(
             "workers_died",
             incarnation=now.number,

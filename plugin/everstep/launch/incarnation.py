@@ -12,15 +12,14 @@ from everstep.launch.meeting import Round
 from everstep.launch.settings import GroupSettings
 from everstep.launch.watchdog import Cause, Death, Stall, describe_exit, oom_kills
 from everstep.launch.worker import WorkerError, read_error
+from everstep.run import poison
 from everstep.run.beats import beat_path, read_beat
-from everstep.run.events import EventLog, EventTail, event_path, last_event
+from everstep.run.events import EventLog, event_path, last_event
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
-from everstep.run.poison import Slot, deaths_at, first_to_tell, strike
+from everstep.run.poison import Slot
 
 ORDERLY_EXITS = (USAGE_EXIT, HOPELESS_EXIT, UNFIT_EXIT)
 """A trainer's own decisions, which no slot makes for it."""
-STRIKES = ("fault", "lighthouse_died", "workers_stalled", "node_bad")
-"""Events that explain why workers end which wait for whom they hit."""
 
 
 def last_commit(run_dir: Path, group: int) -> dict[str, Any] | None:
@@ -54,8 +53,6 @@ class Incarnation:
         self.started_mono = time.monotonic()
         self._oom_kills = oom_kills()
         self._commit_before = last_commit(self.settings.run_dir, self.settings.group)
-        self._strikes = EventTail(self.settings.run_dir, ("agent-*", "supervisor", "lighthouse", "chaos"))
-        self._strikes.skip_to_end()
 
     @property
     def mark(self) -> str:
@@ -75,8 +72,8 @@ class Incarnation:
     def ran_s(self) -> float:
         return time.monotonic() - self.started_mono
 
-    def look_for_commit(self) -> bool:
-        """Whether it has committed a step by now."""
+    def note_commit(self) -> bool:
+        """Look whether it has committed a step by now, and return that."""
         if not self.committed:
             self.committed = last_commit(self.settings.run_dir, self.settings.group) != self._commit_before
         return self.committed
@@ -101,31 +98,16 @@ class Incarnation:
         machine."""
         settings, exitcode, stalled = self.settings, first.exitcode or 0, self.stall is not None
         ft, error = settings.fault_tolerance, self.error_of(first)
-        others_struck, struck = self._struck()
         return Death(
             mono=time.monotonic(),
             exitcode=exitcode,
-            committed=self.look_for_commit() if ft.enable else self.ran_s > ft.startup_timeout_s,
+            committed=self.note_commit() if ft.enable else self.ran_s > ft.startup_timeout_s,
             cause=Cause(exitcode, error.type if error else "", error.place if error else "", stalled),
-            excused=others_struck or peer_killed or (struck and (stalled or exitcode < 0)),
-            struck=struck,
+            excused=peer_killed,
             stalled=stalled,
             out_of_memory=exitcode == -signal.SIGKILL and not stalled and oom_kills() > self._oom_kills,
             run_step=max(last_step(settings.run_dir, group) for group in range(settings.groups)),
         )
-
-    def _struck(self) -> tuple[bool, bool]:
-        """Who was killed, stalled or broken on purpose since it began: others (another group, the lighthouse), and this
-        group."""
-        others = own = False
-        for event in self._strikes.new():
-            if event.get("target_group", event.get("group")) == self.settings.group:
-                own |= event["kind"] == "fault"
-            elif event["kind"] == "workers_died":
-                others |= any(code < 0 for code in event["exitcodes"].values())
-            else:
-                others |= event["kind"] in STRIKES
-        return others, own
 
     def why(self, first: Child, death: Death) -> str:
         """How the workers ended, in one sentence."""
@@ -144,16 +126,16 @@ class Incarnation:
             return None
         return beat.step, beat.slot
 
-    def is_poison(self, slot: Slot, death: Death, why: str, events: EventLog) -> bool:
-        """Note that workers ended at this slot of their own doing: whether it is poison by now, which the first to find
-        it tells."""
+    def strike(self, slot: Slot, death: Death, why: str, events: EventLog) -> bool:
+        """Note that workers ended at this slot, if it was of their own doing. Whether it is poison by now, which the
+        first to find it tells."""
         run_dir, group, groups = self.settings.run_dir, self.settings.group, self.settings.groups
-        if not death.crashed or death.struck or death.exitcode in ORDERLY_EXITS:
+        if not death.crashed or death.exitcode in ORDERLY_EXITS:
             return False
         try:
-            strike(run_dir, slot, group, self.number, worked=death.committed, why=why)
-            known = deaths_at(run_dir, slot)
-            tell = known.poisoned(groups) and first_to_tell(run_dir, slot)
+            poison.strike(run_dir, slot, group, self.number, worked=death.committed, why=why)
+            known = poison.deaths_at(run_dir, slot)
+            tell = known.poisoned(groups) and poison.first_to_tell(run_dir, slot)
         except OSError as error:  # a full disk must not keep the group from starting again
             print(f"slot {slot[1]} of step {slot[0]} is not noted as this death's: {error}", flush=True)
             return False

@@ -71,7 +71,7 @@ class Launcher:
                 except OSError as error:
                     if not is_scarce(error):
                         raise
-                    group.is_scarce(str(error))
+                    group.tell_scarce(str(error))
         self._give_up_together()
         for log in {self._events, *(group.events for group in self.groups)}:
             if log.unwritten:

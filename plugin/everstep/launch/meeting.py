@@ -15,10 +15,9 @@ from pathlib import Path
 from everstep.launch.machine import listen
 from everstep.launch.settings import GroupSettings
 from everstep.launch.watchdog import Awake
-from everstep.run import typed
 from everstep.run.beats import age_s, agent_beat_path
 from everstep.run.fence import Fenced
-from everstep.run.files import read_json
+from everstep.run.files import read_typed
 
 UNLIMITED_RESTARTS = 2**31 - 1
 NOTE_BYTES = 1024
@@ -197,9 +196,7 @@ class Meeting:
         """By node, of those that have come."""
         notes = {self._settings.node_rank: self._mine}
         for node in range(self._settings.nodes):
-            if node not in notes:
-                try:
-                    notes[node] = typed.parse(_Note, read_json(self._path(node)))
-                except typed.UnfitError:  # it has not come, or is being written
-                    continue
+            note = None if node in notes else read_typed(_Note, self._path(node))
+            if note is not None:  # else it has not come, or is being written
+                notes[node] = note
         return notes

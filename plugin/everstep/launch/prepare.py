@@ -21,9 +21,7 @@ from everstep.run import typed
 from everstep.run.devices import visible
 from everstep.run.directory import LaunchError, RunDir
 from everstep.run.exits import USAGE_EXIT
-from everstep.run.files import read_json, write_json, write_whole
-from everstep.run.typed import UnfitError
-from everstep.snapshot.section import SnapshotSection
+from everstep.run.files import read_json, read_typed, write_json, write_whole
 
 ADAM_STATES = 2
 """What the optimizers of torchtitan keep for each parameter, of its own type."""
@@ -58,8 +56,6 @@ class Model:
     parameters: int
     state_bytes: int
     """Parameters and optimizer state of one group, over all its ranks."""
-    device_bytes: list[int]
-    """Memory of each GPU here."""
     train_timeout_s: float
     """How long ranks of a group wait for each other."""
     checked: str | None
@@ -81,7 +77,6 @@ class Prepared:
     identity: str
     """See `config_identity`."""
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
-    snapshot: SnapshotSection = field(default_factory=SnapshotSection)
     metrics: dict[str, Any] = field(default_factory=dict)
     """torchtitan's `[metrics]`."""
     devices: list[str] = field(default_factory=list)
@@ -113,7 +108,6 @@ def prepare(order: Order) -> Prepared:
         steps=config.semi_sync.commits(config.training.steps),
         identity=config_identity(config),
         fault_tolerance=config.fault_tolerance,
-        snapshot=config.snapshot,
         metrics={key: value for key, value in asdict(config.metrics).items() if isinstance(value, str | bool)},
         devices=visible(accelerator.device_count()),
         warnings=warnings,
@@ -185,8 +179,6 @@ def _refuse_another(config: Any, run_dir: Path) -> list[str]:
 
 
 def _model(config: Any) -> Model:
-    from torch import accelerator
-
     from everstep.titan.attention import coverage
     from everstep.titan.machine import built_on_meta, choose_attention, trained_parameters
 
@@ -197,7 +189,6 @@ def _model(config: Any) -> Model:
     return Model(
         parameters=parameters,
         state_bytes=parameters * size * (1 + ADAM_STATES),
-        device_bytes=[accelerator.get_memory_info(index)[1] for index in range(accelerator.device_count())],
         train_timeout_s=config.comm.train_timeout_seconds,
         checked=None if checked is None else str(checked),
         unchecked=[] if checked is None else list(checked.missing[:3]),
@@ -262,13 +253,11 @@ def forget_answer(run_dir: Path) -> None:
 
 def take_answer(run_dir: Path) -> Prepared | str:
     """What was prepared in a run directory, or the sentence that says why not; empty if nothing was."""
-    found = read_json(run_dir / "state" / "prepared.json")
+    place = run_dir / "state" / "prepared.json"
+    found = read_json(place)
     if "error" in found:
         return str(found["error"])
-    try:
-        return typed.parse(Prepared, found)
-    except UnfitError:
-        return ""
+    return read_typed(Prepared, place) or ""
 
 
 if __name__ == "__main__":

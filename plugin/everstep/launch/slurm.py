@@ -13,10 +13,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from everstep import files
 from everstep.config.grammar import ROOT_KEYS, is_flag
-from everstep.run.directory import LaunchError, ask_to_stop, ended_file, over_file, stop_file
+from everstep.run.directory import LaunchError, ask_to_stop, ended_file, groups_file, over_file, stop_file
 from everstep.run.files import read_json, write_json
 
 SCRIPTS = files.folder("slurm")
@@ -64,7 +65,16 @@ def job_file(run_dir: Path) -> Path:
     return Path(run_dir) / "state" / "slurm.json"
 
 
-def alive_jobs(run_dir: Path) -> dict[str, int]:
+def jobs_of(run_dir: Path) -> dict[str, Any]:
+    """The ids of a run's jobs by name, of `groups` several with commas between them. Raises LaunchError if its groups
+    were not submitted."""
+    jobs = read_json(job_file(run_dir))
+    if not isinstance(jobs.get("groups"), str):
+        raise LaunchError(f"{run_dir} was not submitted to Slurm: {job_file(run_dir)} names no job of its groups.")
+    return jobs
+
+
+def alive_jobs(run_dir: Path) -> dict[str, str]:
     """The run's jobs that are queued or running, by name. Raises LaunchError if the run is there as a whole."""
     known = read_json(job_file(run_dir))
     alive = {name: job for name, job in known.items() if name in ("lighthouse", "groups") and states_of(job)}
@@ -76,7 +86,7 @@ def alive_jobs(run_dir: Path) -> dict[str, int]:
     return alive
 
 
-def submit(submission: Submission) -> dict[str, int]:
+def submit(submission: Submission) -> dict[str, str]:
     """Give the run to Slurm; job ids by job. What of it is queued or running already is left as it is.
 
     Raises:
@@ -89,15 +99,17 @@ def submit(submission: Submission) -> dict[str, int]:
         (run_dir / "logs" / f"group-{group}").mkdir(parents=True, exist_ok=True)
         if "groups" not in alive:
             over_file(run_dir, group).unlink(missing_ok=True)
-    jobs: dict[str, int] = dict(alive)
-    for name, command in submission.commands().items():
+    if "groups" not in alive:
+        groups_file(run_dir).unlink(missing_ok=True)
+    jobs, commands = dict(alive), submission.commands()
+    for name, command in commands.items():
         if name not in alive:
-            jobs[name] = int(_slurm(command).strip().partition(";")[0])
+            jobs[name] = _sbatch(command)
             write_json(job_file(run_dir), jobs)
     return jobs
 
 
-def describe_submission(submission: Submission, jobs: Mapping[str, int]) -> str:
+def describe_submission(submission: Submission, jobs: Mapping[str, str]) -> str:
     """What to do next, for the person who submitted."""
     run_dir = submission.run_dir
     return "\n".join(
@@ -119,7 +131,7 @@ def stop(run_dir: Path) -> str:
     said = [f"asked every group of {run_dir} to finish its step and to stop"]
     job = read_json(job_file(run_dir)).get("groups")
     if job and any(task.state == "PENDING" for task in states_of(job)):
-        _slurm(["scancel", "--state=PENDING", str(job)])
+        _slurm(["scancel", "--state=PENDING", *job.split(",")])
         said.append("cancelled the tasks that were pending")
     return "; ".join(said)
 
@@ -128,16 +140,19 @@ def stop(run_dir: Path) -> str:
 class Task:
     """A task of an array as Slurm sees it."""
 
+    name: str
+    """JOB_K"""
     group: int | None
     state: str
     nodes: str
     reason: str
 
 
-def states_of(job: int) -> list[Task]:
-    """The tasks of a job that have not ended; a pending range of an array is one task for each index."""
+def states_of(job: str) -> list[Task]:
+    """The tasks of a job, or of several with commas between them, that have not ended; a pending range of an array is
+    one task for each index."""
     done = subprocess.run(
-        ["squeue", "--noheader", "--array", f"--jobs={job}", "--format=%K|%T|%N|%r"],
+        ["squeue", "--noheader", "--array", f"--jobs={job}", "--format=%F|%K|%T|%N|%r"],
         capture_output=True,
         text=True,
         check=False,
@@ -148,9 +163,10 @@ def states_of(job: int) -> list[Task]:
         raise LaunchError(f"squeue: {done.stderr.strip()}")
     tasks = []
     for line in done.stdout.splitlines():
-        index, state, nodes, reason = line.split("|", 3)
+        array, index, state, nodes, reason = line.split("|", 4)
         if state not in ENDED_STATES:
-            tasks.append(Task(int(index) if index.isdigit() else None, state, nodes, reason))
+            group = int(index) if index.isdigit() else None
+            tasks.append(Task(f"{array}_{index}", group, state, nodes, reason))
     return tasks
 
 
@@ -175,6 +191,11 @@ def require_slurm() -> None:
     """Raises LaunchError where there is no Slurm."""
     if shutil.which("sbatch") is None:
         raise LaunchError("there is no sbatch here: run this on a login node of a Slurm cluster.")
+
+
+def _sbatch(command: Sequence[str]) -> str:
+    """The id of the job that is submitted. Raises LaunchError."""
+    return _slurm(command).strip().partition(";")[0]
 
 
 def _slurm(command: Sequence[str]) -> str:

@@ -3,14 +3,14 @@
 import time
 from pathlib import Path
 
-from everstep.launch.slurm import job_file, require_slurm, states_of
+from everstep.launch.slurm import job_file, jobs_of, require_slurm, states_of
 from everstep.launch.view import RunState, duration
 from everstep.report.checking import covered, judged
 from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
-from everstep.run.directory import LaunchError, holder_of, over_file, stop_file
+from everstep.run.directory import GroupOver, LaunchError, holder_of, over_file, stop_file
 from everstep.run.events import read_events
-from everstep.run.files import read_json
+from everstep.run.files import read_typed
 
 
 def status(run_dir: Path) -> str:
@@ -55,9 +55,7 @@ def _here(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
 
 def _on_slurm(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
     """The same of a run on Slurm. Raises LaunchError when its groups were not submitted."""
-    jobs = read_json(job_file(run_dir))
-    if "groups" not in jobs:
-        raise LaunchError(f"{run_dir} was not submitted to Slurm: {job_file(run_dir)} names no job of its groups.")
+    jobs = jobs_of(run_dir)
     tasks = {task.group: task for task in states_of(jobs["groups"])}
     lighthouse = states_of(jobs["lighthouse"]) if "lighthouse" in jobs else []
     where = published_address(run_dir) or "no address yet"
@@ -65,8 +63,8 @@ def _on_slurm(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
     table = ["", f"{'group':>5}  {'Slurm':12} {'nodes':16} {'starts':>6}  {'last beat':24} notes"]
     beats = {group: f"{beat.phase}, step {beat.step}, {age:.0f} s" for group, beat, age in beats_of_groups(run_dir)}
     for group in sorted({*range(state.groups), *state.starts, *(g for g in tasks if g is not None), *beats}):
-        task, over = tasks.get(group), read_json(over_file(run_dir, group))
-        notes = [f"{over['status']}: {over['reason']}"] if over else []
+        task, over = tasks.get(group), read_typed(GroupOver, over_file(run_dir, group))
+        notes = [f"{over.status}: {over.reason}"] if over else []
         notes += [task.reason] if task and task.state == "PENDING" else []
         notes += state.left_nodes.get(group, [])
         row = f"{group:>5}  {task.state if task else 'ended':12} {(task.nodes if task else '') or '-':16} "

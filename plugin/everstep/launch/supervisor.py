@@ -23,7 +23,16 @@ from everstep.launch.settings import GroupSettings
 from everstep.report.live import Teller
 from everstep.run import fence
 from everstep.run.beats import forget_beats
-from everstep.run.directory import LaunchError, RunDir, ask_to_stop, ended_file, leaves_nothing, stop_file
+from everstep.run.directory import (
+    LaunchError,
+    RunDir,
+    ask_to_stop,
+    ended_file,
+    groups_file,
+    leaves_nothing,
+    stop_file,
+    wanted_groups,
+)
 from everstep.run.events import EventLog, EventTail
 from everstep.run.fence import Claim
 from everstep.run.lifeline import adopt_orphans
@@ -101,7 +110,7 @@ class Supervisor:
         try:
             self._tail.skip_to_end()
             forget_beats(run_dir)
-            for file in (stop_file(run_dir), ended_file(run_dir)):
+            for file in (stop_file(run_dir), ended_file(run_dir), groups_file(run_dir)):
                 file.unlink(missing_ok=True)
             forget_answer(run_dir)
             import_all(self.settings.preload, run_dir / "logs" / "imports.log", self._stopping)
@@ -183,7 +192,6 @@ class Supervisor:
     def _begin(self, found: Prepared) -> None:
         """The config is settled: tell of the run, and let others look at it."""
         settings, run_dir = self.settings, self.run_dir.path
-        self._devices = devices_of_groups(found.devices, found.groups, settings.order.ranks)
         self._lighthouse = Lighthouse(run_dir, HOST, found.fault_tolerance, self._children, self._events)
         self._events.emit(
             "run_started",
@@ -205,37 +213,39 @@ class Supervisor:
             "events": self._look,
             "page and figures": self._teller.keep,
             "lighthouse": self._lighthouse.keep,
-            "groups": self._make_groups,
+            "groups": self._keep_groups,
         }
 
-    def _make_groups(self) -> None:
-        """Once the lighthouse has an address that holds."""
+    def _keep_groups(self) -> None:
+        """Have as many groups as are wanted (`groups_file`), once the lighthouse has an address that holds. One that
+        was asked to leave ends first, and is started anew if it is wanted again."""
         groups, prepared, lighthouse = self._launcher.groups, self._prepared, self._lighthouse
         if prepared is None or lighthouse is None or not lighthouse.up or self._stops:
             return
-        while (index := len(groups)) < prepared.groups:
+        wanted = wanted_groups(self.run_dir.path, prepared.groups)
+        groups[:] = [group for group in groups if not (group.leaves and group.end)]
+        for index in sorted(set(range(wanted)) - {group.settings.group for group in groups}):
             events = EventLog(self.run_dir.path, index, None, "agent")
-            settings = self._group_settings(index, prepared, lighthouse.address)
+            settings = self._group_settings(index, wanted, prepared, lighthouse.address)
             group = Group(settings, self._children, self._stopping, events)
             try:
                 fence.claim_group(self.run_dir.path, index, Claim(), self._stopping)
             except fence.Fenced as fenced:
                 group.finish("fenced", str(fenced))
             groups.append(group)
-        del self._launcher.jobs["groups"]
 
-    def _group_settings(self, index: int, prepared: Prepared, lighthouse: str) -> GroupSettings:
+    def _group_settings(self, index: int, groups: int, prepared: Prepared, lighthouse: str) -> GroupSettings:
         settings = self.settings
         return GroupSettings(
             config=str(self.run_dir.config),
             run_dir=self.run_dir.path,
             group=index,
-            groups=prepared.groups,
+            groups=groups,
             ranks=settings.order.ranks,
-            ranks_here=prepared.groups * settings.order.ranks,
+            ranks_here=groups * settings.order.ranks,
             lighthouse=lighthouse,
             host=HOST,
-            devices=self._devices[index],
+            devices=devices_of_groups(prepared.devices, index + 1, settings.order.ranks)[index],
             fault_tolerance=prepared.fault_tolerance,
             stop_grace_s=settings.stop_grace_s,
             entry=settings.entry,

@@ -1,19 +1,11 @@
-"""What a person sees of a run while it goes: a live panel on a terminal, plain lines elsewhere.
-
-Both are computed from the run's events and from nothing else.
-"""
+"""What a person sees of a run while it goes: lines, computed from the run's events and from nothing else."""
 
 import itertools
 import statistics
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from everstep.launch.forking import keep_on_without_output
 from everstep.report.checking import Checking, covered, wrong
@@ -23,10 +15,6 @@ from everstep.report.troubles import Fields, Troubles, trouble
 RATE_WINDOW = 20
 """Committed steps over which tokens/s and the time of a step are taken."""
 KEPT_EVENTS = 8
-REFRESH_S = 0.2
-
-KEPT = ("warning", "page", "run_ended")
-"""Events that stay on the screen above the panel."""
 
 OnEvents = Callable[[list[dict]], None]
 
@@ -219,49 +207,16 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def panel(state: RunState) -> Text:
-    """What is drawn again and again on a terminal."""
-    lines = [state.progress(), *state.troubles.sentences]
-    if checked := covered(state.checking.figures()):
-        lines.append(f"attention: {checked}")
-    return Text("\n").join(
-        Text(line, style="dim" if index >= len(lines) else "bold", no_wrap=True, overflow="ellipsis")
-        for index, line in enumerate([*lines, *state.recent])
-    )
-
-
-@contextmanager
-def open_view(groups: int = 0, console: Console | None = None) -> Iterator[OnEvents]:
-    """Shows a run, of `groups` until it says how many it has; call what it gives with each batch of new events, and
-    with an empty one now and then.
+def open_view(groups: int = 0) -> OnEvents:
+    """Shows a run, of `groups` until it says how many it has, as lines; call it with each batch of new events.
 
     A reader who goes away (a closed pipe, a terminal, a full disk) ends the view, not the run.
     """
-    if console is None:
-        keep_on_without_output()
-        console = Console()
+    keep_on_without_output()
     state = RunState(groups)
-    if not console.is_terminal:
 
-        def print_lines(events: list[dict]) -> None:
-            for line in filter(None, map(state.apply, events)):
-                print(line, file=console.file, flush=True)
+    def show(events: list[dict]) -> None:
+        for line in filter(None, map(state.apply, events)):
+            print(line, flush=True)
 
-        yield print_lines
-        return
-
-    last = 0.0
-    # Drawn by us between two ticks: a thread of rich's own would have the supervisor fork with two.
-    with Live(panel(state), console=console, auto_refresh=False) as live:
-
-        def draw(events: list[dict]) -> None:
-            nonlocal last
-            for event in events:
-                line = state.apply(event)
-                if event["kind"] in KEPT and line:
-                    live.console.print(line, markup=False, highlight=False, soft_wrap=True)
-            if time.monotonic() - last > REFRESH_S or any(event["kind"] == "run_ended" for event in events):
-                last = time.monotonic()
-                live.update(panel(state), refresh=True)
-
-        yield draw
+    return show

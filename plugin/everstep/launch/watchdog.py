@@ -112,10 +112,7 @@ class Death:
     run_step: int = 0
     """The newest step that any group of the run had committed then."""
     excused: bool = False
-    """Another group, another node of this one or the lighthouse was struck meanwhile, which explains an error of those
-    that wait for it; or this one was, on purpose."""
-    struck: bool = False
-    """This group was struck, on purpose."""
+    """A signal ended a rank on another node of this group, which explains an error of those that wait for it."""
     stalled: bool = False
     """The watchdog killed it."""
     out_of_memory: bool = False
@@ -123,7 +120,7 @@ class Death:
 
     @property
     def crashed(self) -> bool:
-        """Whether the workers ended of their own doing, be it that others were struck meanwhile."""
+        """Whether the workers ended of their own doing."""
         return self.exitcode >= 0 or self.stalled or -self.exitcode in CRASHES or self.out_of_memory
 
     @property

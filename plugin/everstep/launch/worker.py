@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from everstep.launch.machine import follow_threads
-from everstep.run import typed
 from everstep.run.beats import DONE, STARTUP, Heartbeat
 from everstep.run.events import EventLog
 from everstep.run.exits import TrainerEnds
 from everstep.run.fence import hold_alone
-from everstep.run.files import read_json, write_json
+from everstep.run.files import read_typed, write_json
 
 EXIT_TIMEOUT_S = 10.0
 PREDECESSOR_TIMEOUT_S = 120.0
@@ -59,10 +58,7 @@ class WorkerError:
 
 def read_error(run_dir: Path, group: int, rank: int) -> WorkerError | None:
     """None: it ended with none, or could not say."""
-    try:
-        return typed.parse(WorkerError, read_json(error_path(run_dir, group, rank)))
-    except typed.UnfitError:
-        return None
+    return read_typed(WorkerError, error_path(run_dir, group, rank))
 
 
 def serve_and_start(listener: int, host: str, port: int, *place: Any) -> None:

@@ -6,15 +6,29 @@ than the one before, so of two lighthouses the older one sees that it is not the
 """
 
 import fcntl
+import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from everstep.run.files import read_json, write_json
+from everstep.run.files import open_own, read_typed, write_json
+from everstep.run.typed import Count
 
 POLL_S = 0.2
 ADDRESS = re.compile(r"https?://(?:\[[A-Za-z0-9.:%]{1,253}\]|[A-Za-z0-9._:-]{1,255}):([0-9]{1,5})/?")
+
+
+@dataclass(frozen=True)
+class _Publication:
+    """What the file holds."""
+
+    address: str
+    pid: int
+    since: float
+    """Wall time, for a person who reads it."""
+    epoch: Count
 
 
 def address_file(run_dir: Path) -> Path:
@@ -24,24 +38,25 @@ def address_file(run_dir: Path) -> Path:
 def publish_address(run_dir: Path, address: str, pid: int) -> int:
     """Say that the lighthouse is at `address` (http://host:port); the epoch of this publication."""
     path = address_file(run_dir)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("a") as lock:
+    with os.fdopen(open_own(path.with_suffix(".lock")), "r+b", buffering=0) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        epoch = int(read_json(path).get("epoch", 0)) + 1
-        write_json(path, {"address": address, "pid": pid, "since": time.time(), "epoch": epoch})
-    return epoch
+        before = read_typed(_Publication, path)
+        here = _Publication(address, pid, time.time(), 1 if before is None else before.epoch + 1)
+        write_json(path, asdict(here))
+    return here.epoch
 
 
 def superseded(run_dir: Path, epoch: int) -> bool:
     """Whether another lighthouse was published after the one of `epoch`."""
-    return int(read_json(address_file(run_dir)).get("epoch", 0)) > epoch
+    newest = read_typed(_Publication, address_file(run_dir))
+    return newest is not None and newest.epoch > epoch
 
 
 def published_address(run_dir: Path) -> str:
     """The lighthouse's address as it was last published; "" if it never was, or something
     else stands there."""
-    address = read_json(address_file(run_dir)).get("address")
-    found = ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    newest = read_typed(_Publication, address_file(run_dir))
+    found = None if newest is None else ADDRESS.fullmatch(newest.address)
     return found[0] if found and int(found[1]) <= 65535 else ""
 
 

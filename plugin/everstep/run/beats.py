@@ -21,7 +21,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.run.files import file_system_now
+from everstep.run.files import file_system_now, open_own
 from everstep.run.regular import NotRegularError, open_regular, read_regular
 
 STARTUP = "startup"
@@ -72,8 +72,9 @@ class BeatFile:
     """Writes beats to one file."""
 
     def __init__(self, path: Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        self._fd = open_own(path)
+        if os.fstat(self._fd).st_size > _RECORD.size:
+            os.ftruncate(self._fd, 0)  # of something else, after which no beat would be read
 
     def beat(self, phase: str, step: int = 0, slot: int = -1) -> None:
         """I am alive, in `phase` (at most 28 bytes are kept) of step `step`, at slot `slot` if any."""

@@ -5,10 +5,19 @@ with the rows that come then, and does not begin with the first ones again.
 """
 
 import hashlib
-import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from everstep.run.files import read_json, write_json
+from everstep.run.files import read_typed, write_json
+from everstep.run.typed import Count
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What the file holds."""
+
+    data: str
+    began_after: Count
 
 
 def began_after(run_dir: Path, data: str, step: int) -> int:
@@ -17,8 +26,8 @@ def began_after(run_dir: Path, data: str, step: int) -> int:
     data: what tells it from others (`SlotSource.fingerprint`).
     """
     place = Path(run_dir) / "state" / "data" / f"{hashlib.sha256(data.encode()).hexdigest()[:16]}.json"
-    known = read_json(place).get("began_after", math.inf)
-    if known <= step:
-        return known
-    write_json(place, {"data": data, "began_after": step})  # nobody has asked, or the run went back before that
+    known = read_typed(_Start, place)
+    if known is not None and known.began_after <= step:
+        return known.began_after
+    write_json(place, asdict(_Start(data, step)))  # nobody has asked, or the run went back before that
     return step

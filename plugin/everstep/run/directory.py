@@ -7,11 +7,15 @@ import shutil
 import time
 import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import psutil
 
+from everstep.run.files import read_typed
 from everstep.run.regular import open_regular
+from everstep.run.typed import Within
 
 LARGEST_TOML = 16 << 20
 
@@ -54,6 +58,21 @@ def leaves_nothing(path: Path, refusal: type[Exception] = LaunchError) -> Iterat
         raise
 
 
+def make_run_dir(path: Path) -> None:
+    """Make a run directory that nobody else can write to, whatever the umask and the folder above it say. One that is
+    there stays as it is."""
+    path.mkdir(mode=0o755, parents=True, exist_ok=True)
+
+
+@dataclass(frozen=True)
+class GroupOver:
+    """How a group ended for good."""
+
+    status: str
+    """done, stopped or failed."""
+    reason: str
+
+
 class RunDir:
     """An opened and locked run directory. The lock goes with the process, however it ends; what it forks has none."""
 
@@ -64,7 +83,7 @@ class RunDir:
     def lock(self) -> None:
         """Take the directory for this process. Raises LaunchError while another live run has it."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_run_dir(self.path)
             fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         except OSError as error:
             raise LaunchError(f"{self.path}: cannot be used as run directory: {error.strerror}.") from None
@@ -123,8 +142,8 @@ def _lockers(inode: int) -> set[int]:
 
 
 def over_file(run_dir: Path, group: int) -> Path:
-    """Says how a group ended for good: {"status": "done", "stopped" or "failed", "reason"}. A batch job starts a group
-    again as long as there is none, whatever the exit status of its processes."""
+    """Says how a group ended for good: a `GroupOver`. A batch job starts a group again as long as there is none,
+    whatever the exit status of its processes."""
     return Path(run_dir) / "state" / f"group-{group}.over"
 
 
@@ -136,6 +155,24 @@ def bad_node_file(run_dir: Path, group: int) -> Path:
 def stop_file(run_dir: Path) -> Path:
     """Asks every agent of the run for a clean stop, as long as it is there."""
     return Path(run_dir) / "state" / "stop"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What `groups_file` holds."""
+
+    groups: Annotated[int, Within(1)]
+
+
+def groups_file(run_dir: Path) -> Path:
+    """Says how many groups a live run is to have, if that was changed: a `Wanted`. The next start removes it."""
+    return Path(run_dir) / "state" / "groups.json"
+
+
+def wanted_groups(run_dir: Path, groups: int) -> int:
+    """How many groups a run is to have that was started with `groups`: 0 to this, less 1, are their ids."""
+    wanted = read_typed(Wanted, groups_file(run_dir))
+    return groups if wanted is None else wanted.groups
 
 
 def ended_file(run_dir: Path) -> Path:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.run.event_fields import fits
+from everstep.run.files import open_own
 from everstep.run.regular import open_regular
 
 LONGEST_LINE = 16 << 20
@@ -66,9 +67,7 @@ class EventLog:
         """The newest events that the disk refused, for who wants to tell them otherwise."""
         # The wall clock of a host may be set while we run; what happened did not happen in another order.
         self._wall, self._mono = time.time(), time.monotonic()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        self._fd = os.open(self.path, flags, 0o644)
+        self._fd = open_own(self.path, os.O_APPEND)
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             os.write(self._fd, b"\n")  # the last writer died inside a line: ours must not continue it

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from everstep.run import typed
 from everstep.run.beats import age_s, agent_beat_path
-from everstep.run.files import read_json, write_json
+from everstep.run.files import open_own, read_typed, write_json
 
 LEASE_S = 10.0
 """An agent that has not beaten for this long can be taken for gone: should it wake up, it looks at the fence first."""
@@ -64,21 +63,13 @@ class _Fence:
         return Claim(self.job, self.restart)
 
 
-def _read(path: Path) -> _Fence | None:
-    """None while there is no claim, or something else in its place."""
-    try:
-        return typed.parse(_Fence, read_json(path))
-    except typed.UnfitError:
-        return None
-
-
 def fence_file(run_dir: Path, group: int) -> Path:
     return Path(run_dir) / "state" / f"group-{group}.fence.json"
 
 
 def holder(run_dir: Path, group: int) -> Claim | None:
     """The claim that counts; None while there is none."""
-    found = _read(fence_file(run_dir, group))
+    found = read_typed(_Fence, fence_file(run_dir, group))
     return found.claim if found else None
 
 
@@ -96,7 +87,7 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
     """
     path = fence_file(run_dir, group)
     with _locked(path):
-        before = _read(path)
+        before = read_typed(_Fence, path)
         if before and before.claim > claim:
             raise Fenced(f"group {group} was started again as {before.claim} on {before.host}")
         if not hold_alone(path.with_suffix(".alive")) and before and before.claim == claim:
@@ -116,7 +107,7 @@ def release(run_dir: Path, group: int, claim: Claim) -> None:
     """This start has ended, its workers with it."""
     path = fence_file(run_dir, group)
     with _locked(path):  # between reading and writing, a later start could claim the group
-        found = _read(path)
+        found = read_typed(_Fence, path)
         if found and (found.claim, found.host, found.pid) == (claim, socket.gethostname(), os.getpid()):
             write_json(path, asdict(found) | {"ended": True})
 
@@ -124,7 +115,7 @@ def release(run_dir: Path, group: int, claim: Claim) -> None:
 def hold_alone(path: Path) -> bool:
     """Whether no other process that lives has been answered so for this file. Its lock is a process's own, which none
     that it forks holds as well, and goes with it."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    fd = open_own(path)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -135,8 +126,7 @@ def hold_alone(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("a") as lock:
+    with os.fdopen(open_own(path.with_suffix(".lock")), "r+b", buffering=0) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

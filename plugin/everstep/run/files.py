@@ -1,13 +1,17 @@
 """Small files of a run's state: written whole or not at all."""
 
 import contextlib
+import errno
 import os
 import secrets
+import stat
 from pathlib import Path
+from typing import TypeVar
 
 from everstep.run import typed
 from everstep.run.regular import read_regular
 
+T = TypeVar("T")
 LARGEST = 16 << 20
 
 
@@ -58,6 +62,31 @@ def read_json(path: Path) -> dict:
     except (OSError, typed.UnfitError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def read_typed(kind: type[T], path: Path) -> T | None:
+    """What `write_json` wrote of a dataclass; None if there is nothing, or something else."""
+    try:
+        return typed.parse(kind, read_json(path))
+    except typed.UnfitError:
+        return None
+
+
+def open_own(path: Path, flags: int = 0) -> int:
+    """A descriptor of a file of the run's state to be read and written in place, which is made if it is not there. A
+    link or a pipe in its place is let go, not followed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags |= os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags, 0o644)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        os.close(fd)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+    path.unlink()
+    return os.open(path, flags | os.O_EXCL, 0o644)
 
 
 def file_system_now(folder: Path) -> float:

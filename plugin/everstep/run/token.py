@@ -6,7 +6,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from everstep.run.directory import LaunchError
+from everstep.run.directory import LaunchError, make_run_dir
 from everstep.run.files import read_json, write_first, write_json
 from everstep.run.regular import NotRegularError, open_regular
 
@@ -28,7 +28,7 @@ def run_token(run_dir: Path) -> bytes:
             others could have written to the run directory.
     """
     path = Path(run_dir) / TOKEN_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_run_dir(path.parent)
     require_own(path.parent)
     write_first(path, (secrets.token_hex(TOKEN_BYTES) + "\n").encode(), mode=0o600)
     return read_token(run_dir)
@@ -103,3 +103,15 @@ def require_own(run_dir: Path) -> None:
     own_group = found.st_gid == found.st_uid
     if mode & 0o002 or (mode & 0o020 and not own_group):
         raise UnsafeError(f"{run_dir} can be written to by others (mode {mode:03o}): chmod go-w {run_dir}")
+
+
+def require_run(run_dir: Path) -> None:
+    """For commands that act on a run which is there.
+
+    Raises:
+        LaunchError: there is none.
+        UnsafeError: as `require_own`.
+    """
+    if not (run_dir / "events").is_dir():
+        raise LaunchError(f"{run_dir} is no run directory: there are no events in it.")
+    require_own(run_dir)

@@ -8,6 +8,7 @@ from typing import Any
 from everstep.quorum.communicator import why_not
 from everstep.quorum.interface import InterfaceError, use_interface
 from everstep.run.beats import STARTUP
+from everstep.run.directory import wanted_groups
 from everstep.run.events import EventLog
 from everstep.run.exits import USAGE_EXIT, TrainerEnds
 from everstep.run.token import run_token
@@ -43,6 +44,11 @@ def open_place(config: Any) -> RunPlace:
         raise TrainerEnds(
             USAGE_EXIT, f'[fault_tolerance] process_group = "{ft.process_group}" {reason}: set it to "gloo"'
         )
+    if ft.group_id >= (groups := wanted_groups(run_dir, ft.groups)):
+        raise TrainerEnds(
+            USAGE_EXIT,
+            f"[fault_tolerance] group_id = {ft.group_id} is none of this run's {groups} groups: their ids begin at 0",
+        )
     try:
         host = use_interface(ft.bind_host).address
     except InterfaceError as error:
@@ -60,5 +66,5 @@ def open_place(config: Any) -> RunPlace:
     token, snapshots = run_token(run_dir), None
     if config.snapshot.enable:
         settings = Snapshot.of(config.snapshot)
-        snapshots = Snapshots(run_dir, ft.group_id, ft.groups, host, settings, token, events, ft.encrypt)
+        snapshots = Snapshots(run_dir, ft.group_id, host, settings, token, events, ft.encrypt)
     return RunPlace(run_dir, host, token, events, files, snapshots)

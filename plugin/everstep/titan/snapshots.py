@@ -38,7 +38,7 @@ class Snapshots:
     """Snapshots of one rank's training state.
 
     Args:
-        run_dir, group, groups, host: of the run; `host` is what the keeper listens on.
+        run_dir, group, host: of the run; `host` is what the keeper listens on.
         settings: `[snapshot]`.
         token: of the run.
         events: the rank's event log.
@@ -49,14 +49,13 @@ class Snapshots:
         self,
         run_dir: Path,
         group: int,
-        groups: int,
         host: str,
         settings: Snapshot,
         token: bytes,
         events: EventLog,
         encrypt: bool = False,
     ) -> None:
-        self._run_dir, self.group, self.groups, self._host = run_dir, group, groups, host
+        self._run_dir, self.group, self._host = run_dir, group, host
         self._settings, self._events, self._encrypt = settings, events, encrypt
         self.shards: Mapping[str, Shard] = {}
         """`TrainingState.shards()`, once there is a state."""

@@ -100,7 +100,8 @@ class SlotTrainer(titan.Trainer):
         ]
         """Tokens each expert got, summed over slots like a gradient; torchtitan's balancing reads them."""
         self.trainable = [p for part in self.model_parts for p in part.parameters() if p.requires_grad]
-        groups = 0 if self.snapshots is None else self.snapshots.groups
+        # There are no more groups than slots, however many the run is scaled to.
+        groups = 0 if self.snapshots is None else self.slots
         loads = sum(local(load).numel() for load in self.expert_loads)
         self.sums = Layout(StepSums, loads, len(self.trainable), groups)
         """How a step's further sums travel."""
@@ -280,7 +281,7 @@ class SlotTrainer(titan.Trainer):
         """What this group says of its snapshots, in a vector with a place for each group; a collective of the group."""
         if self.snapshots is None:
             return torch.zeros(0)
-        words = torch.zeros(self.snapshots.groups, dtype=torch.float64)
+        words = torch.zeros(self.slots, dtype=torch.float64)
         words[self.snapshots.group] = self.snapshots.word()
         return words
 
