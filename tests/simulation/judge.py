@@ -86,7 +86,7 @@ class Judge:
     keys: set[tuple[str, str]] = field(default_factory=set)
     """Ranks, and the keys that they connected with."""
     met: Callable[[str], tuple[str, ...]] = lambda who: ()
-    """The members of the newest quorum of a rank."""
+    """The members of the newest quorum of a rank that reach each other."""
     connected: dict[str, float] = field(default_factory=dict)
     """When each rank last connected."""
     last_met: tuple[str, ...] = ()

@@ -35,7 +35,7 @@ STUCK = 4
 STAYS, AUDITS, HEALS, MISSES = 3, 3, 4, 3
 TROUBLES = ("starts", "ends", "is done", "quorum_failed", "left_out", "heal")
 """Of all events, what may make groups connect anew."""
-AGAIN = 0.5
+AGAIN = 1.5
 """Commits of a step that there is already, for each fault."""
 MOST_EVENTS = 2_000_000
 """A run of the largest size takes a tenth of it."""
@@ -259,7 +259,7 @@ class World:
 
     def _met(self, who: str) -> tuple[str, ...]:
         group, _, number = who.partition("/")[0].partition(".")
-        return tuple(member.name for member in self.groups[int(group)].lives[int(number)].met)
+        return tuple(member.name for member in read_quorum(0, self.groups[int(group)].lives[int(number)].met).members)
 
     def heal_s(self) -> float:
         low, high = self.plan.heal_s
@@ -298,7 +298,7 @@ class World:
         """Something broke, or will not be whole until a time."""
         until = self.scheduler.now if until is None else until
         self.last_event, self.last_fault = max(self.last_event, until), max(self.last_fault, until)
-        self.judge.trouble = max(self.judge.trouble, until)
+        self.judge.trouble = 1e9  # from the first fault on there may be a reason to connect anew at any time
 
     def applied(self, rank: Rank, commit: Commit) -> None:
         if rank.number == 0:
