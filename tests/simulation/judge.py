@@ -100,7 +100,7 @@ class Judge:
             self.violate("key used twice", f"{who} connects with key {key} again")
         self.keys.add((who, key))
         if self.met(who) != self.last_met:
-            self.last_met, self.trouble = self.met(who), self.now()
+            self.last_met, self.trouble = self.met(who), max(self.trouble, self.now())
         when = self.connected.get(who, -1.0)
         if when > self.trouble:
             self.violate("connects in vain", f"{who} was connected at {when:.3f} with the same, and nothing happened")

@@ -237,7 +237,7 @@ class World:
         if kind == "attempt" and not fields["committed"] and who.endswith("/0"):
             self.failed[who.partition(".")[0]] += 1
         if kind in TROUBLES or (kind == "attempt" and not fields["committed"]):
-            self.judge.trouble = self.scheduler.now
+            self.judge.trouble = max(self.judge.trouble, self.scheduler.now)
         if kind == "audit":
             self.audited(who, fields["differing"])
         if self._tracing:
