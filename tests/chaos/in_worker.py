@@ -53,7 +53,7 @@ class Carrier:
         """Whether it computes the round of a worker that it did not carry."""
         self._wrap(self.trainer.files, "beat", self.at_beat)
         self._wrap(self.trainer.work, "compute", self.around_compute)
-        self.rounds = getattr(self.trainer.work, "rounds", None)
+        self.rounds = getattr(self.trainer.work.unit, "worker_rounds", None)
         """Of semi-synchronous training."""
         if self.rounds is not None:
             self._wrap(self.rounds, "inner_step", self.around_inner_step)
@@ -90,9 +90,9 @@ class Carrier:
         elif fault == "flipped-weight":
             self.flip_weight()
 
-    def around_inner_step(self, inner_step, round_, step, worker):
-        done = inner_step(round_, step, worker)
-        steps = self.trainer.steps_per_commit
+    def around_inner_step(self, inner_step, round_, step, worker, *, whole):
+        done = inner_step(round_, step, worker, whole=whole)
+        steps = self.trainer.slots.steps_per_commit
         if (step - 1) % steps == (steps - 1) // 2 and self.due("half-round"):
             die()
         if self.adopts and self.pending.get("at") == "adopt" and self.is_first():

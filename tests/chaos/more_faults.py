@@ -15,7 +15,7 @@ from everstep.chaos import trial
 from everstep.chaos.fault import Fault, Injection
 from everstep.chaos.kinds import FAULTS, KillHost, KillLighthouse, KillWorker, own_segments
 from everstep.chaos.orders import Ordered
-from everstep.semi.worker_files import files_by_round, folder_of
+from everstep.semi.worker_store import files_by_round, folder_of
 from everstep.snapshot.buffer import HEADER_BYTES
 from everstep.snapshot.peers import read_places
 from everstep.snapshot.segment import BUFFERS

@@ -1,21 +1,18 @@
 """Runs torchtitan's recipes with replica groups on a CPU, kills one rank in mid-step, and compares the losses.
 
-    python tests/recipes/campaign.py [TEXT ...] [--again | --missing] [--budget SECONDS] [--keep FOLDER] [--table]
+    python tests/recipes/campaign.py [TEXT ...] [--keep FOLDER]
 
-TEXT: only recipes whose name has one of these in it. What comes out is kept by recipe in results.json beside this
-file; docs/recipes.md is made from it (--table).
+TEXT: only recipes whose name has one of these in it. Prints a line for each: what docs/recipes.md tells.
 """
 
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -24,10 +21,6 @@ sys.path.insert(0, str(HERE))
 import catalog  # noqa: E402
 from assets import write_assets  # noqa: E402
 from everstep.run.events import read_events  # noqa: E402
-
-RESULTS = HERE / "results.json"
-TABLE = HERE.parents[1] / "docs" / "recipes.md"
-BEGIN, END = "<!-- made by tests/recipes/campaign.py --table -->", "<!-- end -->"
 
 
 class Server:
@@ -137,104 +130,42 @@ def _alone(server, recipe, folder, steps):
 
 
 def compare(server, recipe, folder):
-    """What comes of a recipe: result, why, losses of both runs, the largest difference."""
+    """What comes of a recipe: result, why, and the largest difference between the losses of both runs."""
     begun = time.monotonic()
     losses, refused, failed = survive(server, recipe, folder)
-    found = {"what": recipe.what, "groups": recipe.groups, "ranks": recipe.ranks, "losses": losses}
-    if refused or failed:
-        found |= {"result": "refused" if refused else "fails", "why": refused or failed}
-        return found | {"took_s": round(time.monotonic() - begun, 1)}
-    theirs = alone(server, recipe, folder)
+    found = {"result": "refused" if refused else "fails", "why": refused or failed}
+    theirs = {"losses": {}} if refused or failed else alone(server, recipe, folder)
     found["took_s"] = round(time.monotonic() - begun, 1)
+    if found["why"]:
+        return found
     if "error" in theirs:
-        return found | {"result": "fails", "why": f"torchtitan alone: {theirs['error']}"}
+        return found | {"why": f"torchtitan alone: {theirs['error']}"}
     steps = {int(step) for step in losses}
     delta = max(abs(theirs["losses"].get(step, float("inf")) - loss) for step, loss in losses.items())
     why = "" if delta <= recipe.tolerance else f"losses differ by {delta:.1g}"
     if max(steps) != catalog.STEPS:
         why = f"it ended at step {max(steps)}"
-    return found | {"delta": delta, "alone": theirs["losses"], "result": "fails" if why else "passes", "why": why}
-
-
-def results():
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-
-
-def keep(found):
-    """Write what came out beside what is known, a line a recipe."""
-    rows = (f" {json.dumps(key)}: {json.dumps(known)}" for key, known in (results() | found).items())
-    RESULTS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
-
-
-def table(recipes):
-    """docs/recipes.md's table of recipes, out of the results: those of one model that end alike in one row."""
-    found = results()
-    counts, rows = Counter(), defaultdict(list)
-    for key, recipe in recipes.items():
-        ending = verdict(found[key]) if key in found else "not run"
-        counts[ending.partition(":")[0].partition(" (")[0]] += 1
-        name = key.partition(".")[2]
-        rows[recipe.what.partition(",")[0] or name.partition("_")[0], ending].append(name)
-    total = ", ".join(f"{count} {word}" for word, count in counts.most_common())
-    head = [f"{len(recipes)} recipes: {total}.", "", "| model | result | recipes |", "|---|---|---|"]
-    return "\n".join(
-        [*head, *(f"| {model} | {said} | {'<br>'.join(names)} |" for (model, said), names in rows.items())]
-    )
-
-
-def verdict(known):
-    """passes / passes (rounded) / refused: why / needs a GPU: why / fails: why."""
-    if known["result"] == "passes":
-        return f"passes{' (rounded)' if known['delta'] > catalog.LOSS_TOLERANCE else ''}"
-    why = re.sub(r"^\S+\.toml(:\d+)?: ", "", known["why"]).replace("|", "\\|")
-    why = re.sub(r'^\[job\] config = "\S+" cannot be made here: ', "", why)
-    if "needs a GPU, and there is none here" in why:
-        return f"needs a GPU: {re.sub(r'(: it)? needs a GPU, and there is none here', '', why)}"
-    return f"{known['result']}: {why}"
-
-
-def write_table(recipes):
-    """Put the table between docs/recipes.md's two marks."""
-    head, _, rest = TABLE.read_text().partition(BEGIN)
-    TABLE.write_text(f"{head}{BEGIN}\n\n{table(recipes)}\n\n{END}{rest.partition(END)[2]}")
+    return found | {"delta": delta, "result": "fails" if why else "passes", "why": why}
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("only", nargs="*", default=[])
-    parser.add_argument("--again", action="store_true", help="also recipes that passed")
-    parser.add_argument("--missing", action="store_true", help="only recipes without a result")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="begin no recipe after so many seconds")
     parser.add_argument("--keep", type=Path, help="keep what runs wrote in this folder")
-    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
     options = parser.parse_args()
-    begun = time.monotonic()
     scratch = options.keep or Path(tempfile.mkdtemp(prefix="recipes-"))
     scratch.mkdir(exist_ok=True, parents=True)
     write_assets(scratch)
     server = Server(scratch / "server.log")
-    recipes = {}
     for key in server.ask(kind="names"):
-        suite, _, name = key.partition(".")
-        recipes[key] = catalog.Recipe(**server.ask(kind="recipe", suite=suite, name=name))
-    if options.table:
-        write_table(recipes)
-        recipes = {}
-    # In the order that was asked for; else the quick ones first: compilation takes minutes, many ranks share the cores.
-    asked = [key for text in options.only for key in recipes if text in key]
-    for key in dict.fromkeys(asked or sorted(recipes, key=lambda key: ("compile" in key, recipes[key].ranks))):
-        recipe = recipes[key]
-        known = results().get(key)
-        if known and (options.missing or (known["result"] == "passes" and not options.again)):
+        if options.only and not any(text in key for text in options.only):
             continue
-        if time.monotonic() - begun > options.budget:
-            break
-        folder = scratch / recipe.name
-        shutil.rmtree(folder, ignore_errors=True)
+        suite, _, name = key.partition(".")
+        recipe = catalog.Recipe(**server.ask(kind="recipe", suite=suite, name=name))
+        folder = scratch / name
         folder.mkdir()
         found = compare(server, recipe, folder)
         print(f"{key}: {found['result']} {found['why'][:400]} {found.get('delta', '')} {found['took_s']} s", flush=True)
-        keep({key: {name: value for name, value in found.items() if name not in ("losses", "alone")}})
     server.end()
     if options.keep is None:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -52,7 +52,6 @@ class Recipe:
 
     Attributes:
         suite, name: where torchtitan has it.
-        what: its parallelism and what else is particular, for a table.
         groups, ranks: replica groups of the fault-tolerant run, and the ranks of each.
         replicas: how many replicas torchtitan's own run has.
         tolerance: by how much the losses of both may differ.
@@ -61,7 +60,6 @@ class Recipe:
 
     suite: str
     name: str
-    what: str = ""
     groups: int = 2
     ranks: int = 1
     replicas: int = 1
@@ -158,29 +156,9 @@ def _sized(suite: str, name: str, config: Any) -> Recipe:
     return Recipe(
         suite,
         name,
-        what=_describe(config, shard),
         groups=groups,
         ranks=shard * tensor * context * pipeline,
         replicas=replicas,
         tolerance=COARSE_TOLERANCE if "float8" in name else LOSS_TOLERANCE,
         sections=sections,
     )
-
-
-def _describe(config: Any, shard: int) -> str:
-    parallel, words = config.parallelism, [f"{config.model_spec.name}"]
-    degrees = {
-        "replicas": parallel.data_parallel_replicate_degree,
-        "FSDP": shard,
-        "TP": parallel.tensor_parallel_degree,
-        "CP": parallel.context_parallel_degree,
-        "PP": parallel.pipeline_parallel_degree,
-        "EP": parallel.expert_parallel_degree,
-    }
-    words += [f"{kind} {degree}" for kind, degree in degrees.items() if degree > 1]
-    if parallel.pipeline_parallel_degree > 1:
-        words.append("CSV" if parallel.pipeline_parallel_schedule_csv else parallel.pipeline_parallel_schedule)
-    words += ["compiled"] * config.compile.enable + ["checkpoints"] * config.checkpoint.enable
-    words += ["validation"] * config.validator.enable
-    words += [item.rpartition(".")[2] if isinstance(item, str) else str(item) for item in config.override.imports]
-    return ", ".join(words)

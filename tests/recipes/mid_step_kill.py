@@ -11,18 +11,18 @@ GRADIENTS = 3
 def main(argv):
     """`everstep.train.main`; the first incarnation of rank EVERSTEP_TEST_KILL = "group/rank" dies in step STEP."""
     from everstep import train
-    from everstep.titan.trainer import EverstepTrainer
+    from everstep.titan.slots import Slots
 
     group = argv[argv.index("--fault_tolerance.group_id") + 1]
     if (
         os.environ["EVERSTEP_TEST_KILL"] == f"{group}/{os.environ['RANK']}"
         and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     ):
-        compute = EverstepTrainer.compute
+        compute = Slots.compute
 
-        def dies(trainer, step, slot, *, whole):
+        def dies(slots, step, slot, *, whole):
             if step < STEP:
-                compute(trainer, step, slot, whole=whole)
+                compute(slots, step, slot, whole=whole)
                 return
             seen = []
 
@@ -31,12 +31,12 @@ def main(argv):
                 if len(seen) == GRADIENTS:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            for part in trainer.model_parts:
+            for part in slots._trainer.model_parts:
                 for param in part.parameters():
                     if param.requires_grad:
                         param.register_post_accumulate_grad_hook(on_gradient)
-            compute(trainer, step, slot, whole=whole)
+            compute(slots, step, slot, whole=whole)
             os.kill(os.getpid(), signal.SIGKILL)  # a schedule that runs no hooks
 
-        EverstepTrainer.compute = dies
+        Slots.compute = dies
     train.main(argv)

@@ -1,6 +1,6 @@
 """torchtitan's own recipes survive a kill in mid-step with torchtitan's own losses.
 
-The table of all of them is docs/recipes.md, made by campaign.py.
+What came of all of them is in docs/recipes.md; campaign.py runs them.
 """
 
 import pytest

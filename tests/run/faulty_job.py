@@ -16,12 +16,12 @@ from torchtitan.trainer import Trainer
 
 from everstep.attention import product
 from everstep.attention.findings import Deviation
-from everstep.titan.work import SlotTrainer
+from everstep.titan.slots import Slots
 
 GROUP, SLOT, FIRST = "0", 0, 3
 FAULT = os.environ.get("EVERSTEP_TEST_FAULT", "")
 
-_compute_slot, _row_deviation = SlotTrainer.compute_slot, product.row_deviation
+_compute_slot, _row_deviation = Slots.compute, product.row_deviation
 _due = _installed = False
 _library = torch.library.Library("aten", "IMPL")
 
@@ -52,19 +52,19 @@ def _install(trainer):
         trainer.model_parts[0].tok_embeddings.register_forward_hook(_poisonous)
 
 
-def _compute_with_faults(trainer, step, slot, *, whole):
+def _compute_with_faults(slots, step, slot, *, whole):
     global _due, _installed
     if step == FIRST and not _installed:  # workers that are started later are on another machine
-        _install(trainer)
+        _install(slots._trainer)
         _installed = True
     _due = step >= FIRST and slot == SLOT
     try:
-        return _compute_slot(trainer, step, slot, whole=whole)
+        return _compute_slot(slots, step, slot, whole=whole)
     finally:
         _due = False
 
 
-SlotTrainer.compute_slot = _compute_with_faults
+Slots.compute = _compute_with_faults
 
 
 def debugmodel() -> Trainer.Config:

@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from everstep.titan.work import SlotTrainer
+from everstep.titan.slots import Slots
 from small_job import debugmodel
 
 __all__ = ["debugmodel"]
@@ -18,7 +18,7 @@ __all__ = ["debugmodel"]
 GROUP, FIRST = "1", 3
 FLIP = os.environ.get("EVERSTEP_TEST_FLIP", "")
 
-_compute_slot = SlotTrainer.compute_slot
+_compute_slot = Slots.compute
 _due = _installed = False
 
 
@@ -32,14 +32,14 @@ def _flip(module, inputs, output):
     return output + (flipped - output).detach()
 
 
-def _compute_with_flips(trainer, step, slot, *, whole):
+def _compute_with_flips(slots, step, slot, *, whole):
     global _due, _installed
     group = sys.argv[sys.argv.index("--fault_tolerance.group_id") + 1]
     # Workers that are started later are on another machine.
     if FLIP and step == FIRST and group == GROUP and not _installed:
-        next(iter(trainer.model_parts[0].layers.values())).feed_forward.register_forward_hook(_flip)
+        next(iter(slots._trainer.model_parts[0].layers.values())).feed_forward.register_forward_hook(_flip)
         _installed = _due = True
-    return _compute_slot(trainer, step, slot, whole=whole)
+    return _compute_slot(slots, step, slot, whole=whole)
 
 
-SlotTrainer.compute_slot = _compute_with_flips
+Slots.compute = _compute_with_flips

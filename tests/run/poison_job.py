@@ -1,17 +1,17 @@
 """A user's own module for `[job] module`: a small Llama 3, whose forward ends the process in one slot."""
 
-from everstep.titan.work import SlotTrainer
+from everstep.titan.slots import Slots
 from small_job import debugmodel as debugmodel
 
 STEP, SLOT = 4, 2
 
-_fetch = SlotTrainer._fetch
+_fetch = Slots._fetch
 
 
-def _fetch_or_die(trainer, step, slot):
+def _fetch_or_die(slots, step, slot):
     if (step, slot) == (STEP, SLOT):
         raise RuntimeError("a token that no table has")
-    return _fetch(trainer, step, slot)
+    return _fetch(slots, step, slot)
 
 
-SlotTrainer._fetch = _fetch_or_die
+Slots._fetch = _fetch_or_die

@@ -35,7 +35,7 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from everstep.data.plain import decode_states  # noqa: E402
-from everstep.semi.worker_files import files_by_round, folder_of  # noqa: E402
+from everstep.semi.worker_store import files_by_round, folder_of  # noqa: E402
 from everstep.step import ledger  # noqa: E402
 from everstep.step.interfaces import Commit  # noqa: E402
 from everstep.step.quorum import Quorum  # noqa: E402
@@ -91,19 +91,19 @@ def written(trainer, worker, round_):
 
 def moves_streams(trainer):
     """This group becomes one that knows of its dataloader's streams what the group before it told."""
-    notes = trainer.notes(trainer.committed + 1)
+    notes = trainer.work.notes(trainer.work.committed + 1)
     TOLD.append((trainer.step, {slot: state.position for slot, state in decode_states(notes).items()}))
     trainer.source._forget()
     trainer.source.committed(trainer.step)
-    trainer.noted([notes])
+    trainer.work.noted([notes])
 
 
 def happens(trainer, what, scenario):
     match what:
         case ["moved", worker]:
-            if trainer.committed:
-                written(trainer, worker, trainer.committed)
-            del trainer.work.store.held[worker]
+            if trainer.work.committed:
+                written(trainer, worker, trainer.work.committed)
+            del trainer.work.unit.store.held[worker]
             if isinstance(trainer.source, SlotStreams):
                 moves_streams(trainer)
         case ["lost", worker, round_]:
@@ -115,12 +115,12 @@ def happens(trainer, what, scenario):
             path.write_bytes(data)
         case ["healed"]:
             state = fetched(trainer)
-            of = trainer.work.state
+            of = trainer.work.unit.state
             for tensor in (*of.trained, *of.momentum, *of.live, *of.balances, *of._balances.values()):
                 with torch.no_grad():
                     tensor.zero_()
             of.marks = {}
-            trainer.work.store.held.clear()
+            trainer.work.unit.store.held.clear()
             trainer.step = 0
             trainer.work.heal(state)
         case ["replaced"]:
@@ -142,11 +142,11 @@ def happens(trainer, what, scenario):
 
 def fetched(trainer):
     """What a joiner gets, through the group's own door, when all states are written."""
-    for worker in range(trainer.shares) if trainer.committed else ():
-        written(trainer, worker, trainer.committed)
+    for worker in range(trainer.work.unit.shares) if trainer.work.committed else ():
+        written(trainer, worker, trainer.work.committed)
     door = trainer.participation.door
-    door.serve(trainer.committed, trainer.history, trainer.work.serve())
-    fetch = door.fetch(door.address, trainer.committed, trainer.history)
+    door.serve(trainer.work.committed, trainer.history, trainer.work.serve())
+    fetch = door.fetch(door.address, trainer.work.committed, trainer.history)
     while (state := fetch.state()) is None:
         assert not fetch.error, fetch.error
         time.sleep(0.01)
@@ -166,7 +166,6 @@ def begin(scenario):
         free.bind(("127.0.0.1", 0))
         os.environ["MASTER_PORT"] = str(free.getsockname()[1])
     trainer = config.build()
-    trainer._profiler = type("Profiler", (), {"step": staticmethod(lambda: None)})
     trainer.column = Alone(trainer)
     emit = trainer.events.emit
 
@@ -188,7 +187,7 @@ def run(scenario):
     TOLD.clear()
     trainer = begin(scenario)
     _, history = trainer.work.restore(NOBODY)
-    workers, begun = trainer.shares, []
+    workers, begun = trainer.work.unit.shares, []
     for round_ in range(1, scenario["rounds"] + 1):
         before = scenario.get("before", {}).get(str(round_), ())
         for what in before:
@@ -196,13 +195,13 @@ def run(scenario):
         there = [worker for worker in range(workers) if ["absent", worker] not in before]
         sums = trainer.column
         sums.begun_after.clear()
-        trainer.work.reducer.begin(sums, HOUR, round_)
+        trainer.work.unit.reducer.begin(sums, HOUR, round_)
         for worker in there:
             sums.inner_steps = 0
-            trainer.work.reducer.begin_slot(last=worker == there[-1])
+            trainer.work.unit.reducer.begin_slot(last=worker == there[-1])
             trainer.work.compute(round_, worker, whole=False)
-            trainer.work.reducer.end_slot()
-        trainer.work.reducer.finish()
+            trainer.work.unit.reducer.end_slot()
+        trainer.work.unit.reducer.finish()
         begun.append(sorted(set(sums.begun_after)))
         parent, history = history, ledger.extend(history, round_, "alone")
         of = trainer.work.results()

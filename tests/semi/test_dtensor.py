@@ -8,7 +8,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from everstep.semi.section import SemiSync
-from everstep.titan.rounds import RoundState
+from everstep.titan.round_state import RoundState
+from everstep.titan.state import LiveTensors
 
 
 class Counters:
@@ -61,13 +62,15 @@ def state(one_of_two_ranks):
     model = sharded()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     settings = SemiSync(method="diloco", workers=2, sync_steps=4, fragments=2, mixing=0.25)
-    return RoundState([model], [optimizer], Schedule(optimizer, lambda _: 1.0), Counters(), settings=settings,
-                      momentum=True)  # fmt: skip
+    live = LiveTensors([model], [optimizer])
+    return RoundState(live, Schedule(optimizer, lambda _: 1.0), Counters(), settings)
 
 
 def test_a_worker_takes_over_its_part_of_what_was_synchronised(state):
-    assert all(isinstance(param, DTensor) for param in state.parameters.values())
-    assert all(param.shape != whole.shape for param, whole in zip(state.live, state.parameters.values(), strict=True))
+    assert all(isinstance(param, DTensor) for param in state._tensors.parameters.values())
+    assert all(
+        param.shape != whole.shape for param, whole in zip(state.live, state._tensors.parameters.values(), strict=True)
+    )
     first, second = state.fragments
     assert (first, second) == ([0, 1], [2, 3])
     with torch.no_grad():

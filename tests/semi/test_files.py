@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from everstep.semi.worker_files import Place, WorkerFiles
-from everstep.semi.worker_states import WorkerStates
+from everstep.semi.worker_store import Place, WorkerStore
 
 TOKEN, SIZE = b"t" * 32, 5000
 PLACE = Place(worker=1, round=7, history=0xABC)
@@ -15,11 +14,7 @@ DEADLINE_S = 60.0
 
 
 def files(folder, rank=0, whose="run 1, 2 ranks", token=TOKEN, nbytes=SIZE):
-    return WorkerFiles(folder, rank=rank, whose=whose, nbytes=nbytes, token=token)
-
-
-def write(store, place, state, keep_round=0):
-    store.write(place, state, keep_round=keep_round)
+    return WorkerStore(folder, rank=rank, whose=whose, nbytes=nbytes, token=token)
 
 
 @pytest.fixture
@@ -28,9 +23,9 @@ def state():
 
 
 def test_a_state_is_read_as_it_was_written(tmp_path, state):
-    write(files(tmp_path), PLACE, state)
+    files(tmp_path).write(PLACE, state)
     other_group = files(tmp_path)
-    assert other_group.has(PLACE)
+    assert other_group.on_storage(PLACE)
     assert other_group.of(1) == [PLACE]
     assert other_group.read(PLACE) == state
 
@@ -38,7 +33,7 @@ def test_a_state_is_read_as_it_was_written(tmp_path, state):
 @pytest.mark.parametrize("change", [{"worker": 2}, {"round": 8}, {"history": 0xABD}])
 def test_a_file_under_another_name_is_no_state(tmp_path, state, change):
     store, other = files(tmp_path), replace(PLACE, **change)
-    write(store, PLACE, state)
+    store.write(PLACE, state)
     assert other not in store.of(other.worker)
     store.path(PLACE).rename(store.path(other))
     assert other in store.of(other.worker)
@@ -47,7 +42,7 @@ def test_a_file_under_another_name_is_no_state(tmp_path, state, change):
 
 @pytest.mark.parametrize("change", [{"rank": 1}, {"whose": "run 2, 2 ranks"}, {"token": b"u" * 32}])
 def test_a_file_of_another_rank_run_or_layout_is_no_state(tmp_path, state, change):
-    write(files(tmp_path), PLACE, state)
+    files(tmp_path).write(PLACE, state)
     reader = files(tmp_path, **change)
     if reader.path(PLACE) != files(tmp_path).path(PLACE):
         files(tmp_path).path(PLACE).rename(reader.path(PLACE))
@@ -59,7 +54,7 @@ def test_a_file_of_another_rank_run_or_layout_is_no_state(tmp_path, state, chang
 )
 def test_a_damaged_file_is_no_state(tmp_path, state, damage):
     store = files(tmp_path)
-    write(store, PLACE, state)
+    store.write(PLACE, state)
     path = store.path(PLACE)
     path.write_bytes(damage(path.read_bytes()))
     assert store.read(PLACE) is None
@@ -77,61 +72,83 @@ def test_a_state_is_kept_as_long_as_somebody_may_go_on_from_it(tmp_path, state, 
     store, known = files(tmp_path), replace(PLACE, round=round_)
     other = replace(known, worker=11)
     for place in (known, other):
-        write(store, place, state)
+        store.write(place, state)
     draft = tmp_path / f".{store.path(known).name}-0123.tmp"
     draft.write_bytes(b"torn")
-    write(store, PLACE, state, keep_round=5)
+    store.write(PLACE, state)
     assert set(store.of(1)) == {PLACE} | ({known} - {known for _ in [0] if over})
     assert draft.exists() != over
     assert store.of(11) == [other]
 
 
-class SlowDisk(WorkerFiles):
+class SlowStorage(WorkerStore):
     """A storage that stands still until it is told to go on."""
 
     def __init__(self, folder):
         super().__init__(folder, rank=0, whose="x", nbytes=SIZE, token=TOKEN)
         self.goes, self.begun = threading.Event(), []
 
-    def write(self, place, parts, **keep):
+    def write(self, place, state):
         self.begun.append(place)
         assert self.goes.wait(DEADLINE_S)
-        super().write(place, parts, **keep)
+        super().write(place, state)
 
 
-def test_a_slow_storage_is_waited_for_before_the_host_fills_up(tmp_path, state):
-    """At most two states of a worker are to be written; while there are two, the next round waits."""
-    disk = SlowDisk(tmp_path)
-    store = WorkerStates(disk)
+def keep(store, place, state, timeout_s=0.0):
+    """A round is committed."""
+    store.hold(place, state)
+    return store.keep(place.round, timeout_s)
+
+
+def test_a_slow_storage_is_told_of_and_does_not_fill_the_host(tmp_path, state):
+    """One state of a worker is written at a time, and the newest is held."""
+    store = SlowStorage(tmp_path)
     rounds = [replace(PLACE, round=round_) for round_ in range(1, 21)]
     for place in rounds:
-        store.save(place, state)
-        assert (store.behind() == "") == (place.round == 1)
-        assert not store.catch_up(0.0) or place.round == 1
-    assert "worker 1 after round 0 " in store.behind()
-    assert str(tmp_path) in store.behind()
-    disk.goes.set()
-    assert store.catch_up(DEADLINE_S)
+        assert (keep(store, place, state) == "") == (place.round == 1)
+    why = store.keep(20, 0.0)
+    assert "worker 1 after round 0 " in why
+    assert str(tmp_path) in why
+    assert "takes longer than a round" in why
+    store.goes.set()
     assert store.settle(DEADLINE_S)
-    assert disk.begun in ([rounds[0], rounds[-1]], [rounds[-1]]), "those between gave way"
-    assert store.read(rounds[-1]) == state
+    assert store.begun == [rounds[0], rounds[-1]], "those between gave way"
+    assert files(tmp_path, whose="x").read(rounds[-1]) == state
 
 
-def test_a_full_storage_is_tried_again(tmp_path, state):
+def test_a_storage_that_takes_less_than_a_round_is_waited_for(tmp_path, state):
+    store = SlowStorage(tmp_path)
+    assert keep(store, PLACE, state) == ""
+    threading.Timer(0.2, store.goes.set).start()
+    assert keep(store, replace(PLACE, round=8), state, DEADLINE_S) == ""
+
+
+def test_a_full_storage_is_tried_again_with_the_next_round(tmp_path, state):
     (tmp_path / "workers").touch()
-    store = WorkerStates(files(tmp_path / "workers"))
-    for place in (PLACE, replace(PLACE, round=8)):
-        store.save(place, state)
-    assert not store.catch_up(0.1)
-    assert os.strerror(20) in store.behind() or os.strerror(17) in store.behind()
+    store = files(tmp_path / "workers")
+    assert keep(store, PLACE, state) == ""
+    why = keep(store, replace(PLACE, round=8), state, DEADLINE_S)
+    assert os.strerror(20) in why or os.strerror(17) in why
     (tmp_path / "workers").unlink()
-    assert store.catch_up(DEADLINE_S)
+    for round_ in (9, 10):  # the write of round 8 may have failed before
+        why = keep(store, replace(PLACE, round=round_), state, DEADLINE_S)
+    assert why == ""
     assert store.settle(DEADLINE_S)
-    assert store.read(replace(PLACE, round=8)) == state
+    assert files(tmp_path / "workers").read(replace(PLACE, round=10)) == state
+
+
+def test_a_worker_that_comes_back_was_not_behind_while_it_was_away(tmp_path, state):
+    store = files(tmp_path)
+    other = replace(PLACE, worker=2)
+    keep(store, PLACE, state)
+    store.held.clear()
+    keep(store, replace(other, round=19), state)
+    store.hold(replace(other, round=20), state)
+    assert keep(store, replace(PLACE, round=20), state, DEADLINE_S) == ""
 
 
 def test_a_state_is_held_until_a_newer_one_is_on_storage(tmp_path, state):
-    store = WorkerStates(files(tmp_path))
+    store = files(tmp_path)
     rounds = [replace(PLACE, round=round_) for round_ in range(5, 10)]
     store.hold(rounds[1], state)
     store.let_go(rounds)
@@ -139,7 +156,6 @@ def test_a_state_is_held_until_a_newer_one_is_on_storage(tmp_path, state):
     store.let_go(rounds[2:])
     assert store.read(rounds[1]) is None, "nobody knows that round any more"
     store.hold(rounds[1], state)
-    store.save(rounds[2], state)
-    assert store.settle(DEADLINE_S)
+    store.write(rounds[2], state)
     store.let_go(rounds)
     assert not store.holds(1, rounds[1].round)

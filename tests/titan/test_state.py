@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from everstep.quorum.heal import HealState
 from everstep.step.interfaces import Commit
 from everstep.titan import snapshots
-from everstep.titan.state import TrainingState, slot_seed
+from everstep.titan.state import LiveTensors, TrainingState, slot_seed
 
 
 class Counters:
@@ -45,7 +45,7 @@ def trained(
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), wrap(torch.nn.BatchNorm1d(8)), torch.nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = Scheduler(optimizer, lambda step: 1 / (step + 1))
-    state = TrainingState([model], [optimizer], scheduler, Counters(steps))
+    state = TrainingState(LiveTensors([model], [optimizer]), scheduler, Counters(steps))
     for _ in range(steps):
         train_once(model, optimizer)
         scheduler.step()

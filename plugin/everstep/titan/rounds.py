@@ -1,237 +1,288 @@
-"""The state of a semi-synchronous run: what all groups have, and one worker's own while it computes.
+"""A round of local SGD, DiLoCo or Streaming DiLoCo: what a commit is in semi-synchronous training.
 
-All groups have the global parameters and the outer momentum, and of the last rounds the history and what the
-parameters were that each synchronised (`marks`). A worker's own state is its inner optimizer's, and its parameters
-where they are not just the global ones; only the group that carries the worker has it (`everstep.titan.semi_sync`). The
-model's own parameters and optimizer are where a worker's round is computed; between computations the model has the
-global parameters, and that is what torchtitan's checkpoints and validation see.
+To the protocol a worker's round is what a slot is: `compute(t, m)` is worker m's optimizer steps of round t, from the
+global parameters and the worker's own state, on its own slots; the reducer sums what the workers changed, and the
+commit is the outer step. What a worker computes depends on nothing else, so it may be computed by any group, and again.
+
+A worker's own state stays with the group that carries the worker, and is written to the run directory while training
+goes on. A group that gets a worker which it did not carry takes the newest state from there and makes the rounds since
+again: of the last rounds each group still knows the global parameters (`round_state.Mark`).
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 
 from everstep.quorum.heal import HealState
-from everstep.semi.rounds import fragment_of, fragments_of
+from everstep.run.exits import HOPELESS_EXIT, USAGE_EXIT, TrainerEnds
+from everstep.semi.outer import OuterSGD
 from everstep.semi.section import SemiSync
+from everstep.semi.worker_store import WorkerStore
+from everstep.step import exact
+from everstep.step.interfaces import Commit, SlotSums
 from everstep.step.reduction import local
-from everstep.titan.state import TrainingState, canonical
+from everstep.titan.changes import Changes
+from everstep.titan.disk import DiskCheckpoints
+from everstep.titan.optimizer_step import OptimizerStep
+from everstep.titan.round_state import Mark, RoundState
+from everstep.titan.slots import Slots
+from everstep.titan.tally import Layout, RoundSums
+from everstep.titan.worker_rounds import WorkerRounds
 
-OPTIMIZER = "optimizer/"
-PARAM = "param/"
-REMEMBERED = 2
-"""Rounds before the last one that a worker may have to make again: its state after the round before the last is on
-storage, or is waited for."""
+CHECKPOINT = "semi_sync"
+MARKS, OWN = "marks", "own"
+SLOW_S = 1.0
+"""A wait for the storage that is told of."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """What a round's commit left behind: the history, and the parameters of its fragment and the balances as bytes.
-    With these a worker can be brought from the round's end to the next one's, at any later time."""
+class Held:
+    """What a worker's round came to, besides what it changed.
 
-    history: int
-    merged: bytes
+    Attributes:
+        tokens, loss: valid tokens and sum of their losses by optimizer step, float64 [h].
+        balances: what the worker would have experts' biases be, float64 [n].
+        own: this rank's part of the worker's own state after it.
+    """
+
+    tokens: torch.Tensor
+    loss: torch.Tensor
+    balances: torch.Tensor
+    own: bytes
 
 
-class RoundState(TrainingState):
-    """As `TrainingState`, for workers.
+class Rounds:
+    """Implements `everstep.titan.work.Unit`.
+
+    Commits and events count rounds; `trainer.step` counts optimizer steps of a worker, as torchtitan does: learning
+    rate, checkpoints and validation go by it.
 
     Args:
-        settings: the config's.
-        momentum: whether the outer optimizer has any.
+        trainer: an `EverstepTrainer`, whose parts before this one are made.
+        optimizer, disk: the trainer's.
+        slots: of a step, of which a worker has S / M.
+        state: of the run, which the trainer has not restored yet.
+        store: of the workers' own states.
     """
 
     def __init__(
         self,
-        model_parts: list[torch.nn.Module],
-        optimizers: OptimizersContainer,
-        lr_schedulers: LRSchedulersContainer,
-        counters: Any,
-        *,
-        settings: SemiSync,
-        momentum: bool,
+        trainer: Any,
+        optimizer: OptimizerStep,
+        disk: DiskCheckpoints,
+        slots: Slots,
+        state: RoundState,
+        store: WorkerStore,
     ) -> None:
-        super().__init__(model_parts, optimizers, lr_schedulers, counters)
-        self._settings = settings
-        live = super()._named()
-        self._live_params = {name: t.detach() for name, t in live.items() if name.startswith(PARAM)}
-        self._live_balances = {name: t for name, t in live.items() if name.startswith("buffer/")}
-        self._global = {name: torch.empty_like(t) for name, t in self._live_params.items()}
-        self._balances = {name: torch.empty_like(t) for name, t in self._live_balances.items()}
-        self._trained = [f"{PARAM}{canonical(name)}" for name, param in self.parameters.items() if param.requires_grad]
-        fragment = fragments_of(self._trained, settings.fragments)
-        self.fragments = [[at for at, f in enumerate(fragment) if f == p] for p in range(settings.fragments)]
-        """By fragment the places of its parameters among those that are trained."""
-        self._momentum = {
-            f"outer/{name}": torch.zeros_like(self._global[name]) for name in self._trained if momentum
-        }  # fmt: skip
-        self._keeps_params = settings.fragments > 1 or settings.mixing > 0
-        self.marks: dict[int, Mark] = {}
-        self.begin()
+        self._trainer, self._optimizer, self._disk, self._slots = trainer, optimizer, disk, slots
+        self.state, self.store = state, store
+        self._join_timeout_s: float = trainer.config.fault_tolerance.join_timeout_s
+        self._settings: SemiSync = trainer.config.semi_sync
+        self.shares, self._steps = slots.workers, self._settings.round_steps
+        if slots.number % self.shares:
+            self._refuse(f"the {slots.number} slots of a step cannot be split among {self.shares} workers")
+        self._outer = OuterSGD.of(self._settings)
+        self._held: dict[int, Held] = {}
+        self._sums = Layout(RoundSums, self._steps, self._steps, len(_flat(state.balances)))
+        """How a round's further sums travel."""
+        self.reducer = Changes(
+            slots.trainable,
+            state.fragments,
+            self.shares,
+            self._settings.quantize,
+            trainer.streams,
+            exact=trainer.config.fault_tolerance.exact,
+        )
+        self.worker_rounds = WorkerRounds(trainer, optimizer, slots, state, store, self.reducer)
+        self._is_protected = True
+        self._counted_saved = self._counted_sent = 0
+        self._saved = _OnDisk(self)
+        disk.states[CHECKPOINT] = self._saved
 
-    @property
-    def live(self) -> list[torch.Tensor]:
-        """This rank's part of the parameters that the model has now and that are trained, in the model's order."""
-        return [local(self._live_params[name]) for name in self._trained]
+    def _refuse(self, why: str) -> None:
+        raise TrainerEnds(USAGE_EXIT, f'[semi_sync] method = "{self._settings.method}": {why}')
 
-    @property
-    def trained(self) -> list[torch.Tensor]:
-        """The same of the global parameters."""
-        return [local(self._global[name]) for name in self._trained]
+    # Workers' rounds
 
-    @property
-    def momentum(self) -> list[torch.Tensor]:
-        """The same of the outer momentum; empty without."""
-        return [local(tensor) for tensor in self._momentum.values()]
+    def compute(self, step: int, slot: int, *, whole: bool) -> None:
+        """A worker's round: `step` is the round's number, `slot` the worker's."""
+        round_, worker = step, slot
+        self._trainer.checkpointer.maybe_wait_for_staging()  # it reads what changes now
+        try:
+            tokens, loss = self.worker_rounds.make(round_, worker, whole=whole)
+            self._held[worker] = Held(tokens, loss, _flat(self.state.balances), self.state.leave())
+        finally:
+            self._rest()
+        self.reducer.offer(round_)
+        losses = (loss / tokens).tolist()
+        self._trainer.events.emit("worker_round", round_, worker=worker, losses=losses)
 
-    @property
-    def balances(self) -> list[torch.Tensor]:
-        """This rank's part of the persistent buffers that the model has now: experts' biases, which no optimizer knows.
-        All of them are synchronised in every round: they become their mean over the workers."""
-        return [local(tensor) for tensor in self._live_balances.values()]
+    def _rest(self) -> None:
+        """The model has the global parameters, as between computations."""
+        self.state.rest()
+        self.worker_rounds.weights_changed()
 
-    @torch.no_grad()
-    def balance(self, flat: torch.Tensor) -> None:
-        """Make the global balances these values, float64 [n], end to end."""
-        tensors = [local(tensor) for tensor in self._balances.values()]
-        for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(piece.view_as(tensor))
+    def refused(self) -> frozenset[int]:
+        """Workers in whose rounds an optimizer step was refused twice."""
+        return frozenset(self.worker_rounds.refused)
 
-    def fragment(self, round_: int) -> list[int]:
-        """The places of the parameters that a round synchronises."""
-        return self.fragments[fragment_of(round_, self._settings.fragments)]
+    def results(self) -> SlotSums:
+        """By worker the tokens and losses of its round; of all held workers those by inner step, and the balances."""
+        tokens, loss = torch.zeros(2, self.shares, dtype=torch.float64)
+        tokens_by_step, loss_by_step = torch.zeros(2, self._steps, dtype=torch.float64)
+        balances = torch.zeros_like(_flat(self.state.balances))
+        for worker, done in self._held.items():
+            tokens[worker], loss[worker] = done.tokens.sum(), done.loss.sum()
+            tokens_by_step += done.tokens
+            loss_by_step += done.loss
+            balances += done.balances
+        further = RoundSums(tokens_by_step, exact.rounded(loss_by_step), exact.rounded(balances))
+        return SlotSums(tokens, loss, self._sums.pack(further), frozenset(self._held))
 
-    # A worker's own state
+    def discard(self) -> None:
+        """Forget what the workers of the round in progress changed."""
+        self._held.clear()
+        self.worker_rounds.refused.clear()
+        self.reducer.forget()
+        self._slots.discard()
 
-    def _own(self) -> dict[str, torch.Tensor]:
-        """What is a worker's own, by name: of the optimizer, looked up each time since one that loads a checkpoint has
-        other tensors afterwards, and of the parameters."""
-        own = {name: t for name, t in super()._named().items() if name.startswith(OPTIMIZER)}
-        return own | ({name: self._live_params[name] for name in self._trained} if self._keeps_params else {})
+    # The outer step
 
-    @property
-    def own_bytes(self) -> int:
-        """Size of a worker's own state on this rank."""
-        return sum(local(tensor).nbytes for tensor in self._own().values())
+    def update(self, commit: Commit) -> tuple[float, dict[str, Any]]:
+        """Change the global parameters by what the workers changed: the outer step."""
+        weights = _weights(commit)
+        self._trainer.checkpointer.maybe_wait_for_staging()
+        self.reducer.offer(commit.step)  # for its memory
+        self.worker_rounds.absent = {worker for worker, weight in enumerate(weights) if not weight}
+        self.reducer.assign(max(weights))
+        norm = self._optimizer.clip(float("inf"))
+        places, trained, momentum = self.state.fragment(commit.step), self.state.trained, self.state.momentum
+        self._outer.step(
+            [trained[at] for at in places],
+            [local(grad) for at in places if (grad := self._slots.trainable[at].grad) is not None],
+            [momentum[at] for at in places] if momentum else [],
+        )
+        sums = self._sums.unpack(commit.extra)
+        self.state.balance(sums.balances * max(weights))
+        self.state.mark(commit.step, commit.history)
+        for worker, done in self._held.items():
+            self.store.hold(self.state.place(worker, commit.step), done.own)
+        self._rest()
+        self._keep(commit.step)
+        saved, self._counted_saved = self._counted_saved, self.store.written_bytes
+        sent, self._counted_sent = self._counted_sent, self._trainer.column.payload_bytes
+        return float(norm), {
+            "inner_losses": (sums.loss / sums.tokens).tolist(),
+            "inner_steps": self._steps,
+            "weights": weights,
+            "payload_bytes": self._counted_sent - sent,
+            "kept_bytes": self._counted_saved - saved,
+            "gradient_bytes": sum(local(param).nbytes for param in self._slots.trainable),
+        }
 
-    def leave(self) -> bytes:
-        """The own state of the worker that the model and the optimizer have now, on this rank."""
-        return _packed(self._own().values())
+    def words(self, commit: Commit) -> dict[int, int]:
+        return {}  # [snapshot] is refused
 
-    @torch.no_grad()
-    def anew(self) -> bytes:
-        """The own state of a worker that begins now: the global parameters, and no step of the optimizer yet."""
-        self.rest()
-        for name, tensor in self._own().items():
-            if name.startswith(OPTIMIZER):
-                tensor.zero_()
-        return self.leave()
+    def _keep(self, round_: int) -> None:
+        """After a commit: write the states of the workers that this group carries, and let go of those that it does not
+        carry any more, once they are on disk. Say when the loss of this group begins to mean that the run ends, and
+        when it no longer does."""
+        self.store.let_go(self.state.place(worker, r) for worker in range(self.shares) for r in self.state.marks)
+        why = self.store.keep(round_, SLOW_S if self._is_protected else 0.0)
+        if why and self._is_protected:
+            self._trainer.files.beat("keep", round_)
+            # The other groups wait for this one as long as that, and no longer.
+            why = self.store.keep(round_, self._join_timeout_s - SLOW_S)
+        if self._is_protected and why:
+            self._trainer.events.emit("workers_unprotected", round_, reason=why)
+        elif not self._is_protected and not why:
+            self._trainer.events.emit("workers_protected", round_)
+        self._is_protected = not why
 
-    @torch.no_grad()
-    def enter(self, own: bytes, round_: int) -> None:
-        """Make model, optimizer and learning rate what a worker begins the round after `round_` with, whose own state
-        after it is given: the fragment that was synchronised becomes α times its own, and 1 − α times the global one's.
+    # The state
 
-        `round_` is in `marks`.
-        """
-        _copy(self._live_params.values(), self._global.values())
-        _unpack(own, self._own().values())
-        live = self.live
-        merged = [live[at] for at in self.fragment(round_)]
-        mine = [tensor.clone() for tensor in merged]
-        _unpack(self.marks[round_].merged, [*merged, *self.balances])
-        for tensor, kept in zip(merged, mine, strict=True) if self._settings.mixing else ():
-            tensor.lerp_(kept, self._settings.mixing)
-        self._set_rate(round_ * self._settings.round_steps)
+    def before_restore(self) -> None:
+        """Raises TrainerEnds if the run ended because a worker's state was lost, or if the checkpoint does not fit."""
+        if why := self._trainer.files.why_run_ended():
+            raise TrainerEnds(HOPELESS_EXIT, why)
+        keys = self._disk.keys() or ()
+        saved = {key.split(".")[2] for key in keys if key.startswith(f"{CHECKPOINT}.worker.")}
+        if saved and len(saved) != self.shares:
+            self._refuse(f"the checkpoint has {len(saved)} workers and the run {self.shares}; set workers")
+        if not saved:  # no checkpoint, or one of synchronous training
+            del self._disk.states[CHECKPOINT]
 
-    @torch.no_grad()
-    def rest(self) -> None:
-        """Make model and learning rate what they are between computations."""
-        _copy(self._live_params.values(), self._global.values())
-        _copy(self._live_balances.values(), self._balances.values())
-        self._set_rate(self._counters.step)
+    def restored(self, history: int) -> None:
+        self._disk.states[CHECKPOINT] = self._saved
+        step, sync_steps = self._trainer.step, self._settings.sync_steps
+        if step % sync_steps:
+            self._refuse(f"the checkpoint is of step {step}, not of the end of a round of {sync_steps} steps")
+        self.state.begin()
+        own, self._saved.loaded = self._saved.loaded, {}
+        if not own:
+            self.state.forget_momentum()
+            own = dict.fromkeys(range(self.shares), self.state.leave())
+        round_ = step // self._steps
+        self.state.mark(round_, history)
+        for worker, state in own.items():
+            self.store.hold(self.state.place(worker, round_), state)
+        self._rest()
 
-    def _set_rate(self, step: int) -> None:
-        self._lr_schedulers.load_state_dict({"last_epoch": step})
-        for scheduler in self._lr_schedulers:
-            for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-                group["lr"] = rate
+    def on_disk(self) -> dict[str, Any]:
+        """What a checkpoint has besides torchtitan's own: all workers; torchtitan's own part has the optimizer of
+        worker 0. As long as there is no state, where one is loaded to. A collective of the group."""
+        own: dict[int, bytes] = dict.fromkeys(range(self.shares), b"")
+        if self.state.marks:
+            for worker in own:
+                _, own[worker] = self.worker_rounds.catch_up(*self.worker_rounds.newest(worker))
+            self.state.enter(own[0], self._trainer.work.committed)
+            self._rest()
+        return self.state.on_disk(own)
 
-    # What all groups have
+    def serve(self, state: HealState) -> None:
+        """Also what a joiner needs to take workers over, and the own states that are nowhere else but here yet."""
+        unkept = [(place, own) for place, own in self.store.held.values() if not self.store.on_storage(place)]
+        state.meta[MARKS] = [[round_, mark.history] for round_, mark in self.state.marks.items()]
+        state.meta[OWN] = [[place.worker, place.round] for place, _ in unkept]
+        state.blobs |= {f"mark/{round_}": mark.merged for round_, mark in self.state.marks.items()}
+        state.blobs |= {f"own/{place.worker}": own for place, own in unkept}
 
-    def mark(self, round_: int, history: int) -> None:
-        """The global parameters are those after a round of `history`; what is needed of earlier rounds is kept."""
-        trained = self.trained
-        synchronised = [trained[at] for at in self.fragment(round_)]
-        self.marks[round_] = Mark(history, _packed([*synchronised, *self._balances.values()]))
-        oldest = round_ - REMEMBERED
-        self.marks = {known: mark for known, mark in self.marks.items() if oldest <= known <= round_}
+    def healed(self, state: HealState) -> None:
+        self._rest()
+        self.state.marks = {
+            round_: Mark(history, state.blobs[f"mark/{round_}"]) for round_, history in state.meta[MARKS]
+        }
+        self.store.held.clear()
+        for worker, round_ in state.meta[OWN]:
+            self.store.hold(self.state.place(worker, round_), state.blobs[f"own/{worker}"])
 
-    @torch.no_grad()
-    def begin(self) -> None:
-        """The model's parameters and balances become the global ones, as after loading."""
-        _copy(self._global.values(), self._live_params.values())
-        _copy(self._balances.values(), self._live_balances.values())
-
-    @torch.no_grad()
-    def forget_momentum(self) -> None:
-        for tensor in self.momentum:
-            tensor.zero_()
-
-    def _named(self) -> dict[str, torch.Tensor]:
-        return {**self._global, **self._balances, **self._momentum}
-
-    def load(self, state: HealState) -> None:
-        super().load(state)
-        self.rest()
-
-    # What a checkpoint has besides torchtitan's own
-
-    def on_disk(self, workers: dict[int, bytes]) -> dict[str, Any]:
-        """Outer momentum and the own states of workers, as tensors that are sharded like the model's.
-
-        Args:
-            workers: by worker its own state; empty to load into.
-        """
-        found: dict[str, Any] = dict(self._momentum)
-        for worker, own in workers.items():
-            tensors = {name: torch.empty_like(tensor) for name, tensor in self._own().items()}
-            if own:
-                _unpack(own, tensors.values())
-            found |= {f"worker.{worker}.{name}": tensor for name, tensor in tensors.items()}
-        return found
-
-    @torch.no_grad()
-    def from_disk(self, saved: dict[str, Any]) -> dict[int, bytes]:
-        """Take over the momentum of what `on_disk` gave; by worker its own state."""
-        _copy(self._momentum.values(), (saved[name] for name in self._momentum))
-        workers = sorted({int(name.split(".")[1]) for name in saved if name.startswith("worker.")})
-        return {worker: _packed(saved[f"worker.{worker}.{name}"] for name in self._own()) for worker in workers}
-
-
-def _copy(into: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> None:
-    for target, source in zip(into, of, strict=True):
-        target.copy_(source)
-
-
-def _packed(tensors: Iterable[torch.Tensor]) -> bytes:
-    """This rank's part of tensors as bytes, end to end."""
-    flat = (local(t).detach().cpu().contiguous().flatten().view(torch.uint8) for t in tensors)
-    return b"".join(part.numpy().data for part in flat)
+    def close(self) -> None:
+        """This group leaves: its newest states have to be on storage for those who take its workers over."""
+        self.store.settle(self._join_timeout_s)
 
 
-@torch.no_grad()
-def _unpack(data: bytes | memoryview, tensors: Iterable[torch.Tensor]) -> None:
-    """The inverse of `_packed`, in place. Raises ValueError for bytes of another size."""
-    parts = [local(tensor) for tensor in tensors]
-    if len(data) != sum(part.nbytes for part in parts):
-        raise ValueError(f"a state of {len(data)} bytes, and not {sum(part.nbytes for part in parts)}")
-    begin = 0
-    for part in parts:
-        if piece := data[begin : begin + part.nbytes]:
-            # A copy: slices of the bytes need not be aligned.
-            part.copy_(torch.frombuffer(bytearray(piece), dtype=part.dtype).view_as(part))
-        begin += part.nbytes
+class _OnDisk:
+    """A `Stateful` of torchtitan's checkpoints."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        self.loaded: dict[int, bytes] = {}
+        """By worker its own state, once they are loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._rounds.on_disk()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = self._rounds.state.from_disk(state_dict)
+
+
+def _weights(commit: Commit) -> list[float]:
+    """Of each worker's change in the outer step: equal for all workers that are in the commit."""
+    there = [owner >= 0 for owner in commit.owners]
+    return [float(is_there) / sum(there) for is_there in there]
+
+
+def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Their values end to end, float64 on the CPU."""
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *(t.detach().flatten().double().cpu() for t in tensors)])

@@ -8,7 +8,7 @@ Random numbers need no state: every slot and every optimizer step seeds its own 
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,26 +42,18 @@ def canonical(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-class TrainingState:
-    """The parameters, persistent buffers, optimizer state, learning rates and counters of one rank.
+class LiveTensors:
+    """The parameters, persistent buffers and optimizer state of one rank, by the names that the whole model gives them,
+    so that they are found in groups of any shape.
 
     Args:
         model_parts: torchtitan's model parts, parallelized and initialized.
-        optimizers, lr_schedulers: torchtitan's containers; optimizer state is created here if there is none yet, so
-            that a joiner has where to heal into.
-        counters: an object with torchtitan's trainer counters, `state_dict()` and `load_state_dict()`.
+        optimizers: torchtitan's container; optimizer state is created here if there is none yet, so that a joiner has
+            where to heal into.
     """
 
-    def __init__(
-        self,
-        model_parts: list[torch.nn.Module],
-        optimizers: OptimizersContainer,
-        lr_schedulers: LRSchedulersContainer,
-        counters: Any,
-    ) -> None:
-        self._optimizers = list(optimizers)
-        self._lr_schedulers = lr_schedulers
-        self._counters = counters
+    def __init__(self, model_parts: list[torch.nn.Module], optimizers: OptimizersContainer) -> None:
+        self.optimizers = list(optimizers)
         self.parameters = {
             f"{i}.{name}": param for i, part in enumerate(model_parts) for name, param in part.named_parameters()
         }
@@ -73,17 +65,49 @@ class TrainingState:
             for name, buffer in part.named_buffers()
             if (i, canonical(f"{i}.{name}")) in persistent
         }
-        # By the names that the whole model gives them, so that they are found in groups of any shape.
         self._names = {param: canonical(name) for name, param in self.parameters.items()}
         self._in_model: dict[str, torch.Tensor] = {f"param/{name}": param for param, name in self._names.items()}
         self._in_model |= {f"buffer/{canonical(name)}": buffer for name, buffer in self.buffers.items()}
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             if not optimizer.state:
                 init_optim_state(optimizer)
                 # It makes the state by a step with zero gradients, which Adam's bias correction must not count.
                 for state in optimizer.state.values():
                     if "step" in state:
                         state["step"].zero_()
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """All of them. Those of an optimizer are looked up each time: one that loads a checkpoint has other tensors
+        afterwards."""
+        named = dict(self._in_model)
+        for optimizer in self.optimizers:
+            for param, state in optimizer.state.items():
+                name = self._names[param]
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        named[f"optimizer/{name}/{key}"] = value
+        return named
+
+
+class TrainingState:
+    """What one rank of a group hands over to the same rank of another: tensors, learning rates and counters.
+
+    Args:
+        live: the rank's tensors.
+        lr_schedulers: torchtitan's container.
+        counters: an object with torchtitan's trainer counters, `state_dict()` and `load_state_dict()`.
+        named: the tensors that are handed over, by name; None: the live ones.
+    """
+
+    def __init__(
+        self,
+        live: LiveTensors,
+        lr_schedulers: LRSchedulersContainer,
+        counters: Any,
+        named: Callable[[], dict[str, torch.Tensor]] | None = None,
+    ) -> None:
+        self._live, self._lr_schedulers, self._counters = live, lr_schedulers, counters
+        self._named = named or live.named
 
     @torch.no_grad()
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -104,20 +128,10 @@ class TrainingState:
                 found[name] = Shard(tuple(tensor.shape), tuple(offset))
         return found
 
-    def _named(self) -> dict[str, torch.Tensor]:
-        named = dict(self._in_model)
-        for optimizer in self._optimizers:
-            for param, state in optimizer.state.items():
-                name = self._names[param]
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        named[f"optimizer/{name}/{key}"] = value
-        return named
-
     def meta(self) -> dict[str, Any]:
         """What is not a tensor, as JSON."""
         return {
-            "lr": [[float(group["lr"]) for group in o.param_groups] for o in self._optimizers],
+            "lr": [[float(group["lr"]) for group in o.param_groups] for o in self._live.optimizers],
             "lr_schedulers": self._lr_schedulers.state_dict(),
             "counters": self._counters.state_dict(),
         }
@@ -143,7 +157,7 @@ class TrainingState:
         # torchtitan's schedulers restore their own counters, not the rate the optimizer uses next.
         # One optimizer for each model part: other meshes have other numbers of them, all with the same groups.
         saved = state.meta["lr"]
-        for index, optimizer in enumerate(self._optimizers):
+        for index, optimizer in enumerate(self._live.optimizers):
             rates = saved[min(index, len(saved) - 1)]
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
@@ -152,7 +166,7 @@ class TrainingState:
     @torch.no_grad()
     def checksum(self) -> int:
         """63 bits over the parameters' own bits on this rank: equal states have equal checksums."""
-        return checksum(param.detach() for param in self.parameters.values())
+        return checksum(param.detach() for param in self._live.parameters.values())
 
 
 def checksum(tensors: Iterable[torch.Tensor | None]) -> int:

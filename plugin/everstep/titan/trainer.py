@@ -1,63 +1,58 @@
 """torchtitan's trainer as one rank of one replica group."""
 
 import contextlib
-import math
 import os
-import socket
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchtitan import trainer as titan
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import logger
 
+from everstep.attention.guard import Checks
 from everstep.attention.section import AttentionCheck
 from everstep.config.checks import check_config
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.quorum.heal import Whose
 from everstep.run.beats import DONE, STARTUP
-from everstep.run.data_start import began_after
-from everstep.run.exits import FENCED_EXIT, HOPELESS_EXIT, UNFIT_EXIT, TrainerEnds
+from everstep.run.exits import FENCED_EXIT
 from everstep.semi.section import SemiSync
+from everstep.semi.worker_store import WorkerStore, folder_of
 from everstep.snapshot.section import SnapshotSection
 from everstep.snapshot.segment import run_id
-from everstep.step import ledger
 from everstep.step.driver import End
-from everstep.step.interfaces import Commit, OutOfData, Work
-from everstep.step.quorum import Quorum
+from everstep.step.interfaces import OutOfData
 from everstep.step.reduction import BUCKET_BYTES, GradientReducer
 from everstep.step.streams import streams_of
-from everstep.titan import cpu, exactness, private
-from everstep.titan.checkpoint_names import DATALOADER
+from everstep.titan import attention, cpu, exactness, private
 from everstep.titan.checkpoints import RunCheckpointManager, SnapshotCheckpointManager, of_run
 from everstep.titan.data.binding import bind_data
-from everstep.titan.group import all_in_group, sum_in_group
+from everstep.titan.disk import DiskCheckpoints
+from everstep.titan.group import all_in_group
 from everstep.titan.machine import choose_attention
 from everstep.titan.optimizer_step import OptimizerStep
 from everstep.titan.participation import Participation
-from everstep.titan.place import open_place
-from everstep.titan.semi_sync import Rounds
-from everstep.titan.state import TrainingState
+from everstep.titan.place import RunPlace, open_place
+from everstep.titan.round_state import RoundState
+from everstep.titan.rounds import Rounds
+from everstep.titan.slots import Slots
+from everstep.titan.state import LiveTensors, TrainingState
+from everstep.titan.steps import Steps
 from everstep.titan.telling import Measures
-from everstep.titan.work import SlotTrainer
+from everstep.titan.work import TrainerWork
 from everstep.titan.worker_faults import WorkerFaults
 
 WHOLE_BACKWARDS = ("1F1B", "GPipe", "Interleaved1F1B")
 """Pipeline schedules whose backwards are autograd's own."""
 
 
-class EverstepTrainer(SlotTrainer):
+class EverstepTrainer(titan.Trainer):
     """A torchtitan trainer whose optimizer steps survive the death of any replica group.
 
     With `fault_tolerance.enable = false` this is torchtitan's trainer. Otherwise `train` runs the step protocol
-    (`everstep.step`), of which this is the Work, or in semi-synchronous training `Rounds`, which drives it: step,
-    learning rate, data and metrics advance on commits only.
+    (`everstep.step`), which drives `work`: step, learning rate, data and metrics advance on commits only.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -96,67 +91,85 @@ class EverstepTrainer(SlotTrainer):
         on_cpu = not cpu.has_accelerator()
         if on_cpu:
             cpu.keep_freed_memory()
-        ft, semi = config.fault_tolerance, config.semi_sync
+        ft = config.fault_tolerance
         if ft.enable and ft.exact:
             exactness.prepare(config)
         choose_attention(config)
-        place = None
-        if ft.enable:
-            # Curves are drawn from the run's events, by one process for all groups: report/scalars.py.
-            config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
-            config.checkpoint = of_run(config.checkpoint, from_snapshots=config.snapshot.enable)
-            config.comm.save_traces_folder += f"/group-{ft.group_id}"
-            os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise
-            place = open_place(config)
-        super().__init__(config, place)
+        place = _prepare(config) if ft.enable else None
+        super().__init__(config)
         if on_cpu:
             cpu.sum_only_collectives(self.model_parts)
+        self.checks: Checks | None = self._attached() if config.attention_check.enable else None
+        self.profiler: Any = None
+        """torchtitan's, while it trains."""
         if place is None:
             return
+        self.place, self.run_dir, self.events, self.files = place, place.run_dir, place.events, place.files
         if ft.exact:
             exactness.after_build()
             exactness.agree(self.run_dir, exactness.fingerprint(config, self.device))
-        self.optimizer = OptimizerStep(self, self.seed, self.dp_rank, self.checks)
-        self.measures = Measures(
-            self.metrics_processor, self.parallel_dims, config.parallelism.pipeline_parallel_schedule
-        )
-        streams = streams_of(self.device)
+        self.history = 0
+        self.is_exact = ft.exact
+        self.parameters_told = ""
+        """With exact sums, a checksum of the parameters after the last step; of a state that was taken over, what came
+        with it."""
+        self.slots = Slots(self, self.checks, place.events)
+        self.source = self.slots.source
+        self.optimizer = OptimizerStep(self, self.slots.seed, self.slots.dp_rank, self.checks)
+        self.streams = streams_of(self.device)
         degrees = (f"{key} {value}" for key, value in asdict(config.parallelism).items() if key.endswith("degree"))
         whose = Whose(run_id(place.token), dist.get_rank(), f"{dist.get_world_size()} ranks, {', '.join(degrees)}")
-        self.participation = Participation(config, place, whose, streams)
+        self.participation = Participation(config, place, whose, self.streams)
         self.column = self.participation.column
-        if semi.enabled:
-            rounds = Rounds(self, self, self.optimizer, streams, f"{run_id(place.token)} {asdict(whose)}", place.token)
-            self.work: Work = rounds
-            self.state: TrainingState = rounds.state
-            self._reducer = rounds.reducer
+        self.disk = DiskCheckpoints(self.checkpointer, config.checkpoint, self, place.events, place.files)
+        live = LiveTensors(self.model_parts, self.optimizers)
+        unit: Steps | Rounds
+        if config.semi_sync.enabled:
+            unit = self._rounds(live, f"{run_id(place.token)} {asdict(whose)}")
+            state = TrainingState(live, self.lr_schedulers, self.disk.counters, unit.state.named)
         else:
-            self.work = self
-            self.state = TrainingState(self.model_parts, self.optimizers, self.lr_schedulers, self.disk.counters)
-            self._reducer = GradientReducer(
-                self.trainable,
-                BUCKET_BYTES,
-                streams,
-                hooks=self._backward_runs_hooks(),
-                exact_slots=self.slots if ft.exact else 0,
-            )
-        if self.snapshots is not None:
-            self.snapshots.shards = self.state.shards()
+            unit = self._steps()
+            state = TrainingState(live, self.lr_schedulers, self.disk.counters)
+        schedule = config.parallelism.pipeline_parallel_schedule
+        measures = Measures(self.metrics_processor, self.parallel_dims, schedule)
+        self.work = TrainerWork(self, self.slots, unit, state, self.disk, measures)
+        if place.snapshots is not None:
+            place.snapshots.shards = state.shards()
             if isinstance(self.checkpointer, SnapshotCheckpointManager):
-                self.checkpointer.export_with(self.snapshots, all_in_group)
+                self.checkpointer.export_with(place.snapshots, all_in_group)
         if isinstance(self.checkpointer, RunCheckpointManager) and self.checkpointer.enable:
             self.checkpointer.write_aside_as(ft.group_id, self.participation.life)
         if ft.allow_faults:
             WorkerFaults(self, self.run_dir, ft.group_id, dist.get_rank())
-        self._commits = 0
-        self._profiler: Any = None
-        """torchtitan's, while it trains."""
-        self.events.emit(
+        place.events.emit(
             "worker_ready",
             incarnation=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
             pid=os.getpid(),
             startup_s=round(time.monotonic() - begin, 3),
         )
+
+    def _attached(self) -> Checks:
+        """The checks of the model's attention."""
+        training = self.config.training
+        ranks = self.parallel_dims.get_mesh("batch").size() if self.parallel_dims.dp_enabled else 1
+        rows = training.local_batch_size * ranks * self.gradient_accumulation_steps
+        return attention.attach(
+            self.model_parts,
+            self.config.attention_check,
+            rank=int(os.environ["RANK"]),
+            seed=self.config.debug.seed or 0,
+            step_tokens=rows * training.seq_len,
+        )
+
+    def _steps(self) -> Steps:
+        reducer = GradientReducer(
+            self.slots.trainable,
+            BUCKET_BYTES,
+            self.streams,
+            hooks=self._backward_runs_hooks(),
+            exact_slots=self.slots.number if self.is_exact else 0,
+        )
+        return Steps(self.slots, self.optimizer, self.place.snapshots, reducer, is_exact=self.is_exact)
 
     def _backward_runs_hooks(self) -> bool:
         """Whether a gradient's hook runs each time something is added to it. A replayed graph runs none, and one
@@ -169,30 +182,41 @@ class EverstepTrainer(SlotTrainer):
             parallelism.pipeline_parallel_schedule in WHOLE_BACKWARDS and not parallelism.pipeline_parallel_schedule_csv
         )
 
+    def _rounds(self, live: LiveTensors, whose: str) -> Rounds:
+        """`whose`: words that a worker's state is bound to: the run, and how its groups are laid out."""
+        state = RoundState(live, self.lr_schedulers, self.disk.counters, self.config.semi_sync)
+        store = WorkerStore(
+            folder_of(self.run_dir),
+            rank=dist.get_rank(),
+            whose=whose,
+            nbytes=state.own_bytes,
+            token=self.place.token,
+        )
+        return Rounds(self, self.optimizer, self.disk, self.slots, state, store)
+
     def train(self) -> None:
         if not self.config.fault_tolerance.enable:
             super().train()
             return
-        group = self.config.fault_tolerance.group_id
+        group, work, snapshots = self.config.fault_tolerance.group_id, self.work, self.place.snapshots
         self._compile()
         self.participation.warm()
         with self.config.profiler.build(
             global_step=self.step, base_folder=self.config.dump_folder, leaf_folder=f"group-{group}"
-        ) as self._profiler:
-            end = self.participation.run(self.work, self._reducer, self.shares)
+        ) as self.profiler:
+            end = self.participation.run(work, work.unit.reducer, work.unit.shares)
         if end is End.FENCED:
-            self.events.emit("fenced", self.committed, claim=os.environ.get("EVERSTEP_FENCE", ""))
+            self.events.emit("fenced", work.committed, claim=os.environ.get("EVERSTEP_FENCE", ""))
             os._exit(FENCED_EXIT)
         leaves = end is End.LEFT
-        if isinstance(self.work, Rounds):
-            self.work.close()
-        self.events.emit("left" if leaves else "training_done", self.committed)
-        self.files.beat(DONE, self.committed)
+        work.unit.close()
+        self.events.emit("left" if leaves else "training_done", work.committed)
+        self.files.beat(DONE, work.committed)
         self.participation.leave()
-        if self.snapshots is not None:
+        if snapshots is not None:
             # A last checkpoint on disk holds the same state; a group that leaves alone has given its own up.
-            over = not self.goes_on() or self.config.checkpoint.enable
-            self.snapshots.close(over=over, leaves=leaves)
+            over = not work.goes_on() or self.config.checkpoint.enable
+            snapshots.close(over=over, leaves=leaves)
         logger.info(f"Left the run after step {self.step}, as asked" if leaves else "Training completed")
 
     def _compile(self) -> None:
@@ -205,179 +229,18 @@ class EverstepTrainer(SlotTrainer):
         processor = self.metrics_processor
         counted = processor.ntokens_since_last_log
         with torch.random.fork_rng(), contextlib.suppress(OutOfData):
-            self.compute_slot(1, 0, whole=True)
+            self.slots.compute(1, 0, whole=True)
             processor.data_loading_times.pop()
         processor.ntokens_since_last_log = counted
-        self.discard()
+        self.work.discard()
         self.events.emit("compiled", took_s=round(time.monotonic() - begin, 3))
 
-    # The state of a run that has none
 
-    def restore(self, quorum: Quorum) -> tuple[int, int]:
-        """No group has a state: take the newest that the keepers or the disk have, or start."""
-        if not self._restore_from_memory():
-            found = self.disk.load()
-            self._require_as_committed(f"the checkpoint of step {self.step}", HOPELESS_EXIT)
-            self.history = self.history or ledger.extend(0, self.step, "restored")
-            if DATALOADER in self.config.checkpoint.exclude_from_loading:
-                self.source.began_after = began_after(self.run_dir, self.source.fingerprint(), self.step)
-            self.source.committed(self.step)
-            if self.checks is not None:
-                self.checks.weights_changed()
-            self.announce("disk" if found and self.step else "fresh")
-        if self.snapshots is not None and self.step:
-            self.snapshots.restored(self.step, self.history, quorum, self.serve())
-        return self.committed, self.history
-
-    def _restore_from_memory(self) -> bool:
-        """Take the newest snapshot that the keepers hold whole, if no checkpoint on disk is as new."""
-        if self.snapshots is None or self.config.checkpoint.load_step != -1:
-            return False
-        state = self.snapshots.recover(self.serve(), self.disk.newest())
-        if state is None:
-            return False
-        self.take(state, "memory")
-        self._require_as_committed(f"the snapshot of step {self.step} in this host's memory", UNFIT_EXIT)
-        return True
-
-    def _require_as_committed(self, what: str, status: int) -> None:
-        """Raises TrainerEnds if a restored state says which parameters it was committed with, and has others."""
-        told, _, layout = self.parameters_told.partition(" ")
-        now, _, mine = self.parameters().partition(" ") if told and self.is_exact else ("", "", "")
-        if now and layout == mine and now != told:
-            raise TrainerEnds(
-                status,
-                f"{what} has other parameters than those that were committed (checksum {now}, and {told} then): it was "
-                "damaged since. Remove it, and the run goes on from the one before",
-            )
-
-    # A commit
-
-    def goes_on(self) -> bool:
-        return self.should_continue_training()
-
-    def parameters(self) -> str:
-        """A checksum of the group's parameters, and how they are laid out in it; a collective of the group."""
-        return f"{sum_in_group(self.state.checksum()):016x} {exactness.layout(self.config)}"
-
-    def checksum(self) -> int | None:
-        interval = self.config.fault_tolerance.audit_interval
-        due = not self._commits or (interval and self.committed % interval == 0)
-        return sum_in_group(self.state.checksum()) if due else None
-
-    def apply(self, commit: Commit) -> None:
-        self.take_step(commit, self._update)
-
-    def _update(self, commit: Commit) -> tuple[float, dict[str, Any]]:
-        """The optimizer step of a commit; the norm of its gradient, before it was clipped."""
-        if self.snapshots is not None:
-            self.snapshots.wait()
-        self._reducer.assign(self.nominal_tokens / float(commit.tokens.sum()))
-        self.assign_sums(self.sums.unpack(commit.extra))
-        grad_norm = self.optimizer.step(commit.step)
-        self.advance(commit.step)
-        return float(grad_norm), {}
-
-    def advance(self, commit: int) -> None:
-        """torchtitan's counters after this commit."""
-        self.step = commit * self.steps_per_commit
-        self.ntokens_seen += self.tokens_per_step * self.steps_per_commit
-
-    def take_step(self, commit: Commit, update: Callable[[Commit], tuple[float, dict[str, Any]]]) -> None:
-        """The step that all groups agree on, and all that comes with it.
-
-        Args:
-            update: changes the parameters; the norm of what they were changed by, and further fields of the event.
-
-        Raises:
-            TrainerEnds: there is nothing to go on with, or this rank is at fault.
-        """
-        begin = time.monotonic()
-        self.gc_handler.run(self.step)
-        sl.set_step(commit.step)
-        lr_metrics = self.lr_schedulers.get_metrics()
-        loss = self._mean_loss(commit)
-        with sl.log_trace_span("optim"):
-            grad_norm, told = update(commit)
-        self.history = commit.history
-        self.data_read(commit.step)
-        if self.is_exact:
-            self.parameters_told = self.parameters()
-            told |= {"bits": self.own_bits(), "checksum": self.parameters_told.partition(" ")[0]}
-        goes_on = self.goes_on() and not commit.all_leave
-        if self.snapshots is not None:
-            words = self.sums.unpack(commit.extra).words.tolist()
-            with sl.log_trace_span("snapshot"):
-                self.snapshots.committed(commit, {group: round(word) for group, word in enumerate(words)}, self.serve)
-        with sl.log_trace_span("metrics"):
-            metrics = self.measures.of(self.step, commit, grad_norm, {"n_tokens_seen": self.ntokens_seen, **lr_metrics})
-        took_s = commit.took_s + time.monotonic() - begin
-        self._tell(commit, took_s, loss=loss, grad_norm=grad_norm, lr=lr_metrics, metrics=metrics, **told)
-        saves = commit.saver == self.config.fault_tolerance.group_id
-        if saves and goes_on:
-            with sl.log_trace_span("checkpoint"):
-                self.disk.save(self.step, commit.step)
-        if self.config.validator.enable and self.validator.should_validate(self.step):
-            self._validate(commit.step, tells=saves)
-        if commit.unfit:  # what it computed of this step is in the commit, and nothing it computes is needed now
-            self._leave_unfit(commit)
-        self._commits += 1
-        self._profiler.step()
-        if self._commits == 1:
-            train_timeout = timedelta(seconds=self.config.comm.train_timeout_seconds)
-            dist_utils.set_pg_timeouts(timeout=train_timeout, parallel_dims=self.parallel_dims)
-
-    def _leave_unfit(self, commit: Commit) -> NoReturn:
-        slot = commit.unfit[0]
-        reason = (
-            f"rank {dist.get_rank()} on host {socket.gethostname()} refused slot {slot} of step {commit.step} twice, "
-            f"and group {commit.owners[slot]} computed it: the error is this device's, take it out of service"
-        )
-        self.events.emit("unfit", commit.step, slot=slot, reason=reason)
-        raise TrainerEnds(UNFIT_EXIT, reason)
-
-    def _mean_loss(self, commit: Commit) -> float:
-        """Of the step. Raises TrainerEnds where every group sees that it makes no sense to go on, and would again."""
-        tokens = float(commit.tokens.sum())
-        if not tokens:
-            raise TrainerEnds(
-                HOPELESS_EXIT, f"every slot of step {commit.step} is skipped as poison: there is nothing to go on with"
-            )
-        loss = float(commit.loss.sum()) / tokens
-        if not math.isfinite(loss):
-            self.events.emit("diverged", commit.step, loss=loss)
-            raise TrainerEnds(HOPELESS_EXIT, f"the loss of step {commit.step} is {loss}: training diverged")
-        return loss
-
-    def _tell(self, commit: Commit, took_s: float, *, lr: dict[str, float], **fields: Any) -> None:
-        if self.checks is not None and (plan := self.checks.news()):
-            self.events.emit("attention_schedule", commit.step, coverage=str(self.checks.coverage), **plan)
-        self.events.emit(
-            "commit",
-            commit.step,
-            attempt=commit.attempts,
-            owners=commit.owners,
-            groups=commit.groups,
-            tokens=float(commit.tokens.sum()),
-            lr=next(iter(lr.values())),
-            took_s=round(took_s, 4),
-            compute_s=round(commit.compute_s, 4),
-            reduce_s=round(commit.reduce_s, 4),
-            quorum_id=commit.quorum_id,
-            history=f"{commit.history:x}",
-            parent=f"{commit.parent:x}",
-            coverage_ok=commit.once,
-            **fields,
-        )
-
-    def _validate(self, commit: int, *, tells: bool) -> None:
-        """Every group validates, for the others would wait for one; one group `tells` what came out."""
-        self.files.beat("validate", commit)
-        with sl.log_trace_span("validate"):
-            self.validator.validate(self.model_parts, self.step)
-        if tells and (loss := self.measures.validation_loss()) is not None:
-            self.events.emit("validation", commit, loss=loss)
-
-    def save_last(self) -> None:
-        """The last checkpoint of the run, or of this part of it."""
-        self.disk.save_last(self.step, self.committed, goes_on=self.goes_on())
+def _prepare(config: Any) -> RunPlace:
+    """Settings of a trainer's config, in place, without which its run is not the groups' own; this rank's place."""
+    # Curves are drawn from the run's events, by one process for all groups: report/scalars.py.
+    config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
+    config.checkpoint = of_run(config.checkpoint, from_snapshots=config.snapshot.enable)
+    config.comm.save_traces_folder += f"/group-{config.fault_tolerance.group_id}"
+    os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise
+    return open_place(config)

@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from everstep.data.plain import PlainError, StreamState, decode_states, encode_states, plain, restored
 from everstep.data.slots import Batch
-from everstep.titan import private
+from everstep.titan.data import private
 from everstep.titan.data.names import (
     BaseDataLoader,
     BaseTokenizer,

@@ -1,6 +1,6 @@
 """What workers changed of one fragment of the model at a time, and its sum: a round uses one of several reducers."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,7 @@ class QuantizedReducer:
     def __init__(
         self,
         params: Sequence[torch.nn.Parameter],
-        offered: Callable[[], Mapping[int, torch.Tensor]],
+        offered: Mapping[int, torch.Tensor],
         to: Quantize,
         workers: int,
     ) -> None:
@@ -48,7 +48,7 @@ class QuantizedReducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        mine = self._offered()
+        mine = self._offered
         first = local(self._params[0])
         sent = [mine[worker] for worker in sorted(mine)]
         carries = [int(worker in mine) for worker in range(self._workers)]
@@ -69,7 +69,7 @@ class QuantizedReducer:
         return all_within(LARGEST, [self._flat])
 
     def own_finite(self) -> bool:
-        return all_within(LARGEST_PART, (decode(change, self._to) for change in self._offered().values()))
+        return all_within(LARGEST_PART, (decode(change, self._to) for change in self._offered.values()))
 
     def stash(self) -> torch.Tensor:
         return self._flat.to("cpu", copy=True)
@@ -87,60 +87,9 @@ class QuantizedReducer:
             local(param.grad).copy_(piece.view_as(local(param)))
 
 
-class FragmentReducer:
-    """Implements `everstep.step.interfaces.Reducer` for rounds, each of which synchronises one fragment.
-
-    Args:
-        reducers: by fragment.
-    """
-
-    def __init__(self, reducers: Sequence[GradientReducer | QuantizedReducer]) -> None:
-        self._reducers = list(reducers)
-        self._now = self._reducers[0]
-
-    def _of(self, round_: int) -> GradientReducer | QuantizedReducer:
-        return self._reducers[fragment_of(round_, len(self._reducers))]
-
-    def begin(self, sums: Any, timeout: timedelta, step: int = 0) -> None:
-        self._now = self._of(step)
-        self._now.begin(sums, timeout)
-
-    def begin_slot(self, *, last: bool) -> None:
-        self._now.begin_slot(last=last)
-
-    def start(self) -> None:
-        self._now.start()
-
-    def end_slot(self) -> None:
-        self._now.end_slot()
-
-    def forget(self) -> None:
-        for reducer in self._reducers:
-            reducer.forget()
-
-    def finish(self) -> None:
-        self._now.finish()
-
-    def finite(self) -> bool:
-        return self._now.finite()
-
-    def own_finite(self) -> bool:
-        return self._now.own_finite()
-
-    def stash(self) -> Any:
-        return self._reducers.index(self._now), self._now.stash()
-
-    def unstash(self, stashed: Any) -> None:
-        which, sums = stashed
-        self._now = self._reducers[which]
-        self._now.unstash(sums)
-
-    def assign(self, scale: float) -> None:
-        self._now.assign(scale)
-
-
 class Changes:
-    """What the workers that this group holds have changed of a round's fragment, and its sum over the groups.
+    """Implements `everstep.step.interfaces.Reducer` for rounds: what the workers that this group holds have changed of
+    the round's fragment, and its sum over the groups.
 
     Args:
         params: that are trained, in the model's order.
@@ -167,14 +116,15 @@ class Changes:
         self._sent: dict[int, torch.Tensor] = {}
         """The same by worker, where it is sent in fewer bits."""
         parts = ([params[at] for at in places] for places in fragments)
-        self.reducer = FragmentReducer(
-            [
-                GradientReducer(part, BUCKET_BYTES, streams, hooks=False, exact_slots=workers if exact else 0)
-                if to == "none"
-                else QuantizedReducer(part, lambda: self._sent, to, workers)
-                for part in parts
-            ]
-        )
+        self._reducers = [
+            GradientReducer(part, BUCKET_BYTES, streams, hooks=False, exact_slots=workers if exact else 0)
+            if to == "none"
+            else QuantizedReducer(part, self._sent, to, workers)
+            for part in parts
+        ]
+        self._now = self._reducers[0]
+
+    # What was changed
 
     @torch.no_grad()
     def add(self, round_: int, worker: int, changes: Iterable[torch.Tensor]) -> None:
@@ -189,7 +139,7 @@ class Changes:
         """The sum begins if this is the group's last worker, and goes on while the worker makes its last steps."""
         if self._to == "none":
             self.offer(round_)
-            self.reducer.start()
+            self.start()
 
     def offer(self, round_: int) -> None:
         """What is summed stands where the reducer looks for gradients, and nothing else does."""
@@ -200,6 +150,43 @@ class Changes:
 
     def forget(self) -> None:
         """Nothing has been changed yet."""
+        for reducer in self._reducers:
+            reducer.forget()
         self._sent.clear()
         for changed in self._changed:
             local(changed).zero_()
+
+    # Its sum
+
+    def begin(self, sums: Any, timeout: timedelta, step: int = 0) -> None:
+        self._now = self._reducers[fragment_of(step, len(self._reducers))]
+        self._now.begin(sums, timeout)
+
+    def begin_slot(self, *, last: bool) -> None:
+        self._now.begin_slot(last=last)
+
+    def start(self) -> None:
+        self._now.start()
+
+    def end_slot(self) -> None:
+        self._now.end_slot()
+
+    def finish(self) -> None:
+        self._now.finish()
+
+    def finite(self) -> bool:
+        return self._now.finite()
+
+    def own_finite(self) -> bool:
+        return self._now.own_finite()
+
+    def stash(self) -> Any:
+        return self._reducers.index(self._now), self._now.stash()
+
+    def unstash(self, stashed: Any) -> None:
+        which, sums = stashed
+        self._now = self._reducers[which]
+        self._now.unstash(sums)
+
+    def assign(self, scale: float) -> None:
+        self._now.assign(scale)

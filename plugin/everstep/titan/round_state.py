@@ -1,0 +1,231 @@
+"""The state of a semi-synchronous run: what all groups have, and one worker's own while it computes.
+
+All groups have the global parameters and the outer momentum, and of the last rounds the history and what the
+parameters were that each synchronised (`marks`). A worker's own state is its inner optimizer's, and its parameters
+where they are not just the global ones; only the group that carries the worker has it (`everstep.titan.rounds`). The
+model's own parameters and optimizer are where a worker's round is computed; between computations the model has the
+global parameters, and that is what torchtitan's checkpoints and validation see.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchtitan.components.optimizer import LRSchedulersContainer
+
+from everstep.semi.outer import OuterSGD
+from everstep.semi.rounds import fragment_of, fragments_of
+from everstep.semi.section import SemiSync
+from everstep.semi.worker_store import Place
+from everstep.step.reduction import local
+from everstep.titan.state import LiveTensors, canonical
+
+OPTIMIZER = "optimizer/"
+PARAM = "param/"
+REMEMBERED = 2
+"""Rounds before the last one that a worker may have to make again: its state after the round before the last is on
+storage, or is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a round's commit left behind: the history, and the parameters of its fragment and the balances as bytes.
+    With these a worker can be brought from the round's end to the next one's, at any later time."""
+
+    history: int
+    merged: bytes
+
+
+class RoundState:
+    """The tensors of a semi-synchronous run on this rank.
+
+    Args:
+        live: the model's and the optimizer's, in which a worker's round is computed.
+        lr_schedulers: torchtitan's container.
+        counters: their `step` is the optimizer step after which the global parameters are.
+        settings: the config's.
+    """
+
+    def __init__(
+        self, live: LiveTensors, lr_schedulers: LRSchedulersContainer, counters: Any, settings: SemiSync
+    ) -> None:
+        self._tensors, self._lr_schedulers, self._counters, self._settings = live, lr_schedulers, counters, settings
+        named = live.named()
+        self._live_params = {name: t.detach() for name, t in named.items() if name.startswith(PARAM)}
+        self._live_balances = {name: t for name, t in named.items() if name.startswith("buffer/")}
+        self._global = {name: torch.empty_like(t) for name, t in self._live_params.items()}
+        self._balances = {name: torch.empty_like(t) for name, t in self._live_balances.items()}
+        self._trained = [f"{PARAM}{canonical(name)}" for name, param in live.parameters.items() if param.requires_grad]
+        fragment = fragments_of(self._trained, settings.fragments)
+        self.fragments = [[at for at, f in enumerate(fragment) if f == p] for p in range(settings.fragments)]
+        """By fragment the places of its parameters among those that are trained."""
+        has_momentum = OuterSGD.of(settings).momentum != 0
+        self._momentum = {f"outer/{n}": torch.zeros_like(self._global[n]) for n in self._trained if has_momentum}
+        self._keeps_params = settings.fragments > 1 or settings.mixing > 0
+        self.marks: dict[int, Mark] = {}
+        self.begin()
+
+    @property
+    def live(self) -> list[torch.Tensor]:
+        """This rank's part of the parameters that the model has now and that are trained, in the model's order."""
+        return [local(self._live_params[name]) for name in self._trained]
+
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        """The same of the global parameters."""
+        return [local(self._global[name]) for name in self._trained]
+
+    @property
+    def momentum(self) -> list[torch.Tensor]:
+        """The same of the outer momentum; empty without."""
+        return [local(tensor) for tensor in self._momentum.values()]
+
+    @property
+    def balances(self) -> list[torch.Tensor]:
+        """This rank's part of the persistent buffers that the model has now: experts' biases, which no optimizer knows.
+        All of them are synchronised in every round: they become their mean over the workers."""
+        return [local(tensor) for tensor in self._live_balances.values()]
+
+    @torch.no_grad()
+    def balance(self, flat: torch.Tensor) -> None:
+        """Make the global balances these values, float64 [n], end to end."""
+        tensors = [local(tensor) for tensor in self._balances.values()]
+        for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(piece.view_as(tensor))
+
+    def fragment(self, round_: int) -> list[int]:
+        """The places of the parameters that a round synchronises."""
+        return self.fragments[fragment_of(round_, self._settings.fragments)]
+
+    # A worker's own state
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        """What is a worker's own, by name: of the optimizer, and of the parameters."""
+        own = {name: t for name, t in self._tensors.named().items() if name.startswith(OPTIMIZER)}
+        return own | ({name: self._live_params[name] for name in self._trained} if self._keeps_params else {})
+
+    @property
+    def own_bytes(self) -> int:
+        """Size of a worker's own state on this rank."""
+        return sum(local(tensor).nbytes for tensor in self._own().values())
+
+    def leave(self) -> bytes:
+        """The own state of the worker that the model and the optimizer have now, on this rank."""
+        return _packed(self._own().values())
+
+    @torch.no_grad()
+    def anew(self) -> bytes:
+        """The own state of a worker that begins now: the global parameters, and no step of the optimizer yet."""
+        self.rest()
+        for name, tensor in self._own().items():
+            if name.startswith(OPTIMIZER):
+                tensor.zero_()
+        return self.leave()
+
+    @torch.no_grad()
+    def enter(self, own: bytes, round_: int) -> None:
+        """Make model, optimizer and learning rate what a worker begins the round after `round_` with, whose own state
+        after it is given: the fragment that was synchronised becomes α times its own, and 1 − α times the global one's.
+
+        `round_` is in `marks`.
+        """
+        _copy(self._live_params.values(), self._global.values())
+        _unpack(own, self._own().values())
+        live = self.live
+        merged = [live[at] for at in self.fragment(round_)]
+        mine = [tensor.clone() for tensor in merged]
+        _unpack(self.marks[round_].merged, [*merged, *self.balances])
+        for tensor, kept in zip(merged, mine, strict=True) if self._settings.mixing else ():
+            tensor.lerp_(kept, self._settings.mixing)
+        self._set_rate(round_ * self._settings.round_steps)
+
+    @torch.no_grad()
+    def rest(self) -> None:
+        """Make model and learning rate what they are between computations."""
+        _copy(self._live_params.values(), self._global.values())
+        _copy(self._live_balances.values(), self._balances.values())
+        self._set_rate(self._counters.step)
+
+    def _set_rate(self, step: int) -> None:
+        self._lr_schedulers.load_state_dict({"last_epoch": step})
+        for scheduler in self._lr_schedulers:
+            for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
+
+    # What all groups have
+
+    def mark(self, round_: int, history: int) -> None:
+        """The global parameters are those after a round of `history`; what is needed of earlier rounds is kept."""
+        trained = self.trained
+        synchronised = [trained[at] for at in self.fragment(round_)]
+        self.marks[round_] = Mark(history, _packed([*synchronised, *self._balances.values()]))
+        oldest = round_ - REMEMBERED
+        self.marks = {known: mark for known, mark in self.marks.items() if oldest <= known <= round_}
+
+    def place(self, worker: int, round_: int) -> Place:
+        """Of a worker's state after a round that is in `marks`."""
+        return Place(worker, round_, self.marks[round_].history)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """The model's parameters and balances become the global ones, as after loading."""
+        _copy(self._global.values(), self._live_params.values())
+        _copy(self._balances.values(), self._live_balances.values())
+
+    @torch.no_grad()
+    def forget_momentum(self) -> None:
+        for tensor in self.momentum:
+            tensor.zero_()
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """What a joiner takes over, by name."""
+        return {**self._global, **self._balances, **self._momentum}
+
+    # What a checkpoint has besides torchtitan's own
+
+    def on_disk(self, workers: dict[int, bytes]) -> dict[str, Any]:
+        """Outer momentum and the own states of workers, as tensors that are sharded like the model's.
+
+        Args:
+            workers: by worker its own state; empty to load into.
+        """
+        found: dict[str, Any] = dict(self._momentum)
+        for worker, own in workers.items():
+            tensors = {name: torch.empty_like(tensor) for name, tensor in self._own().items()}
+            if own:
+                _unpack(own, tensors.values())
+            found |= {f"worker.{worker}.{name}": tensor for name, tensor in tensors.items()}
+        return found
+
+    @torch.no_grad()
+    def from_disk(self, saved: dict[str, Any]) -> dict[int, bytes]:
+        """Take over the momentum of what `on_disk` gave; by worker its own state."""
+        _copy(self._momentum.values(), (saved[name] for name in self._momentum))
+        workers = sorted({int(name.split(".")[1]) for name in saved if name.startswith("worker.")})
+        return {worker: _packed(saved[f"worker.{worker}.{name}"] for name in self._own()) for worker in workers}
+
+
+def _copy(into: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> None:
+    for target, source in zip(into, of, strict=True):
+        target.copy_(source)
+
+
+def _packed(tensors: Iterable[torch.Tensor]) -> bytes:
+    """This rank's part of tensors as bytes, end to end."""
+    flat = (local(t).detach().cpu().contiguous().flatten().view(torch.uint8) for t in tensors)
+    return b"".join(part.numpy().data for part in flat)
+
+
+@torch.no_grad()
+def _unpack(data: bytes | memoryview, tensors: Iterable[torch.Tensor]) -> None:
+    """The inverse of `_packed`, in place. Raises ValueError for bytes of another size."""
+    parts = [local(tensor) for tensor in tensors]
+    if len(data) != sum(part.nbytes for part in parts):
+        raise ValueError(f"a state of {len(data)} bytes, and not {sum(part.nbytes for part in parts)}")
+    begin = 0
+    for part in parts:
+        if piece := data[begin : begin + part.nbytes]:
+            # A copy: slices of the bytes need not be aligned.
+            part.copy_(torch.frombuffer(bytearray(piece), dtype=part.dtype).view_as(part))
+        begin += part.nbytes

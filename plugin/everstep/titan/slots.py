@@ -1,0 +1,227 @@
+"""The global batch of a torchtitan trainer, computed slot by slot."""
+
+import time
+from typing import Any
+
+import torch
+from torchtitan import trainer as titan
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.observability import structured_logger as sl
+
+from everstep.attention.guard import Checks
+from everstep.data.slots import Batch, SlotSource
+from everstep.run.events import EventLog
+from everstep.step.interfaces import OutOfData
+from everstep.step.reduction import local
+from everstep.titan import private
+from everstep.titan.data.names import DataloaderExhaustedError
+from everstep.titan.data.streams import SlotStreams
+from everstep.titan.group import all_in_group, sum_in_group
+from everstep.titan.state import digest, row_sums, slot_seed
+
+AUDIT_BITS = 1 << 52
+"""What a float64 of a tally holds."""
+
+
+class Slots:
+    """Computes slots; gradients are added to `param.grad`, tokens and losses are kept by slot until `discard`.
+
+    Args:
+        trainer: torchtitan's, which has built its model and its dataloader.
+        checks: what looks at the model's arithmetic, if anything.
+        events: of this rank.
+    """
+
+    def __init__(self, trainer: titan.Trainer, checks: Checks | None, events: EventLog) -> None:
+        config: Any = trainer.config
+        semi = config.semi_sync
+        self._trainer, self._checks, self._events = trainer, checks, events
+        self.seed = config.debug.seed or 0
+        self.dp_rank, self.dp_size = 0, 1
+        if trainer.parallel_dims.dp_enabled:
+            mesh = trainer.parallel_dims.get_mesh("batch")
+            self.dp_rank, self.dp_size = mesh.get_local_rank(), mesh.size()
+        self.number = trainer.gradient_accumulation_steps
+        """S."""
+        self.workers = (semi.workers or config.fault_tolerance.groups) if semi.enabled else 1
+        """Into how many parts a step's slots are divided, each of which is an optimizer step of its own."""
+        self.steps_per_commit = semi.round_steps if semi.enabled else 1
+        """Optimizer steps."""
+        self.tokens_per_step = config.training.local_batch_size * config.training.seq_len * self.dp_size * self.number
+        self.nominal_tokens = self.tokens_per_step / self.workers
+        """Tokens of a step if all were valid. Backward divides by this number, the commit corrects it: what the valid
+        ones are is known only when all slots are there, and gradients in bfloat16 round differently at another
+        scale, torchtitan's in particular."""
+        self._scale = torch.tensor(self.nominal_tokens, device=trainer.device)
+        self.trainable = [p for part in trainer.model_parts for p in part.parameters() if p.requires_grad]
+        self.expert_loads = [
+            buffer
+            for part in trainer.model_parts
+            for name, buffer in part.named_buffers()
+            if name.endswith(private.EXPERT_LOADS)
+        ]
+        """Tokens each expert got, summed over slots like a gradient; torchtitan's balancing reads them."""
+        self._tokens: dict[int, int] = {}
+        self._losses: dict[int, torch.Tensor] = {}
+        self._rows: dict[int, torch.Tensor] = {}
+        """With exact sums, what checksums of the slots' gradients are made of."""
+        self._refused: set[int] = set()
+        """Slots in which this rank's checks found what was not repaired."""
+        self.source = self._opened_source()
+
+    def _opened_source(self) -> SlotSource:
+        """The dataloader, read by slot."""
+        trainer = self._trainer
+        source = trainer.dataloader
+        if not isinstance(source, SlotSource):
+            raise TypeError(f"{type(source).__name__} cannot be read by slot: leave [data] source to Everstep's config")
+        assert trainer.config.model_spec is not None
+        source.require_vocab(decoder_vocab_size(trainer.config.model_spec))
+        source.open_slots(self.number * trainer.num_pipeline_parallel_microbatches, self.dp_rank, self.dp_size)
+        return source
+
+    def compute(self, step: int, slot: int, *, whole: bool) -> None:
+        """Forward and backward of a slot; see `Work.compute`."""
+        trainer = self._trainer
+        torch.manual_seed(slot_seed(self.seed, step, slot, self.dp_rank))
+        begin = time.perf_counter()
+        with sl.log_trace_span("fetching_batch"):
+            batches = self._fetch(step, slot)
+        if not batches:
+            raise OutOfData
+        trainer.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
+        tokens = sum(labels.numel() for _, labels in batches)
+        valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in batches)
+        inputs, labels = zip(*(self._on_device(batch) for batch in batches), strict=True)
+        seen = trainer.ntokens_seen
+        if self._checks is not None:
+            self._checks.begin(step, slot, whole=whole)
+        pipelined = trainer.parallel_dims.pp_enabled
+        loss = trainer.forward_backward_step(
+            input_dict=list(inputs) if pipelined else inputs[0],
+            labels=list(labels) if pipelined else labels[0],
+            global_valid_tokens=self._scale,
+        )
+        trainer.metrics_processor.ntokens_since_last_log += tokens
+        trainer.ntokens_seen = seen  # counts committed slots only
+        if self._checks is not None:
+            self._checks.end()
+        self._tokens[slot] = valid
+        # Of a pipeline's stages only the last one knows the loss; the others give -1.
+        known = not pipelined or trainer.pp_has_last_stage
+        self._losses[slot] = loss.detach().to(torch.float64) * (self.nominal_tokens if known else 0.0)
+
+    def hold_nothing(self, slot: int) -> None:
+        """Hold a slot like any other, with nothing in it."""
+        self._tokens[slot], self._losses[slot] = 0, torch.zeros((), dtype=torch.float64)
+
+    def _fetch(self, step: int, slot: int) -> list[Batch]:
+        """The slot's batches, one for each microbatch of a pipeline; none on all ranks of the group if one of them has
+        too few."""
+        size = self._trainer.num_pipeline_parallel_microbatches
+        try:
+            batches = [self.source.microbatch(step, slot * size + part) for part in range(size)]
+        except DataloaderExhaustedError:
+            batches = []
+        endless = not isinstance(self.source, SlotStreams)
+        return batches if endless or all_in_group(bool(batches)) else []
+
+    def _on_device(self, batch: Batch) -> Batch:
+        inputs, labels = batch
+        device = self._trainer.device
+        moved = {
+            key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for key, value in inputs.items()
+        }
+        return moved, labels.to(device, non_blocking=True)
+
+    # What they came to
+
+    def tokens_and_losses(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Valid tokens and the sum of their losses by slot, summed over the group's ranks: float64 [S] each, on the
+        CPU."""
+        device, dims = self._trainer.device, self._trainer.parallel_dims
+        tokens = torch.zeros(self.number, dtype=torch.float64)
+        loss = torch.zeros(self.number, dtype=torch.float64, device=device)
+        for slot, count in self._tokens.items():
+            tokens[slot] = count
+        for slot, value in self._losses.items():
+            loss[slot] = value
+        if dims.dp_enabled:
+            tokens = dist_utils.dist_sum_tensor(tokens.to(device), dims.get_mesh("batch"))
+        if dims.dp_cp_enabled:
+            loss = dist_utils.dist_sum_tensor(loss, dims.get_mesh("loss"))
+        if dims.pp_enabled:
+            loss = dist_utils.dist_sum_tensor(loss, dims.get_mesh("pp"))
+        return tokens.cpu(), loss.cpu()
+
+    @property
+    def held(self) -> frozenset[int]:
+        """The slots computed since `discard`."""
+        return frozenset(self._tokens)
+
+    def refused(self) -> frozenset[int]:
+        """See `Work.refused`. What the checks saw since this was last asked is told of. One host synchronisation."""
+        if self._checks is not None:
+            self._refused |= self._checks.refused()
+            for finding in self._checks.drain():
+                # Step and rank are every event's own, and so is the word kind.
+                fields = {name: value for name, value in finding.items() if name not in ("step", "rank", "kind")}
+                step = -(-finding["step"] // self.steps_per_commit)
+                self._events.emit("finding", step, anomaly=finding["kind"], **fields)
+        return frozenset(self._refused)
+
+    def discard(self) -> None:
+        """Forget all gradients and sums."""
+        self._tokens.clear()
+        self._losses.clear()
+        self._rows.clear()
+        self._refused.clear()
+        if self._checks is not None:
+            self._checks.forget()
+        for load in self.expert_loads:
+            local(load).zero_()
+        # A recorded graph adds to the memory that it was recorded with.
+        self._trainer.optimizers.zero_grad(set_to_none=self._trainer.config.training.disable_cuda_graphs)
+
+    # Bits, to compare with another group's
+
+    def keep_bits(self, slot: int) -> None:
+        """Remember the bits of the gradients of a slot that was just computed, where `param.grad` has nothing else."""
+        self._rows[slot] = self._row_sums()
+
+    @torch.no_grad()
+    def _row_sums(self) -> torch.Tensor:
+        # Added to zeros that an earlier slot left, -0 becomes 0: here it does always.
+        return row_sums(None if param.grad is None else local(param.grad) + 0.0 for param in self.trainable)
+
+    def bits(self, slot: int) -> int:
+        """See `Work.bits`."""
+        return _in_tally(self._rows[slot])
+
+    def own_bits(self) -> dict[int, str]:
+        """Of the gradients of each slot that is held, on this rank."""
+        return {slot: f"{digest(rows):x}" for slot, rows in sorted(self._rows.items())}
+
+    def audit(self, step: int, slot: int) -> int:
+        """See `Work.audit`."""
+        loads = [local(load).clone() for load in self.expert_loads]
+        processor = self._trainer.metrics_processor
+        counted = processor.ntokens_since_last_log
+        self.compute(step, slot, whole=False)
+        processor.ntokens_since_last_log = counted
+        bits = _in_tally(self._row_sums())
+        del self._tokens[slot], self._losses[slot]
+        for param in self.trainable:
+            if param.grad is not None:  # not None: that says which parameters the held slots reached
+                local(param.grad).zero_()
+        for load, before in zip(self.expert_loads, loads, strict=True):
+            local(load).copy_(before)
+        return bits
+
+
+def _in_tally(rows: torch.Tensor) -> int:
+    """The bits of a slot for a tally, of all ranks of the group; a collective of the group."""
+    return sum_in_group(digest(rows)) % AUDIT_BITS + 1
