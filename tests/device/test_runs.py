@@ -24,13 +24,13 @@ ON_DEVICE = {"process_group": "nccl"}
 """For tests tests/device/late/column.py stands for NCCL."""
 EACH_STEP = {
     ("reduction.py", "all_within"): "whether the sums are finite",
-    ("work.py", "results"): "the losses of the step's slots",
-    ("trainer.py", "_update"): "the gradient's norm",
+    ("slots.py", "tokens_and_losses"): "the losses of the step's slots",
+    ("steps.py", "update"): "the gradient's norm",
 }
 """Where the trainer's thread waits for the device in each healthy step, once, and what for."""
 NOW_AND_THEN = {
     ("state.py", "digest"): "a commit whose checksum is compared",
-    ("trainer.py", "take_step"): "torchtitan's other timeouts, after the first commit",
+    ("work.py", "apply"): "torchtitan's other timeouts, after the first commit",
     ("group.py", "gather_json"): "a state that is looked for",
     ("heal.py", "_staged"): "a joiner that reads on from a copy",
     ("cpu_attention.py", "matrix_mask"): "attention without kernels, which is the stand-in's",
