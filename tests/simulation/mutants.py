@@ -63,8 +63,7 @@ TESTS = {
     "semi/quantize.py": ["tests/semi/test_quantize.py"],
     "semi/rounds.py": ["tests/semi/test_rounds.py"],
     "semi/section.py": ["tests/semi/test_config.py"],
-    "semi/worker_files.py": ["tests/semi/test_files.py"],
-    "semi/worker_states.py": ["tests/semi/test_files.py"],
+    "semi/worker_store.py": ["tests/semi/test_files.py"],
 }
 """The tests of a file, which see a change that no seed has shown; QUIET: runs that meet one fault or none."""
 NOT_SIMULATED = (
