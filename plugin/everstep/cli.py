@@ -37,6 +37,7 @@ COMMANDS = {
     "init": Command("write a config to start from", "commands.init", "Init", "init"),
     "doctor": Command("look whether a config can run here", "commands.doctor", "Doctor", "doctor", "torchtitan"),
     "run": Command("start a run on this machine", "commands.run", "Run", "run", "torchtitan"),
+    "scale": Command("change a run's number of groups", "commands.scale", "Scale", "scale"),
     "watch": Command("watch a run", "commands.watch", "Watch", "watch"),
     "status": Command("show where a run is", "commands.cluster", "Status", "status"),
     "stop": Command("stop a run cleanly", "commands.cluster", "Stop", "stop"),

@@ -65,6 +65,8 @@ MISTAKES = {
     "status folder": "folder is no run directory",
     "stop folder": "folder is no run directory",
     "snapshots folder": "folder",
+    "scale folder --groups 2": "folder is no run directory",
+    "scale folder": "--groups is missing",
     "submit good.toml": "there is no sbatch here",
     "agent good.toml --run-dir folder": "--group is missing",
     "chaos folder": "give --every SECONDS",

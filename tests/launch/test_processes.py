@@ -57,7 +57,7 @@ def test_two_runs_on_one_machine_do_not_meet(run, other):
 
 
 def test_groups_come_and_go_as_is_said(start):
-    """In `groups_file`, while the run goes."""
+    """What `everstep scale` says; tests/run/test_scale.py has what the losses make of it."""
     run = start(1, 1, *ENDLESS)
     first = run.workers(0)
     for groups, told in ((3, 1), (1, 1), (2, 2)):

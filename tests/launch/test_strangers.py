@@ -100,7 +100,7 @@ def foreign(shared, tmp_path, monkeypatch):
     "words",
     [
         "run CONFIG --run-dir RUN", "submit CONFIG --run-dir RUN", "agent CONFIG --group 0 --run-dir RUN",
-        "lighthouse CONFIG --run-dir RUN", "stop RUN", "chaos RUN --every 5",
+        "lighthouse CONFIG --run-dir RUN", "stop RUN", "scale RUN --groups 2", "chaos RUN --every 5",
     ],
 )  # fmt: skip
 def test_commands_that_act_on_a_run_refuse_another_users(foreign, tmp_path, words, capsys):

@@ -48,6 +48,23 @@ def test_a_killed_step_comes_back_and_nothing_is_lost(submit):
 
 
 @pytest.mark.slow
+def test_a_run_has_fewer_groups_and_more_when_it_is_told(submit):
+    run = submit(groups=2)
+    run.wait_for_step((0, 1))
+    for groups in (3, 1, 3):
+        said, told = run.everstep("scale", run.run_dir, "--groups", groups), time.time()
+        assert f"is to have {groups} groups" in said
+        if groups == 1:
+            run.cluster.until(lambda: {task.group for task in run.tasks()} == {0}, "one task")
+            assert run.wait_for("agent_ended", after=told, group=2)["status"] == "stopped"
+        run.wait_for_step(range(groups), after=told)
+    run.groups = 3
+    assert not run.events("workers_died")
+    run.assert_as_without_failures()
+    run.cluster.until(lambda: not run.cluster.jobs().strip(), "the jobs to end by themselves")
+
+
+@pytest.mark.slow
 def test_a_group_whose_agent_never_comes_up_is_not_requeued_for_ever(cluster, tmp_path):
     """Somebody moved the folder of the jobs' Python, say."""
     config, run_dir = write_config(tmp_path / "tiny.toml"), tmp_path / "run"

@@ -76,7 +76,7 @@ class End:
 
 
 def is_spare(settings: GroupSettings) -> bool:
-    """Whether the run is to go on without this group (`groups_file`)."""
+    """Whether the run is to go on without this group (`everstep scale`)."""
     return settings.group >= wanted_groups(settings.run_dir, settings.group + 1)
 
 

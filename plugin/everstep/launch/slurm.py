@@ -17,10 +17,12 @@ from typing import Any
 
 from everstep import files
 from everstep.config.grammar import ROOT_KEYS, is_flag
-from everstep.run.directory import LaunchError, ask_to_stop, ended_file, groups_file, over_file, stop_file
-from everstep.run.files import read_json, write_json
+from everstep.run.directory import GroupOver, LaunchError, ask_to_stop, ended_file, groups_file, over_file, stop_file
+from everstep.run.files import read_json, read_typed, write_json
 
 SCRIPTS = files.folder("slurm")
+FOR_GOOD = ("done", "failed")
+"""How groups end that are not started again; one that was stopped is, if it is wanted."""
 ENDED_STATES = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 
 
@@ -105,8 +107,34 @@ def submit(submission: Submission) -> dict[str, str]:
     for name, command in commands.items():
         if name not in alive:
             jobs[name] = _sbatch(command)
-            write_json(job_file(run_dir), jobs)
+            write_json(job_file(run_dir), jobs | {"sbatch": commands["groups"]})
     return jobs
+
+
+def scale(run_dir: Path, groups: int) -> str:
+    """Have Slurm run the tasks of so many groups, which stand in `groups_file`: submit those that are missing, as those
+    were that are there, and cancel pending ones that are too many. Groups that run see by themselves that they are.
+    Returns what was done."""
+    jobs = jobs_of(run_dir)
+    tasks = states_of(jobs["groups"])
+    there = {task.group for task in tasks}
+    over = {group: read_typed(GroupOver, over_file(run_dir, group)) for group in range(groups)}
+    ended = {group for group, end in over.items() if end is not None and end.status in FOR_GOOD}
+    missing = [group for group in range(groups) if group not in there | ended]
+    spare = [task.name for task in tasks if task.state == "PENDING" and (task.group or 0) >= groups]
+    said = []
+    if missing:
+        for group in missing:
+            (run_dir / "logs" / f"group-{group}").mkdir(parents=True, exist_ok=True)
+            over_file(run_dir, group).unlink(missing_ok=True)
+        array = f"--array={','.join(map(str, missing))}"
+        job = _sbatch([array if word.startswith("--array=") else word for word in jobs["sbatch"]])
+        write_json(job_file(run_dir), jobs | {"groups": f"{jobs['groups']},{job}"})
+        said.append(f"submitted groups {', '.join(map(str, missing))} as job {job}")
+    if spare:
+        _slurm(["scancel", *spare])
+        said.append(f"cancelled the pending {', '.join(spare)}")
+    return "; ".join(said)
 
 
 def describe_submission(submission: Submission, jobs: Mapping[str, str]) -> str:

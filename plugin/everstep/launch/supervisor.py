@@ -217,7 +217,7 @@ class Supervisor:
         }
 
     def _keep_groups(self) -> None:
-        """Have as many groups as are wanted (`groups_file`), once the lighthouse has an address that holds. One that
+        """Have as many groups as are wanted (`everstep scale`), once the lighthouse has an address that holds. One that
         was asked to leave ends first, and is started anew if it is wanted again."""
         groups, prepared, lighthouse = self._launcher.groups, self._prepared, self._lighthouse
         if prepared is None or lighthouse is None or not lighthouse.up or self._stops:

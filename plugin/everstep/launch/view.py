@@ -35,6 +35,7 @@ def duration(seconds: float | None) -> str:
 LINES = {
     "run_started": "{groups} groups of {ranks_per_group}, seed {seed}",
     "run_ended": "run {status}: {reason}",
+    "scaled": "the run is to have {count} groups",
     "slot_skipped": "group {group}: slot {slot} of step {step} is skipped",
     "page": "the run's page: {address}",
     "warning": "{text}",

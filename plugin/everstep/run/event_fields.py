@@ -141,6 +141,7 @@ _GROUP, _STEP = ("group",), ("group", "step")
 NEEDED: dict[str, tuple[str, ...]] = {
     "run_started": ("groups",),
     "run_ended": ("status", "reason"),
+    "scaled": ("count",),
     "lighthouse_started": ("address", "pid"),
     "agent_up": (*_GROUP, "pid"),
     "group_failing": (*_GROUP, "count", "reason"),

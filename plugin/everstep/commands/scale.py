@@ -1,0 +1,57 @@
+"""`everstep scale`: another number of groups for a run that goes on."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tyro
+
+from everstep.launch import slurm
+from everstep.launch.machine import sharing_complaint
+from everstep.launch.prepare import Order, Prepared, prepared, take_answer
+from everstep.run.directory import LaunchError, RunDir, Wanted, groups_file, holder_of
+from everstep.run.events import EventLog
+from everstep.run.files import write_json
+from everstep.run.token import require_run
+
+
+@dataclass(kw_only=True)
+class Scale:
+    """Give a live run more or fewer replica groups. New ones heal from the others and take part in a step once they
+    have the state; of too many the last ones finish their step and leave. The losses stay what they are."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """The run directory."""
+
+    groups: int
+    """How many replica groups the run is to have."""
+
+
+def scale(command: Scale, flags: Sequence[str]) -> int:
+    """Returns once the run is told. Raises LaunchError for a number of groups that its config does not take."""
+    run_dir, groups = command.run_dir.resolve(), command.groups
+    require_run(run_dir)
+    if groups < 1:
+        raise LaunchError("--groups must be at least 1; `everstep stop` ends a run.")
+    before, submitted = take_answer(run_dir), slurm.job_file(run_dir).exists()
+    if not isinstance(before, Prepared) or not _is_going(run_dir, submitted):
+        raise LaunchError(f"nothing runs in {run_dir}: start it with --groups {groups}.")
+    order = Order(str(RunDir(run_dir).config), groups=groups, ranks=before.ranks, here=not submitted)
+    found = prepared(order)
+    ranks = groups * before.ranks
+    if not submitted and (why := sharing_complaint(found.devices, ranks, found.fault_tolerance.process_group)):
+        raise LaunchError(why)
+    if found.identity != before.identity:
+        raise LaunchError("this run's workers are its groups: set [semi_sync] workers in a new run to scale it.")
+    write_json(groups_file(run_dir), asdict(Wanted(groups)))
+    EventLog(run_dir, None, None, "scale").emit("scaled", count=groups)
+    done = slurm.scale(run_dir, groups) if submitted else ""
+    print("; ".join(filter(None, (f"{run_dir} is to have {groups} groups", done))))
+    return 0
+
+
+def _is_going(run_dir: Path, submitted: bool) -> bool:
+    if submitted:
+        slurm.require_slurm()
+        return bool(slurm.states_of(slurm.jobs_of(run_dir)["groups"]))
+    return holder_of(run_dir) is not None
