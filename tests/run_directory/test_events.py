@@ -187,8 +187,7 @@ def test_pipes_and_links_among_the_events_are_not_waited_for_nor_followed(tmp_pa
     assert EventTail(tmp_path).new() == whole
     (tmp_path / "events" / "chaos.jsonl").unlink()
     (tmp_path / "events" / "chaos.jsonl").symlink_to(secret)
-    with pytest.raises(OSError, match="symbolic links"):
-        EventLog(tmp_path, None, None, "chaos")
+    EventLog(tmp_path, None, None, "chaos").emit("fault", fault="kill-group")
     assert secret.read_text() == '{"t":1.0,"kind":"x","secret":1}\n'
 
 

@@ -108,7 +108,6 @@ TELLS = {"emit", "debug", "info", "warning", "error", "exception"}
 AT_EXIT, ONLY_LATER = "matters when a process ends", "only how long something takes or is waited for"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("quorum/watch.py", "self._wake_read.close()", "pass"): AT_EXIT,
-    ("step/exact.py", "_CHUNK = 1 << 14", "2"): ONLY_LATER,
     ("step/attempt.py", "@dataclass(frozen=True, slots=True)", "False"): "nobody assigns to it",
     ("quorum/process_group.py", 'super().__init__(name="connect", daemon=True)', "False"): AT_EXIT,
     ("step/reduction.py", "bucket.additions[index] += 1", "2"): "counts are compared with each other",

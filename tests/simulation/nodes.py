@@ -27,7 +27,6 @@ class LighthouseNode:
 
     def __init__(self, world: World, host: str, options: Options) -> None:
         self.world, self.host, self.options = world, host, options
-        self._rules = real.gate.Rules(options.min_replicas, options.join_timeout_s, options.heartbeat_timeout_s)
         self.address = f"http://{host}:{PORT}"
         self.process = self._start()
 
@@ -46,15 +45,17 @@ class LighthouseNode:
 
     def _start(self) -> Process:
         process = Process(self.world.scheduler, self.host, self.host)
-        inner_s = self._rules.inner_s
-        options = replace(self.options, heartbeat_timeout_s=inner_s + real.membership.beat_every_s(inner_s))
+        every_s = real.membership.beat_every_s(self.options.heartbeat_timeout_s)
+        options = replace(self.options, heartbeat_timeout_s=self.options.heartbeat_timeout_s + every_s)
         process.inner = Inner(Lighthouse(options), process)
         process.on_death.append(partial(self.world.network.process_died, process))
         self.world.scheduler.spawn(process, self._serve)
         return process
 
     def _serve(self) -> None:
-        real.gate.Gate(TOKEN, (self.host, PORT), "http://127.0.0.1:1", self._rules, lambda count, last: None)
+        options = self.options
+        rules = real.gate.Rules(options.min_replicas, options.join_timeout_s, options.heartbeat_timeout_s)
+        real.gate.Gate(TOKEN, (self.host, PORT), "http://127.0.0.1:1", rules, lambda count, last: None)
 
     def die(self) -> None:
         self.process.kill()

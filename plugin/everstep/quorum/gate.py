@@ -10,15 +10,13 @@ does not prove to hold the run's token is heard. Each request is one message and
 ID is the group's name and TEXT what it says of itself (`everstep.step.quorum`: `name_of`, `encode`). A request without
 a quorum is answered by {"failed": why}; the connection stays. A group that makes no step waits for its turn
 (`everstep.quorum.turns`). What groups say stays at the gate: torchft's lighthouse names all members in each of its
-answers, and would copy it once for each pair of members. So do their heartbeats: the gate tells the lighthouse who
-lives.
+answers, and would copy it once for each pair of members.
 """
 
 import math
 import threading
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,10 +33,6 @@ from everstep.step.quorum import Request, decode, encode, group_of, read_quorum
 HEARING = 1.5
 """For how many heartbeat timeouts nobody may ask after the gate has begun to hear groups: by then it has heard all that
 live, so that the first of them does not get a quorum of its own."""
-INNER_S = 0.5
-"""After so long without a heartbeat torchft's lighthouse takes a group for dead, or after the heartbeat timeout if that
-is shorter. The gate beats for all that live: for a group that says nothing until the heartbeat timeout is over, and for
-one whose connections have closed not at all. So the death of a process costs this, however long the timeout is."""
 CLIENTS = 8
 """Connections for quorum requests, which last; the lighthouse takes 200 at once on each."""
 TELL_EVERY_S = 60.0
@@ -73,11 +67,6 @@ class Rules:
     join_timeout_s: float = 2.0
     heartbeat_timeout_s: float = 2.0
 
-    @property
-    def inner_s(self) -> float:
-        """The same for torchft's lighthouse, which is told who lives (`INNER_S`)."""
-        return min(INNER_S, self.heartbeat_timeout_s)
-
 
 class Gate:
     """Admits members and passes their requests to a lighthouse, until `close`.
@@ -104,7 +93,7 @@ class Gate:
         encrypt: bool = False,
     ) -> None:
         self._min_groups, self._timeout_s, self._tell = rules.min_groups, rules.heartbeat_timeout_s, tell
-        self._inner_s = rules.inner_s
+        self._every_s = beat_every_s(rules.heartbeat_timeout_s)
         self._refused, self._told = 0, -math.inf
         try:
             self._beats, *self._clients = [LighthouseClient(inner, CONNECT_TIMEOUT) for _ in range(CLIENTS + 1)]
@@ -116,19 +105,13 @@ class Gate:
         """By replica, in the order in which they were first heard: when it last beat or asked."""
         self._asking: dict[str, _Waiting] = {}
         self._turns = Turns(self._is_heard)
-        self._beating: Counter[str] = Counter()
-        """By replica, the connections on which it beats."""
         self._held = 0
         """Requests that wait for their turn."""
-        self._formed: tuple[tuple[int, int], bytes] | None = None
+        self._newest: tuple[tuple[int, int], bytes] | None = None
         """When the newest quorum was formed, and the answer to all that are in it."""
         self._last_heard = self._asks_from = -math.inf
-        self._beaten = time.monotonic()
-        """When the lighthouse last knew who lives, and from when on it is believed again."""
-        self._believed_from = -math.inf
         self.lost = threading.Event()
         """Set when the lighthouse does not answer any more."""
-        self._closed = threading.Event()
         host, port = bind
         try:
             self._server = wire.Server(
@@ -145,11 +128,9 @@ class Gate:
             raise GateError(f"cannot listen on {wire.format_address(host, port)}: {error}") from error
         self.address = self._server.address
         """`host:port` where groups reach it."""
-        threading.Thread(target=self._keep_beating, name="heartbeats", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening."""
-        self._closed.set()
         self._server.shut()
 
     def _refuse(self, what: str) -> None:
@@ -159,16 +140,16 @@ class Gate:
             self._tell(self._refused, what)
 
     def _talk(self, channel: wire.Channel) -> None:
-        beats = ""
-        try:
-            while True:
-                message = channel.receive_frame()
+        passed_on = -math.inf
+        while True:
+            message = channel.receive_frame()
+            try:
                 if message.get("op") == "beat":
                     beat = typed.parse(Beat, message)
                     self._hear(beat.replica)
-                    if not beats:
-                        beats = beat.replica
-                        self._beats_on(beats, 1)
+                    if self._is_newest(beat.replica) and time.monotonic() - passed_on >= self._every_s:
+                        passed_on = time.monotonic()
+                        self._beat(beat.replica)
                     channel.send_frame({})
                 else:
                     asked = typed.parse(Asked, message)
@@ -176,18 +157,8 @@ class Gate:
                     if asked.op != "quorum" or asked.replica != request.name:
                         raise ValueError("it is of another replica, or of another kind")
                     channel.send_frame(self._quorum(asked, _Waiting(request, channel)))
-        except ValueError as error:
-            raise wire.RefusedError(f"the request is not understood: {error}") from error
-        finally:
-            if beats:
-                self._beats_on(beats, -1)
-
-    def _beats_on(self, replica: str, connections: int) -> None:
-        """A replica beats on so many connections more."""
-        with self._changed:
-            self._beating[replica] += connections
-            if not self._beating[replica]:
-                del self._beating[replica]
+            except ValueError as error:
+                raise wire.RefusedError(f"the request is not understood: {error}") from error
 
     def _hear(self, replica: str) -> None:
         now = time.monotonic()
@@ -197,26 +168,15 @@ class Gate:
             self._heard[replica] = self._last_heard = now
 
     def _is_heard(self, replica: str) -> bool:
-        patience_s = self._timeout_s if replica in self._beating else self._inner_s
-        return time.monotonic() - self._heard.get(replica, -math.inf) < patience_s
+        return time.monotonic() - self._heard.get(replica, -math.inf) < self._timeout_s
 
-    def _newest(self) -> dict[str, str]:
-        """By group, the replica that counts: of several starts that are heard, the one that was heard of last. A group
-        that is there twice would keep all from a quorum until the older start finds that it is not wanted."""
+    def _is_newest(self, replica: str) -> bool:
+        """Whether no other start of this group is heard that was heard of later: a group that is there twice would keep
+        all from a quorum until the older start finds that it is not wanted."""
+        group = group_of(replica)
         with self._changed:
-            return {group_of(name): name for name in self._heard if self._is_heard(name)}
-
-    def _keep_beating(self) -> None:
-        """Tell the lighthouse who lives, in a thread of its own."""
-        while not self._closed.wait(beat_every_s(self._inner_s)):
-            with self._changed:
-                now = time.monotonic()
-                if now - self._beaten > self._inner_s:
-                    self._believed_from = now + self._inner_s
-            for replica in self._newest().values():
-                if replica in self._beating:
-                    self._beat(replica)
-            self._beaten = time.monotonic()
+            starts = [name for name in self._heard if group_of(name) == group and self._is_heard(name)]
+        return starts[-1:] in ([], [replica])
 
     def _beat(self, replica: str) -> None:
         try:
@@ -228,7 +188,7 @@ class Gate:
 
     def _quorum(self, asked: Asked, waiting: _Waiting) -> dict[str, Any] | bytes:
         self._hear(asked.replica)
-        if self._newest().get(group_of(asked.replica), asked.replica) != asked.replica:
+        if not self._is_newest(asked.replica):
             return {"failed": "another start of this group counts now"}
         until = time.monotonic() + asked.timeout_s
         if not self._wait_for_turn(asked.replica, until) or waiting.channel.hung_up():
@@ -243,12 +203,12 @@ class Gate:
             return {"failed": str(error).partition("\n")[0][:300] or type(error).__name__}
         when = quorum.created.seconds, quorum.created.nanos
         with self._changed:
-            if self._formed is None or self._formed[0] < when:
+            if self._newest is None or self._newest[0] < when:
                 replicas = [member.replica_id for member in quorum.participants]
-                self._formed = when, self._form(int(quorum.quorum_id), replicas)
-            if self._formed[0] > when:
+                self._newest = when, self._form(int(quorum.quorum_id), replicas)
+            if self._newest[0] > when:
                 return {"failed": "there is a newer quorum already"}
-            return self._formed[1]
+            return self._newest[1]
 
     def _wait_for_turn(self, replica: str, until: float) -> bool:
         """Whether the turn came before `until` (`time.monotonic()`)."""
@@ -269,10 +229,7 @@ class Gate:
 
     def _form(self, quorum_id: int, replicas: Iterable[str]) -> bytes:
         """The answer to all members of a new quorum."""
-        now = time.monotonic()
-        if now < self._believed_from or now - self._beaten > self._inner_s:
-            return _failed("this process stood still, and the lighthouse took groups for dead meanwhile")
-        gone_at = now - SILENCE.total_seconds()
+        gone_at = time.monotonic() - SILENCE.total_seconds()
         self._heard = {replica: heard for replica, heard in self._heard.items() if heard > gone_at}
         self._asking = {replica: asking for replica, asking in self._asking.items() if replica in self._heard}
         members = {replica: self._asking.get(replica) for replica in replicas}

@@ -53,13 +53,13 @@ class Lighthouse:
         # The server and each of the gate's clients have a runtime of their own. Set before there is any: their threads
         # read the environment, which must not move under them.
         os.environ["TOKIO_WORKER_THREADS"] = "1"
-        late_s = beat_every_s(rules.inner_s)  # by so much later may a dead group be noticed
+        late_s = beat_every_s(rules.heartbeat_timeout_s)  # by so much later may a silent group be noticed
         self._inner = LighthouseServer(
             bind=f"{LOOPBACK}:0",
             min_replicas=rules.min_groups,
             join_timeout_ms=round(rules.join_timeout_s * 1000),
             quorum_tick_ms=QUORUM_TICK_MS,
-            heartbeat_timeout_ms=round((rules.inner_s + late_s) * 1000),
+            heartbeat_timeout_ms=round((rules.heartbeat_timeout_s + late_s) * 1000),
         )
         port = self._inner.address().rstrip("/").rpartition(":")[2]
         self.gate = Gate(token, bind, f"http://{LOOPBACK}:{port}", rules, tell, encrypt)
