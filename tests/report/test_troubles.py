@@ -32,9 +32,9 @@ def skipped(times):
     return [("snapshot_skipped", {"reason": "the last one is not coded yet"})] * times
 
 
-def commits(count, **by_field):
-    """Commits of groups 0, 1 and 2; by field what group 1 says instead of 0."""
-    return [("commits", {"of_group_1": by_field})] * count
+def commits(count, *, later_s):
+    """Commits of groups 0, 1 and 2, dated so much later by group 1."""
+    return [("commits", {"later_s": later_s})] * count
 
 
 CAUSES = {
@@ -154,10 +154,10 @@ CAUSES = {
     "a slow host whose workers start again": (
         "pace", [("straggler", {"pace": 1.5})], "so it gets fewer. Look at its hosts", STARTED),
     "a clock that is ahead": (
-        "clock", commits(2, t=3600.0), "The clocks of groups 0 and 1 differ by 3600 s: training does "
+        "clock", commits(2, later_s=3600.0), "The clocks of groups 0 and 1 differ by 3600 s: training does "
                               "not mind, but dates", ("commits", {})),
     "a clock that is behind": (
-        "clock", commits(2, t=-90.0), "The clocks of groups 1 and 0 differ by 90 s", ("commits", {})),
+        "clock", commits(2, later_s=-90.0), "The clocks of groups 1 and 0 differ by 90 s", ("commits", {})),
     "every group given up": ("run", [failed("every group was given up; group 1 is given up")],
                              "The run failed: every group was given up; group 1 is given up.", None),
     "every group given up, with an error": (
@@ -190,11 +190,7 @@ def add(line, t, step, kind, fields):
     elif kind == "commits":
         t += 200.0  # so that a clock that is behind is not one of before the start
         line.commit(t, step, (0, 1, 2), owners=[0, 0, 1, 1, 2, 2])
-        for event in line.logged[-3:]:
-            event["compute_s"] = 1.0
-        mine = line.logged[-2]
-        mine |= {name: value for name, value in fields.get("of_group_1", {}).items() if name != "t"}
-        mine["t"] += fields.get("of_group_1", {}).get("t", 0.0)
+        line.logged[-2]["t"] += fields.get("later_s", 0.0)
     elif kind == "later":
         line.commit(t + 60.0, step, (0, 1))
     else:
@@ -259,7 +255,7 @@ def test_each_is_gone_with_its_cause(cause):
 def test_what_is_no_cause_is_no_trouble():
     line = Timeline().add(0, "run_started", role="supervisor", groups=3, steps=9).start(1, 0, 1, 2)
     for index, (kind, fields) in enumerate([
-        ("straggler", {"pace": 1.0}), *commits(3, t=30.0),
+        ("straggler", {"pace": 1.0}), *commits(3, later_s=30.0),
         *skipped(SKIPPED - 1), CODED, *skipped(SKIPPED - 1), ("quorum_failed", {"waited_s": 4.9, "reason": "a death"}),
         CODED, died("rank 0 was killed by SIGKILL"),
         ("agent_ended", {"status": "done", "reason": "finished"}), ("audit", {"agreed": True, "differing": []}),

@@ -15,7 +15,7 @@ from everstep.launch.prepare import Prepared, take_answer
 from everstep.run.directory import LaunchError, read_toml
 from everstep.run.events import read_events
 from everstep.run.files import read_json
-from everstep.run.token import require_own
+from everstep.run.token import require_run
 
 FOLDER = "replay"
 """Below the run directory: the run that computes the step again."""
@@ -56,10 +56,7 @@ class Told:
 def replay(command: Replay, flags: Sequence[str]) -> int:
     """Exit status 0 if all that was recorded of the step has the bits that it has now, else 1."""
     run_dir, step = command.run_dir.resolve(), command.step
-    try:
-        require_own(run_dir)
-    except (OSError, ValueError) as error:
-        raise LaunchError(str(error)) from None
+    require_run(run_dir)
     begin, then = time.monotonic(), _told(run_dir)
     if step not in then:
         has = f"steps {min(then)} to {max(then)}" if then else "none"

@@ -307,8 +307,8 @@ def _deal(
     done = [((len(own) + 1) * pace[group], group) for group, own in shares.items()]
     heapq.heapify(done)
     for slot in slots[len(idle) :] if shares else ():
-        at_s, group = done[0]
-        heapq.heapreplace(done, (at_s + pace[group], group))
+        when, group = done[0]
+        heapq.heapreplace(done, (when + pace[group], group))
         shares[group].append(slot)
     return {group: tuple(sorted(share)) for group, share in shares.items()}
 
