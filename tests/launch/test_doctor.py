@@ -3,13 +3,15 @@
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch import doctor, node
+from everstep.launch import doctor, node, prepare
 from everstep.launch.machine import sharing_complaint
 from everstep.launch.prepare import Model
+from everstep.snapshot.section import Snapshot
 from forked import ran
 
 
@@ -117,8 +119,24 @@ def test_the_command_ends_with_1_for_an_error_and_knows_the_models_size(tmp_path
     assert by_check["attention"]["found"] == "18 of 18 linear layers and kernels are checked"
 
 
+@pytest.mark.parametrize(
+    ("exact", "ours", "host"),
+    [(False, "4.0 GB of sums in each rank, 4.0 GB more", "46.2 GB"), (True, "16.1 GB of sums", "46.2 GB")],
+)
+def test_memory_of_a_rank_of_8b_on_8_is_what_docs_say(exact, ours, host):
+    sections = {
+        "fault_tolerance": FaultTolerance(enable=True, groups=2, exact=exact),
+        "snapshot": Snapshot(enable=True),
+    }
+    config = SimpleNamespace(**sections, semi_sync=SimpleNamespace(enabled=False))
+    text = prepare.memory_of_rank(config, 4 * 8.03e9 / 8, 12 * 8.03e9 / 8)
+    assert "16.1 GB of parameters" in text
+    assert ours in text
+    assert host in text
+
+
 def test_a_model_that_would_be_checked_in_part_is_an_error():
-    model = Model(1, 12, 300.0, "16 of 17", ["layers.0.extra"])
+    model = Model(1, 12, "", 300.0, "16 of 17", ["layers.0.extra"])
     *_, line = doctor.config_and_model(model)
     assert (line.verdict, "layers.0.extra" in line.found) == ("error", True)
 

@@ -151,6 +151,7 @@ def config_and_model(model: Model) -> Iterator[Line]:
     """How large the model is, and whether `[attention_check]` sees all of it."""
     size = f"{model.state_bytes / 1e9:.2f} GB with the optimizer's states"
     yield Line("config", "ok", f"{model.parameters / 1e6:,.1f} M parameters: {size} in each group")
+    yield Line("memory", "ok", f"{model.memory}; activations come on top")
     if model.checked is not None:
         found = f"{model.checked} linear layers and kernels are checked"
         if model.unchecked:

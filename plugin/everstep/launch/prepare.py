@@ -56,6 +56,8 @@ class Model:
     parameters: int
     state_bytes: int
     """Parameters and optimizer state of one group, over all its ranks."""
+    memory: str
+    """What a rank holds of them and for the run's safety, for people."""
     train_timeout_s: float
     """How long ranks of a group wait for each other."""
     checked: str | None
@@ -111,7 +113,7 @@ def prepare(order: Order) -> Prepared:
         metrics={key: value for key, value in asdict(config.metrics).items() if isinstance(value, str | bool)},
         devices=visible(accelerator.device_count()),
         warnings=warnings,
-        model=_model(config) if order.model else None,
+        model=_model(config, ranks) if order.model else None,
     )
 
 
@@ -178,20 +180,40 @@ def _refuse_another(config: Any, run_dir: Path) -> list[str]:
     ]
 
 
-def _model(config: Any) -> Model:
+def _model(config: Any, ranks: int) -> Model:
     from everstep.titan.attention import coverage
     from everstep.titan.machine import built_on_meta, choose_attention, trained_parameters
 
     choose_attention(config)
     model = built_on_meta(config)
     parameters, size = trained_parameters(model, config)
+    state_bytes = parameters * size * (1 + ADAM_STATES)
     checked = coverage([model]) if config.attention_check.enable else None
     return Model(
         parameters=parameters,
-        state_bytes=parameters * size * (1 + ADAM_STATES),
+        state_bytes=state_bytes,
+        memory=memory_of_rank(config, parameters * size / ranks, state_bytes / ranks),
         train_timeout_s=config.comm.train_timeout_seconds,
         checked=None if checked is None else str(checked),
         unchecked=[] if checked is None else list(checked.missing[:3]),
+    )
+
+
+def memory_of_rank(config: Any, gradients: float, state: float) -> str:
+    """docs/transport.md and docs/snapshots.md count these bytes of a rank by their causes."""
+    ft, snapshot = config.fault_tolerance, config.snapshot
+    held = f"{(state + gradients) / 1e9:.1f} GB of parameters, optimizer's states and gradients"
+    if not ft.enable or config.semi_sync.enabled:
+        return f"{held} in each rank"
+    sums = gradients * (4 if ft.exact else 1)
+    host = 4 * gradients
+    if snapshot.enable and ft.groups > 1:
+        size = min(ft.groups, snapshot.parity_group)
+        parity = min(snapshot.parity, size - 1)
+        host += state / ft.groups * (3 + 2 * parity / (size - parity))
+    return (
+        f"{held} and {sums / 1e9:.1f} GB of sums in each rank, {gradients / 1e9:.1f} GB more while a failed "
+        f"attempt ends; on its host up to {host / 1e9:.1f} GB for snapshots and a group that heals"
     )
 
 
