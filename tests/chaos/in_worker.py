@@ -24,7 +24,6 @@ from everstep.quorum.process_group import PROTOCOL, RankColumn
 from everstep.run.files import order_file, read_json
 from everstep.snapshot.buffer import BufferWriter
 from everstep.step.reduction import local
-from everstep.titan import private
 from everstep.titan.worker_faults import WorkerFaults
 
 CLOCK_JUMP_S = 3600.0
@@ -81,7 +80,7 @@ class Carrier:
         if phase == "compute":
             return
         manager = self.trainer.checkpointer
-        if phase == "checkpoint" and not (isinstance(manager, CheckpointManager) and private.is_due(manager, step)):
+        if phase == "checkpoint" and not (isinstance(manager, CheckpointManager) and manager._should_save(step)):
             return
         fault = self.due(phase)
         if fault.startswith("kill"):

@@ -108,12 +108,6 @@ class Run:
     def events(self, kind: str) -> list[dict]:
         return [e for e in read_events(self.dir) if e["kind"] == kind]
 
-    def until_saved(self, step: int) -> None:
-        """Until a checkpoint of `step` or a later one is on disk."""
-        while not any(e["step"] >= step for e in self.events("checkpoint_saved")):
-            assert self.process.poll() is None, self._log.read_text()[-2000:]
-            time.sleep(0.05)
-
     def recoveries(self) -> list[dict]:
         return [e for e in read_events(self.dir) if e["kind"] == "recovery" and e["restored_step"] > 0]
 

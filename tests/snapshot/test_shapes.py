@@ -8,7 +8,6 @@ import torch
 from everstep.snapshot import recovery
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.layout import Layout, ShapeError, Shard, State
-from everstep.snapshot.recovery import fetch, whole
 from snapshot_cluster import TIMEOUT, Cluster, wait_until
 
 AT_ONCE = timedelta(0)
@@ -141,16 +140,6 @@ def test_what_is_restored_into_another_shape_is_what_was_saved(before, after):
             assert views.keys() == tensors.keys()
             for name, tensor in tensors.items():
                 assert torch.equal(views[name], tensor), name
-
-
-@pytest.mark.parametrize("before", sorted(SHAPES))
-def test_an_export_of_any_shape_is_the_whole_state(before):
-    state = model(1)
-    with Cluster(2, parity=0) as run:
-        save(run, SHAPES[before](state))
-        found = whole(fetch(run.run_dir, timeout=TIMEOUT, patience=TIMEOUT))
-        assert found.tensors.keys() == state.keys()
-        assert all(torch.equal(found.tensors[name], tensor) for name, tensor in state.items())
 
 
 def test_a_lost_host_is_decoded_before_its_shards_are_cut():

@@ -26,10 +26,6 @@ class Snapshots:
     verify: bool = False
     """Recompute every checksum and parity, and fetch the newest restorable state as a start would."""
 
-    export: Path | None = None
-    """Write the newest state in memory to this folder as a torchtitan checkpoint (DCP), which
-    checkpoint.initial_load_path takes. The run may be going on or dead."""
-
     json: bool = False
     """Print one JSON object, and nothing else, to stdout."""
 
@@ -43,8 +39,6 @@ def snapshots(command: Snapshots, flags: Sequence[str]) -> int:
         return 0
     if command.run_dir is None:
         raise LaunchError("everstep snapshots: give the run directory, or --sweep.")
-    if command.export is not None:
-        return _export(command.run_dir, command.export)
     from everstep.snapshot.recovery import InspectError, describe, inspect, to_json
 
     try:
@@ -53,19 +47,3 @@ def snapshots(command: Snapshots, flags: Sequence[str]) -> int:
         raise LaunchError(str(error)) from error
     print(json.dumps(to_json(found)) if command.json else describe(found))
     return 0 if found.sound else 1
-
-
-def _export(run_dir: Path, folder: Path) -> int:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise LaunchError(f"{folder} is there already; --export writes to a new or empty folder.")
-    from everstep.snapshot.recovery import InspectError, inspect
-    from everstep.titan.export import ExportError, export
-
-    try:
-        inspect(run_dir)  # says at once that a directory is no run's, or has no keepers
-        found = export(run_dir, folder)
-    except (InspectError, ExportError) as error:
-        raise LaunchError(str(error)) from error
-    print(f"Step {found.step} is in {folder}: --checkpoint.initial_load_path {folder.resolve()} continues from it,")
-    print("with --checkpoint.no-initial_load_model_only for optimizer and data position as well.")
-    return 0

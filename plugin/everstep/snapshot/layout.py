@@ -194,15 +194,6 @@ def _slices(box: Box, within: Box) -> tuple[slice, ...]:
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, within, strict=True))
 
 
-def whole_layout(layouts: list[Layout]) -> Layout:
-    """The layout of the whole state: every tensor that some rank has a shard of."""
-    entries: dict[str, Entry] = {}
-    for layout in layouts:
-        for entry in layout.entries:
-            entries.setdefault(entry.name, entry)
-    return Layout.of_entries({name: (entry.dtype, whole_shape(entry)) for name, entry in entries.items()})
-
-
 VOLATILE = "buffer/"
 """Names of tensors that the next forward may change: they are set aside before a commit returns."""
 _ZEROS = np.zeros(ALIGNMENT, dtype=np.uint8)
@@ -221,7 +212,7 @@ class State:
     blobs: dict[str, bytes] = field(default_factory=dict)
     """Byte strings of this rank and group: random states, a dataloader's position."""
     shards: Mapping[str, Shard] | None = None
-    """Which boxes of whole tensors the shards are; needed to export a checkpoint."""
+    """Which boxes of whole tensors the shards are; needed to restore into groups of another shape."""
 
     @property
     def device(self) -> torch.device:

@@ -2,7 +2,7 @@
 
 A buffer whose bytes turn out wrong, or whose keeper dies while it is read, is set aside and the sources asked
 again without it; so a damaged part is decoded from parity, and what cannot be decoded gives way to an older
-step. A whole state for whoever wants to write it down (`fetch`, `whole`) is had in the same way.
+step.
 
 `inspect` says what the keepers of a run hold and what a start would do, for `everstep snapshots RUN_DIR`.
 """
@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from everstep.run.token import read_token
 from everstep.snapshot import peers, sources
-from everstep.snapshot.layout import Layout, Reshaped, ShapeError, whole_layout
+from everstep.snapshot.layout import Layout, Reshaped, ShapeError
 from everstep.snapshot.peers import Held, Place
 from everstep.snapshot.restore import Restored, RestoreError, restore_rank
 from everstep.snapshot.segment import run_id
@@ -192,79 +191,6 @@ def _with_reasons(found: Found, notes: list[str]) -> sources.Decision:
     if len(unanswered) > REASONS:
         unanswered[REASONS:] = [f"{len(unanswered) - REASONS} more keepers do not answer"]
     return replace(found.decision, reasons=(*notes, *found.decision.reasons, *unanswered))
-
-
-POLL_S = 0.1
-
-
-class ExportError(RuntimeError):
-    """No state that could be written; the message says why."""
-
-
-@dataclass(frozen=True)
-class Whole:
-    """The state of a whole replica group after one step."""
-
-    step: int
-    tensors: dict[str, torch.Tensor]
-    """Whole tensors, by the names that the snapshots give them."""
-    meta: dict[str, Any]
-    """What the groups' snapshots carry beside tensors; equal on all ranks."""
-    blobs: list[dict[str, bytes]]
-    """By rank: what is its own."""
-
-
-def fetch(run_dir: Path, *, not_before: int = 0, timeout: timedelta, patience: timedelta) -> list[Restored]:
-    """The newest state that can be had from memory, by rank.
-
-    Args:
-        not_before: the lowest step that will do; it is waited for.
-        timeout: the longest silence of a keeper.
-        patience: for the whole wait.
-
-    Raises:
-        ExportError: nothing restorable came in time.
-    """
-    token = read_token(run_dir)
-    deadline = time.monotonic() + patience.total_seconds()
-    aside: list[str] = []
-    while True:
-        found = look(run_dir, token, timeout, timedelta(0), aside=aside)
-        decision = found.decision
-        if decision.from_memory and decision.step >= not_before:
-            try:
-                return [
-                    restore_rank(column, rank, min(column.data, default=0), token, timeout)
-                    for rank, column in sorted(decision.columns.items())
-                ]
-            except RestoreError as error:
-                aside += error.buffers
-                why = str(error)
-        elif decision.from_memory:
-            why = f"the newest step in memory is {decision.step}, not {not_before}"
-        else:
-            silent = [f"{name} does not answer: {reason}" for name, reason in found.silent.items()]
-            why = "; ".join([*decision.reasons, *silent])
-        if time.monotonic() >= deadline:
-            raise ExportError(f"{run_dir}: no state could be taken from memory: {why}")
-        time.sleep(POLL_S)
-
-
-def whole(ranks: list[Restored]) -> Whole:
-    """Put the ranks' shards together.
-
-    Raises:
-        ExportError: the shards do not make up whole tensors.
-    """
-    layouts = [Layout.from_json(restored.layout) for restored in ranks]
-    made = Reshaped(whole_layout(layouts))
-    try:
-        for restored, layout in zip(ranks, layouts, strict=True):
-            made.take(layout, restored.flat)
-        flat = torch.from_numpy(made.finish())
-    except ShapeError as error:
-        raise ExportError(str(error)) from error
-    return Whole(ranks[0].step, made.layout.views(flat), ranks[0].meta, [restored.blobs for restored in ranks])
 
 
 DEFAULT_TIMEOUT = timedelta(seconds=10)

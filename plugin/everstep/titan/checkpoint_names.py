@@ -5,21 +5,12 @@ Tried with torchtitan 0.3.0. Its main branch has renamed `components.checkpoint_
 
 from torchtitan.components.checkpoint_utils import init_optim_state
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
-from torchtitan.components.checkpointer.base import (
-    DATALOADER,
-    LR_SCHEDULER,
-    OPTIMIZER,
-    TRAIN_STATE,
-    ModelWrapper,
-)
+from torchtitan.components.checkpointer.base import DATALOADER, TRAIN_STATE
 
 __all__ = [
     "DATALOADER",
-    "LR_SCHEDULER",
-    "OPTIMIZER",
     "TRAIN_STATE",
     "BaseCheckpointManager",
     "CheckpointManager",
-    "ModelWrapper",
     "init_optim_state",
 ]

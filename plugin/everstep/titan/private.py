@@ -69,22 +69,6 @@ def computes_eagerly(trainer: Any) -> bool:
     return trainer.fwd_bwd_fn == trainer._forward_backward_body
 
 
-# torchtitan's checkpoint manager. Methods of it that ours stand in for are marked with `foreign.overrides`: `_save` and
-# `_close`, which its public ones call, and `_should_save`.
-
-
 def newest_checkpoint(manager: Any) -> int:
     """The step of the newest checkpoint that the manager would load; -1 for none."""
     return manager._find_load_step()
-
-
-def is_due(manager: Any, step: int) -> bool:
-    """Whether torchtitan's own manager would write a checkpoint of this step."""
-    from everstep.titan.checkpoint_names import CheckpointManager
-
-    return CheckpointManager._should_save(manager, step)
-
-
-def remove_old_checkpoints(manager: Any) -> None:
-    """Have the manager remove the checkpoints that `keep_latest_k` does not keep."""
-    manager._purge_stale_checkpoints()

@@ -3,8 +3,6 @@
 import hashlib
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,7 +13,6 @@ from typing import Any
 import torch
 
 from everstep.quorum.heal import HealState
-from everstep.run import devices
 from everstep.run.events import EventLog
 from everstep.snapshot.agreement import Agreed, Word
 from everstep.snapshot.buffer import SnapshotError
@@ -165,21 +162,6 @@ class Snapshots:
         self._copier.agreed = Agreed(anchor=(restored.step, restored.history, restored.start))
         tensors = layout.views(torch.from_numpy(found.restored.flat))
         return HealState(tensors=tensors, meta=found.restored.meta, blobs=found.restored.blobs)
-
-    @property
-    def coded(self) -> bool:
-        """Whether there is a snapshot that all groups have verified and coded."""
-        return self._copier.agreed.anchor is not None
-
-    def start_export(self, step: int, folder: str) -> subprocess.Popen:
-        """Start the process that writes a checkpoint of the newest state in memory at or after `step` below `folder`.
-        It ends with this one."""
-        command = [sys.executable, "-m", "everstep.titan.export", str(self._run_dir), folder, "--below"]
-        command += ["--not-before", str(step), "--group", str(self.group)]
-        with (self._run_dir / "logs" / "export.log").open("ab") as log:
-            # Of the devices it needs none.
-            environment = {**os.environ, devices.VISIBLE: "", "PYTHONPATH": os.pathsep.join(sys.path)}
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
     def close(self, *, over: bool, leaves: bool) -> None:
         """Let go of the segment. `over`: nothing of the run will ever be restored from memory, so this host's keeper is

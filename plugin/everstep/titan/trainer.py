@@ -27,10 +27,9 @@ from everstep.step.interfaces import OutOfData
 from everstep.step.reduction import BUCKET_BYTES, GradientReducer
 from everstep.step.streams import streams_of
 from everstep.titan import attention, cpu, exactness, private
-from everstep.titan.checkpoints import RunCheckpointManager, SnapshotCheckpointManager, of_run
+from everstep.titan.checkpoints import RunCheckpointManager, of_run
 from everstep.titan.data.binding import bind_data
 from everstep.titan.disk import DiskCheckpoints
-from everstep.titan.group import all_in_group
 from everstep.titan.machine import choose_attention
 from everstep.titan.optimizer_step import OptimizerStep
 from everstep.titan.participation import Participation
@@ -135,8 +134,6 @@ class EverstepTrainer(titan.Trainer):
         self.work = TrainerWork(self, self.slots, unit, state, self.disk, measures)
         if place.snapshots is not None:
             place.snapshots.shards = state.shards()
-            if isinstance(self.checkpointer, SnapshotCheckpointManager):
-                self.checkpointer.export_with(place.snapshots, all_in_group)
         if isinstance(self.checkpointer, RunCheckpointManager) and self.checkpointer.enable:
             self.checkpointer.write_aside_as(ft.group_id, self.participation.life)
         if ft.allow_faults:
@@ -240,7 +237,7 @@ def _prepare(config: Any) -> RunPlace:
     """Settings of a trainer's config, in place, without which its run is not the groups' own; this rank's place."""
     # Curves are drawn from the run's events, by one process for all groups: report/scalars.py.
     config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
-    config.checkpoint = of_run(config.checkpoint, from_snapshots=config.snapshot.enable)
+    config.checkpoint = of_run(config.checkpoint)
     config.comm.save_traces_folder += f"/group-{config.fault_tolerance.group_id}"
     os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise
     return open_place(config)

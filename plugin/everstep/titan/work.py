@@ -23,7 +23,6 @@ from everstep.step.quorum import Quorum
 from everstep.titan import exactness
 from everstep.titan.checkpoint_names import DATALOADER
 from everstep.titan.data.streams import SlotStreams
-from everstep.titan.dataloader_blob import DATALOADER_BLOB, pack_dataloader
 from everstep.titan.disk import DiskCheckpoints
 from everstep.titan.group import all_in_group, sum_in_group
 from everstep.titan.slots import Slots
@@ -328,7 +327,6 @@ class TrainerWork:
     def serve(self) -> HealState:
         state = self.state.snapshot({DATA_BLOB: self._source.known_states()})
         if self._snapshots is not None:
-            state.blobs[DATALOADER_BLOB] = pack_dataloader(self._source.state_dict())
             state.meta[AGREED_SNAPSHOTS] = self._snapshots.agreed
         self.unit.serve(state)
         return state
