@@ -1,11 +1,19 @@
 """Collectives of the ranks of one group, on the backend that the trainer has."""
 
+import hmac
+import secrets
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from everstep.run import typed
+
+PROOF_BYTES = 32
+
+
+class StrangerError(RuntimeError):
+    """Something else than a rank of the run has a rank's place in the group."""
 
 
 def group_device() -> torch.device:
@@ -39,14 +47,37 @@ def sum_in_group(value: int) -> int:
 
 def gather_json(value: Any) -> list[Any]:
     """Every rank's value, by rank; a collective of the group. Not `all_gather_object`, which unpickles what comes."""
-    mine = torch.frombuffer(bytearray(typed.dumps(value)), dtype=torch.uint8).to(group_device())
-    length = torch.tensor([len(mine)], device=mine.device)
-    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, length)
-    padded = mine.new_zeros(max(map(int, lengths)))
-    padded[: len(mine)] = mine
-    everyone = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(everyone, padded)
-    return [
-        typed.loads(said[: int(n)].cpu().numpy().tobytes(), 1 << 31) for said, n in zip(everyone, lengths, strict=True)
-    ]
+    mine = typed.dumps(value)
+    lengths = [int.from_bytes(length) for length in _everyones(len(mine).to_bytes(8))]
+    everyone = _everyones(mine.ljust(max(lengths), b"\0"))
+    return [typed.loads(said[:length], 1 << 31) for said, length in zip(everyone, lengths, strict=True)]
+
+
+def require_members(token: bytes) -> None:
+    """The first collective of the group: whoever reaches its store in time can take a rank's place, and what comes over
+    the group is believed, checkpoint plans unpickled. Each rank answers everyone's random numbers with a code that
+    takes the run's token.
+
+    Raises:
+        StrangerError: a rank did not.
+    """
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return
+    asked = b"".join(_everyones(secrets.token_bytes(PROOF_BYTES)))
+    proofs = [hmac.digest(token, b"rank %d of %d" % (rank, ranks) + asked, "sha256") for rank in range(ranks)]
+    answers = _everyones(proofs[dist.get_rank()])
+    if strangers := [rank for rank in range(ranks) if not hmac.compare_digest(answers[rank], proofs[rank])]:
+        places = ", ".join(map(str, strangers))
+        raise StrangerError(
+            f"a process without the run's token has the place of rank {places} in this group: something else connects "
+            "to the run's ports, see docs/security.md"
+        )
+
+
+def _everyones(mine: bytes) -> list[bytes]:
+    """Bytes of one length from every rank, by rank; a collective of the group."""
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(group_device())
+    received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+    dist.all_gather(received, sent)
+    return [one.cpu().numpy().tobytes() for one in received]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchtitan import trainer as titan
+from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from everstep.attention.guard import Checks
@@ -30,6 +31,7 @@ from everstep.titan import attention, cpu, exactness, private
 from everstep.titan.checkpoints import RunCheckpointManager, of_run
 from everstep.titan.data.binding import bind_data
 from everstep.titan.disk import DiskCheckpoints
+from everstep.titan.group import require_members
 from everstep.titan.machine import choose_attention
 from everstep.titan.optimizer_step import OptimizerStep
 from everstep.titan.participation import Participation
@@ -95,6 +97,7 @@ class EverstepTrainer(titan.Trainer):
             exactness.prepare(config)
         choose_attention(config)
         place = _prepare(config) if ft.enable else None
+        self._token = place.token if place else b""
         super().__init__(config)
         if on_cpu:
             cpu.sum_only_collectives(self.model_parts)
@@ -144,6 +147,12 @@ class EverstepTrainer(titan.Trainer):
             pid=os.getpid(),
             startup_s=round(time.monotonic() - begin, 3),
         )
+
+    def init_distributed(self) -> ParallelDims:
+        dims = super().init_distributed()
+        if self._token:
+            require_members(self._token)
+        return dims
 
     def _attached(self) -> Checks:
         """The checks of the model's attention."""
