@@ -6,10 +6,9 @@ Two processes on this machine, the same bytes, the same number of connections, a
 the reverse order in every other round:
 
     raw        `sendall` on the tensors' memory, `recv_into` the buffers; nothing is checked
-    unsealed   the heal transport, with records that carry no code: what it would be without authentication
+    unsealed   the heal transport, with records that are not sealed: what it would be without encryption
     heal       the heal transport
-    encrypted  the heal transport with encrypt = true
-    keeper     ranges of a file in /dev/shm served as keepers serve buffers; and `keeper unsealed`, `keeper encrypted`
+    keeper     ranges of a file in /dev/shm served as keepers serve buffers; and `keeper unsealed`
 
 `--gbit`: hold the connections together to that rate, as a network would (SO_MAX_PACING_RATE); 0 for as fast as memory
 is copied through loopback. Both sides use memory that has been touched before. Prints GB/s (10^9 bytes) and the
@@ -43,39 +42,26 @@ from everstep.wire import door, sealing
 TOKEN = bytes(range(32))
 TIMEOUT = timedelta(seconds=60)
 TENSORS = 64
-KINDS = ("raw", "unsealed", "heal", "encrypted", "keeper unsealed", "keeper", "keeper encrypted")
-RATIOS = (
-    ("heal", "unsealed"),
-    ("encrypted", "unsealed"),
-    ("keeper", "keeper unsealed"),
-    ("keeper encrypted", "keeper unsealed"),
-    ("heal", "raw"),
-)
+KINDS = ("raw", "unsealed", "heal", "keeper unsealed", "keeper")
+RATIOS = (("heal", "unsealed"), ("keeper", "keeper unsealed"), ("heal", "raw"))
 SO_MAX_PACING_RATE = 47
 SEALER = door.Sealer
 
 
 class Unsealed:
-    """Records as they are, with an empty code: a `Sealer`, and its messages."""
+    """A `Sealer` that leaves records as they are, with an empty code."""
 
-    def seal(self, head):
-        return self
+    def seal(self, head, views):
+        return b"".join([*views, bytes(sealing.TAG_BYTES)])
 
-    open = seal
-
-    def update(self, views):
-        return views
-
-    def tag(self):
-        return bytes(sealing.TAG_BYTES)
-
-    def check(self, tag):
-        pass
+    def open(self, head, sealed, into):
+        for view in into:
+            view[:], sealed = sealed[: view.nbytes], sealed[view.nbytes :]
 
 
 def seal_like(kind: str) -> None:
     """From now on this process's new connections seal as this kind does."""
-    door.Sealer = (lambda key, suite: Unsealed()) if "unsealed" in kind else SEALER  # pyrefly: ignore[bad-assignment]
+    door.Sealer = (lambda key: Unsealed()) if "unsealed" in kind else SEALER  # pyrefly: ignore[bad-assignment]
 
 
 def make_state(nbytes: int) -> dict[str, torch.Tensor]:
@@ -110,18 +96,16 @@ def source(pipe, nbytes: int) -> None:
         file.flush()
         held = Kept(Path(file.name), nbytes)
     state = HealState(tensors=tensors)
-    servers = {encrypt: Door("127.0.0.1", TOKEN, TIMEOUT, encrypt=encrypt) for encrypt in (False, True)}
-    for server in servers.values():
-        server.serve(1, 0, state)
+    server = Door("127.0.0.1", TOKEN, TIMEOUT)
+    server.serve(1, 0, state)
 
     def keep(channel: wire.Channel) -> None:
         wire.serve_ranges(channel, held)
 
-    keepers = [wire.Server("127.0.0.1", TOKEN, keep, TIMEOUT, encrypt=encrypt) for encrypt in (False, True)]
+    keeper = wire.Server("127.0.0.1", TOKEN, keep, TIMEOUT)
     listener = socket.create_server(("127.0.0.1", 0))
-    listeners = [listener, *(s._door._listener for s in (*keepers, servers[False]._server, servers[True]._server))]
-    addresses = {kind: servers[kind == "encrypted"].address for kind in ("unsealed", "heal", "encrypted")}
-    addresses |= {kind: keepers["encrypted" in kind].address for kind in KINDS if "keeper" in kind}
+    listeners = [listener, keeper._door._listener, server._server._door._listener]
+    addresses = {kind: keeper.address if "keeper" in kind else server.address for kind in KINDS}
     pipe.send(addresses | {"raw": f"127.0.0.1:{listener.getsockname()[1]}"})
 
     def raw(connection: socket.socket) -> None:
@@ -160,7 +144,7 @@ def raw_fetch(address: str, views: list[memoryview], connections: int) -> None:
 
 
 def keeper_fetch(address: str, sink: wire.Pieces, connections: int) -> None:
-    channels = [wire.connect(address, TOKEN, TIMEOUT, encrypt=None) for _ in range(connections)]
+    channels = [wire.connect(address, TOKEN, TIMEOUT) for _ in range(connections)]
     wire.pull(channels, sink)
     for channel in channels:
         channel.close()
@@ -173,7 +157,7 @@ def take(kind: str, address: str, into: dict[str, torch.Tensor], connections: in
         keeper_fetch(address, wire.Pieces(views_of(into)), connections)
     else:
         wanted = Wanted(1, 0, Whose(), TIMEOUT.total_seconds())
-        fetch = Fetch(address, wanted, TOKEN, TIMEOUT, connections=connections, encrypt=kind == "encrypted")
+        fetch = Fetch(address, wanted, TOKEN, TIMEOUT, connections=connections)
         fetch.join()
         assert not fetch.error, fetch.error
 

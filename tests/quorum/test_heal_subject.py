@@ -125,12 +125,12 @@ def test_a_request_that_makes_no_sense_is_refused_and_the_next_is_served(server,
     assert fetch(server.address, TOKEN, 1, SOON, whose=RANK_1)
 
 
-def test_what_is_encrypted_cannot_be_read_on_the_way():
-    source = Door("127.0.0.1", TOKEN, SOON, encrypt=True)
+def test_a_state_cannot_be_read_on_the_way():
+    source = Door("127.0.0.1", TOKEN, SOON)
     state = HealState({}, {"note": "meta in the clear"}, {"blob": b"bytes in the clear" * 10})
     source.serve(1, 0, state)
     with relay(source.address) as (address, seen):
-        assert fetch(address, TOKEN, 1, SOON, encrypt=True) == state
+        assert fetch(address, TOKEN, 1, SOON) == state
     assert len(seen) > 300
     assert b"in the clear" not in seen
     source.shutdown()

@@ -11,7 +11,6 @@ import contextlib
 import math
 import selectors as real_selectors
 import socket as real_socket
-import ssl
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -283,8 +282,6 @@ class Socket(_Readable):
         self.timeout: float | None = None
         self._receive_s = 0.0
         self._keepalive: dict[int, int] = {}
-        self.is_secret = False
-        """Whether it speaks TLS: nobody reads or alters what goes through it, and this is all that is done for that."""
         self.keepalive_s = 0.0
         """After so long without a sign of the peer's kernel this end is reset; 0 for never."""
         network.sockets[process].append(self)
@@ -333,7 +330,7 @@ class Socket(_Readable):
         if holds():
             return
         if self.timeout == 0.0:
-            raise ssl.SSLWantReadError if self.is_secret else BlockingIOError
+            raise BlockingIOError
         seconds = self.timeout or self._receive_s or 1e9
         if not HERE.scheduler.wait(self.changed, holds, seconds):
             raise TimeoutError if self.timeout else BlockingIOError
@@ -380,11 +377,13 @@ class Socket(_Readable):
         slow_s = 0.0
         if len(data) >= BULK_BYTES:
             slow_s = network.bulk_s()
-            if network.breaks_off or network.damaged():
+            if network.breaks_off:
                 network.breaks_off = False
                 for end in (self, peer):
                     network.scheduler.call_in(slow_s, end.is_reset)
                 return len(data)
+            if network.damaged():
+                data = data[:-1] + bytes([data[-1] ^ 1])
         network.carry((self.host, peer.host), partial(peer._arrive, data), self.flow, slow_s)
         return len(data)
 
@@ -399,10 +398,8 @@ class Socket(_Readable):
             self.network.carry((self.host, self.peer.host), self.peer._end, self.flow)
             self.wake()
 
-    def sendall(self, data: bytes | memoryview) -> None:
+    def sendall(self, data: bytes) -> None:
         self.send(data)
-
-    def do_handshake(self) -> None: ...
 
     def getpeername(self) -> tuple[str, int]:
         return self.place
@@ -450,25 +447,6 @@ class Selector:
             self.unregister(thing)
 
 
-class Poll:
-    """`select.poll`, of one socket."""
-
-    def register(self, sock: Socket, events: int) -> None:
-        self._sock = sock
-
-    def poll(self, timeout_ms: float) -> list[Socket]:
-        HERE.scheduler.wait(self._sock.changed, self._sock.readable, timeout_ms / 1000)
-        return [self._sock] if self._sock.readable() else []
-
-
-class Context:
-    """`ssl.SSLContext`, of a run whose token all have."""
-
-    def wrap_socket(self, sock: Socket, **options: Any) -> Socket:
-        sock.is_secret = True
-        return sock
-
-
 def create_connection(place: tuple[str, int], timeout: float | None = None) -> Socket:
     return HERE.network.connect(tuple(place), 1e9 if timeout is None else timeout)
 
@@ -502,9 +480,6 @@ socket = SimpleNamespace(
     socketpair=socketpair,
     gethostname=gethostname,
 )
-select = SimpleNamespace(poll=Poll, POLLIN=1, POLLOUT=4)
-credentials = SimpleNamespace(context=lambda *about, **more: Context(), nobody=Context)
-tls = SimpleNamespace(**{**vars(ssl), "SSLSocket": Socket, "SSLContext": Context})
 selectors = SimpleNamespace(
     DefaultSelector=Selector, SelectorKey=real_selectors.SelectorKey, EVENT_READ=real_selectors.EVENT_READ
 )

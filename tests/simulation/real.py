@@ -8,7 +8,6 @@ leaves are others: sealing (a checksum in place of AES), torch's store and commu
 from __future__ import annotations
 
 import builtins
-import enum
 import importlib
 import importlib.util
 import sys
@@ -24,55 +23,30 @@ ROOMS = ("everstep.quorum", "everstep.wire")
 PREFIX = "virtual."
 
 
-class Suite(enum.IntFlag):
-    """As `everstep.wire.sealing` has it."""
-
-    GMAC = 2
-    GCM = 4
-
-
 class Checked:
     """A sealer whose tag is a checksum over key, place and message."""
 
-    def __init__(self, key: bytes, suite: Suite) -> None:
+    def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
 
-    def seal(self, head: bytes) -> Checked._Body:
+    def seal(self, head: bytes, views: Sequence[memoryview]) -> bytes:
+        body = b"".join(views)
         self._count += 1
-        return Checked._Body(self._key, self._count, head)
+        return body + xxhash.xxh3_128(self._key + self._count.to_bytes(8, "little") + head + body).digest()
 
-    open = seal
-
-    class _Body:
-        def __init__(self, key: bytes, count: int, head: bytes) -> None:
-            self._sum = xxhash.xxh3_128(key + count.to_bytes(8, "little") + head)
-
-        def update(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
-            for view in views:
-                self._sum.update(view)
-            return views
-
-        def tag(self) -> bytes:
-            return self._sum.digest()
-
-        def check(self, tag: bytes) -> None:
-            if tag != self._sum.digest():
-                raise SealError("it does not match its authentication code")
+    def open(self, head: bytes, sealed: memoryview, into: Sequence[memoryview]) -> None:
+        body = sealed[:-16]
+        if self.seal(head, [body]) != sealed:
+            raise SealError("it does not match its authentication code")
+        for view in into:
+            view[:], body = body[: view.nbytes], body[view.nbytes :]
 
 
 class SealError(ValueError):
     """As `everstep.wire.sealing` has it."""
 
 
-_SEALING = SimpleNamespace(
-    TAG_BYTES=16,
-    Opening=Any,
-    Sealer=Checked,
-    SealError=SealError,
-    Suite=Suite,
-    suites=lambda encrypt: Suite.GMAC,
-    choose=lambda offered, able: Suite.GMAC,
-)
+_SEALING = SimpleNamespace(TAG_BYTES=16, Sealer=Checked, SealError=SealError)
 _LEAVES: dict[str, Any] = {
     "time": system.time,
     "threading": system.threading,
@@ -80,9 +54,6 @@ _LEAVES: dict[str, Any] = {
     "concurrent.futures": system.futures,
     "socket": network.socket,
     "selectors": network.selectors,
-    "select": network.select,
-    "ssl": network.tls,
-    "everstep.wire.credentials": network.credentials,
     "torchft.coordination": SimpleNamespace(LighthouseClient=services.LighthouseClient),
     "everstep.wire.sealing": _SEALING,
     "everstep.quorum.memory": network.memory,
@@ -100,8 +71,6 @@ def load(name: str) -> Any:
     module = ModuleType(PREFIX + name)
     module.__file__ = spec.origin
     _loaded[name] = sys.modules[PREFIX + name] = module
-    if name == "everstep.wire":
-        module.__dict__.update(sealing=_SEALING, credentials=network.credentials)
     module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
     with open(spec.origin) as file:
         exec(compile(file.read(), spec.origin, "exec"), module.__dict__)  # noqa: S102

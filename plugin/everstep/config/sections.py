@@ -62,11 +62,6 @@ class FaultTolerance:
     """Host name or address that this group's servers (heal source, gradient sums) listen on and advertise; Gloo and
     NCCL use its interface. Empty: this machine's address towards others. `everstep run` sets 127.0.0.1."""
 
-    encrypt: bool = False
-    """Encrypt states on their way to joiners, what keepers of snapshots send, and what groups say to the lighthouse
-    (AES-128-GCM). Without it they are authenticated, but whoever reads the network reads them. Must be
-    the same for all groups. Gradient sums are never encrypted."""
-
     heartbeat_timeout_s: float = 2.0
     """A group whose heartbeats stop for this long is left out of the next quorum. Lower: shorter stalls
     when a group dies; too low: a busy host is taken for a dead one."""

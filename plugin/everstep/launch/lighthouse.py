@@ -127,7 +127,7 @@ class Lighthouse:
             "--heartbeat-timeout-s": self._ft.heartbeat_timeout_s,
             "--join-timeout-s": self._ft.join_timeout_s,
         }
-        words = [str(word) for option in options.items() for word in option] + ["--encrypt"] * self._ft.encrypt
+        words = [str(word) for option in options.items() for word in option]
         child, self._hung = Child("lighthouse", 0, self._ended), False
         log = self._run_dir / "logs" / "lighthouse.log"
         args = [self.address, str(self._beats), words]

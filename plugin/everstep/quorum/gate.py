@@ -77,20 +77,13 @@ class Gate:
         inner: `http://host:port` of the lighthouse.
         rules: of the lighthouse.
         tell: called now and then with how many strangers were refused, and where the last one came from.
-        encrypt: whether members must encrypt what they say.
 
     Raises:
         GateError: the lighthouse is not there, or `bind` cannot be listened on.
     """
 
     def __init__(
-        self,
-        token: bytes,
-        bind: tuple[str, int],
-        inner: str,
-        rules: Rules,
-        tell: Callable[[int, str], None],
-        encrypt: bool = False,
+        self, token: bytes, bind: tuple[str, int], inner: str, rules: Rules, tell: Callable[[int, str], None]
     ) -> None:
         self._min_groups, self._timeout_s, self._tell = rules.min_groups, rules.heartbeat_timeout_s, tell
         self._every_s = beat_every_s(rules.heartbeat_timeout_s)
@@ -115,14 +108,7 @@ class Gate:
         host, port = bind
         try:
             self._server = wire.Server(
-                host,
-                token,
-                self._talk,
-                SILENCE,
-                purpose=PURPOSE,
-                encrypt=encrypt,
-                port=port,
-                on_stranger=self._refuse,
+                host, token, self._talk, SILENCE, purpose=PURPOSE, port=port, on_stranger=self._refuse
             )
         except wire.WireError as error:
             raise GateError(f"cannot listen on {wire.format_address(host, port)}: {error}") from error

@@ -5,7 +5,7 @@ its slots, and the source takes its tensors back before its optimizer changes th
 read in place; joiners that are not done by then read on from a copy, and nobody waits for them.
 
 What travels is a schema (names, dtypes, shapes as JSON), raw tensor bytes, a JSON object and named byte
-strings; nothing that is executed on arrival, as a pickle would be. `everstep.wire` authenticates every chunk with keys
+strings; nothing that is executed on arrival, as a pickle would be. `everstep.wire` seals every chunk with keys
 of the connection. A request says what it is for: which run, rank and layout, which step and by which history it came
 about; the source compares before it opens anything, the joiner compares the answer. A transfer that broke off is over:
 the next one begins anew.
@@ -211,13 +211,10 @@ class Door:
         token: of the run.
         timeout: longest silence of the other side, and longest that a request waits for its step to be opened.
         whose: which state is served here and wanted from others.
-        encrypt: fault_tolerance.encrypt.
     """
 
-    def __init__(
-        self, host: str, token: bytes, timeout: timedelta, whose: Whose = Whose(), encrypt: bool = False
-    ) -> None:
-        self._token, self._timeout, self._whose, self._encrypt = token, timeout, whose, encrypt
+    def __init__(self, host: str, token: bytes, timeout: timedelta, whose: Whose = Whose()) -> None:
+        self._token, self._timeout, self._whose = token, timeout, whose
         self._changed = threading.Condition()
         self._step, self._history = -1, 0
         """Of the state that is served, or was last."""
@@ -226,7 +223,7 @@ class Door:
         """Of what is served; None while nothing is."""
         self._readers: dict[wire.Channel, _StateBytes] = {}
         """What each connection reads."""
-        self._server = wire.Server(host, token, self._talk, timeout, purpose=PURPOSE, encrypt=encrypt)
+        self._server = wire.Server(host, token, self._talk, timeout, purpose=PURPOSE)
         self.address = self._server.address
         """`host:port` to hand to `fetch`."""
 
@@ -265,7 +262,7 @@ class Door:
         """See `HealDoor.fetch`."""
         # A little less than our own patience, so that the source's reason arrives before we give up.
         wanted = Wanted(step, history, self._whose, 0.9 * self._timeout.total_seconds())
-        return Fetch(address, wanted, self._token, self._timeout, encrypt=self._encrypt)
+        return Fetch(address, wanted, self._token, self._timeout)
 
     def shutdown(self) -> None:
         """Cut every joiner off and stop listening."""
@@ -329,7 +326,7 @@ class Fetch(threading.Thread):
         wanted: what is asked for.
         token: of the run.
         timeout: the longest silence of the source, and the longest wait for it to open the step.
-        connections, encrypt: of the transfer.
+        connections: of the transfer.
     """
 
     def __init__(
@@ -340,11 +337,10 @@ class Fetch(threading.Thread):
         timeout: timedelta,
         *,
         connections: int = CONNECTIONS,
-        encrypt: bool = False,
     ) -> None:
         super().__init__(name="heal", daemon=True)
         self._address, self._wanted, self._token, self._timeout = address, wanted, token, timeout
-        self._connections, self._encrypt = connections, encrypt
+        self._connections = connections
         self._state: HealState | None = None
         self.error = ""
         self.took_s = 0.0
@@ -409,7 +405,7 @@ class Fetch(threading.Thread):
         return HealState(tensors, schema.meta, {name: bytes(blob) for name, blob in blobs.items()})
 
     def _connect(self) -> wire.Channel:
-        return wire.connect(self._address, self._token, self._timeout, purpose=PURPOSE, encrypt=self._encrypt)
+        return wire.connect(self._address, self._token, self._timeout, purpose=PURPOSE)
 
     def _ask(self, channel: wire.Channel) -> _Schema:
         return typed.parse(_Schema, channel.ask(asdict(self._wanted)), "its answer:")

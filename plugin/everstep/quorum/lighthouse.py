@@ -36,20 +36,13 @@ class Lighthouse:
         token: of the run.
         bind: (host, port) that the gate listens on; port 0 for a free one.
         rules: when there is a quorum.
-        tell, encrypt: as of the gate.
+        tell: as of the gate.
 
     Raises:
         GateError: the port is taken, or torchft's lighthouse ended.
     """
 
-    def __init__(
-        self,
-        token: bytes,
-        bind: tuple[str, int],
-        rules: Rules,
-        tell: Callable[[int, str], None],
-        encrypt: bool = False,
-    ) -> None:
+    def __init__(self, token: bytes, bind: tuple[str, int], rules: Rules, tell: Callable[[int, str], None]) -> None:
         # The server and each of the gate's clients have a runtime of their own. Set before there is any: their threads
         # read the environment, which must not move under them.
         os.environ["TOKIO_WORKER_THREADS"] = "1"
@@ -62,7 +55,7 @@ class Lighthouse:
             heartbeat_timeout_ms=round((rules.heartbeat_timeout_s + late_s) * 1000),
         )
         port = self._inner.address().rstrip("/").rpartition(":")[2]
-        self.gate = Gate(token, bind, f"http://{LOOPBACK}:{port}", rules, tell, encrypt)
+        self.gate = Gate(token, bind, f"http://{LOOPBACK}:{port}", rules, tell)
 
     def close(self) -> None:
         """End both."""
@@ -88,7 +81,7 @@ def serve(options: argparse.Namespace) -> None:
 
     stops = collect_stops()
     rules = Rules(options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s)
-    lighthouse = Lighthouse(token, place, rules, tell, options.encrypt)
+    lighthouse = Lighthouse(token, place, rules, tell)
     print(f"lighthouse on {options.bind}, at least {options.min_groups} groups, pid {os.getpid()}", flush=True)
     while not stops:
         time.sleep(LOOK_EVERY_S)
@@ -105,7 +98,6 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--min-groups", type=int, default=1)
     parser.add_argument("--join-timeout-s", type=float, default=2.0)
     parser.add_argument("--heartbeat-timeout-s", type=float, default=2.0)
-    parser.add_argument("--encrypt", action="store_true", help="members must encrypt what they say")
     parser.add_argument("--die-with-parent", action="store_true", help="end when the process that started it ends")
     options = parser.parse_args(args)
     if options.die_with_parent:

@@ -85,8 +85,7 @@ class Line:
             at = wire.format_address(place.hostname or "", place.port or 0)
         except ValueError as error:
             raise wire.WireError(f"{address[:300]!r} is no address of a lighthouse") from error
-        # Encrypted if the gate says so, which proves with the token that it does.
-        channel = wire.connect(at, self._token, timeout, purpose=PURPOSE, encrypt=None)
+        channel = wire.connect(at, self._token, timeout, purpose=PURPOSE)
         with self._lock:
             self._channel = channel
         return channel

@@ -170,14 +170,15 @@ class PeerWatch:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _admit(self, member: wire.Admitted) -> None:
+    def _admit(self, member: wire.Channel, key: bytes) -> None:
         with self._lock:
             # The caller may be late for a process group that this rank has broken already.
-            if self._closed or member.subject in self._over:
-                member.sock.close()
+            if self._closed or key in self._over:
+                member.close()
                 return
-            self._accepted.setdefault(member.subject, []).append(member.sock)
-            self._selector.register(member.sock, selectors.EVENT_READ, (member.subject, None))
+            connection = member.detach()
+            self._accepted.setdefault(key, []).append(connection)
+            self._selector.register(connection, selectors.EVENT_READ, (key, None))
         self._wake()
 
     def _watch(self) -> None:

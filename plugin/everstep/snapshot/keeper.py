@@ -50,7 +50,7 @@ log = logging.getLogger("everstep.keeper")
 class Keeper:
     """The process's parts: segment, server, a watch for each rank, and a thread that deals with what they see."""
 
-    def __init__(self, run_dir: Path, segment: Segment, host: str, settings: Snapshot, encrypt: bool = False) -> None:
+    def __init__(self, run_dir: Path, segment: Segment, host: str, settings: Snapshot) -> None:
         """`segment`: of any group."""
         self.run_dir, self.segment, self.settings = run_dir, segment, settings
         self.token = read_token(run_dir)
@@ -61,7 +61,7 @@ class Keeper:
         self.started_at = time.time()
         self._neighbours = Neighbours(run_dir, self.token)
         timeout = timedelta(seconds=settings.transfer_timeout_s)
-        self._server = wire.Server(host, self.token, self._talk, timeout, encrypt=encrypt)
+        self._server = wire.Server(host, self.token, self._talk, timeout)
 
     def place(self, group: int) -> Place:
         address, path = self._server.address, str(self.segment.path)
@@ -264,7 +264,7 @@ def _settle_in() -> None:
 def main(argv: list[str] | None = None) -> int:
     """The keeper process."""
     parser = argparse.ArgumentParser(prog="everstep keeper", description="Started by the agent, not by hand.")
-    parser.add_argument("order", help="JSON: run_dir, group, host, settings, encrypt")
+    parser.add_argument("order", help="JSON: run_dir, group, host, settings")
     order = json.loads(parser.parse_args(argv).order)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     _settle_in()
@@ -284,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
         log.error("%s", error)
         return 1
     try:
-        keeper = Keeper(run_dir, segment, order["host"], settings, order["encrypt"])
+        keeper = Keeper(run_dir, segment, order["host"], settings)
     except wire.WireError as error:
         log.error("%s", error)
         return 1

@@ -36,13 +36,10 @@ class KeeperError(RuntimeError):
     """A keeper that could not be started; the message says why."""
 
 
-def start_keeper(
-    run_dir: Path, group: int, host: str, settings: Snapshot, encrypt: bool = False, rank: int = 0
-) -> Place:
+def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank: int = 0) -> Place:
     """Start this host's keeper, or find the one that is already there, and have it look after a group.
 
     `rank`: one of the group that runs here. `host`: address to listen on and advertise (fault_tolerance.bind_host).
-    `encrypt`: fault_tolerance.encrypt; a keeper that is already there stays as it was started.
 
     Raises:
         KeeperError: it did not come up; the message has its last words.
@@ -57,9 +54,7 @@ def start_keeper(
         segment.set_mark(rank)
     log_file = run_dir / "logs" / f"keeper-{group}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
-    order = json.dumps(
-        {"run_dir": str(run_dir), "group": group, "host": host, "settings": asdict(settings), "encrypt": encrypt}
-    )
+    order = json.dumps({"run_dir": str(run_dir), "group": group, "host": host, "settings": asdict(settings)})
     # The keeper must find this package the way we did, also where that was the working directory.
     search = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     with log_file.open("ab") as output:

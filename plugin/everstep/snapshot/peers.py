@@ -91,8 +91,8 @@ def read_places(run_dir: Path, group: int | None = None) -> list[Place]:
 
 
 def connect(address: str, token: bytes, timeout: timedelta) -> wire.Channel:
-    """A channel to a keeper, encrypted if the keeper was told to (fault_tolerance.encrypt). Raises wire.WireError."""
-    return wire.connect(address, token, timeout, encrypt=None)
+    """A channel to a keeper. Raises wire.WireError."""
+    return wire.connect(address, token, timeout)
 
 
 def ask(address: str, token: bytes, message: dict[str, Any], timeout: timedelta) -> dict[str, Any]:
@@ -181,14 +181,13 @@ def _left(deadline: float) -> timedelta:
 
 
 def download(address: str, token: bytes, timeout: timedelta, header: Header, sink: wire.Bytes) -> None:
-    """Fill `sink` with a buffer's payload and table, and take it up again where it broke off. Raises wire.WireError of
-    the last try."""
-    done: set[int] = set()
+    """Fill `sink` with a buffer's payload and table; begin again if it breaks off. Raises wire.WireError of the last
+    try."""
     for left in reversed(range(TRIES)):
         try:
             with contextlib.closing(connect(address, token, timeout)) as channel:
                 open_buffer(channel, header)
-                wire.pull([channel], sink, done)
+                wire.pull([channel], sink)
                 return
         except wire.RefusedError:
             raise  # it is not there any more: no use in asking again

@@ -55,7 +55,7 @@ class Participation:
         self._ranks = GroupRanks(timedelta(seconds=ft.quorum_timeout_s + ft.stall_timeout_s))
         self.life = self._ranks.broadcast(uuid.uuid4().hex.encode()).decode()
         """Differs after every start of the group; the same on all its ranks."""
-        self.door = Door(place.host, place.token, timedelta(seconds=HEAL_SUMS * ft.reduce_timeout_s), whose, ft.encrypt)
+        self.door = Door(place.host, place.token, timedelta(seconds=HEAL_SUMS * ft.reduce_timeout_s), whose)
         self.column = RankColumn(
             ft.process_group,
             column=self._ranks.rank,

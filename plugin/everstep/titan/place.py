@@ -66,5 +66,5 @@ def open_place(config: Any) -> RunPlace:
     token, snapshots = run_token(run_dir), None
     if config.snapshot.enable:
         settings = Snapshot.of(config.snapshot)
-        snapshots = Snapshots(run_dir, ft.group_id, host, settings, token, events, ft.encrypt)
+        snapshots = Snapshots(run_dir, ft.group_id, host, settings, token, events)
     return RunPlace(run_dir, host, token, events, files, snapshots)

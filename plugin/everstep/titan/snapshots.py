@@ -39,21 +39,13 @@ class Snapshots:
         settings: `[snapshot]`.
         token: of the run.
         events: the rank's event log.
-        encrypt: fault_tolerance.encrypt, for what keepers send.
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        group: int,
-        host: str,
-        settings: Snapshot,
-        token: bytes,
-        events: EventLog,
-        encrypt: bool = False,
+        self, run_dir: Path, group: int, host: str, settings: Snapshot, token: bytes, events: EventLog
     ) -> None:
         self._run_dir, self.group, self._host = run_dir, group, host
-        self._settings, self._events, self._encrypt = settings, events, encrypt
+        self._settings, self._events = settings, events
         self.shards: Mapping[str, Shard] = {}
         """`TrainingState.shards()`, once there is a state."""
         self._rank, self._ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -73,7 +65,7 @@ class Snapshots:
         """Start this host's keeper of the group, or find it. Training goes on without one; an event says
         so."""
         try:
-            place = start_keeper(self._run_dir, self.group, self._host, self._settings, self._encrypt, self._rank)
+            place = start_keeper(self._run_dir, self.group, self._host, self._settings, self._rank)
             self._events.emit("keeper_found", pid=place.pid, address=place.address, host=place.host)
         except (KeeperError, SnapshotError, OSError) as error:
             self._events.emit("snapshot_failed", reason=str(error))

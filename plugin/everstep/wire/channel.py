@@ -9,16 +9,15 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import xxhash
 
-from everstep.wire.sealing import TAG_BYTES, Opening, Sealer, SealError
+from everstep.wire.sealing import TAG_BYTES, Sealer, SealError
 
-CHUNK_BYTES = 1 << 20
-PIECE_BYTES = 1 << 18  # is sealed and sent, or received and opened, while it is in the processor's cache
+CHUNK_BYTES = 1 << 18  # is sealed and sent, or received and opened, while it is in the processor's cache
 RANGE_BYTES = 8 << 20  # what one request asks for; the next is asked for before the last has arrived
 FRAME_LIMIT_BYTES = 64 << 20
 _MAX_IOV = 512
@@ -28,10 +27,6 @@ _HEAD = struct.Struct("<BQI")  # what it is, offset of a chunk, bytes that follo
 
 class WireError(ConnectionError):
     """A transfer that did not succeed, in one sentence."""
-
-
-class SilentError(WireError):
-    """The other side said nothing for as long as was waited."""
 
 
 class RefusedError(WireError):
@@ -90,20 +85,6 @@ def _timeval(timeout: timedelta) -> bytes:
     return struct.pack("@ll", int(s), int(s % 1 * 1_000_000))
 
 
-def _pieces(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The same bytes in lists of at most PIECE_BYTES together."""
-    piece: list[memoryview] = []
-    room = PIECE_BYTES
-    for view in views:
-        while view.nbytes > room:
-            yield [*piece, view[:room]]
-            view, piece, room = view[room:], [], PIECE_BYTES
-        piece.append(view)
-        room -= view.nbytes
-    if piece:
-        yield piece
-
-
 def _pending(views: Sequence[bytes | memoryview]) -> list[memoryview]:
     return [memoryview(view).cast("B") for view in views if len(view)]
 
@@ -125,14 +106,9 @@ class Channel:
     """One authenticated connection. Not for use by two threads at once, except `cut`."""
 
     def __init__(
-        self,
-        sock: socket.socket,
-        peer: str,
-        timeout: timedelta,
-        outgoing: Sealer | None = None,
-        incoming: Sealer | None = None,
+        self, sock: socket.socket, peer: str, timeout: timedelta, *, outgoing: Sealer, incoming: Sealer
     ) -> None:
-        """`outgoing`, `incoming`: what seals and opens records; None as long as there is no session."""
+        """`outgoing`, `incoming`: what seals and opens records."""
         self._sock = sock
         self.peer = peer
         self._outgoing, self._incoming = outgoing, incoming
@@ -148,10 +124,6 @@ class Channel:
         self._timeout_s = timeout.total_seconds()
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout))
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
-
-    def begin_session(self, outgoing: Sealer, incoming: Sealer) -> None:
-        """From now on records can be sent and received."""
-        self._outgoing, self._incoming = outgoing, incoming
 
     def set_deadline(self, deadline: float) -> None:
         """`time.monotonic()` at which every receive fails, however busily the peer sends; `math.inf` for none."""
@@ -178,8 +150,8 @@ class Channel:
         except OSError:
             return True
 
-    def _silent(self) -> SilentError:
-        return SilentError(f"{self.peer} was silent for {self._timeout_s:g} s")
+    def _silent(self) -> WireError:
+        return WireError(f"{self.peer} was silent for {self._timeout_s:g} s")
 
     def receive_into(self, view: memoryview) -> None:
         """Fill `view`. Raises WireError when the peer closes, dies or is silent for longer than the
@@ -218,34 +190,12 @@ class Channel:
                 raise WireError(f"the connection to {self.peer} broke: {error}") from error
 
     def _send_record(self, kind: int, offset: int, views: Sequence[memoryview]) -> None:
-        if self._outgoing is None:
-            raise WireError(f"there is no session with {self.peer} yet")
         head = _HEAD.pack(kind, offset, sum(view.nbytes for view in views))
-        sealing, due = self._outgoing.seal(head), [memoryview(head)]
-        for number, piece in enumerate(_pieces(views)):
-            if number:
-                self.send(due)
-                due = []
-            due += sealing.update(piece)
-        self.send([*due, memoryview(sealing.tag())])
+        self.send([head, self._outgoing.seal(head, views)])
 
-    def _receive_body(self, head: bytes, views: Sequence[memoryview]) -> None:
-        """Receive what follows a head, and see that all of it is right."""
-        opening = self._opening(head)
-        for piece in _pieces(views):
-            for view in piece:
-                self.receive_into(view)
-            opening.update(piece)
-        self._check(opening)
-
-    def _opening(self, head: bytes) -> Opening:
-        if self._incoming is None:
-            raise WireError(f"there is no session with {self.peer} yet")
-        return self._incoming.open(head)
-
-    def _check(self, opening: Opening) -> None:
+    def _open(self, head: bytes, sealed: memoryview, into: Sequence[memoryview]) -> None:
         try:
-            opening.check(self.receive(TAG_BYTES))
+            self._incoming.open(head, sealed, into)
         except SealError as error:
             raise WireError(f"what {self.peer} sent was altered on the way: {error}") from error
 
@@ -263,12 +213,11 @@ class Channel:
         kind, _, length = _HEAD.unpack(head)
         if kind != _FRAME or length > FRAME_LIMIT_BYTES:
             raise WireError(f"{self.peer} sent no message, or one over the limit of {FRAME_LIMIT_BYTES} bytes")
-        opening, body = self._opening(head), bytearray()
-        while len(body) < length:  # room for what has come, whatever was announced
-            part = bytearray(self.receive(min(CHUNK_BYTES, length - len(body))))
-            opening.update([memoryview(part)])
-            body += part
-        self._check(opening)
+        sealed = bytearray()
+        while left := length + TAG_BYTES - len(sealed):  # room for what has come, whatever was announced
+            sealed += self.receive(min(CHUNK_BYTES, left))
+        body = bytearray(length)
+        self._open(head, memoryview(sealed), [memoryview(body)])
         try:
             message = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -303,12 +252,14 @@ class Channel:
         Raises WireError on the first chunk that is not right.
         """
         self.receive_frame()
+        sealed = memoryview(bytearray(min(CHUNK_BYTES, length) + TAG_BYTES))
         for start in range(offset, offset + length, CHUNK_BYTES):
             n = min(CHUNK_BYTES, offset + length - start)
             head = self.receive(_HEAD.size)
             if head != _HEAD.pack(_CHUNK, start, n):
                 raise WireError(f"{self.peer} sent something else than the chunk asked for at byte {start}")
-            self._receive_body(head, sink.views(start - base, n))
+            self.receive_into(sealed[: n + TAG_BYTES])
+            self._open(head, sealed[: n + TAG_BYTES], sink.views(start - base, n))
 
 
 def digest_of(views: Sequence[memoryview]) -> int:
@@ -321,21 +272,16 @@ def digest_of(views: Sequence[memoryview]) -> int:
     return digest.intdigest()
 
 
-def pull(channels: Sequence[Channel], sink: Bytes, done: set[int] | None = None) -> None:
-    """Fill `sink` from the byte ranges that `channels` serve, each channel in a thread of its own.
-
-    `done` holds the offsets of the ranges that have arrived and were found right, and grows: call again
-    with the same set and new channels to resume. Uses RANGE_BYTES of unread data per channel and no buffers
-    of its own.
+def pull(channels: Sequence[Channel], sink: Bytes) -> None:
+    """Fill `sink` from the byte ranges that `channels` serve, each channel in a thread of its own. Uses RANGE_BYTES of
+    unread data per channel.
 
     Raises:
         WireError: of the first channel that failed; the others are cut.
     """
-    done = set() if done is None else done
     ranges: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     for offset in range(0, sink.size, RANGE_BYTES):
-        if offset not in done:
-            ranges.put((offset, min(RANGE_BYTES, sink.size - offset)))
+        ranges.put((offset, min(RANGE_BYTES, sink.size - offset)))
     errors: list[WireError] = []
 
     def ask(channel: Channel) -> tuple[int, int] | None:
@@ -352,7 +298,6 @@ def pull(channels: Sequence[Channel], sink: Bytes, done: set[int] | None = None)
             while due is not None and not errors:
                 following = ask(channel)
                 channel.receive_range(sink, *due)
-                done.add(due[0])
                 due = following
         except WireError as error:
             errors.append(error)
@@ -367,9 +312,6 @@ def pull(channels: Sequence[Channel], sink: Bytes, done: set[int] | None = None)
         thread.join()
     if errors:
         raise errors[0]
-    missing = [offset for offset in range(0, sink.size, RANGE_BYTES) if offset not in done]
-    if missing:
-        raise WireError(f"{len(missing)} ranges from byte {missing[0]} on did not arrive")
 
 
 def serve_ranges(channel: Channel, source: Bytes) -> dict[str, Any] | None:
