@@ -1,14 +1,12 @@
-"""What authentication and encryption of states cost: heals, and what keepers send, with and without; and raw sockets.
+"""What authentication and encryption of states cost: heals with and without.
 
     python bench/heal.py [--gb 0.064 0.512 2] [--connections 1 4] [--rounds 6] [--gbit 0 10 25] [--json]
 
 Two processes on this machine, the same bytes, the same number of connections, all kinds in turn in every round, and in
 the reverse order in every other round:
 
-    raw        `sendall` on the tensors' memory, `recv_into` the buffers; nothing is checked
     unsealed   the heal transport, with records that are not sealed: what it would be without encryption
     heal       the heal transport
-    keeper     ranges of a file in /dev/shm served as keepers serve buffers; and `keeper unsealed`
 
 `--gbit`: hold the connections together to that rate, as a network would (SO_MAX_PACING_RATE); 0 for as fast as memory
 is copied through loopback. Both sides use memory that has been touched before. Prints GB/s (10^9 bytes) and the
@@ -24,26 +22,20 @@ import signal
 import socket
 import statistics
 import struct
-import tempfile
-import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from everstep import wire
 from everstep.quorum.heal import Door, Fetch, HealState, Wanted, Whose
-from everstep.snapshot.buffer import HEADER_BYTES, BufferReader
 from everstep.wire import door, sealing
 
 TOKEN = bytes(range(32))
 TIMEOUT = timedelta(seconds=60)
 TENSORS = 64
-KINDS = ("raw", "unsealed", "heal", "keeper unsealed", "keeper")
-RATIOS = (("heal", "unsealed"), ("keeper", "keeper unsealed"), ("heal", "raw"))
+KINDS = ("unsealed", "heal")
 SO_MAX_PACING_RATE = 47
 SEALER = door.Sealer
 
@@ -61,15 +53,11 @@ class Unsealed:
 
 def seal_like(kind: str) -> None:
     """From now on this process's new connections seal as this kind does."""
-    door.Sealer = (lambda key: Unsealed()) if "unsealed" in kind else SEALER  # pyrefly: ignore[bad-assignment]
+    door.Sealer = (lambda key: Unsealed()) if kind == "unsealed" else SEALER  # pyrefly: ignore[bad-assignment]
 
 
 def make_state(nbytes: int) -> dict[str, torch.Tensor]:
     return {f"layer.{i}": torch.full((nbytes // TENSORS // 4,), float(i)) for i in range(TENSORS)}
-
-
-def views_of(tensors: dict[str, torch.Tensor]) -> list[memoryview]:
-    return [tensor.view(torch.uint8).numpy().data for tensor in tensors.values()]
 
 
 def pace(listener: socket.socket, bytes_per_s: float) -> None:
@@ -78,88 +66,23 @@ def pace(listener: socket.socket, bytes_per_s: float) -> None:
     listener.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("Q", rate))
 
 
-class Kept(BufferReader):
-    """Bytes of a buffer's file, as keepers read them."""
-
-    def __init__(self, path: Path, size: int) -> None:
-        super().__init__(path)
-        self.size = size
-
-
 def source(pipe, nbytes: int) -> None:
     """Serves each kind when told, at the rate that it is told."""
-    tensors = make_state(nbytes)
-    views = views_of(tensors)
-    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
-        file.write(bytes(HEADER_BYTES))
-        file.writelines(views)
-        file.flush()
-        held = Kept(Path(file.name), nbytes)
-    state = HealState(tensors=tensors)
     server = Door("127.0.0.1", TOKEN, TIMEOUT)
-    server.serve(1, 0, state)
-
-    def keep(channel: wire.Channel) -> None:
-        wire.serve_ranges(channel, held)
-
-    keeper = wire.Server("127.0.0.1", TOKEN, keep, TIMEOUT)
-    listener = socket.create_server(("127.0.0.1", 0))
-    listeners = [listener, keeper._door._listener, server._server._door._listener]
-    addresses = {kind: keeper.address if "keeper" in kind else server.address for kind in KINDS}
-    pipe.send(addresses | {"raw": f"127.0.0.1:{listener.getsockname()[1]}"})
-
-    def raw(connection: socket.socket) -> None:
-        part, parts = connection.recv(2)
-        for view in views[part::parts]:
-            connection.sendall(view)
-        connection.close()
-
-    def accept() -> None:
-        while True:
-            threading.Thread(target=raw, args=(listener.accept()[0],), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
+    server.serve(1, 0, HealState(tensors=make_state(nbytes)))
+    pipe.send(server.address)
     while True:
         kind, bytes_per_s = pipe.recv()
         seal_like(kind)
-        for one in listeners:
-            pace(one, bytes_per_s)
+        pace(server._server._door._listener, bytes_per_s)
         pipe.send(True)
 
 
-def raw_fetch(address: str, views: list[memoryview], connections: int) -> None:
-    def receive(part: int) -> None:
-        with socket.create_connection(wire.parse_address(address)) as s:
-            s.send(bytes([part, connections]))
-            for view in views[part::connections]:
-                got = 0
-                while got < len(view):
-                    got += s.recv_into(view[got:], 0, socket.MSG_WAITALL)
-
-    threads = [threading.Thread(target=receive, args=(i,)) for i in range(connections)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-
-
-def keeper_fetch(address: str, sink: wire.Pieces, connections: int) -> None:
-    channels = [wire.connect(address, TOKEN, TIMEOUT) for _ in range(connections)]
-    wire.pull(channels, sink)
-    for channel in channels:
-        channel.close()
-
-
-def take(kind: str, address: str, into: dict[str, torch.Tensor], connections: int) -> None:
-    if kind == "raw":
-        raw_fetch(address, views_of(into), connections)
-    elif "keeper" in kind:
-        keeper_fetch(address, wire.Pieces(views_of(into)), connections)
-    else:
-        wanted = Wanted(1, 0, Whose(), TIMEOUT.total_seconds())
-        fetch = Fetch(address, wanted, TOKEN, TIMEOUT, connections=connections)
-        fetch.join()
-        assert not fetch.error, fetch.error
+def take(address: str, into: dict[str, torch.Tensor], connections: int) -> None:
+    wanted = Wanted(1, 0, Whose(), TIMEOUT.total_seconds())
+    fetch = Fetch(address, wanted, TOKEN, TIMEOUT, connections=connections)
+    fetch.join()
+    assert not fetch.error, fetch.error
 
 
 def main() -> None:
@@ -181,7 +104,7 @@ def measure(gb: float, gbits: list[float], connection_counts: list[int], rounds:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=source, args=(theirs, nbytes), daemon=True)
     process.start()
-    addresses = ours.recv()
+    address = ours.recv()
     into = make_state(nbytes)
     server = psutil.Process(process.pid)
     rows = []
@@ -199,22 +122,20 @@ def measure(gb: float, gbits: list[float], connection_counts: list[int], rounds:
                 ours.recv()
                 seal_like(kind)
                 began, used = time.perf_counter(), used_s()
-                take(kind, addresses[kind], into, connections)
+                take(address, into, connections)
                 rates[kind].append(nbytes / 1e9 / (time.perf_counter() - began))
                 costs[kind].append((used_s() - used) / (nbytes / 1e9))
             if number < 0:
                 rates, costs = ({kind: [] for kind in KINDS} for _ in range(2))
         found = {kind: statistics.median(rates[kind]) for kind in KINDS}
         cost = {kind: statistics.median(costs[kind]) for kind in KINDS}
-        ratios = {
-            f"{a}/{b}": statistics.median(x / y for x, y in zip(rates[a], rates[b], strict=True)) for a, b in RATIOS
-        }
+        ratio = statistics.median(x / y for x, y in zip(rates["heal"], rates["unsealed"], strict=True))
         rows.append(
             {"gb": nbytes / 1e9, "gbit": gbit, "connections": connections, "gb_per_s": found, "cpu_s_per_gb": cost}
-            | {"ratios": ratios}
+            | {"ratio": ratio}
         )
         print(f"{nbytes / 1e9:g} GB, {f'{gbit:g} Gbit/s' if gbit else 'loopback'}, {connections} connections:")
-        for title, values in (("GB/s", found), ("processor s/GB", cost), ("ratio", ratios)):
+        for title, values in (("GB/s", found), ("processor s/GB", cost), ("ratio", {"heal/unsealed": ratio})):
             print(f"  {title}:", ", ".join(f"{kind} {value:.2f}" for kind, value in values.items()), flush=True)
     process.terminate()
     process.join()

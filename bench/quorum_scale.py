@@ -1,7 +1,6 @@
 """How long a quorum takes with many groups: one real lighthouse behind its gate, real members, no training.
 
-    python bench/quorum_scale.py [--groups 4 16 64 128 256] [--seconds 45] [--step 1.0] [--direct]
-                                  [--plot docs/scale.svg]
+    python bench/quorum_scale.py [--groups 4 16 64 128 256] [--seconds 45] [--step 1.0] [--plot docs/scale.svg]
 
 Each simulated group is a thread with the `Membership` of a real group: it asks for a quorum, "computes"
 for STEP seconds, and asks again. The latency is what a group waits from its request to the quorum. For each number of
@@ -141,9 +140,9 @@ def crowd(
     results.put([wait for member in members for wait in member.waits])
 
 
-def measure(groups: int, step_s: float, seconds: float, deaths_per_s: float, direct: bool = False) -> Series:
+def measure(groups: int, step_s: float, seconds: float, deaths_per_s: float) -> Series:
     """One series: quorums of `groups` groups for so many seconds."""
-    lighthouse, address = start_direct(groups) if direct else start_lighthouse(groups)
+    lighthouse, address = start_lighthouse(groups)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     parts = [range(first, min(first + GROUPS_PER_PROCESS, groups)) for first in range(0, groups, GROUPS_PER_PROCESS)]
@@ -203,28 +202,6 @@ def start_lighthouse(groups: int) -> tuple[subprocess.Popen, str]:
     return lighthouse, f"http://{bind}"
 
 
-DIRECT = """
-import signal, sys
-from torchft.coordination import LighthouseServer
-server = LighthouseServer(bind="127.0.0.1:0", min_replicas=int(sys.argv[1]), join_timeout_ms=int(sys.argv[2]),
-                          quorum_tick_ms=50, heartbeat_timeout_ms=int(sys.argv[3]))
-print("lighthouse on", server.address().rpartition(":")[2], flush=True)
-signal.pause()
-"""
-
-
-def start_direct(groups: int) -> tuple[subprocess.Popen, str]:
-    """torchft's lighthouse without a gate, for comparison."""
-    waits = [str(round(1000 * wait)) for wait in (JOIN_TIMEOUT_S, HEARTBEAT_TIMEOUT_S)]
-    command = [sys.executable, "-c", DIRECT, str(groups // 2), *waits]
-    lighthouse = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert lighthouse.stdout is not None
-    while "lighthouse on" not in (said := lighthouse.stdout.readline()):  # torchft's own log comes first
-        if not said:
-            raise RuntimeError("the lighthouse did not start")
-    return lighthouse, f"http://127.0.0.1:{said.split()[-1]}"
-
-
 def plot(series: list[Series], path: Path) -> None:
     """p50 and p99 against the number of groups, with and without deaths, as SVG."""
     import matplotlib
@@ -254,7 +231,6 @@ def main() -> int:
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 16, 64, 128, 256])
     parser.add_argument("--seconds", type=float, default=45.0, help="length of a series")
     parser.add_argument("--step", type=float, default=1.0, help="seconds between quorums")
-    parser.add_argument("--direct", action="store_true", help="without the gate")
     parser.add_argument("--plot", type=Path, help="where to write the SVG")
     args = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -265,7 +241,7 @@ def main() -> int:
     print("groups  deaths/s  quorums  members   p50 s   p99 s   max s  lighthouse CPU, MiB", flush=True)
     for groups in args.groups:
         for deaths_per_s in (0.0, 1.0):
-            found = measure(groups, args.step, args.seconds, deaths_per_s, args.direct)
+            found = measure(groups, args.step, args.seconds, deaths_per_s)
             series.append(found)
             print(
                 f"{found.groups:6d}  {found.deaths_per_s:8.1f}  {found.quorums:7d}  {found.members_mean:7.1f}"

@@ -1,12 +1,8 @@
-"""Snapshots of a thousand groups of eight ranks, on one machine: what a host opens, moves and waits for.
+"""One rank of a thousand groups of eight restores from host memory, on one machine.
 
-    python bench/snapshot_scale.py [--groups 1000] [--ranks 8] [--steps 3] [--off 100] [--json]
+    python bench/snapshot_scale.py [--groups 1000] [--ranks 8] [--off 100] [--mb 8]
 
-Coding depends on a parity group only, so one parity group is real: eight keeper processes with all their ranks, with
-the headers of a snapshot that all groups share. Counted per keeper: descriptors open at most, read calls and seconds of
-processor time per step; and what the arithmetic alone takes in this process.
-
-Restoring asks every host. The other groups' keepers are light: servers in this machine's processes that answer for the
+It asks every host. The other groups' keepers are light: servers in this machine's processes that answer for the
 headers, parts and parity of all their ranks, over the real protocol. `--off` hosts accept connections and never answer.
 One rank is restored by the real code; the transfer alone is the same bytes over one connection.
 """
@@ -18,7 +14,6 @@ import multiprocessing
 import os
 import shutil
 import socket
-import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -26,21 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from everstep import wire
 from everstep.run.token import run_token
-from everstep.snapshot import keepers, parity, peers, recovery
-from everstep.snapshot.agreement import Word
+from everstep.snapshot import parity, peers, recovery
 from everstep.snapshot.buffer import chunk_digests, root_of
-from everstep.snapshot.copier import Copier
 from everstep.snapshot.header import Header
-from everstep.snapshot.layout import Layout, State
+from everstep.snapshot.layout import Layout
 from everstep.snapshot.parity import Code, Domains, part_bounds
 from everstep.snapshot.restore import pack_own, read_padded
-from everstep.snapshot.section import Snapshot
-from everstep.snapshot.segment import Segment, run_id
+from everstep.snapshot.segment import run_id
 
 STEP = 7
 SERVERS = 8
@@ -58,74 +49,6 @@ def parity_group(groups: int, group: int) -> tuple[int, ...]:
 def state_of(rank: int, nbytes: int, step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * rank + step)
     return {f"param/{i}": torch.randn(nbytes // 16, generator=generator) for i in range(4)}
-
-
-def coding(groups: int, ranks: int, steps: int, state_bytes: int, home: Path) -> dict[str, Any]:
-    """One real parity group of a run of that many groups."""
-    run_dir = home / "run"
-    run_dir.mkdir(parents=True)
-    token = run_token(run_dir)
-    settings = Snapshot(enable=True, interval=1, failure_domain="group", segment_dir=str(home), memory_reserve_gb=0.0)
-    mine = parity_group(groups, 0)
-    for group in range(groups):
-        if group not in mine:
-            place = peers.Place(group, f"host-{group}", "127.0.0.1:9", os.getpid(), "", 1.0)
-            path = peers.places_dir(run_dir) / f"group-{group}@host-{group}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(place.__dict__))
-    places = [keepers.start_keeper(run_dir, group, "127.0.0.1", settings) for group in mine]
-    copiers: dict[tuple[int, int], Copier] = {}
-    failures: list[Any] = []
-    try:
-        for group in mine:
-            segment = Segment.of(settings, run_id(token), group)
-            for rank in range(ranks):
-                emit = lambda kind, step=None, **f: failures.append((kind, f)) if "fail" in kind else None  # noqa: E731
-                copiers[group, rank] = Copier(segment, rank, ranks, settings, emit)
-        pids = [place.pid for place in places]
-        rows = []
-        everyone = {group: Word(published=True, coded=True, location=group + 1) for group in range(groups)}
-        for step in range(1, steps + 1):
-            states = [state_of(rank, state_bytes, step) for rank in range(ranks)]
-            before = {pid: _use(pid) for pid in pids}
-            for (_, rank), copier in copiers.items():
-                copier.wait()
-                what = functools.partial(State, states[rank], {"step": step})
-                copier.committed(step, 1, range(groups), everyone, what)
-            began = time.monotonic()
-            descriptors = 0
-            while not all(copier.word().coded for copier in copiers.values()):
-                descriptors = max(descriptors, *(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids))
-                if time.monotonic() - began > 120:
-                    raise TimeoutError(f"step {step} was not coded: {failures[:3]}")
-                time.sleep(0.005)
-            used = [tuple(a - b for a, b in zip(_use(pid), before[pid], strict=True)) for pid in pids]
-            rows.append(
-                {
-                    "step": step,
-                    "wall_s": time.monotonic() - began,
-                    "keeper_cpu_s": max(cpu for cpu, _ in used),
-                    "read_calls": max(calls for _, calls in used),
-                    "descriptors": descriptors,
-                }
-            )
-    finally:
-        for copier in copiers.values():
-            copier.close()
-        keepers.end_keepers(run_dir)
-    part = part_bounds(state_bytes, groups, 0)
-    size = part[1] - part[0] + 1500
-    shards = [parity.aligned_bytes(-(-size // (64 * (len(mine) - 1))) * 64) for _ in range(len(mine) - 1)]
-    began = time.perf_counter()
-    for _ in range(ranks):
-        parity.combine([[1] * len(shards)], shards, [parity.aligned_bytes(len(shards[0]))])
-    return {"parity_group": len(mine), "arithmetic_s": time.perf_counter() - began, "steps": rows}
-
-
-def _use(pid: int) -> tuple[float, int]:
-    process = psutil.Process(pid)
-    times = process.cpu_times()
-    return times.user + times.system, process.io_counters().read_count
 
 
 class Light:
@@ -294,32 +217,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=1000)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--off", type=int, default=100)
     parser.add_argument("--mb", type=float, default=8.0, help="state of a rank")
-    parser.add_argument("--only", choices=("coding", "restoring"))
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="everstep-scale-", dir="/dev/shm"))
-    record: dict[str, Any] = {"groups": args.groups, "ranks": args.ranks, "state_mb": args.mb}
     try:
-        size = int(args.mb * 1e6)
-        if args.only != "restoring":
-            record["coding"] = coding(args.groups, args.ranks, args.steps, size, home)
-        if args.only != "coding":
-            record["restoring"] = restoring(args.groups, args.ranks, args.off, size, home)
+        print(json.dumps(restoring(args.groups, args.ranks, args.off, int(args.mb * 1e6), home)))
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    if args.json:
-        print(json.dumps(record))
-        return
-    for row in record.get("coding", {}).get("steps", []):
-        print("  ".join(f"{name} {value:.3g}" for name, value in row.items()))
-    if "coding" in record:
-        print(f"arithmetic of a step: {record['coding']['arithmetic_s']:.4f} s")
-    if "restoring" in record:
-        print("  ".join(f"{name} {value}" for name, value in record["restoring"].items()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,9 +1,8 @@
-"""Two ways to connect a rank column over Gloo, measured in one run: torch's reconfigurable communicators, of which one
-is made for each set of members (what Everstep uses) or one is kept and connected anew, and torchft's process groups.
+"""How fast a rank column connects over Gloo, and how fast a member that is lost lets go of the others.
 
-    python bench/transport.py [--rebuilds 200] [--kills 200] [--json RESULT.json] [--ways made-anew kept torchft]
+    python bench/transport.py [--rebuilds 200] [--kills 200] [--json RESULT.json]
 
-Real processes and the plugin's own `RankColumn`, with its watch, on this machine's loopback. Prints for each way:
+Real processes and the plugin's own `RankColumn`, with its watch, on this machine's loopback. Prints
 `rebuild`: connecting three members, and file descriptors and threads before and after so many of it; `give up`: one
 member breaks the column while the two others have three sums under way: how long until these sums have ended, so that
 their memory and threads are free, and how long the first sum of the next column takes; `kills`: a member kills itself
@@ -34,10 +33,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(
 import psutil
 import torch
 import torch.distributed as dist
-import torchft
-from torch.distributed import distributed_c10d as c10d
 
-from everstep.quorum.communicator import Communicator
 from everstep.quorum.process_group import RankColumn, reach
 from everstep.step.interfaces import SumsBroken
 
@@ -47,72 +43,11 @@ SPREAD_S = 0.03
 """A kill comes this long after connecting began, or earlier."""
 
 
-class Torchft:
-    """torchft's process group, with the calls of a `Communicator`."""
-
-    on_device = False
-
-    def __init__(self, backend: str, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        self._group = torchft.ProcessGroupGloo(timeout=timeout)
-        self._kept: Any = None
-
-    def connect(self, key: bytes) -> None:
-        # As its `configure` does, which would ask the name server each time.
-        self._kept = self._group._pg = self._group._create_pg(
-            dist.PrefixStore(key.hex(), self._store), self._rank, self._size
-        )
-
-    def allreduce(self, tensor: torch.Tensor, timeout: timedelta) -> Any:
-        options = c10d.AllreduceOptions()
-        options.timeout = timeout
-        return self._group.allreduce([tensor], options)
-
-    def error(self) -> str:
-        return ""
-
-    def abort(self) -> None:
-        self._group.abort(errored=False)
-
-
-class Kept(Communicator):
-    """One communicator of the process, connected anew for each set of members, as the interface suggests."""
-
-    kept: Any = None
-
-    def __init__(self, backend: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        if Kept.kept is None:
-            super().__init__(backend, self.of_all(store), MEMBER, 64, timeout)
-            Kept.kept = self._backend
-        self._backend, self.on_device = Kept.kept, False
-        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
-        self._listens = ("", 0)
-
-    @staticmethod
-    def of_all(store: Any) -> Any:
-        return reach(address(store), CONNECT)
-
-    def abort(self) -> None:
-        """There is none, and its connections serve the next set of members."""
-
-
-MEMBER = 0
-WAYS: dict[str, Any] = {"made-anew": Communicator, "kept": Kept, "torchft": Torchft}
-
-
-def address(store: Any) -> str:
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return f"{store.host}:{store.port}"
-
-
-def member(name: int, way: str, store: str, pipe: Connection) -> None:
+def member(store: str, pipe: Connection) -> None:
     """A process of the benchmark: does what it is told, and says how long it took."""
-    global MEMBER
-    MEMBER = name
     torch.set_num_threads(1)
     column = RankColumn(
-        "gloo", column=0, host="127.0.0.1", connect_timeout=CONNECT, reduce_timeout=TIMEOUT, token=TOKEN, make=WAYS[way]
+        "gloo", column=0, host="127.0.0.1", connect_timeout=CONNECT, reduce_timeout=TIMEOUT, token=TOKEN
     )
     # Here and not while a time is taken: it asks the name server for an address's name.
     column._keep_store(store, reach(store, CONNECT))
@@ -151,9 +86,9 @@ def member(name: int, way: str, store: str, pipe: Connection) -> None:
 class Members:
     """Three processes and the store between them."""
 
-    def __init__(self, context: Any, way: str) -> None:
+    def __init__(self, context: Any) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._context, self._way, self._keys = context, way, 0
+        self._context, self._keys = context, 0
         self.pipes: list[Connection] = [None, None, None]  # pyrefly: ignore[bad-assignment] filled below
         self.processes: list[Any] = [None, None, None]
         for rank in range(3):
@@ -161,9 +96,8 @@ class Members:
 
     def begin(self, rank: int) -> None:
         self.pipes[rank], theirs = self._context.Pipe()
-        name, self._keys = self._keys % 64, self._keys + 1
         self.processes[rank] = self._context.Process(
-            target=member, args=(name, self._way, f"127.0.0.1:{self._store.port}", theirs), daemon=True
+            target=member, args=(f"127.0.0.1:{self._store.port}", theirs), daemon=True
         )
         self.processes[rank].start()
         theirs.close()
@@ -282,19 +216,16 @@ def main() -> None:
     parser.add_argument("--rebuilds", type=int, default=200)
     parser.add_argument("--give-ups", type=int, default=10)
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["transport"])
     found: dict[str, Any] = {}
-    for way in asked.ways:
-        found[way] = {}
-        for part, times in ((rebuilds, asked.rebuilds), (give_ups, asked.give_ups), (kills, asked.kills)):
-            members = Members(context, way)
-            found[way][part.__name__] = part(members, times)
-            members.close()
-            print(way, part.__name__, times, json.dumps(found[way][part.__name__]), flush=True)
+    for part, times in ((rebuilds, asked.rebuilds), (give_ups, asked.give_ups), (kills, asked.kills)):
+        members = Members(context)
+        found[part.__name__] = part(members, times)
+        members.close()
+        print(part.__name__, times, json.dumps(found[part.__name__]), flush=True)
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1))
 

@@ -1,7 +1,7 @@
 """Modules for `[job] module`: torchtitan's debug Llama 3 with a state of so many bytes (fp32, Adam).
 
 In a copy of configs/demo.toml: `module = "wide_job"`, `config = "half_gigabyte"`; then with PYTHONPATH=bench
-`python bench/snapshot_run.py --alternate --config COPY.toml`.
+`python bench/switch.py --config COPY.toml`.
 """
 
 from typing import Any

@@ -2,8 +2,8 @@
 
 torch's reconfigurable communicators: made without peers, connected to those whose handles they are given, within a
 timeout of the call's own. With NCCL they live in the one implementation that torch's own process groups use, and one
-whose sum fails or takes too long is revoked, instead of ending the process. docs/transport.md compares them with
-torchft's process groups. The calls are experimental in torch; nothing else of the plugin knows them.
+whose sum fails or takes too long is revoked, instead of ending the process. The calls are experimental in torch;
+nothing else of the plugin knows them.
 
 Gloo has no abort: torch's is empty, and a sum that nobody will complete keeps its thread, its connections and its
 memory for its whole timeout. So a communicator over Gloo knows where it listens, is told where its peers do, and
