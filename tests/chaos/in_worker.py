@@ -24,6 +24,7 @@ from everstep.quorum.process_group import PROTOCOL, RankColumn
 from everstep.run.files import order_file, read_json
 from everstep.snapshot.buffer import BufferWriter
 from everstep.step.reduction import local
+from everstep.titan.rounds import Rounds
 from everstep.titan.worker_faults import WorkerFaults
 
 CLOCK_JUMP_S = 3600.0
@@ -52,10 +53,10 @@ class Carrier:
         """Whether it computes the round of a worker that it did not carry."""
         self._wrap(self.trainer.files, "beat", self.at_beat)
         self._wrap(self.trainer.work, "compute", self.around_compute)
-        self.rounds = getattr(self.trainer.work.unit, "worker_rounds", None)
-        """Of semi-synchronous training."""
-        if self.rounds is not None:
-            self._wrap(self.rounds, "inner_step", self.around_inner_step)
+        self.unit = self.trainer.work.unit
+        self.makes_rounds = isinstance(self.unit, Rounds)
+        if self.makes_rounds:
+            self._wrap(self.unit, "inner_step", self.around_inner_step)
 
     def _wrap(self, owner, name, around):
         inner = getattr(owner, name)
@@ -110,7 +111,7 @@ class Carrier:
         return True
 
     def around_compute(self, compute, step, slot, *, whole):
-        self.adopts = self.rounds is not None and not self.rounds.carries(slot)
+        self.adopts = self.makes_rounds and not self.unit.store.holds(slot, self.trainer.work.committed)
         fault = self.due("compute")
         if fault == "exception":
             raise RuntimeError("an exception, as it was ordered")

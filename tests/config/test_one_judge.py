@@ -82,9 +82,9 @@ KEYS = {
     },
     "semi_sync": {
         "method": ('"diloco"', '"local_sgd"'), "workers": ("3", "4"), "sync_steps": ("4", "6"), "fragments": ("2",),
-        "mixing": ("0.5",), "on_loss": ('"shrink"',), "quantize": ('"int8"',),
+        "mixing": ("0.5",), 
     },
-    "attention_check": {"enable": SWITCH, "mode": ('"detect"',), "frequency": ("0.5",), "path": ('"explicit"',)},
+    "attention_check": {"enable": SWITCH, "mode": ('"detect"',), "frequency": ("0.5",)},
     "snapshot": {"enable": SWITCH, "interval": ("1", "10"), "parity": ("0", "2"), "parity_group": ("4",)},
     "data": {"source": ('"dataloader"', '"tokens"'), "path": ('"x.tokens"',), "shuffle": SWITCH},
     "training": {
@@ -182,10 +182,6 @@ MISTAKES = {
     ("", "--data.source dataloader --hf_assets_path none"): (
         'hf_assets_path = "none": there is no tokenizer (tokenizer.json, vocab.txt, vocab.json), which [data] source = '
         '"dataloader" needs; download the model\'s, or set [data] source = "stdlib"'
-    ),
-    ('[compile]\nenable = true\n[attention_check]\nenable = true\npath = "explicit"', ""): (
-        'run.toml: attention_check.path = "explicit": cannot be compiled; use attention_check.path = "fused" or remove '
-        "model from compile.components."
     ),
     ('[override]\nimports = ["no_such_package.f"]', ""): (
         "run.toml: Failed to import override target 'no_such_package.f': module 'no_such_package' could not be "

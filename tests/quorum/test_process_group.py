@@ -45,23 +45,6 @@ def place(board, key, members):
     return {"key": key, "store": f"{HOST}:{board.port}", "host": 0, "peers": [member.address for member in members]}
 
 
-def test_members_exchange_tensors(board, crosses):
-    members = [crosses() for _ in range(3)]
-
-    def _exchange(rank):
-        members[rank].connect(**place(board, "exchange", members), rank=rank)
-        before = members[rank].payload_bytes
-        parts = members[rank].exchange(torch.full((2, 3), rank + 1, dtype=torch.uint8), LONG)
-        return [part.tolist() for part in parts], members[rank].payload_bytes - before
-
-    with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(_exchange, range(3)))
-    assert found == [([[[rank + 1] * 3] * 2 for rank in range(3)], 6)] * 3
-    members[0].abort()
-    with pytest.raises(SumsBroken):
-        members[1].exchange(torch.zeros(1), LONG)
-
-
 def assert_they_add(board, key, *members):
     tensors = [torch.full((3,), 10.0**rank) for rank in range(len(members))]
 

@@ -12,7 +12,6 @@ before that round:
     ["healed"]                          all of the group's memory is replaced by what a joiner gets
     ["replaced"]                        another trainer goes on with that
     ["restarted"]                       another trainer goes on from a checkpoint
-    ["absent", worker]                  it is not in this round
 
 What came of it is in `dir`/out.pt: parameters, losses by inner step, events, after how many inner steps of its round
 each sum began, and what was told of streams when a worker moved.
@@ -35,7 +34,6 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from everstep.data.plain import decode_states  # noqa: E402
-from everstep.semi.worker_store import files_by_round, folder_of  # noqa: E402
 from everstep.step import ledger  # noqa: E402
 from everstep.step.interfaces import Commit  # noqa: E402
 from everstep.step.quorum import Quorum  # noqa: E402
@@ -57,13 +55,13 @@ class Alone:
 
     def __init__(self, trainer):
         self.inner_steps, self.begun_after = 0, []
-        step = trainer.optimizer.step
+        step = trainer.slots.step
 
         def counted(*args):
             self.inner_steps += 1
             return step(*args)
 
-        trainer.optimizer.step = counted
+        trainer.slots.step = counted
 
     def start(self, tensor, timeout):
         self.begun_after.append(self.inner_steps)
@@ -73,20 +71,14 @@ class Alone:
     def finish(self, one):
         pass
 
-    def gather(self, words):
-        return [list(words)]
-
-    def exchange(self, tensor, timeout):
-        self.start(tensor, timeout)
-        return [tensor.clone()]
-
 
 def written(trainer, worker, round_):
     """The file of a worker's state after a round, once it is there."""
-    while True:
-        if found := files_by_round(folder_of(Path(trainer.config.dump_folder)), worker).get(round_):
-            return found[0]
+    unit = trainer.work.unit
+    path = unit.store.path(unit.state.place(worker, round_))
+    while not path.exists():
         time.sleep(0.01)
+    return path
 
 
 def moves_streams(trainer):
@@ -128,8 +120,6 @@ def happens(trainer, what, scenario):
             end(trainer)
             trainer = begin(scenario)
             trainer.work.heal(state)
-        case ["absent", _]:
-            pass
         case ["restarted"]:
             trainer.work.save_last()
             end(trainer)
@@ -189,16 +179,14 @@ def run(scenario):
     _, history = trainer.work.restore(NOBODY)
     workers, begun = trainer.work.unit.shares, []
     for round_ in range(1, scenario["rounds"] + 1):
-        before = scenario.get("before", {}).get(str(round_), ())
-        for what in before:
+        for what in scenario.get("before", {}).get(str(round_), ()):
             trainer = happens(trainer, what, scenario)
-        there = [worker for worker in range(workers) if ["absent", worker] not in before]
         sums = trainer.column
         sums.begun_after.clear()
         trainer.work.unit.reducer.begin(sums, HOUR, round_)
-        for worker in there:
+        for worker in range(workers):
             sums.inner_steps = 0
-            trainer.work.unit.reducer.begin_slot(last=worker == there[-1])
+            trainer.work.unit.reducer.begin_slot(last=worker == workers - 1)
             trainer.work.compute(round_, worker, whole=False)
             trainer.work.unit.reducer.end_slot()
         trainer.work.unit.reducer.finish()
@@ -208,8 +196,8 @@ def run(scenario):
         trainer.work.apply(
             Commit(
                 step=round_, history=history, parent=parent, tokens=of.tokens, loss=of.loss, extra=of.extra,
-                owners=tuple(0 if worker in there else -1 for worker in range(workers)), groups=(0,),
-                able=(0,), once=len(there) == workers, saver=-1, all_leave=False, unfit=(), quorum_id=0,
+                owners=(0,) * workers, groups=(0,),
+                able=(0,), once=True, saver=-1, all_leave=False, unfit=(), quorum_id=0,
                 attempts=1, compute_s=0.0, reduce_s=0.0, took_s=0.0,
             )
         )  # fmt: skip

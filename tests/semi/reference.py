@@ -46,18 +46,6 @@ def fragment(name, fragments):
     return 0 if parts[0] == "tok_embeddings" else fragments - 1
 
 
-def rounded(changes, to):
-    """A worker's changes as they arrive: in bfloat16, or in 8 bits with a scale for every 256 of them in a row."""
-    flat = torch.cat([change.flatten() for change in changes.values()])
-    if to == "bf16":
-        flat = flat.bfloat16().float()
-    if to == "int8":
-        steps = [block.abs().max() / 127 for block in flat.split(256)]
-        flat = torch.cat([(b / s).round() * s if s > 0 else b for b, s in zip(flat.split(256), steps, strict=True)])
-    pieces = flat.split([change.numel() for change in changes.values()])
-    return {name: piece.view_as(changes[name]) for name, piece in zip(changes, pieces, strict=True)}
-
-
 def balances(model):
     return [module for module in model.modules() if getattr(module, "expert_bias_E", None) is not None]
 
@@ -66,7 +54,6 @@ def simulate(
     config,
     data,
     *,
-    absent,
     method,
     workers,
     sync_steps,
@@ -78,7 +65,6 @@ def simulate(
     fragments=1,
     overlap=0,
     mixing=0.0,
-    quantize="none",
     outer=(0.7, 0.9, True),
 ):
     model = build(config)
@@ -87,19 +73,11 @@ def simulate(
     velocity = {name: torch.zeros_like(p) for name, p in theta.items()}
     models = [copy.deepcopy(model) for _ in range(workers)]
 
-    def adam_of(m):
-        return torch.optim.AdamW(m.parameters(), lr=lr, betas=(0.9, 0.95), eps=eps, weight_decay=0.1)
-
-    adams, away = [adam_of(m) for m in models], [0] * workers
+    adams = [torch.optim.AdamW(m.parameters(), lr=lr, betas=(0.9, 0.95), eps=eps, weight_decay=0.1) for m in models]
     turn, each, losses, delta = sync_steps // fragments, slots // workers, [], {}
     for step in range(1, steps + 1):
         losses.append(0.0)
-        there = [worker for worker in range(workers) if worker not in absent.get((step - 1) // turn + 1, ())]
-        for worker in there:
-            if away[worker] > 2:  # rounds: as a run that keeps states of three knows it
-                adams[worker] = adam_of(models[worker])
-            away[worker] = 0
-            local, adam = models[worker], adams[worker]
+        for worker, (local, adam) in enumerate(zip(models, adams, strict=True)):
             for group in adam.param_groups:
                 group["lr"] = lr * min(1.0, step / warmup)
             adam.zero_grad()
@@ -110,7 +88,7 @@ def simulate(
                 logits = local(inputs["input"], positions=positions, attention_masks=masks)
                 loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) / each
                 loss.backward()
-                losses[-1] += loss.item() / len(there)
+                losses[-1] += loss.item() / workers
             torch.nn.utils.clip_grad_norm_(local.parameters(), 1.0)
             adam.step()
             for moe in balances(local):
@@ -118,17 +96,15 @@ def simulate(
                 moved = moe.load_balance_coeff * torch.sign(load.mean() - load)
                 moe.expert_bias_E += moved - moved.mean()
                 load.zero_()
-        now = [dict(models[worker].named_parameters()) for worker in there]
+        now = [dict(local.named_parameters()) for local in models]
         part = ((step + overlap) // turn - 1) % fragments
         mine = [name for name in theta if parts[name] == part]
         with torch.no_grad():
             if (step + overlap) % turn == 0:
-                sent = [rounded({name: theta[name] - w[name] for name in mine}, quantize) for w in now]
-                delta = {name: torch.stack([change[name] for change in sent]).mean(0) for name in mine}
+                delta = {name: torch.stack([theta[name] - w[name] for w in now]).mean(0) for name in mine}
             if step % turn:
                 continue
-            away = [0 if worker in there else rounds + 1 for worker, rounds in enumerate(away)]
-            for same in zip(*(balances(models[worker]) for worker in there), strict=True):
+            for same in zip(*map(balances, models), strict=True):
                 mean = torch.stack([moe.expert_bias_E for moe in same]).double().mean(0)
                 for moe in same:
                     moe.expert_bias_E.copy_(mean)
@@ -140,11 +116,11 @@ def simulate(
                     velocity[name] = momentum * velocity[name] + delta[name]
                     change = delta[name] + momentum * velocity[name] if nesterov else velocity[name]
                     theta[name] = theta[name] - rate * change
-                for w in (dict(local.named_parameters()) for local in models):
+                for w in now:
                     w[name].copy_(mixing * w[name].double() + (1 - mixing) * theta[name].double())
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(theta[name])
-        for moe, mine in zip(balances(model), balances(models[there[0]]), strict=True):
+        for moe, mine in zip(balances(model), balances(models[0]), strict=True):
             moe.expert_bias_E.copy_(mine.expert_bias_E)
     return Simulation({name: tensor.clone() for name, tensor in model.state_dict().items()}, losses)

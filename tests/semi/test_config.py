@@ -6,7 +6,6 @@ from everstep.config.errors import ConfigError
 from everstep.config.resolved import config_identity
 from everstep.titan.load import load_config
 from everstep.titan.trainer import EverstepTrainer
-from llama3_ft import LLAMA3_FT
 
 GOOD = """\
 [job]
@@ -92,8 +91,7 @@ REFUSED = {
     ),
     "shrinking by slots": (
         GOOD.replace("groups = 3", 'groups = 3\non_loss = "shrink"'),
-        '[fault_tolerance] on_loss = "shrink" is about slots: with [semi_sync] method = "diloco" set [semi_sync] '
-        "on_loss",
+        '[fault_tolerance] on_loss must be "redistribute" with [semi_sync] method = "diloco"',
     ),
 }
 
@@ -110,12 +108,9 @@ def test_a_good_one_is_accepted_and_counts_rounds(load):
     assert config.semi_sync.commits(config.training.steps) == 10
 
 
-def test_the_debug_model_of_02s_ft_trainer_loads(load):
-    config = load(LLAMA3_FT)
-    semi = config.semi_sync
-    assert (semi.method, semi.sync_steps, semi.fragments, semi.overlap_steps) == ("diloco", 10, 2, 0)
-    assert semi.commits(config.training.steps) == 20
-    assert config.model_spec.name == "llama3"
+def test_02s_name_of_a_model_is_known(load):
+    job = '[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n'
+    assert load(GOOD.replace(job, '[model]\nname = "llama3_ft"\nflavor = "debugmodel"\n')).model_spec.name == "llama3"
 
 
 def test_a_run_directory_belongs_to_one_number_of_workers_and_not_of_groups(load):

@@ -107,9 +107,3 @@ def test_a_workers_state_comes_back_from_a_checkpoint_sharded_as_it_was(state):
             momentum.zero_()
     assert state.from_disk(saved) == {0: own, 1: own[::-1]}
     assert all(bool((momentum == 3.0).all()) for momentum in state.momentum)
-
-
-def test_a_state_of_another_size_is_refused(state):
-    state.mark(1, history=5)
-    with pytest.raises(ValueError, match="a state of"):
-        state.enter(state.leave()[:-1], 1)

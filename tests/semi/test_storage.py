@@ -46,20 +46,6 @@ def test_a_group_that_dies_before_a_slow_storage_has_its_workers_ends_the_run(st
     assert {event["source"] for event in run.events("training_started", killed)} <= {"peer"}, "nobody starts over"
 
 
-@pytest.mark.slow
-def test_a_slow_storage_is_waited_for(start, reference, tmp_path, monkeypatch):
-    """A write takes longer than a round: what a group that dies has not written is made again."""
-    monkeypatch.setenv("SLOW_WRITE", "0.7")
-    run = start(toml := config(tmp_path / "run.toml", 8, "slow_storage"))
-    soon(run, lambda: commits(run, after=3))
-    killed = run.kill(1)
-    assert run.wait(DEADLINE_S) == 0, run.said()
-    assert run.events("worker_moved", killed)
-    assert {event["source"] for event in run.events("training_started", killed)} <= {"peer"}
-    assert not run.events("workers_unprotected")
-    assert worst(run, reference(toml), 8 * SYNC_STEPS) <= 1e-5
-
-
 def test_a_full_storage_is_told_of_and_costs_nothing_once_there_is_room(start, reference, tmp_path, small):
     run = start(toml := config(tmp_path / "run.toml", 40))
     assert "No space left" in soon(run, lambda: run.events("workers_unprotected"))[0]["reason"]

@@ -60,7 +60,6 @@ TESTS = {
     "quorum/turns.py": ["tests/quorum/test_turns.py"],
     "quorum/watch.py": ["tests/quorum/test_watch.py"],
     "semi/outer.py": ["tests/semi/test_outer.py"],
-    "semi/quantize.py": ["tests/semi/test_quantize.py"],
     "semi/rounds.py": ["tests/semi/test_rounds.py"],
     "semi/section.py": ["tests/semi/test_config.py"],
     "semi/worker_store.py": ["tests/semi/test_files.py"],

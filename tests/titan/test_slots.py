@@ -25,7 +25,7 @@ def group():
         slots.trainable = [torch.nn.Parameter(torch.ones(2)) for _ in gradients]
         for param, has in zip(slots.trainable, gradients, strict=True):
             param.grad = torch.ones(2) if has else None
-        return Steps(slots, None, None, None, is_exact=True)
+        return Steps(slots, None, None, is_exact=True)
 
     return make
 

@@ -195,13 +195,12 @@ def _exact(config: Any) -> Iterator[Problem]:
         )
     if not (ft.enable and ft.exact):
         return
-    for section, on_loss in (("fault_tolerance", ft.on_loss), ("semi_sync", semi.on_loss)):
-        if on_loss == "shrink":
-            yield Problem(
-                (section, "on_loss"),
-                f'[{section}] on_loss = "shrink" leaves out what a lost group had, so the result depends on what '
-                "failed: with [fault_tolerance] exact = true nothing may be left out",
-            )
+    if ft.on_loss == "shrink":
+        yield Problem(
+            ("fault_tolerance", "on_loss"),
+            '[fault_tolerance] on_loss = "shrink" leaves out what a lost group had, so the result depends on what '
+            "failed: with [fault_tolerance] exact = true nothing may be left out",
+        )
     if ft.on_poison == "skip":
         yield Problem(
             ("fault_tolerance", "on_poison"),
@@ -362,14 +361,9 @@ def _semi_sync(config: Any) -> Iterator[Problem]:
                 f"= {value} must be a multiple of [semi_sync] sync_steps = {semi.sync_steps}: between two rounds "
                 "there are no global parameters",
             )
-    if ft.on_loss != "redistribute":
-        yield wrong(
-            "fault_tolerance",
-            "on_loss",
-            f'= "{ft.on_loss}" is about slots: with [semi_sync] method = "{semi.method}" set [semi_sync] on_loss',
-        )
     with_semi = f'with [semi_sync] method = "{semi.method}"'
     for is_wrong, section, key, message in (
+        (ft.on_loss == "shrink", "fault_tolerance", "on_loss", 'must be "redistribute"'),
         (ft.on_poison == "skip", "fault_tolerance", "on_poison", 'must be "stop"'),
         (config.snapshot.enable, "snapshot", "enable", "must be false"),
         (not training.disable_cuda_graphs, "training", "disable_cuda_graphs", "must be true"),
@@ -388,7 +382,7 @@ def _semi_sync(config: Any) -> Iterator[Problem]:
 def _outer(semi: Any) -> Iterator[Problem]:
     """The settings of the outer step, which only diloco reads."""
     defaults = type(semi)()
-    for key in ("outer_lr", "outer_momentum", "fragments", "overlap_steps", "mixing", "quantize"):
+    for key in ("outer_lr", "outer_momentum", "fragments", "overlap_steps", "mixing"):
         if semi.method == "local_sgd" and getattr(semi, key) != getattr(defaults, key):
             yield Problem(
                 ("semi_sync", key),

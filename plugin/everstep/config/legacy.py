@@ -126,7 +126,7 @@ GONE: dict[str, str] = {
     "experimental.custom_args_module": "[job] module: a package of your own with a config_registry",
     "experimental.custom_model_path": "[job] module: a package of your own with a config_registry",
     "fault_tolerance.sync_steps": "nothing: it is read with semi_sync_method only",
-    "fault_tolerance.should_quantize": _DILOCO,
+    "fault_tolerance.should_quantize": "nothing: what workers changed is summed in its own precision",
     "fault_tolerance.fragment_sync_delay": _DILOCO,
     "fault_tolerance.fragment_update_alpha": _DILOCO,
     "fault_tolerance.module_fqns_per_model_fragment": _DILOCO,
@@ -142,7 +142,6 @@ _SEMI_SYNC: dict[str, str] = {
     "num_fragments": "fragments",
     "fragment_sync_delay": "overlap_steps",
     "fragment_update_alpha": "mixing",
-    "should_quantize": "quantize",
 }
 """0.2's keys of semi-synchronous training, which stood in [fault_tolerance], and those of [semi_sync]."""
 
@@ -263,8 +262,8 @@ def _settle_semi_sync(source: Source) -> None:
     if isinstance(method, str):
         section["semi_sync_method"] = method = method.lower()
     section.setdefault("sync_steps", 5)  # 0.2's
-    if method == "diloco" and isinstance(quantize := section.get("should_quantize"), bool):
-        section["should_quantize"] = "int8" if quantize else "none"  # torchft's are 8 bits, too
+    if section.get("should_quantize") is False:
+        del section["should_quantize"]
     read = list(_SEMI_SYNC)[: 2 if method == "local_sgd" else None]
     for old in read:
         if old in section:

@@ -117,13 +117,6 @@ class Communicator:
         options.asyncOp = not self.on_device
         return self._backend.allreduce([tensor], options)
 
-    def allgather(self, parts: list[torch.Tensor], tensor: torch.Tensor, timeout: timedelta) -> Any:
-        """Begin to put every member's `tensor` into `parts`, by rank; otherwise as `allreduce`."""
-        options = c10d.AllgatherOptions()
-        options.timeout = timeout
-        options.asyncOp = not self.on_device
-        return self._backend.allgather([parts], [tensor], options)
-
     def error(self) -> str:
         """Why sums that ended are not to be believed; empty where nothing is known against them."""
         if not self.on_device:

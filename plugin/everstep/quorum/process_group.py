@@ -45,17 +45,13 @@ class _Line:
         self.communicator, self.streams = communicator, streams
         self.in_flight = InFlight(streams, communicator.error)
 
-    def start(self, tensor: torch.Tensor, timeout: timedelta, parts: list[torch.Tensor] | None = None) -> Sum:
-        """A sum, or with `parts` what every member has."""
+    def start(self, tensor: torch.Tensor, timeout: timedelta) -> Sum:
         ready = self.streams.record()
         # A device's backend counts from here on, and carries out one after the other.
         waits = timeout * (1 + self.in_flight.pending) if self.communicator.on_device else timeout
         with self.streams.of_sums():
             self.streams.wait(ready)
-            if parts is None:
-                work = self.communicator.allreduce(tensor, waits)
-            else:
-                work = self.communicator.allgather(parts, tensor, waits)
+            work = self.communicator.allreduce(tensor, waits)
             event = self.streams.record() if self.communicator.on_device else None
         return self.in_flight.add(work, event, timeout)
 
@@ -204,23 +200,15 @@ class RankColumn:
         """
         return self.start_on(GRADIENTS, tensor, timeout)
 
-    def exchange(self, tensor: torch.Tensor, timeout: timedelta) -> list[torch.Tensor]:
-        """What every group gave, in rank order: tensors alike, over the gradients' backend. Raises SumsBroken."""
-        parts = [torch.empty_like(tensor) for _ in range(self._members())]
-        self.finish(self.start_on(GRADIENTS, tensor, timeout, parts))
-        return parts
-
-    def start_on(
-        self, which: int, tensor: torch.Tensor, timeout: timedelta, parts: list[torch.Tensor] | None = None
-    ) -> Sum:
-        """Start a sum, or with `parts` an exchange, for `PROTOCOL` or of `GRADIENTS`. Raises SumsBroken."""
+    def start_on(self, which: int, tensor: torch.Tensor, timeout: timedelta) -> Sum:
+        """Start a sum for `PROTOCOL` or of `GRADIENTS`. Raises SumsBroken."""
         with self._lock:
             lines = self._lines
         if not lines:
             raise SumsBroken("not connected")
         self.payload_bytes += tensor.nbytes
         try:
-            return lines[which].start(tensor, timeout, parts)
+            return lines[which].start(tensor, timeout)
         except Exception as error:
             self.abort()
             raise SumsBroken(first_line(error)) from error

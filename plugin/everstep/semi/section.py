@@ -37,15 +37,6 @@ class SemiSync:
     """Diloco only: how much of its own parameters a worker keeps when it takes over what was synchronised, from 0,
     nothing, to less than 1 (the paper's alpha)."""
 
-    quantize: Literal["none", "bf16", "int8"] = "none"
-    """Diloco only: the numbers that each worker's change is sent in. They are summed in float32; what rounding takes
-    away is not made up for later."""
-
-    on_loss: Literal["resume", "shrink"] = "resume"
-    """When a group is lost: `resume` has its workers' rounds computed by others, so that all workers are in each
-    synchronisation; a worker whose state is nowhere ends the run. `shrink` synchronises those whose groups are there
-    (torchft's behaviour); a worker whose state is nowhere begins anew."""
-
     @property
     def enabled(self) -> bool:
         return self.method != "none"

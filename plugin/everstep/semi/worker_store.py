@@ -14,8 +14,7 @@ import hmac
 import json
 import re
 import threading
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,22 +41,13 @@ class Place:
     history: int
 
 
-_NAME = re.compile(r"\.?worker-(?P<worker>\d+)\.rank-(?P<rank>\d+)\.round-(?P<round>\d+)\.(?P<history>[0-9a-f]+)")
+_NAME = re.compile(r"\.?worker-\d+\.rank-(?P<rank>\d+)\.round-(?P<round>\d+)\.")
 """Of a state's file, or of its draft."""
 
 
 def folder_of(run_dir: Path) -> Path:
     """Where a run's states of workers are."""
     return run_dir / "state" / "workers"
-
-
-def files_by_round(folder: Path, worker: int) -> dict[int, list[Path]]:
-    """The files of a worker's states after rounds, of all ranks."""
-    found: dict[int, list[Path]] = {}
-    for path in folder.glob(f"worker-{worker}.rank-*"):
-        if of := _NAME.fullmatch(path.name):
-            found.setdefault(int(of["round"]), []).append(path)
-    return found
 
 
 class WorkerStore:
@@ -76,12 +66,9 @@ class WorkerStore:
         self.held: dict[int, tuple[Place, bytes]] = {}
         """By worker the newest state after a round that this rank has in memory."""
         self.written_bytes = 0
-        """What this rank has written so far."""
+        """Of all writes that this rank has begun."""
         self._writes: dict[int, tuple[Place, Future[None]]] = {}
         """By worker the write that was begun last."""
-        self._written: dict[int, int] = {}
-        """By worker the round of the newest state that is known to be on storage, or with other groups."""
-        self._error = ""
 
     # States
 
@@ -104,11 +91,6 @@ class WorkerStore:
     def has(self, place: Place) -> bool:
         """Whether a state after a round is in memory or in a file, by its name and size."""
         return self.holds(place.worker, place.round) or self.on_storage(place)
-
-    def of(self, worker: int) -> list[Place]:
-        """The states of a worker in memory and in files, by their names."""
-        held = [place for place, _ in self.held.values() if place.worker == worker]
-        return held + [place for path, place in self._files(worker) if not path.name.startswith(".")]
 
     def read(self, place: Place) -> bytes | None:
         """A state in memory or in a file; None if it is not there whole and authentic."""
@@ -135,56 +117,36 @@ class WorkerStore:
         return False
 
     def keep(self, round_: int, timeout_s: float) -> str:
-        """After a commit, write the states in memory that are of its round. Each of these workers' state before it has
-        to be on storage, and is waited for.
+        """After a commit, write the states in memory that are of its round. The write that these workers' state before
+        it is of has to be done, and is waited for.
 
         Returns which worker's is not, and why; empty if all are. Training can go on, but this group's loss then means
         that the run ends.
         """
         mine = [(place, state) for place, state in self.held.values() if place.round == round_]
-        wait([self._writes[place.worker][1] for place, _ in mine if place.worker in self._writes], timeout_s)
         carried = {place.worker for place, _ in mine}
-        self._written = {worker: known for worker, known in self._written.items() if worker in carried}
-        late = []
+        self._writes = {worker: begun for worker, begun in self._writes.items() if worker in carried}
+        wait([done for _, done in self._writes.values()], timeout_s)
+        why = ""
         for place, state in mine:
-            self._written.setdefault(place.worker, round_ - 1)  # where it was taken up
-            self._collect(place.worker)
-            if place.worker not in self._writes:
+            known, done = self._writes.get(place.worker, (None, None))
+            is_done = done is None or done.done()
+            error = done.exception() if done is not None and is_done else None
+            if known is not None and (error or not is_done or known.round < round_ - 1):
+                reason = error or "the storage takes longer than a round"
+                why = why or f"the state of worker {place.worker} is not written to {self.folder}: {reason}"
+            if is_done:
                 self._begin_write(place, state)
-            if self._written[place.worker] < round_ - 1:
-                late.append(place.worker)
-        if not late:
-            return ""
-        return (
-            f"states of worker{'s'[: len(late) > 1]} {', '.join(map(str, late))} after round {self._written[late[0]]} "
-            f"are not written to {self.folder}: {self._error or 'the storage takes longer than a round'}"
-        )
+        return why
 
-    def settle(self, timeout_s: float) -> bool:
-        """Have the newest states written, as far as that takes no longer; whether all are."""
-        end = time.monotonic() + timeout_s
-        for _ in range(2):  # a write that is under way may be of an older state
-            for place, state in self.held.values():
-                self._collect(place.worker)
-                if place.worker not in self._writes and not self.on_storage(place):
-                    self._begin_write(place, state)
-            wait([done for _, done in self._writes.values()], max(0.0, end - time.monotonic()))
-        return all(self.on_storage(place) for place, _ in self.held.values())
-
-    def _collect(self, worker: int) -> None:
-        """See how a worker's write ended, if it has."""
-        place, done = self._writes.get(worker, (None, None))
-        if place is None or done is None or not done.done():
-            return
-        del self._writes[worker]
-        self._error = str(done.exception() or "")
-        if not self._error:
-            self._written[worker] = max(place.round, self._written.get(worker, place.round))
-            self.written_bytes += self._nbytes
+    def settle(self, timeout_s: float) -> None:
+        """Wait for the writes that were begun."""
+        wait([done for _, done in self._writes.values()], timeout_s)
 
     def _begin_write(self, place: Place, state: bytes) -> None:
         done: Future[None] = Future()
         self._writes[place.worker] = place, done
+        self.written_bytes += self._nbytes
         # Not of an executor, whose threads an ending process waits for: a storage may stand still.
         threading.Thread(target=self._run_write, args=(place, state, done), name="worker-state", daemon=True).start()
 
@@ -200,16 +162,10 @@ class WorkerStore:
         """Write a state, then remove those of the same worker that are older by more than OLDER rounds: another history
         may have to go on from later ones. Raises OSError."""
         write_whole(self.path(place), self._tag(place, state), state)
-        for path, known in list(self._files(place.worker)):
-            if known.round < place.round - OLDER:
-                path.unlink(missing_ok=True)
-
-    def _files(self, worker: int) -> Iterator[tuple[Path, Place]]:
-        """The files and drafts of a worker on this rank."""
-        for path in [*self.folder.glob(f"worker-{worker}.*"), *self.folder.glob(f".worker-{worker}.*")]:
+        for path in [*self.folder.glob(f"worker-{place.worker}.*"), *self.folder.glob(f".worker-{place.worker}.*")]:
             of = _NAME.match(path.name)
-            if of is not None and int(of["rank"]) == self._rank:
-                yield path, Place(worker, int(of["round"]), int(of["history"], 16))
+            if of is not None and int(of["rank"]) == self._rank and int(of["round"]) < place.round - OLDER:
+                path.unlink(missing_ok=True)
 
     def _tag(self, place: Place, state: bytes) -> bytes:
         of = json.dumps([self._whose, self._rank, self._nbytes, asdict(place)]).encode()

@@ -16,7 +16,7 @@ a bucket may be filled from several: its sum begins after all of them. The memor
 until the sum has ended, as a kernel may still write to it.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -170,6 +170,8 @@ class GradientReducer:
         streams: of the parameters' device.
         hooks: whether backward runs hooks of parameters. Without, all sums start after an attempt's last slot.
         exact_slots: make sums that have the same bits in every order, of up to so many slots; 0: ordinary sums.
+        fragments: places of parameters among `params`; in turn each step sums those of one fragment. Empty: each sums
+            all.
     """
 
     def __init__(
@@ -180,11 +182,16 @@ class GradientReducer:
         *,
         hooks: bool = True,
         exact_slots: int = 0,
+        fragments: Sequence[Sequence[int]] = (),
     ) -> None:
         self._streams = streams or HostStreams()
         self._is_exact = exact_slots > 0
         most = exact.most_of_slot(exact_slots) if self._is_exact else None
-        self._buckets = [_Bucket(part, most) for part in _split(list(params), bucket_bytes)]
+        every: list[torch.Tensor] = list(params)
+        parts = [[every[at] for at in places] for places in fragments] or [every]
+        self._fragments = [[_Bucket(part, most) for part in _split(some, bucket_bytes)] for some in parts]
+        self._now = 0
+        """Which of them is summed."""
         self._given_up: list[tuple[Sum, torch.Tensor]] = []
         self._began_on: Hashable = None
         self._began: Event | None = None
@@ -193,15 +200,20 @@ class GradientReducer:
         self._started = 0
         self._armed = self._counted = self._last = False
         self._error: SumsBroken | None = None
-        for bucket in self._buckets if hooks else ():
+        for bucket in (bucket for buckets in self._fragments for bucket in buckets if hooks):
             for index, param in enumerate(bucket.params):
                 # FSDP2 runs these hooks itself once the sharded gradient is accumulated.
                 param.register_post_accumulate_grad_hook(partial(self._on_grad, bucket, index))
+
+    @property
+    def _buckets(self) -> list[_Bucket]:
+        return self._fragments[self._now]
 
     def begin(self, sums: AsyncSums, timeout: timedelta, step: int = 0) -> None:
         """Start an attempt at `step` over the groups of `sums`, whose sums may each take `timeout`."""
         self._sums, self._started, self._armed, self._error = sums, 0, False, None
         self._last = False
+        self._now = (step - 1) % len(self._fragments)
         self._timeout = timeout
         self._began_on, self._began = self._streams.current(), self._streams.record()
         self._given_up = [(one, memory) for one, memory in self._given_up if not one.ended]
@@ -273,14 +285,15 @@ class GradientReducer:
         own = (local(p.grad) for bucket in self._buckets for p in bucket.params if p.grad is not None)
         return all_within(LARGEST_PART, own)
 
-    def stash(self) -> list[torch.Tensor]:
-        """A copy of the finished sums, in host memory."""
-        return [bucket.memory.flat.to("cpu", copy=True) for bucket in self._buckets]
+    def stash(self) -> tuple[int, list[torch.Tensor]]:
+        """A copy of the finished sums, in host memory, and which fragment they are of."""
+        return self._now, [bucket.memory.flat.to("cpu", copy=True) for bucket in self._buckets]
 
-    def unstash(self, stashed: list[torch.Tensor]) -> None:
+    def unstash(self, stashed: tuple[int, list[torch.Tensor]]) -> None:
         """Make a copy the finished sums again."""
+        self._now, sums = stashed
         with torch.no_grad():
-            for bucket, flat in zip(self._buckets, stashed, strict=True):
+            for bucket, flat in zip(self._buckets, sums, strict=True):
                 bucket.memory.flat.copy_(flat)
 
     def assign(self, scale: float) -> None:

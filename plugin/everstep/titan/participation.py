@@ -12,7 +12,6 @@ from everstep.quorum.membership import Membership
 from everstep.quorum.process_group import RankColumn
 from everstep.quorum.ranks import GroupRanks
 from everstep.run.address import published_address
-from everstep.step import ledger
 from everstep.step.attempt import Group, Host, Peers, Rules
 from everstep.step.driver import Driver, End
 from everstep.step.interfaces import Reducer, Timeouts, Work
@@ -103,9 +102,6 @@ class Participation:
                 find_lighthouse=lambda: published_address(place.run_dir) or given,
                 heartbeat_timeout_s=ft.heartbeat_timeout_s,
             )
-        on_loss: ledger.OnLoss = ft.on_loss
-        if semi.enabled:
-            on_loss = "shrink" if semi.on_loss == "shrink" else "redistribute"
         give_up = timedelta(seconds=GIVE_UP_STARTS * ft.startup_timeout_s)
         timeouts = Timeouts(
             quorum=timedelta(seconds=ft.quorum_timeout_s),
@@ -119,7 +115,7 @@ class Participation:
             group=Group(ft.group_id, self.life, self._store, self._ranks),
             rules=Rules(
                 shares,
-                on_loss,
+                ft.on_loss,
                 timeouts,
                 homes=ft.groups if semi.enabled else 0,
                 audit_slots=ft.audit_slots,

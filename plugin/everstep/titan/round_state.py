@@ -115,15 +115,6 @@ class RoundState:
         return _packed(self._own().values())
 
     @torch.no_grad()
-    def anew(self) -> bytes:
-        """The own state of a worker that begins now: the global parameters, and no step of the optimizer yet."""
-        self.rest()
-        for name, tensor in self._own().items():
-            if name.startswith(OPTIMIZER):
-                tensor.zero_()
-        return self.leave()
-
-    @torch.no_grad()
     def enter(self, own: bytes, round_: int) -> None:
         """Make model, optimizer and learning rate what a worker begins the round after `round_` with, whose own state
         after it is given: the fragment that was synchronised becomes α times its own, and 1 − α times the global one's.

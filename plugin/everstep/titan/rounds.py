@@ -9,31 +9,33 @@ goes on. A group that gets a worker which it did not carry takes the newest stat
 again: of the last rounds each group still knows the global parameters (`round_state.Mark`).
 """
 
+import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from everstep.quorum.heal import HealState
 from everstep.run.exits import HOPELESS_EXIT, USAGE_EXIT, TrainerEnds
 from everstep.semi.outer import OuterSGD
+from everstep.semi.rounds import slots_of, steps_of
 from everstep.semi.section import SemiSync
-from everstep.semi.worker_store import WorkerStore
+from everstep.semi.worker_store import Place, WorkerStore
 from everstep.step import exact
 from everstep.step.interfaces import Commit, SlotSums
-from everstep.step.reduction import local
-from everstep.titan.changes import Changes
+from everstep.step.reduction import BUCKET_BYTES, GradientReducer, local
 from everstep.titan.disk import DiskCheckpoints
-from everstep.titan.optimizer_step import OptimizerStep
+from everstep.titan.group import all_in_group, least_in_group
 from everstep.titan.round_state import Mark, RoundState
-from everstep.titan.slots import Slots
+from everstep.titan.slots import OPTIMIZER_SLOT, Slots
 from everstep.titan.tally import Layout, RoundSums
-from everstep.titan.worker_rounds import WorkerRounds
+from everstep.titan.work import Unit
 
 CHECKPOINT = "semi_sync"
 MARKS, OWN = "marks", "own"
-SLOW_S = 1.0
-"""A wait for the storage that is told of."""
+POLL_S = 0.02
+PATIENCE_S = 2.0
+"""Least wait for a state that its group is just writing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +54,13 @@ class Held:
     own: bytes
 
 
-class Rounds:
-    """Implements `everstep.titan.work.Unit`.
-
-    Commits and events count rounds; `trainer.step` counts optimizer steps of a worker, as torchtitan does: learning
+class Rounds(Unit):
+    """Commits and events count rounds; `trainer.step` counts optimizer steps of a worker, as torchtitan does: learning
     rate, checkpoints and validation go by it.
 
     Args:
         trainer: an `EverstepTrainer`, whose parts before this one are made.
-        optimizer, disk: the trainer's.
+        disk: the trainer's.
         slots: of a step, of which a worker has S / M.
         state: of the run, which the trainer has not restored yet.
         store: of the workers' own states.
@@ -69,13 +69,12 @@ class Rounds:
     def __init__(
         self,
         trainer: Any,
-        optimizer: OptimizerStep,
         disk: DiskCheckpoints,
         slots: Slots,
         state: RoundState,
         store: WorkerStore,
     ) -> None:
-        self._trainer, self._optimizer, self._disk, self._slots = trainer, optimizer, disk, slots
+        self._trainer, self._disk, self._slots = trainer, disk, slots
         self.state, self.store = state, store
         self._join_timeout_s: float = trainer.config.fault_tolerance.join_timeout_s
         self._settings: SemiSync = trainer.config.semi_sync
@@ -84,48 +83,177 @@ class Rounds:
             self._refuse(f"the {slots.number} slots of a step cannot be split among {self.shares} workers")
         self._outer = OuterSGD.of(self._settings)
         self._held: dict[int, Held] = {}
+        self._refused: set[int] = set()
+        """Workers in whose rounds an optimizer step was refused twice."""
         self._sums = Layout(RoundSums, self._steps, self._steps, len(_flat(state.balances)))
         """How a round's further sums travel."""
-        self.reducer = Changes(
+        self._changed = [torch.zeros_like(param) for param in slots.trainable]
+        """By the workers that this group holds; with exact sums by one of them, until its slot ends."""
+        self.reducer = GradientReducer(
             slots.trainable,
-            state.fragments,
-            self.shares,
-            self._settings.quantize,
+            BUCKET_BYTES,
             trainer.streams,
-            exact=trainer.config.fault_tolerance.exact,
+            hooks=False,
+            exact_slots=self.shares if trainer.config.fault_tolerance.exact else 0,
+            fragments=state.fragments,
         )
-        self.worker_rounds = WorkerRounds(trainer, optimizer, slots, state, store, self.reducer)
+        self._round_s = 0.0
         self._is_protected = True
         self._counted_saved = self._counted_sent = 0
-        self._saved = _OnDisk(self)
-        disk.states[CHECKPOINT] = self._saved
+        self._loaded: dict[int, bytes] = {}
+        """By worker its own state in a checkpoint that was just loaded."""
+        disk.states[CHECKPOINT] = self
 
     def _refuse(self, why: str) -> None:
         raise TrainerEnds(USAGE_EXIT, f'[semi_sync] method = "{self._settings.method}": {why}')
 
-    # Workers' rounds
+    # A worker's round
 
     def compute(self, step: int, slot: int, *, whole: bool) -> None:
         """A worker's round: `step` is the round's number, `slot` the worker's."""
-        round_, worker = step, slot
+        round_, worker, begun = step, slot, time.monotonic()
         self._trainer.checkpointer.maybe_wait_for_staging()  # it reads what changes now
         try:
-            tokens, loss = self.worker_rounds.make(round_, worker, whole=whole)
+            self._take_up(round_, worker)
+            tokens, loss = self._inner_steps(round_, worker, whole=whole, synchronises=True)
             self._held[worker] = Held(tokens, loss, _flat(self.state.balances), self.state.leave())
         finally:
             self._rest()
-        self.reducer.offer(round_)
+        self._offer(round_)
+        self._round_s = time.monotonic() - begun
         losses = (loss / tokens).tolist()
         self._trainer.events.emit("worker_round", round_, worker=worker, losses=losses)
+
+    def _take_up(self, round_: int, worker: int) -> None:
+        """Make the model what the worker begins a round with. A collective of the group."""
+        begun, known = time.monotonic(), self.store.holds(worker, self._trainer.work.committed)
+        found, state = self._newest(worker)
+        place, state = self._catch_up(found, state)
+        if not known:
+            self.store.hold(place, state)
+            again, took_s = place.round - found.round, round(time.monotonic() - begun, 3)
+            self._trainer.events.emit("worker_moved", round_, worker=worker, rounds_again=again, took_s=took_s)
+        self._begin(place, state)
+
+    def _newest(self, worker: int) -> tuple[Place, bytes]:
+        """A worker's newest own state that all ranks of the group have, of the history that led to the last commit, and
+        this rank's part of it. A collective of the group."""
+        places = {round_: self.state.place(worker, round_) for round_ in self.state.marks}
+        committed = self._trainer.work.committed
+        self._await(places[committed])
+        before = committed + 1
+        while True:
+            [newest] = least_in_group(
+                max((known for known, place in places.items() if known < before and self.store.has(place)), default=-1)
+            )
+            if newest < 0:
+                self._end_run(worker)
+            state = self.store.read(places[newest]) if newest in places else None
+            if all_in_group(state is not None):
+                assert state is not None
+                return places[newest], state
+            before = newest
+
+    def _end_run(self, worker: int) -> NoReturn:
+        """No group has the worker's state. Raises TrainerEnds."""
+        why = (
+            f"the state of worker {worker} is lost: the group that carried it died, and of rounds "
+            f"{min(self.state.marks)} to {self._trainer.work.committed} none is in {self.store.folder}. Start the run "
+            "again, and it goes on from its last checkpoint"
+        )
+        self._trainer.files.end_run(why)
+        raise TrainerEnds(HOPELESS_EXIT, why)
+
+    def _await(self, place: Place) -> None:
+        """Another group may be writing the state at this moment. A collective of the group."""
+        end = time.monotonic() + max(PATIENCE_S, self._round_s)
+        while True:
+            here = all_in_group(self.store.has(place))
+            in_time = all_in_group(time.monotonic() < end)
+            if here or not in_time:
+                return
+            time.sleep(POLL_S)
+
+    def _catch_up(self, place: Place, state: bytes) -> tuple[Place, bytes]:
+        """An own state after the last commit, out of one that may be older: the rounds since are made again."""
+        while place.round < self._trainer.work.committed:
+            self._begin(place, state)
+            self._inner_steps(place.round + 1, place.worker, whole=False, synchronises=False)
+            place, state = self.state.place(place.worker, place.round + 1), self.state.leave()
+        return place, state
+
+    def _begin(self, place: Place, state: bytes) -> None:
+        self.state.enter(state, place.round)
+        self._weights_changed()
 
     def _rest(self) -> None:
         """The model has the global parameters, as between computations."""
         self.state.rest()
-        self.worker_rounds.weights_changed()
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        """The checks' bounds are derived anew."""
+        if self._trainer.checks is not None:
+            self._trainer.checks.weights_changed()
+
+    def _inner_steps(self, round_: int, worker: int, *, whole: bool, synchronises: bool) -> torch.Tensor:
+        """A worker's optimizer steps of a round; `synchronises`: what it changed is added to what is summed, τ steps
+        before the end. Valid tokens and sum of their losses by step, float64 [2, h]."""
+        sums = torch.zeros(2, self._steps, dtype=torch.float64)
+        last = self._steps - self._settings.overlap_steps
+        for made, inner_step in enumerate(steps_of(round_, self._steps), 1):
+            sums[:, made - 1] = torch.tensor(self.inner_step(round_, inner_step, worker, whole=whole))
+            if synchronises and made == last:
+                self._synchronise(round_)
+        return sums
+
+    @torch.no_grad()
+    def _synchronise(self, round_: int) -> None:
+        """What the worker has changed of the round's fragment so far is what it synchronises. With τ the sum begins if
+        this is the group's last worker, and goes on while the worker makes its last steps."""
+        before, now = self.state.trained, self.state.live
+        for at in self.state.fragment(round_):
+            local(self._changed[at]).add_(before[at] - now[at])
+        if self._settings.overlap_steps:
+            self._offer(round_)
+            self.reducer.start()
+
+    def _offer(self, round_: int) -> None:
+        """What is summed stands where the reducer looks for gradients, and nothing else does."""
+        for param in self._slots.trainable:
+            param.grad = None
+        for at in self.state.fragment(round_):
+            self._slots.trainable[at].grad = self._changed[at]
+
+    def inner_step(self, round_: int, inner_step: int, worker: int, *, whole: bool) -> tuple[float, float]:
+        """One optimizer step of a worker; its valid tokens and the sum of their losses. If an attention check refuses a
+        slot, the step's gradients are computed again with every check; if it does so again, the round is refused."""
+        trainer, slots = self._trainer, self._slots
+        for again in (False, True):
+            slots.discard()
+            for slot in slots_of(worker, slots.number, slots.workers):
+                trainer.files.computes(round_, worker)
+                slots.compute(inner_step, slot, whole=again or whole)
+            if trainer.checks is None or all_in_group(not slots.refused()):
+                break
+            if again:
+                self._refused.add(worker)
+            else:
+                reason = "attention findings were not repaired"
+                trainer.events.emit("slot_refused", round_, slot=worker, reason=reason)
+        by_slot, loss = slots.tokens_and_losses()
+        tokens = float(by_slot.sum())
+        if tokens != slots.nominal_tokens:
+            for param in slots.trainable:
+                if param.grad is not None:
+                    param.grad.mul_(slots.nominal_tokens / tokens)
+        slots.step(inner_step, OPTIMIZER_SLOT - worker)
+        return tokens, float(loss.sum())
+
+    # The round
 
     def refused(self) -> frozenset[int]:
-        """Workers in whose rounds an optimizer step was refused twice."""
-        return frozenset(self.worker_rounds.refused)
+        return frozenset(self._refused)
 
     def results(self) -> SlotSums:
         """By worker the tokens and losses of its round; of all held workers those by inner step, and the balances."""
@@ -143,20 +271,18 @@ class Rounds:
     def discard(self) -> None:
         """Forget what the workers of the round in progress changed."""
         self._held.clear()
-        self.worker_rounds.refused.clear()
+        self._refused.clear()
         self.reducer.forget()
+        for changed in self._changed:
+            local(changed).zero_()
         self._slots.discard()
-
-    # The outer step
 
     def update(self, commit: Commit) -> tuple[float, dict[str, Any]]:
         """Change the global parameters by what the workers changed: the outer step."""
-        weights = _weights(commit)
         self._trainer.checkpointer.maybe_wait_for_staging()
-        self.reducer.offer(commit.step)  # for its memory
-        self.worker_rounds.absent = {worker for worker, weight in enumerate(weights) if not weight}
-        self.reducer.assign(max(weights))
-        norm = self._optimizer.clip(float("inf"))
+        self._offer(commit.step)  # for its memory
+        self.reducer.assign(1 / self.shares)
+        norm = self._slots.clip(float("inf"))
         places, trained, momentum = self.state.fragment(commit.step), self.state.trained, self.state.momentum
         self._outer.step(
             [trained[at] for at in places],
@@ -164,7 +290,7 @@ class Rounds:
             [momentum[at] for at in places] if momentum else [],
         )
         sums = self._sums.unpack(commit.extra)
-        self.state.balance(sums.balances * max(weights))
+        self.state.balance(sums.balances / self.shares)
         self.state.mark(commit.step, commit.history)
         for worker, done in self._held.items():
             self.store.hold(self.state.place(worker, commit.step), done.own)
@@ -175,25 +301,19 @@ class Rounds:
         return float(norm), {
             "inner_losses": (sums.loss / sums.tokens).tolist(),
             "inner_steps": self._steps,
-            "weights": weights,
             "payload_bytes": self._counted_sent - sent,
             "kept_bytes": self._counted_saved - saved,
             "gradient_bytes": sum(local(param).nbytes for param in self._slots.trainable),
         }
-
-    def words(self, commit: Commit) -> dict[int, int]:
-        return {}  # [snapshot] is refused
 
     def _keep(self, round_: int) -> None:
         """After a commit: write the states of the workers that this group carries, and let go of those that it does not
         carry any more, once they are on disk. Say when the loss of this group begins to mean that the run ends, and
         when it no longer does."""
         self.store.let_go(self.state.place(worker, r) for worker in range(self.shares) for r in self.state.marks)
-        why = self.store.keep(round_, SLOW_S if self._is_protected else 0.0)
-        if why and self._is_protected:
-            self._trainer.files.beat("keep", round_)
-            # The other groups wait for this one as long as that, and no longer.
-            why = self.store.keep(round_, self._join_timeout_s - SLOW_S)
+        self._trainer.files.beat("keep", round_)
+        # The other groups wait for this one as long as that, and no longer.
+        why = self.store.keep(round_, self._join_timeout_s if self._is_protected else 0.0)
         if self._is_protected and why:
             self._trainer.events.emit("workers_unprotected", round_, reason=why)
         elif not self._is_protected and not why:
@@ -214,12 +334,12 @@ class Rounds:
             del self._disk.states[CHECKPOINT]
 
     def restored(self, history: int) -> None:
-        self._disk.states[CHECKPOINT] = self._saved
+        self._disk.states[CHECKPOINT] = self
         step, sync_steps = self._trainer.step, self._settings.sync_steps
         if step % sync_steps:
             self._refuse(f"the checkpoint is of step {step}, not of the end of a round of {sync_steps} steps")
         self.state.begin()
-        own, self._saved.loaded = self._saved.loaded, {}
+        own, self._loaded = self._loaded, {}
         if not own:
             self.state.forget_momentum()
             own = dict.fromkeys(range(self.shares), self.state.leave())
@@ -229,16 +349,19 @@ class Rounds:
             self.store.hold(self.state.place(worker, round_), state)
         self._rest()
 
-    def on_disk(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint has besides torchtitan's own: all workers; torchtitan's own part has the optimizer of
         worker 0. As long as there is no state, where one is loaded to. A collective of the group."""
         own: dict[int, bytes] = dict.fromkeys(range(self.shares), b"")
         if self.state.marks:
             for worker in own:
-                _, own[worker] = self.worker_rounds.catch_up(*self.worker_rounds.newest(worker))
+                _, own[worker] = self._catch_up(*self._newest(worker))
             self.state.enter(own[0], self._trainer.work.committed)
             self._rest()
         return self.state.on_disk(own)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = self.state.from_disk(state_dict)
 
     def serve(self, state: HealState) -> None:
         """Also what a joiner needs to take workers over, and the own states that are nowhere else but here yet."""
@@ -260,27 +383,6 @@ class Rounds:
     def close(self) -> None:
         """This group leaves: its newest states have to be on storage for those who take its workers over."""
         self.store.settle(self._join_timeout_s)
-
-
-class _OnDisk:
-    """A `Stateful` of torchtitan's checkpoints."""
-
-    def __init__(self, rounds: Rounds) -> None:
-        self._rounds = rounds
-        self.loaded: dict[int, bytes] = {}
-        """By worker its own state, once they are loaded."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._rounds.on_disk()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.loaded = self._rounds.state.from_disk(state_dict)
-
-
-def _weights(commit: Commit) -> list[float]:
-    """Of each worker's change in the outer step: equal for all workers that are in the commit."""
-    there = [owner >= 0 for owner in commit.owners]
-    return [float(is_there) / sum(there) for is_there in there]
 
 
 def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from everstep.run.events import read_events
-
-TOGETHER = 1 << 30
-"""Bytes of tensors of each run that are in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,41 +81,23 @@ def _compare_tensors(one: Path, other: Path) -> tuple[int, str]:
     if alone := sorted(ours.keys() ^ theirs.keys()):
         return 0, f"{alone[0]} is in one of the checkpoints only"
     compared = 0
-    for keys in _in_parts(ours):
-        pairs = zip(*(_load(folder, keys, of) for folder, of in ((one, ours), (other, theirs))), strict=True)
-        for key, (mine, their) in zip(keys, pairs, strict=True):
-            compared += 1
-            if mine.shape != their.shape or mine.dtype != their.dtype:
-                return compared, f"{key} is {mine.dtype} {list(mine.shape)} and {their.dtype} {list(their.shape)}"
-            differs = (_bytes(mine) != _bytes(their)).any(dim=-1)
-            if differs.any():
-                return compared, f"{key}: {int(differs.sum())} of {mine.numel()} elements differ"
+    for key in sorted(name for name, entry in ours.items() if isinstance(entry, TensorStorageMetadata)):
+        mine, their = _load(one, key, ours[key]), _load(other, key, theirs[key])
+        compared += 1
+        if mine.shape != their.shape or mine.dtype != their.dtype:
+            return compared, f"{key} is {mine.dtype} {list(mine.shape)} and {their.dtype} {list(their.shape)}"
+        differs = (_bytes(mine) != _bytes(their)).any(dim=-1)
+        if differs.any():
+            return compared, f"{key}: {int(differs.sum())} of {mine.numel()} elements differ"
     return compared, ""
 
 
-def _in_parts(entries: dict[str, Any]) -> Iterator[list[str]]:
-    """Names of tensors, as many at a time as `TOGETHER` allows."""
-    part: list[str] = []
-    size = 0
-    for key in sorted(entries):
-        entry = entries[key]
-        if not isinstance(entry, TensorStorageMetadata):
-            continue
-        part.append(key)
-        size += entry.size.numel() * entry.properties.dtype.itemsize
-        if size > TOGETHER:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
-
-
-def _load(folder: Path, keys: list[str], entries: dict[str, Any]) -> list[torch.Tensor]:
-    tensors = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype) for key in keys}
+def _load(folder: Path, key: str, entry: Any) -> torch.Tensor:
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
     with warnings.catch_warnings():  # that this is one process
         warnings.simplefilter("ignore", UserWarning)
-        dcp.load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
-    return list(tensors.values())
+        dcp.load({key: tensor}, storage_reader=FileSystemReader(folder), no_dist=True)
+    return tensor
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The global batch of a torchtitan trainer, computed slot by slot."""
+"""The global batch of a torchtitan trainer, computed slot by slot, and the optimizer step."""
 
 import time
 from typing import Any
@@ -21,6 +21,8 @@ from everstep.titan.data.streams import SlotStreams
 from everstep.titan.group import all_in_group, sum_in_group
 from everstep.titan.state import digest, row_sums, slot_seed
 
+OPTIMIZER_SLOT = -1
+"""The slot that a step of the optimizer is seeded as."""
 AUDIT_BITS = 1 << 52
 """What a float64 of a tally holds."""
 
@@ -185,6 +187,32 @@ class Slots:
             local(load).zero_()
         # A recorded graph adds to the memory that it was recorded with.
         self._trainer.optimizers.zero_grad(set_to_none=self._trainer.config.training.disable_cuda_graphs)
+
+    # The optimizer step: clip, step, learning rate
+
+    def step(self, step: int, seeded_as: int = OPTIMIZER_SLOT) -> torch.Tensor:
+        """Clip the gradients that the parameters have and step with them; their norm before. `seeded_as`: a slot's
+        number, for `slot_seed`."""
+        trainer = self._trainer
+        torch.manual_seed(slot_seed(self.seed, step, seeded_as, self.dp_rank))
+        grad_norm = self.clip(trainer.config.training.max_norm)
+        trainer.checkpointer.maybe_wait_for_staging()
+        trainer.optimizers.step()
+        trainer.lr_schedulers.step()
+        if self._checks is not None:
+            self._checks.weights_changed()
+        return grad_norm
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradients' norm over the whole group; what it was."""
+        dims = self._trainer.parallel_dims
+        return dist_utils.clip_grad_norm_(
+            [p for part in self._trainer.model_parts for p in part.parameters()],
+            max_norm,
+            foreach=True,
+            pp_mesh=dims.get_optional_mesh("pp"),
+            ep_enabled=dims.ep_enabled,
+        )
 
     # Bits, to compare with another group's
 

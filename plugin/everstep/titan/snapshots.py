@@ -56,10 +56,13 @@ class Snapshots:
         self._keeper_start = threading.Thread(target=self._start_keeper, name="keeper-start", daemon=True)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             self._keeper_start.start()
-        self._location = location_of(os.environ, socket.gethostname())
-        if settings.failure_domain == "group":
-            self._location = location_of({}, f"group {group}")
+        self._location = self._location_of(os.environ, socket.gethostname(), group)
         self._copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit, self._start_keeper)
+
+    def _location_of(self, environment: Mapping[str, str], host: str, group: int) -> int:
+        """What is lost together with a group's snapshots, as `snapshot.failure_domain` has it."""
+        by_group = self._settings.failure_domain == "group"
+        return location_of({}, f"group {group}") if by_group else location_of(environment, host)
 
     def _start_keeper(self) -> None:
         """Start this host's keeper of the group, or find it. Training goes on without one; an event says
@@ -120,9 +123,7 @@ class Snapshots:
         words = {}
         for member in quorum.members:
             host = member.doors[self._rank].rpartition(":")[0]
-            words[member.group] = Word(location=location_of({}, host))
-            if self._settings.failure_domain == "group":
-                words[member.group] = Word(location=location_of({}, f"group {member.group}"))
+            words[member.group] = Word(location=self._location_of({}, host, member.group))
         self._restored = True
         self._copier.restored((step, history, start), quorum.groups, words, self._to_snapshot(state))
 

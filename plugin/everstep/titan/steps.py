@@ -4,20 +4,19 @@ from typing import Any
 
 import torch
 
-from everstep.quorum.heal import HealState
 from everstep.step.interfaces import Commit, SlotSums
 from everstep.step.reduction import GradientReducer, local
-from everstep.titan.optimizer_step import OptimizerStep
 from everstep.titan.slots import Slots
 from everstep.titan.snapshots import Snapshots
 from everstep.titan.tally import Layout, StepSums
+from everstep.titan.work import Unit
 
 
-class Steps:
-    """Implements `everstep.titan.work.Unit`.
+class Steps(Unit):
+    """The slots of a step.
 
     Args:
-        slots, optimizer: the trainer's.
+        slots: the trainer's.
         snapshots: of this rank's state, if there are any.
         reducer: of the gradients.
         is_exact: whether sums are, so that `param.grad` has one slot at a time.
@@ -26,13 +25,12 @@ class Steps:
     def __init__(
         self,
         slots: Slots,
-        optimizer: OptimizerStep,
         snapshots: Snapshots | None,
         reducer: GradientReducer,
         *,
         is_exact: bool,
     ) -> None:
-        self._slots, self._optimizer, self._snapshots, self.reducer = slots, optimizer, snapshots, reducer
+        self._slots, self._snapshots, self.reducer = slots, snapshots, reducer
         self.shares = slots.number
         self._is_exact = is_exact
         # There are no more groups than slots, however many the run is scaled to.
@@ -75,7 +73,7 @@ class Steps:
             self._snapshots.wait()
         self.reducer.assign(self._slots.nominal_tokens / float(commit.tokens.sum()))
         self._assign(self._sums.unpack(commit.extra))
-        return float(self._optimizer.step(commit.step)), {}
+        return float(self._slots.step(commit.step)), {}
 
     def _assign(self, sums: StepSums) -> None:
         """Put the loads of the whole global batch where torchtitan's balancing reads them, and take the gradients away
@@ -91,15 +89,3 @@ class Steps:
     def words(self, commit: Commit) -> dict[int, int]:
         words = self._sums.unpack(commit.extra).words.tolist()
         return {group: round(word) for group, word in enumerate(words)}
-
-    # What a step has besides the trainer's state: nothing.
-
-    def before_restore(self) -> None: ...
-
-    def restored(self, history: int) -> None: ...
-
-    def serve(self, state: HealState) -> None: ...
-
-    def healed(self, state: HealState) -> None: ...
-
-    def close(self) -> None: ...

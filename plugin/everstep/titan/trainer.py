@@ -33,7 +33,6 @@ from everstep.titan.data.binding import bind_data
 from everstep.titan.disk import DiskCheckpoints
 from everstep.titan.group import require_members
 from everstep.titan.machine import choose_attention
-from everstep.titan.optimizer_step import OptimizerStep
 from everstep.titan.participation import Participation
 from everstep.titan.place import RunPlace, open_place
 from everstep.titan.round_state import RoundState
@@ -44,9 +43,6 @@ from everstep.titan.steps import Steps
 from everstep.titan.telling import Measures
 from everstep.titan.work import TrainerWork
 from everstep.titan.worker_faults import WorkerFaults
-
-WHOLE_BACKWARDS = ("1F1B", "GPipe", "Interleaved1F1B")
-"""Pipeline schedules whose backwards are autograd's own."""
 
 
 class EverstepTrainer(titan.Trainer):
@@ -117,7 +113,6 @@ class EverstepTrainer(titan.Trainer):
         with it."""
         self.slots = Slots(self, self.checks, place.events)
         self.source = self.slots.source
-        self.optimizer = OptimizerStep(self, self.slots.seed, self.slots.dp_rank, self.checks)
         self.streams = streams_of(self.device)
         degrees = (f"{key} {value}" for key, value in asdict(config.parallelism).items() if key.endswith("degree"))
         whose = Whose(run_id(place.token), dist.get_rank(), f"{dist.get_world_size()} ranks, {', '.join(degrees)}")
@@ -172,21 +167,12 @@ class EverstepTrainer(titan.Trainer):
             self.slots.trainable,
             BUCKET_BYTES,
             self.streams,
-            hooks=self._backward_runs_hooks(),
+            # A replayed graph runs no hooks, and one that is recorded must not start sums; some pipeline schedules add
+            # weights' gradients without.
+            hooks=private.computes_eagerly(self) and not self.parallel_dims.pp_enabled,
             exact_slots=self.slots.number if self.is_exact else 0,
         )
-        return Steps(self.slots, self.optimizer, self.place.snapshots, reducer, is_exact=self.is_exact)
-
-    def _backward_runs_hooks(self) -> bool:
-        """Whether a gradient's hook runs each time something is added to it. A replayed graph runs none, and one
-        that is recorded must not start sums; a schedule that computes weights' gradients apart from the others' adds
-        them without."""
-        if not self.parallel_dims.pp_enabled:
-            return private.computes_eagerly(self)
-        parallelism = self.config.parallelism
-        return (
-            parallelism.pipeline_parallel_schedule in WHOLE_BACKWARDS and not parallelism.pipeline_parallel_schedule_csv
-        )
+        return Steps(self.slots, self.place.snapshots, reducer, is_exact=self.is_exact)
 
     def _rounds(self, live: LiveTensors, whose: str) -> Rounds:
         """`whose`: words that a worker's state is bound to: the run, and how its groups are laid out."""
@@ -198,7 +184,7 @@ class EverstepTrainer(titan.Trainer):
             nbytes=state.own_bytes,
             token=self.place.token,
         )
-        return Rounds(self, self.optimizer, self.disk, self.slots, state, store)
+        return Rounds(self, self.disk, self.slots, state, store)
 
     def train(self) -> None:
         if not self.config.fault_tolerance.enable:

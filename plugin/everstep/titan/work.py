@@ -6,9 +6,10 @@ What a commit is made of is a `Unit`'s: slots of an optimizer step (`steps`), or
 import math
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torchtitan.distributed import utils as dist_utils
@@ -18,8 +19,9 @@ from everstep.quorum.heal import HealState
 from everstep.run.data_start import began_after
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, TrainerEnds
 from everstep.step import ledger
-from everstep.step.interfaces import Commit, Reducer, SlotSums
+from everstep.step.interfaces import Commit, SlotSums
 from everstep.step.quorum import Quorum
+from everstep.step.reduction import GradientReducer
 from everstep.titan import exactness
 from everstep.titan.checkpoint_names import DATALOADER
 from everstep.titan.data.streams import SlotStreams
@@ -36,44 +38,48 @@ NOTES_INTERVAL = 10
 long enough to tell them after each."""
 
 
-class Unit(Protocol):
+class Unit(ABC):
     """What a commit is made of; see `everstep.step.interfaces.Work` for what is not said here."""
 
     shares: int
     """Of how many parts a commit is made, each of which a group computes."""
+    reducer: GradientReducer
 
-    @property
-    def reducer(self) -> Reducer: ...
-
+    @abstractmethod
     def compute(self, step: int, slot: int, *, whole: bool) -> None: ...
 
+    @abstractmethod
     def refused(self) -> frozenset[int]: ...
 
+    @abstractmethod
     def results(self) -> SlotSums: ...
 
+    @abstractmethod
     def discard(self) -> None: ...
 
+    @abstractmethod
     def update(self, commit: Commit) -> tuple[float, dict[str, Any]]:
         """Change the parameters; the norm of what they were changed by, and further fields of the commit's event."""
-        ...
 
     def words(self, commit: Commit) -> dict[int, int]:
         """What each group said of its snapshots."""
-        ...
+        return {}
 
-    def before_restore(self) -> None:
+    # What it has besides the trainer's state.
+
+    def before_restore(self) -> None:  # noqa: B027 there need not be anything
         """A state is about to be loaded, as no group has one."""
 
-    def restored(self, history: int) -> None:
+    def restored(self, history: int) -> None:  # noqa: B027
         """It was."""
 
-    def serve(self, state: HealState) -> None:
-        """Add what a joiner needs besides the trainer's state."""
+    def serve(self, state: HealState) -> None:  # noqa: B027
+        """Add what a joiner needs."""
 
-    def healed(self, state: HealState) -> None:
+    def healed(self, state: HealState) -> None:  # noqa: B027
         """Take that over."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """This group leaves."""
 
 
