@@ -11,7 +11,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from functools import partial
 
 import numpy as np
@@ -23,7 +22,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from damage import damaged
 from everstep.commands.pack import pack as command
-from everstep.data import inputs, token_format
+from everstep.data import token_format
 from everstep.data.documents import Documents
 from everstep.data.inputs import InputError
 from everstep.data.pack import Pack, pack
@@ -118,18 +117,19 @@ def test_a_hugging_face_tokenizer_gives_the_ids_that_torchtitan_trains_on(jsonl,
 # Interrupted.
 
 PACK = """
-import sys, time
+import itertools, os, signal, sys
 from pathlib import Path
 from everstep.data.pack import Pack, pack
+left = itertools.count(-2)
 inputs = tuple(Path(name) for name in sys.argv[2:])
-pack(Pack(inputs, Path(sys.argv[1])), tell=lambda _: time.sleep(0.02), chunk_tokens=16000)
+pack(Pack(inputs, Path(sys.argv[1])),
+     tell=lambda _: next(left) or os.kill(os.getpid(), signal.SIGKILL), chunk_tokens=60000)
 """
-"""Slow enough to be killed between chunks on a machine that has other things to do."""
 
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Three kinds of input, long enough to be killed in each of them."""
+    """All kinds of input."""
     chance = np.random.default_rng(0)
     words = np.array(["slot", "ledger", "quorum", "keeper", "group", "Zeichen ü"])
     texts = [" ".join(words[chance.integers(0, len(words), count)]) for count in chance.integers(1, 300, 1200)]
@@ -138,31 +138,6 @@ def corpus(tmp_path):
     write_lines(tmp_path / "c.jsonl.gz", texts[800:1199])
     (tmp_path / "d.txt").write_text(texts[1199])
     return tuple(tmp_path / name for name in ("a.jsonl", "b.parquet", "c.jsonl.gz", "d.txt"))
-
-
-def test_killed_again_and_again_it_makes_the_same_file(tmp_path, corpus, out):
-    whole = tmp_path / "whole.tokens"
-    footer = pack(Pack(corpus, whole), chunk_tokens=16000)
-    assert len(footer.chunks) > 25
-    starts, kills, before = tmp_path / "out.tokens.partial.starts", 0, 0
-
-    def documents():
-        return starts.stat().st_size // 8 if starts.exists() else 0
-
-    while not out.exists():
-        process = subprocess.Popen([sys.executable, "-c", PACK, out, *corpus])
-        # Let it write some chunks, then kill it in whatever it does.
-        while process.poll() is None:
-            if documents() >= before + 200 and kills < 5:
-                process.send_signal(signal.SIGKILL)
-                kills += 1
-                break
-            time.sleep(0.0005)
-        assert process.wait() in (0, -signal.SIGKILL)
-        before = documents()
-    assert kills >= 3
-    assert out.read_bytes() == whole.read_bytes()
-    assert not list(tmp_path.glob("out.tokens.partial*"))
 
 
 class CrashError(Exception):
@@ -179,16 +154,19 @@ def crash_after(chunks):
     return tell
 
 
-def test_what_a_crash_left_behind_the_last_chunk_is_cut_off(tmp_path, corpus, out):
-    pack(Pack(corpus, tmp_path / "whole.tokens"), chunk_tokens=60000)
-    for chunks in (1, 3):
-        with pytest.raises(CrashError):
-            pack(Pack(corpus, out), tell=crash_after(chunks), chunk_tokens=60000)
+def test_killed_and_crashed_in_the_middle_of_a_chunk_it_makes_the_same_file(tmp_path, corpus, out):
+    whole = tmp_path / "whole.tokens"
+    assert len(pack(Pack(corpus, whole), chunk_tokens=60000).chunks) > 10
+    assert subprocess.run([sys.executable, "-c", PACK, out, *corpus]).returncode == -signal.SIGKILL
+    for chunks in (1, 4):
         for suffix in (".partial", ".partial.starts"):
             with open(f"{out}{suffix}", "ab") as file:
                 file.write(b"half a chunk")
+        with pytest.raises(CrashError):
+            pack(Pack(corpus, out), tell=crash_after(chunks), chunk_tokens=60000)
     pack(Pack(corpus, out), chunk_tokens=60000)
-    assert out.read_bytes() == (tmp_path / "whole.tokens").read_bytes()
+    assert out.read_bytes() == whole.read_bytes()
+    assert not list(tmp_path.glob("out.tokens.partial*"))
 
 
 def test_what_another_input_or_another_process_has_begun_is_left_alone(tmp_path, corpus, out, jsonl):
@@ -221,52 +199,29 @@ def test_a_finished_file_is_kept_and_never_overwritten_by_other_input(packed, tm
         pack(Pack((jsonl,), tmp_path / "letter.tokens"))
 
 
-NOT_PARSED = [b"[" * 100_000, b"9" * 5000, b'{"text": ' + b"[" * 5000, b"\xff\xfe", b"NaN", b'{"text": 1e999}']
-
-
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("bad.jsonl", b'{"text": "a"}\n{"text": \n', r"bad.jsonl:2: not JSON \(Expecting value"),
-        ("bad.jsonl", b'\n{"body": "a", "id": 1}\n', r"bad.jsonl:2: no key 'text' \(there: 'body', 'id'\)"),
-        ("bad.jsonl", b'{"text": 7}\n', "bad.jsonl:1: 'text' holds int, not text"),
-        ("bad.jsonl", b'["text"]\n', "bad.jsonl:1: no key 'text'"),
-        ("bad.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "bad.jsonl:2: not JSON .*utf-8"),
-        ("bad.jsonl", b'{"text": "a\\ud800"}\n', "bad.jsonl:1: 'text' holds what is no text .*surrogates"),
-        *(("bad.jsonl", line + b'\n{"text": "good"}\n', "bad.jsonl:1: ") for line in NOT_PARSED),
-        ("bad.txt", b"fine\nnot \xe9\n", "bad.txt:2: not UTF-8"),
+        ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "bad.jsonl: not readable as json"),
+        ("bad.jsonl", b'{"body": "a", "id": 1}\n', r"bad.jsonl: no key 'text' \(there: 'body', 'id'\)"),
+        ("bad.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "bad.jsonl: "),
+        ("bad.jsonl", b'{"text": 7}\n', "bad.jsonl: document 1: 'text' holds int, not text"),
+        ("bad.txt", b"fine\nnot \xe9\n", "bad.txt: not readable as text"),
         ("bad.parquet", b"PAR1 and then nothing", "bad.parquet: not readable as parquet"),
-        ("bad.jsonl.gz", gzip.compress(b'{"text": "a"}' * 99, mtime=0)[:-12], "bad.jsonl.gz: the gzip data is damaged"),
-        ("bomb.txt.gz", gzip.compress(bytes(64 << 20)), "Cut it into several"),
-        ("bomb.jsonl.gz", gzip.compress(bytes(64 << 20)), "Cut it into several"),
+        ("bad.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-12], "bad.jsonl.gz: "),
         ("empty.txt", b"", "no document with text in .*empty.txt"),
     ],
 )
-def test_bad_input_is_named_by_file_and_line(tmp_path, out, monkeypatch, name, content, sentence):
-    monkeypatch.setattr(inputs, "LONGEST_DOCUMENT_BYTES", 1 << 20)
+def test_bad_input_is_named(tmp_path, out, name, content, sentence):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=sentence):
         pack(Pack((tmp_path / name,), out))
     assert not out.exists()
-    if b"good" in content:
-        assert pack(Pack((tmp_path / name,), out, skip_bad=True)).documents == 1
 
 
-def test_bad_parquet_columns_are_named(tmp_path, out):
-    write_parquet(tmp_path / "a.parquet", ["a", "b"], key="body")
-    write_parquet(tmp_path / "b.parquet", ["a"] * 10 + [None])
-    for name, key, sentence in [
-        ("a.parquet", "text", r"no column 'text' \(there: id, body\)"),
-        ("a.parquet", "id", "a.parquet: row 1: 'id' holds int, not text"),
-        ("b.parquet", "text", "b.parquet: row 11: 'text' holds NoneType, not text"),
-    ]:
-        with pytest.raises(InputError, match=sentence):
-            pack(Pack((tmp_path / name,), out, text_key=key))
-
-
-def test_the_command_speaks_in_sentences_and_goes_on_without_bad_documents(tmp_path, out, tokenizer, capsys):
+def test_the_command_speaks_in_sentences(tmp_path, out, tokenizer, capsys):
     lines = tmp_path / "lines.jsonl"
-    lines.write_text('{"text": "one"}\n{"text": 2}\n{"text": "three"}\n')
+    lines.write_text('{"text": "one"}\n{"text": null}\n{"text": "three"}\n')
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{}")
@@ -274,27 +229,16 @@ def test_the_command_speaks_in_sentences_and_goes_on_without_bad_documents(tmp_p
     for flags, status, sentence in [
         ({"inputs": (tmp_path / "nowhere",)}, 2, "no input file"),
         ({"inputs": (tmp_path / "empty",)}, 2, "no input: name text"),
-        ({"inputs": ()}, 2, "no input: name text"),
         ({"inputs": (tmp_path / "pipe.jsonl",)}, 1, "no regular file"),
         ({"tokenizer": "gpt9"}, 2, "no tokenizer 'gpt9'"),
         ({"tokenizer": str(tmp_path / "broken")}, 2, "broken cannot be loaded"),
         ({"verify": True, "inputs": ()}, 2, "no token file"),
-        ({}, 2, "lines.jsonl:2: 'text' holds int, not text. Or add --skip-bad"),
-        ({"skip_bad": True}, 0, "is whole: 2 documents, 1 left out"),
+        ({}, 0, "is whole: 2 documents, 1 left out"),
         ({"verify": True, "inputs": ()}, 0, "is whole: 2 documents"),
     ]:
         assert command(Pack(**{"inputs": (lines,), "out": out, **flags}), ()) == status
         assert sentence in capsys.readouterr().err
     assert texts_in(out, tokenizer) == ["one", "three"]
-    code = """
-import sys
-from everstep.cli import main
-try:
-    main()
-except SystemExit as end:
-    sys.exit(end.code or "torch" in sys.modules)
-"""
-    assert subprocess.run([sys.executable, "-c", code, "pack", lines, "--skip-bad", "--out", out]).returncode == 0
 
 
 def test_a_link_beside_out_is_not_written_through(tmp_path, jsonl, out):
@@ -397,10 +341,6 @@ def fuzz_tokens(path, rounds, seed):
                 assert (rows.row(index, 16).inputs <= found.max_id).all()
 
 
-def test_damaged_token_files_are_refused_or_right(packed):
-    fuzz_tokens(packed, 1000, 1)
-
-
-@pytest.mark.slow
-def test_many_damaged_token_files_are_refused_or_right(packed):
-    fuzz_tokens(packed, 50_000, 2)
+@pytest.mark.parametrize("rounds", [1000, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_damaged_token_files_are_refused_or_right(packed, rounds):
+    fuzz_tokens(packed, rounds, 1)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from everstep.data.inputs import DocumentError, InputError
+from everstep.data.inputs import InputError
 from everstep.data.pack import Pack
 from everstep.data.pack import pack as make
 from everstep.data.token_format import verify
@@ -28,16 +28,13 @@ def pack(command: Pack, flags: Sequence[str]) -> int:
     except KeyboardInterrupt:
         say("Stopped. The same command goes on where it was.")
         return 130
-    except DocumentError as error:
-        say(f"everstep pack: {error} Or add --skip-bad, which goes on here without such documents.")
-        return 2
     except ValueError as error:
         say(f"everstep pack: {error}")
         return 2
     except OSError as error:
         say(f"everstep pack: {error}. What is packed stays; the same command goes on with it.")
         return 1
-    left_out = f", {footer.left_out:,} left out as empty or bad" if footer.left_out else ""
+    left_out = f", {footer.left_out:,} left out as empty" if footer.left_out else ""
     say(
         f"{command.out} is whole: {footer.documents:,} documents{left_out}, {footer.tokens:,} tokens "
         f"({footer.dtype}), ids up to {footer.max_id}."

@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -20,7 +20,7 @@ import tyro
 
 from everstep.data import token_format
 from everstep.data.byte_ids import ByteEncoder
-from everstep.data.inputs import DocumentError, InputError, documents, identity, input_files
+from everstep.data.inputs import InputError, documents, identity, input_files
 from everstep.data.token_format import HEAD, Footer, TokenFileError
 from everstep.run import typed
 from everstep.run.files import write_json
@@ -28,8 +28,8 @@ from everstep.run.regular import read_regular
 from everstep.run.typed import UnfitError
 
 CHUNK_TOKENS = 8 << 20
-_BATCH_CHARACTERS = 1 << 20
-_BATCH_DOCUMENTS = 1 << 12
+_BATCH_DOCUMENTS = 1 << 8
+"""Encoded together, on all cores."""
 
 
 class Encoder(Protocol):
@@ -61,9 +61,6 @@ class Pack:
     text_key: str = "text"
     """The key or column that holds the text, in JSONL and parquet."""
 
-    skip_bad: bool = False
-    """Go on without documents that cannot be read, naming each. Also for a run that has stopped at one."""
-
     verify: bool = False
     """Make nothing; compare all of --out with its checksums."""
 
@@ -78,10 +75,10 @@ def pack(
 
     Args:
         encoder_of: makes what gives the ids; called when the inputs are known to be there.
-        tell: called with a sentence for each document that is left out as bad, and for each chunk.
+        tell: called with a sentence for each chunk.
         chunk_tokens: a chunk ends with the first document that brings it to as many tokens.
     Raises:
-        InputError, TokenFileError, ValueError: in one sentence that names the file, its line, or the option.
+        InputError, TokenFileError, ValueError: in one sentence that names the file or the option.
     """
     files, out = input_files(command.inputs), command.out
     encoder = encoder_of()
@@ -117,8 +114,7 @@ def pack(
         _cut(starts, 8 * footer.documents)
         if not footer.tokens:
             tokens.write(HEAD)
-        found = itertools.islice(documents(files, command.text_key), footer.documents + footer.left_out, None)
-        texts = (_text(each, command.skip_bad, tell) for each in found)
+        texts = itertools.islice(documents(files, command.text_key), footer.documents + footer.left_out, None)
         for chunk, left_out in _chunks(texts, encoder, chunk_tokens):
             footer = replace(footer, left_out=footer.left_out + left_out)
             footer = _append(tokens, starts, chunk, footer) if chunk else footer
@@ -169,21 +165,11 @@ def _cut(file: BinaryIO, size: int) -> None:
     file.seek(size)
 
 
-def _text(found: str | DocumentError, skip_bad: bool, tell: Callable[[str], None]) -> str:
-    """The text of a document, empty for a bad one that may be skipped."""
-    if isinstance(found, str):
-        return found
-    if not skip_bad:
-        raise found
-    tell(str(found))
-    return ""
-
-
-def _chunks(texts: Iterable[str], encoder: Encoder, chunk_tokens: int) -> Iterator[tuple[list[np.ndarray], int]]:
+def _chunks(texts: Iterator[str], encoder: Encoder, chunk_tokens: int) -> Iterator[tuple[list[np.ndarray], int]]:
     """The ids of the documents of each chunk, and how many documents before its end are left out."""
     chunk: list[np.ndarray] = []
     length = left_out = 0
-    for batch in _batches(texts):
+    while batch := list(itertools.islice(texts, _BATCH_DOCUMENTS)):
         for text, ids in zip(batch, encoder.encode(batch), strict=True):
             # A document of one token has no next token to learn.
             if not text or len(ids) < 2:
@@ -196,20 +182,6 @@ def _chunks(texts: Iterable[str], encoder: Encoder, chunk_tokens: int) -> Iterat
                 chunk, length, left_out = [], 0, 0
     if chunk or left_out:
         yield chunk, left_out
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Documents in batches large enough to be encoded on all cores."""
-    batch: list[str] = []
-    characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 def _append(tokens: BinaryIO, starts: BinaryIO, chunk: Sequence[np.ndarray], footer: Footer) -> Footer:

@@ -42,7 +42,7 @@ class Footer:
     tokens: Annotated[int, typed.Within(0, 1 << 60)]
     documents: Annotated[int, typed.Within(0, 1 << 60)]
     left_out: Count
-    """Documents of the input that are not in the file: without text, or too bad to read."""
+    """Documents of the input that are not in the file: without text."""
     vocab_size: Count
     """The tokenizer's."""
     max_id: Count
