@@ -145,10 +145,6 @@ def fuzz(config_class, rounds, seed):
     return refused
 
 
-def test_damaged_files_are_a_sentence_or_a_config(config_class):
-    assert fuzz(config_class, 2000, 1) > 800
-
-
-@pytest.mark.slow
-def test_many_damaged_files_are_a_sentence_or_a_config(config_class):
-    assert fuzz(config_class, 50_000, 2) > 20_000
+@pytest.mark.parametrize("rounds", [1000, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_damaged_files_are_a_sentence_or_a_config(config_class, rounds):
+    assert fuzz(config_class, rounds, 1) > 0.4 * rounds

@@ -14,10 +14,6 @@ WRONG = {
         "[training]\nsteps = 1\nseq_length = 128\n",
         "run.toml:6: [training] has no key 'seq_length'; the nearest is 'seq_len' (an integer)",
     ),
-    "unknown key of ours": (
-        "[fault_tolerance]\nenabled = true\n",
-        "run.toml:5: [fault_tolerance] has no key 'enabled'; the nearest is 'enable' (true or false)",
-    ),
     "unknown key of a nested section": (
         '[validator.dataloader]\ndata_set = "c4"\n',
         "run.toml:5: [validator.dataloader] has no key 'data_set'; the nearest is 'dataset' (a string)",
@@ -30,10 +26,6 @@ WRONG = {
         "[training]\nlr = 1e-3\n",
         "run.toml:5: [training] has no key 'lr'; [optimizer] has it",
     ),
-    "unknown key, dotted": (
-        "[training]\n[validator]\ndataloader.data_set = 'c4'\n",
-        "run.toml:6: [validator.dataloader] has no key 'data_set'; the nearest is 'dataset' (a string)",
-    ),
     "misspelled key that stands for all parameter groups": (
         "[optimizer]\nlearning_lr = 1e-3\n",
         "run.toml:5: [optimizer] has no key 'learning_lr'; the nearest is 'lr'",
@@ -41,14 +33,6 @@ WRONG = {
     "string for an integer": (
         '[training]\nseq_len = "128"\n',
         'run.toml:5: [training] seq_len must be an integer, got "128"',
-    ),
-    "float for an integer": (
-        "[training]\nsteps = 1.5\n",
-        "run.toml:5: [training] steps must be an integer, got 1.5",
-    ),
-    "integer for a boolean": (
-        "[training]\ndisable_cuda_graphs = 1\n",
-        "run.toml:5: [training] disable_cuda_graphs must be true or false, got 1",
     ),
     "boolean for an integer": (
         "[training]\nsteps = true\n",
@@ -61,10 +45,6 @@ WRONG = {
     "an optional value": (
         '[lr_scheduler]\ndecay_ratio = "half"\n',
         'run.toml:5: [lr_scheduler] decay_ratio must be a number or "None", got "half"',
-    ),
-    "a value for a section": (
-        "[metrics]\nlog_freq = 1\n[loss]\nloss_fn = 3\n",
-        "run.toml:7: [loss] loss_fn must be a table, got 3",
     ),
     "an element of an array": (
         "[compile]\ncomponents = [\n  'model',\n  3,\n]\n",
@@ -83,10 +63,6 @@ WRONG = {
         '[dataloader]\nclass = "torchtitan.components.loss.CrossEntropyLoss"\n',
         'run.toml:5: [dataloader] class must name a BaseDataLoader, got "torchtitan.components.loss.CrossEntropyLoss"',
     ),
-    "a class that cannot be imported": (
-        '[dataloader]\nclass = "nowhere.Loader"\n',
-        "run.toml:5: [dataloader] class = \"nowhere.Loader\" cannot be imported: No module named 'nowhere'",
-    ),
     "a parameter group without its pattern": (
         '[[optimizer.param_groups]]\noptimizer_name = "AdamW"\n',
         "run.toml:4: [optimizer.param_groups[0]] needs the key 'pattern'",
@@ -99,10 +75,6 @@ WRONG = {
     "not TOML": (
         "[training]\nsteps = \n",
         "run.toml:5: not valid TOML: Invalid value (column 9)",
-    ),
-    "a key twice": (
-        "[training]\nsteps = 1\nsteps = 2\n",
-        "run.toml:6: not valid TOML: Cannot overwrite a value (column 10)",
     ),
 }
 
@@ -128,22 +100,6 @@ def test_a_registry_may_hand_on_anothers_configs(load, tmp_path, monkeypatch):
     assert load("", base=base + '"llama3_debugmodel"\n').model_spec.flavor == "debugmodel"
     with pytest.raises(ConfigError, match='"field" is not in the registry of handed_on; the nearest is "llama3_debug'):
         load("", base=base + '"field"\n')
-
-
-def test_a_registry_of_an_image_model_is_refused(load, tmp_path, monkeypatch):
-    images = "import dataclasses\ndef images():\n    config = llama3_debugmodel()\n"
-    images += "    config.model_spec = dataclasses.replace(config.model_spec, name='flux')\n    return config\n"
-    (tmp_path / "image_maker.py").write_text(REGISTRY + images)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match='config = "images": flux makes images, with a trainer of its own'):
-        load("", base='[job]\nmodule = "image_maker"\nconfig = "images"\n')
-
-
-def test_a_registry_without_a_config_is_said_to_have_none(load, tmp_path, monkeypatch):
-    (tmp_path / "empty_handed.py").write_text("import json\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match='config = "x" is not in the registry of empty_handed; it has none'):
-        load("", base='[job]\nmodule = "empty_handed"\nconfig = "x"\n')
 
 
 BASES = {
@@ -191,11 +147,6 @@ def test_a_wrong_override_is_refused_in_one_sentence_without_a_help_screen(load,
         load("", ["--training.seq_len", "x"])
     assert str(caught.value) == ("command line: --training.seq-len must be a whole number, got x")
     assert capsys.readouterr().out == ""
-
-
-def test_an_override_wins_over_the_file(load):
-    config = load("[training]\nseq_len = 128\nsteps = 7\n", ["--training.seq_len", "64"])
-    assert (config.training.seq_len, config.training.steps) == (64, 7)
 
 
 def test_a_key_with_a_word_left_out_is_nearer_than_one_with_letters_changed():

@@ -2,11 +2,8 @@
 
 import pytest
 import tomli
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from everstep.config.positions import key_lines, line_of
-from everstep.config.resolved import _toml_key, _toml_lines
 
 DOCUMENT = '''\
 # [fake]
@@ -79,44 +76,3 @@ def test_a_key_that_is_not_there_is_placed_at_its_table():
     lines = key_lines("[a]\nb = 1\n")
     assert line_of(lines, ("a", "missing", "deeper")) == 1
     assert line_of(lines, ("missing",)) is None
-
-
-def paths(value, path=()):
-    """All paths below a parsed value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield (*path, key)
-        yield from paths(item, (*path, key))
-
-
-KEYS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=5) | st.sampled_from(
-    ["a", "b", "training", "1", "a.b", "#", '"', "'", "[", "="]
-)
-SCALARS = (
-    st.booleans()
-    | st.integers(-9, 99)
-    | st.text(st.sampled_from("ab\"'\\\n#[]{}=,. \t"), max_size=8)
-    | st.sampled_from(['"""', "'''", "# no", "x = 1\n[y]"])
-)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(KEYS, inner, max_size=3)
-        | st.lists(st.dictionaries(KEYS, inner, max_size=2), min_size=1, max_size=2)
-    ),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(document=st.dictionaries(KEYS, VALUES, max_size=4))
-def test_every_key_of_any_document_is_found_on_a_line_that_begins_with_it(document):
-    """Other ways to write the same are in DOCUMENT."""
-    text = "\n".join(_toml_lines(document, ()))
-    assert tomli.loads(text) == document, text
-    found, lines = key_lines(text), text.split("\n")
-    assert found.keys() == set(paths(document))
-    for path, line in found.items():
-        written = [key for key in path if isinstance(key, str)]
-        assert any(_toml_key(key) in lines[line - 1] for key in written), (path, line, text)

@@ -16,10 +16,6 @@ from everstep.titan.load import load_config
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
 
-def test_there_are_configs_to_try():
-    assert {path.stem for path in CONFIGS} >= {"demo", "llama3_1b", "llama3_8b", "qwen3_0.6b"}
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_of_ours_loads_to_an_equal_config_from_its_resolved_toml(path, config_class, tmp_path):
     config = load_config(path, config_class)
@@ -46,6 +42,9 @@ def test_so_does_every_kind_of_torchtitans(load, module, name):
     again = load(resolved_toml(config), base="")
     assert resolved_toml(again) == resolved_toml(config)
     assert config_identity(again) == config_identity(config)
+    structure = json.dumps(_structure(config.model_spec.model))
+    assert "normal_" in structure, "functions count, by name"
+    assert " at 0x" not in structure, "it holds nothing of this process"
 
 
 def test_changed_sections_survive_the_round_trip(load):
@@ -152,11 +151,6 @@ def test_the_dataset_and_tokenizer_decide_the_result_where_they_are_read(load):
     ]
 
 
-def test_the_learning_rate_decides_the_result(load):
-    before, after = load(""), load("[optimizer]\nlr = 1e-3\n")
-    assert differing_keys(before, after) == ["[optimizer.param_groups[0].optimizer_kwargs] lr: 0.0008 → 0.001"]
-
-
 def test_another_model_is_another_identity(load):
     base = '[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n'
     before, after = load("", base=base), load("", base=base + 'flavor = "1B"\n')
@@ -178,19 +172,3 @@ def test_the_attention_kernel_is_not_part_of_the_identity(load):
     after = copy.deepcopy(before)
     cpu.prepare(after)
     assert config_identity(before) == config_identity(after)
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("llama3", "llama3_8b"),
-        ("qwen3", "qwen3_moe_debug"),
-        ("deepseek_v3", "deepseek_v3_16b"),
-        ("gpt_oss", "gpt_oss_20b"),
-    ],
-)
-def test_the_identity_holds_nothing_of_this_process(load, module, name):
-    config = load("", base=f'[job]\nmodule = "{module}"\nconfig = "{name}"\n')
-    structure = json.dumps(_structure(config.model_spec.model))
-    assert "trunc_normal_" in structure or "normal_" in structure, "functions count, by name"
-    assert " at 0x" not in structure

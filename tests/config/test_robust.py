@@ -54,7 +54,7 @@ def nested(settings):
     return document
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(PLACES), VALUES), max_size=3))
 def test_a_file_loads_or_is_refused(config_class, entries):
     base = [(["job", "module"], "llama3"), (["job", "config"], "llama3_debugmodel")]

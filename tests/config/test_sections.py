@@ -41,11 +41,6 @@ def test_mode_chooses_the_activation_checkpointing(load, mode, kind):
     assert type(load(f'{compiled}[activation_checkpoint]\nmode = "{mode}"\n').activation_checkpoint) is kind
 
 
-def test_a_section_keeps_its_class_and_values_when_mode_is_not_given(load):
-    config = load("[activation_checkpoint]\ndebug = true\n")
-    assert config.activation_checkpoint == SelectiveAC.Config(debug=True)
-
-
 def test_class_chooses_another_component_and_its_keys(load):
     config = load(
         f'[dataloader]\nclass = "{InterleavedHuggingFaceTextDataLoader.__module__}'
@@ -97,15 +92,6 @@ def test_none_is_written_as_on_the_command_line(load):
     assert load('[lr_scheduler]\ndecay_ratio = "None"\n').lr_scheduler.decay_ratio is None
 
 
-def test_an_array_of_strings_may_be_one_string_with_commas(load):
-    assert load('[compile]\ncomponents = "model,loss"\n').compile.components == ["model", "loss"]
-
-
-def test_keys_at_the_top_are_the_config_itself(load, tmp_path):
-    base = 'dump_folder = "elsewhere"\n[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n'
-    assert load("", base=base).dump_folder == "elsewhere"
-
-
 def test_flavor_exchanges_the_model_of_a_config_and_the_vocabulary_of_its_loss(load):
     base = '[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\nflavor = "1B"\n'
     config = load("", base=base)
@@ -149,18 +135,3 @@ def test_one_more_field_is_one_more_section(tmp_path):
     path.write_text('[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n[my_section]\ndept = 2\n')
     with pytest.raises(ConfigError, match="has no key 'dept'; the nearest is 'depth'"):
         load_config(path, MyTrainer.Config)
-
-
-@pytest.mark.parametrize(
-    ("module", "config"),
-    [
-        ("llama3", "llama3_70b"),
-        ("qwen3", "qwen3_moe_debug"),
-        ("deepseek_v3", "deepseek_v3_debugmodel"),
-        ("gpt_oss", "gpt_oss_debugmodel"),
-    ],
-)
-def test_every_model_of_torchtitan_can_be_the_base(load, module, config):
-    loaded = load("[training]\nsteps = 3\n", base=f'[job]\nmodule = "{module}"\nconfig = "{config}"\n')
-    assert loaded.model_spec.name == module
-    assert loaded.training.steps == 3

@@ -50,7 +50,6 @@ def run(command: Run, flags: Sequence[str]) -> int:
     """`everstep run`; returns the exit status."""
     from everstep.chaos.runner import every_so_often
     from everstep.commands.report import write_score
-    from everstep.config.source import no_such_file
     from everstep.launch import supervisor, view
     from everstep.launch.prepare import Order, Prepared, take_answer
     from everstep.report import score
@@ -62,7 +61,7 @@ def run(command: Run, flags: Sequence[str]) -> int:
     if every_s is not None and every_s <= 0:
         raise LaunchError("--chaos-every must be more than 0 seconds.")
     if not command.config.exists():
-        raise LaunchError(no_such_file(command.config))
+        raise LaunchError(f"{command.config}: there is no such file")
     run_dir = command.run_dir or default_run_dir(command.config, time.localtime())
     order = Order(
         config=str(command.config),

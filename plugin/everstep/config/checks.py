@@ -29,18 +29,33 @@ SMALLEST_EPS = 1e-10
 """Of Adam, with exact sums: beside it, what their quantum of 2^-40 cannot hold moves no parameter by 1 % of a step."""
 _LONGEST_S = 3e8
 """Ten years; the libraries that wait count milliseconds in 64 bits or fewer."""
-_BOUNDS: dict[tuple[str, str], tuple[float, float]] = {
-    ("fault_tolerance", "groups"): (1, 1_000_000),
-    ("fault_tolerance", "min_groups"): (1, math.inf),
-    ("fault_tolerance", "group_id"): (0, 999_999),
-    ("fault_tolerance", "max_restarts"): (0, math.inf),
-    ("fault_tolerance", "node_failures"): (0, math.inf),
-    ("fault_tolerance", "metrics_port"): (0, 65535),
-    ("fault_tolerance", "audit_interval"): (0, math.inf),
-    ("fault_tolerance", "audit_slots"): (0, 1),
-    **{("fault_tolerance", key): (1e-9, _LONGEST_S) for row in _TIMEOUTS for key in row[:2]},
+_SMALLEST, _BELOW_1 = 1e-9, 1 - 1e-9
+_BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
+    "fault_tolerance": {
+        "groups": (1, 1_000_000),
+        "min_groups": (1, math.inf),
+        "group_id": (0, 999_999),
+        "max_restarts": (0, math.inf),
+        "node_failures": (0, math.inf),
+        "metrics_port": (0, 65535),
+        "audit_interval": (0, math.inf),
+        "audit_slots": (0, 1),
+        **{key: (_SMALLEST, _LONGEST_S) for row in _TIMEOUTS for key in row[:2]},
+    },
+    "semi_sync": {
+        "sync_steps": (1, math.inf),
+        "fragments": (1, math.inf),
+        "outer_lr": (_SMALLEST, 1000),
+        "outer_momentum": (0, _BELOW_1),
+        "mixing": (0, _BELOW_1),
+    },
+    "training": {"local_batch_size": (1, math.inf), "seq_len": (1, math.inf), "steps": (1, math.inf)},
+    "parallelism": {
+        f"{name}_degree": (1, math.inf)
+        for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "data_parallel_replicate")
+    },
 }
-"""The least and the largest value of keys that fault tolerance reads; ids have six digits."""
+"""The least and the largest value of keys that are read; ids have six digits."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +92,9 @@ def problems(config: Any, ranks: int = 0) -> Iterator[Problem]:
     Args:
         ranks: of a group; 0: not known, the fewest that the config can be computed on.
     """
+    if out_of_bounds := list(_bounds(config)):  # what follows computes with these values
+        yield from out_of_bounds
+        return
     for check in _CHECKS:
         yield from check(config)
     laid_out = list(_ranks(config, ranks))
@@ -108,19 +126,26 @@ def check_config(config: Any) -> None:
         raise ConfigError(problem.message)
 
 
+def _bounds(config: Any) -> Iterator[Problem]:
+    unread = {"fault_tolerance": not config.fault_tolerance.enable, "semi_sync": not config.semi_sync.enabled}
+    for section, keys in _BOUNDS.items():
+        if unread.get(section):
+            continue
+        for key, (least, most) in keys.items():
+            value = getattr(getattr(config, section), key)
+            if not value >= least:
+                bound = f"at least {least:g}" if least in (0, 1) else "more than 0"
+            elif not value <= most:
+                bound = "less than 1" if most == _BELOW_1 else f"at most {most:.0f}"
+            else:
+                continue
+            yield Problem((section, key), f"[{section}] {key} must be {bound}, got {value}")
+
+
 def _groups(config: Any) -> Iterator[Problem]:
     ft = config.fault_tolerance
     if not ft.enable:
         return
-    for (section, key), (least, most) in _BOUNDS.items():
-        value = getattr(ft, key)
-        if not value >= least:
-            bound = f"at least {least:g}" if least in (0, 1) else "more than 0"
-        elif not value <= most:
-            bound = f"at most {most:.0f}"
-        else:
-            continue
-        yield Problem((section, key), f"[{section}] {key} must be {bound}, got {value}")
     if ft.groups < ft.min_groups:
         yield Problem(
             ("fault_tolerance", "min_groups"),
@@ -231,12 +256,6 @@ def _ranks(config: Any, ranks: int) -> Iterator[Problem]:
     """Whether a group's ranks can be laid out in the parallel degrees."""
     parallelism = config.parallelism
     names = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree")
-    for key in (*names, "data_parallel_replicate_degree"):
-        if getattr(parallelism, key) < 1:
-            yield Problem(
-                ("parallelism", key), f"[parallelism] {key} must be at least 1, got {getattr(parallelism, key)}"
-            )
-            return
     shard = parallelism.data_parallel_shard_degree
     if shard != -1 and shard < 1:
         yield Problem(
@@ -258,10 +277,6 @@ def _ranks(config: Any, ranks: int) -> Iterator[Problem]:
 
 def _batch(config: Any, ranks: int) -> Iterator[Problem]:
     training, parallelism, ft = config.training, config.parallelism, config.fault_tolerance
-    for key in ("local_batch_size", "seq_len", "steps"):
-        if getattr(training, key) < 1:
-            yield Problem(("training", key), f"[training] {key} must be at least 1, got {getattr(training, key)}")
-            return
     batch = training.global_batch_size
     if batch < 0:
         if ft.enable and ft.groups > 1:
@@ -334,9 +349,6 @@ def _semi_sync(config: Any) -> Iterator[Problem]:
     if not ft.enable:
         yield wrong("semi_sync", "method", f'= "{semi.method}" needs [fault_tolerance] enable = true')
         return
-    if semi.sync_steps < 1:
-        yield wrong("semi_sync", "sync_steps", f"must be at least 1, got {semi.sync_steps}")
-        return
     workers, batch = semi.workers or ft.groups, training.global_batch_size
     if workers < ft.groups:
         yield wrong("semi_sync", "workers", f"= {workers} must be at least groups = {ft.groups}: each carries one")
@@ -388,13 +400,6 @@ def _outer(semi: Any) -> Iterator[Problem]:
                 ("semi_sync", key),
                 f'[semi_sync] {key} is read with method = "diloco" only, but method is "local_sgd"',
             )
-    if not 0 < semi.outer_lr < float("inf"):
-        yield Problem(("semi_sync", "outer_lr"), f"[semi_sync] outer_lr must be more than 0, got {semi.outer_lr}")
-    if not 0 <= semi.outer_momentum < 1:
-        yield Problem(
-            ("semi_sync", "outer_momentum"),
-            f"[semi_sync] outer_momentum must be at least 0 and less than 1, got {semi.outer_momentum}",
-        )
 
 
 def _fragments(semi: Any, layers: int) -> Iterator[Problem]:
@@ -403,9 +408,7 @@ def _fragments(semi: Any, layers: int) -> Iterator[Problem]:
     def wrong(key: str, message: str) -> Problem:
         return Problem(("semi_sync", key), f"[semi_sync] {key} = {getattr(semi, key)} must be {message}")
 
-    if semi.fragments < 1:
-        yield wrong("fragments", "at least 1")
-    elif semi.fragments > 1 and semi.fragments > layers:
+    if semi.fragments > 1 and semi.fragments > layers:
         yield wrong("fragments", f"at most the model's {layers} layers, each of which is in one fragment")
     elif semi.sync_steps % semi.fragments:
         yield wrong(
@@ -417,8 +420,6 @@ def _fragments(semi: Any, layers: int) -> Iterator[Problem]:
             "overlap_steps",
             f"at least 0 and less than sync_steps / fragments = {semi.round_steps}: a sum ends before the next begins",
         )
-    if not 0 <= semi.mixing < 1:
-        yield wrong("mixing", "at least 0 and less than 1: a worker that keeps all of its own takes nothing over")
 
 
 _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (

@@ -6,7 +6,7 @@ both, that today's grammar lacks: either where it moved, or why nothing reads it
 and name are not listed. A dropped key that would have changed the arithmetic is refused unless the caller
 allows it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,7 @@ MOVED: dict[str, str] = {
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
     "training.dataset": "dataloader.dataset",
     "training.dataset_path": "dataloader.dataset_path",
-    "training.dataloader.num_workers": "dataloader.num_workers",
-    "training.dataloader.persistent_workers": "dataloader.persistent_workers",
-    "training.dataloader.pin_memory": "dataloader.pin_memory",
-    "training.dataloader.prefetch_factor": "dataloader.prefetch_factor",
+    "training.dataloader": "dataloader",
     "training.batch_size": "training.local_batch_size",
     "training.compile": "compile.enable",
     "training.seed": "debug.seed",
@@ -55,41 +52,16 @@ MOVED: dict[str, str] = {
     "fault_tolerance.group_size": "fault_tolerance.groups",
     "fault_tolerance.min_replica_size": "fault_tolerance.min_groups",
     "fault_tolerance.process_group_timeout_ms": "fault_tolerance.reduce_timeout_s",
-    "validation.enable": "validator.enable",
+    "profiling": "profiler",
+    "validation": "validator",
     "validation.enabled": "validator.enable",
-    "validation.freq": "validator.freq",
-    "validation.steps": "validator.steps",
     "validation.dataset": "validator.dataloader.dataset",
     "validation.dataset_path": "validator.dataloader.dataset_path",
-    "validation.dataloader.num_workers": "validator.dataloader.num_workers",
-    "validation.dataloader.persistent_workers": "validator.dataloader.persistent_workers",
-    "validation.dataloader.pin_memory": "validator.dataloader.pin_memory",
-    "validation.dataloader.prefetch_factor": "validator.dataloader.prefetch_factor",
-    **{
-        f"profiling.{key}": f"profiler.{key}"
-        for key in (
-            "enable_profiling",
-            "save_traces_folder",
-            "profile_freq",
-            "profiler_active",
-            "profiler_warmup",
-            "enable_memory_snapshot",
-            "save_memory_snapshot_folder",
-        )
-    },
 }
-"""0.2's key → today's key, for the same value (`process_group_timeout_ms` is divided by 1000)."""
+"""0.2's key or table → today's, for the same value (`process_group_timeout_ms` is divided by 1000)."""
 
-CONVERTED: dict[str, str] = {
-    "llama3": "llama3_debugmodel_float8 or llama3_8b_mxfp8",
-    "deepseek_v3": "deepseek_v3_671b_float8 or deepseek_v3_debugmodel_mxfp8",
-    "qwen3": "qwen3_debugmodel_nvfp4 or qwen3_8b_first_85_pct_layers_nvfp4",
-}
-"""By model: configs of its registry that apply a converter."""
-
-_CONVERTERS = "a registry config that applies the converter, named in [job] config"
+_CONVERTERS = "a registry config that applies the converter, named in [job] config, e.g. llama3_debugmodel_float8"
 _DILOCO = 'nothing: it is read with semi_sync_method = "diloco" only'
-_MEMORY_ESTIMATION = "nothing: torchtitan no longer estimates memory"
 _VALIDATOR = "[training]: validation uses the batch size and length of training"
 
 GONE: dict[str, str] = {
@@ -118,10 +90,14 @@ GONE: dict[str, str] = {
     "checkpoint.enable_ft_dataloader_checkpoints": (
         "nothing: data is addressed by committed step and slot, the same in all groups"
     ),
+    "activation_checkpoint.selective_ac_option": (
+        'mode = "selective", which recomputes by operator; every n-th layer is not available any more'
+    ),
     "activation_checkpoint.early_stop": "nothing: recomputation always runs to the end of the block",
-    "memory_estimation.enable": _MEMORY_ESTIMATION,
-    "memory_estimation.enabled": _MEMORY_ESTIMATION,
-    "memory_estimation.disable_fake_mode": _MEMORY_ESTIMATION,
+    "memory_estimation": "nothing: torchtitan no longer estimates memory",
+    "quantize": _CONVERTERS,
+    "float8": _CONVERTERS,
+    "mx": _CONVERTERS,
     "experimental.custom_import": "[override] imports, or [job] module: a package of your own",
     "experimental.custom_args_module": "[job] module: a package of your own with a config_registry",
     "experimental.custom_model_path": "[job] module: a package of your own with a config_registry",
@@ -134,7 +110,7 @@ GONE: dict[str, str] = {
     "validation.local_batch_size": _VALIDATOR,
     "validation.seq_len": _VALIDATOR,
 }
-"""0.2's key → where what it did is found today."""
+"""0.2's key or table → where what it did is found today."""
 
 _SEMI_SYNC: dict[str, str] = {
     "semi_sync_method": "method",
@@ -144,18 +120,6 @@ _SEMI_SYNC: dict[str, str] = {
     "fragment_update_alpha": "mixing",
 }
 """0.2's keys of semi-synchronous training, which stood in [fault_tolerance], and those of [semi_sync]."""
-
-GONE_TABLES: dict[str, str] = {"quantize": _CONVERTERS, "float8": _CONVERTERS, "mx": _CONVERTERS}
-"""0.2's tables of which no key is left → where what they did is found today."""
-
-_GONE_SECTIONS = {"model", "profiling", "validation", "memory_estimation", "experimental", *GONE_TABLES}
-"""0.2's sections that today's grammar lacks: written empty, they say nothing."""
-
-_MODE_KEYS = {
-    "selective": {"per_op_sac_force_recompute_mm_shapes_by_fqns", "force_recompute_mm_shapes_by_fqns"},
-    "memory-budget": {"memory_budget", "visualize_memory_budget_pareto"},
-}
-"""Keys of [activation_checkpoint] that one mode alone reads; 0.2 accepted them beside any mode."""
 
 
 @dataclass(frozen=True)
@@ -183,30 +147,23 @@ def translate(source: Source, *, allow_dropped: bool = False) -> list[Dropped]:
     dropped: list[Dropped] = []
     if not allow_dropped:
         _refuse_converters(source)
-    converted = _converted_hint(source)
-
-    def drop(path: Path, went: str) -> None:
-        _pop(source.table, path)
-        went = went.replace(_CONVERTERS, _CONVERTERS + converted)
-        dropped.append(Dropped(path, source.lines.get(path), went))
-
-    for_02 = ("model", "flavor") in set(_leaves(source.table))
-    _settle_semi_sync(source)
-    _settle_activation_checkpoint(source, drop)
-    for path in list(_leaves(source.table)):
-        name = ".".join(map(str, path))
-        if name in MOVED:
-            _move(source, path, tuple(MOVED[name].split(".")))
-        elif name in GONE:
-            drop(path, GONE[name])
-        elif path[0] in GONE_TABLES:
-            drop(path, GONE_TABLES[str(path[0])])
-    training = source.table.setdefault("training", {}) if for_02 else None
+    training = source.table.setdefault("training", {}) if "flavor" in _section(source, "model") else None
     if isinstance(training, dict):
         training.setdefault("disable_cuda_graphs", True)  # 0.2 had none to disable
-    for section in _GONE_SECTIONS & source.table.keys():
-        if not list(_leaves(source.table[section])):
-            del source.table[section]
+    _settle_semi_sync(source)
+    if _section(source, "activation_checkpoint").get("selective_ac_option") == "op":  # what `selective` does today
+        _pop(source.table, ("activation_checkpoint", "selective_ac_option"))
+    for path in list(_leaves(source.table)):
+        # of a key and the tables that it stands in, the innermost that is known
+        names = [".".join(map(str, path[:end])) for end in range(len(path), 0, -1)]
+        name = next((name for name in names if name in MOVED or name in GONE), "")
+        if name in MOVED:
+            _move(source, path, (*MOVED[name].split("."), *path[name.count(".") + 1 :]))
+        elif name:
+            dropped.append(Dropped(path, source.lines.get(path), GONE[name]))
+            _pop(source.table, path)
+        elif path in (("model",), ("experimental",)):  # written empty, they say nothing
+            _pop(source.table, path)
     return dropped
 
 
@@ -216,41 +173,26 @@ def dropped_warning(source: Source, dropped: list[Dropped]) -> str:
     return "\n".join([f"{source.file}: these keys of torchtitan 0.2 have no counterpart and are not used:", *rows])
 
 
-def _converted_hint(source: Source) -> str:
-    """Which configs of the file's model apply a converter; "" when its registry has none."""
-    names = CONVERTED.get(_text(source, "model", "name") or _text(source, "job", "module"))
-    return (
-        f", e.g. {names}" if names else f": the registry of {_text(source, 'model', 'name') or 'this model'} has none"
-    )
-
-
-def _text(source: Source, section: str, key: str) -> str:
-    table = source.table.get(section)
-    return str(table.get(key, "")) if isinstance(table, dict) else ""
+def _section(source: Source, name: str) -> dict[str, Any]:
+    table = source.table.get(name)
+    return table if isinstance(table, dict) else {}
 
 
 def _refuse_converters(source: Source) -> None:
     """A converter changes the arithmetic: a run without it is another run than the file asks for."""
-    for path, what in ((("model", "converters"), "converters"), (("float8", "enable_float8_linear"), "float8")):
-        section = source.table.get(path[0])
-        wanted = section.get(path[1]) if isinstance(section, dict) else None
-        if wanted and wanted not in ("None", ["None"]):
+    for section, key, what in (("model", "converters", "a converter"), ("float8", "enable_float8_linear", "float8")):
+        if _section(source, section).get(key) not in (None, False, "", [], "None", ["None"]):
             raise source.error(
-                path,
-                f"{describe(path)} asks for {_listed(wanted) if what == 'converters' else what}, which nothing here "
-                f"applies: start from {_CONVERTERS}{_converted_hint(source)}; or remove the key; or give "
-                "--allow-dropped to train without it",
+                (section, key),
+                f"[{section}] {key} asks for {what}, which nothing here applies: start from {_CONVERTERS}; or remove "
+                "the key; or give --allow-dropped to train without it",
             )
-
-
-def _listed(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _settle_semi_sync(source: Source) -> None:
     """Move 0.2's keys of semi-synchronous training to [semi_sync]."""
-    section = source.table.get("fault_tolerance")
-    if not isinstance(section, dict) or "semi_sync_method" not in section:
+    section = _section(source, "fault_tolerance")
+    if "semi_sync_method" not in section:
         return
     method = section["semi_sync_method"]
     if method in ("", "None"):
@@ -268,30 +210,6 @@ def _settle_semi_sync(source: Source) -> None:
     for old in read:
         if old in section:
             _move(source, ("fault_tolerance", old), ("semi_sync", _SEMI_SYNC[old]))
-
-
-def _settle_activation_checkpoint(source: Source, drop: Callable[[Path, str], None]) -> None:
-    """Settle the keys of 0.2's [activation_checkpoint] whose meaning depends on its mode."""
-    section = source.table.get("activation_checkpoint")
-    if not isinstance(section, dict):
-        return
-    mode = str(section.get("mode", "selective")).replace("_", "-")
-    option = section.get("selective_ac_option")
-    if option is not None:
-        if mode == "selective" and option != "op":
-            went = (
-                'mode = "selective", which recomputes by operator (0.2\'s "op"); every n-th layer is not '
-                "available any more"
-            )
-            drop(("activation_checkpoint", "selective_ac_option"), went)
-        else:
-            _pop(source.table, ("activation_checkpoint", "selective_ac_option"))
-    if "mode" not in section:
-        return
-    for owner, keys in _MODE_KEYS.items():
-        for key in sorted(keys & section.keys()):
-            if owner != mode:
-                drop(("activation_checkpoint", key), f'nothing: only mode = "{owner}" reads it')
 
 
 def _move(source: Source, old: Path, new: Path) -> None:
@@ -313,8 +231,8 @@ def _move(source: Source, old: Path, new: Path) -> None:
 
 
 def _leaves(table: Any, path: Path = ()) -> Iterator[Path]:
-    """Paths of everything in `table` that is not itself a table."""
-    if isinstance(table, dict):
+    """Paths of everything in `table` that is not itself a table, and of empty tables."""
+    if isinstance(table, dict) and (table or not path):
         for key, value in table.items():
             yield from _leaves(value, (*path, key))
     else:

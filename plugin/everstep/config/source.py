@@ -1,7 +1,7 @@
 """A TOML file read: its values, and a way to say where in it something is wrong."""
 
+import functools
 import math
-import os
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
@@ -10,7 +10,7 @@ import tomli
 
 from everstep.run.regular import open_regular
 
-from .errors import ConfigError, nearest
+from .errors import ConfigError
 from .positions import Path, key_lines, line_of
 
 LARGEST_BYTES = 16 << 20
@@ -27,14 +27,19 @@ class Source:
     table: dict[str, Any]
     """Its values, under today's keys once `legacy.translate` has run."""
 
-    lines: dict[Path, int]
-    """Lines by the keys as written."""
+    text: str = ""
+    """As it stands in the file."""
 
     elsewhere: dict[str, str] = field(default_factory=dict)
     """For keys of one section alone: that section. A key in the wrong section is sent there."""
 
     written_as: dict[Path, Path] = field(default_factory=dict)
     """For each key that was moved: the key as written."""
+
+    @functools.cached_property
+    def lines(self) -> dict[Path, int]:
+        """Lines by the keys as written."""
+        return key_lines(self.text)
 
     def as_written(self, path: Path) -> Path:
         """The path as the file has it, for a path in today's keys."""
@@ -65,7 +70,7 @@ def read_source(path: FilePath) -> Source:
         with open_regular(path, limit=LARGEST_BYTES) as file:
             text = file.read().decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except FileNotFoundError:
-        raise ConfigError(no_such_file(path)) from None
+        raise ConfigError(f"{path}: there is no such file") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -87,14 +92,11 @@ def parse_source(text: str, file: str) -> Source:
         raise ConfigError(f"{file}: not a TOML file that can be read: {error}"[:300]) from None
     if _depth(table) > DEEPEST:
         raise ConfigError(f"{file}: tables and arrays are nested more than {DEEPEST} deep")
-    lines = key_lines(text)
+    source = Source(file=file, table=table, text=text)
     if wrong := _unusable(table):
         path, value = wrong
-        line = line_of(lines, path)
-        raise ConfigError(
-            f"{file}{f':{line}' if line else ''}: {describe(path)} = {value} is no number that can be used"
-        )
-    return Source(file=file, table=table, lines=lines)
+        raise source.error(path, f"{describe(path)} = {value} is no number that can be used")
+    return source
 
 
 def _depth(value: Any) -> int:
@@ -133,20 +135,3 @@ def describe(path: Path) -> str:
 def describe_table(path: Path) -> str:
     """`("validator", "dataloader")` as users write it: `[validator.dataloader]`."""
     return describe((*path, "")).rstrip() or "the top level"
-
-
-def no_such_file(path: FilePath) -> str:
-    """What to say of a config that is not there."""
-    near = _nearest_file(path)
-    return f"{path}: there is no such file" + (f"; the nearest is {near}" if near else "")
-
-
-def _nearest_file(path: FilePath) -> FilePath | None:
-    """The TOML file most like `path`, in its directory or in a `configs/` there or here."""
-    found: dict[str, FilePath] = {}
-    for directory in (path.parent, path.parent / "configs", FilePath("configs")):
-        if directory.is_dir() and os.access(directory, os.R_OK):
-            found.update({str(near): near for near in directory.glob("*.toml")})
-    by_name = {near.name: near for near in found.values()}
-    name = nearest(path.name, by_name)
-    return by_name[name] if name else None
