@@ -41,7 +41,7 @@ def state(pid):
 """
 
 WORK = """
-import json, multiprocessing, os, pathlib, signal, sys, threading, time
+import multiprocessing, os, pathlib, signal, sys, time
 
 def end(status):
     sys.exit(status)
@@ -52,9 +52,6 @@ def fall(signum):
 def fail():
     raise KeyError("c4")
 
-def say(fd):
-    print(json.dumps([os.environ["RANK"], os.environ["ASKER"], sys.stdin.read(), os.read(fd, 9).decode()]))
-
 def go_on():
     signal.pause()
 
@@ -63,14 +60,6 @@ def litter():
     child.start()
     pathlib.Path("litter").write_text(str(child.pid))
     signal.pause()
-
-def train(argv):
-    child = multiprocessing.Process(target=time.sleep, args=(60,), daemon=True)
-    child.start()
-    threading.Thread(target=time.sleep, args=(0.5,)).start()
-    pathlib.Path("child").write_text(str(child.pid))
-    if argv == ["fail"]:
-        raise KeyError("c4")
 """
 
 
@@ -80,10 +69,8 @@ def play(tmp_path):
     (tmp_path / "forked_work.py").write_text(WORK)
 
     def _play(code, status=0):
-        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "ASKER": "me"}
-        (tmp_path / "typed").write_text("what somebody types")
-        with (tmp_path / "typed").open() as typed:
-            done = ran([sys.executable, "-c", PROLOGUE + textwrap.dedent(code)], cwd=tmp_path, env=env, stdin=typed)
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        done = ran([sys.executable, "-c", PROLOGUE + textwrap.dedent(code)], cwd=tmp_path, env=env)
         assert done.returncode == status, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
@@ -102,19 +89,6 @@ def test_how_each_ended_is_told(play, tmp_path):
     assert ended == [[0, 0], [1, 7], [2, -signal.SIGSEGV], [3, 1], [4, 1]]
     assert "KeyError: 'c4'" in (tmp_path / "rank-3.log").read_text()
     assert (tmp_path / "rank-4.log").read_text() == "no config\n"
-
-
-def test_a_process_has_the_askers_environment_a_descriptor_and_no_terminal(play, tmp_path):
-    play(
-        """
-        read, write = os.pipe()
-        os.write(write, b"open")
-        ask(0, "say", read)
-        until(lambda: ended)
-        print(json.dumps(ended))
-        """
-    )
-    assert json.loads((tmp_path / "rank-0.log").read_text()) == ["0", "me", "", "open"]
 
 
 def test_nothing_is_left_of_thirty_incarnations(play):
@@ -152,28 +126,6 @@ def test_a_guard_that_was_killed_is_replaced_and_guards_what_was_there_before(pl
         -signal.SIGKILL,
     )
     until(lambda: not any(map(alive, [guard, *known])), "all to end")
-
-
-@pytest.mark.parametrize(("argv", "exitcode"), [([], 0), (["fail"], 1)])
-def test_a_workers_daemons_end_with_it(play, argv, exitcode):
-    """A dataloader's processes look for their parent only now and then."""
-    ended, child, took_s = play(
-        f"""
-        child = Child("worker", 0, lambda child, code: ended.append([0, code]))
-        env = {{"RANK": "0", "EVERSTEP_WORKERS_STARTED": "0"}}
-        args = [".", 0, 0, "forked_work:train", {argv}]
-        begun = time.monotonic()
-        children.start(child, Request("everstep.launch.worker:start", args, Path("rank-0.log"), env))
-        until(lambda: ended)
-        took_s = time.monotonic() - begun
-        until(lambda: state(int(Path("child").read_text())) in ("gone", "Z"))
-        print(json.dumps([ended, state(int(Path("child").read_text())), took_s]))
-        """
-    )
-    assert ended == [[0, exitcode]]
-    assert child in ("gone", "Z")
-    if not exitcode:
-        assert took_s > 0.5, "a thread of its own is waited for"
 
 
 def test_a_rank_waits_for_its_predecessor_of_a_launcher_that_was_killed(tmp_path):

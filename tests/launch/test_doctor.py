@@ -49,11 +49,11 @@ def test_the_number_of_groups_decides_what_is_survived(groups, min_groups, verdi
 
 
 def test_a_run_directory_is_this_users_and_takes_a_write(tmp_path):
-    assert doctor.run_directory(tmp_path / "run", nodes=4).verdict == "ok"
+    assert doctor.run_directory(tmp_path / "run").verdict == "ok"
     (tmp_path / "file").write_text("")
-    assert doctor.run_directory(tmp_path / "file", nodes=4).verdict == "error"
+    assert doctor.run_directory(tmp_path / "file").verdict == "error"
     (tmp_path / "run").chmod(0o777)
-    assert "chmod go-w" in doctor.run_directory(tmp_path / "run", nodes=4).found
+    assert "chmod go-w" in doctor.run_directory(tmp_path / "run").found
 
 
 @pytest.mark.parametrize(

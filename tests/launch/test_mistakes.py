@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -177,9 +176,3 @@ def test_a_group_that_the_run_does_not_have_is_refused_at_once(tmp_path, monkeyp
     with pytest.raises(TrainerEnds, match="group_id = 5 is none of this run's 2 groups") as ended:
         open_place(SimpleNamespace(fault_tolerance=ft, dump_folder=str(tmp_path)))
     assert ended.value.status == USAGE_EXIT
-
-
-@pytest.mark.parametrize("left", ["build/lib/cli.py", "everstep-1.0-py3-none-any.whl", "plugin/everstep.egg-info/x"])
-def test_what_building_a_wheel_leaves_is_ignored(left):
-    tree = Path(__file__).resolve().parents[2]
-    assert subprocess.run(["git", "check-ignore", "--quiet", left], cwd=tree).returncode == 0

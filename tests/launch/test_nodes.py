@@ -8,11 +8,8 @@ import psutil
 import pytest
 
 from everstep.launch import node as fitness
-from everstep.launch.agent import reason_not_to_start
-from everstep.launch.incarnation import last_step
 from everstep.launch.launcher import STARTS_WITHOUT_A_STEP
 from everstep.run.directory import bad_node_file, over_file
-from everstep.run.events import EventLog
 from everstep.run.exits import GAVE_UP_EXIT, HOPELESS_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.files import read_json
 from launched import DEADLINE_S, alive, until
@@ -155,34 +152,3 @@ def test_a_healthy_node_has_no_complaint_and_one_that_cannot_write_has(tmp_path,
     assert "cannot be written" in fitness.storage_complaint(tmp_path / "file")
     monkeypatch.setattr(fitness, "SMALLEST_FREE_BYTES", 1 << 60)
     assert "/dev/shm has" in fitness.storage_complaint(tmp_path)
-
-
-def starts(tmp_path, *kinds):
-    """What an agent writes when it comes up, and rank 0 at its next commit, in that order."""
-    for kind in kinds:
-        step = last_step(tmp_path, 0)
-        if kind == "commit":
-            worker = EventLog(tmp_path, 0, 0, "worker")
-            worker.emit(kind, step + 1, groups=[0], loss=1.0, tokens=1.0, grad_norm=1.0, history="b", parent="a")
-        else:
-            EventLog(tmp_path, 0, None, "agent").emit(kind, pid=1, after_step=step)
-
-
-def test_a_group_that_starts_again_and_again_without_a_step_is_not_started_any_more(tmp_path):
-    starts(tmp_path, *["agent_up"] * 4)
-    assert not reason_not_to_start(tmp_path, 0)
-    starts(tmp_path, "agent_up")
-    assert "5 times without committing" in reason_not_to_start(tmp_path, 0)
-    assert not reason_not_to_start(tmp_path, 1)
-    starts(tmp_path, "commit", "agent_up")
-    assert not reason_not_to_start(tmp_path, 0)
-
-
-def test_a_group_that_is_given_up_says_so_for_good(agent, tmp_path):
-    starts(tmp_path / "run", *["agent_up"] * 5)
-    one = agent("--training.steps", "3", job=7)
-    assert one.process.wait(DEADLINE_S) == GAVE_UP_EXIT
-    assert one.events("workers_started") == []
-    found = read_json(over_file(tmp_path / "run", 0))
-    assert found["status"] == "failed"
-    assert "without committing" in found["reason"]

@@ -2,9 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
-from collections import Counter
 
 import pytest
 from torchtitan.config.manager import ConfigManager
@@ -105,37 +102,3 @@ def test_a_copied_run_that_is_submitted_has_a_token_of_its_own(tmp_path, monkeyp
     jobs = read_json(slurm.job_file(copy))
     assert (jobs["lighthouse"], jobs["groups"]) == ("7", "7")
     assert read_token(copy) != token == read_token(first)
-
-
-COUNTS = """
-import os, sys, tomllib
-try:
-    import tomli
-except ImportError:
-    tomli = tomllib
-for module in {tomllib, tomli}:
-    def loads(text, *args, _loads=module.loads, **more):
-        if "[job]" in text:
-            resolved = "resolved" if "dump_folder" in text else "own"
-            with open(os.environ["PARSES"], "a") as file:
-                file.write(f"{resolved} {os.getpid()}\\n")
-        return _loads(text, *args, **more)
-    module.loads = loads
-"""
-
-
-@pytest.mark.slow
-def test_a_run_reads_the_users_file_once_and_each_worker_the_resolved_one_once(tmp_path):
-    (tmp_path / "run.toml").write_text(CONFIG)
-    (tmp_path / "sitecustomize.py").write_text(COUNTS)
-    command = [sys.executable, "-m", "everstep.cli", "run", str(tmp_path / "run.toml"), "--steps", "1"]
-    paths = os.pathsep.join([str(tmp_path), *sys.path])
-    environment = os.environ | {"PYTHONPATH": paths, "PARSES": str(tmp_path / "parses"), "OMP_NUM_THREADS": "1"}
-    run_dir = ["--run-dir", str(tmp_path / "run")]
-    done = subprocess.run([*command, *run_dir], env=environment, timeout=120, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    parses = Counter((tmp_path / "parses").read_text().splitlines())
-    by_whose = Counter(line.split()[0] for line in parses.elements())
-    assert by_whose["own"] == 1
-    assert set(parses.values()) == {1}
-    assert by_whose["resolved"] == 2, parses

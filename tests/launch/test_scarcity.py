@@ -101,7 +101,7 @@ def test_a_group_that_fails_again_and_again_while_another_commits_is_summed_up_a
     run = start(2, 1, *ENDLESS, "--tiny.fail_group", "1")
     told = run.wait_for("group_failing", group=1)
     assert told["count"] == 3
-    assert told["reason"].startswith("group 1 has failed 3 times in the same way: rank 0 exited with status 1: Runtime")
+    assert told["reason"].startswith("group 1 has failed 3 times in a row: rank 0 exited with status 1: Runtime")
     run.wait_for("group_failing", group=1, count=6)
     deaths = [event["t"] for event in run.events("workers_died", group=1)]
     gaps = [later - earlier for earlier, later in itertools.pairwise(deaths)]
@@ -109,6 +109,6 @@ def test_a_group_that_fails_again_and_again_while_another_commits_is_summed_up_a
     assert run.events("agent_ended") == []
     assert told["reason"].removeprefix("group") in run.said()
     assert told["reason"].replace("3 times", "6 times")[1:] in status_of(run.run_dir)
-    assert "has failed 6 times in the same way" in write_page(run.run_dir).read_text()
+    assert "has failed 6 times in a row" in write_page(run.run_dir).read_text()
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(60) == 0

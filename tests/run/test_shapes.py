@@ -46,15 +46,6 @@ def test_a_group_of_two_sharded_ranks_lives_and_dies_as_one(start, tmp_path):
     assert len(owners) == 3, "slots of two ranks each, shared out unevenly"
 
 
-def test_random_kills_among_groups_of_one_slot_each_cost_no_sample(start, tmp_path):
-    config = write_config(tmp_path / "single.toml", training={"global_batch_size": 3})
-    run = start(config, "--groups", "3", "--chaos-every", "2", *ENDLESS)
-    run.wait_for_step((0, 1, 2))
-    fault = run.wait_for("fault")
-    run.wait_for("heal", after=fault["t"], group=fault["target_group"])
-    losses_match(run, start, config)
-
-
 def test_a_users_own_dataset_gives_the_same_batches_whoever_dies(start, tmp_path):
     notes = tmp_path / "notes.jsonl"
     texts = (f"note {n}: " + "the quick brown fox "[n % 7 :] * (n % 9) for n in range(400))

@@ -1,9 +1,9 @@
 """Small files of a run's state, damaged: nothing is believed, nobody ends."""
 
+import contextlib
 import hashlib
 import os
 import random
-import time
 
 import pytest
 
@@ -22,8 +22,9 @@ DATA = f"data/{hashlib.sha256(b'a').hexdigest()[:16]}.json"
 ADDRESS = "http://127.0.0.1:29510"
 
 
-def fuzz(folder, rounds, seed):
-    chance = random.Random(seed)
+@pytest.mark.parametrize("rounds", [1000, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_damaged_addresses_beats_and_fences_end_nobody(tmp_path, rounds):
+    folder, chance = tmp_path, random.Random(rounds)
     publish_address(folder, ADDRESS, 7)
     BeatFile(beat_path(folder, 0, 0)).beat("compute", 5)
     claim_group(folder, 0, Claim(1, 0), lambda: True)
@@ -43,15 +44,6 @@ def fuzz(folder, rounds, seed):
     assert published_address(folder) == ADDRESS
     assert read_beat(beat_path(folder, 0, 0)).phase == "compute"
     assert holder(folder, 0) == Claim(1, 0)
-
-
-def test_damaged_addresses_beats_and_fences_end_nobody(tmp_path):
-    fuzz(tmp_path, 2000, 1)
-
-
-@pytest.mark.slow
-def test_many_damaged_addresses_beats_and_fences_end_nobody(tmp_path):
-    fuzz(tmp_path, 50_000, 2)
 
 
 def published(run):
@@ -111,14 +103,10 @@ def test_what_stands_in_the_place_of_a_state_file_is_not_believed_followed_or_wa
 
 def test_strings_that_might_be_addresses_are_places_or_a_wire_error():
     chance = random.Random(3)
-    begun = time.monotonic()
-    for _ in range(20_000):
+    for _ in range(10_000):
         text = damaged(chance.choice([b"127.0.0.1:80", b"[::1]:443", b"node-7:1"]), chance).decode("latin-1")
-        try:
+        with contextlib.suppress(WireError):
             host, port = parse_address(text)
-        except WireError:
-            continue
-        assert 0 <= port <= 65535
-        assert host.isascii()
-        assert host.isprintable()
-    assert time.monotonic() - begun < 20
+            assert 0 <= port <= 65535
+            assert host.isascii()
+            assert host.isprintable()

@@ -1,5 +1,7 @@
 """Which slot is poison is read from what the agents leave in the run directory."""
 
+import pytest
+
 from everstep.run.poison import deaths_at, first_to_tell, strike, why_at
 
 
@@ -9,26 +11,23 @@ def strikes(run_dir, groups, worked=True, slot=(7, 3)):
     return deaths_at(run_dir, slot)
 
 
-def test_three_groups_make_a_slot_poison(tmp_path):
-    assert not deaths_at(tmp_path, (7, 3)).poisoned(3)
-    assert not strikes(tmp_path, [0, 1]).poisoned(8)
-    assert strikes(tmp_path, [0, 1, 5]).poisoned(8)
-
-
-def test_one_group_that_keeps_dying_is_its_own_trouble(tmp_path):
-    assert not strikes(tmp_path, [2, 2, 2, 2]).poisoned(3)
-
-
-def test_where_there_are_fewer_groups_fewer_must_agree(tmp_path):
-    assert strikes(tmp_path, [0, 1, 0]).poisoned(2)
-    assert not strikes(tmp_path / "two", [0, 1]).poisoned(2), "two deaths may be chance"
-    assert strikes(tmp_path / "one", [0, 0, 0]).poisoned(1)
-
-
-def test_workers_that_never_committed_a_step_name_no_slot(tmp_path):
-    assert not strikes(tmp_path, [0, 1, 2], worked=False).poisoned(3)
-    strike(tmp_path, (7, 3), 3, 9, worked=True)
-    assert deaths_at(tmp_path, (7, 3)).poisoned(3)
+@pytest.mark.parametrize(
+    ("struck", "groups", "worked", "poisoned"),
+    [
+        ([], 3, True, False),
+        ([0, 1], 8, True, False),
+        ([0, 1, 5], 8, True, True),
+        ([2, 2, 2, 2], 3, True, False),  # its own trouble
+        ([0, 1, 0], 2, True, True),
+        ([0, 1], 2, True, False),  # two deaths may be chance
+        ([0, 0, 0], 1, True, True),
+        ([0, 1, 2], 3, False, False),  # workers that never committed a step would end at every slot
+    ],
+)
+def test_deaths_of_as_many_groups_as_there_are_up_to_three_make_a_slot_poison(
+    tmp_path, struck, groups, worked, poisoned
+):
+    assert strikes(tmp_path, struck, worked).poisoned(groups) == poisoned
 
 
 def test_the_same_start_counts_once(tmp_path):

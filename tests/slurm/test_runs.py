@@ -74,7 +74,10 @@ def test_a_group_whose_agent_never_comes_up_is_not_requeued_for_ever(cluster, tm
     cluster.call(*command)
     try:
         over = cluster.until(lambda: read_json(over_file(run_dir, 0)), "the group to be over", 300.0)
-        assert over == {"status": "failed", "reason": "no agent came up in 5 starts, see logs/group-0/job.log"}
+        assert over == {
+            "status": "failed",
+            "reason": "it was started 5 times and committed no step, see logs/group-0/job.log",
+        }
         cluster.until(lambda: not cluster.jobs().strip(), "the job to end")
     finally:
         cluster.cancel_all()
@@ -106,16 +109,6 @@ def test_a_dead_node_gives_its_group_to_another(shared):
         assert back(shared, 1, killed)["node"] != node
     finally:
         shared.cluster.start_node(node)
-
-
-@pytest.mark.slow
-def test_a_node_set_down_gives_its_group_back_to_the_cluster(shared):
-    node, when = shared.node_of(1), time.time()
-    shared.cluster.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
-    try:
-        back(shared, 1, when)
-    finally:
-        shared.cluster.call("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)  # it may be back
 
 
 @pytest.mark.slow
@@ -154,15 +147,6 @@ def test_nobody_notices_a_new_slurmctld(shared):
     shared.cluster.start_controller()
     shared.wait_for_step((0, 1, 2), after=time.time())
     assert shared.events("workers_died", after=away) == []
-
-
-@pytest.mark.slow
-def test_a_notice_is_a_clean_leave_and_a_requeue(shared):
-    asked = time.time()
-    shared.cluster.call("scancel", "--signal=TERM", "--batch", shared.task(1))
-    shared.wait_for("left", after=asked, group=1)
-    back(shared, 1, asked)
-    assert not shared.events("workers_died", after=asked)
 
 
 @pytest.mark.slow

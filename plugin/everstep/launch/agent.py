@@ -9,15 +9,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
-from everstep.launch.children import Child, Children
-from everstep.launch.forking import PRELOAD, Request, keep_on_without_output
+from everstep.launch.forking import PRELOAD, keep_on_without_output
 from everstep.launch.group import EXITS, End, Group, Status, is_spare
-from everstep.launch.incarnation import last_step
-from everstep.launch.launcher import Launcher, import_all
+from everstep.launch.launcher import Launcher
 from everstep.launch.scarce import patiently
 from everstep.launch.settings import GroupSettings
 from everstep.launch.view import show_plainly
@@ -25,28 +22,13 @@ from everstep.run import fence
 from everstep.run.address import await_address
 from everstep.run.beats import agent_beat_path, beat_path, push
 from everstep.run.directory import GroupOver, LaunchError, bad_node_file, over_file, stop_file
-from everstep.run.events import EventLog, EventTail
 from everstep.run.fence import Claim
 from everstep.run.files import write_json
-from everstep.run.lifeline import adopt_orphans
-from everstep.run.stops import collect_stops
 
-STARTS_WITHOUT_A_STEP = 5
-"""Agents of a group, one after the other, that may end before the group commits a step."""
 ADDRESS_TIMEOUT_S = 24 * 3600.0
 """How long to wait for a lighthouse: its job may be pending."""
 PUSH_INTERVAL_S = 1.0
 NODE_CHECK_TIMEOUT_S = 300.0
-
-
-def reason_not_to_start(run_dir: Path, group: int) -> str:
-    """Why a group should not be started again, going by how its earlier agents ended; "": start it."""
-    step = last_step(run_dir, group)
-    own = EventTail(run_dir, (f"agent-{group}",))  # one start of the group is a few lines, however long it trained
-    starts = sum(event["kind"] == "agent_up" and event.get("after_step") == step for event in own.new())
-    if starts < STARTS_WITHOUT_A_STEP:
-        return ""
-    return f"it was started {starts} times without committing a step"
 
 
 def _start_check() -> subprocess.Popen[str]:
@@ -79,30 +61,20 @@ def run_agent(settings: GroupSettings, preload: Sequence[str] = PRELOAD) -> int:
     Must be called in the main thread; `preload` are the modules that are imported before anything is forked.
     """
     keep_on_without_output()
-    adopt_orphans()
-    stops, stop_asked = collect_stops(), stop_file(settings.run_dir)
-
-    def stopping() -> bool:
-        return bool(stops) or stop_asked.exists()
-
-    children = Children()
-    try:
-        events = patiently("events", lambda: EventLog(settings.run_dir, settings.group, None, "agent"), stopping)
-        return 0 if events is None else _Agent(settings, children, events, stopping).run(preload)
-    finally:
-        children.kill_everything()
-        children.close()
+    with Launcher(settings.run_dir, "agent", show_plainly, settings.group) as launcher:
+        return _Agent(settings, launcher).run(preload)
 
 
 class _Agent:
     """One group in a batch job, or by hand."""
 
-    def __init__(
-        self, settings: GroupSettings, children: Children, events: EventLog, stopping: Callable[[], bool]
-    ) -> None:
-        self._settings, self._children, self._events, self._stopping = settings, children, events, stopping
+    def __init__(self, settings: GroupSettings, launcher: Launcher) -> None:
+        self._settings, self._launcher, self._events = settings, launcher, launcher.events
         self._claim = Claim(settings.job, settings.restart)
-        self._pusher: Child | None = None
+        self._next_push = 0.0
+
+    def _stopping(self) -> bool:
+        return self._launcher.is_stopping() or stop_file(self._settings.run_dir).exists()
 
     def run(self, modules: Sequence[str]) -> int:
         """Until the group has ended; the exit status."""
@@ -124,11 +96,10 @@ class _Agent:
         """How the group ended here, or why it was not started. Raises Fenced and LaunchError."""
         settings, first_node = self._settings, self._settings.node_rank == 0
         if settings.job and first_node:
-            why_not = patiently("its earlier starts", self._count_start, self._stopping)
-            if why_not:
-                return self._end("failed", f"group {settings.group} is given up, {why_not}")
+            place = {"job": settings.job, "restart": settings.restart, "node": settings.node}
+            self._events.emit("agent_up", pid=os.getpid(), **place)
         check = _start_check() if settings.node else None
-        import_all(modules, settings.run_dir / "logs" / f"group-{settings.group}" / "imports.log", self._stopping)
+        self._launcher.import_all(modules, settings.run_dir / "logs" / f"group-{settings.group}" / "imports.log")
         if first_node:
             claim = lambda: fence.claim_group(settings.run_dir, settings.group, self._claim, self._stopping)  # noqa: E731
             patiently("its claim", claim, self._stopping)
@@ -140,33 +111,23 @@ class _Agent:
             return self._end("node_bad", unfit)
         settings = replace(settings, lighthouse=lighthouse)
         group = patiently(
-            "its group", lambda: Group(settings, self._children, self._stopping, self._events), self._stopping
+            "its group",
+            lambda: Group(settings, self._launcher.children, self._stopping, self._events),
+            self._stopping,
         )
-        return self._end("stopped", "asked to stop") if group is None else self._train(group)
+        if group is None:
+            return self._end("stopped", "asked to stop")
+        self._launcher.groups.append(group)
+        if settings.node:
+            self._launcher.jobs["beats"] = self._push_beats
+        self._launcher.run(lambda: group.end is not None)
+        assert group.end is not None
+        return group.end
 
     def _end(self, status: Status, reason: str) -> End:
         """The end of a group that was not started here."""
         self._events.emit("agent_ended", status=status, reason=reason)
         return End(status, reason)
-
-    def _count_start(self) -> str:
-        """Count it, or say why it is one too many."""
-        settings = self._settings
-        why_not = reason_not_to_start(settings.run_dir, settings.group)
-        if not why_not:
-            place = {"job": settings.job, "restart": settings.restart, "node": settings.node}
-            after = last_step(settings.run_dir, settings.group)
-            self._events.emit("agent_up", pid=os.getpid(), **place, after_step=after)
-        return why_not
-
-    def _train(self, group: Group) -> End:
-        launcher = Launcher(self._children, self._events, show_plainly)
-        launcher.groups.append(group)
-        if self._settings.node:
-            launcher.jobs["beats"] = self._keep_pushing
-        launcher.run(lambda: group.end is not None)
-        assert group.end is not None
-        return group.end
 
     def _leave_word(self, end: End) -> None:
         """For the batch system: how the group ended, if it is not to be started again, and on which node not."""
@@ -183,17 +144,9 @@ class _Agent:
         if settings.job and first_node:
             fence.release(settings.run_dir, settings.group, self._claim)
 
-    def _keep_pushing(self) -> None:
-        """Have other hosts see this group's beats. A process of its own, since a file server may take its time."""
-        if self._pusher is None or not self._pusher.alive:
+    def _push_beats(self) -> None:
+        """Have other hosts see this group's beats."""
+        if time.monotonic() >= self._next_push:
+            self._next_push = time.monotonic() + PUSH_INTERVAL_S
             run_dir, group, node_rank = self._settings.run_dir, self._settings.group, self._settings.node_rank
-            beats = [beat_path(run_dir, group, 0), agent_beat_path(run_dir, group, node_rank)]
-            self._pusher = Child("pusher", 0, lambda child, exitcode: None)
-            self._children.start(self._pusher, Request("everstep.launch.agent:push_beats", [beats], None))
-
-
-def push_beats(beats: list[Path]) -> None:
-    """A process: hand these beats to the file server, again and again."""
-    while True:
-        push(beats)
-        time.sleep(PUSH_INTERVAL_S)
+            push([beat_path(run_dir, group, 0), agent_beat_path(run_dir, group, node_rank)])

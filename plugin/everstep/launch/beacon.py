@@ -6,17 +6,11 @@ The launcher's loop with a lighthouse and no group. Of two lighthouses of a run 
 import socket
 from pathlib import Path
 
-from everstep.launch.children import Children
-from everstep.launch.launcher import Launcher, import_all, telling
-from everstep.launch.lighthouse import Lighthouse
+from everstep.launch.launcher import Launcher
 from everstep.launch.prepare import Prepared
 from everstep.launch.view import show_plainly
-from everstep.report.live import Teller
 from everstep.run.beats import beats_of_groups
 from everstep.run.directory import LaunchError, over_file, stop_file, wanted_groups
-from everstep.run.events import EventLog
-from everstep.run.lifeline import adopt_orphans
-from everstep.run.stops import collect_stops
 
 PRELOAD = ("everstep.quorum.lighthouse",)
 LINGER_S = 60.0
@@ -35,31 +29,23 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
     Raises:
         LaunchError: the lighthouse does not start.
     """
-    stops = collect_stops()
-    adopt_orphans()
-    events = EventLog(run_dir, None, None, "lighthouse")
-    children = Children()
-    launcher = Launcher(children, events, show_plainly)
-    lighthouse = Lighthouse(run_dir, host, config.fault_tolerance, children, events)
-    teller = Teller(telling(run_dir, host, config, page))
-    if teller.address:
-        events.emit("page", address=teller.address)
-        where = f"{teller.address} on {socket.gethostname()}"
-        print(f"the run's page: {where} (ssh -L from where you are)", flush=True)
-    launcher.jobs = {"page and figures": teller.keep, "lighthouse": lighthouse.keep}
-    try:
-        import_all(PRELOAD, run_dir / "logs" / "imports.log", lambda: bool(stops))
+    with Launcher(run_dir, "lighthouse", show_plainly) as launcher:
+        lighthouse = launcher.serve(host, config, page)
+        if launcher.page:
+            where = f"{launcher.page} on {socket.gethostname()}"
+            print(f"the run's page: {where} (ssh -L from where you are)", flush=True)
+        launcher.import_all(PRELOAD, run_dir / "logs" / "imports.log")
         launcher.run(
-            lambda: bool(stops or lighthouse.cannot_start or lighthouse.superseded or _all_over(run_dir, config.groups))
+            lambda: (
+                launcher.is_stopping()
+                or bool(lighthouse.cannot_start or lighthouse.superseded)
+                or _all_over(run_dir, config.groups)
+            )
         )
-    finally:
-        children.kill_everything()
-        children.close()
-        teller.close()
     if lighthouse.cannot_start:
         raise LaunchError(lighthouse.cannot_start)
     if lighthouse.superseded:
-        events.emit("lighthouse_superseded", address=lighthouse.address, epoch=lighthouse.epoch)
+        launcher.events.emit("lighthouse_superseded", address=lighthouse.address, epoch=lighthouse.epoch)
     return 0
 
 

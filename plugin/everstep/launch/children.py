@@ -22,7 +22,7 @@ KILL_GRACE_S = 10.0
 class Child:
     """A process of a launcher."""
 
-    kind: Literal["prepare", "lighthouse", "worker", "pusher"]
+    kind: Literal["prepare", "lighthouse", "worker"]
     index: int
     """Which of its kind: a group's, a rank's."""
     on_end: Callable[["Child", int], None]

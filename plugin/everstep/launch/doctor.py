@@ -16,7 +16,6 @@ from everstep.launch import node
 from everstep.launch.machine import PORTS, free_port, sharing_complaint
 from everstep.launch.prepare import Model, Prepared
 from everstep.quorum.interface import InterfaceError, interface_of
-from everstep.run.beats import shared_lag_s
 from everstep.run.directory import LaunchError, make_run_dir
 from everstep.run.token import require_own
 
@@ -66,7 +65,7 @@ def examine(plan: Plan) -> Iterator[Line]:
         yield from patience(ft, config.ranks, model.train_timeout_s)
     yield group_count(ft, config.groups)
     if plan.run_dir is not None:
-        yield run_directory(plan.run_dir, nodes)
+        yield run_directory(plan.run_dir)
     if not plan.here:
         return
     yield network(plan.host, nodes)
@@ -109,7 +108,7 @@ def group_count(ft: FaultTolerance, groups: int) -> Line:
     return Line("groups", "ok", f"{groups}: dead ones and hanging ones are survived, down to {ft.min_groups}")
 
 
-def run_directory(run_dir: Path, nodes: int) -> Line:
+def run_directory(run_dir: Path) -> Line:
     """Whether it can be made, takes writes, and belongs to nobody else."""
     try:
         make_run_dir(run_dir)
@@ -121,9 +120,6 @@ def run_directory(run_dir: Path, nodes: int) -> Line:
         return Line("run directory", "error", str(error), "what others can write to is not acted on")
     if complaint:
         return Line("run directory", "error", complaint, "make room, or give another --run-dir")
-    if nodes > 1 and "SLURM_JOB_ID" in os.environ and shared_lag_s(run_dir) == 0:
-        found = f"{run_dir} is on a file system of this machine alone"
-        return Line("run directory", "warning", found, "unless all groups run here, give one that all nodes share")
     return Line("run directory", "ok", f"{run_dir} is writable from {socket.gethostname()}")
 
 

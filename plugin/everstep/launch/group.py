@@ -23,21 +23,21 @@ from everstep.launch.meeting import Meeting
 from everstep.launch.scarce import Pause
 from everstep.launch.settings import GroupSettings
 from everstep.launch.watchdog import (
+    COMPILING,
     RESTART_WINDOW_S,
     Awake,
     Death,
-    Patience,
     Stall,
-    alike,
     failures,
     find_stall,
+    in_a_row,
     pause_s,
     reason_to_give_up,
 )
 from everstep.launch.worker import STACKS_SIGNAL, error_path, log_path
 from everstep.run import devices, fence
-from everstep.run.beats import DONE, BeatFile, agent_beat_path, beat_path, load_beat, push
-from everstep.run.directory import ended_file, wanted_groups
+from everstep.run.beats import DONE, STARTUP, BeatFile, agent_beat_path, beat_path, load_beat, push
+from everstep.run.directory import ended_file, starts_file, wanted_groups
 from everstep.run.events import EventLog, event_path, last_event
 from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, KILLED_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.fence import Claim
@@ -52,12 +52,10 @@ PEER_FAILS_WITHIN_S = 0.1
 """For how long after an exit somebody who died of a signal is still taken for its cause."""
 PEER_FAILS_ELSEWHERE_S = 0.5
 """The same for somebody on another node, whose agent has to tell."""
-FIRST_STEP_SLACK = 2.0
-"""How much longer than the longest one before a first step may take: nothing is in a cache on a new node."""
 LITTER_PATIENCE_S = 30.0
 """How long the next incarnation waits for what the last one's workers started and what SIGKILL does not end."""
-ALIKE_ARE_TOLD = frozenset(3 * 2**n for n in range(20))
-"""After how many failures of one cause it is said: the first three, and each time they have doubled."""
+FAILURES_ARE_TOLD = frozenset(3 * 2**n for n in range(20))
+"""After how many failures in a row it is said: the first three, and each time they have doubled."""
 
 State = Literal["waiting", "running", "ending", "over"]
 Status = Literal["done", "stopped", "killed", "failed", "fenced", "node_bad", "crashed"]
@@ -120,8 +118,6 @@ class Group:
         """The death that brought the incarnation down."""
         self._first_mono = self._ending_mono = self._not_before_mono = 0.0
         self._scarce = Pause()
-        self._first_step_s = 0.0
-        """The longest time from a start to its first commit so far."""
         self._next_watch = 0.0
         self._awake = Awake()
         self._stop_deadline: float | None = None
@@ -191,7 +187,7 @@ class Group:
             return
         if not now.committed and now.note_commit():
             self._scarce.worked()
-            self._first_step_s = max(self._first_step_s, now.ran_s)
+            starts_file(settings.run_dir, settings.group).unlink(missing_ok=True)
         if now.stall is not None:
             now.kill()
         elif self._stopping() or self._dead(now):
@@ -214,13 +210,13 @@ class Group:
         ft = self.settings.fault_tolerance
         if not ft.enable:
             return None
-        first_step_s = 0.0
-        if not now.committed:
-            longest_s = FIRST_STEP_SLACK * self._first_step_s
-            first_step_s = min(longest_s or ft.startup_timeout_s, ft.startup_timeout_s)
-        patience = Patience(ft.stall_timeout_s, ft.startup_timeout_s, first_step_s)
+
+        def patience(phase: str) -> float:
+            compiles = phase in COMPILING and not now.committed
+            return ft.startup_timeout_s if compiles or phase == STARTUP else ft.stall_timeout_s
+
         beats = {rank: load_beat(beat_path(self.settings.run_dir, self.settings.group, rank)) for rank in now.workers}
-        return find_stall(now.pids, beats, now.started_mono, time.monotonic(), patience, awake_mono)
+        return find_stall(now.pids, beats, now.started_mono, patience, time.monotonic(), awake_mono)
 
     def _tell_stall(self, now: Incarnation, stall: Stall) -> None:
         """Say who hangs, and have each rank write where it is before all are killed, at the next look."""
@@ -426,15 +422,15 @@ class Group:
             self._decide(reason)
 
     def _decide(self, reason: str) -> None:
-        """Start again, later if it has failed in the same way before; or not."""
+        """Start again, later if it has failed before; or not."""
         ft, number = self.settings.fault_tolerance, self.settings.group
         if why := reason_to_give_up(self.deaths, ft.max_restarts, RESTART_WINDOW_S):
             self.finish("failed", f"group {number} is given up, {why}; last: {reason}")
             return
-        wait_s, count = pause_s(self.deaths), alike(self.deaths)
+        wait_s, count = pause_s(self.deaths), in_a_row(self.deaths)
         self._not_before_mono = time.monotonic() + wait_s
-        if count in ALIKE_ARE_TOLD:
-            said = f"group {number} has failed {count} times in the same way: {reason}"
+        if count in FAILURES_ARE_TOLD:
+            said = f"group {number} has failed {count} times in a row: {reason}"
             self.events.emit("group_failing", count=count, reason=said, again_s=wait_s)
 
     def _reason_to_move(self, death: Death) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from everstep.launch.children import Child
 from everstep.launch.meeting import Round
 from everstep.launch.settings import GroupSettings
-from everstep.launch.watchdog import Cause, Death, Stall, describe_exit, oom_kills
+from everstep.launch.watchdog import Death, Stall, describe_exit, oom_kills
 from everstep.launch.worker import WorkerError, read_error
 from everstep.run import poison
 from everstep.run.beats import beat_path, read_beat
@@ -68,10 +68,6 @@ class Incarnation:
         """Of the workers, by rank."""
         return {rank: child.pid for rank, child in self.workers.items()}
 
-    @property
-    def ran_s(self) -> float:
-        return time.monotonic() - self.started_mono
-
     def note_commit(self) -> bool:
         """Look whether it has committed a step by now, and return that."""
         if not self.committed:
@@ -97,12 +93,11 @@ class Incarnation:
         """The death of `first`, which ended the incarnation. `peer_killed`: whether a signal ended a rank on another
         machine."""
         settings, exitcode, stalled = self.settings, first.exitcode or 0, self.stall is not None
-        ft, error = settings.fault_tolerance, self.error_of(first)
+        ft = settings.fault_tolerance
         return Death(
             mono=time.monotonic(),
             exitcode=exitcode,
-            committed=self.note_commit() if ft.enable else self.ran_s > ft.startup_timeout_s,
-            cause=Cause(exitcode, error.type if error else "", error.place if error else "", stalled),
+            committed=self.note_commit() if ft.enable else time.monotonic() - self.started_mono > ft.startup_timeout_s,
             excused=peer_killed,
             stalled=stalled,
             out_of_memory=exitcode == -signal.SIGKILL and not stalled and oom_kills() > self._oom_kills,

@@ -11,44 +11,112 @@ group: it is named, and tried again after a pause.
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from everstep.launch.children import Children
 from everstep.launch.forking import preload
 from everstep.launch.group import Group
+from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.prepare import Prepared
-from everstep.launch.scarce import Pause, is_scarce
-from everstep.report.live import Telling
+from everstep.launch.scarce import Pause, is_scarce, patiently
+from everstep.report.live import Teller, Telling
 from everstep.run.directory import LaunchError
 from everstep.run.events import EventLog
+from everstep.run.lifeline import adopt_orphans
+from everstep.run.stops import STOPS, collect_stops
 
 TICK_S = 0.05
 """How often to look for all but deaths, which are seen at once."""
+STOPPED_BEFORE = "stopped before anything was started."
 STARTS_WITHOUT_A_STEP = 3
 """Of the groups here, after which they are given up if each of them failed by itself."""
 
 
 class Launcher:
-    """Looks after its children and groups, one turn of the loop after the other.
+    """Looks after its children and groups, one turn of the loop after the other. As a context: when it is left, nothing
+    that was started lives. To be made in the main thread, before the first file: whoever sees one may ask for a stop.
 
     Args:
-        children: of this process.
-        events: where what concerns no group is told.
+        run_dir: of the run.
+        role: whose events its own are; `group`: of which group, if of one.
         show: called with events that no log took.
+
+    Raises:
+        LaunchError: it was asked to stop before there was room for its log.
     """
 
-    def __init__(self, children: Children, events: EventLog, show: Callable[[list[dict]], None]) -> None:
+    def __init__(self, run_dir: Path, role: str, show: Callable[[list[dict]], None], group: int | None = None) -> None:
+        self._old_handlers = {signum: signal.getsignal(signum) for signum in STOPS}
+        self.stops = collect_stops()
+        """Of STOPS, what has come so far."""
+        adopt_orphans()
+        events = patiently("events", lambda: EventLog(run_dir, group, None, role), self.is_stopping)
+        if events is None:
+            raise LaunchError(STOPPED_BEFORE)
+        self.events, self.children = events, Children()
         self.groups: list[Group] = []
         self.jobs: dict[str, Callable[[], None]] = {}
         """What else is looked after at each turn, by name."""
-        self._children, self._events, self._show = children, events, show
+        self.page = ""
+        """Its address."""
+        self._run_dir, self._show = run_dir, show
         self._pauses: dict[str, Pause] = {}
+        self._teller: Teller | None = None
+
+    def __enter__(self) -> "Launcher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.children.kill_everything()
+        self.children.close()
+        if self._teller is not None:
+            self._teller.close()
+        for signum, handler in self._old_handlers.items():
+            signal.signal(signum, handler)
+
+    def is_stopping(self) -> bool:
+        return bool(self.stops)
+
+    def serve(self, host: str, config: Prepared, page: bool) -> Lighthouse:
+        """Keep a lighthouse up on `host`, and tell of the run while it goes: to Prometheus, TensorBoard and W&B as its
+        config asks for, and with `page` on this machine's loopback."""
+        ft, metrics = config.fault_tolerance, config.metrics
+        lighthouse = Lighthouse(self._run_dir, host, ft, self.children, self.events)
+        self._teller = Teller(
+            Telling(
+                run_dir=self._run_dir,
+                groups=config.groups,
+                min_groups=ft.min_groups,
+                host=host,
+                port=ft.metrics_port,
+                tensorboard=bool(metrics.get("enable_tensorboard", False)),
+                tensorboard_folder=str(metrics.get("save_tb_folder", "tb")),
+                wandb=bool(metrics.get("enable_wandb", False)),
+                page=page,
+                notify=bool(ft.notify),
+            )
+        )
+        self.page = self._teller.address
+        if self.page:
+            self.events.emit("page", address=self.page)
+        self.jobs |= {"page and figures": self._teller.keep, "lighthouse": lighthouse.keep}
+        return lighthouse
+
+    def import_all(self, modules: Sequence[str], log: Path) -> None:
+        """Import what will be forked, with what that says in `log`, until asked to stop. Raises LaunchError for what
+        cannot be imported."""
+        try:
+            with _output_to(log):
+                preload(modules, self.is_stopping)
+        except Exception as error:
+            raise LaunchError(f"{type(error).__name__}: {error}. More in {log}.") from error
 
     def run(self, over: Callable[[], bool]) -> None:
         """Until `over`. Raises LaunchError when a group cannot be started on this machine."""
         while not over():
-            self._children.wait(TICK_S)
+            self.children.wait(TICK_S)
             self.look()
 
     def look(self) -> None:
@@ -63,7 +131,7 @@ class Launcher:
                     if not is_scarce(error):
                         raise
                     again_s = pause.failed()
-                    self._events.emit("resource_shortage", reason=f"{name}: {error}", again_s=again_s)
+                    self.events.emit("resource_shortage", reason=f"{name}: {error}", again_s=again_s)
         for group in self.groups:
             if group.end is None:
                 try:
@@ -73,7 +141,7 @@ class Launcher:
                         raise
                     group.tell_scarce(str(error))
         self._give_up_together()
-        for log in {self._events, *(group.events for group in self.groups)}:
+        for log in {self.events, *(group.events for group in self.groups)}:
             if log.unwritten:
                 self._show(log.unwritten)
                 log.unwritten = []
@@ -92,16 +160,6 @@ class Launcher:
                 group.finish("failed", f"group {group.settings.group} is given up, {why}")
 
 
-def import_all(modules: Sequence[str], log: Path, stopping: Callable[[], bool]) -> None:
-    """Import what will be forked, with what that says in `log`, until `stopping`. Raises LaunchError for what cannot be
-    imported."""
-    try:
-        with _output_to(log):
-            preload(modules, stopping)
-    except Exception as error:
-        raise LaunchError(f"{type(error).__name__}: {error}. More in {log}.") from error
-
-
 @contextlib.contextmanager
 def _output_to(log: Path) -> Iterator[None]:
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -115,21 +173,3 @@ def _output_to(log: Path) -> Iterator[None]:
         for fd, old in enumerate(before, 1):
             os.dup2(old, fd)
             os.close(old)
-
-
-def telling(run_dir: Path, host: str, config: Prepared, page: bool) -> Telling:
-    """How to tell of a run while it goes: to Prometheus, TensorBoard and W&B as its config asks for, and by its page on
-    this machine's loopback."""
-    metrics = config.metrics
-    return Telling(
-        run_dir=run_dir,
-        groups=config.groups,
-        min_groups=config.fault_tolerance.min_groups,
-        host=host,
-        port=config.fault_tolerance.metrics_port,
-        tensorboard=bool(metrics.get("enable_tensorboard", False)),
-        tensorboard_folder=str(metrics.get("save_tb_folder", "tb")),
-        wandb=bool(metrics.get("enable_wandb", False)),
-        page=page,
-        notify=bool(config.fault_tolerance.notify),
-    )

@@ -17,7 +17,16 @@ from typing import Any
 
 from everstep import files
 from everstep.config.grammar import ROOT_KEYS, is_flag
-from everstep.run.directory import GroupOver, LaunchError, ask_to_stop, ended_file, groups_file, over_file, stop_file
+from everstep.run.directory import (
+    GroupOver,
+    LaunchError,
+    ask_to_stop,
+    ended_file,
+    groups_file,
+    over_file,
+    starts_file,
+    stop_file,
+)
 from everstep.run.files import read_json, read_typed, write_json
 
 SCRIPTS = files.folder("slurm")
@@ -101,6 +110,7 @@ def submit(submission: Submission) -> dict[str, str]:
         (run_dir / "logs" / f"group-{group}").mkdir(parents=True, exist_ok=True)
         if "groups" not in alive:
             over_file(run_dir, group).unlink(missing_ok=True)
+            starts_file(run_dir, group).unlink(missing_ok=True)
     if "groups" not in alive:
         groups_file(run_dir).unlink(missing_ok=True)
     jobs, commands = dict(alive), submission.commands()

@@ -5,22 +5,20 @@ The state of the run is in the run directory, so that a launcher that was killed
 
 import contextlib
 import functools
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import everstep
-from everstep.launch.children import Child, Children
+from everstep.launch.children import Child
 from everstep.launch.forking import PRELOAD, Request
 from everstep.launch.group import Group
-from everstep.launch.launcher import TICK_S, Launcher, import_all, telling
+from everstep.launch.launcher import STOPPED_BEFORE, TICK_S, Launcher
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.machine import HOST, devices_of_groups, sharing_complaint
 from everstep.launch.prepare import Order, Prepared, forget_answer, take_answer
 from everstep.launch.scarce import patiently
 from everstep.launch.settings import GroupSettings
-from everstep.report.live import Teller
 from everstep.run import fence
 from everstep.run.beats import forget_beats
 from everstep.run.directory import (
@@ -35,15 +33,12 @@ from everstep.run.directory import (
 )
 from everstep.run.events import EventLog, EventTail
 from everstep.run.fence import Claim
-from everstep.run.lifeline import adopt_orphans
-from everstep.run.stops import STOPS
 from everstep.run.token import own_token
 
 STOPPED_AT_ONCE_EXIT = 130
 """What a shell gives for a command that Ctrl-C ended."""
 OnEvents = Callable[[list[dict]], None]
 """Called at every turn with the new events."""
-STOPPED_BEFORE = "stopped before anything was started."
 
 
 @dataclass
@@ -67,10 +62,6 @@ class Refused(LaunchError):
     tells nothing more."""
 
 
-class _StopNow(BaseException):
-    """The second Ctrl-C."""
-
-
 class Supervisor:
     """Runs one run to its end. `on_events` is called at every turn with the new events, none included."""
 
@@ -86,62 +77,44 @@ class Supervisor:
         self._on_events = on_events or (lambda events: None)
         self._injector = injector
         self._inject: OnEvents | None = None
-        self._stops = self._stops_obeyed = 0
-        self._ending = False
-        """Whether all there is left to do is to clean up, which nothing cuts short."""
-        # Before the first file: whoever sees one may ask for a stop.
-        self._old_handlers = {signum: signal.signal(signum, self._ask_to_stop) for signum in STOPS}
-        self._events = EventLog(run_dir.path, None, None, "supervisor")
+        self._stops_obeyed = 0
+        self._launcher = Launcher(run_dir.path, "supervisor", self._on_events)
+        self._events = self._launcher.events
         self._tail = EventTail(run_dir.path)
-        self._children = Children()
-        self._launcher = Launcher(self._children, self._events, self._on_events)
         self._prepared: Prepared | None = None
         self._lighthouse: Lighthouse | None = None
-        self._teller: Teller | None = None
 
     def run(self) -> int:
-        """Until all groups have ended; returns the exit status: 0 for done or a clean stop, 130 when cut
-        short.
+        """Until all groups have ended, or at once when it is asked to stop twice; returns the exit status: 0 for done
+        or a clean stop, 130 when cut short.
 
         Raises LaunchError when the config or the run directory cannot be used.
         """
-        adopt_orphans()
         run_dir = self.run_dir.path
-        try:
+        with self._launcher:
             self._tail.skip_to_end()
             forget_beats(run_dir)
             for file in (stop_file(run_dir), ended_file(run_dir), groups_file(run_dir)):
                 file.unlink(missing_ok=True)
             forget_answer(run_dir)
-            import_all(self.settings.preload, run_dir / "logs" / "imports.log", self._stopping)
+            self._launcher.import_all(self.settings.preload, run_dir / "logs" / "imports.log")
             self._prepared = self._prepare()
             self._begin(self._prepared)
             self._launcher.run(self._over)
             self._look()
+            if len(self._launcher.stops) > 1 and not self._groups_ended():
+                self._launcher.children.kill_everything()
+                self._end("stopped", "stopped at once, without a final checkpoint")
+                return STOPPED_AT_ONCE_EXIT
             return self._finish()
-        except _StopNow:
-            self._ending = True
-            self._children.kill_everything()
-            if not self._prepared:
-                raise Refused(STOPPED_BEFORE) from None
-            self._end("stopped", "stopped at once, without a final checkpoint")
-            return STOPPED_AT_ONCE_EXIT
-        finally:
-            self._ending = True
-            self._children.kill_everything()
-            for signum, handler in self._old_handlers.items():
-                signal.signal(signum, handler)
-            self._children.close()
-            self._events.close()
-            if self._teller is not None:
-                self._teller.close()
 
     def _over(self) -> bool:
         if self._lighthouse is not None and self._lighthouse.cannot_start:
             return True
-        if not self._launcher.groups:
-            return bool(self._stops)
-        return all(group.end for group in self._launcher.groups)
+        return len(self._launcher.stops) > (1 if self._launcher.groups else 0) or self._groups_ended()
+
+    def _groups_ended(self) -> bool:
+        return bool(self._launcher.groups) and all(group.end for group in self._launcher.groups)
 
     def _finish(self) -> int:
         ends = [group.end for group in self._launcher.groups if group.end is not None]
@@ -150,7 +123,7 @@ class Supervisor:
             status, reason = "failed", self._lighthouse.cannot_start
         elif "killed" in kinds:
             status, reason = "failed", "some workers did not end by themselves when asked to stop"
-        elif self._stops:
+        elif self._launcher.stops:
             status, reason = "stopped", "stopped cleanly"
         elif kinds == {"done"}:
             status, reason = "done", "every group finished"
@@ -173,11 +146,11 @@ class Supervisor:
         settings, log = self.settings, self.run_dir.path / "logs" / "prepare.log"
         order = replace(settings.order, run_dir=str(self.run_dir.path))
         child = Child("prepare", 0, lambda child, exitcode: None)
-        start = functools.partial(self._children.start, child, Request(settings.prepare, [asdict(order)], log))
-        patiently("checking the config", start, self._stopping)
-        while child.alive and not self._stops:
-            self._children.wait(TICK_S)
-        if self._stops:
+        start = functools.partial(self._launcher.children.start, child, Request(settings.prepare, [asdict(order)], log))
+        patiently("checking the config", start, self._launcher.is_stopping)
+        while child.alive and not self._launcher.stops:
+            self._launcher.children.wait(TICK_S)
+        if self._launcher.stops:
             raise Refused(STOPPED_BEFORE)
         found = take_answer(self.run_dir.path)
         if isinstance(found, Prepared):
@@ -192,7 +165,6 @@ class Supervisor:
     def _begin(self, found: Prepared) -> None:
         """The config is settled: tell of the run, and let others look at it."""
         settings, run_dir = self.settings, self.run_dir.path
-        self._lighthouse = Lighthouse(run_dir, HOST, found.fault_tolerance, self._children, self._events)
         self._events.emit(
             "run_started",
             groups=found.groups,
@@ -206,30 +178,23 @@ class Supervisor:
             self._events.emit("warning", text=warning)
         if self._injector is not None:
             self._inject = self._injector(found.seed, run_dir)
-        self._teller = Teller(telling(run_dir, HOST, found, settings.page))
-        if self._teller.address:
-            self._events.emit("page", address=self._teller.address)
-        self._launcher.jobs = {
-            "events": self._look,
-            "page and figures": self._teller.keep,
-            "lighthouse": self._lighthouse.keep,
-            "groups": self._keep_groups,
-        }
+        self._lighthouse = self._launcher.serve(HOST, found, settings.page)
+        self._launcher.jobs = {"events": self._look} | self._launcher.jobs | {"groups": self._keep_groups}
 
     def _keep_groups(self) -> None:
         """Have as many groups as are wanted (`everstep scale`), once the lighthouse has an address that holds. One that
         was asked to leave ends first, and is started anew if it is wanted again."""
         groups, prepared, lighthouse = self._launcher.groups, self._prepared, self._lighthouse
-        if prepared is None or lighthouse is None or not lighthouse.up or self._stops:
+        if prepared is None or lighthouse is None or not lighthouse.up or self._launcher.stops:
             return
         wanted = wanted_groups(self.run_dir.path, prepared.groups)
         groups[:] = [group for group in groups if not (group.leaves and group.end)]
         for index in sorted(set(range(wanted)) - {group.settings.group for group in groups}):
             events = EventLog(self.run_dir.path, index, None, "agent")
             settings = self._group_settings(index, wanted, prepared, lighthouse.address)
-            group = Group(settings, self._children, self._stopping, events)
+            group = Group(settings, self._launcher.children, self._launcher.is_stopping, events)
             try:
-                fence.claim_group(self.run_dir.path, index, Claim(), self._stopping)
+                fence.claim_group(self.run_dir.path, index, Claim(), self._launcher.is_stopping)
             except fence.Fenced as fenced:
                 group.finish("fenced", str(fenced))
             groups.append(group)
@@ -254,23 +219,16 @@ class Supervisor:
     # What is asked and seen
 
     def _look(self) -> None:
-        if self._stops != self._stops_obeyed:
-            self._stops_obeyed = self._stops
+        stops = len(self._launcher.stops)
+        if stops != self._stops_obeyed:
+            self._stops_obeyed = stops
             self._events.emit("stopping")
             with contextlib.suppress(OSError):  # a full disk
                 ask_to_stop(self.run_dir.path)  # stays, for a worker that misses the signal
         events = self._tail.new()
-        if self._inject is not None and not self._stops:
+        if self._inject is not None and not stops:
             self._inject(events)
         self._on_events(events)
-
-    def _stopping(self) -> bool:
-        return self._stops > 0
-
-    def _ask_to_stop(self, *_: object) -> None:
-        self._stops += 1
-        if self._stops > 1 and not self._ending:
-            raise _StopNow  # wherever we are: this may be a write to a terminal that takes nothing
 
 
 def run(

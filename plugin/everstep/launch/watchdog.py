@@ -3,7 +3,7 @@
 import itertools
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,54 +47,27 @@ class Stall:
     idle_s: float
 
 
-@dataclass(frozen=True)
-class Patience:
-    """How long a phase may last, in seconds."""
-
-    stall_s: float
-    startup_s: float
-    first_step_s: float = 0.0
-    """The phases that compile, before the first commit; 0: no longer than others."""
-
-    def of(self, phase: str) -> float:
-        if phase == STARTUP:
-            return self.startup_s
-        return max(self.stall_s, self.first_step_s) if phase in COMPILING else self.stall_s
-
-
 def find_stall(
     pids: Mapping[int, int],
     beats: Mapping[int, Beat | None],
     started_mono: float,
+    patience: Callable[[str], float],
     now_mono: float,
-    patience: Patience,
     awake_mono: float = 0.0,
 ) -> Stall | None:
     """The rank that has been silent for too long, the longest silent first; None when all ranks move.
 
     `pids` are this incarnation's workers by rank; a beat of any other pid was left by an earlier one and counts as no
     beat, which is "startup" since `started_mono`. A rank whose phase is "done" waits for its group's other ranks.
-    Silence before `awake_mono` does not count.
+    Silence before `awake_mono` does not count. `patience` says how many seconds a phase may last.
     """
     stalls = []
     for rank, pid in pids.items():
         beat = beats.get(rank)
         phase, since = (STARTUP, started_mono) if beat is None or beat.pid != pid else (beat.phase, beat.mono)
-        if phase != DONE and now_mono - max(since, awake_mono) > patience.of(phase):
+        if phase != DONE and now_mono - max(since, awake_mono) > patience(phase):
             stalls.append(Stall(rank, phase, now_mono - since))
     return max(stalls, key=lambda stall: stall.idle_s, default=None)
-
-
-@dataclass(frozen=True)
-class Cause:
-    """What workers ended of, so that two ends of the same cause are equal. No text that a person reads is in it."""
-
-    exitcode: int
-    type: str = ""
-    """Of the exception, if there was one."""
-    place: str = ""
-    """Where it was raised: file, line and function."""
-    stalled: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +81,6 @@ class Death:
     exitcode: int
     committed: bool
     """Whether it had committed a step."""
-    cause: Cause | None = None
     run_step: int = 0
     """The newest step that any group of the run had committed then."""
     excused: bool = False
@@ -156,16 +128,16 @@ def failures(deaths: Sequence[Death]) -> int:
     return sum(death.by_itself and death.run_step == deaths[-1].run_step for death in since)
 
 
-def alike(deaths: Sequence[Death]) -> int:
-    """How many of the newest deaths had one cause, and were of the workers' own doing."""
-    same = itertools.takewhile(lambda death: death.by_itself and death.cause == deaths[-1].cause, reversed(deaths))
-    return sum(1 for _ in same)
+def in_a_row(deaths: Sequence[Death]) -> int:
+    """How many of the newest deaths were of the workers' own doing, within RESTART_WINDOW_S."""
+    recent = (death for death in reversed(deaths) if death.mono > deaths[-1].mono - RESTART_WINDOW_S)
+    return sum(1 for _ in itertools.takewhile(lambda death: death.by_itself, recent))
 
 
 def pause_s(deaths: Sequence[Death]) -> float:
-    """How long to wait before the next start: not at all after a death that is the first of its cause or came from
-    outside."""
-    return backoff_s(alike(deaths) - 1)
+    """How long to wait before the next start: not at all after a death that came from outside, or the first that did
+    not."""
+    return backoff_s(in_a_row(deaths) - 1)
 
 
 def describe_exit(exitcode: int) -> str:

@@ -49,9 +49,6 @@ def error_path(run_dir: Path, group: int, rank: int) -> Path:
 class WorkerError:
     """The exception that a rank ended with."""
 
-    type: str
-    place: str
-    """File, line and function where it was raised."""
     first_line: str
     traceback: str
 
@@ -87,20 +84,14 @@ def start(run_dir: str, group: int, incarnation: int, entry: str, argv: list[str
             traceback.print_exc()
             sys.exit(error.status)
         raise
-    finally:
-        for child in multiprocessing.active_children():
-            if child.daemon:  # a dataloader's, which would look only every 5 s whether its parent is there
-                child.terminate()
     _let_others_end()
 
 
 def _described(error: Exception) -> WorkerError:
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f"{frames[-1].filename}:{frames[-1].lineno} {frames[-1].name}" if frames else ""
     name = type(error).__qualname__
     lines = str(error).strip().splitlines()
     first_line = f"{name}: {lines[0]}" if lines else name
-    return WorkerError(name, place, first_line[:LONGEST_ERROR], "".join(traceback.format_exception(error)))
+    return WorkerError(first_line[:LONGEST_ERROR], "".join(traceback.format_exception(error)))
 
 
 def await_predecessor(run_dir: Path, group: int, rank: int) -> None:
@@ -145,9 +136,10 @@ def _work(run_dir: Path, group: int, incarnation: int, entry: str, argv: list[st
 
 
 def _let_others_end() -> None:
-    """A finished worker waits for its threads and children, but those that do not end must not keep its group from
-    finishing."""
+    """A finished worker waits for its threads and children, daemons excepted, but those that do not end must not keep
+    its group from finishing."""
     deadline = time.monotonic() + EXIT_TIMEOUT_S
     threads = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
-    for other in [*threads, *multiprocessing.active_children()]:
+    children = [one for one in multiprocessing.active_children() if not one.daemon]
+    for other in [*threads, *children]:
         other.join(max(0.0, deadline - time.monotonic()))

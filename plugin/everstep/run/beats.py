@@ -8,7 +8,7 @@ one that a dead worker left.
 Other hosts compare the file's time with that of a probe file written now, so that both times are the file server's and
 no host's wall clock matters. Over NFS a write stays in the writer's page cache for up to half a minute, and what a
 reader knows of a file may be as old: the agent pushes its beats to the server once a second (`push`), readers open a
-file before they ask for its time, and `shared_lag_s` is what remains.
+file before they ask for its time, and SHARED_LAG_S is what remains.
 """
 
 import contextlib
@@ -30,9 +30,6 @@ DONE = "done"
 
 SHARED_LAG_S = 10.0
 """How much older than it is a pushed beat may look to another host."""
-
-LOCAL_FILES = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"})
-"""File systems that hosts do not share, so that nobody reads a beat late."""
 
 _RECORD = struct.Struct("<4s16sqdq28sq")  # mark, boot, pid, monotonic seconds, step, phase, slot
 _MARK = b"bea2"
@@ -141,7 +138,7 @@ def age_s(path: Path) -> float | None:
     """How many seconds ago a beat file was written, or fewer; None: there is no beat.
 
     A beat of this host tells it by the monotonic clock. For one of another host it is the time between the file's and a
-    probe file's, less `shared_lag_s`; 0 if no probe can be written there.
+    probe file's, less SHARED_LAG_S; 0 if no probe can be written there.
     """
     beat, since = read_beat(path), _written(path)
     if beat is None or since is None:
@@ -152,18 +149,7 @@ def age_s(path: Path) -> float | None:
         now = file_system_now(path.parent)
     except OSError:  # a full disk, or somebody else's run directory
         return 0.0
-    return max(0.0, now - since - shared_lag_s(path.parent))
-
-
-@functools.cache
-def shared_lag_s(run_dir: Path) -> float:
-    """How much older than they are beats in this run directory may look: SHARED_LAG_S where hosts can share it, else
-    0."""
-    folder = Path(run_dir).resolve()
-    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    over = [(mount[1], mount[2]) for mount in mounts if folder.is_relative_to(mount[1])]
-    _, kind = max(over, key=lambda mount: len(mount[0]), default=("/", ""))
-    return 0.0 if kind in LOCAL_FILES else SHARED_LAG_S
+    return max(0.0, now - since - SHARED_LAG_S)
 
 
 def beats_of_groups(run_dir: Path) -> list[tuple[int, Beat, float]]:

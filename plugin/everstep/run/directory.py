@@ -147,6 +147,11 @@ def over_file(run_dir: Path, group: int) -> Path:
     return Path(run_dir) / "state" / f"group-{group}.over"
 
 
+def starts_file(run_dir: Path, group: int) -> Path:
+    """Says how often a batch job has started a group since its last commit."""
+    return Path(run_dir) / "state" / f"group-{group}.starts"
+
+
 def bad_node_file(run_dir: Path, group: int) -> Path:
     """Names the node that a group's last agent found bad: {"node", "reason", "claim"}."""
     return Path(run_dir) / "state" / f"group-{group}.bad-node.json"

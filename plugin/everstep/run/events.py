@@ -210,23 +210,11 @@ class EventTail:
         self._folder = Path(run_dir) / "events"
         self._names = names
         self._offsets: dict[Path, int] = {}
-        self._found: list[Path] = []
-        self._changed, self._list_until = -1, 0.0
         self.damaged = 0
         """Lines so far that were no events."""
 
     def _files(self) -> list[Path]:
-        """The logs there are. Looked up when the folder has changed, and for a while after that, as a second change
-        may have the same time as the first."""
-        try:
-            changed = self._folder.stat().st_mtime_ns
-        except OSError:
-            return []
-        if changed != self._changed:
-            self._changed, self._list_until = changed, time.monotonic() + 1.0
-        if time.monotonic() < self._list_until:
-            self._found = sorted(path for name in self._names for path in self._folder.glob(f"{name}.jsonl"))
-        return self._found
+        return sorted(path for name in self._names for path in self._folder.glob(f"{name}.jsonl"))
 
     def skip_to_end(self) -> None:
         """Forget what is there: only events appended from now on are returned."""

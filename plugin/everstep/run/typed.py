@@ -34,6 +34,8 @@ class Within:
 
 Count = Annotated[int, Within(0)]
 """An int that cannot be negative."""
+Number = typing.NewType("Number", float)
+"""A float that may be infinite or not a number, as a loss."""
 
 
 def loads(text: str | bytes, limit: int = 64 << 20) -> Any:
@@ -129,6 +131,10 @@ def _float(value: Any, where: str) -> float:
     return value
 
 
+def _number(value: Any, where: str) -> float:
+    return value if type(value) is float else _float(value, where)
+
+
 def _bool(value: Any, where: str) -> bool:
     if type(value) is not bool:
         raise _unfit(where, "true or false", value)
@@ -161,6 +167,7 @@ def _array(value: Any, where: str) -> list[Any]:
 _PLAIN: dict[Any, Converter] = {
     int: _int,
     float: _float,
+    Number: _number,
     bool: _bool,
     str: _str,
     types.NoneType: _none,
