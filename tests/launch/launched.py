@@ -62,9 +62,11 @@ class TinyAgent(Tiny):
 import json, sys
 from pathlib import Path
 from everstep.config.sections import FaultTolerance
+from everstep.launch import group
 from everstep.launch.agent import run_agent
 from everstep.launch.settings import GroupSettings
 told = json.loads(sys.argv[1])
+group.STOP_GRACE_S = told.pop("stop_grace_s", 120.0)
 section = FaultTolerance(**told.pop("fault_tolerance"))
 settings = GroupSettings(run_dir=Path(told.pop("run_dir")), fault_tolerance=section, **told)
 sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))

@@ -1,7 +1,6 @@
 """The lighthouse of a cluster: published, kept up, started again when it dies or hangs, ended with its run."""
 
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -12,8 +11,7 @@ from everstep.config.sections import FaultTolerance
 from everstep.launch.lighthouse import answers
 from everstep.launch.prepare import Prepared, leave_answer
 from everstep.run.address import await_address, publish_address, published_address
-from everstep.run.directory import over_file, stop_file
-from everstep.run.files import write_json
+from everstep.run.directory import stop_file
 from launched import DEADLINE_S, alive, events_of, until
 
 
@@ -61,29 +59,6 @@ def test_of_two_lighthouses_of_a_run_the_older_one_ends(start, tmp_path):
 def started(run_dir, number):
     """The events of its first `number` starts."""
     return until(lambda: (found := events_of(run_dir, "lighthouse_started"))[number - 1 :] and found, "a lighthouse")
-
-
-@pytest.mark.slow
-def test_it_is_published_survives_death_and_hanging_and_ends_with_the_run(lighthouse, tmp_path):
-    run_dir = tmp_path / "run"
-    first = started(run_dir, 1)[-1]
-    assert published_address(run_dir) == first["address"]
-    assert answers(first["address"])
-
-    os.kill(first["pid"], signal.SIGKILL)
-    second = started(run_dir, 2)[-1]
-    assert second["address"] == first["address"], "groups that know the address need not look for another"
-
-    os.kill(second["pid"], signal.SIGSTOP)
-    third = started(run_dir, 3)[-1]
-    assert not alive(second["pid"])
-    assert [event["reason"] for event in events_of(run_dir, "lighthouse_died")] == ["ended", "did not answer"]
-    until(lambda: answers(third["address"]), "an answer")
-
-    write_json(over_file(run_dir, 0), {"status": "done", "reason": ""})
-    write_json(over_file(run_dir, 1), {"status": "done", "reason": ""})
-    assert lighthouse.wait(DEADLINE_S) == 0
-    assert not alive(third["pid"])
 
 
 def test_an_agent_waits_for_an_address_as_long_as_nobody_stops_it(tmp_path):

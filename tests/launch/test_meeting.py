@@ -10,7 +10,6 @@ from everstep.launch import meeting
 from everstep.launch.meeting import Meeting, Round
 from everstep.launch.settings import GroupSettings
 from everstep.run.beats import BeatFile, agent_beat_path
-from everstep.run.directory import LaunchError
 from everstep.run.fence import Fenced
 from forked import ran
 from launched import until
@@ -127,9 +126,3 @@ def test_a_node_does_not_come_twice_to_one_start_and_a_later_start_does_not_read
         of_two(folder, 1)
     later = of_two(folder, 1, restart=1)
     assert later.next_round() is None
-
-
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
-def test_a_host_that_is_not_this_machine_is_told_with_the_flag(tmp_path, host):
-    with pytest.raises(LaunchError, match=rf"{host}: this machine cannot listen there: .* --host"):
-        Meeting(GroupSettings("", tmp_path, 0, 1, 1, "", host=host), "group-0.0").next_round()

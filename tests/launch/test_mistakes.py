@@ -5,10 +5,8 @@ Those of a config are in tests/run/test_refusals.py.
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -109,14 +107,6 @@ def start(*args, **more):
     )  # fmt: skip
 
 
-def test_a_reader_who_goes_away_sees_no_traceback():
-    process = start("--help")
-    process.stdout.close()
-    said = process.stderr.read()
-    assert process.wait(30) in (0, cli.BROKEN_PIPE_EXIT)
-    assert said == ""
-
-
 def test_a_watcher_is_ended_by_ctrl_c_without_a_traceback(tmp_path):
     (tmp_path / "events").mkdir()
     (tmp_path / "events" / "supervisor.jsonl").write_text(
@@ -141,17 +131,6 @@ def test_a_run_that_is_stopped_before_it_begins_leaves_nothing(here, signum):
     assert "everstep: stopped before anything was started." in said
     assert "Traceback" not in said
     assert contents(here) == before
-
-
-def test_a_page_or_metrics_port_that_is_taken_costs_no_run(tmp_path, capfd):
-    from everstep.report.live import Teller, Telling
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        teller = Teller(Telling(tmp_path, port=port))
-        time.sleep(0.2)
-        teller.close()
-    assert f"no figures on 127.0.0.1:{port} (fault_tolerance.metrics_port)" in capfd.readouterr().out
 
 
 def test_versions_and_help_are_found_under_all_their_names(capsys):

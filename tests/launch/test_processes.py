@@ -4,7 +4,6 @@ import os
 import pty
 import select
 import signal
-import sys
 import threading
 import time
 
@@ -13,7 +12,6 @@ import pytest
 
 from everstep.run.directory import groups_file
 from everstep.run.files import write_json
-from forked import ran
 from launched import alive, until
 
 ENDLESS = ("--training.steps", "1000000")
@@ -114,16 +112,6 @@ def test_the_rank_that_was_killed_is_named_though_its_peer_failed_before_anybody
         os.kill(run.process.pid, signal.SIGCONT)
     assert "rank 1 was killed by SIGKILL" in run.wait_for("workers_died", after=killed, group=0)["reason"]
     run.wait_for("commit", after=run.wait_for("worker_up", after=killed, group=0)["t"], group=0, rank=1)
-
-
-def test_each_incarnation_has_a_number_and_one_log_holds_them_all(run):
-    numbers = [event["incarnation"] for event in run.events("workers_started", group=0)]
-    assert numbers == list(range(len(numbers)))
-    assert len(numbers) > 1
-    log = (run.run_dir / "logs/group-0/rank-1.log").read_text()
-    for number in numbers:
-        assert f"=== group 0 rank 1 incarnation {number} pid" in log
-    assert "rank 1 of group 0 trains" in log
 
 
 def test_a_stopped_worker_is_noticed_and_its_group_restarted(run):
@@ -288,30 +276,3 @@ def test_an_upgrade_in_place_does_not_reach_a_run_that_goes_on(start):
     assert again.process.wait(60) == 2
     log = run.run_dir / "logs/imports.log"
     assert again.said().splitlines()[-1] == f"everstep: ImportError: it was upgraded. More in {log}."
-
-
-def test_a_check_of_the_config_that_was_killed_is_told(start):
-    run = start(1, 1, "--tiny.torn")
-    assert run.process.wait(60) == 2
-    said = f"everstep: checking the config failed (-9), see {run.run_dir}/logs/prepare.log."
-    assert run.said().splitlines()[-1] == said
-
-
-CANNOT_WRITE = """
-import resource, sys
-from pathlib import Path
-from everstep.run.directory import LaunchError, RunDir
-_, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
-try:
-    RunDir(Path("run")).lock()
-except LaunchError as error:
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    sys.exit(str(error))
-"""
-
-
-def test_a_run_directory_that_takes_no_writes_is_told(tmp_path):
-    """On a full disk for instance."""
-    done = ran([sys.executable, "-c", CANNOT_WRITE], cwd=tmp_path, timeout=60)
-    assert done.stderr == "run: cannot be used as run directory: File too large.\n"

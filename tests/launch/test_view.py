@@ -44,16 +44,6 @@ def test_a_run_that_went_back_to_a_checkpoint_shows_the_steps_again():
     assert state.apply(commit(6, 20.0)).startswith("step 6")
 
 
-def test_steps_and_faults_are_lines(capsys):
-    show = open_view(2)
-    show([event("run_started", groups=2, ranks_per_group=1, seed=0, steps=9), commit(1, 0.0)])
-    show([event("fault", fault="kill-group", target_group=1, pids=[1])])
-    lines = capsys.readouterr().out.splitlines()
-    assert "2 groups of 1" in lines[0]
-    assert lines[1] == "step 1/9  loss 2.00000  tokens/s -  groups 0 1  - s/step  0 s elapsed"
-    assert lines[2].endswith("fault: kill-group on group 1")
-
-
 def test_the_line_tells_step_time_elapsed_time_what_is_left_and_kills():
     state = RunState(2)
     state.apply(event("run_started", t=100.0, groups=2, ranks_per_group=1, seed=0, steps=21))

@@ -87,12 +87,8 @@ def fail(*_):
 
 
 def prepare(order):
-    """Settle the config without torchtitan: all of it is flags. `--tiny.torn`: be killed while answering."""
+    """Settle the config without torchtitan: all of it is flags."""
     run_dir, flags = order["run_dir"], ["--fault_tolerance.groups", str(order["groups"]), *order["flags"]]
-    if "--tiny.torn" in flags:
-        leave_answer(Path(run_dir), {})
-        (Path(run_dir) / "state" / "prepared.json").write_text('{"steps":')
-        os.kill(os.getpid(), signal.SIGKILL)
     (Path(run_dir) / "config.toml").write_text(f"flags = {json.dumps(flags)}")
     ft = FaultTolerance(
         enable=True,

@@ -49,9 +49,6 @@ class Agent:
     """Address that this group's servers listen on and advertise. Default: the file's fault_tolerance.bind_host, or the
     host name."""
 
-    stop_grace_s: float = 120.0
-    """How long workers may take to end cleanly after SIGTERM."""
-
 
 def agent(command: Agent, flags: Sequence[str]) -> int:
     """`everstep agent`; returns the exit status."""
@@ -92,6 +89,5 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
             lighthouse=command.lighthouse,
             host=command.host or section.bind_host or local_host(),
             fault_tolerance=section,
-            stop_grace_s=command.stop_grace_s,
         )
     )

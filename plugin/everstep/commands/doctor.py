@@ -29,9 +29,6 @@ class Doctor:
     """Look at this node alone: GPUs there and computing right, disk. Needs no file. Every agent of a batch job does the
     same before it starts workers."""
 
-    gpus: int | None = None
-    """With --node: GPUs that the ranks here need."""
-
     groups: int | None = None
     """Number of replica groups; the file's fault_tolerance.groups if not given."""
 
@@ -56,7 +53,7 @@ def doctor(command: Doctor, flags: Sequence[str]) -> int:
     run_dir = None if command.run_dir is None else command.run_dir.resolve()
     if command.node:
         try:
-            complaint = node.complaint(run_dir, gpus=command.gpus)
+            complaint = node.complaint(run_dir)
         except OSError as error:
             complaint = f"{run_dir} cannot be written: {error.strerror}"
         lines = [room.Line("node", "error" if complaint else "ok", complaint or "fit to train on")]

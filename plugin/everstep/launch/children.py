@@ -54,10 +54,9 @@ class Children:
         os.environ[offspring.RUN_MARK] = f"{os.getpid()}.{secrets.token_hex(8)}"
         self._guard = offspring.Guard()
 
-    @property
-    def pids(self) -> set[int]:
-        """Of all that live, the guard included."""
-        return {*self._alive, self._guard.pid}
+    def left_behind(self) -> list[psutil.Process]:
+        """What processes that have ended had started, and what is left of it."""
+        return offspring.left_behind({*self._alive, self._guard.pid})
 
     def start(self, child: Child, request: Request) -> None:
         """Fork it. Raises OSError if there is no room for it."""

@@ -52,6 +52,8 @@ PEER_FAILS_WITHIN_S = 0.1
 """For how long after an exit somebody who died of a signal is still taken for its cause."""
 PEER_FAILS_ELSEWHERE_S = 0.5
 """The same for somebody on another node, whose agent has to tell."""
+STOP_GRACE_S = 120.0
+"""How long workers may take to end cleanly."""
 LITTER_PATIENCE_S = 30.0
 """How long the next incarnation waits for what the last one's workers started and what SIGKILL does not end."""
 FAILURES_ARE_TOLD = frozenset(3 * 2**n for n in range(20))
@@ -266,7 +268,7 @@ class Group:
         settings, place = self.settings, now.place
         error_path(settings.run_dir, settings.group, rank).unlink(missing_ok=True)
         env = place.environment(rank, f"group-{settings.group}", now.number - self._first_number)
-        env |= {offspring.MARK: now.mark, "EVERSTEP_WORKERS_STARTED": repr(now.started_mono)}
+        env["EVERSTEP_WORKERS_STARTED"] = repr(now.started_mono)
         env |= limited_threads(settings.ranks_here or settings.ranks)
         if settings.devices is not None:
             env[devices.VISIBLE] = settings.devices
@@ -322,10 +324,10 @@ class Group:
     def _stop_cleanly(self, now: Incarnation) -> None:
         mono = time.monotonic()
         if self._stop_deadline is None:
-            self._stop_deadline = mono + self.settings.stop_grace_s
+            self._stop_deadline = mono + STOP_GRACE_S
         if self._is_overdue():
             if now.running:
-                self._killed_in_the_end = f"did not end within {self.settings.stop_grace_s:g} s and was killed"
+                self._killed_in_the_end = f"did not end within {STOP_GRACE_S:g} s and was killed"
                 self._tear_down(now)
         elif mono >= self._ask_again:
             self._ask_again = mono + ASK_AGAIN_S
@@ -367,7 +369,7 @@ class Group:
         assert now is not None
         if now.running:
             return
-        left = offspring.left_by(now.pids.values(), f"{offspring.MARK}={now.mark}", self._children.pids)
+        left = self._children.left_behind()
         offspring.kill(left)
         if left and ended_s < LITTER_PATIENCE_S:
             return

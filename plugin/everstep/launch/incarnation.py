@@ -1,6 +1,5 @@
 """The processes of one start of a group's workers, and what it ended of."""
 
-import os
 import signal
 import time
 from dataclasses import dataclass, field
@@ -53,10 +52,6 @@ class Incarnation:
         self.started_mono = time.monotonic()
         self._oom_kills = oom_kills()
         self._commit_before = last_commit(self.settings.run_dir, self.settings.group)
-
-    @property
-    def mark(self) -> str:
-        return f"{os.getpid()}.{self.place.run_id}.{self.number}"
 
     @property
     def running(self) -> list[Child]:

@@ -17,12 +17,9 @@ GPU_FILES = Path("/dev")
 SIZE, TRIALS = 256, 3
 
 
-def complaint(run_dir: Path | None, gpus: int | None = None) -> str:
-    """What is wrong with this node; "" if nothing is.
-
-    gpus: how many the ranks here need; None: as many as there are.
-    """
-    return storage_complaint(run_dir) or gpu_complaint(gpus)
+def complaint(run_dir: Path | None) -> str:
+    """What is wrong with this node; "" if nothing is."""
+    return storage_complaint(run_dir) or gpu_complaint()
 
 
 def storage_complaint(run_dir: Path | None) -> str:
@@ -52,21 +49,18 @@ def _write(folder: Path) -> None:
         os.fsync(file.fileno())
 
 
-def gpu_complaint(needed: int | None) -> str:
-    """Whether GPUs are missing, or one gives a wrong product."""
+def gpu_complaint() -> str:
+    """Whether PyTorch cannot use a GPU that is there, or one gives a wrong product."""
     if not any(GPU_FILES.glob("nvidia[0-9]*")):
-        return f"{needed} GPUs are needed and none is visible" if needed else ""
+        return ""
     import torch
 
     if not torch.accelerator.is_available():
         return "there are GPUs, and PyTorch cannot use them"
-    found = torch.accelerator.device_count()
-    if needed is not None and found < needed:
-        return f"{needed} GPUs are needed and {found} visible"
-    for index in range(found):
-        if wrong := gemm_complaint(f"{torch.accelerator.current_accelerator()}:{index}"):
-            return wrong
-    return ""
+    devices = [
+        f"{torch.accelerator.current_accelerator()}:{index}" for index in range(torch.accelerator.device_count())
+    ]
+    return next(filter(None, map(gemm_complaint, devices)), "")
 
 
 def gemm_complaint(device: str) -> str:

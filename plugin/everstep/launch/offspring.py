@@ -1,8 +1,8 @@
 """What workers start themselves and leave behind: processes of a dataloader, plain subprocesses.
 
-They are known by the session that their worker leads, by a variable that was in its environment when they were
-executed, or by descending from one that is known so. Keepers of snapshots are meant to stay. Out of reach is only what
-a worker forked twice, into a session of its own, without executing anything.
+While the launcher lives it adopts them, and they are known by not being in the session of a worker that lives. The
+guard of a launcher that was killed knows them by the session that their worker led, by a variable that was in its
+environment when they were executed, or by descending from one that is known so. Keepers of snapshots are meant to stay.
 """
 
 import contextlib
@@ -18,23 +18,22 @@ from everstep.run.stops import STOPS
 
 RUN_MARK = "EVERSTEP_LAUNCHER"
 """In the environment of everything that is executed below a launcher."""
-MARK = "EVERSTEP_INCARNATION"
-"""In the environment of the workers of an incarnation."""
-KEPT = ("everstep.snapshot.keeper", "everstep.report.page")
+KEPT = ("everstep.snapshot.keeper", "everstep.report.page", "everstep.chaos.guard")
 """Modules of processes that end otherwise: keepers of snapshots wait for the next start, the page's writer for its
-server."""
+server, guards of faults for their injector."""
 
 
-def left_by(sessions: Collection[int], mark: str, known: Collection[int]) -> list[psutil.Process]:
-    """The orphans of workers that led `sessions` and had `mark` in their environment, with all below them.
+def left_behind(known: Collection[int]) -> list[psutil.Process]:
+    """The orphans of processes that have ended, with all below them. This process is a subreaper: they are its
+    children.
 
-    This process is a subreaper: they are its children. `known` are children that it has started itself.
+    `known` are those that it has started itself and that live, each of which leads a session.
     """
     found: dict[int, psutil.Process] = {}
     for pid in _children() - set(known):
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             child = psutil.Process(pid)
-            if _belongs(pid, sessions, mark) and not is_kept(child):
+            if os.getsid(pid) not in known and not is_kept(child):
                 found |= {one.pid: one for one in (child, *child.children(recursive=True)) if not is_kept(one)}
     return list(found.values())
 

@@ -263,23 +263,21 @@ def settled(config: Path, run_dir: Path, flags: Sequence[str], groups: int | Non
     return prepared(Order(str(config), list(flags), groups, ranks, str(run_dir)))
 
 
+def prepared_file(run_dir: Path) -> Path:
+    return Path(run_dir) / "state" / "prepared.json"
+
+
 def leave_answer(run_dir: Path, found: dict[str, Any]) -> None:
     """Say what was prepared, or {"error": sentence}, in the run directory."""
-    write_json(run_dir / "state" / "prepared.json", found)
-
-
-def forget_answer(run_dir: Path) -> None:
-    """Remove what an earlier start was told."""
-    (run_dir / "state" / "prepared.json").unlink(missing_ok=True)
+    write_json(prepared_file(run_dir), found)
 
 
 def take_answer(run_dir: Path) -> Prepared | str:
     """What was prepared in a run directory, or the sentence that says why not; empty if nothing was."""
-    place = run_dir / "state" / "prepared.json"
-    found = read_json(place)
+    found = read_json(prepared_file(run_dir))
     if "error" in found:
         return str(found["error"])
-    return read_typed(Prepared, place) or ""
+    return read_typed(Prepared, prepared_file(run_dir)) or ""
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ class GroupSettings:
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     """The run's section. Without fault tolerance workers neither beat nor tell of commits: no watchdog watches,
     and one that ran for longer than startup_timeout_s counts as one that trained."""
-    stop_grace_s: float = 120.0
     entry: str = "everstep.train:main"
     """`module:function` that a worker calls with its argv."""
     job: int = 0

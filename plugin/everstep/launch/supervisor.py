@@ -16,7 +16,7 @@ from everstep.launch.group import Group
 from everstep.launch.launcher import STOPPED_BEFORE, TICK_S, Launcher
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.machine import HOST, devices_of_groups, sharing_complaint
-from everstep.launch.prepare import Order, Prepared, forget_answer, take_answer
+from everstep.launch.prepare import Order, Prepared, prepared_file, take_answer
 from everstep.launch.scarce import patiently
 from everstep.launch.settings import GroupSettings
 from everstep.run import fence
@@ -48,7 +48,6 @@ class RunSettings:
     order: Order
     page: bool = False
     """Whether to serve the run's page while it goes, on loopback."""
-    stop_grace_s: float = 120.0
     entry: str = "everstep.train:main"
     """`module:function` that a worker calls with its argv."""
     prepare: str = "everstep.launch.prepare:main"
@@ -94,9 +93,8 @@ class Supervisor:
         with self._launcher:
             self._tail.skip_to_end()
             forget_beats(run_dir)
-            for file in (stop_file(run_dir), ended_file(run_dir), groups_file(run_dir)):
-                file.unlink(missing_ok=True)
-            forget_answer(run_dir)
+            for file in (stop_file, ended_file, groups_file, prepared_file):
+                file(run_dir).unlink(missing_ok=True)
             self._launcher.import_all(self.settings.preload, run_dir / "logs" / "imports.log")
             self._prepared = self._prepare()
             self._begin(self._prepared)
@@ -212,7 +210,6 @@ class Supervisor:
             host=HOST,
             devices=devices_of_groups(prepared.devices, index + 1, settings.order.ranks)[index],
             fault_tolerance=prepared.fault_tolerance,
-            stop_grace_s=settings.stop_grace_s,
             entry=settings.entry,
         )
 
