@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from everstep.run.lifeline import wake_at_parents_death
+from everstep.run.lifeline import die_with_parent
 from everstep.run.stops import STOPS
 
 RUN_MARK = "EVERSTEP_LAUNCHER"
@@ -80,7 +80,7 @@ class Guard:
             signal.set_wakeup_fd(-1)
             for signum in STOPS:
                 signal.signal(signum, signal.SIG_IGN)
-            wake_at_parents_death(launcher_pid)
+            die_with_parent(launcher_pid, signal.SIGCONT)
             _guard(told, mark)
         finally:
             os._exit(0)

@@ -5,15 +5,13 @@ read it, workers before every quorum: the lighthouse may have moved to another n
 than the one before, so of two lighthouses the older one sees that it is not the one any more, and ends.
 """
 
-import fcntl
-import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from everstep.run.files import open_own, read_typed, write_json
+from everstep.run.files import locked, read_typed, write_json
 from everstep.run.typed import Count
 
 POLL_S = 0.2
@@ -38,8 +36,7 @@ def address_file(run_dir: Path) -> Path:
 def publish_address(run_dir: Path, address: str, pid: int) -> int:
     """Say that the lighthouse is at `address` (http://host:port); the epoch of this publication."""
     path = address_file(run_dir)
-    with os.fdopen(open_own(path.with_suffix(".lock")), "r+b", buffering=0) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(path):
         before = read_typed(_Publication, path)
         here = _Publication(address, pid, time.time(), 1 if before is None else before.epoch + 1)
         write_json(path, asdict(here))

@@ -32,17 +32,11 @@ RESERVED = ("t", "mono", "role", "group", "rank", "step", "kind")
 
 
 def event_path(run_dir: Path, group: int | None, rank: int | None, role: str) -> Path:
-    """The file that `role` appends to. Raises ValueError when the role's group or rank is missing."""
+    """The file that `role` appends to."""
     if role == "worker":
-        if group is None or rank is None:
-            raise ValueError("a worker's event log needs its group and rank")
         name = f"group-{group}.rank-{rank}.jsonl"
-    elif role in ("agent", "keeper"):
-        if group is None:
-            raise ValueError(f"the event log of one {role} needs its group")
-        name = f"{role}-{group}.jsonl"
     else:
-        name = f"{role}.jsonl"
+        name = f"{role}.jsonl" if group is None else f"{role}-{group}.jsonl"
     return Path(run_dir) / "events" / name
 
 

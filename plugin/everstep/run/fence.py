@@ -6,18 +6,17 @@ LEASE_S, and the earlier one, as soon as it can do anything again, sees that it 
 second, its workers before they ask for a quorum.
 """
 
-import contextlib
 import errno
 import fcntl
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from everstep.run.beats import age_s, agent_beat_path
-from everstep.run.files import open_own, read_typed, write_json
+from everstep.run.files import locked, open_own, read_typed, write_json
 
 LEASE_S = 10.0
 """An agent that has not beaten for this long can be taken for gone: should it wake up, it looks at the fence first."""
@@ -86,7 +85,7 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
         Fenced: there is a higher one, or the same and its process lives.
     """
     path = fence_file(run_dir, group)
-    with _locked(path):
+    with locked(path):
         before = read_typed(_Fence, path)
         if before and before.claim > claim:
             raise Fenced(f"group {group} was started again as {before.claim} on {before.host}")
@@ -106,7 +105,7 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
 def release(run_dir: Path, group: int, claim: Claim) -> None:
     """This start has ended, its workers with it."""
     path = fence_file(run_dir, group)
-    with _locked(path):  # between reading and writing, a later start could claim the group
+    with locked(path):  # between reading and writing, a later start could claim the group
         found = read_typed(_Fence, path)
         if found and (found.claim, found.host, found.pid) == (claim, socket.gethostname(), os.getpid()):
             write_json(path, asdict(found) | {"ended": True})
@@ -122,13 +121,6 @@ def hold_alone(path: Path) -> bool:
         os.close(fd)
         return error.errno not in (errno.EAGAIN, errno.EACCES)  # where there are no such locks, nobody can tell
     return True
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with os.fdopen(open_own(path.with_suffix(".lock")), "r+b", buffering=0) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _silent(run_dir: Path, group: int) -> bool:

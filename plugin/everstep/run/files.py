@@ -2,9 +2,11 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,37 +24,44 @@ def write_json(path: Path, value: dict) -> None:
 
 def write_whole(path: Path, *data: bytes | memoryview) -> None:
     """Replace a file, whole or not at all; what stood there is let go, not written to, also where it was a link."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A name that nobody can have guessed, and that is nobody's link.
-    draft = path.with_name(f".{path.name}-{secrets.token_hex(8)}.tmp")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.writelines(data)
+    with _draft(path, data, 0o644) as draft:
         draft.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise
 
 
 def write_first(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Write a file that nobody has written yet; what stands there stays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         return
+    with _draft(path, [data], mode) as draft:
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        # Unlike a rename, a link never replaces what another process wrote meanwhile.
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+
+
+@contextlib.contextmanager
+def _draft(path: Path, data: Iterable[bytes | memoryview], mode: int) -> Iterator[Path]:
+    """A file beside `path` that holds `data`, and is gone afterwards unless it was renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A name that nobody can have guessed, and that is nobody's link.
     draft = path.with_name(f".{path.name}-{secrets.token_hex(8)}.tmp")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
-        # Unlike a rename, a link never replaces what another process wrote meanwhile.
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)
+            file.writelines(data)
+        yield draft
     finally:
-        draft.unlink()
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """While nobody else is in here for a file beside this lock."""
+    with os.fdopen(open_own(path.with_suffix(".lock")), "r+b", buffering=0) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def read_json(path: Path) -> dict:

@@ -19,19 +19,10 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(error, f"prctl({option}): {os.strerror(error)}")
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """From now on SIGKILL reaches this process when `parent_pid` dies. Ends at once if that has happened
-    already.
-    """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)
-
-
-def wake_at_parents_death(parent_pid: int) -> None:
-    """From now on SIGCONT reaches this process when `parent_pid` dies, so that it can clean up even if it was stopped.
-    Ends at once if that has happened already."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
+    """From now on `signum` reaches this process when `parent_pid` dies; SIGCONT wakes one that is to clean up, even if
+    it was stopped. Ends at once if that has happened already."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent_pid:
         os._exit(1)
 
