@@ -62,15 +62,6 @@ def test_workers_do_not_apply_flags_to_what_flags_have_decided(settled, tmp_path
     assert config.dump_folder == str(tmp_path / "run")
 
 
-def test_a_batch_job_gets_the_settled_config_and_no_flags(tmp_path):
-    submission = slurm.Submission(config=tmp_path / "run.toml", run_dir=tmp_path / "run", groups=2, ranks_per_node=4)
-    command = submission.commands()["groups"]
-    script = next(word for word in command if word.endswith("train.sbatch"))
-    settled_config = str(tmp_path / "run" / "config.toml")
-    expected = [settled_config, "--run-dir", str(tmp_path / "run"), "--groups", "2", "--ranks", "4"]
-    assert command[command.index(script) + 1 :] == expected
-
-
 @pytest.mark.parametrize(("name", "flags"), [("run.toml", FLAGS), ("run/config.toml", [])])
 def test_processes_of_a_batch_job_take_what_was_settled_or_settle_it(settled, tmp_path, monkeypatch, name, flags):
     """The run directory's own config is not read again; another one is, and is the same run's."""

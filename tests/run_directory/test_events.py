@@ -28,7 +28,7 @@ def a_run(folder, steps=12):
     supervisor.emit("lighthouse_started", address="http://127.0.0.1:1", pid=77)
     agent.emit("agent_up", pid=78)
     agent.emit("workers_started", incarnation=0, pids=[79])
-    worker.emit("worker_up", incarnation="0", pid=79, startup_s=1.0, cpu_s=1.0)
+    worker.emit("worker_up", incarnation="0", pid=79, cpu_s=1.0)
     worker.emit("worker_ready", incarnation="0", pid=79, startup_s=1.0)
     worker.emit("training_started", 1, source="start", slots=4, global_batch_size=8, ranks=1)
     for step in range(1, steps + 1):

@@ -44,8 +44,6 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
         )
     if lighthouse.cannot_start:
         raise LaunchError(lighthouse.cannot_start)
-    if lighthouse.superseded:
-        launcher.events.emit("lighthouse_superseded", address=lighthouse.address, epoch=lighthouse.epoch)
     return 0
 
 

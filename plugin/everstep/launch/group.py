@@ -268,7 +268,6 @@ class Group:
         settings, place = self.settings, now.place
         error_path(settings.run_dir, settings.group, rank).unlink(missing_ok=True)
         env = place.environment(rank, f"group-{settings.group}", now.number - self._first_number)
-        env["EVERSTEP_WORKERS_STARTED"] = repr(now.started_mono)
         env |= limited_threads(settings.ranks_here or settings.ranks)
         if settings.devices is not None:
             env[devices.VISIBLE] = settings.devices
@@ -403,8 +402,6 @@ class Group:
             error=error.first_line if error else "",
             committed=death.committed,
             by_itself=death.by_itself,
-            at_step=slot[0] if slot is not None else None,
-            at_slot=slot[1] if slot is not None else None,
             exitcodes={str(first.index): death.exitcode},
         )
         if self._stopping():

@@ -51,7 +51,6 @@ class Launcher:
         self._old_handlers = {signum: signal.getsignal(signum) for signum in STOPS}
         self.stops = collect_stops()
         """Of STOPS, what has come so far."""
-        adopt_orphans()
         events = patiently("events", lambda: EventLog(run_dir, group, None, role), self.is_stopping)
         if events is None:
             raise LaunchError(STOPPED_BEFORE)
@@ -66,6 +65,7 @@ class Launcher:
         self._teller: Teller | None = None
 
     def __enter__(self) -> "Launcher":
+        adopt_orphans()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -120,7 +120,6 @@ def _work(run_dir: Path, group: int, incarnation: int, entry: str, argv: list[st
         "worker_up",
         incarnation=incarnation,
         pid=os.getpid(),
-        startup_s=time.monotonic() - float(os.environ["EVERSTEP_WORKERS_STARTED"]),
         cpu_s=time.process_time(),  # a fork's clock starts at 0: next to nothing, or something was imported
     )
     module, _, function = entry.partition(":")

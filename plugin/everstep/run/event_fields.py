@@ -41,7 +41,7 @@ FIELDS: dict[str, Any] = {
     **dict.fromkeys((*_NOTES, "text", "error"), str | None),
     **dict.fromkeys(("committed", "agreed", "coverage_ok", "by_itself"), bool),
     **dict.fromkeys(("layer", "source_group"), int),
-    **dict.fromkeys(("slot", "at_step", "at_slot", "exitcode", "quorum_id", "seed"), int | None),
+    **dict.fromkeys(("slot", "at_step", "exitcode", "quorum_id", "seed"), int | None),
     "owners": list[int] | None,
     "target_group": Group | list[Group] | None,
     "pid": Pid,
