@@ -14,7 +14,7 @@ from everstep.launch.watchdog import (
     pause_s,
     reason_to_give_up,
 )
-from everstep.run.beats import Beat, Heartbeat, beat_path, read_beat
+from everstep.run.beats import Beat, BeatFile, beat_path, read_beat
 
 LIMITS = (5, 100.0)
 
@@ -44,7 +44,7 @@ def test_the_rank_that_is_silent_for_longest_has_stalled(first, second, quiet, l
 
 def test_a_beat_comes_back_as_written(tmp_path):
     before = time.monotonic()
-    Heartbeat(tmp_path, 2, 1).beat("a phase with a name that is too long", 7)
+    BeatFile(beat_path(tmp_path, 2, 1)).beat("a phase with a name that is too long", 7)
     beat = read_beat(beat_path(tmp_path, 2, 1))
     assert beat is not None
     assert before <= beat.mono <= time.monotonic()

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch.prepare import Prepared, leave_answer
-from everstep.run.beats import Heartbeat
+from everstep.run.beats import BeatFile, beat_path
 from everstep.run.events import EventLog
 from everstep.run.poison import deaths_at
 
@@ -51,7 +51,7 @@ def main(argv):
     else:
         signal.signal(signal.SIGTERM, lambda *_: asked_to_leave.append(True))
     signal.signal(signal.SIGUSR1, fail)
-    heart, events = Heartbeat(run_dir, group, rank), EventLog(run_dir, group, rank, "worker")
+    heart, events = BeatFile(beat_path(run_dir, group, rank)), EventLog(run_dir, group, rank, "worker")
     if "--tiny.litter" in argv:
         plain, elsewhere = (subprocess.Popen(["sleep", "1000"], start_new_session=new) for new in (False, True))
         forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))

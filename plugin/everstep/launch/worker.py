@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.launch.machine import follow_threads
-from everstep.run.beats import DONE, STARTUP, Heartbeat
+from everstep.run.beats import DONE, STARTUP, BeatFile, beat_path
 from everstep.run.events import EventLog
 from everstep.run.exits import TrainerEnds
 from everstep.run.fence import hold_alone
@@ -109,7 +109,7 @@ def await_predecessor(run_dir: Path, group: int, rank: int) -> None:
 def _work(run_dir: Path, group: int, incarnation: int, entry: str, argv: list[str]) -> None:
     rank = int(os.environ["RANK"])
     follow_threads()
-    heart = Heartbeat(run_dir, group, rank)
+    heart = BeatFile(beat_path(run_dir, group, rank))
     heart.beat(STARTUP)
     stacks_path(run_dir, group, rank).parent.mkdir(parents=True, exist_ok=True)
     stacks = stacks_path(run_dir, group, rank).open("a")

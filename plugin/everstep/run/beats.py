@@ -84,13 +84,6 @@ class BeatFile:
             self._fd = -1
 
 
-class Heartbeat(BeatFile):
-    """A worker's beats. Phase "startup" may last `startup_timeout_s`, every other phase `stall_timeout_s`."""
-
-    def __init__(self, run_dir: Path, group: int, rank: int):
-        super().__init__(beat_path(run_dir, group, rank))
-
-
 def read_beat(path: Path) -> Beat | None:
     """The last beat in a file; None when there is none yet, or something else, or it cannot be read now."""
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.run import fence
-from everstep.run.beats import DONE, STARTUP, Heartbeat, beats_of_groups
+from everstep.run.beats import DONE, STARTUP, BeatFile, beat_path, beats_of_groups
 from everstep.run.directory import ended_file, stop_file
 from everstep.run.files import read_json, write_json
 from everstep.run.poison import deaths_at
@@ -46,7 +46,7 @@ class RankFiles:
         self._groups = groups
         self._run_dir, self._group, self._steps, self._stall_timeout_s = run_dir, group, steps, stall_timeout_s
         self._rank = rank
-        self._heartbeat = Heartbeat(run_dir, group, rank)
+        self._heartbeat = BeatFile(beat_path(run_dir, group, rank))
         claim = os.environ.get(fence.ENVIRONMENT)
         self._claim = fence.Claim.parse(claim) if claim else None
         self._terminated = False
