@@ -1,7 +1,6 @@
 """Runs the supervisor on the tiny trainer: `python run_tiny.py RUN_DIR GROUPS RANKS [flags]`."""
 
 import errno
-import itertools
 import json
 import os
 import random
@@ -54,17 +53,6 @@ def run_short_of_everything(run_dir, faults):
     sys.addaudithook(fail)
 
 
-def refuse_a_fork(number):
-    """After guard, config, lighthouse and two workers: the second worker of the group's second start, twice."""
-    launcher, forks = os.getpid(), itertools.count(1)
-
-    def refuse(event, args):
-        if event == "os.fork" and os.getpid() == launcher and next(forks) in (7, 9):
-            raise OSError(number, os.strerror(number))
-
-    sys.addaudithook(refuse)
-
-
 MAIN = threading.main_thread()
 
 
@@ -72,8 +60,6 @@ def main():
     run_dir, groups, ranks, *flags = sys.argv[1:]
     if "--tiny.scarce" in flags:
         run_short_of_everything(Path(run_dir), int(flags[flags.index("--tiny.scarce") + 1]))
-    if "--tiny.fork_errno" in flags:
-        refuse_a_fork(int(flags[flags.index("--tiny.fork_errno") + 1]))
     lighthouse.SILENCE_S, lighthouse.PROBE_EVERY_S, worker.EXIT_TIMEOUT_S = 4.0, 0.5, 2.0
     config = Path(run_dir).with_suffix(".toml")
     config.write_text("")

@@ -10,8 +10,6 @@ import time
 import psutil
 import pytest
 
-from everstep.run.directory import groups_file
-from everstep.run.files import write_json
 from launched import alive, until
 
 ENDLESS = ("--training.steps", "1000000")
@@ -52,27 +50,6 @@ def test_two_runs_on_one_machine_do_not_meet(run, other):
     addresses = [r.events("lighthouse_started")[0]["address"] for r in (run, other)]
     assert addresses[0] != addresses[1]
     run.wait_for("commit", after=time.time())
-
-
-def test_groups_come_and_go_as_is_said(start):
-    """What `everstep scale` says; tests/run/test_scale.py has what the losses make of it."""
-    run = start(1, 1, *ENDLESS)
-    first = run.workers(0)
-    for groups, told in ((3, 1), (1, 1), (2, 2)):
-        write_json(groups_file(run.run_dir), {"groups": groups})
-        if groups == 1:
-            ends = [run.wait_for("agent_ended", group=group) for group in (1, 2)]
-            assert {end["status"] for end in ends} == {"stopped"}
-        until(lambda told=told: len(run.events("workers_started", group=1)) == told, "group 1")
-        for group in range(groups):  # a worker that has not begun yet would die of being asked to leave
-            run.workers(group)
-            run.wait_for("commit", after=run.events("workers_started", group=group)[-1]["t"], group=group)
-    assert len(run.events("workers_started", group=2)) == 1
-    assert run.workers(0) == first
-    assert not run.events("workers_died")
-    run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(60) == 0
-    assert run.events("run_ended")[-1]["reason"] == "stopped cleanly"
 
 
 def test_everything_listens_on_loopback_only(run):
@@ -127,20 +104,6 @@ def test_a_stopped_worker_is_noticed_and_its_group_restarted(run):
     assert "tiny_trainer.py" in stacks
     assert "in main" in stacks
     assert not alive(victim)
-
-
-def test_the_lighthouse_comes_back_on_its_port(run):
-    before = run.events("lighthouse_started")[-1]
-    killed = time.time()
-    os.kill(before["pid"], signal.SIGKILL)
-    run.wait_for("lighthouse_died", after=killed)
-    again = run.wait_for("lighthouse_started", after=killed)
-    assert again["address"] == before["address"]
-    port = int(before["address"].rpartition(":")[2])
-    until(
-        lambda: [c for c in psutil.Process(again["pid"]).net_connections("inet") if c.laddr.port == port],
-        "the lighthouse to listen",
-    )
 
 
 def test_a_lighthouse_that_hangs_is_replaced(run):
