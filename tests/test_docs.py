@@ -7,8 +7,9 @@ import pytest
 
 from everstep.chaos.kinds import FAULTS
 from everstep.cli import COMMANDS
+from everstep.report.account import Now, read
 from everstep.report.metrics import Metrics
-from everstep.report.score import loss_delta, measure
+from everstep.report.score import figures_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -49,11 +50,10 @@ def named(names, text):
 
 
 def test_every_figure_is_explained():
-    figures = measure([]).figures
-    fields = {*figures, *loss_delta({}, {})}
+    fields = {*figures_of(read([]))}
     assert fields == named(fields, text_of("docs/report.md"))
     metrics = {
         family.name.removeprefix("everstep_") + ("_total" if family.type == "counter" else "")
-        for family in Metrics(1, 1).registry.collect()
+        for family in Metrics(Now(), 1, 1).registry.collect()
     }
     assert metrics == named(metrics, text_of("docs/monitoring.md"))

@@ -20,6 +20,8 @@ def commit(step, t, groups=(0, 1), loss=2.0, tokens=100):
         "loss": loss,
         "tokens": tokens,
         "groups": groups,
+        "history": f"{step} at {t}",
+        "parent": "",
     }
 
 

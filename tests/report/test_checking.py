@@ -4,8 +4,8 @@ import pytest
 
 from everstep.launch.status import status as status_of
 from everstep.launch.view import RunState
-from everstep.report.checking import Checking
-from everstep.report.curves import Curves
+from everstep.report.account import Now
+from everstep.report.curves import scalars_of
 from everstep.report.metrics import Metrics
 from everstep.report.page import write_page
 from everstep.report.score import score, summary
@@ -64,7 +64,7 @@ def test_the_page_names_who_was_sent_away_first_and_the_bounds_below(run_dir):
 
 def test_status_and_view_tell_of_it(run_dir):
     assert f"checks  attention: {COVERED}; {JUDGED}" in status_of(run_dir).splitlines()
-    state = RunState(2)
+    state = RunState()
     lines = [line.split(" ", 1)[1] for line in map(state.apply, read_events(run_dir)) if ":" in line[:3]]
     assert [line for line in lines if line.startswith("attention: 12 of 12")], "once it is known"
     assert "group 0 rank 1: layer 4 wq.y, slot 3 of step 2: nan, refused" in lines
@@ -73,17 +73,13 @@ def test_status_and_view_tell_of_it(run_dir):
 
 
 def test_metrics_and_curves_have_it(run_dir):
-    metrics, points = Metrics(2, 1), []
-
-    class Kept:
-        def write(self, step, t, scalars):
-            points.append(scalars)
-
-        def flush(self): ...
-
-    events = list(read_events(run_dir))
-    metrics.follow(events)
-    Curves(run_dir, [Kept()]).follow(events)
+    now, points = Now(), []
+    metrics = Metrics(now, 2, 1)
+    for event in read_events(run_dir):
+        before = now.commits
+        now.take(event)
+        if now.commits > before:
+            points.append(scalars_of(event, now.checking))
 
     def of(name, **labels):
         return metrics.registry.get_sample_value(f"everstep_{name}", labels)
@@ -100,16 +96,6 @@ def test_metrics_and_curves_have_it(run_dir):
         "attention/overhead": 0.015,
         "attention/rate": 0.03,
     }
-
-
-def test_a_group_that_is_gone_is_not_counted():
-    seen = Checking()
-    for group, rate in enumerate((0.1, 0.2)):
-        seen.take({"kind": "attention_schedule", "group": group, "rank": 0, "coverage": "1 of 1", "rate": rate})
-    assert seen.rate == 0.1
-    for group in (0, 1):
-        seen.take({"kind": "agent_ended", "group": group, "status": "failed"})
-        assert (seen.rate, seen.overhead) == (0.2, None), "what was true when the last one ended"
 
 
 @pytest.mark.parametrize("damage", [{"slot": "x"}, {"slot": None}, {"reason": None}])

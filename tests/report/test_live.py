@@ -1,10 +1,7 @@
 """What is told of a run while it goes: Prometheus figures, TensorBoard and W&B points."""
 
 import json
-import signal
 import socket
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -13,8 +10,8 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from everstep.report.curves import Curves, TensorBoard, WandB
-from everstep.report.lineage import FirstMention
+from everstep.report.account import Now
+from everstep.report.curves import Curves, TensorBoard, WandB, scalars_of
 from everstep.report.live import Teller, Telling
 from everstep.report.metrics import Metrics
 from timeline import Timeline
@@ -24,48 +21,48 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def losses(folder):
-    found = EventAccumulator(str(folder)).Reload().Scalars("loss_metrics/global_avg_loss")
-    return [(point.step, point.value) for point in found]
+    found = EventAccumulator(str(folder)).Reload()
+    if "loss_metrics/global_avg_loss" not in found.Tags()["scalars"]:
+        return []
+    return [(point.step, point.value) for point in found.Scalars("loss_metrics/global_avg_loss")]
 
 
-def told(folder, story, sink=None):
+def told(story, *sinks, since=0.0):
     """What follows the run is started, reads all there is, and ends."""
-    curves = Curves(folder, [sink or TensorBoard(folder / "tb")])
-    curves.follow(story.events)
+    now, curves = Now(), Curves(sinks, since)
+    for event in story.events:
+        before = now.commits
+        now.take(event)
+        if event["kind"] == "validation" or now.commits > before:
+            curves.draw([(event, scalars_of(event, now.checking))])
     curves.close()
 
 
-def test_every_committed_step_is_one_point_whoever_says_it_and_however_often_the_teller_starts(tmp_path):
+def test_every_committed_step_is_one_point_whoever_says_it_and_however_often_the_run_starts(tmp_path):
     story = Timeline()
-    for last in (4, 7, 7):
-        for step in range(len(story.events) // 2 + 1, last + 1):
+    for first, last in ((1, 4), (5, 7)):
+        for step in range(first, last + 1):
             story.commit(float(step), step, groups=(0, 1), loss=1.0 / step)
-        told(tmp_path, story)
+        told(story, TensorBoard(tmp_path / "tb"), since=first)
     assert losses(tmp_path / "tb") == [(step, pytest.approx(1.0 / step)) for step in range(1, 8)]
 
 
-FOLLOWER = """
-import os, signal, sys
-from pathlib import Path
-from everstep.report.curves import Curves, TensorBoard
-from everstep.run.events import EventTail
-run_dir = Path(sys.argv[1])
-Curves(run_dir, [TensorBoard(run_dir / "tb")]).follow(EventTail(run_dir).new())
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_teller_that_is_killed_leaves_neither_a_gap_nor_a_point_twice(tmp_path):
-    for last in (3, 6):
-        story = Timeline()
-        for step in range(last - 2, last + 1):
-            story.commit(float(step), step, groups=(0, 1), loss=float(step))
-        story.write(tmp_path)
-        done = subprocess.run([sys.executable, "-c", FOLLOWER, tmp_path], check=False)
-        assert done.returncode == -signal.SIGKILL
-        torn = max((tmp_path / "tb").iterdir())
-        torn.write_bytes(torn.read_bytes() + b"half a record")
-    assert losses(tmp_path / "tb") == [(step, float(step)) for step in range(1, 7)]
+def test_a_teller_that_is_killed_leaves_no_gap(tmp_path):
+    story = Timeline()
+    for step in range(1, 4):
+        story.commit(float(step), step, groups=(0, 1), loss=float(step))
+    story.write(tmp_path)
+    teller = Teller(Telling(tmp_path, tensorboard=True, since=0.0))
+    until(lambda: (tmp_path / "tb").exists() and losses(tmp_path / "tb"), "the curves")
+    teller._process.kill()
+    teller._process.wait()
+    torn = max((tmp_path / "tb").iterdir())
+    torn.write_bytes(torn.read_bytes() + b"half a record")
+    more = Timeline()
+    more.commit(4.0, 4, groups=(0, 1), loss=4.0).write(tmp_path)
+    until(lambda: teller.keep() or teller._process.poll() is None, "another teller")
+    teller.close()
+    assert {*losses(tmp_path / "tb")} == {(step, float(step)) for step in range(1, 5)}
 
 
 def test_what_torchtitan_measures_is_drawn_and_validation_is_a_curve_of_its_own(tmp_path):
@@ -76,8 +73,7 @@ def test_what_torchtitan_measures_is_drawn_and_validation_is_a_curve_of_its_own(
             event["metrics"] = {"throughput(tps)": 10.0 * step, "mfu(%)": 1.5, "loss_metrics/global_avg_loss": -1.0}
             event |= {"inner_steps": 5, "payload_bytes": 100 * step, "kept_bytes": 7} if step == 2 else {}
     story.add(2.5, "validation", 1, 2, rank=3, loss=7.5)
-    told(tmp_path, story)
-    told(tmp_path, story)
+    told(story, TensorBoard(tmp_path / "tb"))
     found = EventAccumulator(str(tmp_path / "tb")).Reload()
     curves = {name: [(point.step, point.value) for point in found.Scalars(name)] for name in found.Tags()["scalars"]}
     assert curves["throughput(tps)"] == [(1, 10.0), (2, 20.0)]
@@ -92,30 +88,6 @@ def test_what_torchtitan_measures_is_drawn_and_validation_is_a_curve_of_its_own(
     }
 
 
-def test_a_commit_is_new_once_and_steps_made_again_are_new_ones():
-    story = Timeline()
-    for t, step in enumerate((1, 2, 3, 2, 3)):
-        story.commit(float(t), step, groups=(0, 1))
-    commits = FirstMention()
-    assert [event["step"] for event in story.events if commits.new(event["history"])] == [1, 2, 3, 2, 3]
-    assert not any(commits.new(event["history"]) for event in story.events), "seen late"
-
-
-@pytest.mark.parametrize("looks_meanwhile", [True, False])
-def test_a_run_that_went_back_writes_its_steps_again(tmp_path, looks_meanwhile):
-    story = Timeline()
-    for step in (1, 2, 3):
-        story.commit(float(step), step, groups=(0,), loss=float(step))
-    if not looks_meanwhile:
-        told(tmp_path, story)
-    story.start(4.0, 0, step=2, source="disk")
-    for step in (2, 3, 4):
-        story.commit(3.0 + step, step, groups=(0,), loss=10.0 + step)
-    for _ in range(2):
-        told(tmp_path, story)
-    assert losses(tmp_path / "tb") == [(1, 1.0), (2, 12.0), (3, 13.0), (4, 14.0)]
-
-
 def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -128,7 +100,7 @@ def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
         sink = WandB(tmp_path)
         log = sink._run.log
         monkeypatch.setattr(sink._run, "log", lambda scalars, step, log=log: (logged.append(step), log(scalars, step)))
-        told(tmp_path, story, sink)
+        told(story, sink, since=steps[0])
     wandb.teardown()
     files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(files) == 2
@@ -162,7 +134,7 @@ def test_the_endpoint_serves_what_the_events_say_under_this_machines_names(tmp_p
     teller.close()
     assert "everstep_loss 2.5" in page
     assert "everstep_tokens_total 100.0" in page, "said by three groups, counted once"
-    assert "everstep_groups_taking_part 3.0" in page
+    assert "everstep_groups_taking_part 2.0" in page, "of the newest step, and alive"
     assert 'everstep_events_total{kind="workers_died"} 1.0' in page
     assert "everstep_min_groups 2.0" in page
 
@@ -173,16 +145,18 @@ def test_a_port_that_is_taken_costs_the_figures_and_not_the_curves(tmp_path, cap
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        teller = Teller(Telling(tmp_path, port=port, tensorboard=True))
-    until(lambda: (tmp_path / "state" / "curves.json").exists(), "the curves")
+        teller = Teller(Telling(tmp_path, port=port, tensorboard=True, since=0.0))
+    until(lambda: (tmp_path / "tb").exists() and losses(tmp_path / "tb"), "the curves")
     teller.close()
     assert f"no figures on 127.0.0.1:{port} (fault_tolerance.metrics_port)" in capfd.readouterr().out
     assert losses(tmp_path / "tb") == [(1, 2.5)]
 
 
 def figures_after(story):
-    metrics = Metrics(groups=2, min_groups=1)
-    metrics.follow(story.events)
+    now = Now()
+    metrics = Metrics(now, groups=2, min_groups=1)
+    for event in story.events:
+        now.take(event)
     return lambda name, **labels: metrics.registry.get_sample_value(f"everstep_{name}", labels)
 
 
@@ -227,7 +201,7 @@ def test_nothing_is_started_that_is_not_asked_for(tmp_path):
 
 
 def test_dashboard_and_alerts_name_figures_that_exist():
-    families = Metrics(1, 1).registry.collect()
+    families = Metrics(Now(), 1, 1).registry.collect()
     known = {family.name + ("_total" if family.type == "counter" else "") for family in families}
 
     def mentioned(text):

@@ -11,60 +11,46 @@ from everstep.report import notify
 from everstep.report.live import Teller, Telling
 from everstep.report.notify import Notifier
 from everstep.report.page import write_page
+from everstep.report.troubles import Troubles
 from everstep.run.events import EventLog
-from timeline import Timeline
 from watched import until
 
 
-def broken(count, first=0):
-    """Events by which so many slots are poison."""
-    line = Timeline()
-    for step in range(first, first + count):
-        line.add(step, "poison_slot", 0, step, slot=0, groups=[0], error="x", action="skip")
-    return line.events
+def broken(*steps):
+    """Troubles: so many slots are poison."""
+    troubles = Troubles()
+    for step in steps:
+        event = {"t": step, "kind": "poison_slot", "step": step, "slot": 0, "groups": [0], "error": "x"}
+        troubles.take(event | {"action": "skip"})
+    return troubles.now.values()
 
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(notify, "MOST_WAITING", 4)
     monkeypatch.setattr(notify, "TIMEOUT_S", 0.3)
     monkeypatch.setattr(notify, "CLOSE_S", 2.0)
 
 
 def test_each_trouble_is_told_once_while_it_lasts(hook):
-    line = Timeline().add(0, "run_started", role="supervisor", groups=2)
-    for t, again_s in ((1, 1.0), (3, 2.0), (6, 4.0)):
-        line.add(t, "resource_shortage", 1, reason="no memory", again_s=again_s)
-    line.add(9, "workers_started", 1, pids=[3])
-    line.add(10, "resource_shortage", 1, reason="no memory", again_s=1.0)
     notifier = Notifier(hook.address, "run")
-    for event in line.events:
-        notifier.follow([event])
+    for count, steps in enumerate(((1,), (1, 2), (2, 3), (1, 2, 3)), start=1):
+        notifier.look(broken(*steps))
+        until(lambda count=count: len(hook.texts) == count, "the sentence")
     notifier.close()
-    assert hook.texts == [
-        "run: Group 1: no memory; it is tried again in 1 s. Free memory, processes or disk there."
-    ] * 2  # fmt: skip
+    assert [text.split(" ended")[0] for text in hook.texts] == [f"run: Slot 0 of step {step}" for step in (1, 2, 3, 1)]
 
 
-def test_what_was_wrong_before_a_start_is_not_told_again(hook):
-    notifier = Notifier(hook.address, "run")
-    notifier.follow([*broken(3), *Timeline().add(50, "run_started", role="supervisor", groups=1).events])
-    notifier.close()
-    assert hook.texts == []
-
-
-def test_a_webhook_that_never_answers_holds_nobody_up_and_drops_what_does_not_fit(hook, small, capfd):
+def test_a_webhook_that_never_answers_holds_nobody_up(hook, small, capfd):
     gone = threading.Event()
     hook.answer = lambda handler: (gone.wait(30), handler.send_response(200))
     notifier, begin = Notifier(hook.address, "run"), time.monotonic()
     for first in range(30):
-        notifier.follow(broken(1, first))
+        notifier.look(broken(first))
     notifier.close()
     gone.set()
     assert time.monotonic() - begin < 5.0
     said = capfd.readouterr().out
     assert "everstep: notify: not told (" in said, "nothing is waited for longer than TIMEOUT_S"
-    assert said.count("everstep: notify: too many sentences wait; one is dropped") >= 20
     assert "secret" not in said
 
 
@@ -76,7 +62,7 @@ def test_an_answer_that_is_no_success_is_said_and_followed_nowhere(hook, status,
 
     hook.answer = elsewhere
     notifier = Notifier(hook.address, "run")
-    notifier.follow(broken(1))
+    notifier.look(broken(0))
     notifier.close()
     assert {path for path, _, _ in hook.posted} == {"/T0/secret"}
     assert len(hook.posted) == notify.TRIES
@@ -89,7 +75,7 @@ def test_an_answer_that_is_no_success_is_said_and_followed_nowhere(hook, status,
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1/secret", "http://nowhere.invalid/secret", "no address", ""])
 def test_an_address_that_is_nobodys_is_said(address, capfd, small):
     notifier = Notifier(address, "run")
-    notifier.follow(broken(1))
+    notifier.look(broken(0))
     notifier.close()
     said = capfd.readouterr().out
     assert said.startswith("everstep: notify: not told (")

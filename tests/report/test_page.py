@@ -1,6 +1,5 @@
 """The page of a run, in a real browser where there is one."""
 
-import itertools
 import shutil
 import subprocess
 import time
@@ -116,16 +115,6 @@ def test_ten_thousand_steps_and_a_thousand_faults_stay_small(tmp_path):
     assert figures["steps"] >= 9_000
     assert figures["kills"] >= 1_000
     assert page.stat().st_size < 5_000_000
-
-
-def test_the_times_of_a_group_fill_its_sessions(tmp_path):
-    found = score.measure(score.load_events(simulated(tmp_path / "run", 200)))
-    for group, parts in found.stretches.items():
-        assert all(a.end == b.begin for a, b in itertools.pairwise(parts))
-        total = sum(found.figures["time_by_group"][str(group)].values())
-        assert total == pytest.approx(parts[-1].end - parts[0].begin)
-    assert found.figures["productive_s"] > found.figures["restarting_s"] > 0
-    assert {part.state for parts in found.stretches.values() for part in parts} <= set(STATES)
 
 
 def failing(folder):

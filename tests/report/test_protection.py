@@ -3,6 +3,7 @@
 import pytest
 
 from everstep.launch.status import status as status_of
+from everstep.report.account import read
 from everstep.report.metrics import Metrics
 from everstep.report.page import write_page
 from everstep.report.protection import Protection
@@ -82,14 +83,11 @@ def test_status_and_metrics_say_the_same(tmp_path):
     for group in range(2):
         log = EventLog(tmp_path, group, 0, "worker")
         for step in (1, 2, 3):
-            log.emit(
-                "commit", step, groups=[0, 1], loss=1.0, tokens=8.0, history="a", parent="b", attempt=0, owners=[0, 1]
-            )
+            named = {"history": str(step), "parent": str(step - 1)}
+            log.emit("commit", step, groups=[0, 1], loss=1.0, tokens=8.0, attempt=0, owners=[0, 1], **named)
         log.emit("snapshot_protected", 2, members=[0, 1], survives=1, exposed=[])
     assert "memory  protected: step 2, 1 steps old, survives any 1 of hosts (group 0) (group 1)" in status_of(tmp_path)
-    metrics = Metrics(3, 1)
-    metrics.follow(story().events)
-    value = metrics.registry.get_sample_value
+    value = Metrics(read(story().events), 3, 1).registry.get_sample_value
     assert value("everstep_snapshot_protected_step") == 5
     assert value("everstep_snapshot_age_steps") == 3
     assert value("everstep_snapshot_survives_hosts") == 1

@@ -7,16 +7,8 @@ import sys
 
 import pytest
 
-from everstep.report.score import (
-    curve,
-    load_events,
-    loss_delta,
-    measure,
-    score,
-    summary,
-    verdict,
-)
-from everstep.run.events import read_events
+from everstep.report.account import read
+from everstep.report.score import curve, figures_of, loss_by_step, loss_delta, score, summary, verdict
 from forked import ran
 from timeline import Timeline
 
@@ -54,14 +46,14 @@ def test_a_slot_that_was_skipped_is_lost_and_counted_once():
     for rank in (0, 1):
         run.add(7.4, "slot_skipped", 1, 5, rank=rank, slot=2)
     run.add(7.5, "slot_skipped", 0, 5, slot=2)
-    figures = measure(run.events).figures
+    figures = figures_of(read(run.events))
     assert (figures["slots_skipped"], figures["samples_lost"], figures["samples"]) == (1, 4, 188)
-    assert verdict(figures | loss_delta({}, {})) == ["4 samples of the committed steps did not enter the model."]
+    assert verdict(figures) == ["4 samples of the committed steps did not enter the model."]
 
 
 def test_a_run_that_survived_a_kill_keeps_the_promise():
-    found = measure(finished_run().events)
-    figures, losses = found.figures, found.losses
+    account = read(finished_run().events)
+    figures, losses = figures_of(account), loss_by_step(account.lineage.final())
     expected = {
         "status": "done", "wall_s": 11, "training_s": 9.5, "sessions": 1, "groups": 3, "steps_asked": 8,
         "steps": 8, "first_step": 1, "last_step": 8, "steps_unseen": 0, "commits_dropped": 0, "attempts": 9,
@@ -81,7 +73,7 @@ def test_a_run_that_survived_a_kill_keeps_the_promise():
     assert figures["badput"]["restarting"] > 0
     assert figures["groups_mean"] == pytest.approx((3 * 1 + 3 * 2 + 2 * 4 + 3 * 2) / 9)
     assert losses[8] == pytest.approx(4.2)
-    assert verdict(figures | loss_delta({}, {})) == []
+    assert verdict(figures) == []
 
 
 def test_two_runs_are_compared_over_the_steps_that_both_have(tmp_path):
@@ -119,25 +111,11 @@ def test_the_score_is_one_json_object_that_needs_no_torch(tmp_path):
     ]
 
 
-def test_the_kill_table_has_a_row_per_fault_and_group(tmp_path):
-    run = finished_run().fault(7.5, "kill-all", [0, 1]).fault(7.6, "kill-lighthouse", None)
-    rows = measure(load_events(run.write(tmp_path))).rows
-    assert [(row["at_s"], row["fault"], row["group"], row["step"]) for row in rows] == [
-        (4.4, "kill-worker", 2, 4), (7.5, "kill-all", 0, 6), (7.5, "kill-all", 1, 6),
-        (7.6, "kill-lighthouse", None, 6),
-    ]  # fmt: skip
-    assert rows[0]["stall_s"] == pytest.approx(0.6)
-    assert rows[0]["rejoin_s"] == pytest.approx(4.6)
-    figures = score(tmp_path)
-    assert figures["faults"] == {"kill-worker": 1, "kill-all": 1, "kill-lighthouse": 1}
-    assert figures["rejoins_open"] == 2
-
-
 def test_a_fault_of_two_groups_stalls_the_run_once():
     run = Timeline().start(0, 0, 1, 2).commit(1, 1, [0, 1, 2]).commit(2, 2, [0, 1, 2])
     run.fault(2.1, "kill-group", [1, 2]).commit(6, 3, [0]).fault(6.5, "kill-group", [0])
     run.start(7, 0, step=4, source="memory").commit(8.5, 4, [0]).fault(9, "kill-all", [0, 1])
-    figures = measure(run.events).figures
+    figures = figures_of(read(run.events))
     assert figures["stall_s_median"] == pytest.approx((2.9 + 1.0) / 2)
     assert figures["stalls_unmeasured"] == 1
 
@@ -151,8 +129,8 @@ def test_the_curve_follows_the_final_lineage(tmp_path):
 
 
 def broken(**changes):
-    figures = measure(finished_run().events).figures
-    return verdict(figures | loss_delta({}, {}) | changes)
+    figures = figures_of(read(finished_run().events))
+    return verdict(figures | changes)
 
 
 @pytest.mark.parametrize(
@@ -176,14 +154,14 @@ def test_the_verdict_names_what_broke_the_promise(changes, sentence):
 def test_lost_and_repeated_slots_are_counted_in_samples():
     run = Timeline().add(0, "run_started", role="supervisor", groups=1, steps=3, global_batch_size=24)
     run.start(0, 0).commit(1, 1, [0], owners=[0, 0, -1, 0]).commit(2, 2, [0], coverage_ok=False)
-    figures = measure(run.commit(3, 3, [0]).events).figures
+    figures = figures_of(read(run.commit(3, 3, [0]).events))
     assert (figures["samples"], figures["samples_lost"], figures["samples_repeated"]) == (66, 6, 24)
 
 
 def test_a_lost_slot_of_a_commit_that_is_not_in_the_final_state_is_nobodys_loss():
     run = Timeline().start(0, 0).commit(1, 1, [0]).commit(2, 2, [0], owners=[0, -1, 0, 0])
     run.start(5, 0, step=2, source="disk").commit(6, 2, [0])
-    figures = measure(run.events).figures
+    figures = figures_of(read(run.events))
     assert (figures["samples_lost"], figures["commits_dropped"], figures["steps"]) == (0, 1, 2)
 
 
@@ -195,7 +173,7 @@ def test_diverged_replicas_are_counted_once_per_audit_and_group_and_findings_on_
             run.add(2, "finding", group, 1, rank=rank, action="corrected")
         run.add(3, "audit", group, 2, checksum="a", agreed=True, differing=[])
     run.add(2, "finding", 0, 1, rank=3, action="refused")
-    figures = measure(run.events).figures
+    figures = figures_of(read(run.events))
     assert figures["replicas_diverged"] == 1
     found = {name: figures[f"findings_{name}"] for name in ("corrected", "recomputed", "refused")}
     assert found == {"corrected": 4, "recomputed": 0, "refused": 1}
@@ -214,44 +192,18 @@ def test_a_run_that_is_still_going_or_has_not_begun_can_be_scored(tmp_path):
     assert (figures["status"], figures["steps"], figures["training_s"]) == ("running", 2, 2)
 
 
-COMMIT = {"t": 3, "kind": "commit", "group": 0, "step": 2, "groups": [0], "loss": 1, "tokens": 1, "grad_norm": 1,
-          "history": "b", "parent": "a"}  # fmt: skip
-
-
-def test_events_are_read_by_kind_however_their_json_is_spaced(tmp_path):
-    run_dir = Timeline().start(0, 0).commit(1, 1, [0]).heal(2, 0, source=0).write(tmp_path)
-    log = run_dir / "events" / "group-0.rank-0.jsonl"
-    log.write_text(log.read_text() + json.dumps(COMMIT) + '\n{"t": 4, "kind": "heal"}\n')
-    assert [event["t"] for event in read_events(run_dir, {"commit"})] == [1, 3]
-
-
 def test_a_directory_that_is_no_run_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no events/ folder"):
         score(tmp_path)
 
 
 def test_the_workers_say_done_when_nobody_supervises():
-    figures = measure(Timeline().start(0, 0).commit(1, 1, [0]).add(2, "training_done", 0, 1).events).figures
+    figures = figures_of(read(Timeline().start(0, 0).commit(1, 1, [0]).add(2, "training_done", 0, 1).events))
     assert figures["status"] == "done"
 
 
-def test_a_run_started_again_with_other_groups_is_scored_as_one():
-    run = Timeline().add(0, "run_started", role="supervisor", groups=2, steps=4).start(0, 0, 1)
-    run.commit(1, 1, [0, 1]).commit(2, 2, [0, 1]).add(2.1, "checkpoint_saved", 0, 2, path="step-2")
-    run.add(3, "run_ended", role="supervisor", status="stopped", reason="signal")
-    run.add(1000, "run_started", role="supervisor", groups=1, steps=4).start(1001, 0, step=3, source="disk")
-    run.fault(1001.5, "kill-worker", 0).start(1001.7, 0, step=3, source="disk")
-    run.commit(1002, 3, [0]).commit(1003, 4, [0])
-    run.add(1003, "run_ended", role="supervisor", status="done", reason="")
-    figures = measure(run.events).figures
-    assert (figures["sessions"], figures["wall_s"], figures["training_s"]) == (2, 6, 5)
-    assert (figures["steps"], figures["status"], figures["groups"]) == (4, "done", 1)
-    assert figures["stalls_unmeasured"] == 1  # nothing had been committed in the session that it hit
-    assert figures["groups_mean"] == pytest.approx(1.5)
-
-
 def test_the_summary_says_in_words_what_the_figures_are():
-    figures = measure(finished_run().events).figures
+    figures = figures_of(read(finished_run().events))
     text = summary(figures | loss_delta({1: 1.0}, {1: 1.0}))
     for line in (
         "faults    1 kill-worker",
@@ -263,7 +215,7 @@ def test_the_summary_says_in_words_what_the_figures_are():
         "Every step happened with its whole batch, exactly once.",
     ):
         assert line in text.splitlines()
-    assert "1 attempt had work" in summary(figures | loss_delta({}, {}) | {"attempts_thrown_away": 1})
+    assert "1 attempt had work" in summary(figures | {"attempts_thrown_away": 1})
 
 
 def test_a_check_fails_with_the_sentences_that_say_what_broke(tmp_path):
@@ -295,7 +247,7 @@ def test_a_run_that_goes_faster_with_fewer_groups_keeps_no_more_than_all_of_its_
     for step in range(21, 41):
         line.commit(20 + (step - 20) * 0.5, step, [0])
     line.add(30, "training_done", 0).add(30, "run_ended", role="supervisor", status="done", reason="")
-    figures = measure(line.events).figures
+    figures = figures_of(read(line.events))
     assert figures["step_s_median"] == 1.0
     for name in ("ettr", "goodput", "throughput_kept"):
         assert 0 < figures[name] <= 1.0, name
@@ -312,7 +264,7 @@ def test_steps_that_a_restore_took_back_are_lost_and_not_productive():
     for step in range(3, 9):
         line.commit(6.0 + step, step, [0])
     line.add(14.1, "training_done", 0).add(14.1, "run_ended", role="supervisor", status="done", reason="")
-    figures = measure(line.events).figures
+    figures = figures_of(read(line.events))
     assert figures["commits_dropped"] == 4
     assert figures["badput"]["lost"] > 0.2
     assert figures["ettr"] == pytest.approx(8 / 14.1, abs=0.08)
@@ -325,8 +277,8 @@ def test_a_run_that_could_not_start_says_why():
         line.add(t, "workers_died", 0, role="agent", exitcodes={"0": 1}, error="KeyError: 'c4'", by_itself=True)
     line.add(3, "agent_ended", 0, role="agent", status="failed", reason="group 0 is given up, it was started 3 times")
     line.add(4, "run_ended", role="supervisor", status="failed", reason="every group was given up.")
-    figures = measure(line.events).figures
+    figures = figures_of(read(line.events))
     assert (figures["deaths"], figures["error"]) == (3, "KeyError: 'c4'")
-    said = summary(figures | loss_delta({}, {}))
+    said = summary(figures)
     assert "given up  group 0 is given up" in said
     assert ".." not in said

@@ -5,6 +5,7 @@ from markupsafe import escape
 
 from everstep.launch.status import status
 from everstep.launch.view import RunState
+from everstep.report.account import read
 from everstep.report.metrics import Metrics
 from everstep.report.notify import Notifier
 from everstep.report.page import write_page
@@ -218,38 +219,30 @@ def test_each_is_the_same_sentence_everywhere(tmp_path, cause, hook):
     line, guarantee, words = story(cause)
     line.write(tmp_path)
     events = list(read_events(tmp_path))
-    troubles, metrics, state = Troubles(), Metrics(3, 1), RunState(3)
-    for event in events:
-        troubles.take(event)
-    ((key, found),) = troubles.now.items()
+    state = RunState()
+    console = "\n".join(map(state.apply, events)).splitlines()
+    ((key, found),) = state.troubles.now.items()
     assert (key[0], words in found.sentence) == (guarantee, True), found.sentence
     assert found.sentence.isprintable()
     assert len(found.sentence) < 1000
-    assert any(text.endswith(f" {found.sentence}") for text in "\n".join(map(state.apply, events)).splitlines()), (
-        "console"
-    )
+    assert any(text.endswith(f" {found.sentence}") for text in console)
     assert f"WRONG   {found.sentence}" in status(tmp_path).splitlines()
     assert f"<p>{escape(found.sentence)}</p>" in write_page(tmp_path).read_text()
-    metrics.follow(events)
-    figure = metrics.registry.get_sample_value
+    figure = Metrics(state, 3, 1).registry.get_sample_value
     count = {name: figure("everstep_degraded", {"guarantee": name}) for name in GUARANTEES}
     assert count == dict.fromkeys(GUARANTEES, 0) | {guarantee: 1}
     assert figure("everstep_trouble_info", {"guarantee": guarantee, "sentence": found.sentence}) == 1
     notifier = Notifier(hook.address, "llama")
-    notifier.follow(events)
+    notifier.look(state.troubles.now.values())
     notifier.close()
     assert hook.posted == [("/T0/secret", "application/json", {"text": f"llama: {found.sentence}"})]
 
 
 @pytest.mark.parametrize("cause", [cause for cause, (*_, cure) in CAUSES.items() if cure])
 def test_each_is_gone_with_its_cause(cause):
-    troubles, metrics = Troubles(), Metrics(3, 1)
-    line = story(cause, cured=True)[0]
-    for event in line.logged:
-        troubles.take(event)
-    metrics.follow(line.logged)
-    assert troubles.sentences == []
-    assert b"everstep_trouble_info{" not in metrics.text()
+    now = read(story(cause, cured=True)[0].logged)
+    assert now.troubles.sentences == []
+    assert b"everstep_trouble_info{" not in Metrics(now, 3, 1).text()
 
 
 def test_what_is_no_cause_is_no_trouble():

@@ -11,7 +11,6 @@ import pytest
 from damage import damaged
 from everstep.chaos.view import View
 from everstep.launch.view import RunState
-from everstep.report.lineage import trace
 from everstep.report.metrics import Metrics
 from everstep.report.score import score
 from everstep.run.events import EventLog, EventTail, read_events
@@ -51,13 +50,13 @@ def a_run(folder, steps=12):
 
 def read_by_all(folder, scored=True):
     """What the readers of a run do with its events, but for the pages."""
-    state, metrics, view = RunState(2), Metrics(2, 1), View(folder)
+    state, view = RunState(), View(folder)
+    metrics = Metrics(state, 2, 1)
     events = list(read_events(folder))
     for event in events:
         state.apply(event)
-    metrics.follow(events)
+    metrics.text()
     view.apply(events)
-    trace(events)
     if scored:
         score(folder)
 

@@ -21,7 +21,7 @@ def status(run_dir: Path) -> str:
     """
     if not (run_dir / "events").is_dir():
         raise LaunchError(f"{run_dir} is no run directory: there are no events in it.")
-    state = RunState(0)
+    state = RunState()
     for event in read_events(run_dir):
         state.apply(event)
     if job_file(run_dir).exists():
@@ -30,7 +30,9 @@ def status(run_dir: Path) -> str:
     else:
         head, table = _here(run_dir, state)
     lines = [*head, f"step    {state.progress()}"]
-    lines.append(f"groups  {state.names()} in the last step; {state.kills} kills, {state.deaths} deaths so far")
+    lines.append(
+        f"groups  {state.names()} in the last step; {state.kills} kills, {state.counts['workers_died']} deaths so far"
+    )
     lines += [f"WRONG   {sentence}" for sentence in state.troubles.sentences]
     if snapshots := state.protection.line():
         lines.append(f"memory  {snapshots}")

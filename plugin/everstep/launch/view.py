@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from everstep.launch.forking import keep_on_without_output
-from everstep.report.checking import Checking, covered, wrong
-from everstep.report.protection import Protection
-from everstep.report.troubles import Fields, Troubles, trouble
+from everstep.report.account import Now
+from everstep.report.checking import covered, wrong
+from everstep.report.troubles import Fields, trouble
 
 RATE_WINDOW = 20
 """Committed steps over which tokens/s and the time of a step are taken."""
@@ -88,29 +88,14 @@ def show_plainly(events: list[dict]) -> None:
 
 
 @dataclass
-class RunState:
-    """Where a run is, from the events so far."""
+class RunState(Now):
+    """Where a run is, and what a person is told of it."""
 
-    groups: int
-    steps: int | None = None
-    """The last step, when it is known."""
-    step: int = 0
-    loss: float | None = None
-    kills: int = 0
-    deaths: int = 0
-    ended: str = ""
-    """How the run ended; empty while it goes."""
-    taking_part: set[int] = field(default_factory=set)
-    checking: Checking = field(default_factory=Checking)
-    protection: Protection = field(default_factory=Protection)
     starts: Counter[int] = field(default_factory=Counter)
     """By group, how often a batch system has started it."""
     left_nodes: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     """By group, which nodes it left, and why."""
-    troubles: Troubles = field(default_factory=Troubles)
-    """Which guarantees are degraded now."""
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
-    _began: float | None = None
     _newest: float | None = None
     _commits: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW + 1))
 
@@ -119,44 +104,31 @@ class RunState:
         first.
         """
         self._newest = event["t"]
-        self._count(event)
-        lines = self.troubles.take(event)
-        self.protection.take(event)
-        known = self.checking.coverage
-        self.checking.take(event)
+        known, commits, step = self.checking.coverage, self.commits, self.step
+        lines = self.take(event)
+        match event["kind"]:
+            case "run_started":
+                self._commits.clear()
+            case "agent_up":
+                self.starts[event["group"]] += 1
+            case "node_bad":
+                self.left_nodes[event["group"]].append(f"left node {event['node']}: {event['reason']}")
         if self.checking.coverage not in (None, known):
             lines.append(f"attention: {covered(self.checking.figures())}")
         lines = lines or [line for line in [told(event)] if line]
         lines = [f"{time.strftime('%H:%M:%S', time.localtime(event['t']))} {line}" for line in lines]
         self.recent.extend(lines)
-        if event["kind"] == "commit" and event["step"] > self.step:
-            self.step, self.loss = event["step"], event.get("loss")
-            self.taking_part = set(event["groups"])
-            self._commits.append((event["t"], event.get("tokens") or 0.0))
+        if self.commits > commits:
+            if self.step <= step:  # everybody had died: steps come again
+                self._commits.clear()
+            self._commits.append((event["t"], event["tokens"]))
             lines.append(self.progress())
         return "\n".join(lines)
 
-    def _count(self, event: dict) -> None:
-        kind = event["kind"]
-        if kind == "run_started":
-            self.steps, self.groups, self.ended = event.get("steps"), event["groups"], ""
-            self._began = event["t"]
-            self._commits.clear()
-        elif kind == "run_ended":
-            self.ended = f"{event['status']}, {event['reason']}"
-        elif kind == "fault":
-            self.kills += str(event.get("fault", "")).startswith("kill")
-        elif kind == "workers_died":
-            self.deaths += 1
-        elif kind == "agent_up":
-            self.starts[event["group"]] += 1
-        elif kind == "node_bad":
-            self.left_nodes[event["group"]].append(f"left node {event['node']}: {event['reason']}")
-        elif kind == "training_started" and event["source"] != "peer" and event["step"] <= self.step:
-            self.step = event["step"] - 1  # everybody had died: the steps after this come again
-            self._commits.clear()
-        if kind in ("workers_died", "agent_ended"):
-            self.taking_part.discard(event["group"])
+    @property
+    def ended(self) -> str:
+        """How the run ended; empty while it goes."""
+        return f"{self.ending['status']}, {self.ending['reason']}" if self.ending else ""
 
     def tokens_per_s(self) -> float | None:
         """Tokens per second over the last steps; None before the second step."""
@@ -180,7 +152,7 @@ class RunState:
     def elapsed_s(self, now: float | None = None) -> float | None:
         """Seconds since the run was started, up to the newest event or to `now`."""
         end = self._newest if now is None else now
-        return None if self._began is None or end is None else max(0.0, end - self._began)
+        return None if self.begin is None or end is None else max(0.0, end - self.begin)
 
     def names(self) -> str:
         """The groups that take part."""
@@ -195,7 +167,7 @@ class RunState:
             f"groups {self.names()}",
             f"{_number(self.step_s(), '.2f')} s/step",
         ]
-        if self._began is not None:
+        if self.begin is not None:
             words.append(f"{duration(self.elapsed_s())} elapsed")
         if (eta_s := self.eta_s()) is not None:
             words.append(f"{duration(eta_s)} left")

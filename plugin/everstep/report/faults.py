@@ -2,14 +2,14 @@
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from everstep.report.lineage import Commit
-from everstep.report.sessions import Session
+from everstep.report.times import Session
 
 UNPROVOKED = "died"
 """Fault name of a death of a group's workers that no injected fault explains."""
@@ -33,55 +33,51 @@ class Fault:
 
 @dataclass(slots=True, frozen=True)
 class Presence:
-    """When a group's processes started and when it took part in commits: wall times in seconds, ascending."""
+    """When a group's processes started and when it took part in commits: wall times in seconds, ascending. A group
+    takes part in a commit when it is among its groups and owns a slot; with more groups than slots, being among the
+    groups is enough."""
 
-    starts: list[float]
-    commits: list[float]
+    starts: list[float] = field(default_factory=list)
+    commits: list[float] = field(default_factory=list)
 
 
-def collect_faults(events: Iterable[dict[str, Any]]) -> list[Fault]:
-    """Injected faults, and deaths of workers or agents that none of them explains, in order of time.
+class Faults:
+    """Follows a run's events: injected faults, and deaths of workers that none of them explains.
 
-    A fault explains the deaths of its groups' processes that were running when it struck; one without a
-    target explains all. Processes that ended with exit code 0 did not die.
+    A fault explains the deaths of its groups' processes that were running when it struck; one without a target
+    explains all. Processes that ended with exit code 0 did not die.
     """
-    faults: list[Fault] = []
-    hit: dict[int | None, float] = {}
-    up_since: dict[int, float] = {}
-    for event in events:
-        kind, t = event["kind"], event["t"]
-        if kind == "fault":
-            groups = _targets(event)
-            faults.append(Fault(t, str(event.get("fault")), groups))
-            hit.update(dict.fromkeys(groups or (None,), t))
-        elif kind == "workers_started" and isinstance(group := event.get("group"), int):
-            up_since[group] = t
-        elif kind == "workers_died":
-            group = event.get("group")
-            if not isinstance(group, int) or _exited_well(event):
-                continue
-            struck = max(hit.get(group, float("-inf")), hit.get(None, float("-inf")))
-            if struck == float("-inf") or struck < up_since.get(group, float("-inf")):
-                faults.append(Fault(t, UNPROVOKED, (group,)))
-                hit[group] = t  # another node of the group may tell the same death
-    return sorted(faults, key=lambda fault: fault.t)
 
+    def __init__(self) -> None:
+        self.found: list[Fault] = []
+        """In order of time."""
+        self.present: dict[int, Presence] = defaultdict(Presence)
+        """By group."""
+        self._hit: dict[int | None, float] = {}
+        self._up_since: dict[int, float] = {}
 
-def presences(events: Iterable[dict[str, Any]]) -> dict[int, Presence]:
-    """Per group when it started and took part. A group takes part in a commit when it is among its groups and
-    owns a slot; with more groups than slots, being among the groups is enough. Reads rank 0."""
-    found: dict[int, Presence] = defaultdict(lambda: Presence([], []))
-    for event in events:
-        group = event.get("group")
-        if event.get("rank") or not isinstance(group, int):
-            continue
-        if event["kind"] == "worker_ready":
-            found[group].starts.append(event["t"])
-        elif event["kind"] == "commit":
-            groups, owners = event.get("groups") or (), event.get("owners") or ()
-            if group in groups and (group in owners or len(groups) > len(owners)):
-                found[group].commits.append(event["t"])
-    return dict(found)
+    def take(self, event: dict[str, Any]) -> None:
+        """Take note of one event, of any kind and rank."""
+        group: Any = event.get("group")
+        t = event["t"]
+        match event["kind"]:
+            case "fault":
+                fault = Fault(t, event["fault"], _targets(event))
+                self.found.append(fault)
+                self._hit.update(dict.fromkeys(fault.groups or (None,), t))
+            case "workers_started":
+                self._up_since[group] = t
+            case "workers_died" if not _exited_well(event):
+                struck = max(self._hit.get(group, float("-inf")), self._hit.get(None, float("-inf")))
+                if struck == float("-inf") or struck < self._up_since.get(group, float("-inf")):
+                    self.found.append(Fault(t, UNPROVOKED, (group,)))
+                    self._hit[group] = t  # another node of the group may tell the same death
+            case "worker_ready" if group is not None and not event.get("rank"):
+                self.present[group].starts.append(t)
+            case "commit" if not event.get("rank"):
+                groups, owners = event["groups"], event.get("owners") or ()
+                if group in groups and (group in owners or len(groups) > len(owners)):
+                    self.present[group].commits.append(t)
 
 
 def stall_s(fault: Fault, times: Sequence[float], normal_s: float) -> float | None:
@@ -152,36 +148,30 @@ def normal_step_s(
 
 
 def fault_rows(
-    events: Iterable[dict[str, Any]],
-    faults: Sequence[Fault],
-    runs: Sequence[Session],
-    by_session: Sequence[Sequence[Commit]],
-    step_s: float | None,
+    faults: Faults, sessions: Sequence[Session], by_session: Sequence[Sequence[Commit]], step_s: float | None
 ) -> list[dict[str, Any]]:
     """One row per fault and group hit, in order of time.
 
     t (wall time, s), at_s (since the run began), fault, group (None: it hit no group), step (of the next
     commit, None: none), stall_s, delay_s, rejoin_s (None: cannot be measured).
     """
-    present = presences(events)
     times = [[commit.t for commit in commits] for commits in by_session]
     rows = []
-    for fault in faults:
-        index = next((index for index, run in enumerate(runs) if fault.t in run), None)
+    for fault in faults.found:
+        index = next((index for index, one in enumerate(sessions) if one.begin <= fault.t <= one.end), None)
         around = times[index] if index is not None else []
         after = bisect_right(around, fault.t)
         row = {
             "t": fault.t,
-            "at_s": fault.t - runs[0].begin,
+            "at_s": fault.t - sessions[0].begin,
             "fault": fault.name,
             "step": by_session[index][after].step if index is not None and after < len(around) else None,
             "stall_s": stall_s(fault, around, step_s) if step_s is not None else None,
             "delay_s": delay_s(fault, around, step_s) if step_s is not None else None,
         }
-        for group in fault.groups:
-            rows.append(row | {"group": group, "rejoin_s": rejoin_s(fault, group, faults, present.get(group))})
-        if not fault.groups:
-            rows.append(row | {"group": None, "rejoin_s": None})
+        for group in fault.groups or (None,):
+            away = None if group is None else rejoin_s(fault, group, faults.found, faults.present.get(group))
+            rows.append(row | {"group": group, "rejoin_s": away})
     return rows
 
 

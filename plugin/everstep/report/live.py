@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 LOOK_S = 2.0
@@ -34,6 +34,9 @@ class Telling:
     page: bool = False
     notify: bool = False
     """Whether the config names a webhook. Its address is a secret, and the words of a command are not."""
+
+    since: float = field(default_factory=time.time)
+    """Wall time in seconds: curves begin here, as those of earlier starts are drawn already."""
 
     @property
     def anything(self) -> bool:

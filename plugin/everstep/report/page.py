@@ -5,6 +5,7 @@
 is the process that tells of a run while it goes (`everstep.report.live`): it writes the page again and again.
 """
 
+import functools
 import json
 import os
 import re
@@ -21,21 +22,10 @@ import jinja2
 
 from everstep import __version__
 from everstep.report import series
+from everstep.report.account import Account, Now
 from everstep.report.checking import ACTIONS, covered, judged
-from everstep.report.score import (
-    READ,
-    Measured,
-    counted,
-    load_events,
-    loss_delta,
-    measure,
-    reduced,
-    uncollected,
-    verdict,
-)
-from everstep.report.sessions import stated
+from everstep.report.score import account_of, counted, figures_of, rows_of, verdict
 from everstep.report.times import STATES
-from everstep.report.troubles import Troubles
 from everstep.run.events import EventTail
 from everstep.run.files import LARGEST, write_whole
 from everstep.run.regular import read_regular
@@ -47,7 +37,6 @@ SHARE = 0.5
 NICENESS = 10
 RELOAD_MS = 2500
 """How often the page of a run that goes on is loaded again, unless somebody points at a curve."""
-LARGEST_PAGE = 256 << 20
 NO_PAGE_YET = b'<!doctype html><meta http-equiv="refresh" content="1"><p>The page is being made.'
 SECRET = re.compile(r"^\s*notify\s*=.*$", re.MULTILINE)
 """The line of a config with the address of a webhook."""
@@ -71,38 +60,31 @@ def write_page(run_dir: Path, against: Path | None = None) -> Path:
     against: the directory of another run of the same config, drawn beneath this one's curves, its figures beside this
     one's. Raises FileNotFoundError when a directory holds no event log.
     """
-    return _write(run_dir, load_events(run_dir), against)
+    return write_account(run_dir, account_of(run_dir), against)
 
 
-def _write(
-    run_dir: Path, events: list[dict[str, Any]], against: Path | None = None, troubles: Troubles | None = None
-) -> Path:
-    """`troubles`: what follows from the events, if it was followed already."""
+def write_account(run_dir: Path, account: Account, against: Path | None = None) -> Path:
+    """The same of a run whose events were read."""
     as_of = time.time()
-    found = measure(events)
-    other = measure(load_events(against)) if against is not None else None
-    figures = found.figures | loss_delta(found.losses, other.losses if other is not None else {})
-    if troubles is None:
-        troubles = Troubles()
-        for event in events:
-            troubles.take(event)
+    other = account_of(against) if against is not None else None
+    figures, checking, rows = figures_of(account, other), account.checking, rows_of(account)
     drawn = {
         "states": STATES,
         "colours": COLOURS,
-        "curves": series.curves(found.final, found.validations),
-        "other": series.curves(other.final, {}) if other is not None else {},
-        "faults": sorted({(row["step"], row["fault"]) for row in found.rows if row["step"] is not None}),
-        "lanes": series.lanes(found.stretches),
+        "curves": series.curves(account.lineage.final(), account.validations),
+        "other": series.curves(other.lineage.final(), {}) if other is not None else {},
+        "faults": sorted({(row["step"], row["fault"]) for row in rows if row["step"] is not None}),
+        "lanes": series.lanes(account.filled()),
     }
     environment = jinja2.Environment(loader=jinja2.PackageLoader("everstep.report"), autoescape=True)
     environment.filters["duration"] = duration
     text = environment.get_template("report.html.jinja").render(
         name=run_dir.resolve().name,
-        facts=_facts(run_dir, found),
-        troubles=troubles.sentences,
+        facts=_facts(run_dir, account, figures),
+        troubles=account.troubles.sentences,
         checked=covered(figures),
         judged=judged(figures),
-        doubts=list(found.checking.doubts)[-MOST_FAILURES:],
+        doubts=list(checking.doubts)[-MOST_FAILURES:],
         actions=ACTIONS,
         as_of=as_of,
         reload_ms=RELOAD_MS,
@@ -111,11 +93,11 @@ def _write(
         percent=percent,
         clock=clock,
         figures=figures,
-        other=other.figures if other is not None else {},
+        other=figures_of(other) if other is not None else {},
         broken=verdict(figures, may_stop=True),
         drawn=json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         curves=[name for name in drawn["curves"] if name != "validation"],
-        rows=_fault_table(run_dir, found),
+        rows=[row | {"link": _log_of(run_dir, row["group"])} for row in rows],
         config=SECRET.sub('notify = "…"', _text_of(run_dir / "config.toml")),
         version=__version__,
         compared=against.resolve().name if against is not None else "",
@@ -146,9 +128,9 @@ def clock(t: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
 
 
-def _facts(run_dir: Path, found: Measured) -> dict[str, str]:
+def _facts(run_dir: Path, account: Account, figures: dict[str, Any]) -> dict[str, str]:
     """What was run: model, groups, ranks, tokens, when it began."""
-    figures, facts = found.figures, {}
+    facts = {}
     try:
         job = tomllib.loads(_text_of(run_dir / "config.toml")).get("job", {})
     except tomllib.TOMLDecodeError:
@@ -156,30 +138,26 @@ def _facts(run_dir: Path, found: Measured) -> dict[str, str]:
     named = [str(job[key]) for key in ("module", "config", "flavor") if job.get(key)]
     if named:
         facts["model"] = " ".join(named)
-    ranks = stated(found.events, "ranks", "training_started") or stated(found.events, "ranks_per_group", "run_started")
-    if figures["groups"] is not None:
-        facts["groups"] = f"{figures['groups']}" + (f" of {counted(ranks, 'rank')}" if ranks else "")
+    if account.groups:
+        facts["groups"] = f"{account.groups}" + (f" of {counted(account.ranks, 'rank')}" if account.ranks else "")
     if figures["tokens"] is not None:
         facts["tokens"] = f"{figures['tokens']:,.0f}"
     if figures["tokens_per_s"] is not None:
         facts["tokens/s"] = f"{figures['tokens_per_s']:,.0f}"
-    if found.validations:
-        last = max(found.validations)
-        facts["validation loss"] = f"{found.validations[last]:.4f} (step {last})"
-    if found.events:
-        facts["started"] = clock(found.events[0]["t"])
+    if account.validations:
+        last = max(account.validations)
+        facts["validation loss"] = f"{account.validations[last]:.4f} (step {last})"
+    if account.sessions:
+        facts["started"] = clock(account.sessions[0].begin)
     if figures["snapshots"]:
         facts["snapshots"] = figures["snapshots"]
     return facts
 
 
-def _fault_table(run_dir: Path, found: Measured) -> list[dict[str, Any]]:
-    """The faults, with a link to the hit group's log."""
-    rows = []
-    for row in found.rows:
-        log = f"logs/group-{row['group']}/rank-0.log"
-        rows.append(row | {"link": log if (run_dir / log).exists() else ""})
-    return rows
+def _log_of(run_dir: Path, group: int | None) -> str:
+    """Link to a group's log; "" without one."""
+    log = f"logs/group-{group}/rank-0.log"
+    return log if (run_dir / log).exists() else ""
 
 
 def _text_of(path: Path) -> str:
@@ -194,45 +172,47 @@ def _text_of(path: Path) -> str:
 
 
 def tell(run_dir: Path, what: dict[str, Any]) -> None:
-    """Tell of a run as `live.Telling` (here as JSON, with the sockets' `fds`) asks for, until stdin ends, and then once
-    more. Events are read once; for the page those that it needs are kept."""
-    from everstep.report.curves import Curves, open_sinks
+    """Tell of a run as `live.Telling` (here as JSON, with the sockets' `fds`) asks for, until stdin ends. Events are
+    read once; without a page nothing is kept of them that grows with the run. The last page is made of the logs as
+    they are then, in order of time, as those of other nodes may have been seen late."""
+    from everstep.report.curves import Curves, open_sinks, scalars_of
     from everstep.report.metrics import Metrics
     from everstep.report.notify import Notifier
     from everstep.report.serve import Server
 
     os.nice(NICENESS)
-    metrics = Metrics(what["groups"], what["min_groups"])
-    curves = Curves(run_dir, open_sinks(run_dir, what))
+    now = Account() if what["page"] else Now()
+    metrics = Metrics(now, what["groups"], what["min_groups"])
+    curves = Curves(open_sinks(run_dir, what), what["since"])
     notifier = Notifier(_webhook(run_dir), run_dir.resolve().name) if what["notify"] else None
-    kinds: dict[str, Callable[[], tuple[str, bytes]]] = {
-        "page": lambda: ("text/html; charset=utf-8", served_page(run_dir)),
-        "metrics": lambda: ("text/plain; version=0.0.4; charset=utf-8", metrics.text()),
-    }
+    served = {"page": NO_PAGE_YET, "metrics": b""}
+    types = {"page": "text/html; charset=utf-8", "metrics": "text/plain; version=0.0.4; charset=utf-8"}
     for name, fd in what["fds"].items():
-        Server(socket.socket(fileno=fd), dict.fromkeys(("/", f"/{name}", "/report.html"), kinds[name]))
-    events: list[dict[str, Any]] = []
-    unwritten: list[dict[str, Any]] = []
+        document: Callable[[], tuple[str, bytes]] = functools.partial(lambda name: (types[name], served[name]), name)
+        Server(socket.socket(fileno=fd), dict.fromkeys(("/", f"/{name}", "/report.html"), document))
     tail, over, due = EventTail(run_dir), False, time.monotonic()
+    shortage: list[dict[str, Any]] = []
     while not over:
-        over = bool(select.select([0], [], [], POLL_S if events else FIRST_PAUSE_S)[0])
-        new = [*tail.new(), *unwritten]
-        unwritten = []
-        metrics.follow(new)
+        over = bool(select.select([0], [], [], POLL_S if now.counts else FIRST_PAUSE_S)[0])
+        new, before = [*tail.new(), *shortage], now.commits
+        shortage, drawn = [], []
+        for event in new:
+            now.take(event)
+            if event["kind"] == "validation" or now.commits > before:
+                drawn.append((event, scalars_of(event, now.checking)))
+            before = now.commits
         if notifier is not None:
-            notifier.follow(new)
+            notifier.look(now.troubles.now.values())
+        served["metrics"] = metrics.text()
         try:
-            curves.follow(new)
-            if what["page"]:
-                events += [reduced(event) for event in new if event["kind"] in READ]
-                if over or (events and time.monotonic() >= due):
-                    began = time.process_time()
-                    events.sort(key=lambda event: event["t"])  # a log on another node may be seen late
-                    with uncollected():
-                        _write(run_dir, events, troubles=metrics.troubles)
-                    due = time.monotonic() + max(PAUSE_S, (time.process_time() - began) / SHARE)
+            curves.draw(drawn)
+            if isinstance(now, Account) and now.counts and (over or time.monotonic() >= due):
+                began = time.process_time()
+                page = write_page(run_dir) if over else write_account(run_dir, now)
+                served["page"] = page.read_bytes()
+                due = time.monotonic() + max(PAUSE_S, (time.process_time() - began) / SHARE)
         except OSError as error:  # a full disk
-            unwritten = [_shortage(run_dir, error)]
+            shortage = [_shortage(run_dir, error)]
             print(f"everstep: what is told of the run is not written: {error}", flush=True)
     curves.close()
     if notifier is not None:
@@ -248,14 +228,6 @@ def _shortage(run_dir: Path, error: OSError) -> dict[str, Any]:
     """The event that says why nothing can be written, for those that need no disk: a full one takes no event either."""
     head = {"t": time.time(), "mono": time.monotonic(), "group": None, "rank": None, "step": None}
     return head | {"kind": "resource_shortage", "reason": f"{run_dir}: {error.strerror}", "again_s": PAUSE_S}
-
-
-def served_page(run_dir: Path) -> bytes:
-    """The page as it was written last."""
-    try:
-        return read_regular(run_dir / "report.html", LARGEST_PAGE)
-    except OSError:
-        return NO_PAGE_YET
 
 
 if __name__ == "__main__":

@@ -3,41 +3,20 @@
 docs/report.md defines each field. A run that is still going can be scored too.
 """
 
-import gc
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from everstep.report.attempts import collect_attempts, slots_recomputed, thrown_away
-from everstep.report.checking import ACTIONS, Checking, covered, judged
-from everstep.report.faults import UNPROVOKED, collect_faults, cost_of_faults, fault_rows, normal_step_s
-from everstep.report.lineage import Commit, trace
+from everstep.report.account import Account, read
+from everstep.report.checking import ACTIONS, covered, judged
+from everstep.report.faults import UNPROVOKED, cost_of_faults, fault_rows, normal_step_s
+from everstep.report.lineage import Commit
 from everstep.report.productivity import productivity
-from everstep.report.protection import Protection
-from everstep.report.sessions import collect_sessions, commits_by_session, ending, groups_mean, stated
-from everstep.report.times import Stretch, split, stretches
+from everstep.report.times import split
 from everstep.run.events import read_events
-
-READ = frozenset((
-    "run_started", "run_ended", "fault", "agent_ended", "training_started", "training_done",
-    "workers_started", "workers_died", "workers_stalled", "worker_ready", "worker_up", "group_failing", "left",
-    "quorum", "quorum_failed", "waiting_for_state", "heal", "attempt", "commit", "validation", "audit",
-    "slot_skipped", "slot_refused", "slot_accepted", "slot_wrong", "not_finite", "unfit", "finding",
-    "attention_schedule", "keeper_found", "snapshot_protected", "snapshot_unprotected", "snapshot_failed", "left_out",
-    "workers_unprotected", "workers_protected", "lighthouse_died", "lighthouse_started", "resource_shortage",
-    "snapshot_skipped", "checkpoint_failed", "checkpoint_saved", "poison_slot", "diverged",
-    "straggler",
-))  # fmt: skip
-"""The kinds of events that are read."""
-FREQUENT = frozenset(("commit", "attempt", "quorum"))
-"""What nearly all events of a long run are; the others are looked through again and again."""
-UNREAD = frozenset(("mono", "role", "held_before", "slots", "inner_losses", "checksum"))
-"""Fields that nothing here uses: a long run has millions of events."""
 
 GOODPUT_DEFINITION = "time in steps of the final state, of all time that the groups had (Google's)"
 
@@ -46,32 +25,11 @@ LOSS_TOLERANCE = 1e-4
 below it, a missing or repeated batch does not."""
 
 
-def load_events(run_dir: Path) -> list[dict[str, Any]]:
-    """The events of a run that are read here, in order of time, reduced to the fields that are used.
-
-    Raises FileNotFoundError when `run_dir` has no event log.
-    """
+def account_of(run_dir: Path) -> Account:
+    """What the events of a run say. Raises FileNotFoundError when `run_dir` has no event log."""
     if not (Path(run_dir) / "events").is_dir():
         raise FileNotFoundError(f"{run_dir} has no events/ folder; give the directory of a run")
-    return [reduced(event) for event in read_events(run_dir, READ)]
-
-
-def reduced(event: dict[str, Any]) -> dict[str, Any]:
-    """An event without the fields that are not read."""
-    return {name: value for name, value in event.items() if name not in UNREAD}
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Without garbage collection, which would search millions of events again and again for cycles that they
-    cannot have, and double the time that a long run's score takes."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
+    return read(read_events(run_dir))
 
 
 def score(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
@@ -80,111 +38,79 @@ def score(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
     against: the directory of another run of the same config, to compare the losses with. Raises
     FileNotFoundError when a directory holds no event log.
     """
-    found = measure(load_events(run_dir))
-    return found.figures | loss_delta(found.losses, curve(against) if against is not None else {})
-
-
-@dataclass(frozen=True)
-class Measured:
-    """All that the events of a run tell."""
-
-    events: list[dict[str, Any]]
-    figures: dict[str, Any]
-    """Without the comparison of losses."""
-    rows: list[dict[str, Any]]
-    """`fault_rows`."""
-    final: list[Commit]
-    stretches: dict[int, list[Stretch]]
-    losses: dict[int, float]
-    validations: dict[int, float]
-    """Validation loss by step; of a step that was made again, what came out last."""
-    checking: Checking
-
-
-def measure(events: list[dict[str, Any]]) -> Measured:
-    """Everything at once, of what `load_events` gives."""
-    with uncollected():
-        return _measure(events)
+    return figures_of(account_of(run_dir), account_of(against) if against is not None else None)
 
 
 def curve(run_dir: Path) -> dict[int, float]:
     """Loss by step along the commits that the final state contains."""
-    with uncollected():
-        return loss_by_step(trace(load_events(run_dir)).final)
+    return loss_by_step(account_of(run_dir).lineage.final())
 
 
-def _measure(events: list[dict[str, Any]]) -> Measured:
-    history = trace(events)
-    attempts = collect_attempts(events)
-    rare = [event for event in events if event["kind"] not in FREQUENT]
-    faults = collect_faults(rare)
-    runs = collect_sessions(events)
-    by_session = commits_by_session(runs, history.commits)
-    groups = stated(rare, "groups", "run_started")
-    tries = Counter(attempt.step for attempt in attempts)
-    disturbed = {step for step, count in tries.items() if count > 1}
-    heals = {event["step"] for event in events if event["kind"] == "heal"}
-    disturbed |= heals | {step + 1 for step in heals}  # in which who healed computes for the first time
-    step_s = normal_step_s(history.commits, faults, disturbed, groups)
-    rows = fault_rows(events, faults, runs, by_session, step_s)
+def rows_of(account: Account) -> list[dict[str, Any]]:
+    """`fault_rows` of a run."""
+    return fault_rows(account.faults, account.sessions, account.commits_of(account.lineage.commits), step_s_of(account))
 
-    final = history.final
-    skipped = skipped_slots(rare)
-    lanes = stretches(events, runs)
+
+def step_s_of(account: Account) -> float | None:
+    """`normal_step_s` of a run."""
+    disturbed = account.attempts.repeated | account.heals
+    disturbed |= {step + 1 for step in account.heals}  # in which who healed computes for the first time
+    return normal_step_s(account.lineage.commits, account.faults.found, disturbed, account.groups or None)
+
+
+def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]:
+    """report.json of an account, its losses compared with those of another one."""
+    final, commits, faults = account.lineage.final(), account.lineage.commits, account.faults.found
+    step_s, times = step_s_of(account), split(account.filled())
     steps = {commit.step for commit in final}
-    away = thrown_away(attempts)
-    training_s = sum(run.training_s for run in runs)
-    checking = Checking()
-    for event in events:
-        checking.take(event)
-    batch = stated(rare, "global_batch_size", "run_started", "training_started")
-    figures = {
-        **ending(rare),
-        "wall_s": sum(run.end - run.begin for run in runs),
+    away, ending = account.attempts.thrown_away, account.ending or {}
+    started = account.counts["run_started"] > 0
+    training_s = sum(session.training_s for session in account.sessions)
+    tokens = sum(commit.tokens for commit in final) if final else None
+    skipped = {commit.step: account.skipped.get(commit.step, set()) for commit in final}
+    theirs = {} if other is None else loss_by_step(other.lineage.final())
+    return {
+        # Without a supervisor nobody writes how it ended; one that was killed left "running" behind.
+        "status": ending.get("status") or ("done" if account.counts["training_done"] and not started else "running"),
+        "reason": ending.get("reason"),
+        "wall_s": sum(session.wall_s for session in account.sessions),
         "training_s": training_s,
-        "sessions": len(runs),
-        "groups": groups,
-        "groups_mean": groups_mean(by_session),
-        "steps_asked": stated(rare, "steps", "run_started"),
+        "sessions": len(account.sessions),
+        "groups": account.groups or None,
+        "groups_mean": groups_mean(account.commits_of(commits)),
+        "steps_asked": account.steps,
         "steps": len(steps),
         "first_step": min(steps, default=None),
         "last_step": max(steps, default=None),
         "steps_unseen": max(steps) - min(steps) + 1 - len(steps) if steps else 0,
-        "commits_dropped": len(history.commits) - len(final),
-        "attempts": len(attempts),
+        "commits_dropped": len(commits) - len(final),
+        "attempts": account.attempts.count,
         "attempts_thrown_away": away,
         "committed_ratio": len(steps) / (len(steps) + away) if steps else None,
-        "slots_recomputed": slots_recomputed(attempts),
-        "slots_skipped": sum(len(skipped.get(commit.step, ())) for commit in final),
-        "samples": samples(((c, trained(c) - skipped.get(c.step, set())) for c in final), batch),
-        "samples_lost": samples(((c, c.lost | skipped.get(c.step, set())) for c in final), batch),
-        "samples_repeated": samples(((commit, commit.repeated) for commit in final), batch),
+        "slots_recomputed": account.attempts.slots_recomputed,
+        "slots_skipped": sum(len(slots) for slots in skipped.values()),
+        "samples": samples(((c, len(trained(c) - skipped[c.step])) for c in final), account.batch),
+        "samples_lost": samples(((c, len(c.lost | skipped[c.step])) for c in final), account.batch),
+        "samples_repeated": samples(((commit, len(commit.repeated)) for commit in final), account.batch),
         "kills": sum(1 for fault in faults if fault.kills and fault.name != UNPROVOKED),
         "deaths_unprovoked": sum(1 for fault in faults if fault.name == UNPROVOKED),
         "faults": dict(Counter(fault.name for fault in faults)),
         "step_s_median": step_s,
-        **cost_of_faults(rows, faults),
-        **productivity(final, len(history.commits) - len(final), runs, lanes, step_s, groups),
+        **cost_of_faults(rows_of(account), faults),
+        **productivity(account, final, step_s, times["time_by_group"]),
         "goodput_definition": GOODPUT_DEFINITION,
-        **tokens_of(final, training_s),
-        **failures(rare),
-        **split(lanes),
-        "replicas_diverged": replicas_diverged(rare),
-        **checking.figures(),
-        "snapshots": protection_of(events),
-        **exchanged(events),
+        "tokens": tokens,
+        "tokens_per_s": tokens / training_s if tokens is not None and training_s else None,
+        "deaths": account.counts["workers_died"],
+        "give_ups": account.give_ups,
+        "error": account.error,
+        **times,
+        "replicas_diverged": len(account.diverged),
+        **account.checking.figures(),
+        "snapshots": account.protection.line() or None,
+        **exchanged(account.rounds),
+        **loss_delta(loss_by_step(final), theirs),
     }
-    validations = {event["step"]: event["loss"] for event in events if event["kind"] == "validation"}
-    return Measured(events, figures, rows, final, lanes, loss_by_step(final), validations, checking)
-
-
-def skipped_slots(events: Iterable[dict[str, Any]]) -> dict[int, set[int]]:
-    """By step, the slots that were left out as poison (`fault_tolerance.on_poison`)."""
-    found: dict[int, set[int]] = {}
-    for event in events:
-        if event["kind"] == "slot_skipped":
-            found.setdefault(event["step"], set()).add(event["slot"])
-    return found
 
 
 def trained(commit: Commit) -> set[int]:
@@ -192,60 +118,42 @@ def trained(commit: Commit) -> set[int]:
     return {slot for slot, owner in enumerate(commit.owners) if owner >= 0}
 
 
-def tokens_of(final: Sequence[Commit], training_s: float) -> dict[str, Any]:
-    """`tokens` in the final state and `tokens_per_s` of training; None where the log does not say."""
-    known = [commit.tokens for commit in final if commit.tokens is not None]
-    total = sum(known) if len(known) == len(final) and final else None
-    return {"tokens": total, "tokens_per_s": total / training_s if total is not None and training_s else None}
+def groups_mean(by_session: Iterable[Sequence[Commit]]) -> float | None:
+    """Groups that took part in a commit, weighted by the time since the commit before; for the first commit
+    of a session by the step's own duration."""
+    weighted = total = 0.0
+    for commits in by_session:
+        previous = None
+        for commit in commits:
+            weight = commit.took_s or 0.0 if previous is None else commit.t - previous
+            weighted += weight * len(commit.groups)
+            total += weight
+            previous = commit.t
+    return weighted / total if total else None
 
 
-def protection_of(events: Iterable[dict[str, Any]]) -> str | None:
-    """What the run's snapshots protect, in a sentence; None of a run that has none."""
-    found = Protection()
-    for event in events:
-        found.take(event)
-    return found.line() or None
-
-
-def exchanged(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Of semi-synchronous training: `inner_steps` of a round, `payload_bytes`, what one rank gave into sums over the
-    groups for each of them, the median over the rounds, `payload_share`, how much that is of one sum of its gradients,
-    as each step of synchronous training makes, and `kept_bytes`, what all ranks together wrote of workers' own states
-    for each inner step. None for synchronous training."""
-    needed = ("inner_steps", "gradient_bytes")
-    rounds = [e for e in events if e["kind"] == "commit" and all(map(e.get, needed)) and "payload_bytes" in e]
+def exchanged(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of semi-synchronous training, from its commits: `inner_steps` of a round, `payload_bytes`, what one rank gave
+    into sums over the groups for each of them, the median over the rounds, `payload_share`, how much that is of one sum
+    of its gradients, as each step of synchronous training makes, and `kept_bytes`, what all ranks together wrote of
+    workers' own states for each inner step. None for synchronous training."""
     if not rounds:
         return dict.fromkeys(("inner_steps", "payload_bytes", "payload_share", "kept_bytes"))
-    payload = median(event["payload_bytes"] / event["inner_steps"] for event in rounds)
+    payload = median(one["payload_bytes"] / one["inner_steps"] for one in rounds)
     share = payload / rounds[-1]["gradient_bytes"]
     inner_steps = rounds[-1]["inner_steps"]
-    kept = sum(event.get("kept_bytes") or 0 for event in rounds) / (inner_steps * len({e["step"] for e in rounds}))
+    kept = sum(one["kept_bytes"] for one in rounds) / (inner_steps * len({one["step"] for one in rounds}))
     return {"inner_steps": inner_steps, "payload_bytes": payload, "payload_share": share, "kept_bytes": kept}
 
 
-def failures(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What failed: `deaths` of a group's workers, `give_ups` with their reasons, and the newest `error` (an exception's
-    type and first line; None: there was none)."""
-    deaths, error, give_ups = 0, None, {}
-    for event in events:
-        if event["kind"] == "workers_died":
-            deaths += 1
-            error = event.get("error") or error
-        elif event["kind"] == "agent_ended" and event.get("status") == "failed":
-            give_ups[str(event.get("group"))] = event.get("reason")
-    return {"deaths": deaths, "give_ups": give_ups, "error": error}
-
-
-def samples(slots: Iterable[tuple[Commit, Collection[int]]], batch: int | None) -> int:
-    """Samples in some slots of each commit, with `batch` samples in a whole step. While that is not known, a
+def samples(slots: Iterable[tuple[Commit, int]], batch: int | None) -> int:
+    """Samples in so many slots of each commit, with `batch` samples in a whole step. While that is not known, a
     slot counts as one."""
-    per_slot = ((batch / len(commit.owners) if batch and commit.owners else 1, chosen) for commit, chosen in slots)
-    return round(sum(size * len(chosen) for size, chosen in per_slot))
+    return round(sum(count * (batch / len(commit.owners) if batch and commit.owners else 1) for commit, count in slots))
 
 
 def loss_by_step(commits: Iterable[Commit]) -> dict[int, float]:
-    """Loss by step; steps whose loss was not recorded are left out."""
-    return {commit.step: float(commit.loss) for commit in commits if commit.loss is not None}
+    return {commit.step: float(commit.loss) for commit in commits}
 
 
 def loss_delta(mine: dict[int, float], theirs: dict[int, float]) -> dict[str, Any]:
@@ -260,15 +168,6 @@ def loss_delta(mine: dict[int, float], theirs: dict[int, float]) -> dict[str, An
         "loss_delta_steps": len(both),
         "loss_delta_undefined": len(undefined),
     }
-
-
-def replicas_diverged(events: Iterable[dict[str, Any]]) -> int:
-    """Audits that found a group's parameters to differ, counted once per step and group. Reads all ranks."""
-    differing: set[tuple[Any, Any]] = set()
-    for event in events:
-        if event["kind"] == "audit" and not event.get("agreed", True):
-            differing |= {(event.get("step"), group) for group in event.get("differing") or (None,)}
-    return len(differing)
 
 
 def verdict(figures: dict[str, Any], may_stop: bool = False) -> list[str]:

@@ -28,7 +28,7 @@ def curves(final: Iterable[Commit], validations: Mapping[int, float]) -> dict[st
         gap_s = commit.t - before.t if before is not None and commit.parent is before and commit.continued else 0.0
         values = {
             "loss": commit.loss,
-            "tokens per second": commit.tokens / gap_s if commit.tokens is not None and gap_s > 0 else None,
+            "tokens per second": commit.tokens / gap_s if gap_s > 0 else None,
             "MFU, %": commit.mfu,
             "seconds a step": gap_s if gap_s > 0 else None,
             "gradient norm": commit.grad_norm,

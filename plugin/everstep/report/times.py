@@ -4,18 +4,44 @@ The definitions are those of docs/report.md. A group that takes part alternates 
 they took and how they ended, and what lies between them.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from everstep.report.sessions import Session
 
 STATES = ("productive", "recomputed", "stalled", "healing", "start-up", "restarting", "waiting")
 """`productive`: what led to a commit, and what follows one. `recomputed`: the share of it that computed slots which
 this group had held before. `stalled`: attempts that did not commit, and what a death cut off. `healing`: receiving a
 state. `start-up`: until a group is first ready in a session. `restarting`: no process that trains, later on.
 `waiting`: for a quorum."""
+
+
+@dataclass
+class Session:
+    """One start of a run."""
+
+    begin: float
+    """Wall time in seconds of its first event."""
+    last: float
+    ended: float | None = None
+    trains: float | None = None
+    """The first training_started; None: it never began."""
+    done: float | None = None
+
+    @property
+    def end(self) -> float:
+        """Its run_ended, or the last event where nobody was left to write one."""
+        return self.last if self.ended is None else self.ended
+
+    @property
+    def wall_s(self) -> float:
+        return self.end - self.begin
+
+    @property
+    def training_s(self) -> float:
+        """From the first training_started to the last training_done, or else to the end."""
+        if self.trains is None:
+            return 0.0
+        return max(0.0, (self.end if self.done is None else self.done) - self.trains)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,56 +54,64 @@ class Stretch:
 
 
 class Lane:
-    """One group's stretches in one session, from its events in order. `begin`: when that began, wall time in s."""
+    """What one group does in one session, from the events of its rank 0 in order. `begin`: when that began, wall time
+    in seconds."""
 
     def __init__(self, begin: float) -> None:
-        self.stretches: list[Stretch] = []
+        self._new: list[Stretch] = []
         self._at = begin
         self._begun = False
         self._alive = False
         self._ended = False
 
-    def until(self, t: float, state: str) -> None:
+    def _until(self, t: float, state: str) -> None:
         """What has not been accounted for up to `t` was `state`."""
         if t > self._at:
-            self.stretches.append(Stretch(self._at, t, state))
+            self._new.append(Stretch(self._at, t, state))
             self._at = t
 
-    def take(self, event: dict[str, Any]) -> None:
+    def take(self, event: dict[str, Any]) -> list[Stretch]:
+        """The stretches that end with an event."""
+        self._take(event)
+        new, self._new = self._new, []
+        return new
+
+    def rest(self, end: float) -> list[Stretch]:
+        """What is left until the session's end, if the group is down by then."""
+        if self._alive or self._ended or end <= self._at:
+            return []
+        return [Stretch(self._at, end, self._away)]
+
+    def _take(self, event: dict[str, Any]) -> None:
         t = event["t"]
         match event["kind"]:
             case "worker_ready":
-                self.until(t, self._away)
+                self._until(t, self._away)
                 self._begun = self._alive = True
                 self._ended = False
             case "workers_died" | "workers_started":
-                self.until(t, "stalled" if self._alive else self._away)
+                self._until(t, "stalled" if self._alive else self._away)
                 self._alive = False
             case "quorum":
-                self.until(t - (event.get("wait_s") or 0.0), self._usual)
-                self.until(t, "waiting")
+                self._until(t - (event.get("wait_s") or 0.0), self._usual)
+                self._until(t, "waiting")
             case "quorum_failed" | "waiting_for_state":
-                self.until(t, "waiting")
+                self._until(t, "waiting")
             case "heal":
-                self.until(t - (event.get("took_s") or 0.0), self._usual)
-                self.until(t, "healing")
+                self._until(t - (event.get("took_s") or 0.0), self._usual)
+                self._until(t, "healing")
             case "attempt" if event.get("committed"):
                 computed, again = len(event.get("computed") or ()), len(event.get("recomputed") or ())
                 if again and computed:
-                    self.until(self._at + (t - self._at) * again / computed, "recomputed")
-                self.until(t, "productive")
+                    self._until(self._at + (t - self._at) * again / computed, "recomputed")
+                self._until(t, "productive")
             case "attempt":
-                self.until(t, "stalled")
+                self._until(t, "stalled")
             case "commit":
-                self.until(t, "productive")
+                self._until(t, "productive")
             case "left" | "training_done" | "agent_ended":
-                self.until(t, self._usual)
+                self._until(t, self._usual)
                 self._alive, self._ended = False, True
-
-    def close(self, end: float) -> None:
-        """The session ends; a group that is down by then was never brought back."""
-        if not self._alive and not self._ended:
-            self.until(end, self._away)
 
     @property
     def _usual(self) -> str:
@@ -89,29 +123,7 @@ class Lane:
         return "restarting" if self._begun else "start-up"
 
 
-def group_of(event: dict[str, Any]) -> int | None:
-    """The group that an event tells about, as far as its time is concerned: rank 0 speaks for all."""
-    group = event.get("group")
-    return group if isinstance(group, int) and event.get("rank") in (None, 0) else None
-
-
-def stretches(events: Iterable[dict[str, Any]], sessions: Sequence[Session]) -> dict[int, list[Stretch]]:
-    """By group, its stretches in order. Those of a session fill it from its begin to the group's last word, or to the
-    session's end when the group is down by then and nobody has ended it."""
-    found: dict[int, list[Stretch]] = defaultdict(list)
-    for session in sessions:
-        lanes: dict[int, Lane] = {}
-        for event in events:
-            group = group_of(event)
-            if group is not None and event["t"] in session:
-                lanes.setdefault(group, Lane(session.begin)).take(event)
-        for group, lane in lanes.items():
-            lane.close(session.end)
-            found[group] += lane.stretches
-    return dict(sorted(found.items()))
-
-
-def split(by_group: dict[int, list[Stretch]]) -> dict[str, Any]:
+def split(by_group: Mapping[int, Sequence[Stretch]]) -> dict[str, Any]:
     """Seconds in each state: of all groups together, and of each."""
     each = {group: dict.fromkeys(STATES, 0.0) for group in by_group}
     for group, parts in by_group.items():
