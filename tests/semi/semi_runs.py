@@ -1,8 +1,6 @@
 """What tests of semi-synchronous runs share: a config, and what a run left behind."""
 
-import json
 import time
-from collections import Counter
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -69,28 +67,3 @@ def worst(run, expected, step=ROUNDS * SYNC_STEPS):
 
 def worst_loss(run, expected):
     return float((torch.tensor(losses_of(run)) - torch.tensor(expected.losses)).abs().max())
-
-
-def rounds_in_the_final_state(run_dir, sync_steps=SYNC_STEPS):
-    """(round, worker, inner step) → how often, counted from the log files alone: back from the newest commit through
-    the parents that commits name, each worker's round where the tally says that it was computed."""
-    events = events_of(run_dir)
-    commits = {event["history"]: event for event in events if event["kind"] == "commit"}
-    rounds = {(event["group"], event["step"], event["worker"]): event for event in reversed(events)
-              if event["kind"] == "worker_round"}  # fmt: skip
-    found, at = Counter(), max(commits.values(), key=lambda event: event["step"])
-    while at is not None:
-        round_, before = at["step"], (at["step"] - 1) * sync_steps
-        for worker, owner in enumerate(at["owners"]):
-            if (done := rounds.get((owner, round_, worker))) and done["t"] <= at["t"]:
-                found.update((round_, worker, before + step) for step in range(1, sync_steps + 1))
-        at = commits.get(at["parent"])
-    return found
-
-
-def events_of(run_dir):
-    """All that rank 0 of each group told."""
-    lines = [
-        line for file in (run_dir / "events").glob("group-*.rank-0.jsonl") for line in file.read_text().split("\n")
-    ]
-    return [json.loads(line) for line in lines if line]

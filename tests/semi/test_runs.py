@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from reference import build
 from semi_runs import (
     DEADLINE_S,
     SYNC_STEPS,
-    WORKERS,
-    rounds_in_the_final_state,
     semi_config,
     soon,
     worst,
@@ -55,9 +52,6 @@ def test_kills_change_nothing(start, reference, tmp_path):
     expected = reference(config)
     assert worst(run, expected, rounds * SYNC_STEPS) <= 1e-5
     assert worst_loss(run, expected) <= 1e-5
-    assert rounds_in_the_final_state(run.run_dir) == Counter(
-        (step // SYNC_STEPS + 1, worker, step + 1) for step in range(rounds * SYNC_STEPS) for worker in range(WORKERS)
-    )
     assert score.verdict(score.score(run.run_dir)) == []
 
 
@@ -97,14 +91,10 @@ class Long:
         return self.outer_rounds * self.semi["sync_steps"]
 
     def is_as_without_failures(self, run, expected):
-        turn = self.semi["sync_steps"] // self.semi.get("fragments", 1)
         figures = score.score(run.run_dir)
         differences = worst(run, expected, self.steps), worst_loss(run, expected)
         print("kills", figures["kills"], "parameters, losses differ by", differences, "rounds", figures["steps"])
         assert max(differences) <= 1e-5
-        assert rounds_in_the_final_state(run.run_dir, turn) == Counter(
-            (step // turn + 1, worker, step + 1) for step in range(self.steps) for worker in range(WORKERS)
-        )
         assert score.verdict(figures) == []
         return figures
 
@@ -168,7 +158,4 @@ def test_groups_of_two_ranks_are_what_the_paper_says_also_when_one_dies_within_a
     print("parameters, losses differ by", differences)
     assert max(differences) <= 1e-5
     assert run.events("worker_moved")
-    assert rounds_in_the_final_state(run.run_dir, 4) == Counter(
-        (step // 4 + 1, worker, step + 1) for step in range(160) for worker in range(WORKERS)
-    )
     assert score.verdict(score.score(run.run_dir)) == []

@@ -288,31 +288,32 @@ class TrainerWork:
         """No group has a state: take the newest that the keepers or the disk have, or start."""
         trainer = self._trainer
         self.unit.before_restore()
-        if not self._restore_from_memory():
-            found = self._disk.load()
-            self._require_as_committed(f"the checkpoint of step {trainer.step}", HOPELESS_EXIT)
-            trainer.history = trainer.history or ledger.extend(0, trainer.step, "restored")
-            if DATALOADER in trainer.config.checkpoint.exclude_from_loading:
-                self._source.began_after = began_after(trainer.place.run_dir, self._source.fingerprint(), trainer.step)
-            self._source.committed(trainer.step)
-            if self._checks is not None:
-                self._checks.weights_changed()
-            self._announce("disk" if found and trainer.step else "fresh")
+        self._taken(self._from_memory() or self._from_disk())
         if self._snapshots is not None and trainer.step:
             self._snapshots.restored(trainer.step, trainer.history, quorum, self.serve())
         self.unit.restored(trainer.history)
         return self.committed, trainer.history
 
-    def _restore_from_memory(self) -> bool:
-        """Take the newest snapshot that the keepers hold whole, if no checkpoint on disk is as new."""
+    def _from_memory(self) -> str:
+        """Take the newest snapshot that the keepers hold whole, if no checkpoint on disk is as new; else ""."""
         if self._snapshots is None or self._trainer.config.checkpoint.load_step != -1:
-            return False
+            return ""
         state = self._snapshots.recover(self.serve(), self._disk.newest())
         if state is None:
-            return False
-        self._take(state, "memory")
+            return ""
+        self._load(state)
         self._require_as_committed(f"the snapshot of step {self._trainer.step} in this host's memory", UNFIT_EXIT)
-        return True
+        return "memory"
+
+    def _from_disk(self) -> str:
+        """Take the checkpoint that there is, or none."""
+        trainer = self._trainer
+        found = self._disk.load()
+        self._require_as_committed(f"the checkpoint of step {trainer.step}", HOPELESS_EXIT)
+        trainer.history = trainer.history or ledger.extend(0, trainer.step, "restored")
+        if DATALOADER in trainer.config.checkpoint.exclude_from_loading:
+            self._source.began_after = began_after(trainer.place.run_dir, self._source.fingerprint(), trainer.step)
+        return "disk" if found and trainer.step else "fresh"
 
     def _require_as_committed(self, what: str, status: int) -> None:
         """Raises TrainerEnds if a restored state says which parameters it was committed with, and has others."""
@@ -338,25 +339,25 @@ class TrainerWork:
         return state
 
     def heal(self, state: HealState) -> None:
-        self._take(state, "peer")
+        self._load(state)
+        self._taken("peer")
         self.unit.healed(state)
         known = state.meta.get(AGREED_SNAPSHOTS)
         if self._snapshots is not None and known is not None:
             self._snapshots.agree(known)
 
-    def _take(self, state: HealState, source: str) -> None:
-        """Take over a state of this rank column; `source` says in the events where it came from."""
+    def _load(self, state: HealState) -> None:
+        """Take over a state of this rank column."""
         if self._snapshots is not None:
             self._snapshots.wait()  # a snapshot of the state before may still be under way
         self.state.load(state)
         self._source.learn(state.blobs[DATA_BLOB])
+
+    def _taken(self, source: str) -> None:
+        """The state is another one; say where this group's came from."""
         self._source.committed(self._trainer.step)
-        self._announce(source)
         if self._checks is not None:
             self._checks.weights_changed()
-
-    def _announce(self, source: str) -> None:
-        """Say where this group's state came from."""
         self._events.emit(
             "training_started",
             self.committed + 1,
