@@ -164,11 +164,6 @@ class RoundState:
         _copy(self._global.values(), self._live_params.values())
         _copy(self._balances.values(), self._live_balances.values())
 
-    @torch.no_grad()
-    def forget_momentum(self) -> None:
-        for tensor in self.momentum:
-            tensor.zero_()
-
     def named(self) -> dict[str, torch.Tensor]:
         """What a joiner takes over, by name."""
         return {**self._global, **self._balances, **self._momentum}

@@ -339,10 +339,7 @@ class Rounds(Unit):
         if step % sync_steps:
             self._refuse(f"the checkpoint is of step {step}, not of the end of a round of {sync_steps} steps")
         self.state.begin()
-        own, self._loaded = self._loaded, {}
-        if not own:
-            self.state.forget_momentum()
-            own = dict.fromkeys(range(self.shares), self.state.leave())
+        own, self._loaded = self._loaded or dict.fromkeys(range(self.shares), self.state.leave()), {}
         round_ = step // self._steps
         self.state.mark(round_, history)
         for worker, state in own.items():
