@@ -74,7 +74,7 @@ def test_a_stopped_worker_goes_on_when_its_time_is_up(run, tmp_path):
     run.wait_for("commit", after=undone["t"], group=2, rank=0)
     assert run.workers(2) == before, "it was not started again"
     (fault,) = run.events("fault", after=begin)
-    assert undone["t"] - fault["t"] == pytest.approx(1.0, abs=0.5)
+    assert 1.0 <= undone["t"] - fault["t"] < 5.0
     assert "fault undone: stop-worker" in said
 
 

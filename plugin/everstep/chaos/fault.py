@@ -29,7 +29,7 @@ class Injection:
     fields: dict[str, Any] = field(default_factory=dict)
     """Whatever else its event should say."""
     stopped: list[Receivers] = field(default_factory=list)
-    """What it stops, and what goes on after `Fault.duration_s`."""
+    """What is stopped beside `strike`, and goes on after `Fault.duration_s`."""
 
     @property
     def groups(self) -> list[int]:

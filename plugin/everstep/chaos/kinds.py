@@ -40,12 +40,13 @@ class KillWorker(Fault):
     def plan(self, target: Target, choose: random.Random) -> Injection:
         group = self.victim(target.run, choose)
         worker = choose.choice(target.run.workers(group)) if self.rank is None else target.run.workers(group)[self.rank]
+        stopped = target.receivers([worker]) if self.duration_s and self.signum == SIGSTOP else []
         return Injection(
-            strike=lambda: target.signal([worker], self.signum),
+            strike=lambda: None if stopped else target.signal([worker], self.signum),
             target_group=group,
             pids=[worker.pid],
             fields={"target_rank": worker.rank},
-            stopped=target.receivers([worker]) if self.duration_s else [],
+            stopped=stopped,
         )
 
 

@@ -1,10 +1,11 @@
 """Does to a run what a schedule says, when it says so, and sees to it that it ends."""
 
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from everstep.chaos.guard import Guards, Held
 from everstep.chaos.kinds import KillGroup
 from everstep.chaos.schedule import Due, Every, Schedule
 from everstep.chaos.target import LocalTarget, Target
@@ -22,10 +23,12 @@ class Runner:
         self.target, self.schedule = target, schedule
         self.injected = 0
         self._events = EventLog(target.run_dir, None, None, "chaos")
-        self._guards = Guards(target.run_dir)
+        self._held: list[tuple[dict[str, Any], subprocess.Popen[bytes]]] = []
+        """What still lasts: what its end says, and the process that ends it."""
 
     def tick(self, now: float) -> None:
-        """Inject what is due; `now` is `time.monotonic()`."""
+        """Inject what is due, and say what has ended; `now` is `time.monotonic()`."""
+        self._say_ended()
         while (due := self.schedule.due(self.target, now)) is not None:
             try:
                 self._inject(due)
@@ -36,23 +39,45 @@ class Runner:
     def _inject(self, due: Due) -> None:
         fault = due.fault
         injection = fault.plan(self.target, due.choose)
-        fields = dict(injection.fields)
-        if injection.stopped:
-            self._guards.hold(Held(fault.name, injection.target_group, fault.duration_s, injection.stopped))
-            fields["lasts_s"] = fault.duration_s
+        lasts: dict[str, Any] = {"lasts_s": fault.duration_s} if injection.stopped else {}
         self.target.run.hit(injection.groups)
-        self._events.emit("fault", fault=fault.name, target_group=injection.target_group, pids=injection.pids, **fields)
+        self._events.emit(
+            "fault",
+            fault=fault.name,
+            target_group=injection.target_group,
+            pids=injection.pids,
+            **injection.fields,
+            **lasts,
+        )
         injection.strike()
         self.injected += 1
+        named = {"fault": fault.name, "target_group": injection.target_group}
+        for receivers in injection.stopped:
+            with (self.target.run_dir / "logs" / "chaos.log").open("ab") as log:
+                self._held.append((named, receivers.hold(fault.duration_s, log)))
 
     @property
     def holding(self) -> bool:
         """Whether some fault has not ended yet."""
-        return self._guards.holding
+        self._say_ended()
+        return bool(self._held)
+
+    def _say_ended(self) -> None:
+        for one in [one for one in self._held if one[1].poll() is not None]:
+            self._held.remove(one)
+            named, process = one
+            if process.returncode:
+                self._events.emit("fault_undo_failed", **named, reason="see logs/chaos.log")
+            else:
+                self._events.emit("fault_undone", **named)
 
     def close(self) -> None:
         """End every fault that still lasts."""
-        self._guards.close()
+        for _, process in self._held:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
+        self._say_ended()
         self._events.close()
 
 

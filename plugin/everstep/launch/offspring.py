@@ -18,9 +18,9 @@ from everstep.run.stops import STOPS
 
 RUN_MARK = "EVERSTEP_LAUNCHER"
 """In the environment of everything that is executed below a launcher."""
-KEPT = ("everstep.snapshot.keeper", "everstep.report.page", "everstep.chaos.guard")
+KEPT = ("everstep.snapshot.keeper", "everstep.report.page", "everstep.chaos.signals")
 """Modules of processes that end otherwise: keepers of snapshots wait for the next start, the page's writer for its
-server, guards of faults for their injector."""
+server, those that end a fault for their injector."""
 
 
 def left_behind(known: Collection[int]) -> list[psutil.Process]:
