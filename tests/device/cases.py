@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 import late
-from everstep.quorum.heal import HealState, _StateBytes
 from everstep.quorum.process_group import _Line
 from everstep.snapshot.layout import Plan, State
 from everstep.step.reduction import GradientReducer
@@ -230,18 +229,6 @@ def copied_before_commit(planted: bool) -> None:
     plan.copy(whole, b"", own, own.record(), lambda: None)
 
 
-def healed_from_early(planted: bool) -> None:
-    """A joiner reads a state behind the optimizer's step."""
-    tensor = ones()
-    tensor.add_(1)
-    source = _StateBytes(HealState(tensors={"p": tensor}))
-    if planted:
-        source._ready = None
-    [piece] = source.views(0, 4)
-    assert source._own.buffer.is_pinned()
-    assert planted or bytes(piece) == torch.tensor([2.0]).numpy().tobytes()
-
-
 CASES = [
     wait_event,
     record_stream,
@@ -255,7 +242,6 @@ CASES = [
     bucket_freed,
     optimizer_over_copy,
     copied_before_commit,
-    healed_from_early,
 ]
 
 

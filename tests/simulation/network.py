@@ -7,13 +7,12 @@ nobody. `Network.carry` is the only way from one host to another.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import selectors as real_selectors
 import socket as real_socket
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -485,10 +484,4 @@ selectors = SimpleNamespace(
 )
 
 
-@contextlib.contextmanager
-def claimed(nbytes: int) -> Iterator[bool]:
-    """`everstep.quorum.memory.claimed`, on hosts whose memory is virtual."""
-    yield HERE.room()
-
-
-memory = SimpleNamespace(claimed=claimed)
+memory = SimpleNamespace(has_room=lambda nbytes: HERE.room())

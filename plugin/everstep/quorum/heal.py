@@ -1,8 +1,8 @@
 """The heal transport: a live group's state for a group that joins.
 
-The source opens its state for one committed step (`Door.serve`), joiners read it (`Fetch`) while the source computes
-its slots, and the source takes its tensors back before its optimizer changes them (`Door.close`). Until then they are
-read in place; joiners that are not done by then read on from a copy, and nobody waits for them.
+The source opens a copy of its state after one committed step (`Door.serve`), and joiners read it (`Fetch`) while the
+source goes on. Before its optimizer makes another state of it (`Door.close`) the source lets nobody else in; those that
+are there read on, and nobody waits for them.
 
 What travels is a schema (names, dtypes, shapes as JSON), raw tensor bytes, a JSON object and named byte
 strings; nothing that is executed on arrival, as a pickle would be. `everstep.wire` seals every chunk with keys
@@ -11,12 +11,9 @@ about; the source compares before it opens anything, the joiner compares the ans
 the next one begins anew.
 """
 
-import bisect
-import itertools
 import math
 import threading
 import time
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Annotated, Any
@@ -27,13 +24,9 @@ from everstep import wire
 from everstep.quorum import memory
 from everstep.run import typed
 from everstep.run.typed import Count, UnfitError
-from everstep.step.streams import streams_of
 
 PURPOSE = "heal"
 SCHEMA_VERSION = 3
-HOST = torch.device("cpu")
-CONNECTIONS = 4
-"""In parallel for one state, fewer for a small one."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -65,98 +58,12 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-class _StateBytes:
-    """A state's tensors and blobs laid end to end (`wire.Bytes`). What is read is copied into a buffer of the reading
-    thread.
-
-    For what lies on a device that buffer is pinned and filled by a stream of its own, which waits for what the serving
-    thread's stream had been given when the state was opened: copies see the committed values and hold up no
-    computation.
-    """
-
-    def __init__(self, state: HealState) -> None:
-        self._parts: list[memoryview | torch.Tensor] = []
-        self._device = next((t.device for t in state.tensors.values() if t.device.type != "cpu"), HOST)
-        self._ready = streams_of(self._device).record()
-        for name, tensor in state.tensors.items():
-            if not tensor.is_contiguous():
-                raise HealError(f"'{name}' is not contiguous: pass its contiguous local shard")
-            flat = tensor.detach().reshape(-1).view(torch.uint8)
-            self._parts.append(_memory_of(flat) if tensor.device.type == "cpu" else flat)
-        self._parts += [memoryview(blob) for blob in state.blobs.values()]
-        self._parts = [p for p in self._parts if len(p)]
-        self._ends = list(itertools.accumulate(len(p) for p in self._parts))
-        self.size = self._ends[-1] if self._ends else 0
-        self._own = threading.local()
-        self._lock = threading.Condition()
-        self._reading = 0
-        self._detaching = False
-
-    def views(self, offset: int, length: int) -> list[memoryview]:
-        """See `wire.Bytes`. A copy: the tensors may change once this has returned, for which `detach` waits."""
-        with self._lock:
-            self._lock.wait_for(lambda: not self._detaching)
-            self._reading += 1
-        try:
-            return [self._staged(self._pieces(offset, length))]
-        finally:
-            with self._lock:
-                self._reading -= 1
-                self._lock.notify_all()
-
-    def detach(self) -> None:
-        """Go on from a copy: when this returns the tensors may change."""
-        with self._lock:
-            self._detaching = True
-            self._lock.wait_for(lambda: not self._reading)
-        try:
-            if self._device == HOST:
-                self._parts = [memoryview(bytearray(part)) for part in self._parts]
-            else:
-                self._parts = [self._on_host()]
-                self._ends, self._device = [self.size], HOST
-        finally:
-            with self._lock:
-                self._detaching = False
-                self._lock.notify_all()
-
-    def _on_host(self) -> memoryview:
-        """A copy of all of it, through page-locked memory: straight from a device to other memory takes several times
-        as long, and the trainer waits for this."""
-        whole = memoryview(bytearray(self.size))
-        for begin in range(0, self.size, wire.CHUNK_BYTES):
-            staged = self._staged(self._pieces(begin, min(wire.CHUNK_BYTES, self.size - begin)))
-            whole[begin : begin + len(staged)] = staged
-        return whole
-
-    def _pieces(self, offset: int, length: int) -> list[memoryview | torch.Tensor]:
-        end, pieces = offset + length, []
-        index = bisect.bisect_right(self._ends, offset)
-        while offset < end:
-            part, stop = self._parts[index], min(end, self._ends[index])
-            start = self._ends[index] - len(part)
-            pieces.append(part[offset - start : stop - start])
-            offset, index = stop, index + 1
-        return pieces
-
-    def _staged(self, pieces: list[memoryview | torch.Tensor]) -> memoryview:
-        """Copies in the calling thread's buffer, good until its next call."""
-        own, at = self._own, 0
-        if not hasattr(own, "buffer"):
-            own.buffer = torch.empty(wire.CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._device != HOST)
-            own.streams = streams_of(self._device)
-        with own.streams.of_sums():
-            own.streams.wait(self._ready)
-            for piece in pieces:
-                target = own.buffer[at : at + len(piece)]
-                if isinstance(piece, torch.Tensor):
-                    target.copy_(piece, non_blocking=True)
-                else:
-                    target.numpy().data[:] = piece
-                at += len(piece)
-            if (done := own.streams.record()) is not None:
-                done.synchronize()
-        return own.buffer[:at].numpy().data
+def _copied(state: HealState) -> wire.Pieces:
+    """A copy of a state's tensors and blobs, laid end to end on the host: what comes next may change them."""
+    parts: list[memoryview] = []
+    for tensor in state.tensors.values():
+        parts.append(_memory_of(tensor.detach().to("cpu", copy=True).contiguous()))
+    return wire.Pieces(parts + [memoryview(blob) for blob in state.blobs.values()])
 
 
 @dataclass(frozen=True)
@@ -218,45 +125,31 @@ class Door:
         self._changed = threading.Condition()
         self._step, self._history = -1, 0
         """Of the state that is served, or was last."""
-        self._source: _StateBytes | None = None
-        self._schema: _Schema | None = None
-        """Of what is served; None while nothing is."""
-        self._readers: dict[wire.Channel, _StateBytes] = {}
-        """What each connection reads."""
+        self._open: tuple[wire.Pieces, _Schema] | None = None
+        """What is served; None while nothing is."""
         self._server = wire.Server(host, token, self._talk, timeout, purpose=PURPOSE)
         self.address = self._server.address
         """`host:port` to hand to `fetch`."""
 
     def serve(self, step: int, history: int, state: HealState) -> None:
-        """Open `state` to joiners as that after committed step `step`, which came about by `history`, until `close`.
-
-        The tensors are read in place: none may change before `close` has returned.
-        """
-        with self._changed:
-            if self._schema is not None and (self._step, self._history) == (step, history):
-                return
+        """Open a copy of `state` to joiners as that after committed step `step`, which came about by `history`, until
+        `close`. Where the host has no memory for a copy they see a HealError."""
+        if self._open is not None and (self._step, self._history) == (step, history):
+            return
         self.close()
         state.meta["history"] = history
-        source = _StateBytes(state)
-        schema = _schema(step, history, self._whose, state, source.size)
+        size = sum(tensor.nbytes for tensor in state.tensors.values()) + sum(map(len, state.blobs.values()))
+        schema = _schema(step, history, self._whose, state, size)
+        copy = _copied(state) if memory.has_room(size) else None
         with self._changed:
-            self._step, self._history, self._source, self._schema = step, history, source, schema
+            self._step, self._history = step, history
+            self._open = (copy, schema) if copy is not None else None
             self._changed.notify_all()
 
     def close(self) -> None:
-        """The state is about to change: nobody new is let in, and joiners that are not done read on from a copy.
-
-        Waits for no joiner. Where the host has no memory for a copy they are cut off and see a HealError.
-        """
+        """The state is about to change: nobody new is let in."""
         with self._changed:
-            source, self._source, self._schema = self._source, None, None
-            if source is None or source not in self._readers.values():
-                return
-        with memory.claimed(source.size) as granted:
-            if granted:
-                source.detach()
-        if not granted:
-            self._cut(source)
+            self._open = None
 
     def fetch(self, address: str, step: int, history: int) -> "Fetch":
         """See `HealDoor.fetch`."""
@@ -266,34 +159,15 @@ class Door:
 
     def shutdown(self) -> None:
         """Cut every joiner off and stop listening."""
-        with self._changed:
-            self._source = self._schema = None
-        self._cut(None)
+        self.close()
         self._server.close()
 
-    def _cut(self, source: _StateBytes | None) -> None:
-        """End all transfers of a source, or all there are, and wait for that."""
-
-        def reading() -> list[wire.Channel]:
-            return [channel for channel, read in self._readers.items() if source in (None, read)]
-
-        with self._changed:
-            for channel in reading():
-                channel.cut()
-            self._changed.wait_for(lambda: not reading())
-
     def _talk(self, channel: wire.Channel) -> None:
-        request = channel.receive_frame()
-        try:
-            source, answer = self._admit(channel, request)
-            channel.send_frame(answer)
-            wire.serve_ranges(channel, source)
-        finally:
-            with self._changed:
-                self._readers.pop(channel, None)
-                self._changed.notify_all()
+        source, schema = self._admit(channel.receive_frame())
+        channel.send_frame(asdict(schema))
+        wire.serve_ranges(channel, source)
 
-    def _admit(self, channel: wire.Channel, request: dict[str, Any]) -> tuple[_StateBytes, dict[str, Any]]:
+    def _admit(self, request: dict[str, Any]) -> tuple[wire.Pieces, _Schema]:
         try:
             wanted = typed.parse(Wanted, request)
         except UnfitError as error:
@@ -308,14 +182,14 @@ class Door:
                 )
             if self._step != wanted.step:
                 raise wire.RefusedError(f"step {wanted.step} is over here: step {self._step} was opened since")
-            if self._source is None or self._schema is None:
-                raise wire.RefusedError(f"step {wanted.step} is being left here: its optimizer step has begun")
+            if self._open is None:
+                why = "its optimizer step has begun, or this host has no memory for a copy"
+                raise wire.RefusedError(f"step {wanted.step} is not open here: {why}")
             if self._history != wanted.history:
                 raise wire.RefusedError(
                     f"step {wanted.step} came about here by history {self._history}, {wanted.history} was asked for"
                 )
-            self._readers[channel] = self._source
-            return self._source, asdict(self._schema)
+            return self._open
 
 
 class Fetch(threading.Thread):
@@ -326,7 +200,6 @@ class Fetch(threading.Thread):
         wanted: what is asked for.
         token: of the run.
         timeout: the longest silence of the source, and the longest wait for it to open the step.
-        connections: of the transfer.
     """
 
     def __init__(
@@ -335,12 +208,9 @@ class Fetch(threading.Thread):
         wanted: Wanted,
         token: bytes,
         timeout: timedelta,
-        *,
-        connections: int = CONNECTIONS,
     ) -> None:
         super().__init__(name="heal", daemon=True)
         self._address, self._wanted, self._token, self._timeout = address, wanted, token, timeout
-        self._connections = connections
         self._state: HealState | None = None
         self.error = ""
         self.took_s = 0.0
@@ -349,66 +219,49 @@ class Fetch(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        channels: list[wire.Channel] = []
         begun = time.monotonic()
         try:
-            state = self._receive(channels)
+            state = self._receive()
         except (wire.WireError, HealError, UnfitError) as error:
             after = f"from {self._address} after {time.monotonic() - begun:.1f} s"
             self.error = f"no state of step {self._wanted.step} {after}: {error}"
         else:
             self.took_s, self._state = time.monotonic() - begun, state
-        finally:
-            for channel in channels:
-                channel.close()
 
     def state(self) -> HealState | None:
         """See `Fetch.state`."""
         return self._state
 
-    def room(self) -> AbstractContextManager[bool]:
-        """See `Fetch.room`. The sums of a step are never larger than the state."""
-        return memory.claimed(self.nbytes)
+    def has_room(self) -> bool:
+        """See `Fetch.has_room`. The sums of a step are never larger than the state."""
+        return memory.has_room(self.nbytes)
 
     def cancel(self) -> None:
         """See `Fetch.cancel`: what still arrives is not used."""
         self._state = None
 
-    def _receive(self, channels: list[wire.Channel]) -> HealState:
-        """The whole state, over connections that are added to `channels`.
+    def _receive(self) -> HealState:
+        """The whole state.
 
         Raises:
             HealError, WireError, UnfitError: wrong token, step, history, rank or schema, something that was altered on
                 the way, a source that refused, died or fell silent.
         """
-        channels.append(self._connect())
-        schema = self._ask(channels[0])
-        self._compare(schema)
-        tensors = _room(schema.tensors)
-        self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        size = self.nbytes + sum(length for _, length in schema.blobs)
-        if size != schema.size:
-            raise HealError(f"it announced {schema.size} bytes for a schema of {size}")
-        blobs = {name: bytearray(length) for name, length in schema.blobs}
-        sink = wire.Pieces([*map(_memory_of, tensors.values()), *map(memoryview, blobs.values())])
-        for _ in range(min(self._connections, -(-sink.size // wire.RANGE_BYTES)) - 1):
-            further = self._connect()
-            channels.append(further)
-            try:
-                same = self._ask(further) == schema
-            except wire.RefusedError:  # the step is over there, and those let in before read on
-                same = False
-            if not same:
-                channels.pop().close()
-                break
-        wire.pull(channels, sink)
+        channel = wire.connect(self._address, self._token, self._timeout, purpose=PURPOSE)
+        try:
+            schema = typed.parse(_Schema, channel.ask(asdict(self._wanted)), "its answer:")
+            self._compare(schema)
+            tensors = _room(schema.tensors)
+            self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
+            size = self.nbytes + sum(length for _, length in schema.blobs)
+            if size != schema.size:
+                raise HealError(f"it announced {schema.size} bytes for a schema of {size}")
+            blobs = {name: bytearray(length) for name, length in schema.blobs}
+            sink = wire.Pieces([*map(_memory_of, tensors.values()), *map(memoryview, blobs.values())])
+            wire.pull([channel], sink)
+        finally:
+            channel.close()
         return HealState(tensors, schema.meta, {name: bytes(blob) for name, blob in blobs.items()})
-
-    def _connect(self) -> wire.Channel:
-        return wire.connect(self._address, self._token, self._timeout, purpose=PURPOSE)
-
-    def _ask(self, channel: wire.Channel) -> _Schema:
-        return typed.parse(_Schema, channel.ask(asdict(self._wanted)), "its answer:")
 
     def _compare(self, schema: _Schema) -> None:
         """See that the answer is what was asked for. Raises HealError."""

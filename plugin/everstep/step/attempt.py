@@ -152,10 +152,9 @@ class Healing:
 
     def keep(self, commit: Commit, copy_sums: Callable[[], Any]) -> None:
         """Keep a commit with a copy of its sums, unless this host has no memory for that: then this healing is over."""
-        with self.fetch.room() as room:
-            self.full = self.full or not room
-            if not self.full:
-                self.commits.append((commit, copy_sums()))
+        self.full = self.full or not self.fetch.has_room()
+        if not self.full:
+            self.commits.append((commit, copy_sums()))
 
     @property
     def error(self) -> str:

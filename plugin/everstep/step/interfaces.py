@@ -6,7 +6,6 @@ Ranks) and `everstep.titan` (Work, RunFiles).
 """
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -219,8 +218,9 @@ class Fetch(Protocol):
     def state(self) -> Any | None:
         """The state, once all of it is here and verified; None before."""
 
-    def room(self) -> AbstractContextManager[bool]:
-        """Whether this host has memory for the sums of another step, which are copied in the context."""
+    def has_room(self) -> bool:
+        """Whether this host has memory for the sums of another step."""
+        ...
 
     def cancel(self) -> None: ...
 
@@ -231,10 +231,10 @@ class HealDoor(Protocol):
     address: str
 
     def serve(self, step: int, history: int, state: Any) -> None:
-        """Open this rank's state after `step` to joiners, by reference, until `close`."""
+        """Open a copy of this rank's state after `step` to joiners, until `close`."""
 
     def close(self) -> None:
-        """The state is about to change: joiners that are not done read on from a copy. Waits for no joiner."""
+        """The state is about to change: nobody new is let in. Waits for no joiner."""
 
     def fetch(self, address: str, step: int, history: int) -> Fetch:
         """Begin to take over the state after `step` of `history` from the rank at `address`."""
