@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import simulation.world
 from everstep.step.driver import End
 from simulation.faults import KINDS, REFUSALS, Fault
 from simulation.files import SimFiles
@@ -51,7 +52,9 @@ def test_mixed_faults_break_no_promise(part: int) -> None:
 
 def test_a_group_that_errs_in_one_slot_is_named_and_a_narrow_bound_names_nobody() -> None:
     """With groups that die and sums that break meanwhile."""
-    outcomes = runs(range(120), Settings(faults=12, kinds=(*REFUSALS, "kill", "group", "cut", "lose", "beats")))
+    outcomes = runs(
+        range(120), Settings(groups=(2, 6), faults=12, kinds=(*REFUSALS, "kill", "group", "cut", "lose", "beats"))
+    )
     assert_promise_kept(outcomes)
     fell = sum((outcome.fell for outcome in outcomes), Counter())
     assert all(fell[kind] >= 20 for kind in REFUSALS), fell
@@ -70,12 +73,19 @@ def test_a_million_faults_break_no_promise(part: int) -> None:
     assert_promise_kept(runs(seeds, Settings(faults=200)))
 
 
-def test_a_run_without_faults_does_every_step_once_in_one_history() -> None:
+def test_a_run_without_faults_does_every_step_once_in_one_history_at_the_first_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It lasts longer than any group would wait for one commit."""
+    monkeypatch.setattr(simulation.world, "GIVE_UP_S", 12.0)
     for seed in range(8):
-        outcome = simulate(seed, Settings(faults=0))
+        outcome = simulate(seed, Settings(faults=0), trace=True)
         assert not outcome.violations
         last = min(outcome.plan.steps, outcome.plan.data_ends[0] - 1)
         assert outcome.commits == last
+        assert outcome.virtual_s > 12.0
+        attempts = [text for _, _, kind, step, text in outcome.trace if kind == "attempt" and (step or 0) > 2]
+        assert all(text.startswith("attempt=1 ") for text in attempts)
 
 
 def run_of(kind: str, *, groups: int = 3, at: float = 8.0, size: float = 0.9, group: int = 2) -> tuple[Outcome, World]:
@@ -98,7 +108,6 @@ def run_of(kind: str, *, groups: int = 3, at: float = 8.0, size: float = 0.9, gr
         ("gone", 3.0 + 0.5 + 3 * 2.0 + 1.5 * 2.0),
         ("closed", 3 * 2.0 + 1.5 * 2.0),
         ("dark", 3.0 + 0.5 + 1.5 * 2.0),
-        ("clock", 0.0),
         ("slow-link", 3.0),
     ],
 )
