@@ -1,21 +1,20 @@
 """What authentication and encryption of states cost: heals with and without.
 
-    python bench/heal.py [--gb 0.064 0.512 2] [--connections 1 4] [--rounds 6] [--gbit 0 10 25] [--json]
+    python bench/heal.py [--gb 0.064 0.512 2] [--rounds 6] [--gbit 0 10 25] [--json]
 
-Two processes on this machine, the same bytes, the same number of connections, all kinds in turn in every round, and in
+Two processes on this machine, the same bytes, all kinds in turn in every round, and in
 the reverse order in every other round:
 
     unsealed   the heal transport, with records that are not sealed: what it would be without encryption
     heal       the heal transport
 
-`--gbit`: hold the connections together to that rate, as a network would (SO_MAX_PACING_RATE); 0 for as fast as memory
+`--gbit`: hold the connection to that rate, as a network would (SO_MAX_PACING_RATE); 0 for as fast as memory
 is copied through loopback. Both sides use memory that has been touched before. Prints GB/s (10^9 bytes) and the
 processor seconds that a GB takes on both sides together, which other work on the machine disturbs less: medians of the
 rounds, and ratios that are medians of each round's ratio.
 """
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import signal
@@ -78,9 +77,9 @@ def source(pipe, nbytes: int) -> None:
         pipe.send(True)
 
 
-def take(address: str, into: dict[str, torch.Tensor], connections: int) -> None:
+def take(address: str, into: dict[str, torch.Tensor]) -> None:
     wanted = Wanted(1, 0, Whose(), TIMEOUT.total_seconds())
-    fetch = Fetch(address, wanted, TOKEN, TIMEOUT, connections=connections)
+    fetch = Fetch(address, wanted, TOKEN, TIMEOUT)
     fetch.join()
     assert not fetch.error, fetch.error
 
@@ -88,18 +87,17 @@ def take(address: str, into: dict[str, torch.Tensor], connections: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, nargs="+", default=[1.0])
-    parser.add_argument("--connections", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--gbit", type=float, nargs="+", default=[0.0], help="Gbit/s of all connections together")
+    parser.add_argument("--gbit", type=float, nargs="+", default=[0.0], help="Gbit/s")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    rows = [row for gb in args.gb for row in measure(gb, args.gbit, args.connections, args.rounds)]
+    rows = [row for gb in args.gb for row in measure(gb, args.gbit, args.rounds)]
     if args.json:
         print(json.dumps(rows))
 
 
-def measure(gb: float, gbits: list[float], connection_counts: list[int], rounds: int) -> list[dict[str, Any]]:
-    """All kinds with a state of so many GB; prints and returns a row for each rate and number of connections."""
+def measure(gb: float, gbits: list[float], rounds: int) -> list[dict[str, Any]]:
+    """All kinds with a state of so many GB; prints and returns a row for each rate."""
     nbytes = int(gb * 1e9) // (TENSORS * 4) * TENSORS * 4
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=source, args=(theirs, nbytes), daemon=True)
@@ -113,16 +111,16 @@ def measure(gb: float, gbits: list[float], connection_counts: list[int], rounds:
         """Processor seconds of both processes so far."""
         return time.process_time() + sum(server.cpu_times()[:2])
 
-    for gbit, connections in itertools.product(gbits, connection_counts):
+    for gbit in gbits:
         rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
         costs: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for number in range(-1, rounds):  # the first is not counted
             for kind in KINDS if number % 2 == 0 else reversed(KINDS):
-                ours.send((kind, gbit * 1e9 / 8 / connections))
+                ours.send((kind, gbit * 1e9 / 8))
                 ours.recv()
                 seal_like(kind)
                 began, used = time.perf_counter(), used_s()
-                take(address, into, connections)
+                take(address, into)
                 rates[kind].append(nbytes / 1e9 / (time.perf_counter() - began))
                 costs[kind].append((used_s() - used) / (nbytes / 1e9))
             if number < 0:
@@ -130,11 +128,8 @@ def measure(gb: float, gbits: list[float], connection_counts: list[int], rounds:
         found = {kind: statistics.median(rates[kind]) for kind in KINDS}
         cost = {kind: statistics.median(costs[kind]) for kind in KINDS}
         ratio = statistics.median(x / y for x, y in zip(rates["heal"], rates["unsealed"], strict=True))
-        rows.append(
-            {"gb": nbytes / 1e9, "gbit": gbit, "connections": connections, "gb_per_s": found, "cpu_s_per_gb": cost}
-            | {"ratio": ratio}
-        )
-        print(f"{nbytes / 1e9:g} GB, {f'{gbit:g} Gbit/s' if gbit else 'loopback'}, {connections} connections:")
+        rows.append({"gb": nbytes / 1e9, "gbit": gbit, "gb_per_s": found, "cpu_s_per_gb": cost} | {"ratio": ratio})
+        print(f"{nbytes / 1e9:g} GB, {f'{gbit:g} Gbit/s' if gbit else 'loopback'}:")
         for title, values in (("GB/s", found), ("processor s/GB", cost), ("ratio", {"heal/unsealed": ratio})):
             print(f"  {title}:", ", ".join(f"{kind} {value:.2f}" for kind, value in values.items()), flush=True)
     process.terminate()

@@ -119,7 +119,6 @@ class Group(threading.Thread):
             find_lighthouse=lambda: self._lighthouse,
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
         )
-        membership.follow()
         return membership
 
 

@@ -46,15 +46,13 @@ class Lighthouse:
         self.said = self.process.stdout.readline()
 
     def member(self, group, token=None, life=LIFE):
-        member = Membership(
+        return Membership(
             group=group,
             life=life,
             token=token or self.token,
             find_lighthouse=lambda: self.address,
             heartbeat_timeout_s=BEATS_S,
         )
-        member.follow()
-        return member
 
     def connect(self):
         return wire.connect(f"127.0.0.1:{self.port}", self.token, SOON, purpose=PURPOSE)

@@ -32,8 +32,6 @@ def test_groups_leave_a_silent_lighthouse_for_the_one_that_is_published(lighthou
         Membership(group=g, life=LIFE, token=old.token, find_lighthouse=lambda: at[0], heartbeat_timeout_s=BEATS_S)
         for g in range(2)
     ]
-    for member in members:
-        member.follow()
     time.sleep(BEATS_S)
     old.process.send_signal(signal.SIGSTOP)
     found = []
@@ -42,7 +40,6 @@ def test_groups_leave_a_silent_lighthouse_for_the_one_that_is_published(lighthou
     time.sleep(1.0)
     at[0], begun = new.address, time.monotonic()
     time.sleep(1.0)
-    members[1].follow()
     groups, _ = asks(members[1], 1, 1)
     waiting.join(10)
     assert found[0][0] == groups == [0, 1], "nobody has a quorum of its own"
@@ -55,7 +52,6 @@ def test_a_quorum_of_a_lighthouse_that_is_not_the_published_one_any_more_is_none
     old, new = lighthouses
     at = [old.address]
     member = Membership(group=0, life=LIFE, token=old.token, find_lighthouse=lambda: at[0], heartbeat_timeout_s=BEATS_S)
-    member.follow()
     other = old.ask(1)
     time.sleep(BEATS_S * 2)
 
@@ -87,7 +83,6 @@ def test_one_that_poses_as_the_lighthouse_is_not_asked(lighthouses, tmp_path):
         find_lighthouse=lambda: impostor.address,
         heartbeat_timeout_s=BEATS_S,
     )
-    member.follow()
     with pytest.raises(QuorumUnavailable, match="did not accept the run's token"):
         asks(member, 0, 1, SOON / 5)
     member.leave()

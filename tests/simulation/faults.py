@@ -442,14 +442,6 @@ def _lighthouse_dark(world: World, life: Life, rank: Rank, size: float) -> bool:
     return True
 
 
-def _clock(world: World, life: Life, rank: Rank, size: float) -> bool:
-    """The wall clock of a host jumps by up to an hour."""
-    world.wall_s[life.host] = ahead_s = 7200.0 * (size - 0.5)
-    for each in life.ranks:
-        each.process.wall_s = ahead_s
-    return True
-
-
 def _lag(world: World, life: Life, rank: Rank, size: float) -> bool:
     """A host sees later, by up to half a minute, what others write into the run directory."""
     seconds, late_s = _lasts_s(world.scheduler.random.random()), 0.5 + 29.5 * size**2
@@ -491,7 +483,6 @@ BREAKERS: dict[str, Callable[[World, Life, Rank, float], bool]] = {
     "slow-link": _slow_link,
     "dark": _dark,
     "lh-dark": _lighthouse_dark,
-    "clock": _clock,
     "fs-lag": _lag,
     "sick": _sick,
     "narrow": _narrow,

@@ -161,7 +161,6 @@ class Rank:
         self.world, self.life, self.number = world, life, number
         self.name = f"{life.name}/{number}"
         self.process = Process(world.scheduler, self.name, life.host)
-        self.process.wall_s = world.wall_s.get(life.host, 0.0)
         self.process.on_death += [life.rank_died, partial(world.network.process_died, self.process)]
         self.beaten = self.looked = world.scheduler.now
         self.leave_at = NEVER

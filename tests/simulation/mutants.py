@@ -51,7 +51,7 @@ TESTS = {
     "quorum/interface.py": ["tests/quorum/test_interface.py"],
     "quorum/lighthouse.py": ["tests/quorum/test_gate.py"],
     "quorum/membership.py": ["tests/quorum/test_membership.py"],
-    "quorum/memory.py": ["tests/quorum/test_memory.py"],
+    "quorum/memory.py": ["tests/quorum/test_heal.py"],
     "quorum/notes.py": ["tests/quorum/test_notes.py"],
     "quorum/private.py": ["tests/quorum/test_private.py"],
     "quorum/process_group.py": ["tests/quorum/test_process_group.py", "tests/step/test_late_sums.py"],
@@ -117,14 +117,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         'return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2',
         "3",
     ): "61 bits tell histories apart as well",
-    ("quorum/reach.py", "due: float = 0.0", "1.0"): "is set before it is read",
     ("quorum/membership.py", "ASK_AGAIN_S = 0.1", "1.1"): ONLY_LATER,
-    ("quorum/membership.py", "return self._ask_once(request, max(left_s, 0.001))", "1.001"): ONLY_LATER,
-    (
-        "quorum/heal.py",
-        "for _ in range(min(self._connections, -(-sink.size // wire.RANGE_BYTES)) - 1):",
-        "(min(self._connections, -(-sink.size // wire.RANGE_BYTES)) + 1)",
-    ): "more connections than are of use",
 }
 """File, line and what is put there → why no run can show the change."""
 

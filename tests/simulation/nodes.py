@@ -76,7 +76,6 @@ class Voice:
             find_lighthouse=lambda: world.address.read(world.seen_at(rank.life.host)),
             heartbeat_timeout_s=world.plan.lighthouse.heartbeat_timeout_s,
         )
-        self.follow: Callable[[], bool] = self._membership.follow
         self.leave: Callable[[], None] = self._membership.leave
 
     def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:

@@ -26,14 +26,14 @@ class Process:
 
     Attributes:
         host: where it runs.
-        clock_s, wall_s: what its host's clocks are ahead of virtual time.
+        clock_s: what its host's monotonic clock is ahead of virtual time.
         stopped_until: until then nothing in it runs (SIGSTOP).
         stops: times at which it was stopped.
     """
 
     def __init__(self, scheduler: "Scheduler", name: str, host: str = "") -> None:
         self.scheduler, self.name, self.host = scheduler, name, host
-        self.clock_s, self.wall_s = 1000.0 * scheduler.random.random(), 0.0
+        self.clock_s = 1000.0 * scheduler.random.random()
         self.alive = True
         self.inner: Any = None
         """Of a lighthouse: `simulation.services.Inner`."""

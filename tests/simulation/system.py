@@ -40,17 +40,12 @@ def monotonic() -> float:
     return HERE.scheduler.now + process.clock_s
 
 
-def wall_clock() -> float:
-    """Jumps now and then, and is another one on every host."""
-    process = HERE.process()
-    return 1.7e9 + HERE.scheduler.now + process.wall_s
-
-
 def sleep(seconds: float) -> None:
     HERE.scheduler.sleep(seconds)
 
 
-time = SimpleNamespace(monotonic=monotonic, time=wall_clock, sleep=sleep, perf_counter=monotonic)
+time = SimpleNamespace(monotonic=monotonic, sleep=sleep)
+"""There is no wall clock: what reads one fails."""
 
 
 def _wait(signal: Signal, holds: Callable[[], bool], timeout: float | None) -> bool:
@@ -187,17 +182,12 @@ class Event:
         return _wait(self._news, self.is_set, timeout)
 
 
-class Local:
-    """`threading.local`, of processes whose threads do not share one."""
-
-
 threading = SimpleNamespace(
     Thread=Thread,
     Timer=Timer,
     Lock=Lock,
     Condition=Condition,
     Event=Event,
-    local=Local,
     current_thread=current_thread,
 )
 

@@ -170,8 +170,6 @@ class World:
         self.lags: dict[str, list[tuple[float, float]]] = defaultdict(list)
         """By host: until when, and by how much, it sees later what others write into the run directory."""
         self.lighthouses: dict[str, LighthouseNode] = {}
-        self.wall_s: dict[str, float] = {}
-        """By host: what its wall clock is ahead."""
         self.network = Network(self.scheduler, self.heal_s, self.heal_fails)
         here = system.HERE
         here.scheduler, here.network, here.judge, here.tail_s = self.scheduler, self.network, self.judge, self.tail_s
@@ -226,10 +224,10 @@ class World:
     def finished_for_all(self) -> bool:
         return self.end.read()[1]
 
-    def seen_at(self, host: str) -> float:
-        """From when what a host reads of the run directory is."""
-        now = self.scheduler.now
-        return now - max((late_s for until, late_s in self.lags[host] if now < until), default=0.0)
+    def seen_at(self, host: str, when: float | None = None) -> float:
+        """From when what a host reads of the run directory is, now or at a time."""
+        when = self.scheduler.now if when is None else when
+        return when - max((late_s for until, late_s in self.lags[host] if when < until), default=0.0)
 
     def note(self, who: str, kind: str, step: int | None, fields: dict[str, Any]) -> None:
         if kind == "waiting_for_state":
@@ -315,8 +313,9 @@ class World:
 
     def judge_commit(self, rank: Rank, step: int, took_s: float) -> None:
         """A group that commits a step, in an attempt that took so long, was not asked to leave before it began, and the
-        run had not ended."""
-        ended = self.finished_for_all and self.scheduler.now - took_s > self.finished_at + 0.5
+        run had not ended as far as its host could see."""
+        looked = self.seen_at(rank.life.host, self.scheduler.now - took_s)
+        ended = self.finished_for_all and looked > self.finished_at + 0.5
         if ended and step <= self.finished:
             text = f"{rank.name} commits step {step} again, the run ended after {self.finished}"
             self.judge.violate("after the end", text)

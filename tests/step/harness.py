@@ -127,13 +127,10 @@ class Run:
         """A group of one rank."""
         return self.ranks(number, 1, steps=steps, **options)[0]
 
-    def ranks(
-        self, number: int, ranks: int, *, steps: int, of_rank: dict[int, dict] | None = None, **options: object
-    ) -> list[Rank]:
-        """A group of several; `of_rank`: options of single ranks."""
+    def ranks(self, number: int, ranks: int, *, steps: int, **options: object) -> list[Rank]:
+        """A group of several."""
         port, group = free_port(), []
         for rank in range(ranks):
-            settings = {"steps": steps, **options, **(of_rank or {}).get(rank, {})}
             group.append(
                 Rank(
                     self._context,
@@ -144,33 +141,19 @@ class Run:
                         store_port=port,
                         lighthouse=f"http://{self.host}:{self.port}",
                         run_dir=self.run_dir,
-                        **settings,
+                        steps=steps,
+                        **options,
                     ),
                 )
             )
         self.members += group
         return group
 
-    def together(self, groups: int, *, steps: int, **options: object) -> list[Rank]:
-        """Groups 0 … groups - 1, all of which take part from step 3 on."""
-        first = self.group(0, steps=steps, pause_after=2, **options)
-        first.until(2)
-        others = [self.group(number, steps=steps, **options).ready() for number in range(1, groups)]
-        first.go()
-        return [first, *others]
-
     def order(self, group: int, rank: int, phase: str, do: str) -> None:
         """Have a rank kill or stop itself when it comes to a phase next."""
         path = self.run_dir / f"order-{group}-{rank}"
         draft = path.with_suffix(".draft")
         draft.write_text(json.dumps({"phase": phase, "do": do}))
-        draft.rename(path)
-
-    def wall(self, group: int, to: list[int], how: str = "refuse") -> None:
-        """From now on a group cannot connect to these: how is "refuse" or "drop"."""
-        path = self.run_dir / f"wall-{group}"
-        draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps({"to": to, "how": how}))
         draft.rename(path)
 
     def carried_out(self, group: int, rank: int) -> None:

@@ -10,8 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
-import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -65,7 +63,6 @@ class Options:
     heartbeat_s: float = 0.5
     connect_s: float = 2.0
     stall_s: float = 40
-    heal_delay_s: float = 0.0
     pause_after: int = -1
     host: str = ""
     namespace: str = ""
@@ -223,46 +220,9 @@ class Column(RankColumn):
         return total
 
 
-@dataclass(frozen=True)
-class Wall:
-    """A firewall on the way out of this group's ranks: `wall-GROUP` in the run directory names the groups that they
-    cannot connect to, and whether they are refused or hear nothing. Connections that stand are left alone."""
-
-    path: Path
-
-    def build(self) -> None:
-        connect = socket.create_connection
-
-        def through(address, timeout=None, *more, **options):
-            with contextlib.suppress(FileNotFoundError):
-                found = json.loads(self.path.read_text())
-                if address[0] in {host_of(group) for group in found["to"]}:
-                    if found["how"] == "refuse":
-                        raise ConnectionRefusedError("the wall")
-                    time.sleep(timeout)
-                    raise TimeoutError("the wall")
-            return connect(address, timeout, *more, **options)
-
-        socket.create_connection = through
-
-
 def host_of(group: int) -> str:
     """The loopback address of a group."""
     return f"127.0.0.{10 + group}"
-
-
-class SlowDoor(Door):
-    """States arrive here later than they could."""
-
-    options: Options
-
-    def fetch(self, address: str, step: int, history: int):
-        fetch = super().fetch(address, step, history)
-        late = threading.Event()
-        threading.Timer(self.options.heal_delay_s, late.set).start()
-        state = fetch.state
-        fetch.state = lambda: state() if late.is_set() else None
-        return fetch
 
 
 class Monotonic:
@@ -295,7 +255,6 @@ def main(options: Options, connection: Connection) -> None:
     if options.namespace:
         enter(options.namespace)
     host = use_interface(options.address).address
-    Wall(options.run_dir / f"wall-{options.group}").build()
     store = dist.TCPStore(
         host,
         options.store_port,
@@ -323,7 +282,7 @@ def main(options: Options, connection: Connection) -> None:
             find_lighthouse=lambda: options.lighthouse,
             heartbeat_timeout_s=options.heartbeat_s,
         )
-    door = SlowDoor(host, TOKEN, timedelta(seconds=options.heal_s))
+    door = Door(host, TOKEN, timedelta(seconds=options.heal_s))
     column = Column(
         "gloo",
         column=options.rank,
@@ -332,7 +291,7 @@ def main(options: Options, connection: Connection) -> None:
         connect_timeout=timedelta(seconds=options.connect_s),
         reduce_timeout=timedelta(seconds=options.reduce_s),
     )
-    door.options = column.options = options
+    column.options = options
     column.files = files
     timeouts = Timeouts(
         quorum=timedelta(seconds=options.quorum_s),

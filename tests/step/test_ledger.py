@@ -160,21 +160,6 @@ def test_a_checksum_of_63_bits_survives_the_wire(checksum):
     assert Row.decode(said.encode(5), 5) == said
 
 
-def test_after_a_death_only_the_dead_groups_slots_are_computed_again():
-    rows = [row(0, 4, True, held=frozenset({0, 3})), row(2, 4, True, held=frozenset({2, 5}))]
-    assert ledger.plan(rows, 6).shares == {0: (1,), 2: (4,)}
-
-
-def test_more_groups_than_slots_leaves_spares_idle():
-    rows = [row(group, 0, True) for group in range(4)]
-    assert ledger.plan(rows, 2).shares == {0: (0,), 1: (1,), 2: (), 3: ()}
-
-
-def test_a_joiner_gets_no_slots():
-    rows = [row(0, 9, True), row(1, -1, False)]
-    assert ledger.plan(rows, 3).shares == {0: (0, 1, 2)}
-
-
 def test_shrink_leaves_lost_slots_out_but_begins_with_all_of_them():
     fresh = [row(0, 4, True), row(1, 4, True)]
     assert ledger.plan(fresh, 4, "shrink").shares == {0: (0, 2), 1: (1, 3)}

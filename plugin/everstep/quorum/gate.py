@@ -25,7 +25,7 @@ from typing import Any
 from torchft.coordination import LighthouseClient
 
 from everstep import wire
-from everstep.quorum.membership import PURPOSE, Asked, Beat, beat_every_s
+from everstep.quorum.membership import PURPOSE, Asked, Beat
 from everstep.quorum.turns import HEAD_START_S, LOOK_S, Turns
 from everstep.run import typed
 from everstep.step.quorum import Request, decode, encode, group_of, read_quorum
@@ -86,7 +86,6 @@ class Gate:
         self, token: bytes, bind: tuple[str, int], inner: str, rules: Rules, tell: Callable[[int, str], None]
     ) -> None:
         self._min_groups, self._timeout_s, self._tell = rules.min_groups, rules.heartbeat_timeout_s, tell
-        self._every_s = beat_every_s(rules.heartbeat_timeout_s)
         self._refused, self._told = 0, -math.inf
         try:
             self._beats, *self._clients = [LighthouseClient(inner, CONNECT_TIMEOUT) for _ in range(CLIENTS + 1)]
@@ -126,15 +125,13 @@ class Gate:
             self._tell(self._refused, what)
 
     def _talk(self, channel: wire.Channel) -> None:
-        passed_on = -math.inf
         while True:
             message = channel.receive_frame()
             try:
                 if message.get("op") == "beat":
                     beat = typed.parse(Beat, message)
                     self._hear(beat.replica)
-                    if self._is_newest(beat.replica) and time.monotonic() - passed_on >= self._every_s:
-                        passed_on = time.monotonic()
+                    if self._is_newest(beat.replica):
                         self._beat(beat.replica)
                     channel.send_frame({})
                 else:

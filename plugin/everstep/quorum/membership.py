@@ -117,41 +117,30 @@ class Membership:
         patience = timedelta(seconds=heartbeat_timeout_s / 2)
         self._asking, self._beating = Line(token, patience), Line(token, patience)
         self._patience = patience
-        self._address = ""
         self._left = threading.Event()
         self._beats = threading.Thread(target=self._keep_beating, name="lighthouse-heartbeat", daemon=True)
         self._beats.start()
 
-    def follow(self) -> bool:
-        """Speak to the lighthouse where it is now. Whether it moved."""
-        before, self._address = self._address, self._published()
-        return before not in ("", self._address)
-
     def _published(self) -> str:
-        return self._find_lighthouse() or self._address  # the file cannot be read at the moment
+        return self._find_lighthouse() or self._asking.address  # the file cannot be read at the moment
 
     def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
         """See `everstep.step.interfaces.Membership`."""
         deadline = time.monotonic() + timeout.total_seconds()
-        reason: QuorumUnavailable | None = None
         while True:
-            left_s = deadline - time.monotonic()
-            if reason is not None and left_s < ASK_AGAIN_S:  # too little for another reason than that
-                raise reason
             try:
-                return self._ask_once(request, max(left_s, 0.001))
-            except QuorumUnavailable as error:
+                return self._ask_once(request, max(deadline - time.monotonic(), 0.001))
+            except QuorumUnavailable:
                 # A lighthouse that starts again is asked again until the time is up.
-                reason = error
-                if self._left.wait(ASK_AGAIN_S):
+                if time.monotonic() > deadline - ASK_AGAIN_S or self._left.wait(ASK_AGAIN_S):
                     raise
-                self.follow()
 
     def _ask_once(self, request: Request, timeout_s: float) -> tuple[int, list[Member]]:
         # A little less than our own patience, so that the reason arrives before we give up.
         asked = Asked("quorum", self._replica, encode(request), max(0.001, 0.95 * timeout_s))
+        address = self._published()
         try:
-            answer = self._asking.ask(self._address, asdict(asked), timedelta(seconds=timeout_s))
+            answer = self._asking.ask(address, asdict(asked), timedelta(seconds=timeout_s))
             if "failed" in answer:
                 raise QuorumUnavailable(str(answer["failed"]))
             members = answer["members"]
@@ -160,7 +149,7 @@ class Membership:
             found = answer["quorum_id"], [decode(member) for member in members]
         except (wire.WireError, KeyError, ValueError) as error:
             raise QuorumUnavailable(str(error).partition("\n")[0][:300]) from error
-        if self._published() != self._address:
+        if self._published() != address:
             # The others ask the one that is published now. A quorum of this one would be of those that do not know yet.
             raise QuorumUnavailable("the lighthouse has moved")
         return found
@@ -169,8 +158,6 @@ class Membership:
         """Heartbeats, in a thread of their own: they stop with the process, and while it is stopped."""
         heard, beat = time.monotonic(), asdict(Beat("beat", self._replica))
         while not self._left.wait(self._every_s):
-            if not self._address:
-                continue
             address = self._published()
             try:
                 self._beating.ask(address, beat, self._patience)

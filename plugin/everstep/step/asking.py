@@ -1,7 +1,6 @@
 """How a group asks for its next quorum: rank 0 asks the lighthouse, and all ranks learn the same from it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from everstep.step import ledger
 from everstep.step.attempt import Group, Host, Peers, State, Turn
@@ -11,21 +10,6 @@ from everstep.step.quorum import Answer, Member, Quorum, Request, read_quorum
 
 ASK_AGAIN_S = 0.2
 """A quorum that cannot be used is not asked for again sooner."""
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What a group says of its state when it asks; see `Request`.
-
-    Attributes:
-        state, follows: what it has, and what it will have once it has caught up.
-        connected: key of the quorum whose process group it is connected in; empty for none.
-    """
-
-    state: State
-    follows: State
-    finishing: bool
-    connected: str
 
 
 class Asker:
@@ -58,11 +42,16 @@ class Asker:
         self._left_out: tuple[int, ...] = ()
         self._asked = 0
 
-    def ask(self, standing: Standing, *, brief: bool) -> Quorum | Turn | None:
+    def ask(
+        self, state: State, follows: State, *, finishing: bool, connected: str, brief: bool
+    ) -> Quorum | Turn | None:
         """The next quorum, the same on all ranks of the group; None when there is none now; TOO_LATE if the others
         ended the run meanwhile. Decisions of the group.
 
         Args:
+            state, follows: what the group has, and what it will have once it has caught up.
+            finishing: see `Request`.
+            connected: key of the quorum whose process group it is connected in; empty for none.
             brief: whether to wait no longer than for a group that lives and does not ask.
         """
         self._asked += 1
@@ -71,11 +60,24 @@ class Asker:
             self._watches = self._addresses("watches", self._peers.sums.address)
         begun, unreached, said = self._host.clock.now(), self._agree_on_unreached(), b""
         if self._peers.membership is not None:
-            said = self._ask_lighthouse(self._peers.membership, self._request(standing, unreached), brief).encode()
+            request = Request(
+                group=self._group.id,
+                life=self._group.life,
+                number=self._asked,
+                step=state.step,
+                history=state.history,
+                follows=follows.step,
+                followed=follows.history,
+                finishing=finishing,
+                connected=connected,
+                store=self._group.store,
+                doors=self._doors,
+                watches=self._watches,
+                unreached=unreached,
+            )
+            said = self._ask_lighthouse(self._peers.membership, request, brief).encode()
         answer = Answer.decode(self._decisions.first("quorum", said))
-        step, events = standing.state.step + 1, self._host.events
-        if answer.moved:
-            events.emit("lighthouse_followed", step)
+        step, events = state.step + 1, self._host.events
         if answer.reason:
             waited_s = round(self._host.clock.now() - begun, 3)
             events.emit("quorum_failed", step, reason=answer.reason, waited_s=waited_s)
@@ -100,27 +102,10 @@ class Asker:
         places = frozenset().union(*(ledger.unpack(words, len(self._met)) for words in said))
         return tuple(self._met[place].name for place in sorted(places))
 
-    def _request(self, standing: Standing, unreached: tuple[str, ...]) -> Request:
-        return Request(
-            group=self._group.id,
-            life=self._group.life,
-            number=self._asked,
-            step=standing.state.step,
-            history=standing.state.history,
-            follows=standing.follows.step,
-            followed=standing.follows.history,
-            finishing=standing.finishing,
-            connected=standing.connected,
-            store=self._group.store,
-            doors=self._doors,
-            watches=self._watches,
-            unreached=unreached,
-        )
-
     def _ask_lighthouse(self, membership: Membership, request: Request, brief: bool) -> Answer:
         """Rank 0's question and its answer."""
         clock, timeouts = self._host.clock, self._timeouts
-        moved, begun = membership.follow(), clock.now()
+        begun = clock.now()
         quorum_id, members, reason = 0, [], ""
         try:
             patience = min(timeouts.quorum, timeouts.join) if brief else timeouts.quorum
@@ -132,7 +117,7 @@ class Asker:
             clock.sleep(max(0.0, begun + ASK_AGAIN_S - clock.now()))
             reason = str(error)
         # Since rank 0 looked at the beginning, another rank may have stood still for longer than the run went on.
-        return Answer(moved, self._too_late(), reason, quorum_id, () if reason else tuple(members))
+        return Answer(self._too_late(), reason, quorum_id, () if reason else tuple(members))
 
     def _tell_left_out(self, quorum: Quorum) -> None:
         """When others are left out than before, the first of those that are not says so."""

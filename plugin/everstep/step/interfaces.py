@@ -140,9 +140,6 @@ class Membership(Protocol):
             QuorumUnavailable: none came in time, or what came is not for this request.
         """
 
-    def follow(self) -> bool:
-        """After a quorum that did not come: speak to the lighthouse where it is now. Whether it moved."""
-
     def leave(self) -> None:
         """Stop the heartbeats; the other groups go on without this one."""
 

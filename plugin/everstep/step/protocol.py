@@ -25,7 +25,7 @@ from functools import partial
 from typing import TypeVar
 
 from everstep.step import ledger
-from everstep.step.asking import Asker, Standing
+from everstep.step.asking import Asker
 from everstep.step.attempt import (
     NOTHING,
     Attempt,
@@ -265,8 +265,7 @@ class StepProtocol:
         """See `Asker.ask`. `finishing`: this group makes no more steps, and says so."""
         connected = self._connected.key if self._connected is not None else ""
         follows = self._healing.follows if self._healing is not None else NOTHING
-        standing = Standing(self.state, follows, finishing, connected)
-        return self._asker.ask(standing, brief=brief)
+        return self._asker.ask(self.state, follows, finishing=finishing, connected=connected, brief=brief)
 
     def _take_sides(self, attempt: Attempt) -> None:
         """Compute on, or begin to heal; and open the state to those who heal from here."""
@@ -361,7 +360,6 @@ class StepProtocol:
             refused=frozenset(held.refused),
             disputed=frozenset(slot for slot, times in held.refused.items() if times >= ledger.ASK_AFTER),
             not_finite=frozenset(held.not_finite),
-            outvoted=frozenset(held.outvoted),
         )
 
     def _gather_rows(self, mine: ledger.Row, quorum: Quorum) -> list[ledger.Row]:

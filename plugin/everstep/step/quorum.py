@@ -72,9 +72,6 @@ _NUMBERS = ("group", "number", "step", "history", "follows", "followed")
 _TEXTS = ("life", "connected", "store")
 _LISTS = ("doors", "watches", "unreached")
 
-LOOKS = 4096
-"""How many sets of groups are tried for the largest that reach each other; enough for any but made-up reports."""
-
 
 def encode(request: Request) -> str:
     """As JSON text."""
@@ -107,13 +104,11 @@ class Answer:
     """What rank 0 tells the other ranks of its group, once it has asked for a quorum.
 
     Attributes:
-        moved: whether the lighthouse is elsewhere now.
         too_late: whether the others have ended the run.
         reason: why there is no quorum; empty if there is one.
         id, members: of the quorum: all that asked for it.
     """
 
-    moved: bool
     too_late: bool
     reason: str
     id: int
@@ -122,13 +117,13 @@ class Answer:
     def encode(self) -> bytes:
         """As JSON text."""
         members = [encode(member) for member in self.members]
-        return _TEXT.encode([self.moved, self.too_late, self.reason, self.id, members]).encode()
+        return _TEXT.encode([self.too_late, self.reason, self.id, members]).encode()
 
     @staticmethod
     def decode(said: bytes) -> "Answer":
         """The inverse of `encode`; from a rank of this group."""
-        moved, too_late, reason, number, members = json.loads(said)
-        return Answer(moved, too_late, reason, number, tuple(map(decode, members)))
+        too_late, reason, number, members = json.loads(said)
+        return Answer(too_late, reason, number, tuple(map(decode, members)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,38 +177,20 @@ class Quorum:
 
 
 def together(groups: Sequence[int], cut: Collection[tuple[int, int]], able: Collection[int]) -> tuple[int, ...]:
-    """The largest set of groups that all reach each other and of which one is able, if any is.
-
-    Of equally large ones, the one with the lowest ids. Finding it takes long only if many groups are cut off from many
-    others in no order; then it is the largest of the first `LOOKS` sets.
+    """Groups that all reach each other, among them one that is able if any is: a group that is cut off from few others
+    comes first, of several the one with the lowest id, and each takes part that reaches all before it.
 
     Args:
         groups: in the order of their ids.
         cut: pairs of which at least one does not reach the other.
         able: groups that have the state.
     """
-    apart: dict[int, set[int]] = {group: set() for group in groups}
-    for one, other in cut:
-        apart[one].add(other)
-        apart[other].add(one)
-    best: tuple[int, ...] = ()
-    looks = 0
-
-    def extend(chosen: tuple[int, ...], left: Sequence[int]) -> None:
-        nonlocal best, looks
-        looks += 1
-        if len(chosen) + len(left) <= len(best) or (able and not {*chosen, *left}.intersection(able)):
-            return
-        if not left:
-            best = chosen
-            return
-        extend((*chosen, left[0]), [group for group in left[1:] if group not in apart[left[0]]])
-        if looks < LOOKS:
-            extend(chosen, left[1:])
-
-    everywhere = tuple(group for group in groups if not apart[group])
-    extend(everywhere, [group for group in groups if apart[group]])
-    return tuple(sorted(best))
+    cuts = Counter(group for pair in cut for group in pair)
+    inside = {min(able or groups, key=lambda group: (cuts[group], group))}
+    for group in sorted(groups, key=lambda group: (cuts[group], group)):
+        if not any(group in pair and inside.intersection(pair) - {group} for pair in cut):
+            inside.add(group)
+    return tuple(sorted(inside))
 
 
 def read_quorum(quorum_id: int, members: Sequence[Member]) -> Quorum:

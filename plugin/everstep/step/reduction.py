@@ -80,7 +80,7 @@ class _Memory:
     def __init__(self, params: list[torch.Tensor], dtype: torch.dtype) -> None:
         first, sizes = local(params[0]), [local(p).numel() for p in params]
         self.flat = torch.zeros(sum(sizes), dtype=dtype, device=first.device)
-        self.views = [_laid_out_as(local(p), piece) for piece, p in zip(self.flat.split(sizes), params, strict=True)]
+        self.views = [piece.view(local(p).shape) for piece, p in zip(self.flat.split(sizes), params, strict=True)]
 
 
 class _Bucket:
@@ -212,7 +212,6 @@ class GradientReducer:
     def begin(self, sums: AsyncSums, timeout: timedelta, step: int = 0) -> None:
         """Start an attempt at `step` over the groups of `sums`, whose sums may each take `timeout`."""
         self._sums, self._started, self._armed, self._error = sums, 0, False, None
-        self._last = False
         self._now = (step - 1) % len(self._fragments)
         self._timeout = timeout
         self._began_on, self._began = self._streams.current(), self._streams.record()
@@ -346,11 +345,6 @@ class GradientReducer:
         for stream, filled in bucket.filled_on.items():
             if stream != current:
                 self._streams.wait(filled)
-
-
-def _laid_out_as(param: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-    """A piece in the order in which the parameter lies in memory: fused optimizers go through both side by side."""
-    return piece.as_strided(param.shape, torch.empty_like(param, device="meta").stride())
 
 
 def all_within(most: float, tensors: Iterable[torch.Tensor]) -> bool:
