@@ -106,6 +106,7 @@ def test_what_cannot_work_is_refused(load, text, message):
 def test_a_good_one_is_accepted_and_counts_rounds(load):
     config = load(GOOD)
     assert config.semi_sync.commits(config.training.steps) == 10
+    assert (config.semi_sync.outer_lr, config.semi_sync.outer_momentum) == (0.7, 0.9), "the paper's"
 
 
 def test_02s_name_of_a_model_is_known(load):
