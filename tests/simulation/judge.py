@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-PARTS = "parts of one slot"
-
 
 def fold(*parts: Any) -> int:
     """62 bits over some values."""
@@ -80,31 +78,14 @@ class Judge:
     """(step, history, column) → the way of every group that is there."""
     commits: int = 0
     """Steps applied for the first time, over all histories."""
-    thrown: dict[tuple[int, int, int], str] = field(default_factory=dict)
-    """(group, step, slot) that a group threw away though no rule says so → how."""
-
     keys: set[tuple[str, str]] = field(default_factory=set)
     """Ranks, and the keys that they connected with."""
-    met: Callable[[str], tuple[str, ...]] = lambda who: ()
-    """The members of the newest quorum of a rank that reach each other."""
-    connected: dict[str, float] = field(default_factory=dict)
-    """When each rank last connected."""
-    last_met: tuple[str, ...] = ()
-    """The members of the quorum that was connected last."""
-    trouble: float = 0.0
-    """When something last gave groups a reason to connect anew."""
 
     def uses(self, who: str, key: str) -> None:
         """A rank connects a process group."""
         if (who, key) in self.keys:
             self.violate("key used twice", f"{who} connects with key {key} again")
         self.keys.add((who, key))
-        if self.met(who) != self.last_met:
-            self.last_met, self.trouble = self.met(who), max(self.trouble, self.now())
-        when = self.connected.get(who, -1.0)
-        if when > self.trouble:
-            self.violate("connects in vain", f"{who} was connected at {when:.3f} with the same, and nothing happened")
-        self.connected[who] = self.now()
 
     def violate(self, kind: str, text: str) -> None:
         if len(self.violations) < 20:

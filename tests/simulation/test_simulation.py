@@ -79,8 +79,12 @@ def test_a_run_without_faults_does_every_step_once_in_one_history_at_the_first_a
     """It lasts longer than any group would wait for one commit."""
     monkeypatch.setattr(simulation.world, "GIVE_UP_S", 12.0)
     for seed in range(8):
-        outcome = simulate(seed, Settings(faults=0), trace=True)
+        plan = replace(draw_plan(seed, Settings(faults=0)), save_s=0.3)
+        world = World(seed, plan, trace=True)
+        outcome = world.run()
         assert not outcome.violations
+        connected = Counter(who for who, _ in world.judge.keys)
+        assert max(connected.values()) <= plan.groups, "anew only when another group comes"
         last = min(outcome.plan.steps, outcome.plan.data_ends[0] - 1)
         assert outcome.commits == last
         assert outcome.virtual_s > 12.0

@@ -244,9 +244,10 @@ class SimWork:
             world.leaves(self.rank, commit)
 
     def _right(self, commit: Commit) -> list[Contribution]:
-        """What was summed. Where most groups are sick nothing wrong in it counts, nor where nobody can audit."""
+        """What was summed. Where most groups are sick nothing wrong in it counts, nor where one is alone: nobody can
+        audit it, and what it refuses again and again passes."""
         world, fit = self._world, self._world.mostly_fit(commit.able)
-        counts = fit and (len(commit.able) > 1 or not world.plan.audit_slots)
+        counts = fit and (len(commit.able) > 1 or not (world.plan.audit_slots or commit.step in world.passed))
         if world.all_counts.setdefault(commit.history, counts):  # on all ranks alike, whenever they come to it
             return self.reducer.total
         return [

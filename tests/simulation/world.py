@@ -33,8 +33,6 @@ FAILURES = 3
 STUCK = 4
 """So many times its bound without a commit a run counts as stuck."""
 STAYS, AUDITS, HEALS, MISSES = 3, 3, 4, 3
-TROUBLES = ("starts", "ends", "is done", "quorum_failed", "left_out", "heal")
-"""Of all events, what may make groups connect anew."""
 AGAIN = 1.5
 """Commits of a step that there is already, for each fault."""
 MOST_EVENTS = 2_000_000
@@ -162,7 +160,7 @@ class World:
         self.scheduler = Scheduler(f"world {seed}")
         self.rumour = random.Random(f"rumour {seed}")
         """Draws of what a host has memory for, apart from all others."""
-        self.judge = Judge(plan.slots, lambda: self.scheduler.now, met=self._met)
+        self.judge = Judge(plan.slots, lambda: self.scheduler.now)
         self.trace: list[tuple[float, str, str, int | None, str]] = []
         self._tracing = trace
         self.address = Shared("")
@@ -187,6 +185,8 @@ class World:
         """By history whether what is wrong in the commit counts."""
         self.narrow: set[tuple[int, int]] = set()
         """Steps and slots whose bound is too narrow for what is computed in them, on every group."""
+        self.passed: set[int] = set()
+        """Steps of which a slot that was refused passed."""
         self.unfit: set[str] = set()
         """Starts of groups that were found at fault."""
         self.spoiling: dict[int, int] = {}
@@ -230,12 +230,12 @@ class World:
         return when - max((late_s for until, late_s in self.lags[host] if when < until), default=0.0)
 
     def note(self, who: str, kind: str, step: int | None, fields: dict[str, Any]) -> None:
+        if kind == "slot_accepted":
+            self.passed.add(step or 0)
         if kind == "waiting_for_state":
             self._waits_for_state = True
         if kind == "attempt" and not fields["committed"] and who.endswith("/0"):
             self.failed[who.partition(".")[0]] += 1
-        if kind in TROUBLES or (kind == "attempt" and not fields["committed"]):
-            self.judge.trouble = max(self.judge.trouble, self.scheduler.now)
         if kind == "audit":
             self.audited(who, fields["differing"])
         if self._tracing:
@@ -254,10 +254,6 @@ class World:
                 group.named = life.proven and most_sound and group.id in differing
                 life.accused = group.id in differing
                 life.proven = not life.accused
-
-    def _met(self, who: str) -> tuple[str, ...]:
-        group, _, number = who.partition("/")[0].partition(".")
-        return tuple(member.name for member in read_quorum(0, self.groups[int(group)].lives[int(number)].met).members)
 
     def heal_s(self) -> float:
         low, high = self.plan.heal_s
@@ -296,7 +292,6 @@ class World:
         """Something broke, or will not be whole until a time."""
         until = self.scheduler.now if until is None else until
         self.last_event, self.last_fault = max(self.last_event, until), max(self.last_fault, until)
-        self.judge.trouble = 1e9  # from the first fault on there may be a reason to connect anew at any time
 
     def applied(self, rank: Rank, commit: Commit) -> None:
         if rank.number == 0:
