@@ -26,7 +26,7 @@ from forked import Forked
 
 SOON = timedelta(seconds=10)
 LIFE = "0123456789abcdef"
-BEATS_S = 2.0
+BEATS_S = 1.0
 """The lighthouse's heartbeat timeout."""
 
 
@@ -41,7 +41,8 @@ class Lighthouse:
         self.run_dir, self.port = run_dir, free_port()
         self.address, self.token = f"http://127.0.0.1:{self.port}", run_token(run_dir)
         command = [sys.executable, "-m", "everstep.quorum.lighthouse", "--bind", f"127.0.0.1:{self.port}"]
-        command += ["--run-dir", str(run_dir), "--min-groups", str(min_groups), "--join-timeout-s", "5", *more]
+        command += ["--run-dir", str(run_dir), "--min-groups", str(min_groups), "--join-timeout-s", "5"]
+        command += ["--heartbeat-timeout-s", str(BEATS_S), *more]
         self.process = Forked(command, stdout=subprocess.PIPE)
         self.said = self.process.stdout.readline()
 
