@@ -1,5 +1,6 @@
 """Gradient sums over groups, in buckets, over a real Gloo process group."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -203,9 +204,13 @@ def without_gradient(rank, sums, params, reducer):
     return grads(params)
 
 
+ALL_CONNECTED = threading.Barrier(3)
+
+
 def broken(rank, sums, params, reducer):
     """One rank gives up; the others' sums fail at once, and keep their gradients."""
-    sums.gather([rank])  # all are connected
+    sums.gather([rank])
+    ALL_CONNECTED.wait(10)
     backward(params, 1.0)
     reducer.begin(sums, WAIT)
     if rank == 0:
