@@ -92,15 +92,24 @@ def test_a_run_without_faults_does_every_step_once_in_one_history_at_the_first_a
         assert all(text.startswith("attempt=1 ") for text in attempts)
 
 
-def run_of(kind: str, *, groups: int = 3, at: float = 8.0, size: float = 0.9, group: int = 2) -> tuple[Outcome, World]:
+def run_of(
+    kind: str, *, groups: int = 3, at: float = 8.0, size: float = 0.9, heal_s: tuple[float, float] = (0.05, 0.2)
+) -> tuple[Outcome, World]:
     """A quiet run of `groups` that meets one fault."""
     plan = draw_plan(0, Settings(groups=(groups, groups), ranks=(2, 2), faults=0))
     quick = {"steps": 60, "slots": 6, "slot_s": 0.2, "data_ends": (10**9, 0), "on_loss": "redistribute", "save_s": 0.3}
-    waits = {"reduce_s": 3.0, "quorum_s": 10.0, "heal_s": (0.05, 0.2), "heal_fails": 0.0, "audit_every": 0}
+    waits = {"reduce_s": 3.0, "quorum_s": 10.0, "heal_s": heal_s, "heal_fails": 0.0, "audit_every": 0}
     options = replace(plan.lighthouse, join_timeout_s=2.0)
-    plan = replace(plan, **quick, **waits, lighthouse=options, faults=(Fault(at, kind, group, 0, size),))
+    plan = replace(plan, **quick, **waits, lighthouse=options, faults=(Fault(at, kind, 2, 0, size),))
     world = World(0, plan, trace=True)
     return world.run(), world
+
+
+def test_a_joiner_follows_for_longer_than_it_would_wait_for_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation.world, "GIVE_UP_S", 12.0)
+    outcome, _ = run_of("join", heal_s=(15.0, 15.0))
+    assert not outcome.violations
+    assert [text for _, _, kind, _, text in outcome.trace if kind == "heal" and "caught_up=0" not in text]
 
 
 @pytest.mark.parametrize(
