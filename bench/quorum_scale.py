@@ -112,14 +112,13 @@ class Group(threading.Thread):
                 membership = self._live(incarnation)
 
     def _live(self, incarnation: int) -> Membership:
-        membership = Membership(
+        return Membership(
             group=self.group,
             life=str(incarnation),
             token=TOKEN,
             find_lighthouse=lambda: self._lighthouse,
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
         )
-        return membership
 
 
 def crowd(
