@@ -72,11 +72,20 @@ def test_a_pickle_is_never_executed():
 
 @pytest.mark.parametrize(
     "value",
-    [object(), {1.5: 2}, {"a": {1, 2}}, Bomb(), np.array(["x"]), 1j, lambda: 0],
+    [
+        object(),
+        {1.5: 2},
+        {"a": {1, 2}},
+        Bomb(),
+        np.array(["x"]),
+        1j,
+        torch.zeros(2, dtype=torch.bfloat16),
+        torch.eye(2).to_sparse(),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_not_plain_is_named(value):
-    with pytest.raises(PlainError, match=r"state.* of type"):
+    with pytest.raises(PlainError, match=r"state.* (of type|is a tensor that is no plain value)"):
         plain({"place": value} if not isinstance(value, dict) else value)
 
 
@@ -91,12 +100,6 @@ def fuzz(rounds, seed):
         with contextlib.suppress(ValueError):  # a sentence; anything else fails here
             for known in decode_states(damaged(data, chance)).values():
                 restored(known.state)
-
-
-@pytest.mark.parametrize("tensor", [torch.zeros(2, dtype=torch.bfloat16), torch.eye(2).to_sparse()], ids=str)
-def test_a_tensor_that_is_no_array_of_numbers_is_named(tensor):
-    with pytest.raises(PlainError, match=r"state\['pixels'\] is a tensor that is no plain value"):
-        plain({"pixels": tensor})
 
 
 def test_damaged_states_are_refused_or_are_plain_values():

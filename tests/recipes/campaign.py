@@ -18,78 +18,61 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
+from everstep.titan import cpu  # noqa: E402
+
+if not cpu.has_accelerator():
+    cpu.stand_in()
+
 import catalog  # noqa: E402
 from assets import write_assets  # noqa: E402
 from everstep.run.events import read_events  # noqa: E402
 
-
-class Server:
-    """`recipe_server.py`, started with the first question."""
-
-    def __init__(self, log):
-        self._log, self._process = log, None
-
-    def ask(self, **request):
-        if self._process is None:
-            paths = os.pathsep.join([str(HERE), *sys.path])
-            self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "recipe_server.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log.open("ab"),
-                text=True,
-                env=os.environ
-                | {
-                    "PYTHONPATH": paths,
-                    "OMP_NUM_THREADS": "1",
-                    "HF_HUB_OFFLINE": "1",
-                    "RUNNER_TEMP": str(self._log.parent),  # where torchtitan's recipe looks for catalog.HF_CHECKPOINT
-                    "HF_HOME": str(self._log.parent / "hf"),
-                },
-                cwd=self._log.parent,
-            )
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    def end(self):
-        if self._process is not None:
-            self._process.stdin.close()
-            self._process.wait()
+LONGEST_S = 1200.0
+"""For a run, on however slow a machine: then it loops."""
 
 
-def _in_groups(server, recipe, folder, steps, kill):
+def _run(config, groups, ranks, folder, entry, kill=""):
+    """A run, in the folder of all recipes, which has their assets: how it was refused, or what went wrong. Of another
+    one before it in its folder it finds the checkpoints."""
+    place = config.parent.parent
+    shutil.rmtree(folder / "events", ignore_errors=True)
+    for left in ("config.toml", "state/finished.json"):
+        (folder / left).unlink(missing_ok=True)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
+    env |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(place / "hf"), "EVERSTEP_TEST_KILL": kill}
+    env |= {"RUNNER_TEMP": str(place)}  # where torchtitan's recipe looks for catalog.HF_CHECKPOINT
+    words = [sys.executable, *map(str, (HERE / "mid_step_kill.py", config, groups, ranks, folder, entry))]
+    process = subprocess.Popen(words, env=env, cwd=place, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        said, _ = process.communicate(timeout=LONGEST_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return "", f"it had not ended after {LONGEST_S:g} s"
+    refused = [line.removeprefix("refused: ") for line in said.splitlines() if line.startswith("refused: ")]
+    if refused:
+        return refused[0].replace(f"{config.parent}/", ""), ""
+    return "", "" if process.returncode == 0 else _why(folder) or f"ended with status {process.returncode}"
+
+
+def _in_groups(recipe, folder, steps, kill):
+    """How a run in groups was refused, or what went wrong."""
     config = folder / f"{recipe.name}.toml"
     config.write_text(recipe.toml(fault_tolerant=True, steps=steps))
-    run = str(folder / "run")
-    return server.ask(
-        kind="groups", config=str(config), ranks=recipe.ranks, groups=recipe.groups, folder=run, kill=kill
-    )
+    return _run(config, recipe.groups, recipe.ranks, folder / "run", "mid_step_kill:main", kill)
 
 
-def survive(server, recipe, folder):
+def survive(recipe, folder):
     """The recipe in groups, with a kill: its losses by step; how it was refused; what went wrong."""
-    kill = f"{recipe.groups - 1}/{recipe.ranks - 1}"
     if first := catalog.FIRST_RUN.get(recipe.name):
-        before = _in_groups(
-            server,
-            catalog.Recipe(**server.ask(kind="recipe", suite=recipe.suite, name=first)),
-            folder,
-            catalog.HALF_WAY,
-            "",
-        )
-        if before.get("status") != 0:
-            return {}, before.get("refused", ""), f"the run that it loads failed: {_why(before, folder)}"
-        shutil.rmtree(folder / "run" / "events")
+        refused, failed = _in_groups(catalog.load(recipe.suite, first), folder, catalog.HALF_WAY, "")
+        if refused or failed:
+            return {}, refused, failed and f"the run that it loads failed: {failed}"
         if (written := folder / "run" / "hf_checkpoint" / f"step-{catalog.HALF_WAY}").exists():
             shutil.copytree(written, folder.parent / catalog.HF_CHECKPOINT, dirs_exist_ok=True)
-        (folder / "run" / "config.toml").unlink()
-        (folder / "run" / "state" / "finished.json").unlink()
-    answer = _in_groups(server, recipe, folder, catalog.STEPS, kill)
-    if "refused" in answer:
-        return {}, answer["refused"].replace(f"{folder}/", ""), ""
-    if answer.get("status") != 0:
-        return {}, "", _why(answer, folder)
+    refused, failed = _in_groups(recipe, folder, catalog.STEPS, f"{recipe.groups - 1}/{recipe.ranks - 1}")
+    if refused or failed:
+        return {}, refused, failed
     events = list(read_events(folder / "run"))
     commits = [e for e in events if e["kind"] == "commit" and not e.get("rank")]
     if not all(e["coverage_ok"] for e in commits):
@@ -101,47 +84,48 @@ def survive(server, recipe, folder):
     return {str(e["step"]): e["loss"] for e in commits}, "", ""
 
 
-def _why(answer, folder):
-    """The error that a run in groups ended with."""
+def _why(folder):
+    """The error in the workers' logs; empty if there is none."""
     from_log = sorted((folder / "run" / "logs").glob("group-*/rank-*.log"), key=lambda path: path.stat().st_mtime)
     for log in from_log:
         lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line and "rror: " in line]
         if lines:
             return lines[-1].strip()[:400]
-    return answer.get("error") or f"ended with status {answer.get('status')}"
+    return ""
 
 
-def alone(server, recipe, folder):
-    """What torchtitan's own trainer makes of it: {losses} or {error}."""
+def alone(recipe, folder):
+    """What torchtitan's own trainer makes of it: {step: loss}, and the error if there is one."""
     first = catalog.FIRST_RUN.get(recipe.name)
     if first and "hf_" not in first:  # whose checkpoint is where the groups' run left it
-        before = catalog.Recipe(**server.ask(kind="recipe", suite=recipe.suite, name=first))
-        found = _alone(server, before, folder, catalog.HALF_WAY)
-        if "error" in found:
-            return found
-    return _alone(server, recipe, folder, catalog.STEPS)
+        _, error = _alone(catalog.load(recipe.suite, first), folder, catalog.HALF_WAY)
+        if error:
+            return {}, error
+    return _alone(recipe, folder, catalog.STEPS)
 
 
-def _alone(server, recipe, folder, steps):
+def _alone(recipe, folder, steps):
     config, place = folder / f"alone-{recipe.name}.toml", folder / "alone"
     config.write_text(recipe.toml(fault_tolerant=False, steps=steps))
-    place.mkdir(exist_ok=True)
-    return server.ask(kind="alone", config=str(config), ranks=recipe.ranks * recipe.replicas, folder=str(place))
+    refused, failed = _run(config, 1, recipe.ranks * recipe.replicas, place, "alone:main")
+    if refused or failed:
+        return {}, refused or failed
+    return json.loads((place / "losses.json").read_text()), ""
 
 
-def compare(server, recipe, folder):
+def compare(recipe, folder):
     """What comes of a recipe: result, why, and the largest difference between the losses of both runs."""
     begun = time.monotonic()
-    losses, refused, failed = survive(server, recipe, folder)
+    losses, refused, failed = survive(recipe, folder)
     found = {"result": "refused" if refused else "fails", "why": refused or failed}
-    theirs = {"losses": {}} if refused or failed else alone(server, recipe, folder)
+    theirs, error = ({}, "") if refused or failed else alone(recipe, folder)
     found["took_s"] = round(time.monotonic() - begun, 1)
     if found["why"]:
         return found
-    if "error" in theirs:
-        return found | {"why": f"torchtitan alone: {theirs['error']}"}
+    if error:
+        return found | {"why": f"torchtitan alone: {error}"}
     steps = {int(step) for step in losses}
-    delta = max(abs(theirs["losses"].get(step, float("inf")) - loss) for step, loss in losses.items())
+    delta = max(abs(theirs.get(step, float("inf")) - loss) for step, loss in losses.items())
     why = "" if delta <= recipe.tolerance else f"losses differ by {delta:.1g}"
     if max(steps) != catalog.STEPS:
         why = f"it ended at step {max(steps)}"
@@ -156,17 +140,16 @@ def main():
     scratch = options.keep or Path(tempfile.mkdtemp(prefix="recipes-"))
     scratch.mkdir(exist_ok=True, parents=True)
     write_assets(scratch)
-    server = Server(scratch / "server.log")
-    for key in server.ask(kind="names"):
+    os.environ["RUNNER_TEMP"] = str(scratch)
+    for suite, name in catalog.names():
+        key = f"{suite}.{name}"
         if options.only and not any(text in key for text in options.only):
             continue
-        suite, _, name = key.partition(".")
-        recipe = catalog.Recipe(**server.ask(kind="recipe", suite=suite, name=name))
+        recipe = catalog.load(suite, name)
         folder = scratch / name
         folder.mkdir()
-        found = compare(server, recipe, folder)
+        found = compare(recipe, folder)
         print(f"{key}: {found['result']} {found['why'][:400]} {found.get('delta', '')} {found['took_s']} s", flush=True)
-    server.end()
     if options.keep is None:
         shutil.rmtree(scratch, ignore_errors=True)
 

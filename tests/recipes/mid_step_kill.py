@@ -1,7 +1,11 @@
-"""A worker's entry that kills one rank, once, in the middle of a backward."""
+"""A run whose workers' entry kills one rank, once, in the middle of a backward.
+
+python mid_step_kill.py CONFIG GROUPS RANKS FOLDER      # as `everstep run`; EVERSTEP_TEST_KILL: "group/rank"
+"""
 
 import os
 import signal
+import sys
 
 STEP = 2
 GRADIENTS = 3
@@ -40,3 +44,17 @@ def main(argv):
 
         Slots.compute = dies
     train.main(argv)
+
+
+if __name__ == "__main__":
+    from everstep.launch import supervisor
+    from everstep.launch.prepare import Order
+    from everstep.run.directory import LaunchError
+
+    config, groups, ranks, folder, entry = sys.argv[1:]
+    order = Order(config, groups=int(groups), ranks=int(ranks), run_dir=folder)
+    try:
+        sys.exit(supervisor.run(supervisor.RunSettings(order, entry=entry)))
+    except LaunchError as refusal:
+        print(f"refused: {refusal}")
+        sys.exit(supervisor.USAGE_EXIT)

@@ -81,11 +81,6 @@ def fewest_ranks(parallelism: Any) -> int:
     return sharing(parallelism) * max(1, parallelism.data_parallel_shard_degree)
 
 
-def dp_ranks(parallelism: Any, ranks_per_group: int) -> int:
-    """How many ranks of a group read data of their own. The degrees have been checked (`problems`)."""
-    return ranks_per_group // sharing(parallelism)
-
-
 def problems(config: Any, ranks: int = 0) -> Iterator[Problem]:
     """Everything that is wrong with a trainer config, the most basic first.
 
@@ -164,12 +159,9 @@ def _groups(config: Any) -> Iterator[Problem]:
 
 
 def _timeouts(config: Any) -> Iterator[Problem]:
-    if config.fault_tolerance.enable:
-        yield from timeout_problems(config.fault_tolerance)
-
-
-def timeout_problems(ft: Any) -> Iterator[Problem]:
-    """The timeouts of a `[fault_tolerance]` section that are not shorter than those that must outlast them."""
+    ft = config.fault_tolerance
+    if not ft.enable:
+        return
     for shorter, longer, why in _TIMEOUTS:
         if getattr(ft, shorter) >= getattr(ft, longer):
             yield Problem(
@@ -286,23 +278,20 @@ def _batch(config: Any, ranks: int) -> Iterator[Problem]:
                 f"least local_batch_size x DP ranks of a group x {ft.groups}",
             )
         return
-    readers = dp_ranks(parallelism, ranks or fewest_ranks(parallelism))
+    readers = (ranks or fewest_ranks(parallelism)) // sharing(parallelism)
     rows = training.local_batch_size * readers
     if batch == 0 or batch % rows:
-        yield Problem(("training", "global_batch_size"), _indivisible(training, readers))
+        yield Problem(
+            ("training", "global_batch_size"),
+            f"[training] global_batch_size = {batch} must be a multiple of local_batch_size x DP ranks of a group = "
+            f"{training.local_batch_size} x {readers}",
+        )
     elif ft.enable and batch // rows < ft.groups:
         yield Problem(
             ("training", "global_batch_size"),
             f"[training] global_batch_size = {batch} has {batch // rows} slots of {rows} rows (local_batch_size = "
             f"{training.local_batch_size} x {readers} DP ranks) for {ft.groups} groups: every group needs one at least",
         )
-
-
-def _indivisible(training: Any, ranks: int) -> str:
-    return (
-        f"[training] global_batch_size = {training.global_batch_size} must be a multiple of local_batch_size "
-        f"x DP ranks of a group = {training.local_batch_size} x {ranks}"
-    )
 
 
 def _optimizer(config: Any) -> Iterator[Problem]:

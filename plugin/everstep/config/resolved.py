@@ -66,7 +66,8 @@ def identity_keys(config: Any) -> dict[str, Any]:
     for path, value in _flat(_to_table(config, (), [])):
         if _decides_result(path, config):
             keys[describe(path)] = value
-    keys |= _optimizer_precision(config)
+    # implementations of an optimizer differ by rounding, except the one with states in lower precision
+    keys["optimizer states in bfloat16"] = config.optimizer.implementation == "fused_opt_states_bf16"
     if config.semi_sync.enabled:
         keys["[semi_sync] workers"] = config.semi_sync.workers or config.fault_tolerance.groups
     spec = config.model_spec
@@ -112,11 +113,6 @@ def _decides_result(path: Path, config: Any) -> bool:
     if path[0] == "semi_sync":
         return config.semi_sync.enabled
     return path[0] in _RESULT_SECTIONS or path[:2] in _RESULT_KEYS
-
-
-def _optimizer_precision(config: Any) -> dict[str, Any]:
-    """Implementations of an optimizer differ by rounding, except the one with states in lower precision."""
-    return {"optimizer states in bfloat16": config.optimizer.implementation == "fused_opt_states_bf16"}
 
 
 def _structure(value: Any) -> Any:
