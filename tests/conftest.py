@@ -30,12 +30,11 @@ FIRST = (
     "device/test_late.py",
     "run/test_torchrun.py",
     "recipes/test_recipes.py",
-    "snapshot/test_faults.py",
-    "snapshot/test_survival.py",
+    "snapshot/test_keepers.py",
+    "snapshot/test_losses.py",
     "semi/test_rounds.py",
     "launch/test_processes.py",
     "semi/test_runs.py",
-    "snapshot/test_lost.py",
     "attention/test_override.py",
 )
 """The files that take longest. Where two processes share the files, neither has one of these left at the end; and those

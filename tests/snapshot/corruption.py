@@ -1,17 +1,13 @@
 """Everything that can happen to the files of a run's snapshots, at random, and what a start makes of it.
 
 An input is one to three faults and a start: `recovery.recover` asks keepers over their sockets, as it does in a run,
-what lies in the files now, fetches, decodes and verifies. What an input does not need is done once for all of them: a
-file is written again only if it was touched, and a connection on which nothing went wrong serves the next start.
+what lies in the files now, fetches, decodes and verifies. A file is written again
+only if it was touched.
 """
 
-import functools
 import json
 import random
 import struct
-import threading
-from collections import defaultdict
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -23,7 +19,6 @@ import numpy as np
 import torch
 import xxhash
 
-from everstep import wire
 from everstep.snapshot import keeper, parity, peers, recovery
 from everstep.snapshot.buffer import HEADER_BYTES, MAGIC, _unpack_header, chunk_digests, root_of
 from everstep.snapshot.header import SCHEMA_VERSION
@@ -49,50 +44,6 @@ def poisoned(length: int):
 
 
 _aligned = parity.aligned_bytes
-
-
-class Connections:
-    """Connections to keepers, each for one start after the other, as long as nothing goes wrong on it."""
-
-    def __init__(self) -> None:
-        self._connect, self._lock = peers.connect, threading.Lock()
-        self._idle: dict[str, list[wire.Channel]] = defaultdict(list)
-
-    def connect(self, address: str, token: bytes, timeout: timedelta) -> "_Kept":
-        """As `peers.connect`."""
-        with self._lock:
-            idle = self._idle[address]
-            channel = idle.pop() if idle else None
-        return _Kept(channel or self._connect(address, token, timeout), self._give)
-
-    def _give(self, channel: wire.Channel) -> None:
-        with self._lock:
-            self._idle[channel.peer].append(channel)
-
-
-class _Kept:
-    """A channel that is given back instead of closed, if no call on it failed."""
-
-    def __init__(self, channel: wire.Channel, give: Callable[[wire.Channel], None]) -> None:
-        self._channel, self._give, self._sound = channel, give, True
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._channel, name)
-        return functools.partial(self._call, found) if callable(found) else found
-
-    def _call(self, method: Callable, *values: Any, **named: Any) -> Any:
-        try:
-            return method(*values, **named)
-        except wire.WireError:
-            self._sound = False
-            raise
-
-    def cut(self) -> None:
-        self._sound = False
-        self._channel.cut()
-
-    def close(self) -> None:
-        (self._give if self._sound else wire.Channel.close)(self._channel)
 
 
 class Site:
@@ -215,11 +166,6 @@ def zero(site: Site, chance: random.Random, path: Path) -> list[Path]:
     return [path]
 
 
-def misplace(site: Site, chance: random.Random, path: Path) -> list[Path]:
-    path.write_bytes(chance.choice(list(site.files.values())))
-    return [path]
-
-
 def swap(site: Site, chance: random.Random, path: Path) -> list[Path]:
     other = chance.choice([path for path in site.files if path.exists()])
     mine, theirs = path.read_bytes(), other.read_bytes()
@@ -229,7 +175,8 @@ def swap(site: Site, chance: random.Random, path: Path) -> list[Path]:
 
 
 def foreign(site: Site, chance: random.Random, path: Path) -> list[Path]:
-    path.write_bytes(chance.choice(site.strangers))
+    """Another file of this run, one of a step that is over, or one of another run."""
+    path.write_bytes(chance.choice([*site.files.values(), *site.strangers]))
     return [path]
 
 
@@ -309,7 +256,7 @@ def lose(site: Site, chance: random.Random, path: Path) -> list[Path]:
     return [path]
 
 
-FAULTS = (flip, flip, truncate, zero, misplace, swap, foreign, lie, lie, disguise, behead, garbage, forge, lose)
+FAULTS = (flip, flip, truncate, zero, swap, foreign, foreign, lie, lie, disguise, behead, garbage, forge, lose)
 
 
 def _body(data: bytes) -> dict | None:
@@ -335,7 +282,6 @@ def fuzz(cases: int, seed: int, groups: int = 4, **shape: Any) -> dict[int, int]
         site = Site(groups, **shape)
         stack.callback(site.close)
         stack.enter_context(mock.patch.object(parity, "aligned_bytes", poisoned))
-        stack.enter_context(mock.patch.object(peers, "connect", Connections().connect))
         stack.enter_context(mock.patch.object(recovery, "LOOK_S", PATIENT_S))
         assert site.start(0) == NEW
         for case in range(cases):

@@ -7,6 +7,7 @@ import signal
 import tempfile
 import textwrap
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from everstep.run.token import run_token
 from everstep.snapshot import keepers, peers, recovery, restore, sources
 from everstep.snapshot.agreement import Agreed
-from everstep.snapshot.buffer import HEADER_BYTES
+from everstep.snapshot.buffer import HEADER_BYTES, SnapshotError
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.header import Kind
 from everstep.snapshot.layout import Layout, State
@@ -103,10 +104,13 @@ class Cluster:
     def start_keeper(self, group: int) -> peers.Place:
         return keepers.start_keeper(self.run_dir, group, "127.0.0.1", self.settings_of(group))
 
-    def start_copier(self, group: int) -> None:
+    def start_copier(self, group: int, revive: Callable[[], None] = lambda: None, **changes) -> None:
         emit = lambda kind, step=None, **fields: self.events.append((group, kind, step, fields))  # noqa: E731
-        self.segment(group).create()
-        self.copiers[group] = Copier(self.segment(group), 0, 1, self.settings_of(group), emit)
+        settings = replace(self.settings_of(group), **changes)
+        segment = Segment.of(settings, run_id(self.token), group)
+        with contextlib.suppress(SnapshotError):
+            segment.create()
+        self.copiers[group] = Copier(segment, 0, 1, settings, emit, revive)
 
     def kill_keeper(self, group: int) -> None:
         for place in peers.read_places(self.run_dir):
@@ -122,6 +126,14 @@ class Cluster:
         for each in self.groups:
             if self.host_of(each) == self.host_of(group):
                 peers.place_file(self.run_dir, each).unlink(missing_ok=True)
+
+    def damage(self, group: int, step: int, at: int, kind: Kind = "data") -> None:
+        """Flip one bit of a buffer; `at` counts from the payload's first byte."""
+        with file_of(self.segment(group), kind, step).open("r+b") as file:
+            file.seek(HEADER_BYTES + at)
+            byte = file.read(1)[0]
+            file.seek(HEADER_BYTES + at)
+            file.write(bytes([byte ^ 4]))
 
     def kill_trainers(self) -> None:
         for copier in self.copiers.values():
@@ -255,15 +267,6 @@ def is_zombie(pid: int) -> bool:
         return True
     except psutil.NoSuchProcess:
         return True
-
-
-def damage(run: Cluster, group: int, kind: str, step: int, at: int) -> None:
-    """Flip one bit of a buffer; `at` counts from the payload's first byte."""
-    with file_of(run.segment(group), kind, step).open("r+b") as file:
-        file.seek(HEADER_BYTES + at)
-        byte = file.read(1)[0]
-        file.seek(HEADER_BYTES + at)
-        file.write(bytes([byte ^ 4]))
 
 
 def wait_until(condition, timeout_s: float = 120.0) -> None:

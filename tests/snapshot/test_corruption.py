@@ -5,12 +5,12 @@ import pytest
 from corruption import NEW, OLD, fuzz
 
 
-@pytest.mark.parametrize(("cases", "shape"), [(700, {"groups": 3}), (800, {"groups": 2})])
-def test_corruptions_never_restore_a_wrong_state(cases, shape):
-    found = fuzz(cases, 0, **shape)
+def test_corruptions_never_restore_a_wrong_state():
+    cases = 300
+    found = fuzz(cases, 0, groups=3)
     assert sum(found.values()) == cases
-    assert found[NEW] > cases / 4
-    assert found[OLD] > 0
+    assert found[NEW] > cases / 4, "decoded, if what is left suffices"
+    assert found[OLD] > 0, "else the one before"
 
 
 @pytest.mark.slow

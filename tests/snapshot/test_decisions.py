@@ -138,13 +138,6 @@ def test_parts_that_do_not_cover_the_state_exactly_once_are_refused(parts, why):
     assert why in decision.reasons[0]
 
 
-def test_a_snapshot_of_another_shape_or_layout_is_taken_and_cut_anew():
-    held = [buffer(g, 5, rank=r, ranks=2) for g in (0, 1, 2) for r in (0, 1)]
-    assert decide(held, run="r", ranks=2, topologies={0: "t", 1: "t"}).reshaped is False
-    assert decide(held, run="r", ranks=1, topologies={0: "t"}).reshaped is True
-    assert decide(held, run="r", ranks=2, topologies={0: "u", 1: "u"}).reshaped is True
-
-
 def test_lost_members_of_several_parity_groups_are_each_decoded_by_their_own_code():
     members = tuple(range(16))
     held = []

@@ -57,7 +57,7 @@ def test_parity_is_p_and_q_of_raid_6():
 
 
 @pytest.mark.parametrize("m", [1, 2])
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("k", [1, 2, 3, 8])
 def test_every_loss_within_the_promise_is_repaired(k, m):
     data = some_shards(k, 264, seed=k)
     everything = data + encode(data, m)
@@ -69,16 +69,6 @@ def test_every_loss_within_the_promise_is_repaired(k, m):
             if lost:
                 parity.combine(parity.decoding_rows(k, m, lost, have), [everything[i] for i in have[:k]], out)
             assert all(np.array_equal(out[j], data[i]) for j, i in enumerate(lost)), gone
-
-
-def test_the_widest_code_repairs_two_losses():
-    data = some_shards(255, 64)
-    p, q = encode(data, 2)
-    have = [i for i in range(257) if i not in (3, 254)]
-    out = [np.zeros(64, dtype=np.uint8) for _ in range(2)]
-    parity.combine(parity.decoding_rows(255, 2, [3, 254], have), [([*data, p, q])[i] for i in have[:255]], out)
-    assert np.array_equal(out[0], data[3])
-    assert np.array_equal(out[1], data[254])
 
 
 def test_one_loss_more_is_an_error_and_no_bytes():
@@ -100,18 +90,6 @@ def test_the_rotation_places_every_shard_once_and_never_with_its_parity(drawn):
         assert sorted({*code.stripes_of(giver), *held}) == list(range(n))
         assert not held.intersection(code.stripes_of(giver))
         assert all(giver in code.columns(stripe) for stripe in code.stripes_of(giver))
-
-
-@settings(max_examples=40, deadline=None)
-@given(codes, st.data())
-def test_as_many_lost_members_as_rows_are_always_decodable_and_more_never_claimed(drawn, data):
-    n, m = drawn
-    code = parity.Code(tuple(range(n)), min(m, n - 1))
-    lost = frozenset(data.draw(st.sets(st.integers(0, n - 1), max_size=code.parity)))
-    there = frozenset(code.members) - lost
-    assert code.lacks(lost, there) == ""
-    everyone = frozenset(range(n))
-    assert code.lacks(everyone, frozenset(code.members) - everyone)
 
 
 @pytest.mark.parametrize(("groups", "size"), [(1, 8), (8, 8), (9, 8), (12, 8), (257, 8), (1000, 8), (40, 4)])

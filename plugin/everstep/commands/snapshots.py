@@ -1,6 +1,5 @@
 """`everstep snapshots`: what a run holds in host memory."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +23,11 @@ class Snapshots:
     """Where to sweep: the runs' snapshot.segment_dir."""
 
     verify: bool = False
-    """Recompute every checksum and parity, and fetch the newest restorable state as a start would."""
-
-    json: bool = False
-    """Print one JSON object, and nothing else, to stdout."""
+    """Fetch, decode and verify the newest restorable state as a start would."""
 
 
 def snapshots(command: Snapshots, flags: Sequence[str]) -> int:
-    """Exit status 0 if the keepers hold a state that can be restored, and with --verify if all of it is sound."""
+    """Exit status 0 if the keepers hold a state that can be restored, and with --verify if it is sound."""
     if command.sweep:
         from everstep.snapshot.keepers import sweep
 
@@ -39,11 +35,11 @@ def snapshots(command: Snapshots, flags: Sequence[str]) -> int:
         return 0
     if command.run_dir is None:
         raise LaunchError("everstep snapshots: give the run directory, or --sweep.")
-    from everstep.snapshot.recovery import InspectError, describe, inspect, to_json
+    from everstep.snapshot.recovery import InspectError, describe, inspect
 
     try:
         found = inspect(command.run_dir, verify=command.verify)
     except InspectError as error:
         raise LaunchError(str(error)) from error
-    print(json.dumps(to_json(found)) if command.json else describe(found))
+    print(describe(found))
     return 0 if found.sound else 1

@@ -64,7 +64,6 @@ class Watch:
         self._notes = Notes()
         reserve_bytes = int(settings.memory_reserve_gb * 2**30)
         self._writers = [BufferWriter(path, reserve_bytes) for path in segment.files("parity", rank)]
-        self._mark, self._looks = -1, True
         self._dealt: Header | None = None
         self.sound: dict[int, bool] = {}
         """By sequence: whether the bytes of a buffer matched its checksums."""
@@ -78,22 +77,11 @@ class Watch:
             except OSError as error:
                 log.warning("group %d, rank %d: notes cannot be written: %s", self._segment.group, self.rank, error)
 
-    def marked(self) -> bool:
-        """Whether the trainer has set its mark since this was last asked. A file's time is wall clock, and a pause of
-        the host is no silence: only its changes count."""
-        before, self._mark = self._mark, self._segment.mark(self.rank)
-        self._looks = self._looks or self._mark != before
-        return self._mark != before
-
     def news(self) -> Header | None:
-        """What was published since this was last asked; the mark says when to look."""
-        if not self._looks:
-            return None
-        self._looks = False
+        """What was published since the last was dealt with."""
         try:
             newest = self._newest()
         except OSError as error:
-            self._looks = True
             log.warning("group %d, rank %d: %s", self._segment.group, self.rank, error)
             return None
         return newest if newest and (self._dealt is None or newest.sequence > self._dealt.sequence) else None

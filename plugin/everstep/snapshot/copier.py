@@ -5,7 +5,6 @@ The state's tensors do not change until the next optimizer step, so the trainer 
 What the next forward may change already, persistent buffers, is set aside before `committed` returns.
 """
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from everstep.snapshot.agreement import Agreed, Word, learn, members_of, named
-from everstep.snapshot.buffer import BufferWriter, SnapshotError
+from everstep.snapshot.buffer import BufferWriter
 from everstep.snapshot.header import Header, Moment
 from everstep.snapshot.layout import VOLATILE, Plan, State
 from everstep.snapshot.restore import pack_own, whose
@@ -74,12 +73,6 @@ class Copier:
         self._thread.start()
 
     @property
-    def published(self) -> int:
-        """The newest step that this process has published; -1 for none. What it found there does not
-        count."""
-        return self._newest.step if self._newest else -1
-
-    @property
     def idle(self) -> bool:
         """Whether nothing is being copied or published."""
         with self._condition:
@@ -130,8 +123,7 @@ class Copier:
             state: called if a snapshot is due. Its tensors must not change before `wait` has returned.
         """
         self.wait()
-        with contextlib.suppress(SnapshotError):  # no segment: no keeper that would end
-            self._segment.set_mark(self._rank)
+        self._segment.ring()
         waiting, left_out = self._learn(words)
         members = members_of(groups, words, left_out)
         due = step % self._settings.interval == 0
@@ -317,7 +309,6 @@ class Copier:
 
         table = plan.copy(buffer.payload(header.payload_bytes), tail, self._streams, job.ready, copied)
         self._newest = buffer.publish(header, table)
-        self._segment.set_mark(self._rank)
         self._segment.ring()
 
     def _next_sequence(self) -> int:

@@ -99,11 +99,10 @@ class Keeper:
         while not self.over.is_set():
             if select.select([bell], [], [], HEARTBEAT_S)[0]:
                 os.read(bell, 4096)
-            watches = list(self._watches.values())
-            marked = [watch.marked() for watch in watches]
-            if any(marked):
                 self.spoken()
-            seen = [(watch, header) for watch in watches if (header := watch.news()) is not None]
+            seen = [(watch, header) for watch in list(self._watches.values()) if (header := watch.news()) is not None]
+            if seen:
+                self.spoken()
             size = sum(header.payload_bytes for _, header in seen)
             deadline = time.monotonic() + self.settings.coding_timeout_s + size / SLOWEST_BYTES_S
             for watch, header in seen:
@@ -161,7 +160,7 @@ class Keeper:
                 message = self._serve_buffer(channel, message)
                 continue
             if operation == "inventory":
-                channel.send_frame({"buffers": self._inventory(message.get("verify") is True)})
+                channel.send_frame({"buffers": self._inventory()})
             elif operation == "ping":
                 groups = sorted({group for group, _ in self._watches})
                 channel.send_frame({"pid": os.getpid(), "groups": groups})
@@ -174,28 +173,15 @@ class Keeper:
             self.spoken()
             message = channel.receive_frame()
 
-    def _held(self) -> list[tuple[Path, Header]]:
-        """Every buffer that is published here."""
-        return [
-            (path, header)
-            for group, rank in self.segment.columns()
-            for segment in [self.segment.beside(group)]
-            for kind in KINDS
-            for path in segment.files(kind, rank)
-            if (header := segment.header(kind, rank, path)) is not None
-        ]
-
-    def _inventory(self, verify: bool) -> list[dict[str, Any]]:
-        """What is held, and whether it is sound as far as it has been looked at; with `verify`, it is looked at now."""
+    def _inventory(self) -> list[dict[str, Any]]:
+        """Every buffer that is published here, and whether it is sound as far as it has been looked at."""
         buffers = []
-        for path, header in self._held():
-            watch = self._watches.get((header.group, header.rank))
-            sound = watch.sound.get(header.sequence) if watch is not None and header.kind == "data" else None
-            if verify:
-                sound = False
-                with contextlib.suppress(OSError, SnapshotError), contextlib.closing(BufferReader(path)) as reader:
-                    sound = not reader.damage(header)
-            buffers.append({"header": header.to_json(), "sound": sound})
+        for group, rank in self.segment.columns():
+            segment, watch = self.segment.beside(group), self._watches.get((group, rank))
+            for kind in KINDS:
+                for header in filter(None, segment.headers(kind, rank)):
+                    sound = watch.sound.get(header.sequence) if watch is not None and kind == "data" else None
+                    buffers.append({"header": header.to_json(), "sound": sound})
         return buffers
 
     def _find(self, message: dict[str, Any]) -> tuple[BufferReader, Header] | str:

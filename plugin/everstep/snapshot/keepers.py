@@ -51,7 +51,7 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
     segment = Segment.of(settings, run_id(read_token(run_dir)), group)
     segment.create()
     if not any(watched == group for watched, _ in segment.columns()):
-        segment.set_mark(rank)
+        segment.claim(rank)
     log_file = run_dir / "logs" / f"keeper-{group}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     order = json.dumps({"run_dir": str(run_dir), "group": group, "host": host, "settings": asdict(settings)})
@@ -138,7 +138,7 @@ def sweep(directory: Path, spared_s: float = ALIVE_S, spare: str = "") -> list[s
 
 def _swept(path: Path, spared_s: float) -> str:
     """Remove a segment whose lock is held here, unless its run may need it."""
-    files = [file.stat() for file in path.iterdir() if file.is_file()]
+    files = [file.lstat() for file in path.iterdir()]
     age_s = time.time() - max([path.stat().st_mtime, *(file.st_mtime for file in files)])
     megabytes = sum(file.st_blocks * 512 for file in files) / 1e6
     found = f"{path}: {megabytes:.1f} MB without a keeper, last written {age_s:.0f} s ago"

@@ -198,12 +198,11 @@ def download(address: str, token: bytes, timeout: timedelta, header: Header, sin
 
 
 def reachable(
-    places: Sequence[Place], token: bytes, timeout: timedelta, deadline_s: float | None = None, verify: bool = False
+    places: Sequence[Place], token: bytes, timeout: timedelta, deadline_s: float | None = None
 ) -> tuple[dict[Place, list[Held]], dict[Place, str]]:
     """The buffers of every keeper that answers, and why the others did not.
 
     All are asked at once, `ASKERS` at a time. Who has not answered after `deadline_s`, or the timeout, is silent.
-    `verify`: each is to recompute its checksums first.
     """
     held: dict[Place, list[Held]] = {}
     silent: dict[Place, str] = {}
@@ -213,8 +212,7 @@ def reachable(
     # Those that are off must not keep the threads from those that are on.
     patience = min(timeout, timedelta(seconds=max(0.5, limit_s / 3)))
     pool = ThreadPoolExecutor(min(ASKERS, len(places)), thread_name_prefix="inventory")
-    question = {"op": "inventory", "verify": verify}
-    asked = {pool.submit(ask, place.address, token, question, patience): place for place in places}
+    asked = {pool.submit(ask, place.address, token, {"op": "inventory"}, patience): place for place in places}
     done, late = concurrent.futures.wait(asked, limit_s)
     # What they said is read when nobody waits for this process any more: of a thousand keepers it takes a second.
     for answer in done:

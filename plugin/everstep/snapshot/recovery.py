@@ -147,32 +147,38 @@ LOOK_S = 3.0
 class Found:
     """What the keepers of a run hold."""
 
-    held: list[Held]
+    places: list[Place]
+    """Of the keepers that have been in the run."""
     silent: dict[str, str]
     """By keeper that did not answer: why."""
+    held: list[Held]
     decision: sources.Decision
     """What can be restored of it."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """With `inspect(verify)`: ranks whose newest restorable state could not be fetched, or decoded, and why."""
+
+    @property
+    def sound(self) -> bool:
+        """Whether something can be restored, and nothing is known to be damaged. For the exit status."""
+        return self.decision.from_memory and not self.failures and all(held.sound is not False for held in self.held)
 
 
-def look(
-    run_dir: Path, token: bytes, timeout: timedelta, patience: timedelta, *, verify: bool = False, **how: Any
-) -> Found:
+def look(run_dir: Path, token: bytes, timeout: timedelta, patience: timedelta, **how: Any) -> Found:
     """Ask all keepers at the same time, with one deadline; those that do not answer again, until all have, `patience`
     is over, or what has been found will do. A snapshot is taken by all groups or by none: who is silent has no newer
     one that could be restored.
 
     Args:
-        verify: have them recompute their checksums.
         how: of `sources.decide`.
     """
     deadline = time.monotonic() + patience.total_seconds()
     answered: dict[Place, list[Held]] = {}
-    look_s = timeout.total_seconds() if verify else LOOK_S
+    look_s = LOOK_S
     while True:
         # One that keeps several groups is asked once, and one that was killed has a successor.
         places = list({(place.host, place.segment): place for place in reversed(peers.read_places(run_dir))}.values())
         left = [place for place in places if place not in answered]
-        found, silent = peers.reachable(left, token, timeout, min(look_s, timeout.total_seconds()), verify)
+        found, silent = peers.reachable(left, token, timeout, min(look_s, timeout.total_seconds()))
         look_s *= 2  # a host that is busy starting a run answers late
         answered.update(found)
         held = [buffer for place in places for buffer in answered.get(place, ())]
@@ -180,7 +186,7 @@ def look(
         newest = decision.from_memory and decision.step == max(buffer.header.step for buffer in held)
         if not silent or newest or time.monotonic() >= deadline:
             why = {f"group {place.group} on {place.host}": why for place, why in silent.items()}
-            return Found(held, why, decision)
+            return Found(places, why, held, decision)
         time.sleep(0.1)
 
 
@@ -194,38 +200,16 @@ def _with_reasons(found: Found, notes: list[str]) -> sources.Decision:
 
 
 DEFAULT_TIMEOUT = timedelta(seconds=10)
-VERIFY_TIMEOUT = timedelta(seconds=600)
-"""Every byte is read again."""
 
 
 class InspectError(RuntimeError):
     """A run directory that has no snapshots to look at; the message says why."""
 
 
-@dataclass(frozen=True)
-class Inspection:
-    """What a run's keepers hold."""
-
-    places: list[Place]
-    silent: dict[str, str]
-    """Keepers that did not answer, and why."""
-    held: list[Held]
-    decision: sources.Decision
-    """What a start would restore, the disk checkpoint left aside."""
-    failures: dict[int, str] = field(default_factory=dict)
-    """With `verify`: ranks whose newest restorable state could not be fetched, or decoded, and why."""
-
-    @property
-    def sound(self) -> bool:
-        """Whether something can be restored, and nothing is known to be damaged. For the exit status."""
-        return self.decision.from_memory and not self.failures and all(held.sound is not False for held in self.held)
-
-
-def inspect(run_dir: Path, *, verify: bool = False, timeout: timedelta = DEFAULT_TIMEOUT) -> Inspection:
+def inspect(run_dir: Path, *, verify: bool = False, timeout: timedelta = DEFAULT_TIMEOUT) -> Found:
     """Ask every keeper of the run.
 
-    `verify`: each keeper recomputes the checksums of all its buffers, parity included, and the newest
-    restorable state of every rank is fetched and verified as a start would.
+    `verify`: the newest restorable state of every rank is fetched, decoded and verified as a start would.
 
     Raises:
         InspectError: the directory is no run's, or no keeper has ever been in it.
@@ -234,23 +218,22 @@ def inspect(run_dir: Path, *, verify: bool = False, timeout: timedelta = DEFAULT
         token = read_token(run_dir)
     except (OSError, ValueError) as error:
         raise InspectError(f"{run_dir} is no run directory, or not yours: {error}") from error
-    places = peers.read_places(run_dir)
-    if not places:
+    if not peers.read_places(run_dir):
         raise InspectError(f"{run_dir} has no keepers: the run is over, or snapshot.enable is off")
-    found = look(run_dir, token, VERIFY_TIMEOUT if verify else timeout, timedelta(0), verify=verify)
+    found = look(run_dir, token, timeout, timedelta(0))
     failures = {}
     for rank, column in found.decision.columns.items() if verify else ():
         try:
             restore_rank(column, rank, min(column.data, default=0), token, timeout)
         except RestoreError as error:
             failures[rank] = str(error)
-    return Inspection(places, found.silent, sorted(found.held, key=_order), found.decision, failures)
+    return replace(found, failures=failures)
 
 
-def describe(found: Inspection) -> str:
+def describe(found: Found) -> str:
     """The inspection as text: a line per buffer, then what a start would do."""
     lines = [f"{'group':>5} {'rank':>4} {'kind':6} {'step':>8} {'MB':>9} {'age':>8}  {'shared by':14} checks"]
-    for buffer in found.held:
+    for buffer in sorted(found.held, key=_order):
         header = buffer.header
         state = {True: "verified", False: "DAMAGED", None: "not verified yet"}[buffer.sound]
         members = ",".join(map(str, header.members)) if len(header.members) <= 6 else f"{len(header.members)} groups"
@@ -272,18 +255,6 @@ def describe(found: Inspection) -> str:
         lines.append("a start would find nothing in memory")
     lines += [f"rank {rank} cannot be restored: {why}" for rank, why in found.failures.items()]
     return "\n".join(lines)
-
-
-def to_json(found: Inspection) -> dict[str, Any]:
-    """The inspection for programs."""
-    return {
-        "restorable_step": found.decision.step if found.decision.from_memory else None,
-        "source": found.decision.source,
-        "reasons": list(found.decision.reasons),
-        "silent": found.silent,
-        "failures": found.failures,
-        "buffers": [{**held.header.to_json(), "keeper": held.address, "sound": held.sound} for held in found.held],
-    }
 
 
 def _order(buffer: Held) -> tuple:

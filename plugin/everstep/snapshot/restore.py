@@ -7,7 +7,6 @@ decoded payload: the root of that table, which the parity's publishers kept).
 
 import itertools
 import json
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -133,7 +132,8 @@ def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: t
     except ValueError as error:
         buffers = _parity_of(column, chosen) if chosen in column.missing else [header.name]
         raise RestoreError(f"step {step} of rank {rank}: the part of group {chosen}: {error}", buffers) from error
-    return Restored(step, header.history, header.start, flat, layout, meta, blobs, source.fetched_bytes, column.missing)
+    fetched = sum(held.header.payload_bytes for held in itertools.chain(column.data.values(), *column.parity))
+    return Restored(step, header.history, header.start, flat, layout, meta, blobs, fetched, column.missing)
 
 
 def _parity_of(column: Column, group: int | None = None) -> list[str]:
@@ -153,8 +153,6 @@ class _Source:
 
     def __init__(self, column: Column, rank: int, token: bytes, timeout: timedelta) -> None:
         self._column, self._rank, self._token, self._timeout = column, rank, token, timeout
-        self._lock = threading.Lock()
-        self.fetched_bytes = 0
 
     def _each(self, work: Callable[[Held], Any], held: Iterable[Held]) -> list[Any]:
         """`work` on each buffer. Raises RestoreError, which names the first that failed."""
@@ -178,8 +176,6 @@ class _Source:
         table = np.zeros(table_bytes(header.payload_bytes) // 8, dtype="<u8")
         pieces = wire.Pieces([*sink, table.view(np.uint8).data])
         peers.download(held.address, self._token, self._timeout, header, pieces)
-        with self._lock:
-            self.fetched_bytes += pieces.size
         if root_of(table) != header.root:
             raise wire.WireError(f"the {header.kind} that {held.address} sent is not the one that it announced")
 

@@ -4,8 +4,7 @@ everstep-RUN/                       everstep-RUN-group-K where each group counts
     lock                            held by the keeper (flock)
     group-K.rank-R.buffer-0, -1     the newest snapshots of a rank, written by its trainer
     group-K.rank-R.parity-0, -1     the newest parities coded by the keeper
-    bell                            a pipe: written to, it wakes the keeper
-    group-K.rank-R.mark             its time changes whenever the trainer has published, and at every commit
+    bell                            a pipe: trainers write to it at every commit and publication, which wakes the keeper
     group-K.rank-R.notes            what the keeper knows about the rank's newest snapshot, for the trainer
 """
 
@@ -15,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,7 +29,7 @@ REASON_CHARACTERS = 500
 """Which fit, whatever they are."""
 READ_TRIES = 100
 _FILE_WORD: dict[Kind, str] = {"data": "buffer", "parity": "parity"}
-_COLUMN = re.compile(r"group-(\d{1,9})\.rank-(\d{1,9})\.mark")
+_COLUMN = re.compile(r"group-(\d{1,9})\.rank-(\d{1,9})\.buffer-0")
 
 
 def run_id(token: bytes) -> str:
@@ -128,13 +126,11 @@ class Segment:
         fits = header is not None and header.is_for(run=self.run, kind=kind, group=self.group, rank=rank)
         return header if fits else None
 
-    def set_mark(self, rank: int) -> None:
-        """Say that the rank has something new, or a use for the keeper. Raises SnapshotError."""
-        path = self._mark(rank)
+    def claim(self, rank: int) -> None:
+        """Have the keeper look after this rank before it has published anything. Raises SnapshotError."""
+        path = self.file("data", rank, 0)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-            os.utime(fd, ns=(time.time_ns(),) * 2)  # finer than the clock that the kernel would take
-            os.close(fd)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600))
         except OSError as error:
             raise SnapshotError(f"{path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
 
@@ -145,23 +141,14 @@ class Segment:
         return os.open(self.path / "bell", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def ring(self) -> None:
-        """Have the keeper look at the marks at once, if there is one that listens."""
+        """Say that there is something new, or a use for the keeper: it looks at once, if there is one that listens."""
         with contextlib.suppress(OSError):
+            os.utime(self.path / "bell")  # for those who sweep
             fd = os.open(self.path / "bell", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 os.write(fd, b"\0")
             finally:
                 os.close(fd)
-
-    def mark(self, rank: int) -> int:
-        """Another number whenever the rank's trainer has set it; -1 before the first time. Cheaper than headers."""
-        try:
-            return os.stat(self._mark(rank)).st_mtime_ns
-        except OSError:
-            return -1
-
-    def _mark(self, rank: int) -> str:
-        return f"{self.path}/group-{self.group}.rank-{rank}.mark"
 
     def _notes(self, rank: int) -> Path:
         return self.path / f"group-{self.group}.rank-{rank}.notes"
