@@ -26,7 +26,7 @@ class Counters:
     with exact sums a checksum of the state's parameters: a `Stateful`.
 
     Args:
-        trainer: a `SlotTrainer`.
+        trainer: an `EverstepTrainer`.
         own: which of our own keys there are; None: all that this run has.
     """
 
