@@ -404,7 +404,7 @@ def attention_checks() -> str:
         took[1].append(checked_s)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2 if large else 1e-4, atol=1e-6)
-    harmed = AttentionCheck(enable=True, frequency=1.0, mode="detect", inject=Inject(kind="inf", layer=0))
+    harmed = AttentionCheck(enable=True, frequency=1.0, mode="detect", inject=Inject(kind="inf"))
     assert block(harmed, length)(0)[1], "an infinity was not found"
     before, after = (sorted(times)[len(times) // 2] for times in took)
     said = (

@@ -13,13 +13,13 @@ class Aimed(Injector):
 
     def __init__(self) -> None:
         super().__init__(Inject(kind="scale"))
-        self.section, self.fault, self.part = "", None, 0
+        self.section, self.fault = "", None
 
     def begin(self, step: int) -> None:
         """Nothing is due but what a test aims."""
 
-    def strike(self, layer: int, section: str, part: int = 0, parts: int = 1) -> Fault | None:
-        if self.fault is None or section != self.section or part != min(self.part, parts - 1):
+    def strike(self, layer: int, section: str) -> Fault | None:
+        if self.fault is None or section != self.section:
             return None
         fault, self.fault = self.fault, None
         return fault
@@ -33,10 +33,10 @@ class Bench:
         self.guard = self.checks.guard(3, "wqkv", ())
         self.checks.injector = self.aim = Aimed()
 
-    def run(self, compute, section: str = "", fault: Fault | None = None, part: int = 0):
+    def run(self, compute, section: str = "", fault: Fault | None = None):
         """compute's value, whether the slot is refused, and the findings."""
         self.checks.begin(1, 0)
-        self.aim.section, self.aim.fault, self.aim.part = section, fault, part
+        self.aim.section, self.aim.fault = section, fault
         value = compute(self.guard)
         if section:
             assert self.aim.fault is None, f"nothing called {section} was computed"

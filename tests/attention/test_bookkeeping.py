@@ -27,7 +27,7 @@ def test_a_bad_value_is_named_with_its_key(values, key):
         AttentionCheck(**values)
 
 
-@pytest.mark.parametrize(("name", "value"), [("every", 0), ("first_step", 0), ("bit", 99)])
+@pytest.mark.parametrize(("name", "value"), [("every", 0), ("first_step", 0)])
 def test_a_bad_injection_is_named_with_its_key(name, value):
     with pytest.raises(ValueError, match=rf"attention_check\.inject\.{name}"):
         Inject(**{name: value})
@@ -201,7 +201,7 @@ def test_row_and_tile_faults_keep_to_their_shape():
 
 def test_injection_hits_its_steps_once_and_the_same_way_again():
     def hits():
-        injector = Injector(Inject(kind="nan", first_step=3, every=2, count=3, seed=4))
+        injector = Injector(Inject(kind="nan", first_step=3, every=4, seed=4))
         for layer in range(4):
             injector.register(layer, ("a", "b"))
         for step in range(1, 12):
@@ -212,5 +212,5 @@ def test_injection_hits_its_steps_once_and_the_same_way_again():
                     injector.strike(layer, "b")
         return injector.hits
 
-    assert [step for step, _, _ in hits()] == [3, 5, 7]
+    assert [step for step, _, _ in hits()] == [3, 7, 11]
     assert hits() == hits()

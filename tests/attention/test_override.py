@@ -162,8 +162,8 @@ def aim(checks, section, fault, layer=2):
     """Have exactly one fault hit one layer's result, whenever it is computed next."""
     armed = [fault]
 
-    def strike(at_layer, at_section, part=0, parts=1):
-        return armed.pop() if armed and (at_layer, at_section, part) == (layer, section, 0) else None
+    def strike(at_layer, at_section):
+        return armed.pop() if armed and (at_layer, at_section) == (layer, section) else None
 
     checks.injector.strike = strike
 

@@ -19,7 +19,6 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import override
 
 from everstep import wire
-from everstep.attention.injection import Fault as AttentionFault
 from everstep.quorum.process_group import PROTOCOL, RankColumn
 from everstep.run.files import order_file, read_json
 from everstep.snapshot.buffer import BufferWriter
@@ -115,10 +114,6 @@ class Carrier:
         fault = self.due("compute")
         if fault == "exception":
             raise RuntimeError("an exception, as it was ordered")
-        if fault == "flipped-attention":
-            # The highest bit of the exponent.
-            flip = AttentionFault("bitflip", random.Random(self.order_id).random(), 30, 0.0, 1)
-            self.trainer.checks.injector.order(flip, self.order_id)
         compute(step, slot, whole=whole)
 
     @torch.no_grad()

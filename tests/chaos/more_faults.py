@@ -196,7 +196,6 @@ def row(name, kind=Given, **settings):
 ROWS = (
     row("exception", at="compute"),
     row("segfault", KillWorker, signum=SIGSEGV),
-    row("flipped-attention", at="compute"),
     row("flipped-weight", at="quorum"),
     row("stop-lighthouse", StopLighthouse),
     row("corrupt-snapshot", CorruptSnapshot),

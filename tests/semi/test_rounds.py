@@ -48,7 +48,7 @@ STREAMS = {"job": {"config": "tiny_streams"}, "data": {"source": "dataloader"}}
 CHECKED = {
     "attention_check": {"enable": True, "mode": "detect", "frequency": 1.0},
     "fault_tolerance": {"allow_faults": True},
-    "attention_check.inject": {"kind": "nan", "first_step": 3, "count": 1},
+    "attention_check.inject": {"kind": "nan", "first_step": 3, "every": 1000},
 }
 CASES = {
     "the whole, late": Case(1, 2, 0.25, 4, before={"5": [["moved", 0], ["lost", 0, 4]]}, again=(1,)),

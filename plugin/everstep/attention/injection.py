@@ -100,31 +100,22 @@ class Injector:
         """A slot of `step` begins. A step is hit once, however often its slots are computed."""
         plan = self.plan
         due = step >= plan.first_step and (step - plan.first_step) % plan.every == 0
-        places = [
-            (layer, name) for layer, names in self._sections.items() if plan.layer in (-1, layer) for name in names
-        ]
-        if (
-            not (plan.kind and due and places)
-            or step == self._hit_step
-            or len(self.hits) >= plan.count
-            or plan.rank not in (-1, self.rank)
-        ):
+        places = [(layer, name) for layer, names in self._sections.items() for name in names]
+        if not (plan.kind and due and places) or step == self._hit_step or plan.rank not in (-1, self.rank):
             self._armed = None
             return
         draw = random.Random(f"{plan.seed} {step} {self.rank}")
         layer, section = draw.choice(places)
-        bit = plan.bit if plan.bit >= 0 else draw.randrange(64)
-        fault = Fault(plan.kind, draw.random(), bit, plan.magnitude, draw.choice((-1, 1)))
+        bit = draw.randrange(64)
+        fault = Fault(plan.kind, draw.random(), bit, sign=draw.choice((-1, 1)))
         self._armed = (layer, section, fault)
         self._step = step
 
-    def strike(self, layer: int, section: str, part: int = 0, parts: int = 1) -> Fault | None:
-        """The fault that hits this result, or None. part of parts: a result that is computed in pieces."""
+    def strike(self, layer: int, section: str) -> Fault | None:
+        """The fault that hits this result, or None."""
         if self._armed is None or self._armed[:2] != (layer, section):
             return None
         fault = self._armed[2]
-        if part != int(fault.place * 7919) % parts:
-            return None
         self._armed, self._hit_step = None, self._step
         self.hits.append((self._step, layer, section))
         return fault

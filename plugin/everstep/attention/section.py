@@ -15,14 +15,11 @@ class Inject:
 
     kind: Literal["", "bitflip", "inf", "nan", "near-inf", "scale", "row", "tile"] = ""
     """What is written into a result: one flipped bit, an infinity, a NaN, a value near the largest of the
-    dtype, a value times `magnitude`, a row or a 16 x 16 tile of values times `magnitude`. Empty: nothing is
+    dtype, a value times 1000, a row or a 16 x 16 tile of values times 1000. Empty: nothing is
     injected."""
 
     section: str = "*"
     """Which results, as a pattern over the names in findings, e.g. `context`, `*.dw`, `*`."""
-
-    layer: int = -1
-    """Which layer; -1: a layer drawn by the seed."""
 
     rank: int = -1
     """Which rank; -1: every rank."""
@@ -33,15 +30,6 @@ class Inject:
     every: int = 1
     """Steps from one hit to the next."""
 
-    count: int = 1_000_000
-    """Hits in all."""
-
-    bit: int = -1
-    """The bit that is flipped, 0 the lowest of the mantissa; -1: one drawn by the seed."""
-
-    magnitude: float = 1e3
-    """The factor of `scale`, `row` and `tile`."""
-
     seed: int = 0
     """Draws the element, the layer and the section of each hit."""
 
@@ -50,11 +38,6 @@ class Inject:
         _require(
             self.first_step >= 1,
             f"attention_check.inject.first_step = {self.first_step}: steps count from 1.",
-        )
-        _require(self.count >= 0, f"attention_check.inject.count = {self.count}: must be 0 or more.")
-        _require(
-            -1 <= self.bit <= 63,
-            f"attention_check.inject.bit = {self.bit}: must be -1 or a bit of the dtype.",
         )
 
 
