@@ -43,12 +43,12 @@ not meet a newer version of a file than its group began with."""
 
 @dataclass(frozen=True)
 class Request:
-    """A process to be forked: it calls `run` ("module:function") with `args`, its output is appended to `log` if there
-    is one, and it has `env` besides ours."""
+    """A process to be forked: it calls `run` ("module:function") with `args`, its output is appended to `log`,
+    and it has `env` besides ours."""
 
     run: str
     args: Sequence
-    log: Path | None
+    log: Path
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -145,8 +145,7 @@ def _do(request: Request) -> int:
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.environ.update(request.env)
-        if request.log is not None:
-            redirect_output(request.log)
+        redirect_output(request.log)
         module, _, function = request.run.partition(":")
         status = getattr(importlib.import_module(module), function)(*request.args) or 0
     except SystemExit as end:

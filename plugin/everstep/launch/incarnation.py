@@ -26,12 +26,6 @@ def last_commit(run_dir: Path, group: int) -> dict[str, Any] | None:
     return last_event(event_path(run_dir, group, 0, "worker"), {"commit"})
 
 
-def last_step(run_dir: Path, group: int) -> int:
-    """The step that a group has committed last; 0: none."""
-    found = last_commit(run_dir, group)
-    return 0 if found is None else found["step"]
-
-
 @dataclass
 class Incarnation:
     """One start of a group's workers."""
@@ -89,6 +83,7 @@ class Incarnation:
         machine."""
         settings, exitcode, stalled = self.settings, first.exitcode or 0, self.stall is not None
         ft = settings.fault_tolerance
+        commits = filter(None, (last_commit(settings.run_dir, group) for group in range(settings.groups)))
         return Death(
             mono=time.monotonic(),
             exitcode=exitcode,
@@ -96,7 +91,7 @@ class Incarnation:
             excused=peer_killed,
             stalled=stalled,
             out_of_memory=exitcode == -signal.SIGKILL and not stalled and oom_kills() > self._oom_kills,
-            run_step=max(last_step(settings.run_dir, group) for group in range(settings.groups)),
+            run_step=max((commit["step"] for commit in commits), default=0),
         )
 
     def why(self, first: Child, death: Death) -> str:

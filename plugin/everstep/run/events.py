@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -195,30 +195,23 @@ def last_event(path: Path, kinds: Set[str]) -> dict[str, Any] | None:
 
 
 class EventTail:
-    """Follows a growing run directory: each `new()` returns the events appended since the last call.
+    """Follows a growing run directory: each `new()` returns the events appended since the last call."""
 
-    names: patterns of the logs to follow, without their ending; all by default.
-    """
-
-    def __init__(self, run_dir: Path, names: Sequence[str] = ("*",)):
+    def __init__(self, run_dir: Path):
         self._folder = Path(run_dir) / "events"
-        self._names = names
         self._offsets: dict[Path, int] = {}
         self.damaged = 0
         """Lines so far that were no events."""
 
-    def _files(self) -> list[Path]:
-        return sorted(path for name in self._names for path in self._folder.glob(f"{name}.jsonl"))
-
     def skip_to_end(self) -> None:
         """Forget what is there: only events appended from now on are returned."""
-        for path in self._files():
+        for path in self._folder.glob("*.jsonl"):
             self._offsets[path] = path.stat().st_size
 
     def new(self) -> list[dict[str, Any]]:
         """Events since the last call, by wall time. A line still being written is left for the next call."""
         batches = []
-        for path in self._files():
+        for path in sorted(self._folder.glob("*.jsonl")):
             offset = self._offsets.get(path, 0)
             try:
                 if path.lstat().st_size <= offset:
