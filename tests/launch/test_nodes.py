@@ -47,6 +47,15 @@ def test_two_nodes_of_a_group_start_restart_and_stop_together(agent):
     assert {event["rank"] for event in first.events("left")} == {0, 1}
 
 
+def test_a_node_whose_worker_dies_in_a_stop_does_not_keep_the_other(agent):
+    nodes = first, _ = node(agent, 0), node(agent, 1)
+    until(lambda: ranks_that_train(first) == {0, 1}, "both ranks to train")
+    for one in nodes:
+        one.process.send_signal(signal.SIGTERM)
+    os.kill(first.events("node_workers_started")[0]["pids"][0], signal.SIGKILL)
+    assert {one.process.wait(30) for one in nodes} <= {0, 4}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_node_notices_that_another_one_is_gone(agent, lost):

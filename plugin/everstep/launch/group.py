@@ -339,6 +339,7 @@ class Group:
         return self._stop_deadline is not None and time.monotonic() > self._stop_deadline
 
     def _end_stopped(self) -> None:
+        self._meeting.tell_ended()  # the other nodes have nobody to wait for
         if self._killed_in_the_end:
             self.finish("killed", self._killed_in_the_end)
         else:
