@@ -1,17 +1,10 @@
-"""Groups of two ranks whose attention checks itself: real runs, and one model under FSDP in two processes."""
-
-import json
-import socket
-import sys
-from pathlib import Path
+"""Groups of two ranks whose attention checks itself: real runs."""
 
 import pytest
 
 from everstep.report import score
-from forked import Forked
-from watched import Watched, environment, write_config
+from watched import Watched, write_config
 
-HERE = Path(__file__).parent
 SHAPES = {
     "sharded, mixed precision, selective checkpointing": {
         "training": {"global_batch_size": 4, "mixed_precision_param": "bfloat16"},
@@ -56,33 +49,3 @@ def test_a_finding_on_one_rank_has_the_whole_group_compute_the_slot_again(tmp_pa
     clean = trained(tmp_path, "clean", sections, faults=False)
     assert not clean.events("finding")
     assert score.curve(hit.run_dir) == score.curve(clean.run_dir)
-
-
-def test_weights_that_fsdp_gathers_and_casts_are_checked(tmp_path):
-    """One process a rank; a NaN on rank 1 only, in forward and backward, is repaired and changes no gradient."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [
-        Forked(
-            [sys.executable, str(HERE / "fsdp_rank.py"), str(tmp_path / f"{rank}.json")],
-            env=environment(
-                RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo"
-            ),
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        assert [rank.wait(300) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    assert told[0]["findings"] == []
-    assert [section for section, _ in told[1]["findings"]] == told[1]["hits"]
-    assert {action for _, action in told[1]["findings"]} == {"recomputed"}
-    for rank in told:
-        assert rank["dtypes"] == ["torch.bfloat16"]
-        assert not rank["refused"]
-        assert rank["difference"] <= 2**-7
