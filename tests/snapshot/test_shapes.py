@@ -120,8 +120,8 @@ def restored(run: Cluster, ranks: list[Rank], rank: int) -> recovery.Recovery:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("FSDP 2", "one rank"), ("one rank", "FSDP 2"), ("TP 2", "FSDP 2"), ("PP 2", "one rank"), ("one rank", "PP 2"),
-        ("FSDP 2 x TP 2", "FSDP 3"), ("FSDP 3", "FSDP 2 x TP 2"), ("replicas of 2", "FSDP 2"), ("PP 2", "TP 2"),
+        ("one rank", "FSDP 2"), ("TP 2", "FSDP 2"), ("PP 2", "one rank"), ("FSDP 2 x TP 2", "FSDP 3"),
+        ("replicas of 2", "FSDP 2"), ("PP 2", "TP 2"),
     ],
 )  # fmt: skip
 def test_what_is_restored_into_another_shape_is_what_was_saved(before, after):
