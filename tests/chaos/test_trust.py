@@ -16,10 +16,10 @@ from everstep.chaos.signals import Receivers
 from everstep.chaos.target import LocalTarget, _keeps
 from everstep.chaos.view import Proc, View
 from everstep.run import typed
-from everstep.run.directory import LaunchError, RunDir, holder_of
+from everstep.run.directory import RunDir, holder_of
 from everstep.run.events import EventLog
 from everstep.run.files import read_json, write_json
-from everstep.run.token import run_token
+from everstep.run.token import UnsafeError, run_token
 from everstep.run.typed import UnfitError
 from everstep.snapshot.peers import Place
 from everstep.snapshot.section import Snapshot
@@ -38,7 +38,7 @@ def test_a_directory_that_others_can_write_to_is_no_run(tmp_path):
     EventLog(tmp_path, None, None, "supervisor").close()
     (tmp_path / "config.toml").write_text("")
     tmp_path.chmod(0o777)
-    with pytest.raises(LaunchError, match="chmod go-w"):
+    with pytest.raises(UnsafeError, match="chmod go-w"):
         find_target(tmp_path)
 
 

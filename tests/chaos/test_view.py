@@ -6,33 +6,25 @@ from everstep.chaos.kinds import FAULTS, KillAll, KillGroup
 from everstep.chaos.view import SETTLED_S
 
 
-def test_only_groups_that_take_part_may_be_hit_and_the_last_one_is_spared(told):
-    run = told(3)
-    run.take_part(0, 2)
-    assert run.view.candidates() == [0, 2]
-    run.view.hit([0])
-    assert run.view.candidates() == [], "group 2 is the last that holds the state"
-
-
-def test_the_only_group_of_a_run_may_be_hit(told):
-    run = told(1)
-    run.take_part(0)
-    assert run.view.candidates() == [0]
-
-
-def test_of_three_groups_two_may_be_hit_at_once_but_not_three(told):
-    run = told(3)
-    run.take_part(0, 1, 2)
-    assert run.view.candidates(2) == [0, 1, 2]
-    assert run.view.candidates(3) == []
-
-
-def test_a_spared_group_is_never_hit_and_counts_as_the_one_that_is_left(told):
-    run = told(2, spared=[0])
-    run.take_part(0, 1)
-    assert run.view.candidates() == [1]
-    run.view.hit([1])
-    assert run.view.candidates() == []
+@pytest.mark.parametrize(
+    ("groups", "spared", "there", "hit", "lost", "candidates"),
+    [
+        (3, [], (0, 2), [], 1, [0, 2]),
+        (3, [], (0, 2), [0], 1, []),  # group 2 is the last that holds the state
+        (1, [], (0,), [], 1, [0]),  # there is no other
+        (3, [], (0, 1, 2), [], 2, [0, 1, 2]),
+        (3, [], (0, 1, 2), [], 3, []),
+        (2, [0], (0, 1), [], 1, [1]),  # the spared one counts as the one that is left
+        (2, [0], (0, 1), [1], 1, []),
+    ],
+)
+def test_only_groups_that_take_part_may_be_hit_and_the_last_one_is_spared(
+    told, groups, spared, there, hit, lost, candidates
+):
+    run = told(groups, spared=spared)
+    run.take_part(*there)
+    run.view.hit(hit)
+    assert run.view.candidates(lost) == candidates
 
 
 def test_a_group_that_was_hit_is_back_when_it_commits_after_its_new_start(told):

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from everstep.commands.report import Report, report
 from everstep.report.account import read
 from everstep.report.score import curve, figures_of, loss_by_step, loss_delta, score, summary, verdict
-from forked import ran
 from timeline import Timeline
 
 
@@ -218,25 +218,23 @@ def test_the_summary_says_in_words_what_the_figures_are():
     assert "1 attempt had work" in summary(figures | {"attempts_thrown_away": 1})
 
 
-def test_a_check_fails_with_the_sentences_that_say_what_broke(tmp_path):
+def test_a_check_fails_with_the_sentences_that_say_what_broke(tmp_path, capsys):
     kept = finished_run().write(tmp_path / "kept")
     broken = finished_run(loss_shift=0.25).write(tmp_path / "broken")
 
-    def check(*arguments):
-        command = [sys.executable, "-m", "everstep.cli", "report", *map(str, arguments), "--check"]
-        done = ran(command)
-        return done.returncode, done.stdout, done.stderr
+    def check(*paths, **asked):
+        status = report(Report(run_dir=paths[0], against=paths[1] if paths[1:] else None, check=True, **asked), [])
+        return status, *capsys.readouterr()
 
     assert check(kept)[0] == 0
-    status, said, complaints = check(broken, "--against", kept)
-    assert status == 1
+    status, said, complaints = check(broken, kept)
+    assert (status, complaints) == (1, "")
     assert "The loss differs by up to" in said
-    assert complaints == ""
-    status, said, complaints = check(broken, "--against", kept, "--json")
+    status, said, complaints = check(broken, kept, json=True)
     assert status == 1
     assert json.loads(said)["loss_delta_max"] == pytest.approx(0.25)
     assert complaints.startswith("The loss differs by up to")
-    assert check(broken, "--json")[2] == ""
+    assert check(broken, json=True)[2] == ""
 
 
 def test_a_run_that_goes_faster_with_fewer_groups_keeps_no_more_than_all_of_its_throughput():

@@ -8,11 +8,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from urllib.parse import urlsplit
 
 import psutil
 import pytest
 
+from everstep.report import serve
 from everstep.report.live import Teller, Telling
 from everstep.report.serve import Server
 from timeline import Timeline
@@ -72,11 +72,10 @@ def test_the_writer_ends_with_its_launcher(tmp_path):
     until(lambda: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE, "the writer to end")
 
 
-def test_nothing_else_of_the_run_directory_is_served(going):
-    _, server = going
-    for path in ("token", "config.toml", "../token", "logs/group-0/rank-0.log"):
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(server.address + path, timeout=30)
+@pytest.mark.parametrize("path", ["token", "config.toml", "../token", "logs/group-0/rank-0.log"])
+def test_nothing_else_of_the_run_directory_is_served(served, path):
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"http://{served}/{path}", timeout=30)
 
 
 def is_closed(connection):
@@ -89,10 +88,12 @@ def is_closed(connection):
         return True
 
 
-def test_64_connections_that_say_nothing_or_little_hold_sixteen_at_most_and_not_for_long(going):
-    _, server = going
-    place = urlsplit(server.address)
-    held = [socket.create_connection((place.hostname, place.port)) for _ in range(64)]
+def test_64_connections_that_say_nothing_or_little_hold_sixteen_at_most_and_not_for_long(monkeypatch):
+    monkeypatch.setattr(serve, "CONNECTION_S", 1.5)
+    listening = socket.create_server(("127.0.0.1", 0))
+    Server(listening, {"/": lambda: ("text/html", b"here")})
+    place = listening.getsockname()
+    held = [socket.create_connection(place) for _ in range(64)]
     until(lambda: sum(map(is_closed, held)) >= 48, "the others to be refused", 10)
     slow = [connection for connection in held if not is_closed(connection)]
     assert 0 < len(slow) <= 16
@@ -105,7 +106,15 @@ def test_64_connections_that_say_nothing_or_little_hold_sixteen_at_most_and_not_
     assert slow == []
     for connection in held:
         connection.close()
-    assert urllib.request.urlopen(server.address, timeout=30).status == 200
+    assert urllib.request.urlopen("http://{}:{}/".format(*place), timeout=30).read() == b"here"
+
+
+@pytest.fixture(scope="module")
+def served():
+    """The address of a server."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    Server(listening, {"/": lambda: ("text/html", b"<!doctype")})
+    return "{}:{}".format(*listening.getsockname())
 
 
 @pytest.mark.parametrize(
@@ -120,9 +129,8 @@ def test_64_connections_that_say_nothing_or_little_hold_sixteen_at_most_and_not_
         ("", 403),
     ],
 )
-def test_a_name_that_is_not_this_machines_reads_nothing(going, host, status):
-    _, server = going
-    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+def test_a_name_that_is_not_this_machines_reads_nothing(served, host, status):
+    connection = http.client.HTTPConnection(served, timeout=30)
     connection.request("GET", "/", headers={"Host": host})
     answer = connection.getresponse()
     assert answer.status == status

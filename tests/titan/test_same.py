@@ -55,5 +55,5 @@ def test_minus_zero_is_not_zero(tmp_path, capsys):
 
 
 def test_runs_without_anything_in_common_are_not_the_same(tmp_path):
-    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "events").mkdir(parents=True)
     assert same(Same(run_a=tmp_path / "a", run_b=make_run(tmp_path / "b")), []) == 1

@@ -11,7 +11,7 @@ from everstep.chaos.view import Proc, View
 from everstep.launch.slurm import job_file, require_slurm, states_of
 from everstep.run.directory import LaunchError, over_file, stop_file
 from everstep.run.files import read_json
-from everstep.run.token import require_own
+from everstep.run.token import require_run
 
 LOOK_EVERY_S = 3.0
 
@@ -68,16 +68,11 @@ class SlurmTarget(Target):
 
 def find_target(run_dir: Path, spared: Iterable[int] = ()) -> Target:
     """The run in `run_dir`, wherever it runs. Raises LaunchError: no run is there, it is over, or it was submitted to a
-    Slurm that cannot be reached from here."""
+    Slurm that cannot be reached from here; UnsafeError, as `require_run`."""
     run_dir = Path(run_dir).resolve()
-    if not (run_dir / "events").is_dir():
-        raise LaunchError(f"{run_dir} is no run directory: there are no events in it.")
+    require_run(run_dir)
     if not (run_dir / "config.toml").is_file():
         raise LaunchError(f"the run in {run_dir} has not begun yet: wait for its first step.")
-    try:
-        require_own(run_dir)
-    except ValueError as error:
-        raise LaunchError(f"{error}.") from None
     submitted = "groups" in read_json(job_file(run_dir))
     view = View(run_dir, spared, one_host=not submitted)
     target: Target = SlurmTarget(view) if submitted else LocalTarget(view)

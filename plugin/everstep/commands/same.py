@@ -7,7 +7,7 @@ from pathlib import Path
 import tyro
 
 from everstep.run.directory import LaunchError
-from everstep.run.token import require_own
+from everstep.run.token import require_run
 
 
 @dataclass(kw_only=True)
@@ -27,9 +27,9 @@ def same(command: Same, flags: Sequence[str]) -> int:
     """Exit status 0 if all that both runs have is the same, 1 if they part."""
     from everstep.titan.same import compare
 
+    for run_dir in (command.run_a, command.run_b):
+        require_run(run_dir)
     try:
-        for run_dir in (command.run_a, command.run_b):
-            require_own(run_dir)
         found = compare(command.run_a, command.run_b)
     except (OSError, ValueError) as error:
         raise LaunchError(str(error)) from None
