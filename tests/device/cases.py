@@ -131,7 +131,7 @@ class Doubling:
 
 
 class Sums:
-    """Implements `everstep.step.reduction.AsyncSums`."""
+    """Implements `everstep.step.interfaces.Sums`."""
 
     def __init__(self, streams: DeviceStreams, waits: bool = True) -> None:
         self.line, self._waits = _Line(Doubling(), streams), waits

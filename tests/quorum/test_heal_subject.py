@@ -56,7 +56,6 @@ def answering(answer):
 
 
 GOOD = {
-    "version": heal.SCHEMA_VERSION,
     "step": 1,
     "history": 0,
     "whose": {"run": "", "rank": 0, "layout": ""},
@@ -70,7 +69,6 @@ GOOD = {
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 1},
         {"step": 2},
         {"step": None},
         {"history": 1},

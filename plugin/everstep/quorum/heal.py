@@ -26,7 +26,6 @@ from everstep.run import typed
 from everstep.run.typed import Count, UnfitError
 
 PURPOSE = "heal"
-SCHEMA_VERSION = 3
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -83,14 +82,12 @@ class Wanted:
     history: int
     whose: Whose
     patience_s: Annotated[float, typed.Within(0, 1e6)]
-    version: int = SCHEMA_VERSION
 
 
 @dataclass(frozen=True)
 class _Schema:
     """The answer: what the bytes mean that can be read from now on."""
 
-    version: int
     step: int
     history: int
     whose: Whose
@@ -103,7 +100,7 @@ class _Schema:
 def _schema(step: int, history: int, whose: Whose, state: HealState, size: int) -> _Schema:
     tensors = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in state.tensors.items()]
     blobs = [(n, len(b)) for n, b in state.blobs.items()]
-    return _Schema(SCHEMA_VERSION, step, history, whose, tensors, blobs, state.meta, size)
+    return _Schema(step, history, whose, tensors, blobs, state.meta, size)
 
 
 class Door:
@@ -172,8 +169,8 @@ class Door:
             wanted = typed.parse(Wanted, request)
         except UnfitError as error:
             raise wire.RefusedError(f"the request is not understood: {error}") from error
-        if wanted.version != SCHEMA_VERSION or wanted.whose != self._whose:
-            raise wire.RefusedError(f"here is {self._whose} in version {SCHEMA_VERSION}; {wanted} was asked for")
+        if wanted.whose != self._whose:
+            raise wire.RefusedError(f"here is {self._whose}; {wanted} was asked for")
         patience_s = min(wanted.patience_s, self._timeout.total_seconds())
         with self._changed:
             if not self._changed.wait_for(lambda: self._step >= wanted.step, patience_s):
@@ -266,9 +263,9 @@ class Fetch(threading.Thread):
     def _compare(self, schema: _Schema) -> None:
         """See that the answer is what was asked for. Raises HealError."""
         wanted = self._wanted
-        offered = (schema.version, schema.step, schema.history, schema.whose)
-        asked = (wanted.version, wanted.step, wanted.history, wanted.whose)
-        for what, theirs, ours in zip(("version", "step", "history", "state of"), offered, asked, strict=True):
+        offered = (schema.step, schema.history, schema.whose)
+        asked = (wanted.step, wanted.history, wanted.whose)
+        for what, theirs, ours in zip(("step", "history", "state of"), offered, asked, strict=True):
             if theirs != ours:
                 raise HealError(f"it offers {what} {theirs}, not {ours}")
 

@@ -169,6 +169,13 @@ class Sums(Protocol):
     def total(self, values: torch.Tensor, timeout: timedelta) -> torch.Tensor:
         """Sum of a float64 vector on CPU over the groups. Raises SumsBroken."""
 
+    def start(self, tensor: torch.Tensor, timeout: timedelta) -> Any:
+        """Begin to sum in place what is in `tensor` once the current stream has done what it was given so far. The
+        sum's `ended` says whether nothing reads or writes the tensor on its behalf any more. Raises SumsBroken."""
+
+    def finish(self, one: Any) -> None:
+        """Wait for a sum that was started. Raises SumsBroken."""
+
     def gather_bytes(self, mine: bytes) -> list[bytes]:
         """What every group gave, in rank order. Raises SumsBroken."""
 

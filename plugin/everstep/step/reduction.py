@@ -19,13 +19,13 @@ until the sum has ended, as a kernel may still write to it.
 from collections.abc import Hashable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from everstep.step import exact
-from everstep.step.interfaces import SumsBroken
+from everstep.step.interfaces import Sums, SumsBroken
 from everstep.step.streams import Event, HostStreams, Streams
 
 LARGEST = 1e10
@@ -47,26 +47,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local()
     with torch.no_grad():  # else it is a view that autograd follows
         return tensor.to_local()
-
-
-class Sum(Protocol):
-    """One sum under way, such as `everstep.quorum.in_flight.Sum`."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing reads or writes its tensor on its behalf any more, be it complete or not."""
-        ...
-
-
-class AsyncSums(Protocol):
-    """What sums gradients in place over the groups, such as `everstep.quorum.process_group.RankColumn`."""
-
-    def start(self, tensor: torch.Tensor, timeout: timedelta) -> Any:
-        """A `Sum`, of what is in `tensor` once the current stream has done what it was given so far. Raises
-        SumsBroken."""
-
-    def finish(self, one: Any) -> None:
-        """Wait for a `Sum`. Raises SumsBroken."""
 
 
 class _Memory:
@@ -101,7 +81,7 @@ class _Bucket:
         """How often each gradient was added to in the slot in progress."""
         self.usual = [0] * len(params)
         """The same of the slot before."""
-        self.sum: Sum | None = None
+        self.sum: Any = None
         self.filled_on: dict[Hashable, Event | None] = {}
         """The streams it was filled from in this attempt, and where in their work."""
         self.forget()
@@ -192,10 +172,10 @@ class GradientReducer:
         self._fragments = [[_Bucket(part, most) for part in _split(some, bucket_bytes)] for some in parts]
         self._now = 0
         """Which of them is summed."""
-        self._given_up: list[tuple[Sum, torch.Tensor]] = []
+        self._given_up: list[tuple[Any, torch.Tensor]] = []
         self._began_on: Hashable = None
         self._began: Event | None = None
-        self._sums: AsyncSums | None = None
+        self._sums: Sums | None = None
         self._timeout = timedelta(0)
         self._started = 0
         self._armed = self._counted = self._last = False
@@ -209,7 +189,7 @@ class GradientReducer:
     def _buckets(self) -> list[_Bucket]:
         return self._fragments[self._now]
 
-    def begin(self, sums: AsyncSums, timeout: timedelta, step: int = 0) -> None:
+    def begin(self, sums: Sums, timeout: timedelta, step: int = 0) -> None:
         """Start an attempt at `step` over the groups of `sums`, whose sums may each take `timeout`."""
         self._sums, self._started, self._armed, self._error = sums, 0, False, None
         self._now = (step - 1) % len(self._fragments)
