@@ -127,13 +127,6 @@ def test_a_slot_moves_only_while_its_home_is_away():
     assert ledger.plan(without_0, 4, homes=3).shares == {1: (0, 1), 2: (2, 3)}
 
 
-def test_shrinking_with_homes_leaves_lost_slots_out():
-    plan = ledger.plan([row(0), row(2)], 4, "shrink", homes=3)
-    assert plan.shares == {0: (0, 3), 2: (2,)}
-    assert ledger.plan([row(7)], 2, "shrink", homes=3).shares == {7: (0, 1)}, "no group that they are at home in"
-    assert ledger.verdict(tally([1, 0, 1, 1]), "shrink") == ""
-
-
 @given(quorums())
 def test_a_group_lets_go_of_its_slots_only_for_another_that_holds_one_of_them(quorum):
     slots, rows = quorum

@@ -185,7 +185,7 @@ def plan(
         on_loss: `shrink` computes nothing for lost slots as long as some group still holds one; a slot that was refused
             is not lost.
         homes: if not 0, slot s is dealt to group s mod `homes` where that computes, so that it moves only when groups
-            are lost or come back; under `shrink` it is lost with them.
+            are lost or come back.
         audited: slots that two groups compute, in order.
 
     Returns:
@@ -203,11 +203,10 @@ def plan(
         certain = []
     at: dict[int, list[int]] = {row.group: [] for row in able}
     if homes:
-        moves = on_loss != "shrink" or all(group >= homes for group in at)
         for slot in certain:
             if slot % homes in at:
                 at[slot % homes].append(slot)
-        certain = [slot for slot in certain if slot % homes not in at] if moves else []
+        certain = [slot for slot in certain if slot % homes not in at]
     pace = paces(able)
     shares = _deal(certain, at, pace, each=not holders)
     doubts: dict[int, list[int]] = {group: [] for group in shares}
