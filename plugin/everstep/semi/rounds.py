@@ -25,11 +25,6 @@ def slots_of(worker: int, slots: int, workers: int) -> range:
     return range(worker * each, (worker + 1) * each)
 
 
-def fragment_of(round_: int, fragments: int) -> int:
-    """The fragment that is synchronised at the end of a round, of P = `fragments`."""
-    return (round_ - 1) % fragments
-
-
 def fragments_of(names: Iterable[str], fragments: int) -> list[int]:
     """To which of P = `fragments` each parameter belongs: those of layer l to fragment l mod P, the paper's strided
     pattern; what the model has before its layers to the first, and after them to the last."""

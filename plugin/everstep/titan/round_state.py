@@ -15,7 +15,7 @@ import torch
 from torchtitan.components.optimizer import LRSchedulersContainer
 
 from everstep.semi.outer import OuterSGD
-from everstep.semi.rounds import fragment_of, fragments_of
+from everstep.semi.rounds import fragments_of
 from everstep.semi.section import SemiSync
 from everstep.semi.worker_store import Place
 from everstep.step.reduction import local
@@ -96,7 +96,7 @@ class RoundState:
 
     def fragment(self, round_: int) -> list[int]:
         """The places of the parameters that a round synchronises."""
-        return self.fragments[fragment_of(round_, self._settings.fragments)]
+        return self.fragments[(round_ - 1) % len(self.fragments)]
 
     # A worker's own state
 
