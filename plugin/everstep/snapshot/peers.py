@@ -90,14 +90,9 @@ def read_places(run_dir: Path, group: int | None = None) -> list[Place]:
     return sorted(found, key=lambda place: (place.group, -place.started_at))
 
 
-def connect(address: str, token: bytes, timeout: timedelta) -> wire.Channel:
-    """A channel to a keeper. Raises wire.WireError."""
-    return wire.connect(address, token, timeout)
-
-
 def ask(address: str, token: bytes, message: dict[str, Any], timeout: timedelta) -> dict[str, Any]:
     """One question to a keeper. Raises wire.WireError."""
-    with contextlib.closing(connect(address, token, timeout)) as channel:
+    with contextlib.closing(wire.connect(address, token, timeout)) as channel:
         return channel.ask(message)
 
 
@@ -152,7 +147,7 @@ class Neighbours:
         addresses, why = self._addresses.get(group, []), f"no keeper of group {group} is known"
         for address in addresses:
             try:
-                channel = connect(address, self._token, _left(deadline))
+                channel = wire.connect(address, self._token, _left(deadline))
             except wire.WireError as error:
                 why = str(error)
                 continue
@@ -185,7 +180,7 @@ def download(address: str, token: bytes, timeout: timedelta, header: Header, sin
     try."""
     for left in reversed(range(TRIES)):
         try:
-            with contextlib.closing(connect(address, token, timeout)) as channel:
+            with contextlib.closing(wire.connect(address, token, timeout)) as channel:
                 open_buffer(channel, header)
                 wire.pull([channel], sink)
                 return
