@@ -84,22 +84,16 @@ def test_an_entry_that_cannot_be_done_waits_then_is_named_with_the_reason(target
     ]
 
 
-def test_what_waits_changes_nothing_for_the_others(target):
+def test_each_entry_draws_for_itself_and_what_waits_changes_nothing_for_the_others(target):
     target.told.take_part(0, 1, 2)
 
-    def victim(*before):
-        schedule = Schedule([*before, KillWorker(at_step=1)], seed=5)
-        dues = [schedule.due(target, 0.0) for _ in range(2)]
+    def drawn(*before):
+        schedule = Schedule([*before, *(KillWorker(at_step=1) for _ in range(4))], seed=5)
+        dues = [schedule.due(target, 0.0) for _ in range(5)]
         return [due.choose.random() for due in dues if due and due.fault.name == "kill-worker"]
 
-    assert victim(KillGroup(at_step=99)) == victim(KillGroup(at_step=1))
-
-
-def test_each_entry_draws_for_itself(target):
-    target.told.take_part(0, 1, 2)
-    schedule = Schedule([KillWorker(at_step=1) for _ in range(4)], seed=5)
-    dues = [schedule.due(target, 0.0) for _ in range(4)]
-    assert len({due.choose.random() for due in dues}) == 4
+    assert len(set(drawn())) == 4
+    assert drawn(KillGroup(at_step=99)) == drawn(KillGroup(at_step=1))
 
 
 def test_faults_every_so_often_go_on_after_those_of_a_campaign(target):

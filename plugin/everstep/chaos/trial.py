@@ -17,8 +17,8 @@ import tyro
 from everstep.chaos.cluster import find_target
 from everstep.chaos.command import Plan, inject, settle
 from everstep.chaos.target import Target
-from everstep.report.page import write_page
-from everstep.report.score import score, summary, verdict
+from everstep.report.page import write_report
+from everstep.report.score import account_of, score, summary, verdict
 from everstep.run.directory import LaunchError, default_run_dir, holder_of, read_toml
 from everstep.run.stops import collect_stops
 
@@ -76,12 +76,12 @@ def trial(command: Trial, flags: Sequence[str]) -> int:
     finally:
         started.terminate()  # whatever went wrong here, the run does not stay
         started.wait()
-    figures = score(run_dir, reference)
+    figures = write_report(run_dir, account_of(run_dir), reference)
     print(summary(figures, may_stop=True))
     if reference and (missing := figures["steps"] - figures["loss_delta_steps"]):
         unmet = [*unmet, f"The run without faults has no loss of {missing} steps; nothing is known of those."]
         print(unmet[-1])
-    print(f"page      {write_page(run_dir, reference)}")
+    print(f"page      {run_dir / 'report.html'}")
     print(f"Everything of this run is in {run_dir}" + (f", the run without faults in {reference}" if reference else ""))
     return int(bool(verdict(figures, may_stop=True) or unmet))
 

@@ -5,26 +5,22 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tyro
 
 from everstep.run.directory import LaunchError
-from everstep.run.files import write_whole
 
 
 @dataclass(kw_only=True)
 class Report:
-    """Compute what a run did from its events: report.json in the run directory, and a summary."""
+    """Compute what a run did from its events: report.json and report.html, a page for a browser, in the run directory,
+    and a summary."""
 
     run_dir: tyro.conf.Positional[Path]
     """The run directory."""
 
     against: Path | None = None
     """Another run directory to compare losses with."""
-
-    html: bool = True
-    """Also write report.html, a page for a browser; not with --json."""
 
     json: bool = False
     """Print report.json and nothing else to stdout."""
@@ -36,29 +32,18 @@ class Report:
 
 def report(command: Report, flags: Sequence[str]) -> int:
     """`everstep report`; returns the exit status."""
-    from everstep.report import score
+    from everstep.report.page import write_report
+    from everstep.report.score import account_of, summary, verdict
 
-    figures = write_score(command.run_dir, command.against)
-    broken = score.verdict(figures) if command.check else []
+    try:
+        figures = write_report(command.run_dir, account_of(command.run_dir), command.against)
+    except FileNotFoundError as error:
+        raise LaunchError(str(error)) from None
+    broken = verdict(figures) if command.check else []
     if command.json:
         print(json.dumps(figures, indent=2))
         print(*broken, sep="\n", end="\n" if broken else "", file=sys.stderr)
     else:
-        print(score.summary(figures))
-        if command.html:
-            from everstep.report.page import write_page  # matplotlib with it, which takes a while
-
-            print(f"page      {write_page(command.run_dir, command.against)}")
+        print(summary(figures))
+        print(f"page      {command.run_dir / 'report.html'}")
     return int(bool(broken))
-
-
-def write_score(run_dir: Path, against: Path | None) -> dict[str, Any]:
-    """The figures of a run, also written to report.json. Raises LaunchError for a directory without events."""
-    from everstep.report import score
-
-    try:
-        figures = score.score(run_dir, against)
-    except FileNotFoundError as error:
-        raise LaunchError(str(error)) from None
-    write_whole(run_dir / "report.json", json.dumps(figures, indent=2).encode() + b"\n")
-    return figures

@@ -1,6 +1,5 @@
 """`everstep run`: one run on this machine."""
 
-import contextlib
 import functools
 import time
 from collections.abc import Sequence
@@ -49,10 +48,10 @@ class Run:
 def run(command: Run, flags: Sequence[str]) -> int:
     """`everstep run`; returns the exit status."""
     from everstep.chaos.runner import every_so_often
-    from everstep.commands.report import write_score
     from everstep.launch import supervisor, view
     from everstep.launch.prepare import Order, Prepared, take_answer
-    from everstep.report import score
+    from everstep.report.page import write_report
+    from everstep.report.score import account_of, plain_summary, summary
 
     every_s = command.chaos_every
     for name, value in (("--groups", command.groups), ("--ranks-per-group", command.ranks_per_group)):
@@ -76,18 +75,14 @@ def run(command: Run, flags: Sequence[str]) -> int:
     status = supervisor.run(settings, view.open_view(), injector)
     print(f"Everything of this run is in {run_dir}")
     try:
-        figures = write_score(run_dir, None)
+        figures = write_report(run_dir, account_of(run_dir))
     except OSError as error:  # a full disk
         print(f"report.json is not written ({error.strerror}); later: everstep report {run_dir}")
         return status
     found = take_answer(run_dir)
     if isinstance(found, Prepared) and not found.fault_tolerance.enable:
-        print(score.plain_summary(figures, run_dir))
-        return status
-    print(score.summary(figures))
-    if every_s is not None or command.page:
-        from everstep.report.page import write_page
-
-        with contextlib.suppress(OSError):
-            print(f"page      {write_page(run_dir)}")
+        print(plain_summary(figures, run_dir))
+    else:
+        print(summary(figures))
+        print(f"page      {run_dir / 'report.html'}")
     return status

@@ -60,11 +60,12 @@ def write_page(run_dir: Path, against: Path | None = None) -> Path:
     against: the directory of another run of the same config, drawn beneath this one's curves, its figures beside this
     one's. Raises FileNotFoundError when a directory holds no event log.
     """
-    return write_account(run_dir, account_of(run_dir), against)
+    write_report(run_dir, account_of(run_dir), against)
+    return run_dir / "report.html"
 
 
-def write_account(run_dir: Path, account: Account, against: Path | None = None) -> Path:
-    """The same of a run whose events were read."""
+def write_report(run_dir: Path, account: Account, against: Path | None = None) -> dict[str, Any]:
+    """The same of a run whose events were read; returns the figures of report.json."""
     as_of = time.time()
     other = account_of(against) if against is not None else None
     figures, checking, rows = figures_of(account, other), account.checking, rows_of(account)
@@ -102,10 +103,9 @@ def write_account(run_dir: Path, account: Account, against: Path | None = None) 
         version=__version__,
         compared=against.resolve().name if against is not None else "",
     )
-    page = run_dir / "report.html"
-    write_whole(page, text.encode())
+    write_whole(run_dir / "report.html", text.encode())
     write_whole(run_dir / "report.json", json.dumps(figures, indent=2).encode() + b"\n")
-    return page
+    return figures
 
 
 def percent(share: float | None) -> str:
@@ -208,8 +208,8 @@ def tell(run_dir: Path, what: dict[str, Any]) -> None:
             curves.draw(drawn)
             if isinstance(now, Account) and now.counts and (over or time.monotonic() >= due):
                 began = time.process_time()
-                page = write_page(run_dir) if over else write_account(run_dir, now)
-                served["page"] = page.read_bytes()
+                write_report(run_dir, account_of(run_dir) if over else now)
+                served["page"] = (run_dir / "report.html").read_bytes()
                 due = time.monotonic() + max(PAUSE_S, (time.process_time() - began) / SHARE)
         except OSError as error:  # a full disk
             shortage = [_shortage(run_dir, error)]
