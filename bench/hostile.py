@@ -37,7 +37,6 @@ import psutil
 from everstep.run.address import published_address
 from everstep.run.events import read_events
 from everstep.snapshot.peers import read_places
-from listeners import Listener, listeners, processes
 
 ROOT = Path(__file__).parents[1]
 ENDINGS = {"workers_died", "workers_stalled", "lighthouse_died", "quorum_failed", "workers_started"}
@@ -54,7 +53,10 @@ def lower_priority() -> None:
         Path("/proc/self/autogroup").write_text("19")
 
 
-def attack(places: list[Listener], lighthouse: str, connections: int, orders) -> None:
+Address = tuple[str, int]
+
+
+def attack(places: list[Address], lighthouse: str, connections: int, orders) -> None:
     """When told to, connect to everything, say how many connections stand, and hold them until told again."""
     from torchft.coordination import LighthouseClient
 
@@ -63,16 +65,16 @@ def attack(places: list[Listener], lighthouse: str, connections: int, orders) ->
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     held: deque[socket.socket] = deque()
 
-    def intrude(place: Listener, number: int) -> bool:
-        host = place.address.removeprefix("::ffff:").replace("0.0.0.0", "127.0.0.1")
+    def intrude(place: Address, number: int) -> bool:
+        host = place[0].removeprefix("::ffff:").replace("0.0.0.0", "127.0.0.1")
         try:
-            held.append(socket.create_connection((host, place.port), 0.3))
+            held.append(socket.create_connection((host, place[1]), 0.3))
             held[-1].send([b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(64)][number % 3])
         except OSError:
             return False
         return True
 
-    def intrude_everywhere() -> list[Listener]:
+    def intrude_everywhere() -> list[Address]:
         """Where that works."""
         opened = []
         for place in places:
@@ -102,13 +104,30 @@ def attack(places: list[Listener], lighthouse: str, connections: int, orders) ->
         orders.send(0)
 
 
-def cpu_s(run_dir: Path) -> float:
-    """Processor seconds that the run's processes, keepers included, have used so far."""
-    pids = {pid for _, pid in processes(run_dir)} | {place.pid for place in read_places(run_dir)}
+def processes(launcher: int, run_dir: Path) -> list[psutil.Process]:
+    """Of the run, keepers included."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        run = psutil.Process(launcher)
+        pids = {run.pid, *(child.pid for child in run.children(recursive=True))}
+        pids |= {place.pid for place in read_places(run_dir)}
+        return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return []
+
+
+def listens(process: psutil.Process) -> set[Address]:
+    """Where a process of the run takes connections."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        places = process.net_connections("tcp")
+        return {(place.laddr[0], place.laddr[1]) for place in places if place.status == psutil.CONN_LISTEN}
+    return set()
+
+
+def cpu_s(launcher: int, run_dir: Path) -> float:
+    """Processor seconds that the run's processes have used so far."""
     used = 0.0
-    for pid in pids:
+    for process in processes(launcher, run_dir):
         with contextlib.suppress(psutil.NoSuchProcess):
-            used += sum(psutil.Process(pid).cpu_times()[:2])
+            used += sum(process.cpu_times()[:2])
     return used
 
 
@@ -127,11 +146,11 @@ class Window:
     cpu_s_per_step: float
 
 
-def look(run_dir: Path, seconds: float) -> Window:
+def look(launcher: int, run_dir: Path, seconds: float) -> Window:
     """What the run does from now on for so long."""
-    begin, used = time.monotonic(), cpu_s(run_dir)
+    begin, used = time.monotonic(), cpu_s(launcher, run_dir)
     time.sleep(seconds)
-    end, used = time.monotonic(), cpu_s(run_dir) - used
+    end, used = time.monotonic(), cpu_s(launcher, run_dir) - used
     times = [t for t in commits(run_dir) if begin <= t <= end]
     if len(times) < 2:
         raise RuntimeError(f"{len(times)} steps in {seconds} s: take longer windows")
@@ -162,9 +181,9 @@ def main() -> None:
                 raise RuntimeError("the run ended before its 50th step")
             time.sleep(1.0)
         began = Counter(event["kind"] for event in read_events(run_dir, ENDINGS))
-        keepers = [("keeper", place.pid) for place in read_places(run_dir)]
-        places = sorted({(p.address, p.port): p for p in listeners([*processes(run_dir), *keepers])}.values())
-        print(f"{len(places)} ports of {len({p.pid for p in places})} processes", flush=True)
+        ours = processes(run.pid, run_dir)
+        places = sorted(set().union(*map(listens, ours)))
+        print(f"{len(places)} ports of {len(ours)} processes", flush=True)
         context = multiprocessing.get_context("spawn")
         orders, theirs = context.Pipe()
         held, most, told = 0, 0, (places, published_address(run_dir), args.connections, theirs)
@@ -177,7 +196,7 @@ def main() -> None:
                     orders.send("go on")
                     held = orders.recv()
                     most = max(most, held)
-                found[kind].append(look(run_dir, args.window))
+                found[kind].append(look(run.pid, run_dir, args.window))
             quiet, hostile = (found[kind][-1].per_s for kind in found)
             print(f"alone {quiet:.2f}, hostile {hostile:.2f} steps/s, ratio {hostile / quiet:.3f}; {most}", flush=True)
         attacker.kill()
