@@ -136,6 +136,25 @@ def test_a_combination_that_cannot_work_is_refused(load, tmp_path, text, message
 
 
 @pytest.mark.parametrize(
+    ("section", "key", "value", "bound"),
+    [
+        ("semi_sync", "mixing", 1.0, "less than 1"),
+        ("semi_sync", "outer_lr", 0.0, "more than 0"),
+        ("semi_sync", "fragments", 0, "at least 1"),
+        ("training", "steps", 0, "at least 1"),
+        ("parallelism", "pipeline_parallel_degree", 0, "at least 1"),
+        ("fault_tolerance", "metrics_port", 65536, "at most 65535"),
+        ("fault_tolerance", "audit_slots", 2.0, "at most 1"),
+    ],
+)
+def test_a_value_out_of_its_bounds_is_refused(load, section, key, value, bound):
+    config = load(GOOD, check=False)
+    config.semi_sync.method = "diloco"
+    setattr(getattr(config, section), key, value)
+    assert [p.message for p in problems(config)] == [f"[{section}] {key} must be {bound}, got {value}"]
+
+
+@pytest.mark.parametrize(
     ("degrees", "ranks", "message"),
     [
         ({"tensor": 2}, 1, "tensor_parallel_degree = 2 takes a multiple of 2 ranks in a group, and a group has 1"),

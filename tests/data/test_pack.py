@@ -161,7 +161,7 @@ def test_killed_and_crashed_in_the_middle_of_a_chunk_it_makes_the_same_file(tmp_
     for chunks in (1, 4):
         for suffix in (".partial", ".partial.starts"):
             with open(f"{out}{suffix}", "ab") as file:
-                file.write(b"half a chunk")
+                file.write(b"half a chunk" * 400_000)  # more than all that is still to be written
         with pytest.raises(CrashError):
             pack(Pack(corpus, out), tell=crash_after(chunks), chunk_tokens=60000)
     pack(Pack(corpus, out), chunk_tokens=60000)
