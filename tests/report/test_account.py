@@ -266,3 +266,9 @@ def test_a_run_started_again_with_other_groups_is_one_account():
     assert (figures["steps"], figures["status"], figures["groups"]) == (4, "done", 1)
     assert figures["stalls_unmeasured"] == 1, "nothing had been committed in the session that it hit"
     assert figures["groups_mean"] == pytest.approx(1.5)
+
+
+def test_a_group_that_left_does_nothing_any_more_and_one_that_is_down_starts_again():
+    run = both().add(1.5, "left", 0).add(2, "workers_died", 1, role="agent", reason="", exitcodes={"0": -9})
+    times = figures_of(read(run.add(9, "run_ended", role="supervisor", status="failed", reason="").events))
+    assert [times["time_by_group"][group]["restarting"] for group in ("0", "1")] == [0.0, 7.0]

@@ -172,9 +172,10 @@ def test_diverged_replicas_are_counted_once_per_audit_and_group_and_findings_on_
             run.add(2, "audit", group, 1, rank=rank, checksum="a", agreed=False, differing=[1])
             run.add(2, "finding", group, 1, rank=rank, action="corrected")
         run.add(3, "audit", group, 2, checksum="a", agreed=True, differing=[])
+        run.add(4, "audit", group, 3, checksum="a", agreed=False, differing=[0, 1])
     run.add(2, "finding", 0, 1, rank=3, action="refused")
     figures = figures_of(read(run.events))
-    assert figures["replicas_diverged"] == 1
+    assert figures["replicas_diverged"] == 3
     found = {name: figures[f"findings_{name}"] for name in ("corrected", "recomputed", "refused")}
     assert found == {"corrected": 4, "recomputed": 0, "refused": 1}
 
