@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 
 from attention_flash import flash
-from everstep.attention import fused, linear
+from everstep.attention import explicit, fused, linear
 from everstep.attention.guard import Checks
+from everstep.attention.masks import Visible
 from everstep.attention.section import AttentionCheck
 
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float32, torch.float16)
-KERNELS = ("sdpa", "sdpa", "flash", "matrices")
+KERNELS = ("sdpa", "sdpa", "flash", "matrices", "explicit path")
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
@@ -50,27 +51,14 @@ def tokens(draw: random.Random, length: int, dim: int) -> torch.Tensor:
     return F.rms_norm(x, (dim,))
 
 
-def sdpa(mask: torch.Tensor):
-    """PyTorch's kernel under a mask (L, L)."""
+def sdpa(visible: Visible):
+    """PyTorch's kernel under a mask."""
 
     def attend(q, k, v):
+        mask = visible.block(0, q.shape[1], 0, q.shape[1], batch=1, heads=q.shape[2], device=q.device)
         by_head = [x.transpose(1, 2) for x in (q, k, v)]
         out = F.scaled_dot_product_attention(*by_head, attn_mask=mask, enable_gqa=q.shape[2] != k.shape[2])
         return out.transpose(1, 2), None
-
-    return attend
-
-
-def matrices(mask: torch.Tensor):
-    """Attention as matrices under a mask (L, L), with its lse."""
-
-    def attend(q, k, v):
-        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-        scores = torch.einsum("blnh,bmnh->bnlm", q, k).float() * q.shape[-1] ** -0.5
-        scores = scores.masked_fill(~mask, -math.inf)
-        lse = scores.logsumexp(-1)
-        out = torch.einsum("bnlm,bmnh->blnh", (scores - lse.unsqueeze(-1)).exp(), v.float())
-        return out.to(q.dtype), lse.transpose(1, 2)
 
     return attend
 
@@ -81,10 +69,10 @@ def case(seed: int) -> tuple[str, list[dict]]:
     torch.manual_seed(seed)
     dtype, kernel, kv_heads = draw.choice(DTYPES), draw.choice(KERNELS), draw.choice((1, 2, 4, 8))
     heads, head, length = kv_heads * draw.choice((1, 2, 4)), draw.choice((16, 64)), draw.choice((64, 100, 200))
-    i, j = torch.arange(length).view(-1, 1), torch.arange(length).view(1, -1)
-    part, back = draw.choice((7, 40)), draw.choice((3, 30))
-    masks = {"causal": j <= i, "window": (j <= i) & (i - j <= back), "documents": (j <= i) & (i // part == j // part)}
+    documents = (torch.arange(length) // draw.choice((7, 40))).view(1, -1)
+    masks = {"causal": Visible(), "window": Visible(window=draw.choice((3, 30))), "documents": Visible(True, None)}
     mask = "causal" if kernel == "flash" else draw.choice(sorted(masks))
+    visible = Visible(documents=documents) if mask == "documents" else masks[mask]
     dim, rope, sinks = 128, draw.random() < 0.5, kernel == "matrices" and draw.random() < 0.5
     sharp = draw.choice((1.0, 1.0, 4.0, 1 / 30))
     x = tokens(draw, length, dim).to(dtype).requires_grad_()
@@ -103,8 +91,12 @@ def case(seed: int) -> tuple[str, list[dict]]:
     q, k, v = parts.split((heads, kv_heads, kv_heads), 2)
     if rope:
         q, k = rotated(q), rotated(k)
-    attend = {"sdpa": sdpa(masks[mask]), "flash": flash(), "matrices": matrices(masks[mask])}[kernel]
-    out, lse = fused.attention(attend, q, k, v, scale=None, guard=of_inner, wide_sums=kernel == "flash")
+    if kernel == "explicit path":
+        out, lse = explicit.attention(q, k, v, visible, guard=of_inner)
+    else:
+        plain = lambda q, k, v: explicit.attention(q, k, v, visible)  # noqa: E731
+        attend = {"sdpa": sdpa(visible), "flash": flash(), "matrices": plain}[kernel]
+        out, lse = fused.attention(attend, q, k, v, scale=None, guard=of_inner, wide_sums=kernel != "sdpa")
     if sinks and lse is not None:
         out = out * torch.sigmoid(lse - torch.randn(heads)).unsqueeze(-1).to(dtype)
     y = linear.linear(out.flatten(2), wo, None, of_out, linear.WeightSums())

@@ -51,7 +51,7 @@ class OneShot(Injector):
     def begin(self, step: int) -> None:
         """Nothing is due by itself."""
 
-    def strike(self, layer: int, section: str) -> Fault | None:
+    def strike(self, layer: int, section: str, part: int = 0, parts: int = 1) -> Fault | None:
         if self.aim is None or self.aim[:2] != (layer, section):
             return None
         fault, self.aim = self.aim[2], None

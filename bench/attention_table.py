@@ -1,30 +1,40 @@
-"""ATTNChecker's table: what becomes of errors in each section of attention, by how far they spread.
+"""ATTNChecker's table: what becomes of errors in each section of attention, by how far they spread, on both paths.
 
     python bench/attention_table.py --faults 10
+    python bench/attention_table.py --recovery
 
 A layer's attention with its projections, checked at rate 1 with `mode = "correct"`. An element (0D), a row (1D) or a
-tile of 16 x 16 (2D) of a product's result becomes INF, NaN, near-INF, or 300 times what it was. Found:
-recomputed in place, or refused, so that the slot is computed again. Wrong: some output or gradient is off by
+tile of 16 x 16 (2D) of a product's result becomes INF, NaN, near-INF, or 300 times what it was. Found: corrected from
+checksums, recomputed in place, or refused, so that the slot is computed again. Wrong: some output or gradient is off by
 more than 1 % of its norm, and the slot is not refused.
+
+`--recovery` gives the processor time of a finding on the Llama 3 debug model, and of going back to a checkpoint.
 """
 
 import argparse
 import math
 import random
+import tempfile
+import time
 from collections import Counter
+from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from attention_extremes import OneShot
 from attention_flash import flash
-from everstep.attention import fused, linear
+from everstep.attention import explicit, fused, linear
 from everstep.attention.guard import Checks
 from everstep.attention.injection import Fault
+from everstep.attention.masks import Visible
 from everstep.attention.section import AttentionCheck
 
 LENGTH, DIM, HEADS, KV_HEADS, HEAD = 128, 64, 4, 2, 16
-FORWARD = {"Q, K, V": "wqkv.y", "CL": "context", "O": "wo.y"}
+FORWARD = {"Q, K, V": "wqkv.y", "AS": "scores", "CL": "context", "O": "wo.y"}
 BACKWARD = {
+    "AS again": "scores.backward",
+    "dP": "dp",
     "dQ": "dq",
     "dK": "dk",
     "dV": "dv",
@@ -40,9 +50,9 @@ MAGNITUDES = (math.inf, math.nan, 1e37, 300.0)
 class Layer:
     """One layer's attention and its checks."""
 
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, path: str, dtype: torch.dtype, seed: int) -> None:
         torch.manual_seed(seed)
-        self.checks = Checks(AttentionCheck(enable=True, frequency=1.0))
+        self.path, self.checks = path, Checks(AttentionCheck(enable=True, frequency=1.0))
         self.shot = self.checks.injector = OneShot()
         self.guards = [self.checks.guard(0, name, ()) for name in ("wqkv", "inner", "wo")]
         self.x = torch.randn(1, LENGTH, DIM).to(dtype).requires_grad_()
@@ -57,13 +67,16 @@ class Layer:
         of_qkv, of_inner, of_out = self.guards
         parts = linear.linear(self.x, self.wqkv, None, of_qkv, linear.WeightSums()).unflatten(-1, (-1, HEAD))
         q, k, v = parts.split((HEADS, KV_HEADS, KV_HEADS), 2)
-        out, _ = fused.attention(flash(), q, k, v, scale=None, guard=of_inner, wide_sums=True)
+        if self.path == "explicit":
+            out, _ = explicit.attention(q, k, v, Visible(), guard=of_inner)
+        else:
+            out, _ = fused.attention(flash(), q, k, v, scale=None, guard=of_inner, wide_sums=True)
         y = linear.linear(out.flatten(2), self.wo, None, of_out, linear.WeightSums())
         gradients = torch.autograd.grad(y, (self.x, self.wqkv, self.wo), self.dy)
         refused = bool(self.checks.refused())
         actions = {finding["action"] for finding in self.checks.drain()}
         done = "refused" if refused else "recomputed" if "recomputed" in actions else ""
-        return [y.detach(), *gradients], done
+        return [y.detach(), *gradients], done or ("corrected" if actions else "")
 
 
 def harm(got: list[torch.Tensor], clean: list[torch.Tensor]) -> float:
@@ -72,17 +85,19 @@ def harm(got: list[torch.Tensor], clean: list[torch.Tensor]) -> float:
     return max(math.inf if math.isnan(x) else x for x in apart)
 
 
-def table(faults: int) -> None:
-    """Print the rows."""
-    draw = random.Random(0)
+def table(path: str, faults: int) -> None:
+    """Print the rows of one path."""
+    draw = random.Random(path)
     whole: Counter[str] = Counter()
-    print(" " * 12 + "".join(f"{spread:>34s}" for spread in SPREAD))
+    print(f"{path:12s}" + "".join(f"{spread:>34s}" for spread in SPREAD))
     for title, section in (FORWARD | BACKWARD).items():
+        if path == "fused" and section in ("scores", "scores.backward", "dp"):
+            continue  # inside the kernel
         line = f"{title:12s}"
         for kinds in SPREAD.values():
             became: Counter[str] = Counter()
             for dtype in (torch.float32, torch.bfloat16):
-                layer = Layer(dtype, draw.randrange(2**31))
+                layer = Layer(path, dtype, draw.randrange(2**31))
                 clean, _ = layer.run()
                 for _ in range(faults):
                     kind, magnitude = draw.choice(kinds), draw.choice(MAGNITUDES)
@@ -96,14 +111,85 @@ def table(faults: int) -> None:
             said = " ".join(f"{count} {what}" for what, count in became.most_common())
             line += f"{said:>34s}"
         print(line, flush=True)
-    print(dict(whole), flush=True)
+    print(f"{path}: {dict(whole)}", flush=True)
+
+
+def recovery() -> None:
+    """Print the medians of what a finding takes, and of what a checkpoint would."""
+    from everstep.titan import cpu
+
+    if not cpu.has_accelerator():
+        cpu.stand_in()
+    from torchtitan.config import TrainingConfig
+    from torchtitan.config.override import apply_overrides
+    from torchtitan.models import llama3
+    from torchtitan.trainer import Trainer
+
+    from everstep.titan import attention
+
+    spec = llama3.model_registry("debugmodel", attn_backend="flex")
+    config = Trainer.Config(model_spec=spec, training=TrainingConfig(seq_len=256, local_batch_size=1))
+    config.training.disable_cuda_graphs = True
+    cpu.prepare(config)
+    section = AttentionCheck(enable=True, frequency=1.0, path="explicit")
+    attention.apply(config, section)
+    spec.model.update_from_config(config=config)
+    apply_overrides(config.override, config)
+    model = spec.model.build()
+    model.init_weights(buffer_device=torch.device("cpu"))
+    checks = attention.attach([model], section)
+    shot = checks.injector = OneShot()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    tokens = torch.randint(0, spec.model.vocab_size, (1, 256))
+    positions = torch.arange(256).view(1, -1)
+    masks = model.get_attention_masks(positions=positions)
+
+    def slot(aim=None) -> None:
+        shot.aim = aim
+        checks.begin(1, 0)
+        logits = model(tokens, positions=positions, attention_masks=masks)
+        F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten()).backward()
+        checks.refused()
+        checks.drain()
+
+    def restored() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "state.pt"
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+            state = torch.load(path, weights_only=True)  # noqa: TID251 weights_only
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+
+    def seconds(call, times: int = 9) -> float:
+        took = []
+        for _ in range(times):
+            begin = time.process_time()
+            call()
+            took.append(time.process_time() - begin)
+        return sorted(took)[times // 2]
+
+    slot()
+    optimizer.step()
+    clean = seconds(slot)
+    print(f"a slot {1e3 * clean:.1f} ms; that is what a refused slot takes once more")
+    for name in ("scores", "context", "dq", "dk", "wqkv.y"):
+        extra = seconds(lambda name=name: slot((2, name, Fault("inf", 0.3)))) - clean
+        print(f"INF in {name}: repaired in {1e3 * extra:.1f} ms, {extra / clean:.1%} of a slot")
+    back = seconds(restored, 5)
+    print(f"checkpoint written and read {1e3 * back:.1f} ms, and the step's slots once more")
+    print(f"checkpoint and restore / slot computed again: {(back + clean) / clean:.1f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=10, help="in each cell and dtype")
+    parser.add_argument("--recovery", action="store_true")
     args = parser.parse_args()
-    table(args.faults)
+    if args.recovery:
+        recovery()
+        return
+    for path in ("explicit", "fused"):
+        table(path, args.faults)
 
 
 if __name__ == "__main__":

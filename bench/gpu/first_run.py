@@ -278,15 +278,15 @@ def from_the_device() -> str:
     import numpy as np
     import torch
 
-    from everstep.quorum.heal import HealState, _copied
+    from everstep.quorum.heal import HealState, _Copy
     from everstep.snapshot.layout import Plan, State
     from everstep.step.streams import streams_of
 
     tensors = {f"model/{number}": torch.arange(1 << 22, device=device()) + number for number in range(4)}
     for tensor in tensors.values():
         tensor.mul_(3)  # still under way when the state is opened
-    source_s, source = timed(lambda: _copied(HealState(tensors=tensors)))
     plan, streams = Plan(State(tensors), (0,), 0, 0, 1), streams_of(device())
+    source_s, source = timed(lambda: _Copy(HealState(tensors=tensors), streams).pieces(60))
     whole = np.empty(plan.layout.size, dtype=np.uint8)
     copied_s, _ = timed(lambda: plan.copy(whole, b"", streams, streams.record(), lambda: None))
     for tensor in tensors.values():

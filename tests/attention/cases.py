@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from everstep.attention import fused
+from everstep.attention import explicit, fused
 from everstep.attention.guard import Guard
+from everstep.attention.masks import Visible
 
 STYLES = (
     "normal",
@@ -53,34 +54,29 @@ def data(shape: tuple[int, ...], dtype: torch.dtype, style: str, generator: torc
     return x.to(dtype)
 
 
-def sdpa(mask: torch.Tensor | None = None) -> fused.Attend:
-    """torch's kernel on (B, L, N, H): causal, or under a mask that broadcasts to (B, N, L, L)."""
+def sdpa(visible: Visible) -> fused.Attend:
+    """torch's kernel on (B, L, N, H) under a mask."""
+    plain = visible == Visible()
 
     def attend(q, k, v):
+        batch, length, heads = q.shape[:3]
+        mask = None if plain else visible.block(0, length, 0, length, batch=batch, heads=heads, device=q.device)
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=q.shape[2] != k.shape[2],
+            is_causal=plain,
+            enable_gqa=heads != k.shape[2],
         )
         return out.transpose(1, 2), None
 
     return attend
 
 
-def with_lse(q, k, v):
-    """A causal kernel that hands out its lse, as flex and varlen do."""
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    scores = torch.einsum("blnh,bmnh->bnlm", q, k).float() * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    lse = scores.logsumexp(-1)
-    out = torch.einsum("bnlm,bmnh->blnh", (scores - lse.unsqueeze(-1)).exp(), v.float())
-    return out.to(q.dtype), lse.transpose(1, 2)
-
-
-def attention_case(length: int, groups: int, mask: str, head: int, dtype: torch.dtype, style: str, seed: int) -> Case:
+def attention_case(
+    path: str, length: int, groups: int, mask: str, head: int, dtype: torch.dtype, style: str, seed: int
+) -> Case:
     """One attention; batch 2 where it is short."""
     g = torch.Generator().manual_seed(seed)
     batch, n = (2 if length <= 256 else 1), (8 if length <= 256 else max(2, groups))
@@ -93,20 +89,20 @@ def attention_case(length: int, groups: int, mask: str, head: int, dtype: torch.
     do = data((batch, length, n, head), dtype, style, g)
     for x in (q, k, v):
         x.requires_grad_()
-    i, j = torch.arange(length).view(-1, 1), torch.arange(length).view(1, -1)
-    part = max(1, length // 3)
-    kernel = sdpa(
-        {
-            "causal": None,
-            "document": (j <= i) & (i // part == j // part),
-            "window": (j <= i) & (i - j <= max(1, length // 4)),
-            "block": i // 16 == j // 16,
-            "full": torch.ones(length, length, dtype=torch.bool),
-        }[mask]
-    )
+    documents = torch.arange(length).expand(batch, -1) // max(1, length // 3)
+    visible = {
+        "causal": Visible(),
+        "document": Visible(documents=documents),
+        "window": Visible(window=max(1, length // 4)),
+        "block": Visible(causal=False, mod=lambda b, h, i, j: i // 16 == j // 16),
+        "full": Visible(causal=False),
+    }[mask]
 
     def run(watcher):
-        out = fused.attention(kernel, q, k, v, scale=None, guard=watcher)[0]
+        if path == "explicit":
+            out = explicit.attention(q, k, v, visible, guard=watcher)[0]
+        else:
+            out = fused.attention(sdpa(visible), q, k, v, scale=None, guard=watcher)[0]
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), do)]
 
-    return Case(f"{length} {mask} G{groups}", run)
+    return Case(f"{path} {length} {mask} G{groups}", run)

@@ -18,7 +18,7 @@ class Aimed(Injector):
     def begin(self, step: int) -> None:
         """Nothing is due but what a test aims."""
 
-    def strike(self, layer: int, section: str) -> Fault | None:
+    def strike(self, layer: int, section: str, part: int = 0, parts: int = 1) -> Fault | None:
         if self.fault is None or section != self.section:
             return None
         fault, self.fault = self.fault, None

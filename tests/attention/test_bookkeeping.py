@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from everstep.attention import linear
 from everstep.attention.findings import Deviation, FindingLog, Record
@@ -46,10 +47,10 @@ def found(*sizes, **given):
 
 
 def test_a_finding_says_where_what_and_how_large():
-    refused, findings = found(6.0, action="recomputed")
+    refused, findings = found(6.0, action="corrected")
     assert not refused
     place = {"step": 7, "slot": 2, "layer": 2, "section": "scores", "rank": 5}
-    assert findings == [place | {"kind": "moderate", "magnitude": 3.0, "action": "recomputed"}]
+    assert findings == [place | {"kind": "moderate", "magnitude": 3.0, "action": "corrected"}]
 
 
 @pytest.mark.parametrize(
@@ -100,12 +101,29 @@ def test_an_extreme_result_of_a_projection_refuses_its_slot_at_any_rate(make_ben
 
 def test_checkpointing_that_computes_again_is_no_second_finding_and_a_fault_of_its_own_is_one():
     log = FindingLog()
-    record(log, 6.0, "recomputed")
+    record(log, 6.0, "corrected")
     record(log, 9.0, again=True)
     assert not log.refused()
     assert [f["magnitude"] for f in log.drain()] == [3.0]
     record(log, 9.0, again=True)
     assert log.refused()
+
+
+def test_a_fault_under_checkpointing_is_found_once(bench):
+    x = torch.randn(8, 64, requires_grad=True)
+    w = torch.randn(64, 64, requires_grad=True)
+    sums = linear.WeightSums()
+
+    def compute(guard):
+        y = checkpoint(lambda x: linear.linear(x, w, None, guard, sums).relu(), x, use_reentrant=False)
+        return torch.autograd.grad(y.sum(), (x, w))
+
+    got, refused, findings = bench.run(compute, "wqkv.y", Fault("nan", 0.5))
+    assert not refused
+    assert [f["section"] for f in findings] == ["wqkv.y"]
+    clean, _, _ = bench.run(compute)
+    for a, b in zip(got, clean, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def checked(rates, draws=4000):

@@ -5,12 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from attention.cases import sdpa as sdpa_under
-from everstep.attention import fused
+from everstep.attention import explicit, fused
 from everstep.attention.identities import backward_deviation
 from everstep.attention.linear import WeightSums, linear
+from everstep.attention.masks import Visible
 from everstep.attention.product import row_deviation, tile_sums
 
-sdpa = sdpa_under()
+sdpa = sdpa_under(Visible())
 
 
 @pytest.mark.parametrize("smallness", [1e-18, 1e-20, 1e-22, 1e-23, 1e-24, 1e-30, 1e-38, 1e-42])
@@ -30,9 +31,10 @@ def test_gradients_too_small_to_be_squared_raise_no_alarm(bench, smallness, dtyp
     assert not findings
 
 
+@pytest.mark.parametrize("path", ["explicit", "fused"])
 @pytest.mark.parametrize("sharpness", [8.0, 30.0, 100.0])
 @pytest.mark.parametrize("smallness", [1.0, 1e-12, 1e-23, 1e-30])
-def test_a_saturated_softmax_and_vanishing_gradients_raise_no_alarm(bench, sharpness, smallness):
+def test_a_saturated_softmax_and_vanishing_gradients_raise_no_alarm(bench, path, sharpness, smallness):
     """Scores in the hundreds: P is 0 and 1, dS is a denormal, and so are dQ, dK and what the projections are given."""
     x = torch.randn(1, 96, 64, requires_grad=True)
     w = (torch.randn(3 * 64, 64) / 8).requires_grad_()
@@ -44,7 +46,10 @@ def test_a_saturated_softmax_and_vanishing_gradients_raise_no_alarm(bench, sharp
     def compute(guard):
         qkv = linear(x, w, None, guard, sums).unflatten(-1, (12, 16))
         q, k, v = qkv.split(4, dim=2)
-        out, _ = fused.attention(sdpa, q, k, v, scale=None, guard=guard)
+        if path == "explicit":
+            out, _ = explicit.attention(q, k, v, Visible(), guard=guard)
+        else:
+            out, _ = fused.attention(sdpa, q, k, v, scale=None, guard=guard)
         return torch.autograd.grad(out.flatten(2), (x, w), dy)
 
     _, refused, findings = bench.run(compute)

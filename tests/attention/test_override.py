@@ -28,7 +28,10 @@ from everstep.attention import compiled
 from everstep.attention.guard import Checks
 from everstep.attention.injection import Fault
 from everstep.attention.section import AttentionCheck, Inject
+from everstep.config.errors import ConfigError
 from everstep.titan import attention as override
+from everstep.titan.load import load_config
+from everstep.titan.trainer import EverstepTrainer
 
 
 def narrow_windows(spec):
@@ -130,9 +133,9 @@ def attention_of(model, x, positions, checks=None):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_has_one_mask_with_every_kernel(name, monkeypatch):
+def test_a_model_has_one_mask_on_every_path_and_with_every_kernel(name, monkeypatch):
     """Rows of several documents, sliding windows, sinks, latent attention: by torch's own FlexAttention, which has no
-    backward on a CPU, by what stands in for it, and with the check."""
+    backward on a CPU, by what stands in for it, and by both paths of the check."""
     positions = torch.stack([torch.cat([torch.arange(40), torch.arange(L - 40)]), torch.arange(L) % 23])
     monkeypatch.setattr(common_attention, "_compiled_create_block_mask", create_block_mask)
     monkeypatch.setattr(context_parallel, "_compiled_create_block_mask", create_block_mask)
@@ -148,7 +151,8 @@ def test_a_model_has_one_mask_with_every_kernel(name, monkeypatch):
     x.requires_grad_()
     slopes = []
     for backend in ("flex", "varlen"):
-        for section in (None, AttentionCheck(enable=True, frequency=1.0)):
+        for path in ("", "fused", "explicit"):
+            section = AttentionCheck(enable=True, frequency=1.0, path=path) if path else None
             model, checks = build(first(2, MODELS[name](backend)), section)
             model.load_state_dict(state)
             out, slope = attention_of(model, x, positions, checks)
@@ -162,7 +166,7 @@ def aim(checks, section, fault, layer=2):
     """Have exactly one fault hit one layer's result, whenever it is computed next."""
     armed = [fault]
 
-    def strike(at_layer, at_section):
+    def strike(at_layer, at_section, part=0, parts=1):
         return armed.pop() if armed and (at_layer, at_section) == (layer, section) else None
 
     checks.injector.strike = strike
@@ -171,10 +175,10 @@ def aim(checks, section, fault, layer=2):
 @pytest.mark.parametrize(
     "checkpointing", [None, FullAC.Config(), SelectiveAC.Config()], ids=["none", "full", "selective"]
 )
-@pytest.mark.parametrize("section", ["wqkv.y", "wo.y", "wqkv.dw"])
+@pytest.mark.parametrize("section", ["wqkv.y", "wo.y", "scores", "context", "wqkv.dw", "dq", "dp"])
 def test_a_nan_is_repaired_and_found_once_with_and_without_checkpointing(checkpointing, section):
     spec = first(3, plain_sdpa(MODELS["llama3"]()))
-    model, checks = build(spec, AttentionCheck(enable=True, frequency=1.0), checkpointing)
+    model, checks = build(spec, AttentionCheck(enable=True, frequency=1.0, path="explicit"), checkpointing)
     checks.begin(1, 0)
     logits, gradients = logits_and_gradients(model, spec, masked=False)
     checks.begin(2, 0)
@@ -290,12 +294,23 @@ def test_a_model_without_attention_is_named():
         override.apply(trainer_config(spec), AttentionCheck(enable=True))
 
 
+def test_a_kernel_that_a_cpu_does_not_have_is_named():
+    with pytest.raises(ValueError, match=r"attention_check\.path"):
+        override.apply(trainer_config(MODELS["llama3"]()), AttentionCheck(enable=True, path="fused"))
+
+
 def test_a_projection_that_is_not_a_plain_product_is_refused():
     class Quantised(Linear.Config):
         pass
 
     with pytest.raises(ValueError, match=r"attention_check\.enable.*Quantised"):
         override.checked_projections(Quantised(in_features=4, out_features=4))
+
+
+def test_a_model_built_without_checks_cannot_be_attached():
+    model, _ = build(MODELS["llama3"]())
+    with pytest.raises(ValueError, match=r"attention_check\.enable"):
+        override.attach([model], AttentionCheck(enable=True))
 
 
 def test_an_attention_that_was_swapped_after_apply_is_not_left_unchecked_in_silence():
@@ -332,7 +347,7 @@ def test_a_model_that_is_covered_in_part_is_refused_with_the_part_that_is_not(mo
 
 def compiled_or_not(backend, checkpointing=None, masked=False, **section):
     spec = first(3, MODELS["llama3"]("flex") if masked else plain_sdpa(MODELS["llama3"]()))
-    section = AttentionCheck(enable=True, frequency=1.0, **section)
+    section = AttentionCheck(enable=True, frequency=1.0, path="fused", **section)
     model, checks = build(spec, section, checkpointing)
     if backend:
         for block in model.layers.values():
@@ -385,3 +400,44 @@ def test_a_compiled_model_runs_its_kernel_again_under_the_masks_of_the_slot(back
         seen.append((bool(checks.refused()), [(f["layer"], f["section"]) for f in checks.drain()]))
     assert seen == [(False, []), (True, [(1, "attention.forward")]), (False, [])]
     torch._dynamo.reset()
+
+
+TOML = """[job]
+module = "llama3"
+config = "llama3_debugmodel"
+[fault_tolerance]
+allow_faults = {permission}
+[attention_check]
+enable = true
+{section}
+[attention_check.inject]
+kind = "nan"
+section = "*.dw"
+first_step = 3
+every = 2
+{more}
+"""
+
+
+def loaded(folder, permission="true", section="", more="", check=False):
+    path = folder / "run.toml"
+    path.write_text(TOML.format(permission=permission, section=section, more=more))
+    return load_config(path, EverstepTrainer.Config, check=check)
+
+
+@pytest.mark.parametrize(
+    ("permission", "section", "more", "key"),
+    [
+        ("false", "", "", r"inject\] kind = \"nan\" needs \[fault_tolerance\] allow_faults"),
+        ("true", "", "bits = 3", "bits"),
+        ("true", "", "layer = 1.5", "layer"),
+        ("true", 'frequency = "sometimes"', "", "frequency"),
+        ("true", "frequency = 1.01", "", "frequency"),
+        ("true", 'mode = "mend"', "", "mode"),
+    ],
+)
+def test_a_wrong_file_is_told_in_one_sentence_with_its_key(tmp_path, permission, section, more, key):
+    with pytest.raises(ConfigError, match=key) as error:
+        loaded(tmp_path, permission, section, more, check=True)
+    assert "\n" not in str(error.value).strip()
+    assert "run.toml" in str(error.value)

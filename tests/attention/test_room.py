@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from everstep.attention import fused, linear
+from everstep.attention import explicit, fused, linear
+from everstep.attention.masks import Visible
 
 
 def peak_bytes(call):
@@ -26,6 +27,20 @@ def attended(length, attend):
     for x in (q, k, v):
         x.requires_grad_()
     return lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), do)
+
+
+def test_memory_of_the_explicit_path_grows_with_the_length(bench):
+    """Twice the length: about twice the memory, a small part of what the whole square would take."""
+
+    def checked(q, k, v):
+        return explicit.attention(q, k, v, Visible(), guard=bench.guard)[0]
+
+    bench.checks.begin(1, 0)
+    peak_bytes(attended(64, checked))
+    short, long = (peak_bytes(attended(length, checked)) for length in (1024, 2048))
+    assert not bench.checks.refused()
+    assert long < 2.5 * short
+    assert long < 0.4 * 4 * 2048**2 * 4
 
 
 def test_a_rate_of_zero_takes_no_memory(make_bench):

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 import late
+from everstep.quorum.heal import HealState, _Copy
 from everstep.quorum.process_group import _Line
 from everstep.snapshot.layout import Plan, State
 from everstep.step.reduction import GradientReducer
@@ -229,6 +230,15 @@ def copied_before_commit(planted: bool) -> None:
     plan.copy(whole, b"", own, own.record(), lambda: None)
 
 
+def healed_from_early(planted: bool) -> None:
+    """A joiner's copy of a state is made behind the optimizer's step."""
+    tensor = ones()
+    tensor.add_(1)
+    copy = _Copy(HealState(tensors={"p": tensor}), streams(planted, "wait"))
+    [piece] = copy.pieces(60).views(0, 4)
+    assert planted or bytes(piece) == torch.tensor([2.0]).numpy().tobytes()
+
+
 CASES = [
     wait_event,
     record_stream,
@@ -242,6 +252,7 @@ CASES = [
     bucket_freed,
     optimizer_over_copy,
     copied_before_commit,
+    healed_from_early,
 ]
 
 

@@ -32,7 +32,6 @@ NOW_AND_THEN = {
     ("state.py", "digest"): "a commit whose checksum is compared",
     ("work.py", "apply"): "torchtitan's other timeouts, after the first commit",
     ("group.py", "gather_json"): "a state that is looked for",
-    ("heal.py", "_copied"): "a state that a joiner reads",
     ("cpu_attention.py", "matrix_mask"): "attention without kernels, which is the stand-in's",
 }
 

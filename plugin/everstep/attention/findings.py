@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-ACTIONS = ("recomputed", "refused")
-"""What became of what was wrong: computed again in place, or nothing: then the slot is."""
+ACTIONS = ("corrected", "recomputed", "refused")
+"""What became of what was wrong: rebuilt from its checksums, computed again in place, or nothing: then the slot is."""
 
 
 class Deviation(NamedTuple):

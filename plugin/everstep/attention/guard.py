@@ -208,11 +208,13 @@ class Guard:
         yield
         self.checks._timed.append((begin, self.checks.now()))
 
-    def touch(self, section: str, result: torch.Tensor, *, backward: bool = False) -> torch.Tensor:
+    def touch(
+        self, section: str, result: torch.Tensor, *, backward: bool = False, part: int = 0, parts: int = 1
+    ) -> torch.Tensor:
         """`result`, or a copy with the fault that is due in it. A forward's second run is spared."""
         if not backward and recomputing():
             return result
-        fault = self.checks.injector.strike(self.layer, section)
+        fault = self.checks.injector.strike(self.layer, section, part, parts)
         return result if fault is None else inject(result, fault)
 
     def report(

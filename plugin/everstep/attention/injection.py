@@ -111,11 +111,13 @@ class Injector:
         self._armed = (layer, section, fault)
         self._step = step
 
-    def strike(self, layer: int, section: str) -> Fault | None:
-        """The fault that hits this result, or None."""
+    def strike(self, layer: int, section: str, part: int = 0, parts: int = 1) -> Fault | None:
+        """The fault that hits this result, or None. part of parts: a result that is computed in pieces."""
         if self._armed is None or self._armed[:2] != (layer, section):
             return None
         fault = self._armed[2]
+        if part != int(fault.place * 7919) % parts:
+            return None
         self._armed, self._hit_step = None, self._step
         self.hits.append((self._step, layer, section))
         return fault

@@ -1,8 +1,16 @@
-"""One matrix product, checked by sums of its rows.
+"""One matrix product, checked and, where it is wrong, repaired.
 
-A projection is stored rounded, often to bf16, so an element rebuilt from its sums would carry the rounding of a whole
-tile: what is wrong is computed again from its inputs, which is exact. On a CPU `settle_rows` looks at its verdict and
-does so in place; on an accelerator nothing waits for it, and what is wrong refuses the slot.
+Two kinds of repair. Scores, context and their gradients are large, live for one block only, and are kept in
+the accumulator's precision: there the checksums rebuild the element (`settle`). Projections are stored
+rounded, often to bf16, so a rebuilt element would carry the rounding of a whole tile: they are computed again
+from their inputs, which is exact (`settle_rows`).
+
+A fault that hit several elements may leave some of them within the bounds. What is repaired is therefore wider
+than what was seen, and where that cannot be had the slot is refused: nothing is called repaired on the word of
+the very sums that could not see all of the damage.
+
+`settle` looks at its verdict. `settle_rows` does so on a CPU; on an accelerator nothing waits for it, and what is wrong
+refuses the slot.
 """
 
 import functools
@@ -12,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .checksums import Direction, Sums, correct_both, weights
 from .compiled import worst_of
 from .findings import Deviation
 from .guard import EXTREME, Guard
@@ -26,6 +35,7 @@ from .roundoff import (
     tile_magnitudes,
     tile_totals,
     tile_width,
+    tiles,
     underflow,
     vanishing,
 )
@@ -48,6 +58,13 @@ class TileSums(NamedTuple):
     plain: torch.Tensor
     reach: torch.Tensor
     step: torch.Tensor
+
+
+class InnerSums(NamedTuple):
+    """Sums of the rows of a batch of matrices, tile by tile: plain (..., K, T) and Σ_j |b_j|₂ as norms (..., T)."""
+
+    plain: torch.Tensor
+    norms: torch.Tensor
 
 
 class BiasSums(NamedTuple):
@@ -189,3 +206,64 @@ def settle_rows(
             action = "recomputed" if worst_of_rows(y, *given) <= 1 else "refused"
         guard.report(section, worst, action, backward=backward)
         return y
+
+
+def rebuild(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor):
+    """EEC in both directions on y = a @ b; y (..., M, N), a (..., M, K), b (..., K, N), in the accumulator
+    dtype.
+
+    Returns:
+        `checksums.MatrixCorrection`.
+    """
+    width = tile_width(b.shape[-1])
+    rows_of_a, columns_of_b = norms(a, -1), norms(b, -2)
+    b_tiles = tiles(b)
+    w_b, w_a = weights(width, b), weights(a.shape[-2], a)
+    loss = growth(a.shape[-1], y.dtype) + operand_roundoff(y.dtype, y.device)
+    reach = tiles(columns_of_b)
+    tiny = torch.finfo(y.dtype).tiny
+    rows = Direction(
+        Sums(a @ b_tiles.sum(-1), a @ (b_tiles @ w_b)),
+        loss * rows_of_a.unsqueeze(-1) * reach.sum(-1).unsqueeze(-2) + tiny,
+        1.01 * rows_of_a.unsqueeze(-1) * reach.amax(-1).unsqueeze(-2) + tiny,
+    )
+    a_plain, a_weighted = a.sum(-2, keepdim=True), (w_a @ a).unsqueeze(-2)
+    columns = Direction(
+        Sums((a_plain @ b).squeeze(-2), (a_weighted @ b).squeeze(-2)),
+        loss * columns_of_b * rows_of_a.sum(-1, keepdim=True) + tiny,
+        1.01 * columns_of_b * rows_of_a.amax(-1, keepdim=True) + tiny,
+    )
+    return correct_both(y, rows, columns, width)
+
+
+def settle(
+    guard: Guard,
+    section: str,
+    y: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    check: Callable[[torch.Tensor], Deviation],
+    *,
+    backward: bool = False,
+) -> torch.Tensor:
+    """Check y = a @ b with `check`, the cheapest sum that sees every element; rebuild what is wrong, or where its sums
+    cannot vouch for that compute it again. Looks at the verdict, on any device.
+
+    Returns:
+        y itself when nothing was wrong.
+    """
+    with unseen_by_checkpointing():
+        seen = check(y)
+        if not seen.bad().any():
+            return y
+        if not guard.correct:
+            guard.report(section, seen.worst(), "refused", backward=backward)
+            return y
+        repaired = rebuild(y, a, b)
+        fixed, action = repaired.matrix, "corrected"
+        if check(fixed).bad().any() or repaired.beyond or repaired.doubtful:
+            fixed, action = a @ b, "recomputed"
+            if check(fixed).bad().any():
+                action = "refused"
+        guard.report(section, seen.worst(), action, backward=backward)
+        return fixed

@@ -19,7 +19,7 @@ class Inject:
     injected."""
 
     section: str = "*"
-    """Which results, as a pattern over the names in findings, e.g. `context`, `*.dw`, `*`."""
+    """Which results, as a pattern over the names in findings, e.g. `scores`, `context`, `*.dw`, `*`."""
 
     rank: int = -1
     """Which rank; -1: every rank."""
@@ -49,8 +49,8 @@ class AttentionCheck:
     """Check the attention of every layer. Off: the model is torchtitan's own, unchanged."""
 
     mode: Literal["correct", "detect"] = "correct"
-    """`correct`: on CPUs projections are computed again in place; what else is wrong refuses the slot. `detect`: every
-    finding does."""
+    """`correct`: repair what can be repaired in place (on the explicit path; projections on CPUs) and refuse the slot
+    otherwise. `detect`: refuse the slot on every finding."""
 
     frequency: Literal["adaptive"] | float = "adaptive"
     """Share of slots in which a layer is checked, forward and backward: 0.0 to 1.0, or `adaptive`: as many as
@@ -59,6 +59,10 @@ class AttentionCheck:
     max_overhead: float = 0.0125
     """For frequency = "adaptive": the most that sampled checks take, as a share of what slots take without them,
     measured on the device. What is looked at in every slot comes on top: 0.2 to 0.7 % on an H100, as counted."""
+
+    path: Literal["auto", "explicit", "fused"] = "auto"
+    """How attention is computed. `explicit`: scores, softmax and context as matrices, each checked and corrected.
+    `fused`: the stock kernel, run twice and watched through identities. `auto`: fused wherever that kernel runs."""
 
     inject: Inject = field(default_factory=Inject)
     """Faults on purpose; refused unless [fault_tolerance] allow_faults = true. Never in a run whose result matters."""

@@ -1,8 +1,8 @@
 """The heal transport: a live group's state for a group that joins.
 
-The source opens a copy of its state after one committed step (`Door.serve`), and joiners read it (`Fetch`) while the
-source goes on. Before its optimizer makes another state of it (`Door.close`) the source lets nobody else in; those that
-are there read on, and nobody waits for them.
+The source opens its state after one committed step (`Door.serve`): a thread copies it, and joiners read the copy
+(`Fetch`) while the source computes on. Before its optimizer makes another state of it (`Door.close`) the source waits
+until the copy is whole, and lets nobody else in; those that are there read on, and nobody waits for them.
 
 What travels is a schema (names, dtypes, shapes as JSON), raw tensor bytes, a JSON object and named byte
 strings; nothing that is executed on arrival, as a pickle would be. `everstep.wire` seals every chunk with keys
@@ -24,6 +24,7 @@ from everstep import wire
 from everstep.quorum import memory
 from everstep.run import typed
 from everstep.run.typed import Count, UnfitError
+from everstep.step.streams import Streams, streams_of
 
 PURPOSE = "heal"
 DTYPES = {
@@ -32,6 +33,9 @@ DTYPES = {
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
 }
 """By name, what a tensor may be made of."""
+HOST = torch.device("cpu")
+STAGING_BYTES = 4 << 20
+"""Of page-locked memory, for a copy."""
 
 
 class HealError(RuntimeError):
@@ -57,12 +61,57 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _copied(state: HealState) -> wire.Pieces:
-    """A copy of a state's tensors and blobs, laid end to end on the host: what comes next may change them."""
-    parts: list[memoryview] = []
-    for tensor in state.tensors.values():
-        parts.append(_memory_of(tensor.detach().to("cpu", copy=True).contiguous()))
-    return wire.Pieces(parts + [memoryview(blob) for blob in state.blobs.values()])
+def _device_of(state: HealState) -> torch.device:
+    return next((tensor.device for tensor in state.tensors.values() if tensor.device.type != "cpu"), HOST)
+
+
+class _Copy(threading.Thread):
+    """A state's tensors and blobs laid end to end on the host, copied while the trainer computes on; until `join`
+    returns, they may not change.
+
+    What lies on a device comes through page-locked memory, on a stream of its own that waits for what the trainer's
+    stream was given when the state was opened.
+    """
+
+    def __init__(self, state: HealState, streams: Streams) -> None:
+        super().__init__(name="heal copy", daemon=True)
+        self._sources = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in state.tensors.values()]
+        self._blobs = list(map(memoryview, state.blobs.values()))
+        self._streams, self._ready = streams, streams.record()
+        pinned = _device_of(state) != HOST
+        self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) if pinned else None
+        self._pieces: wire.Pieces | None = None
+        self._error = ""
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with self._streams.of_sums():
+                self._streams.wait(self._ready)
+                copies = [_memory_of(self._on_host(source)) for source in self._sources]
+            self._pieces = wire.Pieces(copies + self._blobs)
+        except (MemoryError, RuntimeError) as error:
+            self._error = str(error)
+        self._sources.clear()
+
+    def pieces(self, patience_s: float) -> wire.Pieces:
+        """The copy, once it is whole. Raises RefusedError."""
+        self.join(patience_s)
+        if self._pieces is None:
+            raise wire.RefusedError(f"the state could not be copied: {self._error or f'not in {patience_s:g} s'}")
+        return self._pieces
+
+    def _on_host(self, source: torch.Tensor) -> torch.Tensor:
+        if self._staging is None:
+            return source.clone()
+        target = torch.empty(len(source), dtype=torch.uint8)
+        for some, there in zip(source.split(STAGING_BYTES), target.split(STAGING_BYTES), strict=True):
+            staged = self._staging[: len(some)]
+            staged.copy_(some, non_blocking=True)
+            if (done := self._streams.record()) is not None:
+                done.synchronize()
+            there.copy_(staged)
+        return target
 
 
 @dataclass(frozen=True)
@@ -122,7 +171,7 @@ class Door:
         self._changed = threading.Condition()
         self._step, self._history = -1, 0
         """Of the state that is served, or was last."""
-        self._open: tuple[wire.Pieces, _Schema] | None = None
+        self._open: tuple[_Copy, _Schema] | None = None
         """What is served; None while nothing is."""
         self._server = wire.Server(host, token, self._talk, timeout, purpose=PURPOSE)
         self.address = self._server.address
@@ -137,16 +186,18 @@ class Door:
         state.meta["history"] = history
         size = sum(tensor.nbytes for tensor in state.tensors.values()) + sum(map(len, state.blobs.values()))
         schema = _schema(step, history, self._whose, state, size)
-        copy = _copied(state) if memory.has_room(size) else None
+        copy = _Copy(state, streams_of(_device_of(state))) if memory.has_room(size) else None
         with self._changed:
             self._step, self._history = step, history
             self._open = (copy, schema) if copy is not None else None
             self._changed.notify_all()
 
     def close(self) -> None:
-        """The state is about to change: nobody new is let in."""
+        """The state is about to change: nobody new is let in, and a copy under way is waited for."""
         with self._changed:
-            self._open = None
+            copying, self._open = self._open, None
+        if copying is not None:
+            copying[0].join()
 
     def fetch(self, address: str, step: int, history: int) -> "Fetch":
         """See `HealDoor.fetch`."""
@@ -160,11 +211,12 @@ class Door:
         self._server.close()
 
     def _talk(self, channel: wire.Channel) -> None:
-        source, schema = self._admit(channel.receive_frame())
+        copy, schema = self._admit(channel.receive_frame())
+        pieces = copy.pieces(self._timeout.total_seconds())
         channel.send_frame(asdict(schema))
-        wire.serve_ranges(channel, source)
+        wire.serve_ranges(channel, pieces)
 
-    def _admit(self, request: dict[str, Any]) -> tuple[wire.Pieces, _Schema]:
+    def _admit(self, request: dict[str, Any]) -> tuple[_Copy, _Schema]:
         try:
             wanted = typed.parse(Wanted, request)
         except UnfitError as error:

@@ -25,12 +25,13 @@ from torchtitan.models.common.attention import (
 )
 from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 
-from everstep.attention import fused, operators
+from everstep.attention import explicit, fused, operators
 from everstep.attention.guard import SMALL_STEP, Checks, Guard
 from everstep.attention.linear import WeightSums, linear, result_names
+from everstep.attention.masks import Visible, documents_of
 from everstep.attention.section import AttentionCheck
-from everstep.titan import private
-from everstep.titan.cpu_attention import MatrixFlexAttention, MatrixVarlenAttention
+from everstep.titan import cpu, private
+from everstep.titan.cpu_attention import MatrixFlexAttention, MatrixMask, MatrixVarlenAttention
 
 _PROJECTIONS = ["model_spec.model.*.attention.*"]
 _INNER = ["model_spec.model.*.attention.inner_attention"]
@@ -84,8 +85,11 @@ class CheckedScaledBiasRowwiseLinear(_CheckedProjection, ScaledBiasRowwiseLinear
 
 
 class _CheckedInner:
-    """An inner attention that is watched: the stock class, next in line, is the kernel. A subclass says what is
-    particular to it."""
+    """An inner attention that is watched, or replaced by attention as matrices.
+
+    The stock class, next in line, is the kernel. A subclass says what its masks mean (`_visible`), and what is
+    particular to its kernel.
+    """
 
     guard: Guard | None = None
     hands_out_lse: ClassVar[Literal["always", "asked", "never"]] = "always"
@@ -95,9 +99,17 @@ class _CheckedInner:
     reads: ClassVar[torch.dtype | None] = None
     """The dtype that the kernel casts its operands to; None: theirs. The identities hold for what it reads."""
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # pyrefly: ignore[bad-argument-count] torchtitan's attention, next in line
+        self.explicit_path: bool = config.path == "explicit"
+
     def results(self, name: str) -> tuple[str, ...]:
         """Names of what is checked."""
-        return fused.RESULTS
+        return explicit.RESULTS if self.explicit_path else fused.RESULTS
+
+    def _visible(self, q_BLNH: torch.Tensor, masks: dict[str, Any]) -> Visible:
+        """The mask that `masks`, the keyword arguments of the stock forward about it, stand for."""
+        raise NotImplementedError
 
     def kernel(self, mask: torch.Tensor | None, scale: float, with_lse: bool) -> fused.Attend:
         """See `guard.Guard.kernel`."""
@@ -127,6 +139,10 @@ class _CheckedInner:
     def forward(self, q_BLNH, k_BLNH, v_BLNH, *, scale=None, out_transform=None, **kwargs):
         """What the stock forward computes, under its signature."""
         guard = self.guard
+        if self.explicit_path:
+            visible = self._visible(q_BLNH, kwargs)
+            out, lse = explicit.attention(q_BLNH, k_BLNH, v_BLNH, visible, scale=scale, guard=guard)
+            return out if out_transform is None else out_transform(out, lse)
         stock: Callable[..., Any] = super().forward  # pyrefly: ignore[missing-attribute] of the class next in line
         if self.hands_out_lse == "never":
             out_transform = None  # as the stock forward, which takes it and does nothing with it
@@ -150,17 +166,25 @@ class _CheckedInner:
 
 
 class CheckedFlexAttention(_CheckedInner, FlexAttention):
-    """FlexAttention, watched."""
+    """FlexAttention, watched, or replaced by attention as matrices."""
 
     wide_sums = True
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
-        pass
+        path: Literal["explicit", "fused"] = "fused"
+
+    def _visible(self, q_BLNH: torch.Tensor, masks: dict[str, Any]) -> Visible:
+        if masks.get("score_mod") is not None:
+            raise ValueError(
+                'attention_check.path = "explicit": this model changes scores by a score_mod, which the '
+                'explicit path does not compute; use attention_check.path = "fused".'
+            )
+        return _seen_by_block_mask(masks["attention_masks"])
 
 
 class CheckedMatrixFlexAttention(CheckedFlexAttention, MatrixFlexAttention):
-    """FlexAttention on a CPU, watched."""
+    """FlexAttention on a CPU, watched, or replaced by attention as matrices."""
 
     wide_sums = False
     hands_out_lse = "asked"
@@ -171,17 +195,26 @@ class CheckedMatrixFlexAttention(CheckedFlexAttention, MatrixFlexAttention):
 
 
 class CheckedVarlenAttention(_CheckedInner, VarlenAttention):
-    """Variable-length attention, watched."""
+    """Variable-length attention, watched, or replaced by attention as matrices."""
 
     reads = torch.bfloat16
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        pass
+        path: Literal["explicit", "fused"] = "fused"
+
+    def _visible(self, q_BLNH: torch.Tensor, masks: dict[str, Any]) -> Visible:
+        left, right = self.window_size
+        metadata: VarlenMetadata = masks["attention_masks"]
+        return Visible(
+            causal=right == 0,
+            window=None if left < 0 else left,
+            documents=documents_of(metadata.cu_seq_q, *q_BLNH.shape[:2]),
+        )
 
 
 class CheckedMatrixVarlenAttention(CheckedVarlenAttention, MatrixVarlenAttention):
-    """Varlen attention on a CPU, watched."""
+    """Varlen attention on a CPU, watched, or replaced by attention as matrices."""
 
     reads = None
     hands_out_lse = "asked"
@@ -192,13 +225,18 @@ class CheckedMatrixVarlenAttention(CheckedVarlenAttention, MatrixVarlenAttention
 
 
 class CheckedScaledDotProductAttention(_CheckedInner, ScaledDotProductAttention):
-    """Scaled dot product attention, watched."""
+    """Scaled dot product attention, watched, or replaced by attention as matrices."""
 
     hands_out_lse = "never"
 
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledDotProductAttention.Config):
-        pass
+        path: Literal["explicit", "fused"] = "fused"
+
+    def _visible(self, q_BLNH: torch.Tensor, masks: dict[str, Any]) -> Visible:
+        if masks.get("attention_masks") is not None:
+            raise ValueError("ScaledDotProductAttention takes no attention_masks, only is_causal.")
+        return Visible(causal=masks.get("is_causal", True))
 
 
 def _told_by(mask: Any) -> torch.Tensor | None:
@@ -206,6 +244,16 @@ def _told_by(mask: Any) -> torch.Tensor | None:
     if isinstance(mask, BlockMask):
         return mask.kv_num_blocks
     return mask.cu_seq_q if isinstance(mask, VarlenMetadata) else None
+
+
+def _seen_by_block_mask(mask: BlockMask) -> Visible:
+    """The rule of a BlockMask. Whether it is causal is known of a matrix; on an accelerator it would be a look at the
+    device's data, so every key is gone through there."""
+    if not isinstance(mask, MatrixMask):
+        return Visible(causal=False, mod=mask.mask_mod)
+    if mask.seen is None:
+        return Visible()
+    return Visible(causal=not mask.seen.triu(1).any(), mod=mask.mask_mod)
 
 
 @override(target=Linear.Config, fqns=_PROJECTIONS, description="Everstep: projections that check themselves")
@@ -228,23 +276,23 @@ def checked_projections(config: Linear.Config) -> Linear.Config:
 
 
 @override(target=FlexAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
-def checked_flex(config: FlexAttention.Config) -> FlexAttention.Config:
+def checked_flex(config: FlexAttention.Config, *, path: str) -> FlexAttention.Config:
     """The checked counterpart of FlexAttention."""
     own = CheckedMatrixFlexAttention if isinstance(config, MatrixFlexAttention.Config) else CheckedFlexAttention
-    return derive(config, own.Config)
+    return derive(config, own.Config, path=path)
 
 
 @override(target=VarlenAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
-def checked_varlen(config: VarlenAttention.Config) -> VarlenAttention.Config:
+def checked_varlen(config: VarlenAttention.Config, *, path: str) -> VarlenAttention.Config:
     """The checked counterpart of VarlenAttention."""
     own = CheckedMatrixVarlenAttention if isinstance(config, MatrixVarlenAttention.Config) else CheckedVarlenAttention
-    return derive(config, own.Config)
+    return derive(config, own.Config, path=path)
 
 
 @override(target=ScaledDotProductAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
-def checked_sdpa(config: ScaledDotProductAttention.Config) -> ScaledDotProductAttention.Config:
+def checked_sdpa(config: ScaledDotProductAttention.Config, *, path: str) -> ScaledDotProductAttention.Config:
     """The checked counterpart of ScaledDotProductAttention."""
-    return derive(config, CheckedScaledDotProductAttention.Config)
+    return derive(config, CheckedScaledDotProductAttention.Config, path=path)
 
 
 def apply(config: Any, section: AttentionCheck) -> None:
@@ -274,11 +322,25 @@ def apply(config: Any, section: AttentionCheck) -> None:
     if unknown:
         raise ValueError(f"attention_check.enable: inner attention {', '.join(unknown)} cannot be checked.")
     _refuse(config)
-    if config.compile.enable and "model" in config.compile.components:
-        # as selective activation checkpointing keeps what plain projections compute
+    runs = cpu.has_attention_kernels() or not kinds & {FlexAttention.Config, VarlenAttention.Config}
+    path = ("fused" if runs else "explicit") if section.path == "auto" else section.path
+    compiled = config.compile.enable and "model" in config.compile.components
+    if compiled and path == "explicit":
+        raise ValueError(
+            'attention_check.path = "explicit": cannot be compiled; use attention_check.path = "fused" or remove '
+            "model from compile.components."
+        )
+    if compiled:  # as selective activation checkpointing keeps what plain projections compute
         private.keep_in_checkpointing(torch.ops.everstep.project.default)
-    swaps = ["checked_projections", *sorted({names[kind] for kind in kinds})]
-    config.override.imports += [f"{__name__}.{name}" for name in swaps]
+    if not runs and path == "fused":
+        raise ValueError(
+            'attention_check.path = "fused": the attention kernel of this model does not run on a CPU; use "explicit".'
+        )
+    here = __name__
+    config.override.imports += [
+        f"{here}.checked_projections",
+        *((f"{here}.{name}", {"path": path}) for name in sorted({names[kind] for kind in kinds})),
+    ]
 
 
 def _refuse(config: Any) -> None:
