@@ -31,7 +31,7 @@ EACH_STEP = {
 NOW_AND_THEN = {
     ("state.py", "digest"): "a commit whose checksum is compared",
     ("work.py", "apply"): "torchtitan's other timeouts, after the first commit",
-    ("group.py", "gather_json"): "a state that is looked for",
+    ("group.py", "_everyones"): "a state that is looked for",
     ("cpu_attention.py", "matrix_mask"): "attention without kernels, which is the stand-in's",
 }
 
