@@ -1,9 +1,6 @@
 """Runs of `everstep run` beside the papers' formulas, without failures and with them."""
 
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -21,7 +18,6 @@ from semi_runs import (
     worst,
     worst_loss,
 )
-from watched import environment
 
 
 def computes(run, group):
@@ -62,10 +58,6 @@ WAYS = {
     "streamed": STREAMED,
     "quarters": QUARTERS,
 }
-ROUNDS_CAMPAIGN = Path(__file__).resolve().parents[1] / "chaos" / "rounds.toml"
-ROUNDS_FAULTS = {"kill-mid-round", "kill-during-sum", "kill-host-and-states", "kill-adopter"}
-IN_WORKER = {"imports": ["in_worker.faults"]}
-"""Tests' own faults (tests/chaos)."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +75,6 @@ class Long:
             semi_sync=self.semi,
             checkpoint={"interval": 5 * self.semi["sync_steps"]},
             fault_tolerance={"groups": 3, "allow_faults": True},
-            override=IN_WORKER,
         )
 
     @property
@@ -109,30 +100,6 @@ def test_a_kill_every_eight_seconds_changes_nothing(start, reference, tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["at once", "streamed", "quarters"])
-def test_each_fault_of_rounds_changes_nothing(start, reference, tmp_path, way):
-    """Groups die in the middle of a round, during a sum, with their host and the newest states of their workers, and
-    with the group that takes their workers over."""
-    long = Long(WAYS[way], 40)
-    run = start(config := long.config(tmp_path / "run.toml"))
-    soon(run, lambda: run.events("commit"))
-    chaos(run, ROUNDS_CAMPAIGN)
-    assert run.wait(DEADLINE_S) == 0, run.said()
-    figures = long.is_as_without_failures(run, reference(config))
-    assert figures["faults"].keys() - {"died"} == ROUNDS_FAULTS
-    assert figures["deaths_unprovoked"] == 0
-
-
-def chaos(run, campaign):
-    command = [sys.executable, "-m", "more_faults", "chaos", str(run.run_dir), "--campaign", str(campaign)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-MID_ROUND = '[[fault]]\nname = "kill-mid-round"\nat_step = {}\npatience_s = 300.0\n'
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("degree", ["data_parallel_shard_degree", "tensor_parallel_degree"])
 def test_groups_of_two_ranks_are_what_the_paper_says_also_when_one_dies_within_a_round(
     start, reference, tmp_path, degree
@@ -142,8 +109,6 @@ def test_groups_of_two_ranks_are_what_the_paper_says_also_when_one_dies_within_a
         "training": {"steps": 20 * 8},
         "semi_sync": {"sync_steps": 8, "fragments": 2, "overlap_steps": 1, "mixing": 0.5},
         "parallelism": {degree: 2},
-        "fault_tolerance": {"allow_faults": True},
-        "override": IN_WORKER,
     }
     config = semi_config(tmp_path / "run.toml", **sections)
     model = build(load_config(config, EverstepTrainer.Config))
@@ -151,8 +116,8 @@ def test_groups_of_two_ranks_are_what_the_paper_says_also_when_one_dies_within_a
     begin = {"initial_load_path": str(tmp_path / "begin"), "initial_load_model_only": True}
     run = start(semi_config(tmp_path / "begun.toml", **sections, checkpoint=begin), "--ranks-per-group", "2")
     soon(run, lambda: run.events("commit"))
-    (tmp_path / "campaign.toml").write_text(MID_ROUND.format(3) + MID_ROUND.format(12))
-    chaos(run, tmp_path / "campaign.toml")
+    soon(run, lambda: computes(run, 1))
+    run.kill(1, ranks=slice(1, 2))
     assert run.wait(DEADLINE_S) == 0, run.said()
     differences = worst(run, reference(config), 160), worst_loss(run, reference(config))
     print("parameters, losses differ by", differences)

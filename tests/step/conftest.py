@@ -24,17 +24,3 @@ def run(tmp_path, context):
     run = Run(tmp_path, context)
     yield run
     run.close()
-
-
-@pytest.fixture
-def begin(tmp_path, context):
-    """A run whose lighthouse has timeouts of its own."""
-    runs = []
-
-    def _begin(**lighthouse):
-        runs.append(Run(tmp_path, context, **lighthouse))
-        return runs[-1]
-
-    yield _begin
-    for run in runs:
-        run.close()

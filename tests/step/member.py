@@ -41,9 +41,8 @@ TOKEN = b"t" * 32
 
 @dataclass(frozen=True)
 class Options:
-    """One rank. `slow_until`: up to this step a slot takes so many times as long. With `pause_after`, rank 0 waits
-    after that commit for a word from the test. `host`: its address, where it is none of loopback; `namespace`: whose
-    network it uses."""
+    """One rank. With `pause_after`, rank 0 waits after that commit for a word from the test. `host`: its address, where
+    it is none of loopback; `namespace`: whose network it uses."""
 
     group: int
     lighthouse: str
@@ -54,7 +53,6 @@ class Options:
     ranks: int = 1
     slots: int = 6
     slot_s: float = 0.01
-    slow_until: tuple[int, float] = (0, 1.0)
     crash_at: str = ""
     give_up_s: float = 60
     reduce_s: float = 5
@@ -95,8 +93,7 @@ class ToyWork:
         self.done: list[int] = []
 
     def compute(self, step: int, slot: int, *, whole: bool) -> None:
-        until, times = self.options.slow_until
-        time.sleep(self.options.slot_s * (times if step <= until else 1.0))
+        time.sleep(self.options.slot_s)
         if self.options.ranks > 1:
             dist.all_reduce(torch.zeros(1))  # as FSDP does
         self.files.reach("backward", step)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,24 +53,11 @@ def times_covered(plan, rows, slots):
 @given(quorums())
 def test_every_slot_is_held_or_computed_exactly_once(quorum):
     slots, rows = quorum
-    count = times_covered(ledger.plan(rows, slots), rows, slots)
+    plan = ledger.plan(rows, slots)
+    count = times_covered(plan, rows, slots)
     assert count == [1] * slots
     assert not ledger.verdict(tally(count))
-
-
-@given(quorums())
-def test_all_groups_make_the_same_plan_from_rows_in_any_order(quorum):
-    slots, rows = quorum
-    assert ledger.plan(rows, slots) == ledger.plan(rows[::-1], slots)
-
-
-@given(quorums())
-def test_work_is_spread_evenly_over_those_that_compute(quorum):
-    slots, rows = quorum
-    plan = ledger.plan(rows, slots)
-    assert set(plan.shares) == {said.group for said in rows if said.computes}
-    sizes = [len(set(share) - plan.doubted) for share in plan.shares.values()]
-    assert max(sizes) - min(sizes) <= 1
+    assert plan == ledger.plan(rows[::-1], slots), "rows in any order make the same plan"
 
 
 @given(st.integers(1, 60), st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.booleans())
@@ -118,15 +106,6 @@ def test_slots_with_a_home_are_computed_there_and_the_others_spread(quorum, home
         assert all(slot % homes == group or slot % homes not in able for slot in share if slot not in plan.doubted)
 
 
-def test_a_slot_moves_only_while_its_home_is_away():
-    everybody = [row(group) for group in range(3)]
-    assert ledger.plan(everybody, 4, homes=3).shares == {0: (0, 3), 1: (1,), 2: (2,)}
-    without_1 = [row(0), row(1, computes=False), row(2)]
-    assert ledger.plan(without_1, 4, homes=3).shares == {0: (0, 3), 2: (1, 2)}
-    without_0 = [row(1), row(2)]
-    assert ledger.plan(without_0, 4, homes=3).shares == {1: (0, 1), 2: (2, 3)}
-
-
 @given(quorums())
 def test_a_group_lets_go_of_its_slots_only_for_another_that_holds_one_of_them(quorum):
     slots, rows = quorum
@@ -169,30 +148,22 @@ def test_a_sum_with_a_slot_twice_or_never_is_not_the_step():
     assert ledger.verdict(tally([0, 0]), "shrink") == "slots [0, 1] are missing from the sum"
 
 
-def test_the_audit_names_the_group_that_differs_from_the_others():
-    rows = [row(0, 50, True, 11), row(1, 50, True, 12), row(2, 50, True, 11)]
-    assert ledger.differing_groups(rows) == {1}
-    assert ledger.plan(rows, 4).shares.keys() == {0, 2}
-
-
-def test_of_two_groups_that_differ_the_lower_id_is_believed():
-    assert ledger.differing_groups([row(3, 50, True, 1), row(1, 50, True, 2)]) == {3}
-
-
-def test_no_audit_no_blame():
-    assert ledger.differing_groups([row(0, 50, True), row(1, 50, True)]) == frozenset()
-    assert ledger.differing_groups([row(0, 50, True, 5), row(1, -1, False)]) == frozenset()
-
-
-def test_who_took_over_a_state_since_the_last_audit_has_no_vote():
-    """A corrupt group that healed two others must not outvote the one that is right."""
-    rows = [row(0, checksum=11, proven=True), row(1, checksum=12, proven=False), row(2, checksum=12, proven=False)]
-    assert ledger.differing_groups(rows) == {1, 2}
-
-
-def test_groups_that_healed_decide_between_two_that_were_audited():
-    rows = [row(0, checksum=11, proven=True), row(1, checksum=12, proven=True), row(2, checksum=12)]
-    assert ledger.differing_groups(rows) == {0}
+@pytest.mark.parametrize(
+    ("rows", "differing"),
+    [
+        ([row(0, 50, True, 11), row(1, 50, True, 12), row(2, 50, True, 11)], {1}),
+        ([row(3, 50, True, 1), row(1, 50, True, 2)], {3}),  # of two the lower id is believed
+        ([row(0, 50, True), row(1, 50, True)], set()),  # nobody audited
+        ([row(0, 50, True, 5), row(1, -1, False)], set()),
+        # Who took over a state since the last audit has no vote against one that was audited, which may have healed it,
+        ([row(0, checksum=11, proven=True), row(1, checksum=12), row(2, checksum=12)], {1, 2}),
+        # and decides between two that were.
+        ([row(0, checksum=11, proven=True), row(1, checksum=12, proven=True), row(2, checksum=12)], {0}),
+    ],
+)
+def test_the_audit_names_the_group_that_differs_from_the_others(rows, differing):
+    assert ledger.differing_groups(rows) == differing
+    assert ledger.plan(rows, 4).shares.keys() == {said.group for said in rows if said.computes} - differing
 
 
 def test_a_history_names_the_way_a_state_came_about():

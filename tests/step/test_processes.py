@@ -81,21 +81,6 @@ def test_a_stopped_rank_holds_nobody_and_its_group_heals_when_it_wakes(run):
     assert run.events("heal")[-1]["group"] == 1
 
 
-def test_a_group_at_half_speed_gets_fewer_slots_until_it_is_faster_again(run):
-    first = run.group(0, steps=ENDLESS, slot_s=0.06, pause_after=2)
-    first.until(2)
-    run.group(1, steps=ENDLESS, slot_s=0.06).ready()
-    run.group(2, steps=ENDLESS, slot_s=0.06, slow_until=(15, 2.5)).ready()
-    first.go()
-    first.until(25)
-    check_states(first)
-    shares = [first.commits[step]["owners"].count(2) for step in range(1, 26)]
-    assert shares[10:15] == [1] * 5
-    assert shares[24] == 2
-    paces = [event["pace"] for event in run.events("straggler") if event["group"] == 2]
-    assert [pace > 1.0 for pace in paces] == [True, False]
-
-
 def test_a_group_leaves_or_gives_up_where_no_quorum_ever_comes(run):
     asked, alone = run.group(0, steps=ENDLESS, quorum_s=2), run.group(1, steps=ENDLESS, quorum_s=2, give_up_s=3)
     asked.first()
