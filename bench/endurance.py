@@ -150,7 +150,7 @@ def main() -> int:
                 run.send_signal(signal.SIGINT)
         found = score(run_dir)
         growth = samples.growth()
-        fields = "kills steps attempts attempts_thrown_away samples_lost samples_repeated committed_ratio goodput "
+        fields = "kills steps attempts attempts_thrown_away samples_lost samples_repeated goodput "
         fields += "stall_s_median stall_s_max rejoin_s_median rejoin_s_max step_s_median groups_mean replicas_diverged"
         result = {
             "date": time.strftime("%Y-%m-%d"),

@@ -57,7 +57,7 @@ def test_a_run_that_survived_a_kill_keeps_the_promise():
     expected = {
         "status": "done", "wall_s": 11, "training_s": 9.5, "sessions": 1, "groups": 3, "steps_asked": 8,
         "steps": 8, "first_step": 1, "last_step": 8, "steps_unseen": 0, "commits_dropped": 0, "attempts": 9,
-        "attempts_thrown_away": 0, "committed_ratio": 1.0, "slots_recomputed": 2, "samples": 192,
+        "attempts_thrown_away": 0, "slots_recomputed": 2, "samples": 192,
         "samples_lost": 0, "samples_repeated": 0, "kills": 1, "deaths_unprovoked": 0,
         "faults": {"kill-worker": 1}, "step_s_median": 1.0, "stalls_unmeasured": 0, "rejoins_open": 0,
         "replicas_diverged": 0, "findings_corrected": 0, "findings_recomputed": 0, "findings_refused": 0,

@@ -18,8 +18,6 @@ from everstep.report.productivity import productivity
 from everstep.report.times import split
 from everstep.run.events import read_events
 
-GOODPUT_DEFINITION = "time in steps of the final state, of all time that the groups had (Google's)"
-
 LOSS_TOLERANCE = 1e-4
 """Largest difference of a loss to the other run's that `verdict` accepts: sums in another order stay far
 below it, a missing or repeated batch does not."""
@@ -63,7 +61,7 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
     final, commits, faults = account.lineage.final(), account.lineage.commits, account.faults.found
     step_s, times = step_s_of(account), split(account.filled())
     steps = {commit.step for commit in final}
-    away, ending = account.attempts.thrown_away, account.ending or {}
+    ending = account.ending or {}
     started = account.counts["run_started"] > 0
     training_s = sum(session.training_s for session in account.sessions)
     tokens = sum(commit.tokens for commit in final) if final else None
@@ -85,8 +83,7 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         "steps_unseen": max(steps) - min(steps) + 1 - len(steps) if steps else 0,
         "commits_dropped": len(commits) - len(final),
         "attempts": account.attempts.count,
-        "attempts_thrown_away": away,
-        "committed_ratio": len(steps) / (len(steps) + away) if steps else None,
+        "attempts_thrown_away": account.attempts.thrown_away,
         "slots_recomputed": account.attempts.slots_recomputed,
         "slots_skipped": sum(len(slots) for slots in skipped.values()),
         "samples": samples(((c, len(trained(c) - skipped[c.step])) for c in final), account.batch),
@@ -98,7 +95,6 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         "step_s_median": step_s,
         **cost_of_faults(rows_of(account), faults),
         **productivity(account, final, step_s, times["time_by_group"]),
-        "goodput_definition": GOODPUT_DEFINITION,
         "tokens": tokens,
         "tokens_per_s": tokens / training_s if tokens is not None and training_s else None,
         "deaths": account.counts["workers_died"],
@@ -225,7 +221,7 @@ def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
         ("delay", f"{_spread(f, 'delay_s')} (by which a fault made the run later)"),
         ("rejoin", _spread(f, "rejoin_s")),
         ("ETTR", f"{_number(f['ettr'])} (time that the steps needed, of the wall-clock time)"),
-        ("goodput", f"{_number(f['goodput'])} ({f['goodput_definition']})"),
+        ("goodput", f"{_number(f['goodput'])} (time in steps of the final state, of all time that the groups had)"),
         ("kept", f"{_number(f['throughput_kept'])} (step rate while it trained, of the healthy one)"),
     ]
     if f["inner_steps"]:
