@@ -50,8 +50,6 @@ class Checking:
     """By action."""
     unfit: list[str] = field(default_factory=list)
     """Of each rank that was sent away: why."""
-    doubts: dict[str, None] = field(default_factory=dict)
-    """What became of refusals that were nobody's fault, each once."""
     accepted: set[tuple[int, int]] = field(default_factory=set)
     """Steps and slots that were computed with their findings."""
     not_finite: set[tuple[int, int]] = field(default_factory=set)
@@ -75,10 +73,8 @@ class Checking:
                 self.unfit.append(event["reason"])
             case "slot_accepted":
                 self.accepted.add((event["step"], event["slot"]))
-                self.doubts[event["reason"]] = None
             case "not_finite":
                 self.not_finite.add((event["step"], event["slot"]))
-                self.doubts[event["reason"]] = None
 
     @property
     def coverage(self) -> str | None:

@@ -30,7 +30,6 @@ from everstep.run.events import EventTail
 from everstep.run.files import LARGEST, write_whole
 from everstep.run.regular import read_regular
 
-MOST_FAILURES = 6
 PAUSE_S, FIRST_PAUSE_S, POLL_S = 2.0, 0.5, 0.5
 SHARE = 0.5
 """Of one core that writing the page again and again may take, below all other processes."""
@@ -68,7 +67,7 @@ def write_report(run_dir: Path, account: Account, against: Path | None = None) -
     """The same of a run whose events were read; returns the figures of report.json."""
     as_of = time.time()
     other = account_of(against) if against is not None else None
-    figures, checking, rows = figures_of(account, other), account.checking, rows_of(account)
+    figures, rows = figures_of(account, other), rows_of(account)
     drawn = {
         "states": STATES,
         "colours": COLOURS,
@@ -85,7 +84,6 @@ def write_report(run_dir: Path, account: Account, against: Path | None = None) -
         troubles=account.troubles.sentences,
         checked=covered(figures),
         judged=judged(figures),
-        doubts=list(checking.doubts)[-MOST_FAILURES:],
         actions=ACTIONS,
         as_of=as_of,
         reload_ms=RELOAD_MS,
