@@ -19,18 +19,13 @@ def both_train(agent):
     return {event["rank"] for event in agent.events("commit")} == {0, 1}
 
 
-def test_it_ends_when_its_workers_are_done_and_leaves_nothing_behind(agent):
-    one = agent("--training.steps", "3")
-    assert one.process.wait(60) == 0
-    assert one.events("agent_ended")[0]["status"] == "done"
-    assert list(one.temporary.iterdir()) == []
-
-
 @pytest.mark.parametrize(("given", "found"), [("", max(1, len(os.sched_getaffinity(0)) // 2)), ("7", 7)])
 def test_workers_of_a_batch_job_share_the_cores_unless_they_are_told_how_many(agent, given, found):
     one = agent("--training.steps", "3", job=7, environment={"OMP_NUM_THREADS": given})
     assert one.process.wait(60) == 0
     assert f"trains with {found} threads" in log_path(one.run_dir, 0, 0).read_text()
+    assert one.events("agent_ended")[0]["status"] == "done"
+    assert list(one.temporary.iterdir()) == []
 
 
 def test_a_rank_that_is_done_earlier_leaves_the_others_to_go_on(agent):
@@ -51,14 +46,6 @@ def test_a_rank_that_leaves_with_status_0_before_it_is_done_has_died(agent):
     one.wait_for("workers_started", incarnation=1)
 
 
-def test_the_traceback_of_a_dead_worker_is_in_its_own_log_and_the_agents(agent):
-    one = agent("--training.steps", "9", "--tiny.fail_in", "2", ranks=1)
-    assert one.process.wait(60) == GAVE_UP_EXIT
-    for text in (one.said(), (one.run_dir / "logs/group-0/rank-0.log").read_text()):
-        assert "in main\n" in text
-        assert "FileNotFoundError: there is no dataset" in text
-
-
 @on_a_full_disk
 def test_an_agent_whose_output_is_on_a_full_disk_counts_deaths_and_says_how_it_ends(agent):
     one = agent("--training.steps", "9", "--tiny.fail_in", "2", ranks=1, output=FULL)
@@ -74,6 +61,8 @@ def test_a_death_whose_slot_cannot_be_noted_is_one_all_the_same(agent, tmp_path)
     assert one.process.wait(60) == GAVE_UP_EXIT
     assert len(one.events("workers_died")) == 3
     assert "slot 2 of step 2 is not noted" in one.said()
+    for text in (one.said(), log_path(one.run_dir, 0, 0).read_text()):
+        assert "FileNotFoundError: there is no dataset" in text, "its traceback is in its own log and the agent's"
 
 
 @on_a_full_disk

@@ -50,10 +50,9 @@ def test_what_there_is_no_room_for_is_tried_again_and_other_errors_are_not(capsy
     assert not is_scarce(PermissionError(errno.EACCES, ""))
 
 
-@pytest.mark.parametrize("faults", [80, pytest.param(500, marks=pytest.mark.slow)])
-def test_a_launcher_that_has_no_room_for_anything_now_and_then_loses_no_group(start, faults):
+def test_a_launcher_that_has_no_room_for_anything_now_and_then_loses_no_group(start):
     """Opens, spawns and sockets of the launcher fail in bursts of half a second, while its workers are killed."""
-    run = start(2, 2, *ENDLESS, "--tiny.scarce", str(faults))
+    run = start(2, 2, *ENDLESS, "--tiny.scarce", "40")
     for group in range(2):
         run.wait_for("commit", group=group)
     done = run.run_dir / "scarce-faults"
@@ -68,7 +67,7 @@ def test_a_launcher_that_has_no_room_for_anything_now_and_then_loses_no_group(st
             f"group {group} to start again",
         )
     made = json.loads(done.read_text())
-    assert len(made) >= faults
+    assert len(made) >= 40
     over = time.time()
     for group in range(2):
         run.wait_for("commit", after=over, group=group)

@@ -1,10 +1,7 @@
 """`exact = true`: whatever fails and however many groups there are, the bits are those of the run without faults."""
 
 import os
-import random
-import signal
 import sys
-import time
 
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
@@ -69,7 +66,7 @@ def test_two_groups_that_are_killed_make_the_bits_of_one_that_is_not(start, tmp_
 
 
 def test_a_replay_names_the_slots_of_a_group_whose_arithmetic_was_wrong(start, tmp_path, monkeypatch):
-    """From a checkpoint that the wrong steps before are in; also of one slot, and of steps that nobody committed."""
+    """From a checkpoint that the wrong steps before are in; also of one slot."""
     config = config_of(tmp_path, "flips", steps=6, checkpoint={"interval": 4})
     monkeypatch.setenv("EVERSTEP_TEST_FLIP", "always")
     run = start(config, "--groups", "2")
@@ -84,8 +81,6 @@ def test_a_replay_names_the_slots_of_a_group_whose_arithmetic_was_wrong(start, t
         assert f"slot {slot}, rank 0: {says} that group {owner} committed" in told
     status, told = replayed(run.run_dir, 5, "--slot", str(owners.index(0)))
     assert (status, told.count("slot ")) == (0, 1)
-    status, told = replayed(run.run_dir, 9)
-    assert (status, "no commit of step 9: it has steps 1 to 6" in told) == (2, True)
     flip_a_weight(run.run_dir / "checkpoint" / "step-4")
     status, told = replayed(run.run_dir, 5)
     assert (status, "the checkpoint of step 4 has other parameters than those" in told) == (2, True), told
@@ -112,36 +107,3 @@ def test_an_audit_finds_a_flipped_bit_and_names_its_group(start, tmp_path, monke
     assert told
     assert {tuple(event["groups"]) for event in wrong} == {(1,)}
     assert {event["group"] for event in unfit} == {1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", ["steps", "rounds"])
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_sixty_faults_leave_every_bit_as_it_was(start, tmp_path, shape, ranks):
-    """Groups killed, stopped, all of them at once, the whole run, and another number of groups after that."""
-    steps, draw = 600, random.Random(7)
-    config = config_of(tmp_path, shape, steps=steps)
-    clean = start(config, "--groups", "1", "--ranks-per-group", ranks)
-    assert clean.wait(1200.0) == 0, clean.said()
-    faults, groups = 0, 3
-    hit = start(config, "--groups", "3", "--ranks-per-group", ranks)
-    while hit.process.poll() is None:
-        time.sleep(draw.uniform(0.0, 14.0))
-        if hit.process.poll() is not None:
-            break
-        victims = draw.sample(range(groups), draw.randint(1, groups))
-        try:
-            hit.kill(*victims, signum=draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
-        except ProcessLookupError:
-            continue
-        faults += 1
-        if faults % 15 == 0:
-            hit.end()
-            groups = draw.choice([1, 2, 3])
-            hit = start(config, "--groups", str(groups), "--ranks-per-group", ranks, run_dir=hit.run_dir)
-            hit.wait_for("commit")
-    assert hit.wait() == 0, hit.said()
-    found = compare(clean.run_dir, hit.run_dir)
-    print(f"{faults} faults, {found}")
-    assert (found.parted, found.differing, found.checkpoint) == ("", "", steps)
-    assert faults >= 15

@@ -34,27 +34,9 @@ def test_a_group_killed_in_the_first_step_is_missed_by_nobody(run):
     assert run.events("commit")[0]["step"] == 1
 
 
-def test_the_run_goes_on_when_the_lighthouse_is_killed(run):
-    before = run.events("lighthouse_started")[-1]
-    killed = time.time()
-    os.kill(before["pid"], signal.SIGKILL)
-    again = run.wait_for("lighthouse_started", after=killed)
-    assert again["address"] == before["address"]
-    run.wait_for_step(ALL, after=again["t"])
-    assert not run.events("workers_died", after=killed), "no group crashed"
-
-
-def test_two_of_three_groups_killed_at_once_come_back(run):
-    killed = run.kill(0, 2)
-    died = {run.wait_for("workers_died", after=killed, group=group)["group"] for group in (0, 2)}
-    run.wait_for_step(ALL, after=killed)
-    assert died == {0, 2}
-    assert not run.events("workers_died", after=killed, group=1), "the third one carries the state"
-
-
 def test_a_group_killed_while_it_heals_heals_in_the_end(run):
     killed = run.kill(1)
-    for _ in range(3):
+    for _ in range(2):
         run.wait_for("workers_died", after=killed, group=1)
         run.wait_for("workers_started", after=killed, group=1)
         os.kill(run.wait_for_phase(1, {"connect", "heal"}), signal.SIGKILL)
