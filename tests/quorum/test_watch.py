@@ -48,7 +48,7 @@ def test_one_that_gives_up_is_noticed_by_all_others(members):
 def test_the_kernel_asks_for_a_host_that_tells_nothing(members):
     watches, _ = members
     watch_each_other(watches)
-    for connection in watches[0]._watched[KEY].values():
+    for connection in watches[0]._watched[KEY].connections.values():
         asks = [connection.getsockopt(socket.IPPROTO_TCP, name) for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)]
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert sum(asks) + asks[1] * (watch.KEEPALIVES - 1) == watch.SILENCE.total_seconds()
@@ -60,12 +60,12 @@ def test_each_loss_is_announced_once_and_for_its_own_process_group_only(members)
     watch_each_other(watches[:2], OTHER_KEY)
     watches[2].end(KEY)
     assert losses[0].get(timeout=SOON_S) == losses[1].get(timeout=SOON_S) == KEY
-    time.sleep(0.2)
+    time.sleep(4 * watch.GRACE_S)
     assert losses[0].empty()
     assert losses[1].empty()
 
 
-def test_a_killed_process_is_noticed_at_once():
+def test_a_killed_process_is_noticed_within_the_grace_time():
     code = (
         "import sys, time\n"
         "from datetime import timedelta\n"
@@ -83,7 +83,7 @@ def test_a_killed_process_is_noticed_at_once():
         killed = time.monotonic()
         os.kill(peer.pid, signal.SIGKILL)
         assert losses.get(timeout=SOON_S) == KEY
-        assert time.monotonic() - killed < 1.0
+        assert time.monotonic() - killed < watch.GRACE_S + 1.0
     finally:
         peer.kill()
         peer.wait()

@@ -17,12 +17,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 
 from everstep import wire
 
 KEY_BYTES = 32
 """Length of the key that says which process group a connection belongs to."""
+
+GRACE_S = 0.1
+"""Between a loss and its announcement. A sum that the lost member had finished with may still complete between the
+others, and then nobody has to compute anything again."""
 
 PURPOSE = "watch"
 REMEMBERED = 64
@@ -42,6 +47,19 @@ class PeerLost(ConnectionError):
     def __init__(self, what: str, places: Iterable[int] = ()) -> None:
         super().__init__(what)
         self.places = frozenset(places)
+
+
+@dataclass(slots=True)
+class _Peers:
+    """The members of one process group, as far as they are watched.
+
+    Attributes:
+        connections: those made to them, by their place.
+        lost: whether any has been lost.
+    """
+
+    connections: dict[int, socket.socket]
+    lost: bool = False
 
 
 class PeerWatch:
@@ -65,8 +83,7 @@ class PeerWatch:
         self._ask_every_s = max(1, round(silence.total_seconds() / (1 + KEEPALIVES)))
         self._lock = threading.Lock()
         self._accepted: dict[bytes, list[socket.socket]] = {}
-        self._watched: dict[bytes, dict[int, socket.socket]] = {}
-        """By process group, the connections made to its members, by their place."""
+        self._watched: dict[bytes, _Peers] = {}
         self._over: deque[bytes] = deque(maxlen=REMEMBERED)
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -108,7 +125,7 @@ class PeerWatch:
                 for connection in connections.values():
                     connection.close()
                 raise PeerLost("the process group was broken while it was being built")
-            self._watched[key] = connections
+            self._watched[key] = _Peers(connections)
             for place, connection in connections.items():
                 connection.setblocking(False)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -123,7 +140,8 @@ class PeerWatch:
         with self._lock:
             self._over.append(key)
             self._drop(self._accepted.pop(key, []))
-            self._drop(self._watched.pop(key, {}).values())
+            if peers := self._watched.pop(key, None):
+                self._drop(peers.connections.values())
         self._wake()
 
     def _wake(self) -> None:
@@ -142,8 +160,8 @@ class PeerWatch:
         self._door.close()
         with self._lock:
             self._closed = True
-            for connections in self._watched.values():
-                self._drop(connections.values())
+            for peers in self._watched.values():
+                self._drop(peers.connections.values())
             for accepted in self._accepted.values():
                 self._drop(accepted)
             self._watched.clear()
@@ -182,10 +200,17 @@ class PeerWatch:
             if place is None:
                 self._forget(key, ready.fileobj)
                 return
-            watched = key in self._watched
-        if watched:
-            self.end(key)
-            self._on_loss(key)
+            peers = self._watched.get(key)
+            connection = peers.connections.pop(place, None) if peers is not None else None
+            if peers is None or connection is None:
+                return
+            self._drop([connection])
+            if peers.lost:
+                return
+            peers.lost = True
+        timer = threading.Timer(GRACE_S, self._lose, (key,))
+        timer.daemon = True
+        timer.start()
 
     def _forget(self, key: bytes, connection: object) -> None:
         """The member that made this connection has closed it; that it is lost is told by the one to it."""
@@ -194,3 +219,7 @@ class PeerWatch:
         self._accepted[key] = [c for c in left if c is not connection]
         if not self._accepted[key]:
             del self._accepted[key]
+
+    def _lose(self, key: bytes) -> None:
+        self.end(key)
+        self._on_loss(key)
