@@ -49,21 +49,17 @@ def test_every_audited_slot_has_another_group_that_computes_it_and_none_is_alone
     assert ledger.plan([row(0)], SLOTS, audited=audited).auditors == {}
 
 
-@pytest.mark.parametrize(
-    ("rows", "owner", "auditor", "passes"),
-    [
-        ([row(0, refused=[3]), row(1, refused=[3]), row(2)], 1, 2, False),
-        ([row(0, refused=[3], disputed=[3]), row(1, refused=[3]), row(2, refused=[3])], 1, 2, False),
-        ([row(0, refused=[3], disputed=[3]), row(1, refused=[3], disputed=[3])], 1, 0, True),
-        ([row(0, refused=[3], disputed=[3]), row(1, refused=[3], disputed=[3]), row(2, refused=[3])], 2, 0, True),
-    ],
-    ids=["a third one", "the two that are left", "nobody is left of two", "nobody is left of three"],
-)
-def test_who_computes_and_who_audits_a_slot_whose_bits_differed(rows, owner, auditor, passes):
-    plan = ledger.plan(rows, SLOTS, audited=(3,))
-    assert 3 in plan.shares[owner]
-    assert plan.auditors == {3: auditor}
-    assert plan.accepted == ({3} if passes else set())
+def test_who_is_outvoted_computes_the_slot_no_more_and_a_third_one_audits_a_doubted_one():
+    doubted = ledger.plan([row(0, refused=[3]), row(1, refused=[3]), row(2)], SLOTS, audited=(3,))
+    assert 3 not in doubted.shares[2]
+    assert doubted.auditors == {3: 2}
+    voted = [row(0, refused=[3], disputed=[3], outvoted=[3]), row(1), row(2)]
+    plan = ledger.plan(voted, SLOTS, audited=(3,))
+    assert 3 in plan.shares[1]
+    assert plan.auditors == {3: 2}
+    assert not plan.accepted
+    two = ledger.plan([row(0, refused=[3], disputed=[3]), row(1, refused=[3], disputed=[3])], SLOTS, audited=(3,))
+    assert two.accepted == {3}, "nobody is left to ask"
 
 
 def test_a_tally_brings_the_bits_of_owner_and_auditor_together():

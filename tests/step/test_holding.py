@@ -280,14 +280,25 @@ def test_a_group_that_is_neither_keeps_what_it_holds_and_says_nothing(holding, t
     assert told == []
 
 
-def test_a_group_with_other_bits_than_two_that_agree_says_that_it_is_wrong(holding, told):
-    audit(holding, ME, 2, (7, 8))
+@pytest.mark.parametrize(("mine", "outvoted"), [(7, True), (8, False)])
+def test_two_groups_with_the_same_bits_outvote_a_third(holding, mine, outvoted):
+    """Whoever of the three it is; it refuses the slot for good, and the others no more."""
+    audit(holding, ME, 0, (mine, 15 - mine))
+    holding.held.refused_here.clear()
+    audit(holding, ME, 2, (mine, 8))
+    if outvoted:
+        assert holding.held.refused == {0: ledger.ASK_AFTER}
+    assert (holding.held.outvoted, holding.held.refused_here) == (({0}, {0}) if outvoted else (set(), set()))
+
+
+def test_the_owner_names_the_groups_that_were_wrong_once_bits_agree(holding, told):
+    audit(holding, ME, 0, (8, 7))
     told.clear()
-    audit(holding, ME, 0, (7, 7))
-    assert not holding.held.refused_here
-    audit(holding, 0, 2, (8, 8))
-    assert holding.held.refused_here == {0}
-    assert told == [("slot_wrong", {"slot": 0, "groups": [ME], "reason": OTHER_BITS})]
+    audit(holding, ME, 2, (8, 8))
+    assert told == [("slot_wrong", {"slot": 0, "groups": [0], "reason": OTHER_BITS})]
+    told.clear()
+    audit(holding, 2, ME, (8, 8))
+    assert told == [], "only its owner says so"
 
 
 def test_bits_that_nobody_is_left_to_compare_pass_and_are_told(holding, told):

@@ -1,5 +1,8 @@
 """Slots that groups refuse: who computes them, who is at fault, and what is let pass."""
 
+import random
+from collections import Counter
+
 import pytest
 
 from everstep.step import ledger
@@ -64,5 +67,130 @@ def test_a_group_is_at_fault_for_what_another_one_was_asked_for_and_computed():
     assert ledger.at_fault(0, rows, {1: 1, 2: 1}, owners) == {1, 2}
     assert ledger.at_fault(0, rows, {1: 2}, owners) == frozenset(), "the one that was asked has not computed it"
     assert ledger.at_fault(1, rows, {3: 1}, owners) == frozenset(), "refused once"
-    both = [row(0, disputed=[3]), row(1, disputed=[3], held=[3])]
-    assert ledger.at_fault(0, both, {3: 1}, owners) == frozenset(), "the other one disputes it as well"
+    both = [row(0, disputed=[3]), row(1, [3], held=[3])]
+    assert ledger.at_fault(0, both, {3: 1}, owners) == frozenset(), "accepted: the other one refused it as well"
+
+
+class Group:
+    """One group of `run_step`, as the protocol has it. `errs`: how it computes a slot: "" is right, "nan" and "wrong"
+    are not; of these its checks see the second."""
+
+    def __init__(self, number, errs):
+        self.number, self.errs = number, errs
+        self.held, self.refused, self.not_finite, self.asked = {}, Counter(), set(), {}
+
+    def row(self):
+        disputed = [slot for slot, times in self.refused.items() if times >= ledger.ASK_AFTER]
+        return row(self.number, self.refused, disputed, self.held, self.not_finite)
+
+    def attempt(self, plan, narrow):
+        """Compute a share; whether the group refused something of it."""
+        refused = set()
+        for slot in plan.shares[self.number]:
+            made = self.errs(slot)
+            found = made == "wrong" or slot in narrow
+            self.held[slot] = made
+            if slot not in plan.doubted:
+                refused |= {slot} if found else set()
+            elif made == "nan":
+                self.not_finite.add(slot)
+                self.refuse([slot])
+            elif found and slot in plan.accepted:
+                self.refused[slot] += 1
+            elif found:
+                self.refuse([slot])
+                refused.add(None)
+        if "nan" in self.held.values():
+            refused = set(self.held)
+        if refused - {None}:
+            self.refuse(refused - {None})
+        return bool(refused)
+
+    def refuse(self, slots):
+        self.refused.update(slots)
+        self.held.clear()
+
+
+def run_step(groups, slots, narrow=frozenset()):
+    """One step; what is committed by slot, the groups at fault, and the attempts."""
+    for attempts in range(1, 100):
+        rows = [group.row() for group in groups]
+        plan = ledger.plan(rows, slots)
+        for group in groups:
+            for other, share in plan.shares.items():
+                group.asked |= dict.fromkeys(plan.doubted.intersection(share), other)
+            for slot in plan.accepted:
+                del group.asked[slot]
+        if plan.not_finite:
+            return "not finite", set(), attempts
+        refused = [group.attempt(plan, narrow) for group in groups]
+        made = {slot: what for group in groups for slot, what in group.held.items()}
+        if not any(refused) and made.keys() == set(range(slots)):
+            owners = [next(g.number for g in groups if slot in g.held) for slot in range(slots)]
+            found = {g.number for g in groups if ledger.at_fault(g.number, rows, g.asked, owners)}
+            return made, found, attempts
+    raise AssertionError("no commit in 100 attempts")
+
+
+SICK = {
+    "NaN, one slot": ("nan", 0.0),
+    "NaN, at random": ("nan", 0.6),
+    "wrong, each slot": ("wrong", 1.0),
+    "wrong, at random": ("wrong", 0.5),
+    "both, at random": ("", 0.5),
+}
+
+
+@pytest.mark.parametrize("how", SICK)
+@pytest.mark.parametrize(("count", "sick"), [(2, 1), (3, 1), (3, 2), (5, 2), (8, 2), (8, 3)])
+def test_what_sick_groups_compute_is_never_committed(count, sick, how):
+    """Neither NaN, which is not finite on two groups if two of three are sick, nor what is wrong and finite. No healthy
+    group is at fault, and sick ones are found in the end."""
+    what, rate = SICK[how]
+    for seed in range(60):
+        draw = random.Random(f"{seed} {count} {sick} {how}")
+        ill, bad = set(draw.sample(range(count), sick)), draw.randrange(8)
+
+        def errs(slot, draw=draw, bad=bad):
+            wrong = slot == bad if not rate else draw.random() < rate
+            return (what or draw.choice(["nan", "wrong"])) if wrong else ""
+
+        left, found = set(range(count)), set()
+        for _ in range(6):
+            groups = [Group(number, errs if number in ill - found else lambda slot: "") for number in sorted(left)]
+            made, faults, attempts = run_step(groups, 8)
+            most_are_fit = 2 * len(ill - found) < len(left)
+            assert most_are_fit or made == "not finite" or set(made.values()) == {""}, seed
+            if most_are_fit:
+                assert made != "not finite", seed
+                assert set(made.values()) == {""}, seed
+            assert faults <= ill, seed
+            assert attempts < 40
+            found |= faults
+        assert rate < 1.0 or found, seed
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_a_bound_that_is_too_narrow_names_nobody_and_stops_nobody(count):
+    for seed in range(20):
+        draw = random.Random(seed)
+        narrow = frozenset(draw.sample(range(8), draw.randint(1, 8)))
+        made, faults, attempts = run_step([Group(number, lambda slot: "") for number in range(count)], 8, narrow)
+        assert set(made.values()) == {""}
+        assert not faults
+        assert attempts <= 3 + ledger.ENOUGH
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_data_that_is_not_finite_on_every_group_is_given_up_and_names_nobody(count):
+    made, faults, attempts = run_step([Group(n, lambda slot: "nan" if slot == 5 else "") for n in range(count)], 8)
+    assert (made, faults) == ("not finite", set())
+    assert attempts <= 3 + ledger.ENOUGH
+
+
+@pytest.mark.parametrize("what", ["nan", "wrong"])
+def test_a_slot_that_a_group_refuses_twice_is_computed_by_another_one_and_names_it(what):
+    errs = [lambda slot: "", lambda slot: what if slot == 1 else "", lambda slot: ""]
+    made, faults, attempts = run_step([Group(number, errs[number]) for number in range(3)], 6)
+    assert set(made.values()) == {""}
+    assert (faults, attempts) == ({1}, 3)

@@ -6,11 +6,11 @@ the whole group, and ends in `_refuse`: the refused slots are counted, and every
 after a death. Who computes what was refused is in `ledger.plan`.
 
 Some slots are audited: another group computes them too, and the bits are compared (`ledger.audited_slots`). Where they
-differ, both refuse the slot and the owner drops what it holds; it is computed again, and a third group audits it. A
-group whose bits are not those of a commit is at fault if it refused the slot ASK_AFTER times.
+differ, the owner drops what it holds, and the slot is computed again and audited by a third group. Whose bits two
+others do not have is outvoted: it computes this slot no more.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -41,7 +41,8 @@ class Held:
         accepted: refused slots that are held all the same.
         asked: the group that was asked for a refused slot last, unless it was to accept it.
         bits: of audited slots that this group computed.
-        differed: those that were not another group's.
+        told: of audited slots, all groups and their bits that were compared, in order.
+        outvoted: audited slots of which two other groups have the same bits, and this one others.
     """
 
     base: State = NOTHING
@@ -55,7 +56,8 @@ class Held:
     accepted: set[int] = field(default_factory=set)
     asked: dict[int, int] = field(default_factory=dict)
     bits: dict[int, int] = field(default_factory=dict)
-    differed: dict[int, int] = field(default_factory=dict)
+    told: defaultdict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    outvoted: set[int] = field(default_factory=set)
 
 
 class Judged(NamedTuple):
@@ -160,25 +162,40 @@ class Holding:
         return said
 
     def heed_bits(self, attempt: Attempt, tally: ledger.Tally) -> None:
-        """Draw conclusions from bits that all ranks of the group have seen: owner and auditor refuse what differs, and
-        a group that had other bits than the two that agree is wrong."""
+        """Draw conclusions from bits that all ranks of the group have seen: drop what differs, and once two groups have
+        the same, name the others."""
         held, differing = self.held, ledger.differing_bits(tally, attempt.plan)
         for slot, *bits in zip(attempt.plan.audited, tally.bits[::2], tally.bits[1::2], strict=True):
             if not all(bits):
                 continue
             pair = tally.owner(slot), attempt.plan.auditors[slot]
-            if slot in differing and self._group in pair:
-                held.refused[slot] += 1
-                held.differed[slot] = bits[pair.index(self._group)]
-                self._events.emit("slot_differs", attempt.step, slot=slot, groups=list(pair), reason=OTHER_BITS)
-                if slot in held.slots:
-                    self.drop()
-            elif bits[0] != bits[1] and self._group == pair[0]:
+            held.told[slot] += zip(pair, bits, strict=True)
+            if slot in differing:
+                self._differs(attempt, slot, pair)
+            elif self._group != pair[0]:
+                continue
+            elif bits[0] != bits[1]:
                 reason = f"{OTHER_BITS}, and nobody is left to ask"
                 self._events.emit("slot_accepted", attempt.step, slot=slot, reason=reason)
-            elif bits[0] == bits[1] != held.differed.get(slot, bits[0]):
+            elif wrong := sorted({group for group, known in held.told[slot] if known != bits[0]}):
+                self._events.emit("slot_wrong", attempt.step, slot=slot, groups=wrong, reason=OTHER_BITS)
+
+    def _differs(self, attempt: Attempt, slot: int, pair: tuple[int, int]) -> None:
+        """Owner and auditor have other bits: both refuse the slot, until more groups have the same than any others."""
+        held, said = self.held, dict(self.held.told[slot])
+        (common, times), *others = Counter(said.values()).most_common(2)
+        if times > 1 and all(times > fewer for _, fewer in others):
+            held.refused.pop(slot, None)
+            if self._group in said and said[self._group] != common:
+                held.outvoted.add(slot)
                 held.refused_here.add(slot)
-                self._events.emit("slot_wrong", attempt.step, slot=slot, groups=[self._group], reason=OTHER_BITS)
+                held.refused[slot] = ledger.ASK_AFTER
+        elif self._group in pair:
+            held.refused[slot] += 1
+        if self._group in pair:
+            self._events.emit("slot_differs", attempt.step, slot=slot, groups=list(pair), reason=OTHER_BITS)
+        if slot in held.slots:
+            self.drop()
 
     def _judge_slot(self, attempt: Attempt, slot: int) -> None:
         """What becomes of a slot that some group has refused, now that this one has computed it. A decision of the

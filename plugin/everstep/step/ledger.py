@@ -20,7 +20,7 @@ from everstep.step.quorum import Quorum
 
 BITS_PER_WORD = 62  # an int64 word that never touches its sign
 ROW_HEADER = 9
-SLOT_SETS = 4  # of a row
+SLOT_SETS = 5  # of a row
 
 ASK_AFTER = 2
 """Refusals of a slot by one group in one step after which another group computes it."""
@@ -57,6 +57,7 @@ class Row:
         refused: slots of step + 1 that it refused.
         disputed: those of them that it refused ASK_AFTER times.
         not_finite: those of them whose gradients were not finite when it computed them alone.
+        outvoted: those of them of which two other groups have the same bits, and this one others.
     """
 
     group: int
@@ -71,6 +72,7 @@ class Row:
     refused: frozenset[int] = frozenset()
     disputed: frozenset[int] = frozenset()
     not_finite: frozenset[int] = frozenset()
+    outvoted: frozenset[int] = frozenset()
 
     @staticmethod
     def words(slots: int) -> int:
@@ -79,7 +81,7 @@ class Row:
 
     @property
     def _sets(self) -> tuple[frozenset[int], ...]:
-        return self.held, self.refused, self.disputed, self.not_finite
+        return self.held, self.refused, self.disputed, self.not_finite, self.outvoted
 
     def encode(self, slots: int) -> list[int]:
         """The row as `words(slots)` integers that fit int64."""
@@ -211,9 +213,9 @@ def plan(
     shares = _deal(certain, at, pace, each=not holders)
     doubts: dict[int, list[int]] = {group: [] for group in shares}
     for slot in sorted(doubted):
-        load = {group: len(share) + len(doubts[group]) for group, share in shares.items()}
-        doubts[_who_is_asked(slot, able, load, slot in audited)].append(slot)
-    accepted = frozenset(slot for slot in doubted if _passes(slot, able, slot in audited))
+        asked = _who_is_asked(slot, able, {group: len(share) + len(doubts[group]) for group, share in shares.items()})
+        doubts[asked].append(slot)
+    accepted = frozenset(slot for slot in doubted if _passes(slot, able))
     most = min(ENOUGH + 1, len(able))
     not_finite = frozenset(slot for slot in accepted if sum(slot in row.not_finite for row in able) >= most)
     shares = {group: (*doubts[group], *share) for group, share in shares.items()}
@@ -233,47 +235,40 @@ def audited_slots(seed: int, step: int, slots: int, share: float) -> tuple[int, 
 
 
 def _auditors(audited: Sequence[int], owners: Mapping[int, int], able: Sequence[Row]) -> dict[int, int]:
-    """Who computes audited slots besides their owners: one that has not refused it comes first, then who audits the
-    fewest. None where there is no other group."""
+    """Who computes audited slots besides their owners: one that has not given its bits yet comes first, then who audits
+    the fewest. None where there is no other group."""
     found: dict[int, int] = {}
     for slot in audited:
-        others = [row for row in able if row.group != owners.get(slot)]
+        others = [row for row in able if row.group != owners.get(slot) and slot not in row.outvoted]
         if slot in owners and others:
             load = Counter(found.values())
-            turns = {
-                row.group: (slot in row.disputed, slot in row.refused, load[row.group], row.group) for row in others
-            }
-            found[slot] = min(turns, key=turns.__getitem__)
+            found[slot] = min(others, key=lambda row: (slot in row.refused, load[row.group], row.group)).group
     return found
 
 
-def _passes(slot: int, able: Sequence[Row], audited: bool) -> bool:
+def _passes(slot: int, able: Sequence[Row]) -> bool:
     """Whether a refused slot is computed with what checks find in it: it was asked of other groups, and ENOUGH of them
-    refused it, or all that there are. If it is audited a sound group refuses it too, for the bits of a sick one: then
-    all but one of so many have to dispute it."""
-    enough = min(ENOUGH, len(able))
-    refused, disputed = (
-        sum(slot in some for some in sets) for sets in zip(*((r.refused, r.disputed) for r in able), strict=True)
-    )
-    return refused >= enough and disputed >= (max(1, enough - 1) if audited else 1)
+    refused it, or all that there are."""
+    refused = sum(slot in row.refused for row in able)
+    return refused >= min(ENOUGH, len(able)) and any(slot in row.disputed for row in able)
 
 
-def _who_is_asked(slot: int, able: Sequence[Row], load: Mapping[int, int], audited: bool) -> int:
+def _who_is_asked(slot: int, able: Sequence[Row], load: Mapping[int, int]) -> int:
     """The group that computes a refused slot: the one that refused it, as a transient error does not come twice; once
-    that disputes it, one that has not refused it; if it is to pass, one for which it was finite. Of several
-    one that does not dispute it, then the one that refused the fewest slots, then the one with the smallest share."""
-    again, passes = not any(slot in row.disputed for row in able), _passes(slot, able, audited)
+    that disputes it, one that has not refused it; if it is to pass, one for which it was finite. Not one that was
+    outvoted. Of several the one that refused the fewest slots, then the one with the smallest share."""
+    again, passes = not any(slot in row.disputed for row in able), _passes(slot, able)
 
     def turn(row: Row) -> tuple[bool, bool, int, int, int]:
         last = slot in row.not_finite if passes else (slot in row.refused) != again
-        return last, slot in row.disputed, len(row.refused), load[row.group], row.group
+        return slot in row.outvoted, last, len(row.refused), load[row.group], row.group
 
     return min(able, key=turn).group
 
 
 def at_fault(group: int, rows: Sequence[Row], asked: Mapping[int, int], owners: Sequence[int]) -> frozenset[int]:
     """Slots that say that a group computes wrongly: it disputes them, and they are in the commit from another group
-    that was asked for them and does not dispute them.
+    that was asked for them and did not refuse them.
 
     Args:
         rows: of the attempt that committed.
@@ -281,7 +276,7 @@ def at_fault(group: int, rows: Sequence[Row], asked: Mapping[int, int], owners: 
         owners: by slot the group that computed it; -1 for none.
     """
     by_group = {row.group: row for row in rows if row.computes}
-    passed = {slot for slot, other in asked.items() if owners[slot] == other and slot not in by_group[other].disputed}
+    passed = {slot for slot, other in asked.items() if owners[slot] == other and slot not in by_group[other].refused}
     return by_group[group].disputed & passed if group in by_group else frozenset()
 
 
