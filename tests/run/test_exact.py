@@ -1,7 +1,10 @@
 """`exact = true`: whatever fails and however many groups there are, the bits are those of the run without faults."""
 
 import os
+import random
+import signal
 import sys
+import time
 
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
@@ -107,3 +110,36 @@ def test_an_audit_finds_a_flipped_bit_and_names_its_group(start, tmp_path, monke
     assert told
     assert {tuple(event["groups"]) for event in wrong} == {(1,)}
     assert {event["group"] for event in unfit} == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["steps", "rounds"])
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_sixty_faults_leave_every_bit_as_it_was(start, tmp_path, shape, ranks):
+    """Groups killed, stopped, all of them at once, the whole run, and another number of groups after that."""
+    steps, draw = 600, random.Random(7)
+    config = config_of(tmp_path, shape, steps=steps)
+    clean = start(config, "--groups", "1", "--ranks-per-group", ranks)
+    assert clean.wait(1200.0) == 0, clean.said()
+    faults, groups = 0, 3
+    hit = start(config, "--groups", "3", "--ranks-per-group", ranks)
+    while hit.process.poll() is None:
+        time.sleep(draw.uniform(0.0, 14.0))
+        if hit.process.poll() is not None:
+            break
+        victims = draw.sample(range(groups), draw.randint(1, groups))
+        try:
+            hit.kill(*victims, signum=draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
+        except ProcessLookupError:
+            continue
+        faults += 1
+        if faults % 15 == 0:
+            hit.end()
+            groups = draw.choice([1, 2, 3])
+            hit = start(config, "--groups", str(groups), "--ranks-per-group", ranks, run_dir=hit.run_dir)
+            hit.wait_for("commit")
+    assert hit.wait() == 0, hit.said()
+    found = compare(clean.run_dir, hit.run_dir)
+    print(f"{faults} faults, {found}")
+    assert (found.parted, found.differing, found.checkpoint) == ("", "", steps)
+    assert faults >= 15
