@@ -4,21 +4,15 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
 import member
+from everstep.launch.machine import free_port
 from everstep.run.events import read_events
 
 DEADLINE_S = 60
 ENDLESS = 1_000_000
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Rank:

@@ -1,11 +1,11 @@
 """What stands in for an accelerator computes what the accelerator would."""
 
 import multiprocessing
-import socket
 
 import torch
 import torch.distributed as dist
 
+from everstep.launch.machine import free_port
 from everstep.titan import cpu
 
 
@@ -20,8 +20,7 @@ def exchange(rank, port, results):
 
 def test_gloo_exchanges_parts_of_uneven_sizes(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     ranks = [context.Process(target=exchange, args=(rank, port, results), daemon=True) for rank in range(2)]

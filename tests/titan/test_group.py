@@ -1,11 +1,11 @@
 """Ranks of a group tell each other apart from others."""
 
 import multiprocessing
-import socket
 
 import pytest
 import torch.distributed as dist
 
+from everstep.launch.machine import free_port
 from everstep.titan.group import StrangerError, gather_json, require_members
 
 
@@ -23,8 +23,7 @@ def enter(rank, port, token, results):
 )
 def test_a_rank_without_the_runs_token_ends_the_start_with_a_sentence(monkeypatch, theirs, said):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     ranks = [
