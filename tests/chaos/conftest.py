@@ -15,6 +15,15 @@ from everstep.run.directory import holder_of
 from watched import Watched, environment, until
 
 
+@pytest.fixture
+def victim():
+    """A process to be stopped or killed."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
 class TinyRun(Watched):
     """`run_tiny.py`: the real supervisor, agents and lighthouse, with workers that only look like trainers."""
 

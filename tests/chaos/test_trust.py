@@ -26,14 +26,6 @@ from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 
 
-@pytest.fixture
-def victim():
-    process = subprocess.Popen(["sleep", "600"])
-    yield process
-    process.kill()
-    process.wait()
-
-
 def test_a_directory_that_others_can_write_to_is_no_run(tmp_path):
     EventLog(tmp_path, None, None, "supervisor").close()
     (tmp_path / "config.toml").write_text("")

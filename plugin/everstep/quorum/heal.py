@@ -61,10 +61,6 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _device_of(state: HealState) -> torch.device:
-    return next((tensor.device for tensor in state.tensors.values() if tensor.device.type != "cpu"), HOST)
-
-
 class _Copy(threading.Thread):
     """A state's tensors and blobs laid end to end on the host, copied while the trainer computes on; until `join`
     returns, they may not change.
@@ -78,8 +74,8 @@ class _Copy(threading.Thread):
         self._sources = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in state.tensors.values()]
         self._blobs = list(map(memoryview, state.blobs.values()))
         self._streams, self._ready = streams, streams.record()
-        pinned = _device_of(state) != HOST
-        self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) if pinned else None
+        on_device = any(source.device != HOST for source in self._sources)
+        self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) if on_device else None
         self._pieces: wire.Pieces | None = None
         self._error = ""
         self.start()
@@ -186,7 +182,8 @@ class Door:
         state.meta["history"] = history
         size = sum(tensor.nbytes for tensor in state.tensors.values()) + sum(map(len, state.blobs.values()))
         schema = _schema(step, history, self._whose, state, size)
-        copy = _Copy(state, streams_of(_device_of(state))) if memory.has_room(size) else None
+        device = next((tensor.device for tensor in state.tensors.values() if tensor.device != HOST), HOST)
+        copy = _Copy(state, streams_of(device)) if memory.has_room(size) else None
         with self._changed:
             self._step, self._history = step, history
             self._open = (copy, schema) if copy is not None else None

@@ -92,17 +92,18 @@ class EverstepTrainer(titan.Trainer):
         if ft.enable and ft.exact:
             exactness.prepare(config)
         choose_attention(config)
-        place = _prepare(config) if ft.enable else None
-        self._token = place.token if place else b""
+        if ft.enable:
+            self.place = _prepare(config)
         super().__init__(config)
         if on_cpu:
             cpu.sum_only_collectives(self.model_parts)
         self.checks: Checks | None = self._attached() if config.attention_check.enable else None
         self.profiler: Any = None
         """torchtitan's, while it trains."""
-        if place is None:
+        if not ft.enable:
             return
-        self.place, self.run_dir, self.events, self.files = place, place.run_dir, place.events, place.files
+        place = self.place
+        self.run_dir, self.events, self.files = place.run_dir, place.events, place.files
         if ft.exact:
             exactness.after_build()
             exactness.agree(self.run_dir, exactness.fingerprint(config, self.device))
@@ -145,8 +146,8 @@ class EverstepTrainer(titan.Trainer):
 
     def init_distributed(self) -> ParallelDims:
         dims = super().init_distributed()
-        if self._token:
-            require_members(self._token)
+        if self.config.fault_tolerance.enable:
+            require_members(self.place.token)
         return dims
 
     def _attached(self) -> Checks:
