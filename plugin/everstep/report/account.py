@@ -81,8 +81,9 @@ class Now:
                 self.kills += event["fault"].startswith("kill")
             case "audit" if not event["agreed"]:
                 self.diverged |= {(event["step"], group) for group in event["differing"]}
-        if not event.get("rank"):
-            self._of_rank_0(event)
+        group = event.get("group")
+        if group is not None and not event.get("rank"):
+            self._of_rank_0(event, group)
         return self.troubles.take(event)
 
     def _begin(self, t: float) -> None:
@@ -92,10 +93,8 @@ class Now:
         for known in (self.alive, self.given_up, self.taking_part):
             known.clear()
 
-    def _of_rank_0(self, event: dict[str, Any]) -> None:
-        group, kind = event.get("group"), event["kind"]
-        if group is None:
-            return
+    def _of_rank_0(self, event: dict[str, Any], group: int) -> None:
+        kind = event["kind"]
         self.attempts.take(event)
         if group not in self.lanes:
             self.lanes[group] = Lane(self.begin or 0.0)
@@ -180,9 +179,11 @@ class Account(Now):
             case "commit" if event.get("inner_steps") and event.get("gradient_bytes"):
                 names = ("step", "inner_steps", "gradient_bytes", "payload_bytes", "kept_bytes")
                 self.rounds.append({name: event.get(name) or 0 for name in names})
-        if not event.get("rank") and group is not None:
-            self.lineage.take(event, len(self.sessions) - 1)
         return new
+
+    def _of_rank_0(self, event: dict[str, Any], group: int) -> None:
+        super()._of_rank_0(event, group)
+        self.lineage.take(event, len(self.sessions) - 1)
 
     def _begin(self, t: float) -> None:
         self.stretches = self.filled()
