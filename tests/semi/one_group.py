@@ -43,6 +43,7 @@ from everstep.titan.trainer import EverstepTrainer  # noqa: E402
 
 HOUR = timedelta(hours=1)
 DEADLINE_S = 600.0
+WRITTEN_S = 60.0
 EVENTS, TOLD = [], []
 NOBODY = Quorum(id=0, members=(), key="", step=-1, history=0, able=(), sources={})
 
@@ -76,7 +77,9 @@ def written(trainer, worker, round_):
     """The file of a worker's state after a round, once it is there."""
     unit = trainer.work.unit
     path = unit.store.path(unit.state.place(worker, round_))
+    deadline = time.monotonic() + WRITTEN_S
     while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} is not written"
         time.sleep(0.01)
     return path
 

@@ -77,7 +77,7 @@ MORE = {
         0,
         0.0,
         2,
-        before={"4": [["moved", 3], ["lost", 3, 3]], "5": [["moved", 3], ["lost", 3, 4]]},
+        before={"4": [["moved", 3], ["lost", 3, 3]], "5": [["moved", 3], ["lost", 3, 4], ["lost", 3, 3]]},
         again=(1, 2),
     ),
 }

@@ -136,14 +136,15 @@ class WorkerStore:
                 reason = error or "the storage takes longer than a round"
                 why = why or f"the state of worker {place.worker} is not written to {self.folder}: {reason}"
             if is_done:
-                self._begin_write(place, state)
+                self.begin_write(place, state)
         return why
 
     def settle(self, timeout_s: float) -> None:
         """Wait for the writes that were begun."""
         wait([done for _, done in self._writes.values()], timeout_s)
 
-    def _begin_write(self, place: Place, state: bytes) -> None:
+    def begin_write(self, place: Place, state: bytes) -> None:
+        """Write a state, in a thread; the next `keep` waits for it."""
         done: Future[None] = Future()
         self._writes[place.worker] = place, done
         self.written_bytes += self._nbytes

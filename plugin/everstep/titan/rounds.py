@@ -132,6 +132,8 @@ class Rounds(Unit):
         if not known:
             self.store.hold(place, state)
             again, took_s = place.round - found.round, round(time.monotonic() - begun, 3)
+            if again:  # no storage has it: lost once more, it would be made out of one that is older still
+                self.store.begin_write(place, state)
             self._trainer.events.emit("worker_moved", round_, worker=worker, rounds_again=again, took_s=took_s)
         self._begin(place, state)
 
