@@ -43,7 +43,7 @@ class Unsealed:
     """A `Sealer` that leaves records as they are, with an empty code."""
 
     def seal(self, head, views):
-        return b"".join([*views, bytes(sealing.TAG_BYTES)])
+        return b"".join([head, *views, bytes(sealing.TAG_BYTES)])
 
     def open(self, head, sealed, into):
         for view in into:

@@ -6,7 +6,7 @@ import pytest
 
 from everstep.chaos.campaign import read_campaign
 from everstep.chaos.kinds import KillGroup, KillLighthouse, KillWorker, StopWorker
-from everstep.chaos.schedule import Every, Schedule
+from everstep.chaos.schedule import Schedule
 from everstep.chaos.target import LocalTarget
 from everstep.run.directory import LaunchError
 
@@ -21,11 +21,11 @@ def target(told):
 
 
 def names(schedule, target, times):
-    return [due.fault.name for now in times if (due := schedule.due(target, float(now))) is not None]
+    return [due[0].name for now in times if (due := schedule.due(target, float(now))) is not None]
 
 
 def test_the_clock_starts_with_the_first_step(target):
-    schedule = Every(10.0, [KillGroup()], seed=0)
+    schedule = Schedule((), 0, 10.0, [KillGroup()])
     assert names(schedule, target, (0, 100)) == []
     target.told.take_part(0, 1, 2)
     assert names(schedule, target, (100, 105, 109.9)) == []
@@ -34,7 +34,7 @@ def test_the_clock_starts_with_the_first_step(target):
 
 
 def test_a_fault_that_had_to_wait_does_not_bring_the_next_one_closer(target):
-    schedule = Every(10.0, [KillGroup()], seed=0)
+    schedule = Schedule((), 0, 10.0, [KillGroup()])
     target.told.take_part(0)
     assert names(schedule, target, (100, 110, 135)) == [], "nobody else holds the state"
     target.told.take_part(0, 1, 2)
@@ -44,19 +44,19 @@ def test_a_fault_that_had_to_wait_does_not_bring_the_next_one_closer(target):
 
 def test_a_kind_that_cannot_be_done_holds_nobody_up(target):
     target.told.take_part(0, 1, 2)
-    drawn = names(Every(1.0, [KillLighthouse(), KillGroup()], seed=0), target, range(5))
+    drawn = names(Schedule((), 0, 1.0, [KillLighthouse(), KillGroup()]), target, range(5))
     assert drawn == ["kill-group"] * 4, "there is no lighthouse"
     target.told.tell("lighthouse_started", pid=3)
-    assert "kill-lighthouse" in names(Every(1.0, [KillLighthouse(), KillGroup()], seed=0), target, range(4))
+    assert "kill-lighthouse" in names(Schedule((), 0, 1.0, [KillLighthouse(), KillGroup()]), target, range(4))
 
 
 def test_a_seed_repeats_kinds_and_victims(target):
     target.told.take_part(0, 1, 2)
 
     def played(seed):
-        schedule = Every(2.0, [KillGroup(), KillGroup(count=2), KillWorker()], seed)
+        schedule = Schedule((), seed, 2.0, [KillGroup(), KillGroup(count=2), KillWorker()])
         dues = [(now, due) for now in range(60) if (due := schedule.due(target, float(now))) is not None]
-        return [(now, due.fault.name, due.fault.plan(target, due.choose).target_group) for now, due in dues]
+        return [(now, fault.name, fault.plan(target, choose).target_group) for now, (fault, choose) in dues]
 
     assert played(1) == played(1)
     assert played(1) != played(2)
@@ -90,7 +90,7 @@ def test_each_entry_draws_for_itself_and_what_waits_changes_nothing_for_the_othe
     def drawn(*before):
         schedule = Schedule([*before, *(KillWorker(at_step=1) for _ in range(4))], seed=5)
         dues = [schedule.due(target, 0.0) for _ in range(5)]
-        return [due.choose.random() for due in dues if due and due.fault.name == "kill-worker"]
+        return [due[1].random() for due in dues if due and due[0].name == "kill-worker"]
 
     assert len(set(drawn())) == 4
     assert drawn(KillGroup(at_step=99)) == drawn(KillGroup(at_step=1))
@@ -98,7 +98,7 @@ def test_each_entry_draws_for_itself_and_what_waits_changes_nothing_for_the_othe
 
 def test_faults_every_so_often_go_on_after_those_of_a_campaign(target):
     target.told.take_part(0, 1, 2)
-    schedule = Schedule([StopWorker(at_step=1)], 0, Every(10.0, [KillGroup()], 0))
+    schedule = Schedule([StopWorker(at_step=1)], 0, 10.0, [KillGroup()])
     assert names(schedule, target, (0, 0, 10, 20)) == ["stop-worker", "kill-group", "kill-group"]
     assert not schedule.finished()
 

@@ -154,33 +154,47 @@ def crash_after(chunks):
     return tell
 
 
-def test_killed_and_crashed_in_the_middle_of_a_chunk_it_makes_the_same_file(tmp_path, corpus, out):
+def begun(out):
+    (folder,) = out.parent.glob("out.tokens.*.partial")
+    return folder
+
+
+def test_killed_crashed_and_with_a_chunk_torn_it_makes_the_same_file(tmp_path, corpus, out):
     whole = tmp_path / "whole.tokens"
     assert len(pack(Pack(corpus, whole), chunk_tokens=60000).chunks) > 10
     assert subprocess.run([sys.executable, "-c", PACK, out, *corpus]).returncode == -signal.SIGKILL
     for chunks in (1, 4):
-        for suffix in (".partial", ".partial.starts"):
-            with open(f"{out}{suffix}", "ab") as file:
-                file.write(b"half a chunk" * 400_000)  # more than all that is still to be written
+        newest = max(begun(out).glob("*.npz"))
+        newest.write_bytes(newest.read_bytes()[:-9])  # as a host that lost its power may leave it
+        (begun(out) / "whole").write_bytes(b"half of it")
         with pytest.raises(CrashError):
             pack(Pack(corpus, out), tell=crash_after(chunks), chunk_tokens=60000)
-    pack(Pack(corpus, out), chunk_tokens=60000)
+    assert len(list(begun(out).glob("*.npz"))) == 6
+    told = []
+    pack(Pack(corpus, out), tell=told.append, chunk_tokens=60000)
+    assert len(told) == len(read_footer(whole)[0].chunks) - 6, "what was there is not made again"
     assert out.read_bytes() == whole.read_bytes()
-    assert not list(tmp_path.glob("out.tokens.partial*"))
+    assert not list(tmp_path.glob("out.tokens.*"))
 
 
 def test_what_another_input_or_another_process_has_begun_is_left_alone(tmp_path, corpus, out, jsonl):
     with pytest.raises(CrashError):
         pack(Pack(corpus, out), tell=crash_after(2), chunk_tokens=60000)
-    with pytest.raises(TokenFileError, match="made from other input or with another tokenizer"):
-        pack(Pack((jsonl,), out))
-    with open(f"{out}.partial", "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(TokenFileError, match="another `everstep pack` is writing"):
-            pack(Pack(corpus, out))
-    state = tmp_path / "out.tokens.partial.json"
-    state.write_bytes(state.read_bytes()[:-9])
-    with pytest.raises(TokenFileError, match="is damaged"):
+    folder = begun(out)
+    fd = os.open(folder, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(TokenFileError, match="another `everstep pack` is writing"):
+        pack(Pack(corpus, out), chunk_tokens=60000)
+    os.close(fd)
+    pack(Pack((jsonl,), tmp_path / "out.tokens"))
+    assert begun(out) == folder
+    assert len(list(folder.glob("*.npz"))) == 2
+    first = folder / f"{0:08}.npz"
+    out.unlink()
+    data = bytearray(first.read_bytes())
+    data[200] ^= 1
+    first.write_bytes(data)
+    with pytest.raises(TokenFileError, match=r"00000000.npz is damaged \(.*\): delete it"):
         pack(Pack(corpus, out), chunk_tokens=60000)
 
 
@@ -243,11 +257,14 @@ def test_the_command_speaks_in_sentences(tmp_path, out, tokenizer, capsys):
 
 def test_a_link_beside_out_is_not_written_through(tmp_path, jsonl, out):
     """As somebody else could have put it into a shared folder."""
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    (tmp_path / "out.tokens.partial").symlink_to(victim)
+    with pytest.raises(CrashError):
+        pack(Pack((jsonl,), out), tell=crash_after(1))
+    folder, victim = begun(out), tmp_path / "victim"
+    folder.rename(victim)
+    before = sorted(victim.iterdir())
+    folder.symlink_to(victim)
     assert command(Pack((jsonl,), out), ()) == 1
-    assert victim.read_text() == "precious"
+    assert sorted(victim.iterdir()) == before
 
 
 def open_file(path, tokenizer, seq_len=16):

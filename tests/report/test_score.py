@@ -107,6 +107,7 @@ def test_the_score_is_one_json_object_that_needs_no_torch(tmp_path):
         "faults",
         "badput",
         "give_ups",
+        "troubles",
         "time_by_group",
     ]
 
@@ -279,5 +280,8 @@ def test_a_run_that_could_not_start_says_why():
     figures = figures_of(read(line.events))
     assert (figures["deaths"], figures["error"]) == (3, "KeyError: 'c4'")
     said = summary(figures)
-    assert "given up  group 0 is given up" in said
+    assert "wrong     Group 0 is given up, it was started 3 times. The others" in said
+    assert (
+        "wrong     The run failed: every group was given up. Last error of a worker: KeyError: 'c4'; its log: " in said
+    )
     assert ".." not in said

@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from everstep.report import serve
-from everstep.report.live import Teller, Telling
-from everstep.report.serve import Server
+from everstep.report.live import Teller
 from timeline import Timeline
 from watched import environment, until
 
@@ -28,7 +27,7 @@ def going(tmp_path):
     for step in range(1, 6):
         line.commit(float(step), step, [0])
     line.write(tmp_path)
-    server = Teller(Telling(tmp_path, page=True))
+    server = Teller(tmp_path, page=True)
     yield tmp_path, server
     server.close()
 
@@ -63,8 +62,8 @@ def test_the_file_and_what_is_served_are_the_same_page_and_grow_with_the_run(goi
 
 def test_the_writer_ends_with_its_launcher(tmp_path):
     Timeline().start(0, 0).commit(1, 1, [0]).write(tmp_path)
-    words = "import sys, time; from pathlib import Path; from everstep.report.live import Teller, Telling\n"
-    words += "print(Teller(Telling(Path(sys.argv[1]), page=True))._process.pid, flush=True); time.sleep(600)"
+    words = "import sys, time; from pathlib import Path; from everstep.report.live import Teller\n"
+    words += "print(Teller(Path(sys.argv[1]), page=True)._process.pid, flush=True); time.sleep(600)"
     launcher = subprocess.Popen([sys.executable, "-c", words, tmp_path], stdout=subprocess.PIPE, env=environment())
     writer = psutil.Process(int(launcher.stdout.readline()))
     launcher.kill()
@@ -91,7 +90,7 @@ def is_closed(connection):
 def test_64_connections_that_say_nothing_or_little_hold_sixteen_at_most_and_not_for_long(monkeypatch):
     monkeypatch.setattr(serve, "CONNECTION_S", 1.5)
     listening = socket.create_server(("127.0.0.1", 0))
-    Server(listening, {"/": lambda: ("text/html", b"here")})
+    serve.serve(listening, {"/"}, "text/html", lambda: b"here")
     place = listening.getsockname()
     held = [socket.create_connection(place) for _ in range(64)]
     until(lambda: sum(map(is_closed, held)) >= 48, "the others to be refused", 10)
@@ -113,7 +112,7 @@ def test_64_connections_that_say_nothing_or_little_hold_sixteen_at_most_and_not_
 def served():
     """The address of a server."""
     listening = socket.create_server(("127.0.0.1", 0))
-    Server(listening, {"/": lambda: ("text/html", b"<!doctype")})
+    serve.serve(listening, {"/"}, "text/html", lambda: b"<!doctype")
     return "{}:{}".format(*listening.getsockname())
 
 
@@ -147,10 +146,10 @@ def test_a_browser_that_stays_sees_the_run_go_on(going, tmp_path_factory):
 
     def page():
         asked.append(len(asked))
-        return "text/html", (text if len(asked) == 1 else ended).encode()
+        return (text if len(asked) == 1 else ended).encode()
 
     served = socket.create_server(("127.0.0.1", 0))
-    Server(served, {"/": page})
+    serve.serve(served, {"/"}, "text/html", page)
     # Its clock runs ahead while nothing is being fetched.
     command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
     command += [f"--user-data-dir={tmp_path_factory.mktemp('profile')}", "http://{}:{}/".format(*served.getsockname())]

@@ -2,12 +2,12 @@
 
 import pytest
 from markupsafe import escape
+from prometheus_client.parser import text_string_to_metric_families
 
 from everstep.launch.status import status
 from everstep.launch.view import RunState
+from everstep.report import metrics
 from everstep.report.account import read
-from everstep.report.metrics import Metrics
-from everstep.report.notify import Notifier
 from everstep.report.page import write_page
 from everstep.report.troubles import GUARANTEES, MOST, SKIPPED, Troubles
 from everstep.run.events import read_events
@@ -214,8 +214,12 @@ def story(cause, cured=False):
     return line, guarantee, words
 
 
+def samples(text):
+    return [line for family in text_string_to_metric_families(text.decode()) for line in family.samples]
+
+
 @pytest.mark.parametrize("cause", CAUSES)
-def test_each_is_the_same_sentence_everywhere(tmp_path, cause, hook):
+def test_each_is_the_same_sentence_everywhere(tmp_path, cause):
     line, guarantee, words = story(cause)
     line.write(tmp_path)
     events = list(read_events(tmp_path))
@@ -228,21 +232,17 @@ def test_each_is_the_same_sentence_everywhere(tmp_path, cause, hook):
     assert any(text.endswith(f" {found.sentence}") for text in console)
     assert f"WRONG   {found.sentence}" in status(tmp_path).splitlines()
     assert f"<p>{escape(found.sentence)}</p>" in write_page(tmp_path).read_text()
-    figure = Metrics(state, 3, 1).registry.get_sample_value
-    count = {name: figure("everstep_degraded", {"guarantee": name}) for name in GUARANTEES}
+    figures = {(line.name, *line.labels.values()): line.value for line in samples(metrics.text(state, 3, 1))}
+    count = {name: figures["everstep_degraded", name] for name in GUARANTEES}
     assert count == dict.fromkeys(GUARANTEES, 0) | {guarantee: 1}
-    assert figure("everstep_trouble_info", {"guarantee": guarantee, "sentence": found.sentence}) == 1
-    notifier = Notifier(hook.address, "llama")
-    notifier.look(state.troubles.now.values())
-    notifier.close()
-    assert hook.posted == [("/T0/secret", "application/json", {"text": f"llama: {found.sentence}"})]
+    assert figures["everstep_trouble_info", guarantee, found.sentence] == 1
 
 
 @pytest.mark.parametrize("cause", [cause for cause, (*_, cure) in CAUSES.items() if cure])
 def test_each_is_gone_with_its_cause(cause):
     now = read(story(cause, cured=True)[0].logged)
     assert now.troubles.sentences == []
-    assert b"everstep_trouble_info{" not in Metrics(now, 3, 1).text()
+    assert b"everstep_trouble_info{" not in metrics.text(now, 3, 1)
 
 
 def test_what_is_no_cause_is_no_trouble():

@@ -386,9 +386,6 @@ class Socket(_Readable):
         network.carry((self.host, peer.host), partial(peer._arrive, data), self.flow, slow_s)
         return len(data)
 
-    def sendmsg(self, views: Sequence[bytes | memoryview], ancillary: Sequence[Any] = (), flags: int = 0) -> int:
-        return self.send(b"".join(views))
-
     def shutdown(self, how: int) -> None:
         if self.closed or self.peer is None:
             raise OSError("Transport endpoint is not connected")
@@ -397,7 +394,7 @@ class Socket(_Readable):
             self.network.carry((self.host, self.peer.host), self.peer._end, self.flow)
             self.wake()
 
-    def sendall(self, data: bytes) -> None:
+    def sendall(self, data: bytes | bytearray) -> None:
         self.send(data)
 
     def getpeername(self) -> tuple[str, int]:

@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import xxhash
+from cryptography.exceptions import InvalidTag
 
 from simulation import network, services, system
 
@@ -32,21 +33,16 @@ class Checked:
     def seal(self, head: bytes, views: Sequence[memoryview]) -> bytes:
         body = b"".join(views)
         self._count += 1
-        return body + xxhash.xxh3_128(self._key + self._count.to_bytes(8, "little") + head + body).digest()
+        return head + body + xxhash.xxh3_128(self._key + self._count.to_bytes(8, "little") + head + body).digest()
 
     def open(self, head: bytes, sealed: memoryview, into: Sequence[memoryview]) -> None:
         body = sealed[:-16]
-        if self.seal(head, [body]) != sealed:
-            raise SealError("it does not match its authentication code")
+        if self.seal(head, [body]) != head + bytes(sealed):
+            raise InvalidTag
         for view in into:
             view[:], body = body[: view.nbytes], body[view.nbytes :]
 
 
-class SealError(ValueError):
-    """As `everstep.wire.sealing` has it."""
-
-
-_SEALING = SimpleNamespace(TAG_BYTES=16, Sealer=Checked, SealError=SealError)
 _LEAVES: dict[str, Any] = {
     "time": system.time,
     "threading": system.threading,
@@ -55,7 +51,7 @@ _LEAVES: dict[str, Any] = {
     "socket": network.socket,
     "selectors": network.selectors,
     "torchft.coordination": SimpleNamespace(LighthouseClient=services.LighthouseClient),
-    "everstep.wire.sealing": _SEALING,
+    "everstep.wire.sealing": SimpleNamespace(TAG_BYTES=16, Sealer=Checked),
     "everstep.quorum.memory": network.memory,
 }
 _loaded: dict[str, Any] = dict(_LEAVES)

@@ -15,7 +15,7 @@ from everstep.chaos.cluster import find_target
 from everstep.chaos.fault import why_never
 from everstep.chaos.kinds import FAULTS, find
 from everstep.chaos.runner import Runner, drive
-from everstep.chaos.schedule import Every, Schedule
+from everstep.chaos.schedule import Schedule
 from everstep.chaos.target import Target
 from everstep.launch.view import describe
 from everstep.run.directory import LaunchError
@@ -85,8 +85,7 @@ class Order:
             if reason := why_never(fault, target):
                 raise LaunchError(f"{reason}.")
         seed = self.plan.seed if self.plan.seed is not None else self.campaign.seed
-        every = Every(self.plan.every, faults, seed) if self.plan.every is not None else None
-        return Runner(target, Schedule(self.campaign.faults, seed, every))
+        return Runner(target, Schedule(self.campaign.faults, seed, self.plan.every, faults))
 
 
 def settle(plan: Plan) -> Order:

@@ -152,14 +152,13 @@ class KillHost(Fault):
 class KillLighthouse(Fault):
     name = "kill-lighthouse"
     breaks = "SIGKILL to the lighthouse."
-    signum: ClassVar[Signals] = SIGKILL
 
     def why_not(self, run: View) -> str | None:
         return None if run.lighthouse else "there is no lighthouse now"
 
     def plan(self, target: Target, choose: random.Random) -> Injection:
         procs = [target.run.lighthouse] if target.run.lighthouse else []
-        return Injection(strike=lambda: target.signal(procs, self.signum), pids=[proc.pid for proc in procs])
+        return Injection(strike=lambda: target.signal(procs, SIGKILL), pids=[proc.pid for proc in procs])
 
 
 def kill_workers(target: Target, groups: list[int]) -> Injection:

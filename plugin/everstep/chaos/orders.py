@@ -26,13 +26,11 @@ class Ordered(Fault):
 
     def plan(self, target: Target, choose: random.Random) -> Injection:
         group = self.victim(target.run, choose)
-        return Injection(strike=lambda: self.order(target, group), target_group=group)
-
-    def order(self, target: Target, *groups: int, **more: object) -> None:
-        """Give these groups one order."""
         order = {"id": f"{self.name}-{secrets.token_hex(4)}", "fault": self.name, "duration_s": self.duration_s}
-        for group in groups:
-            write_json(order_file(target.run_dir, group), order | more)
+        return Injection(
+            strike=lambda: write_json(order_file(target.run_dir, group), order),
+            target_group=group,
+        )
 
 
 @dataclass(kw_only=True)

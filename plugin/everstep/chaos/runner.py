@@ -1,13 +1,15 @@
 """Does to a run what a schedule says, when it says so, and sees to it that it ends."""
 
+import random
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from everstep.chaos.fault import Fault
 from everstep.chaos.kinds import KillGroup
-from everstep.chaos.schedule import Due, Every, Schedule
+from everstep.chaos.schedule import Schedule
 from everstep.chaos.target import LocalTarget, Target
 from everstep.chaos.view import View
 from everstep.run.directory import LaunchError
@@ -31,14 +33,13 @@ class Runner:
         self._say_ended()
         while (due := self.schedule.due(self.target, now)) is not None:
             try:
-                self._inject(due)
+                self._inject(*due)
             except (LaunchError, OSError) as error:
                 # Of the batch system, or of a file that is gone: the next may do better.
-                self._events.emit("fault_failed", fault=due.fault.name, reason=str(error))
+                self._events.emit("fault_failed", fault=due[0].name, reason=str(error))
 
-    def _inject(self, due: Due) -> None:
-        fault = due.fault
-        injection = fault.plan(self.target, due.choose)
+    def _inject(self, fault: Fault, choose: random.Random) -> None:
+        injection = fault.plan(self.target, choose)
         lasts: dict[str, Any] = {"lasts_s": fault.duration_s} if injection.stopped else {}
         self.target.run.hit(injection.groups)
         self._events.emit(
@@ -84,7 +85,7 @@ class Runner:
 def every_so_often(every_s: float, seed: int, run_dir: Path) -> Callable[[list[dict]], None]:
     """`everstep run --chaos-every S`: kills all workers of a random group every `every_s` seconds. To be called by the
     supervisor at every tick, with the new events."""
-    runner = Runner(LocalTarget(View(run_dir)), Schedule(every=Every(every_s, [KillGroup()], seed)))
+    runner = Runner(LocalTarget(View(run_dir)), Schedule((), seed, every_s, [KillGroup()]))
 
     def tick(events: list[dict]) -> None:
         runner.target.run.apply(events)

@@ -2,76 +2,67 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from everstep.chaos.fault import Fault, why_not
 from everstep.chaos.target import Target
 
-
-@dataclass(frozen=True)
-class Due:
-    """A fault whose time has come, and where it draws from."""
-
-    fault: Fault
-    choose: random.Random
-
-
-class Every:
-    """Every `every_s` seconds one of `faults`, drawn from those that can be done then. One that has to wait does not
-    bring the next one closer. The clock starts when a group takes part in a step."""
-
-    def __init__(self, every_s: float, faults: Sequence[Fault], seed: int):
-        self._every_s, self._faults = every_s, list(faults)
-        self._random = random.Random(seed)
-        self._due: float | None = None
-
-    def due(self, target: Target, now: float) -> Due | None:
-        """The fault that is due and can be done now; `now` is `time.monotonic()`."""
-        if self._due is None:
-            if target.run.taking_part:
-                self._due = now + self._every_s
-            return None
-        if now < self._due:
-            return None
-        possible = [fault for fault in self._faults if why_not(fault, target) is None]
-        if not possible:
-            return None
-        self._due = now + self._every_s
-        return Due(self._random.choice(possible), self._random)
+Due = tuple[Fault, random.Random]
+"""A fault whose time has come, and where it draws from."""
 
 
 class Schedule:
-    """The faults of a campaign at their steps and times, and beside them, or alone, faults every so often. Each fault
-    of a campaign draws for itself, so that one that waits changes nothing for the others."""
+    """The faults of a campaign at their steps and times, and beside them, or alone, one of `faults` every so often.
 
-    def __init__(self, entries: Sequence[Fault] = (), seed: int = 0, every: Every | None = None):
+    Each fault of a campaign draws for itself, so that one that waits changes nothing for the others. Those every so
+    often are drawn from the ones that can be done then; one that has to wait does not bring the next one closer. Their
+    clock starts when a group takes part in a step.
+    """
+
+    def __init__(
+        self, entries: Sequence[Fault] = (), seed: int = 0, every_s: float | None = None, faults: Sequence[Fault] = ()
+    ):
         self._left = [(fault, random.Random(f"{seed}.{index}")) for index, fault in enumerate(entries)]
         self._waits_since: dict[int, float] = {}
         self._given_up: list[str] = []
-        self._every = every
+        self._every_s, self._faults = every_s, list(faults)
+        self._random = random.Random(seed)
+        self._next: float | None = None
 
     def due(self, target: Target, now: float) -> Due | None:
         """A fault that is due and can be done now; asked again, the next one. `now` is `time.monotonic()`."""
         begun = target.run.first_commit
         for entry in list(self._left):
-            fault, choose = entry
+            fault, _ = entry
             if begun is None or not fault.is_due(target.run.step, now - begun):
                 continue
             since = self._waits_since.setdefault(id(fault), now)
             reason = why_not(fault, target)
             if reason is None:
                 self._left.remove(entry)
-                return Due(fault, choose)
+                return entry
             if now - since > fault.patience_s:
                 self._left.remove(entry)
                 self._given_up.append(
                     f"{fault.name} at {fault.when} could not be done within {fault.patience_s:g} s: {reason}."
                 )
-        return self._every.due(target, now) if self._every else None
+        return self._every_so_often(target, now, self._every_s) if self._every_s is not None else None
+
+    def _every_so_often(self, target: Target, now: float, every_s: float) -> Due | None:
+        if self._next is None:
+            if target.run.taking_part:
+                self._next = now + every_s
+            return None
+        if now < self._next:
+            return None
+        possible = [fault for fault in self._faults if why_not(fault, target) is None]
+        if not possible:
+            return None
+        self._next = now + every_s
+        return self._random.choice(possible), self._random
 
     def finished(self) -> bool:
         """Whether nothing will ever be due again."""
-        return not self._left and self._every is None
+        return not self._left and self._every_s is None
 
     def unmet(self) -> list[str]:
         """A sentence for each fault that should have been and was not."""

@@ -32,7 +32,7 @@ class Trial(Plan):
     campaign was done.
 
     With --for the run is stopped cleanly after that time, if it is not over by then; without, it goes on to its last
-    step. Flags that are not listed here are torchtitan's.
+    step. Flags that are not listed here go to `everstep run`: --groups, --steps, torchtitan's.
     """
 
     config: tyro.conf.Positional[Path]
@@ -40,15 +40,6 @@ class Trial(Plan):
 
     verify: bool = False
     """Run it again for as many steps without faults, and compare the losses."""
-
-    groups: int | None = None
-    """Number of replica groups; the file's fault_tolerance.groups if not given."""
-
-    ranks_per_group: int = 1
-    """Ranks (processes, GPUs) in each group."""
-
-    steps: int | None = None
-    """Last step; the file's training.steps if not given."""
 
     run_dir: Path | None = None
     """Where everything of the run is kept. Default: runs/<config>-<timestamp>."""
@@ -62,7 +53,7 @@ def trial(command: Trial, flags: Sequence[str]) -> int:
     if run_dir.exists():
         raise LaunchError(f"{run_dir} is there already: a trial needs a run of its own.")
     stops = collect_stops()
-    started = _start(command, run_dir, [*_steps(command.steps), ALLOW, *flags])
+    started = _start(command, run_dir, [ALLOW, *flags])
     try:
         target = _await_run(started, run_dir, order.spared)
         why, unmet = inject(order.runner(target), order.for_s, lambda: bool(stops))
@@ -88,8 +79,6 @@ def trial(command: Trial, flags: Sequence[str]) -> int:
 
 def _start(command: Trial, run_dir: Path, flags: Sequence[str]) -> subprocess.Popen[bytes]:
     words = [sys.executable, "-m", "everstep.cli", "run", str(command.config), "--run-dir", str(run_dir)]
-    words += ["--ranks-per-group", str(command.ranks_per_group)]
-    words += ["--groups", str(command.groups)] if command.groups is not None else []
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with (run_dir / "logs" / "launcher.log").open("ab") as output:
         # In a session of its own: Ctrl-C is ours, and the run is then asked to stop in good order.
@@ -101,10 +90,6 @@ def _start(command: Trial, run_dir: Path, flags: Sequence[str]) -> subprocess.Po
             start_new_session=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
-
-
-def _steps(steps: int | None) -> list[str]:
-    return ["--steps", str(steps)] if steps is not None else []
 
 
 def _await_run(started: subprocess.Popen[bytes], run_dir: Path, spared: Sequence[int]) -> Target:
@@ -127,7 +112,7 @@ def _run_again(command: Trial, run_dir: Path, flags: Sequence[str]) -> Path:
     # The learning rate must not depend on how far it goes, and a checkpoint of the first run must not be its start.
     own = ["--lr_scheduler.total_steps", str(total), "--checkpoint.folder", "checkpoint"]
     print(f"The same {steps} steps without faults …", flush=True)
-    status = _start(command, reference, [*_steps(steps), *flags, *own]).wait()
+    status = _start(command, reference, [*flags, "--steps", str(steps), *own]).wait()
     if status:
         raise LaunchError(f"the run without faults ended with status {status}, see {reference}/logs/launcher.log.")
     return reference

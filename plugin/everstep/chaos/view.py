@@ -53,8 +53,6 @@ class View:
         """The `run_ended` that ended it, if it is over."""
         self.step = 0
         """The newest committed step."""
-        self.owners: list[int] = []
-        """By slot (semi-synchronous: by worker) the group that computed it in the newest commit that was seen."""
         self.first_commit: float | None = None
         """Local monotonic time at which the first commit of the view's own time was seen."""
         self.taking_part: set[int] = set()
@@ -126,8 +124,7 @@ class View:
         self._hit.pop(group, None)
 
     def _committed(self, event: dict[str, Any], group: int) -> None:
-        if event["step"] >= self.step:
-            self.step, self.owners = event["step"], event.get("owners", [])
+        self.step = max(self.step, event["step"])
         if self.first_commit is None:
             self.first_commit = time.monotonic()
         if group not in event["groups"] or group not in self._workers:

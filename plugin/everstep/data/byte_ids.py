@@ -1,7 +1,8 @@
 """Token ids of text read byte by byte: a byte is its own id, two more ids mark where a document begins and
 ends."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,20 @@ def document_ids(data: bytes) -> np.ndarray:
     return ids
 
 
-class ByteEncoder:
-    """An `everstep.data.pack.Encoder` that gives the ids of ByteTokenizer, without torch."""
+@dataclass(frozen=True)
+class Encoder:
+    """What packing asks of a tokenizer."""
 
-    vocab_size = VOCAB_SIZE
-    identity: dict[str, Any] = {"kind": "bytes", "bos_id": BOS_ID, "eos_id": EOS_ID}  # noqa: RUF012
+    vocab_size: int
+    identity: dict[str, Any]
+    """Equal for encoders that give the same ids."""
+    encode: Callable[[Sequence[str]], list[np.ndarray]]
+    """The ids of each document, with BOS and EOS if the tokenizer has them."""
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [document_ids(text.encode()) for text in texts]
+
+BYTES = Encoder(
+    VOCAB_SIZE,
+    {"kind": "bytes", "bos_id": BOS_ID, "eos_id": EOS_ID},
+    lambda texts: [document_ids(text.encode()) for text in texts],
+)
+"""The ids of ByteTokenizer, without torch."""

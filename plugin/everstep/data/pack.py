@@ -1,47 +1,36 @@
 """Text to a token file, continued where it was interrupted.
 
-Until OUT is whole, three files stand beside it: `OUT.partial` (the token file so far), `OUT.partial.starts` (document
-starts) and `OUT.partial.json` (the footer of what is finished so far, replaced after each chunk of whole documents).
-Another start cuts the first two back to what the third says, and reads on behind as many documents as it counts. Where
-chunks end depends on the documents alone, so the finished file is byte for byte that of a run without interruption.
-OUT itself appears in one rename, after its checksums were compared."""
+Until OUT is whole, each chunk of whole documents is a file in a folder beside it, whose name follows from the input,
+and which appears in one rename. Another start reads on behind the documents of the chunks that are there. Where chunks
+end depends on the documents alone, so the finished file is byte for byte that of a run without interruption. It needs
+the room of the chunks once more, and appears in one rename, after its checksums were compared."""
 
+import contextlib
 import fcntl
 import hashlib
+import io
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any
 
 import numpy as np
 import tyro
 
 from everstep.data import token_format
-from everstep.data.byte_ids import ByteEncoder
+from everstep.data.byte_ids import BYTES, Encoder
 from everstep.data.inputs import InputError, documents, identity, input_files
 from everstep.data.token_format import HEAD, Footer, TokenFileError
 from everstep.run import typed
-from everstep.run.files import write_json
-from everstep.run.regular import read_regular
-from everstep.run.typed import UnfitError
+from everstep.run.files import write_whole
 
 CHUNK_TOKENS = 8 << 20
 _BATCH_DOCUMENTS = 1 << 8
 """Encoded together, on all cores."""
-
-
-class Encoder(Protocol):
-    """What packing asks of a tokenizer."""
-
-    vocab_size: int
-    identity: dict[str, Any]
-    """Equal for encoders that give the same ids."""
-
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each document, with BOS and EOS if the tokenizer has them."""
-        ...
 
 
 @dataclass
@@ -67,7 +56,7 @@ class Pack:
 
 def pack(
     command: Pack,
-    encoder_of: Callable[[], Encoder] = ByteEncoder,
+    encoder_of: Callable[[], Encoder] = lambda: BYTES,
     tell: Callable[[str], None] = lambda sentence: None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Footer:
@@ -82,140 +71,136 @@ def pack(
     """
     files, out = input_files(command.inputs), command.out
     encoder = encoder_of()
-    footer = Footer(
-        dtype=token_format.dtype_for(encoder.vocab_size),
-        tokens=0,
-        documents=0,
-        left_out=0,
-        vocab_size=encoder.vocab_size,
-        max_id=0,
-        source={
-            "tokenizer": encoder.identity,
-            "text_key": command.text_key,
-            "chunk_tokens": chunk_tokens,
-            "inputs": [identity(file) for file in files],
-        },
-        chunks=[],
-        starts_sha256="",
-    )
+    source = {
+        "tokenizer": encoder.identity,
+        "text_key": command.text_key,
+        "chunk_tokens": chunk_tokens,
+        "inputs": [identity(file) for file in files],
+    }
     if out.exists():
-        return _same(out, token_format.read_footer(out)[0], footer)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial, starts_path, state = (
-        out.with_name(out.name + end) for end in (".partial", ".partial.starts", ".partial.json")
-    )
-    with _own(partial) as tokens, _own(starts_path) as starts:
-        try:
-            fcntl.flock(tokens, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TokenFileError(f"another `everstep pack` is writing {partial}: wait for it or stop it.") from None
-        footer = _taken_up(state, footer)
-        _cut(tokens, len(HEAD) + footer.token_bytes if footer.tokens else 0)
-        _cut(starts, 8 * footer.documents)
-        if not footer.tokens:
-            tokens.write(HEAD)
-        texts = itertools.islice(documents(files, command.text_key), footer.documents + footer.left_out, None)
-        for chunk, left_out in _chunks(texts, encoder, chunk_tokens):
-            footer = replace(footer, left_out=footer.left_out + left_out)
-            footer = _append(tokens, starts, chunk, footer) if chunk else footer
-            write_json(state, asdict(footer))
-            tell(f"{footer.documents:,} documents, {footer.tokens:,} tokens")
-        if footer.documents:
-            _finish(tokens, starts, footer)
-            token_format.verify(partial)
-    state.unlink(missing_ok=True)
-    starts_path.unlink()
-    if not footer.documents:
-        partial.unlink()
-        raise InputError(f"no document with text in {', '.join(map(str, command.inputs))}.")
-    os.replace(partial, out)
+        footer, _ = token_format.read_footer(out)
+        if footer.source != source:
+            raise TokenFileError(
+                f"{out} was made from other input or with another tokenizer: choose another --out, or delete it."
+            )
+        return footer
+    folder = out.with_name(f"{out.name}.{hashlib.sha256(typed.dumps(source)).hexdigest()[:12]}.partial")
+    folder.mkdir(parents=True, exist_ok=True)
+    with _held(folder):
+        chunks = _Chunks(folder, np.dtype(token_format.dtype_for(encoder.vocab_size)).newbyteorder("<"))
+        texts = itertools.islice(documents(files, command.text_key), chunks.read, None)
+        for ids, read in _encoded(texts, encoder, chunk_tokens):
+            chunks.add(ids, read)
+            tell(f"{chunks.documents:,} documents, {chunks.tokens:,} tokens")
+        if not chunks.documents:
+            shutil.rmtree(folder)
+            raise InputError(f"no document with text in {', '.join(map(str, command.inputs))}.")
+        footer = chunks.join(folder / "whole", encoder.vocab_size, source)
+        token_format.verify(folder / "whole")
+        os.replace(folder / "whole", out)
+        shutil.rmtree(folder)
     return footer
 
 
-def _same(path: Path, made: Footer, wanted: Footer) -> Footer:
-    """`made` if it is from what `wanted` is from. Raises TokenFileError."""
-    if made.source != wanted.source:
-        raise TokenFileError(
-            f"{path} was made from other input or with another tokenizer: choose another --out, or delete {path}*."
-        )
-    return made
-
-
-def _taken_up(state: Path, wanted: Footer) -> Footer:
-    """What is finished so far, nothing of `wanted` if there is nothing. Raises TokenFileError."""
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """While no other process is in here for a folder. A link in its place may be somebody else's and is an OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        found = typed.parse(Footer, typed.loads(read_regular(state)))
-    except FileNotFoundError:
-        return wanted
-    except UnfitError as error:
-        raise TokenFileError(f"{state} is damaged ({error}): delete {state.with_suffix('')}* to begin anew.") from None
-    return _same(state.with_suffix(""), found, wanted) if found.documents else wanted
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise TokenFileError(f"another `everstep pack` is writing {folder}: wait for it or stop it.") from None
+    finally:
+        os.close(fd)
 
 
-def _own(path: Path) -> BinaryIO:
-    """A file beside OUT, made if it is not there. A link may be somebody else's and is not followed."""
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+b")
-
-
-def _cut(file: BinaryIO, size: int) -> None:
-    """Leaves `file` with its first `size` bytes, standing at its end."""
-    if os.fstat(file.fileno()).st_size < size:
-        raise TokenFileError(f"{file.name} is shorter than it was. Delete the .partial files beside it to begin anew.")
-    file.truncate(size)
-    file.seek(size)
-
-
-def _chunks(texts: Iterator[str], encoder: Encoder, chunk_tokens: int) -> Iterator[tuple[list[np.ndarray], int]]:
-    """The ids of the documents of each chunk, and how many documents before its end are left out."""
+def _encoded(texts: Iterator[str], encoder: Encoder, chunk_tokens: int) -> Iterator[tuple[list[np.ndarray], int]]:
+    """For each chunk, the ids of its documents, and how many documents it took, those without a next token to learn
+    included, which are left out."""
     chunk: list[np.ndarray] = []
-    length = left_out = 0
+    length = read = 0
     while batch := list(itertools.islice(texts, _BATCH_DOCUMENTS)):
         for text, ids in zip(batch, encoder.encode(batch), strict=True):
-            # A document of one token has no next token to learn.
-            if not text or len(ids) < 2:
-                left_out += 1
-                continue
-            chunk.append(ids)
-            length += len(ids)
-            if length >= chunk_tokens:
-                yield chunk, left_out
-                chunk, length, left_out = [], 0, 0
-    if chunk or left_out:
-        yield chunk, left_out
+            read += 1
+            if text and len(ids) > 1:
+                chunk.append(ids)
+                length += len(ids)
+                if length >= chunk_tokens:
+                    yield chunk, read
+                    chunk, length, read = [], 0, 0
+    if read:
+        yield chunk, read
 
 
-def _append(tokens: BinaryIO, starts: BinaryIO, chunk: Sequence[np.ndarray], footer: Footer) -> Footer:
-    """Puts one chunk of documents on disk; `footer` with them."""
-    ids = np.concatenate(chunk).astype(np.dtype(footer.dtype).newbyteorder("<"))
-    ends = footer.tokens + np.cumsum([len(document) for document in chunk])
-    tokens.write(ids.data)
-    starts.write(np.array([footer.tokens, *ends[:-1]], "<u8").data)
-    _sync(tokens)
-    _sync(starts)
-    end = int(ends[-1])
-    return replace(
-        footer,
-        tokens=end,
-        documents=footer.documents + len(chunk),
-        max_id=max(footer.max_id, int(ids.max())),
-        chunks=[*footer.chunks, (end, hashlib.sha256(ids.data).hexdigest())],
-    )
+class _Chunks:
+    """The chunks in a folder, in order: `ids` of type `dtype`, `lengths` of documents, and how many were `read`."""
 
+    def __init__(self, folder: Path, dtype: np.dtype) -> None:
+        self._folder, self._dtype = folder, dtype
+        self.read = self.documents = self.tokens = self._count = 0
+        with contextlib.suppress(OSError, ValueError, KeyError, zipfile.BadZipFile):  # the first that is not there
+            while True:
+                with np.load(self._path(self._count), allow_pickle=False) as found:
+                    self._added(found["lengths"], int(found["read"]))
 
-def _finish(tokens: BinaryIO, starts: BinaryIO, footer: Footer) -> None:
-    """Adds document starts and footer to the tokens. Done again from the start if it is interrupted."""
-    tokens.write(bytes(-footer.token_bytes % 8))
-    starts.write(np.array([footer.tokens], "<u8").data)
-    starts.seek(0)
-    digest = hashlib.sha256()
-    while block := starts.read(16 << 20):
-        digest.update(block)
-        tokens.write(block)
-    footer.starts_sha256 = digest.hexdigest()
-    token_format.write_footer(tokens, footer)
-    _sync(tokens)
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:08}.npz"
 
+    def _added(self, lengths: np.ndarray, read: int) -> None:
+        self._count += 1
+        self.read += read
+        self.documents += len(lengths)
+        self.tokens += int(lengths.sum())
 
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    def add(self, documents: list[np.ndarray], read: int) -> None:
+        lengths = np.array([len(ids) for ids in documents], "<u8")
+        ids = np.concatenate([*documents, np.empty(0, self._dtype)]).astype(self._dtype)
+        file = io.BytesIO()
+        np.savez(file, ids=ids, lengths=lengths, read=np.array(read))
+        write_whole(self._path(self._count), file.getbuffer())
+        self._added(lengths, read)
+
+    def _all(self, name: str) -> Iterator[np.ndarray]:
+        for number in range(self._count):
+            try:
+                with np.load(self._path(number), allow_pickle=False) as found:
+                    yield found[name]
+            except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+                raise TokenFileError(
+                    f"{self._path(number)} is damaged ({error}): delete it to make it again."
+                ) from None
+
+    def join(self, path: Path, vocab_size: int, source: dict[str, Any]) -> Footer:
+        """Writes the token file."""
+        ends, largest, end = [], 0, 0
+        starts_digest = hashlib.sha256()
+        with path.open("wb") as file:
+            file.write(HEAD)
+            for ids in self._all("ids"):
+                if len(ids):
+                    file.write(ids.data)
+                    end, largest = end + len(ids), max(largest, int(ids.max()))
+                    ends.append((end, hashlib.sha256(ids.data).hexdigest()))
+            file.write(bytes(-end * self._dtype.itemsize % 8))
+            at = 0
+            for lengths in (*self._all("lengths"), np.zeros(1, "<u8")):
+                starts = (at + np.cumsum(lengths) - lengths).astype("<u8")
+                at += int(lengths.sum())
+                file.write(starts.data)
+                starts_digest.update(starts.data)
+            footer = Footer(
+                dtype=token_format.dtype_for(vocab_size),
+                tokens=end,
+                documents=self.documents,
+                left_out=self.read - self.documents,
+                vocab_size=vocab_size,
+                max_id=largest,
+                source=source,
+                chunks=ends,
+                starts_sha256=starts_digest.hexdigest(),
+            )
+            token_format.write_footer(file, footer)
+            file.flush()
+            os.fsync(file.fileno())
+        return footer

@@ -19,7 +19,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
 
-from everstep.data.byte_ids import ByteEncoder
+from everstep.data.byte_ids import BYTES
 from everstep.run import typed
 from everstep.run.regular import open_regular
 from everstep.run.typed import Count, UnfitError
@@ -105,7 +105,7 @@ def read_footer(path: Path) -> tuple[Footer, str]:
 def in_bytes(path: Path) -> bool:
     """Whether the file was packed byte by byte, without a tokenizer. Raises TokenFileError as `read_footer`."""
     footer, _ = read_footer(path)
-    return footer.source.get("tokenizer") == ByteEncoder.identity
+    return footer.source.get("tokenizer") == BYTES.identity
 
 
 def map_tokens(path: Path, footer: Footer) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ from everstep.launch.group import Group
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.prepare import Prepared
 from everstep.launch.scarce import Pause, is_scarce, patiently
-from everstep.report.live import Teller, Telling
+from everstep.report.live import Teller
 from everstep.run.directory import LaunchError
 from everstep.run.events import EventLog
 from everstep.run.lifeline import adopt_orphans
@@ -84,24 +84,13 @@ class Launcher:
         config asks for, and with `page` on this machine's loopback."""
         ft, metrics = config.fault_tolerance, config.metrics
         lighthouse = Lighthouse(self._run_dir, host, ft, self.children, self.events)
-        self._teller = Teller(
-            Telling(
-                run_dir=self._run_dir,
-                groups=config.groups,
-                min_groups=ft.min_groups,
-                host=host,
-                port=ft.metrics_port,
-                tensorboard=bool(metrics.get("enable_tensorboard", False)),
-                tensorboard_folder=str(metrics.get("save_tb_folder", "tb")),
-                wandb=bool(metrics.get("enable_wandb", False)),
-                page=page,
-                notify=bool(ft.notify),
-            )
-        )
-        self.page = self._teller.address
+        self.jobs["lighthouse"] = lighthouse.keep
+        if page or ft.metrics_port or ft.notify or metrics.get("enable_tensorboard") or metrics.get("enable_wandb"):
+            self._teller = Teller(self._run_dir, (host, ft.metrics_port), page)
+            self.jobs["page and figures"] = self._teller.keep
+            self.page = self._teller.address
         if self.page:
             self.events.emit("page", address=self.page)
-        self.jobs |= {"page and figures": self._teller.keep, "lighthouse": lighthouse.keep}
         return lighthouse
 
     def import_all(self, modules: Sequence[str], log: Path) -> None:

@@ -152,7 +152,7 @@ class RunState(Now):
     def elapsed_s(self, now: float | None = None) -> float | None:
         """Seconds since the run was started, up to the newest event or to `now`."""
         end = self._newest if now is None else now
-        return None if self.begin is None or end is None else max(0.0, end - self.begin)
+        return None if not self.sessions or end is None else max(0.0, end - self.sessions[-1].begin)
 
     def names(self) -> str:
         """The groups that take part."""
@@ -167,7 +167,7 @@ class RunState(Now):
             f"groups {self.names()}",
             f"{_number(self.step_s(), '.2f')} s/step",
         ]
-        if self.begin is not None:
+        if self.sessions:
             words.append(f"{duration(self.elapsed_s())} elapsed")
         if (eta_s := self.eta_s()) is not None:
             words.append(f"{duration(eta_s)} left")

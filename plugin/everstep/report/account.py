@@ -15,7 +15,7 @@ from everstep.report.checking import Checking
 from everstep.report.faults import Faults
 from everstep.report.lineage import Commit, Lineage
 from everstep.report.protection import Protection
-from everstep.report.times import Lane, Session, Stretch
+from everstep.report.times import STATES, Lane, Session
 from everstep.report.troubles import Troubles
 
 LATE = 4096
@@ -50,33 +50,39 @@ class Now:
     kills: int = 0
     diverged: set[tuple[Any, Any]] = field(default_factory=set)
     """Step and group of each replica that an audit found to differ: every group says so."""
-    seconds: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
-    """What groups did with their time, by group and state."""
+    sessions: list[Session] = field(default_factory=list)
+    """A run that was stopped and started again in the same directory has several."""
+    spent: dict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: dict.fromkeys(STATES, 0.0)))
+    """By group, its seconds in each state up to its newest event."""
     attempts: Attempts = field(default_factory=Attempts)
     checking: Checking = field(default_factory=Checking)
     protection: Protection = field(default_factory=Protection)
     troubles: Troubles = field(default_factory=Troubles)
-    lanes: dict[int, Lane] = field(default_factory=dict)
+    _lanes: dict[int, Lane] = field(default_factory=dict)
     """Of this session."""
-    begin: float | None = None
-    """Wall time in seconds at which this session began."""
     _known: dict[Hashable, None] = field(default_factory=dict)
     """The histories of the newest commits."""
 
     def take(self, event: dict[str, Any]) -> list[str]:
         """Take note of one event; the sentences on what is wrong that are new with it."""
-        kind = event["kind"]
-        if self.begin is None or (kind == "run_started" and self.counts["run_started"]):
-            self._begin(event["t"])
+        kind, t = event["kind"], event["t"]
+        if not self.sessions or (kind == "run_started" and self.counts["run_started"]):
+            self._begin(t)
+        session = self.sessions[-1]
+        session.last = max(session.last, t)
         self.counts[kind] += 1
         self.checking.take(event)
         self.protection.take(event)
         match kind:
             case "run_started":
                 self.groups, self.steps, self.ending = event["groups"], event.get("steps"), None
-                self.progress_t = event["t"]
+                self.progress_t = t
             case "run_ended":
-                self.ending = event
+                self.ending, session.ended = event, t
+            case "training_started" if session.trains is None:
+                session.trains = t
+            case "training_done":
+                session.done = t
             case "fault":
                 self.kills += event["fault"].startswith("kill")
             case "audit" if not event["agreed"]:
@@ -87,19 +93,23 @@ class Now:
         return self.troubles.take(event)
 
     def _begin(self, t: float) -> None:
-        """A session begins: a run that was stopped and started again in the same directory has several."""
-        self.begin = self.progress_t = t
-        self.lanes = {}
+        self._close_lanes()
+        self.sessions.append(Session(t, t))
+        self.progress_t = t
+        self._lanes = {}
         for known in (self.alive, self.given_up, self.taking_part):
             known.clear()
+
+    def _close_lanes(self) -> None:
+        for lane in self._lanes.values():
+            lane.close(self.sessions[-1].end)
 
     def _of_rank_0(self, event: dict[str, Any], group: int) -> None:
         kind = event["kind"]
         self.attempts.take(event)
-        if group not in self.lanes:
-            self.lanes[group] = Lane(self.begin or 0.0)
-        for part in self.lanes[group].take(event):
-            self._spent(group, part)
+        if group not in self._lanes:
+            self._lanes[group] = Lane(self.sessions[-1].begin, self.spent[group])
+        self._lanes[group].take(event)
         match kind:
             case "worker_ready":
                 self.alive.add(group)
@@ -116,9 +126,6 @@ class Now:
                     del self._known[next(iter(self._known))]
                 self._new_commit(event)
 
-    def _spent(self, group: int, part: Stretch) -> None:
-        self.seconds[group, part.state] += part.end - part.begin
-
     def _new_commit(self, event: dict[str, Any]) -> None:
         """The first that is heard of a commit. A step that is made again is another commit."""
         self.step, self.loss, self.grad_norm = event["step"], event["loss"], event.get("grad_norm")
@@ -131,11 +138,8 @@ class Now:
 class Account(Now):
     """All that the events of a run tell."""
 
-    sessions: list[Session] = field(default_factory=list)
     lineage: Lineage = field(default_factory=Lineage)
     faults: Faults = field(default_factory=Faults)
-    stretches: dict[int, list[Stretch]] = field(default_factory=dict)
-    """By group, what it is known to have done, in order."""
     heals: set[int] = field(default_factory=set)
     """Steps in which a group healed."""
     skipped: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -152,20 +156,12 @@ class Account(Now):
     """Of semi-synchronous training: what commits say of what was sent and kept."""
 
     def take(self, event: dict[str, Any]) -> list[str]:
-        new, group, kind, t = super().take(event), event.get("group"), event["kind"], event["t"]
-        session = self.sessions[-1]
-        session.last = max(session.last, t)
+        new, kind = super().take(event), event["kind"]
         self.faults.take(event)
         match kind:
             case "run_started" | "training_started":
                 self.batch = event.get("global_batch_size", self.batch)
                 self.ranks = event.get("ranks", event.get("ranks_per_group", self.ranks))
-                if kind == "training_started" and session.trains is None:
-                    session.trains = t
-            case "run_ended":
-                session.ended = t
-            case "training_done":
-                session.done = t
             case "heal":
                 self.heals.add(event["step"])
             case "slot_skipped":
@@ -175,7 +171,7 @@ class Account(Now):
             case "workers_died":
                 self.error = event.get("error") or self.error
             case "agent_ended" if event["status"] == "failed":
-                self.give_ups[str(group)] = event["reason"]
+                self.give_ups[str(event.get("group"))] = event["reason"]
             case "commit" if event.get("inner_steps") and event.get("gradient_bytes"):
                 names = ("step", "inner_steps", "gradient_bytes", "payload_bytes", "kept_bytes")
                 self.rounds.append({name: event.get(name) or 0 for name in names})
@@ -185,21 +181,12 @@ class Account(Now):
         super()._of_rank_0(event, group)
         self.lineage.take(event, len(self.sessions) - 1)
 
-    def _begin(self, t: float) -> None:
-        self.stretches = self.filled()
-        super()._begin(t)
-        self.sessions.append(Session(t, t))
-
-    def _spent(self, group: int, part: Stretch) -> None:
-        super()._spent(group, part)
-        self.stretches.setdefault(group, []).append(part)
-
-    def filled(self) -> dict[int, list[Stretch]]:
-        """`stretches` up to the session's end: a group that is down by then, and that nobody has ended, is away."""
-        found = {group: [*parts] for group, parts in sorted(self.stretches.items())}
-        for group, lane in self.lanes.items():
-            found.setdefault(group, []).extend(lane.rest(self.sessions[-1].end))
-        return found
+    def times(self) -> dict[str, Any]:
+        """Of report.json: the seconds in each state up to now, of all groups together and of each."""
+        self._close_lanes()
+        each = {str(group): dict(self.spent[group]) for group in sorted(self.spent)}
+        totals = {f"{state.replace('-', '_')}_s": sum(times[state] for times in each.values()) for state in STATES}
+        return totals | {"time_by_group": each}
 
     def commits_of(self, commits: Iterable[Commit]) -> list[list[Commit]]:
         """Those made in each session, each list in order of time."""

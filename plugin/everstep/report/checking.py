@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-EVENTS = ("attention_schedule", "finding", "not_finite", "slot_accepted", "unfit")
-"""Of attention checks; every rank has its own."""
 ACTIONS = ("corrected", "recomputed", "refused")
 """What the attention check can do about what it finds."""
 

@@ -7,9 +7,9 @@ the same points, which TensorBoard draws over each other and W&B leaves out.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from everstep.report.checking import Checking
 
@@ -27,14 +27,6 @@ SCALARS = {
 the commit, is in its field `metrics` by those names."""
 FLUSH_S = 2
 VALIDATION_LOSS = "validation_metrics/loss"
-
-
-class Sink(Protocol):
-    """Where points go."""
-
-    def write(self, step: int, t: float, scalars: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -86,38 +78,17 @@ class WandB:
         self._run.finish()
 
 
-def open_sinks(run_dir: Path, what: Mapping[str, Any]) -> list[Sink]:
-    """Those of `live.Telling` that are wanted and can be opened; a sentence for one that cannot."""
-    wanted: dict[str, Callable[[], Sink]] = {
-        "tensorboard": lambda: TensorBoard(run_dir / what["tensorboard_folder"]),
-        "wandb": lambda: WandB(run_dir),
-    }
-    found = []
-    for name in [name for name in wanted if what[name]]:
+def open_sinks(run_dir: Path, metrics: Mapping[str, Any]) -> list[TensorBoard | WandB]:
+    """Those that torchtitan's `[metrics]` asks for and that can be opened; a sentence for one that cannot."""
+    found: list[TensorBoard | WandB] = []
+    for name in ("tensorboard", "wandb"):
         try:
-            found.append(wanted[name]())
+            if metrics.get(f"enable_{name}"):
+                folder = run_dir / metrics.get("save_tb_folder", "tb")
+                found.append(TensorBoard(folder) if name == "tensorboard" else WandB(run_dir))
         except Exception as error:  # noqa: BLE001  a package, a network
             print(f"everstep: nothing goes to {name}: {type(error).__name__}: {error}", flush=True)
     return found
-
-
-class Curves:
-    """Draws points in each sink. `since`: wall time in seconds of this start of the run; what earlier ones made is
-    there already."""
-
-    def __init__(self, sinks: Sequence[Sink], since: float) -> None:
-        self._sinks, self._since = sinks, since
-
-    def draw(self, events: Iterable[tuple[dict[str, Any], dict[str, float]]]) -> None:
-        """Draw events with their `scalars`. Raises OSError for a full disk."""
-        for event, scalars in events:
-            if event["t"] >= self._since:
-                for sink in self._sinks:
-                    sink.write(event["step"], event["t"], scalars)
-
-    def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
 
 
 def scalars_of(event: dict[str, Any], checking: Checking) -> dict[str, float]:

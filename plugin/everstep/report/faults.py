@@ -3,7 +3,7 @@
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -31,16 +31,6 @@ class Fault:
         return self.name == UNPROVOKED or self.name.startswith("kill")
 
 
-@dataclass(slots=True, frozen=True)
-class Presence:
-    """When a group's processes started and when it took part in commits: wall times in seconds, ascending. A group
-    takes part in a commit when it is among its groups and owns a slot; with more groups than slots, being among the
-    groups is enough."""
-
-    starts: list[float] = field(default_factory=list)
-    commits: list[float] = field(default_factory=list)
-
-
 class Faults:
     """Follows a run's events: injected faults, and deaths of workers that none of them explains.
 
@@ -51,8 +41,11 @@ class Faults:
     def __init__(self) -> None:
         self.found: list[Fault] = []
         """In order of time."""
-        self.present: dict[int, Presence] = defaultdict(Presence)
-        """By group."""
+        self.starts: dict[int, list[float]] = defaultdict(list)
+        """By group, when its processes started: wall times in seconds, ascending, as those of `commits`."""
+        self.commits: dict[int, list[float]] = defaultdict(list)
+        """By group, when it took part in a commit: it is among its groups and owns a slot; with more groups than slots,
+        being among the groups is enough."""
         self._hit: dict[int | None, float] = {}
         self._up_since: dict[int, float] = {}
 
@@ -73,15 +66,18 @@ class Faults:
                     self.found.append(Fault(t, UNPROVOKED, (group,)))
                     self._hit[group] = t  # another node of the group may tell the same death
             case "worker_ready" if group is not None and not event.get("rank"):
-                self.present[group].starts.append(t)
+                self.starts[group].append(t)
             case "commit" if not event.get("rank"):
                 groups, owners = event["groups"], event.get("owners") or ()
                 if group in groups and (group in owners or len(groups) > len(owners)):
-                    self.present[group].commits.append(t)
+                    self.commits[group].append(t)
 
 
-def stall_s(fault: Fault, times: Sequence[float], normal_s: float) -> float | None:
-    """Seconds from the fault to the next commit, less a normal step, at least 0.
+def costs_s(fault: Fault, times: Sequence[float], normal_s: float) -> tuple[float, float] | None:
+    """A fault's stall and delay in seconds. Stall: from the fault to the next commit, less a normal step. Delay: by how
+    much it made the run later, the largest of the stall and the excess over normal steps of the time from the last
+    commit before the fault to the first and to the second one after it: a stall alone looks small when the fault falls
+    late in a step, or when only the next step notices it.
 
     times: wall time of each commit, ascending. None when nothing had been committed before, so that nothing
     could stall, or nothing was committed afterwards.
@@ -89,41 +85,27 @@ def stall_s(fault: Fault, times: Sequence[float], normal_s: float) -> float | No
     after = bisect_right(times, fault.t)
     if after == 0 or after == len(times):
         return None
-    return max(0.0, times[after] - fault.t - normal_s)
-
-
-def delay_s(fault: Fault, times: Sequence[float], normal_s: float) -> float | None:
-    """Seconds by which the fault made the run later: the largest of the stall, and the excess over normal
-    steps of the time from the last commit before the fault to the first and to the second one after it.
-
-    A stall alone looks small when the fault falls late in a step, or when only the next step notices it.
-    None as in `stall_s`.
-    """
-    stall = stall_s(fault, times, normal_s)
-    if stall is None:
-        return None
-    after = bisect_right(times, fault.t)
+    stall_s = max(0.0, times[after] - fault.t - normal_s)
     following = enumerate(times[after : after + 2], start=1)
-    return max(stall, *(t - times[after - 1] - count * normal_s for count, t in following))
+    return stall_s, max(stall_s, *(t - times[after - 1] - count * normal_s for count, t in following))
 
 
-def rejoin_s(fault: Fault, group: int, faults: Sequence[Fault], presence: Presence | None) -> float | None:
+def rejoin_s(fault: Fault, group: int, faults: Faults) -> float | None:
     """Seconds from the fault until `group`, started again, takes part in a commit.
 
     After a kill, later kills of the same group before it took part make it longer. After any other fault only
     a restart before the group's next fault counts, as most do not restart it. None: not (yet) back.
     """
-    if presence is None:
-        return None
-    start = bisect_right(presence.starts, fault.t)
-    if start == len(presence.starts):
+    starts, commits = faults.starts[group], faults.commits[group]
+    start = bisect_right(starts, fault.t)
+    if start == len(starts):
         return None
     if not fault.kills:
-        following = [f.t for f in faults if f.t > fault.t and group in f.groups]
-        if following and following[0] < presence.starts[start]:
+        following = [f.t for f in faults.found if f.t > fault.t and group in f.groups]
+        if following and following[0] < starts[start]:
             return None
-    back = bisect_left(presence.commits, presence.starts[start])
-    return presence.commits[back] - fault.t if back < len(presence.commits) else None
+    back = bisect_left(commits, starts[start])
+    return commits[back] - fault.t if back < len(commits) else None
 
 
 def normal_step_s(
@@ -166,11 +148,11 @@ def fault_rows(
             "at_s": fault.t - sessions[0].begin,
             "fault": fault.name,
             "step": by_session[index][after].step if index is not None and after < len(around) else None,
-            "stall_s": stall_s(fault, around, step_s) if step_s is not None else None,
-            "delay_s": delay_s(fault, around, step_s) if step_s is not None else None,
         }
+        cost = costs_s(fault, around, step_s) if step_s is not None else None
+        row["stall_s"], row["delay_s"] = cost or (None, None)
         for group in fault.groups or (None,):
-            away = None if group is None else rejoin_s(fault, group, faults.found, faults.present.get(group))
+            away = None if group is None else rejoin_s(fault, group, faults)
             rows.append(row | {"group": group, "rejoin_s": away})
     return rows
 

@@ -1,83 +1,69 @@
 """What is told of a run while it goes: its page, a Prometheus endpoint, TensorBoard, W&B and a webhook.
 
-All of it is made and served by one process (`everstep.report.page`), which reads the run's events. It is started by
-whoever is there for the whole run: the launcher, or on a cluster the lighthouse's job. No trainer is asked, and none
-waits for it. The sockets are opened here, so that their addresses stay when that process dies and is started again.
+    python -m everstep.report.live RUN_DIR ASKED
+
+is the one process that makes and serves all of it from the run's events. It is started by whoever is there for the
+whole run: the launcher, or on a cluster the lighthouse's job. No trainer is asked, and none waits for it.
 """
 
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+import tomllib
 from pathlib import Path
+from typing import Any
 
 LOOK_S = 2.0
 CLOSE_S = 20.0
 """How long the last writing of the page may take."""
-
-
-@dataclass(frozen=True)
-class Telling:
-    """What is wanted. `port` 0: no endpoint."""
-
-    run_dir: Path
-    groups: int = 1
-    min_groups: int = 1
-    host: str = "127.0.0.1"
-    port: int = 0
-    tensorboard: bool = False
-    tensorboard_folder: str = "tb"
-    wandb: bool = False
-    page: bool = False
-    notify: bool = False
-    """Whether the config names a webhook. Its address is a secret, and the words of a command are not."""
-
-    since: float = field(default_factory=time.time)
-    """Wall time in seconds: curves begin here, as those of earlier starts are drawn already."""
-
-    @property
-    def anything(self) -> bool:
-        return bool(self.port or self.tensorboard or self.wandb or self.page or self.notify)
+PAUSE_S, FIRST_PAUSE_S, POLL_S = 2.0, 0.5, 0.5
+SHARE = 0.5
+"""Of one core that writing the page again and again may take."""
+NO_PAGE_YET = b'<!doctype html><meta http-equiv="refresh" content="1"><p>The page is being made.'
+TYPES = {"page": "text/html; charset=utf-8", "metrics": "text/plain; version=0.0.4; charset=utf-8"}
 
 
 class Teller:
-    """Begins when it is made; `close` has what is left written. The process ends with this one; if it dies before,
-    `keep` starts it again. A port that is taken costs the run its figures and nothing else.
+    """Tells of a run from when it is made; `close` has what is left written. The process ends with this one; if it dies
+    before, `keep` starts it again. The sockets are opened here, so that their addresses stay when it is. A port that is
+    taken costs the run its figures and nothing else.
+
+    Args:
+        metrics: host and port of the figures; port 0: none.
+        page: whether to write and serve the page, on loopback.
 
     Attributes:
-        address: of the page, on loopback; "" without one.
+        address: of the page; "" without one.
     """
 
-    def __init__(self, what: Telling) -> None:
+    def __init__(self, run_dir: Path, metrics: tuple[str, int] = ("", 0), page: bool = False) -> None:
         self.address = ""
         self._next_look = 0.0
         self._sockets: dict[str, socket.socket] = {}
-        self._process: subprocess.Popen[bytes] | None = None
-        if what.page:
+        if page:
             self._sockets["page"] = socket.create_server(("127.0.0.1", 0))
             self.address = "http://{}:{}/".format(*self._sockets["page"].getsockname())
-        if what.port:
+        if metrics[1]:
             try:
-                self._sockets["metrics"] = socket.create_server((what.host, what.port))
+                self._sockets["metrics"] = socket.create_server(metrics)
             except OSError as error:
-                print(f"everstep: no figures on {what.host}:{what.port} (fault_tolerance.metrics_port): {error}")
-        if what.anything:
-            self._words = [str(what.run_dir), json.dumps(asdict(what) | {"fds": self._fds()}, default=str)]
-            self._process = self._start()
-
-    def _fds(self) -> dict[str, int]:
-        return {name: one.fileno() for name, one in self._sockets.items()}
+                print("everstep: no figures on {}:{} (fault_tolerance.metrics_port): {}".format(*metrics, error))
+        # Curves begin now, as those of earlier starts are drawn already.
+        asked = {"since": time.time(), "fds": {name: one.fileno() for name, one in self._sockets.items()}}
+        self._words = [sys.executable, "-m", "everstep.report.live", str(run_dir), json.dumps(asked)]
+        self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         search = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         return subprocess.Popen(
-            [sys.executable, "-m", "everstep.report.page", *self._words],
+            self._words,
             stdin=subprocess.PIPE,
             start_new_session=True,
-            pass_fds=list(self._fds().values()),
+            pass_fds=[one.fileno() for one in self._sockets.values()],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
         )
 
@@ -85,17 +71,87 @@ class Teller:
         """To be called now and then. Raises OSError if there is no room for a process."""
         if time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + LOOK_S
-            if self._process is not None and self._process.poll() is not None:
+            if self._process.poll() is not None:
                 self._process = self._start()
 
     def close(self) -> None:
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            try:
-                self._process.wait(CLOSE_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         for one in self._sockets.values():
             one.close()
+
+
+def tell(run_dir: Path, fds: dict[str, int], since: float) -> None:
+    """Tell of a run, as its config asks for, until stdin ends.
+
+    Events are read once; without a page nothing is kept of them that grows with the run. The last page is made of the
+    logs as they are then, in order of time, as those of other nodes may have been seen late.
+
+    Args:
+        fds: the listening sockets of "page" and "metrics", if they are wanted.
+        since: wall time in seconds; what was committed before is in the curves already.
+    """
+    from everstep.report import metrics
+    from everstep.report.account import Account, Now
+    from everstep.report.curves import open_sinks, scalars_of
+    from everstep.report.notify import Notifier
+    from everstep.report.page import text_of, write_report
+    from everstep.report.score import account_of
+    from everstep.report.serve import serve
+    from everstep.run.events import EventTail
+
+    config = tomllib.loads(text_of(run_dir / "config.toml"))
+    ft = {"groups": 1, "min_groups": 1, "notify": ""} | config.get("fault_tolerance", {})
+    now = Account() if "page" in fds else Now()
+    sinks = open_sinks(run_dir, config.get("metrics", {}))
+    notifier = Notifier(ft["notify"]) if ft["notify"] else None
+    served = {"page": NO_PAGE_YET, "metrics": b""}
+    for name, fd in fds.items():
+        paths = {"/", f"/{name}", "/report.html"}
+        serve(socket.socket(fileno=fd), paths, TYPES[name], lambda name=name: served[name])
+    tail, over, due = EventTail(run_dir), False, time.monotonic()
+    shortage: list[dict[str, Any]] = []
+    while not over:
+        over = bool(select.select([0], [], [], POLL_S if now.counts else FIRST_PAUSE_S)[0])
+        new, before = [*tail.new(), *shortage], now.commits
+        shortage, drawn, said = [], [], []
+        for event in new:
+            said += now.take(event)
+            if event["t"] >= since and (event["kind"] == "validation" or now.commits > before):
+                drawn.append((event, scalars_of(event, now.checking)))
+            before = now.commits
+        for sentence in now.troubles.sentences:
+            if notifier is not None and sentence in said:
+                notifier.tell(f"{run_dir.resolve().name}: {sentence}")
+        served["metrics"] = metrics.text(now, ft["groups"], ft["min_groups"])
+        try:
+            if isinstance(now, Account) and now.counts and (over or time.monotonic() >= due):
+                began = time.process_time()
+                write_report(run_dir, account_of(run_dir) if over else now)
+                served["page"] = (run_dir / "report.html").read_bytes()
+                due = time.monotonic() + max(PAUSE_S, (time.process_time() - began) / SHARE)
+            for event, scalars in drawn:
+                for sink in sinks:
+                    sink.write(event["step"], event["t"], scalars)
+        except OSError as error:  # a full disk
+            shortage = [_shortage(run_dir, error)]
+            print(f"everstep: what is told of the run is not written: {error}", flush=True)
+    for sink in sinks:
+        sink.close()
+    if notifier is not None:
+        notifier.close()
+
+
+def _shortage(run_dir: Path, error: OSError) -> dict[str, Any]:
+    """The event that says why nothing can be written, for those that need no disk: a full one takes no event either."""
+    head = {"t": time.time(), "mono": time.monotonic(), "group": None, "rank": None, "step": None}
+    return head | {"kind": "resource_shortage", "reason": f"{run_dir}: {error.strerror}", "again_s": PAUSE_S}
+
+
+if __name__ == "__main__":
+    tell(Path(sys.argv[1]), **json.loads(sys.argv[2]))

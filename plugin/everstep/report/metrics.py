@@ -1,6 +1,7 @@
 """A run's figures for Prometheus, of what its events say: docs/monitoring.md lists them."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,25 +21,28 @@ COUNTED = (
 """Kinds of events that are shown, from 0 on: the first of them is an increase."""
 
 
-class Metrics(Collector):
-    """The figures of a run of nominally so many groups. They are read from `now` each time they are asked for; its
-    counters go on where they were when whoever follows is started again, as the log is read from its beginning."""
+def text(now: Now, groups: int, min_groups: int) -> bytes:
+    """As Prometheus reads them, of a run of nominally so many groups. Counters go on where they were when whoever
+    follows is started again, as the log is read from its beginning."""
+    registry = CollectorRegistry()
+    registry.register(Figures(now, groups, min_groups))
+    return generate_latest(registry)
 
-    def __init__(self, now: Now, groups: int, min_groups: int) -> None:
-        self._now, self._groups, self._min_groups = now, groups, min_groups
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
 
-    def text(self) -> bytes:
-        """As Prometheus reads it."""
-        return generate_latest(self.registry)
+@dataclass(eq=False)
+class Figures(Collector):
+    """The figures of a run, when they are asked for."""
+
+    now: Now
+    groups: int
+    min_groups: int
 
     def collect(self) -> Iterator[Metric]:
-        now, checking, protection = self._now, self._now.checking, self._now.protection
+        now, checking, protection = self.now, self.now.checking, self.now.protection
         parts = int((checking.coverage or "0").partition(" ")[0])
         for name, what, value in (
-            ("groups", "Nominal number of replica groups", self._groups),
-            ("min_groups", "Groups without which the run waits", self._min_groups),
+            ("groups", "Nominal number of replica groups", self.groups),
+            ("min_groups", "Groups without which the run waits", self.min_groups),
             ("committed_step", "Newest committed step", now.step),
             ("last_progress_timestamp_seconds", "When it was committed, or this session began", now.progress_t),
             ("loss", "Loss of the newest committed step", now.loss),
@@ -61,8 +65,9 @@ class Metrics(Collector):
         ):
             yield CounterMetricFamily(f"everstep_{name}", what, value)
         seconds = CounterMetricFamily("everstep_group_seconds", "Time of the groups", labels=("group", "state"))
-        for (group, state), spent in now.seconds.items():
-            seconds.add_metric((str(group), state), spent)
+        for group, spent in now.spent.items():
+            for state, value in spent.items():
+                seconds.add_metric((str(group), state), value)
         events = CounterMetricFamily("everstep_events", "Events by kind", labels=("kind",))
         for kind in COUNTED:
             events.add_metric((kind,), now.counts[kind])

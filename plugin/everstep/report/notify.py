@@ -1,20 +1,15 @@
-"""Tells a webhook of each trouble when it begins: JSON as Slack takes it, {"text": …}, and nothing else.
-
-A thread of the process that tells of the run posts it, so that a webhook that is slow or away holds up neither the run
-nor its page. It looks at what is wrong at the time: what began and ended while the webhook was slow is not told.
-"""
+"""Tells a webhook of each trouble when it begins: JSON as Slack takes it, {"text": …}, and nothing else."""
 
 import json
+import queue
 import threading
-import urllib.error
 import urllib.request
-from collections.abc import Iterable
 from typing import Any
-
-from everstep.report.troubles import Trouble
 
 TIMEOUT_S = 5.0
 TRIES = 2
+WAITING = 20
+"""Texts that may wait for a webhook that is slow; of more the newest are said on the console alone."""
 CLOSE_S = 8.0
 """How long the end of the run waits for what is left."""
 
@@ -27,47 +22,33 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 class Notifier:
-    """Posts each trouble once while it lasts.
+    """Posts texts to the webhook at `address` in a thread of its own, so that one that is slow or away holds up neither
+    the run nor its page."""
 
-    Args:
-        address: of the webhook.
-        name: of the run, with which each text begins.
-    """
-
-    def __init__(self, address: str, name: str) -> None:
-        self._address, self._name = address, name
-        self._found: tuple[Trouble, ...] = ()
-        self._closing = False
-        self._news = threading.Event()
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._texts: queue.Queue[str | None] = queue.Queue(WAITING)
         self._open = urllib.request.build_opener(_NoRedirect).open
         self._thread = threading.Thread(target=self._tell, name="notify", daemon=True)
         self._thread.start()
 
-    def look(self, troubles: Iterable[Trouble]) -> None:
-        """These do not hold now."""
-        self._found = tuple(troubles)
-        self._news.set()
+    def tell(self, text: str) -> None:
+        try:
+            self._texts.put_nowait(text)
+        except queue.Full:
+            _complain("it is too slow", text)
 
     def close(self) -> None:
         """Post what is left, for CLOSE_S at most."""
-        self._closing = True
-        self._news.set()
-        self._thread.join(CLOSE_S)
+        try:
+            self._texts.put(None, timeout=CLOSE_S / 2)
+        except queue.Full:
+            return
+        self._thread.join(CLOSE_S / 2)
 
     def _tell(self) -> None:
-        told: set[tuple[str, str]] = set()
-        while True:
-            closing = self._closing
-            told &= {(one.guarantee, one.who) for one in self._found}
-            new = next((one for one in self._found if (one.guarantee, one.who) not in told), None)
-            if new is not None:
-                told.add((new.guarantee, new.who))
-                self._post(f"{self._name}: {new.sentence}")
-            elif closing:
-                return
-            else:
-                self._news.wait()
-                self._news.clear()
+        while (text := self._texts.get()) is not None:
+            self._post(text)
 
     def _post(self, text: str) -> None:
         data = json.dumps({"text": text}).encode()
@@ -79,4 +60,8 @@ class Notifier:
                     return
             except Exception as error:  # noqa: BLE001  whatever an address and a network can give
                 reason = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
-        print(f"everstep: notify: not told ({reason}): {text}", flush=True)
+        _complain(reason, text)
+
+
+def _complain(reason: str, text: str) -> None:
+    print(f"everstep: notify: not told ({reason}): {text}", flush=True)

@@ -1,20 +1,10 @@
-"""report.html: one file that shows what a run did and what its faults cost, for a browser, without a network.
-
-    python -m everstep.report.page RUN_DIR TELLING
-
-is the process that tells of a run while it goes (`everstep.report.live`): it writes the page again and again.
-"""
+"""report.html: one file that shows what a run did and what its faults cost, for a browser, without a network."""
 
 import functools
 import json
-import os
 import re
-import select
-import socket
-import sys
 import time
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +12,15 @@ import jinja2
 
 from everstep import __version__
 from everstep.report import series
-from everstep.report.account import Account, Now
+from everstep.report.account import Account
 from everstep.report.checking import ACTIONS, covered, judged
 from everstep.report.score import account_of, counted, figures_of, rows_of, verdict
 from everstep.report.times import STATES
-from everstep.run.events import EventTail
 from everstep.run.files import LARGEST, write_whole
 from everstep.run.regular import read_regular
 
-PAUSE_S, FIRST_PAUSE_S, POLL_S = 2.0, 0.5, 0.5
-SHARE = 0.5
-"""Of one core that writing the page again and again may take, below all other processes."""
-NICENESS = 10
 RELOAD_MS = 2500
 """How often the page of a run that goes on is loaded again, unless somebody points at a curve."""
-NO_PAGE_YET = b'<!doctype html><meta http-equiv="refresh" content="1"><p>The page is being made.'
 SECRET = re.compile(r"^\s*notify\s*=.*$", re.MULTILINE)
 """The line of a config with the address of a webhook."""
 COLOURS = {
@@ -69,16 +53,11 @@ def write_report(run_dir: Path, account: Account, against: Path | None = None) -
     other = account_of(against) if against is not None else None
     figures, rows = figures_of(account, other), rows_of(account)
     drawn = {
-        "states": STATES,
-        "colours": COLOURS,
         "curves": series.curves(account.lineage.final(), account.validations),
         "other": series.curves(other.lineage.final(), {}) if other is not None else {},
         "faults": sorted({(row["step"], row["fault"]) for row in rows if row["step"] is not None}),
-        "lanes": series.lanes(account.filled()),
     }
-    environment = jinja2.Environment(loader=jinja2.PackageLoader("everstep.report"), autoescape=True)
-    environment.filters["duration"] = duration
-    text = environment.get_template("report.html.jinja").render(
+    text = _template().render(
         name=run_dir.resolve().name,
         facts=_facts(run_dir, account, figures),
         troubles=account.troubles.sentences,
@@ -97,13 +76,20 @@ def write_report(run_dir: Path, account: Account, against: Path | None = None) -
         drawn=json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         curves=[name for name in drawn["curves"] if name != "validation"],
         rows=[row | {"link": _log_of(run_dir, row["group"])} for row in rows],
-        config=SECRET.sub('notify = "…"', _text_of(run_dir / "config.toml")),
+        config=SECRET.sub('notify = "…"', text_of(run_dir / "config.toml")),
         version=__version__,
         compared=against.resolve().name if against is not None else "",
     )
     write_whole(run_dir / "report.html", text.encode())
     write_whole(run_dir / "report.json", json.dumps(figures, indent=2).encode() + b"\n")
     return figures
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(loader=jinja2.PackageLoader("everstep.report"), autoescape=True)
+    environment.filters["duration"] = duration
+    return environment.get_template("report.html.jinja")
 
 
 def percent(share: float | None) -> str:
@@ -130,7 +116,7 @@ def _facts(run_dir: Path, account: Account, figures: dict[str, Any]) -> dict[str
     """What was run: model, groups, ranks, tokens, when it began."""
     facts = {}
     try:
-        job = tomllib.loads(_text_of(run_dir / "config.toml")).get("job", {})
+        job = tomllib.loads(text_of(run_dir / "config.toml")).get("job", {})
     except tomllib.TOMLDecodeError:
         job = {}
     named = [str(job[key]) for key in ("module", "config", "flavor") if job.get(key)]
@@ -158,75 +144,9 @@ def _log_of(run_dir: Path, group: int | None) -> str:
     return log if (run_dir / log).exists() else ""
 
 
-def _text_of(path: Path) -> str:
+def text_of(path: Path) -> str:
     """A file of the run directory; "" for none, and for what is no file: a link could be to anything."""
     try:
         return read_regular(path, LARGEST).decode(errors="replace")
     except OSError:
         return ""
-
-
-# While the run goes
-
-
-def tell(run_dir: Path, what: dict[str, Any]) -> None:
-    """Tell of a run as `live.Telling` (here as JSON, with the sockets' `fds`) asks for, until stdin ends. Events are
-    read once; without a page nothing is kept of them that grows with the run. The last page is made of the logs as
-    they are then, in order of time, as those of other nodes may have been seen late."""
-    from everstep.report.curves import Curves, open_sinks, scalars_of
-    from everstep.report.metrics import Metrics
-    from everstep.report.notify import Notifier
-    from everstep.report.serve import Server
-
-    os.nice(NICENESS)
-    now = Account() if what["page"] else Now()
-    metrics = Metrics(now, what["groups"], what["min_groups"])
-    curves = Curves(open_sinks(run_dir, what), what["since"])
-    notifier = Notifier(_webhook(run_dir), run_dir.resolve().name) if what["notify"] else None
-    served = {"page": NO_PAGE_YET, "metrics": b""}
-    types = {"page": "text/html; charset=utf-8", "metrics": "text/plain; version=0.0.4; charset=utf-8"}
-    for name, fd in what["fds"].items():
-        document: Callable[[], tuple[str, bytes]] = functools.partial(lambda name: (types[name], served[name]), name)
-        Server(socket.socket(fileno=fd), dict.fromkeys(("/", f"/{name}", "/report.html"), document))
-    tail, over, due = EventTail(run_dir), False, time.monotonic()
-    shortage: list[dict[str, Any]] = []
-    while not over:
-        over = bool(select.select([0], [], [], POLL_S if now.counts else FIRST_PAUSE_S)[0])
-        new, before = [*tail.new(), *shortage], now.commits
-        shortage, drawn = [], []
-        for event in new:
-            now.take(event)
-            if event["kind"] == "validation" or now.commits > before:
-                drawn.append((event, scalars_of(event, now.checking)))
-            before = now.commits
-        if notifier is not None:
-            notifier.look(now.troubles.now.values())
-        served["metrics"] = metrics.text()
-        try:
-            curves.draw(drawn)
-            if isinstance(now, Account) and now.counts and (over or time.monotonic() >= due):
-                began = time.process_time()
-                write_report(run_dir, account_of(run_dir) if over else now)
-                served["page"] = (run_dir / "report.html").read_bytes()
-                due = time.monotonic() + max(PAUSE_S, (time.process_time() - began) / SHARE)
-        except OSError as error:  # a full disk
-            shortage = [_shortage(run_dir, error)]
-            print(f"everstep: what is told of the run is not written: {error}", flush=True)
-    curves.close()
-    if notifier is not None:
-        notifier.close()
-
-
-def _webhook(run_dir: Path) -> str:
-    """Its address, as the config says."""
-    return str(tomllib.loads(_text_of(run_dir / "config.toml")).get("fault_tolerance", {}).get("notify", ""))
-
-
-def _shortage(run_dir: Path, error: OSError) -> dict[str, Any]:
-    """The event that says why nothing can be written, for those that need no disk: a full one takes no event either."""
-    head = {"t": time.time(), "mono": time.monotonic(), "group": None, "rank": None, "step": None}
-    return head | {"kind": "resource_shortage", "reason": f"{run_dir}: {error.strerror}", "again_s": PAUSE_S}
-
-
-if __name__ == "__main__":
-    tell(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -16,8 +16,6 @@ class Protection:
     """Of the newest snapshot that is coded in all its members; 0: none is."""
     survives: int = 0
     """How many of the hosts that hold it may be lost at once, the exposed ones aside."""
-    trouble: str = ""
-    """Why the newest snapshot is not coded; "" if nothing is known to be wrong."""
     _committed: int = 0
     _members: tuple[int, ...] = ()
     _exposed: tuple[int, ...] = ()
@@ -30,7 +28,6 @@ class Protection:
         match event["kind"]:
             case "run_started":
                 self._committed = self.step = 0
-                self.trouble = ""
             case "commit":
                 self._committed = max(self._committed, step)
             case "keeper_found" if group is not None:
@@ -38,11 +35,6 @@ class Protection:
             case "snapshot_protected" if step >= self.step:
                 self.step, self.survives = step, event["survives"]
                 self._members, self._exposed = tuple(event["members"]), tuple(event["exposed"])
-                self.trouble = ""
-            case "snapshot_failed" if step >= self.step:
-                self.trouble = str(event.get("reason", ""))
-            case "snapshot_unprotected" if step >= self.step:  # the consequence; a failure says more
-                self.trouble = self.trouble or str(event.get("reason", ""))
 
     @property
     def age_steps(self) -> int:
@@ -50,9 +42,9 @@ class Protection:
         return max(0, self._committed - self.step)
 
     def line(self) -> str:
-        """For people; empty as long as nothing is known of snapshots."""
+        """For people; empty as long as no snapshot is coded: why that is so is a trouble."""
         if not self.step:
-            return f"UNPROTECTED, no snapshot is coded: {self.trouble}" if self.trouble else ""
+            return ""
         found = f"protected: step {self.step:,}, {self.age_steps} steps old, survives "
         safe = [group for group in self._members if group not in self._exposed]
         if safe and self.survives:
@@ -61,7 +53,7 @@ class Protection:
             found += "all trainers"
         if self._exposed:
             found += f", NOT the loss of {self._named(self._exposed)}"
-        return found + (f"; since then: {self.trouble}" if self.trouble else "")
+        return found
 
     def _named(self, groups: Iterable[int]) -> str:
         names = sorted({self._hosts.get(group) or f"(group {group})" for group in groups})

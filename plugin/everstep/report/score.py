@@ -15,7 +15,6 @@ from everstep.report.checking import ACTIONS, covered, judged
 from everstep.report.faults import UNPROVOKED, cost_of_faults, fault_rows, normal_step_s
 from everstep.report.lineage import Commit
 from everstep.report.productivity import productivity
-from everstep.report.times import split
 from everstep.run.events import read_events
 
 LOSS_TOLERANCE = 1e-4
@@ -59,7 +58,7 @@ def step_s_of(account: Account) -> float | None:
 def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]:
     """report.json of an account, its losses compared with those of another one."""
     final, commits, faults = account.lineage.final(), account.lineage.commits, account.faults.found
-    step_s, times = step_s_of(account), split(account.filled())
+    step_s, times = step_s_of(account), account.times()
     steps = {commit.step for commit in final}
     ending = account.ending or {}
     started = account.counts["run_started"] > 0
@@ -100,6 +99,7 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         "deaths": account.counts["workers_died"],
         "give_ups": account.give_ups,
         "error": account.error,
+        "troubles": account.troubles.sentences,
         **times,
         "replicas_diverged": len(account.diverged),
         **account.checking.figures(),
@@ -171,46 +171,38 @@ def verdict(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
 
     may_stop: a run that was stopped cleanly need not have reached its last step.
     """
-    broken = []
-
-    def expect(kept: bool, sentence: str) -> None:
-        if not kept:
-            broken.append(sentence)
-
-    stopped, reason = may_stop and figures["status"] == "stopped", figures["reason"]
-    done = figures["status"] == "done"
-    ending = f"{figures['status']}{f', {reason}' if reason else ''}".rstrip(".")
-    expect(done or stopped, f"The run is not done: {ending}.")
-    expect(figures["steps"] > 0, "No step was committed.")
-    asked, reached = figures["steps_asked"], figures["last_step"] or 0
-    expect(not done or asked is None or reached >= asked, f"The run ended at step {reached} of {asked}.")
-    count = figures["steps_unseen"]
-    expect(count == 0, f"The log has no commit of {counted(count, 'step')} between the first and the last.")
-    count = figures["attempts_thrown_away"]
-    expect(count == 0, f"{counted(count, 'attempt')} had work of a survivor thrown away.")
-    count = figures["samples_lost"]
-    expect(count == 0, f"{counted(count, 'sample')} of the committed steps did not enter the model.")
-    count = figures["samples_repeated"]
-    expect(count == 0, f"{counted(count, 'sample')} entered the model more than once.")
-    count = figures["replicas_diverged"]
-    expect(count == 0, f"{counted(count, 'audit')} found a group whose parameters differ from the others'.")
-    delta, count = figures["loss_delta_max"], figures["loss_delta_undefined"]
-    expect((delta or 0.0) <= LOSS_TOLERANCE, f"The loss differs by up to {delta or 0.0:.3g} from the other run's.")
-    expect(count == 0, f"In {counted(count, 'step')} the loss is finite in one run only.")
-    return broken
+    f = figures
+    ending = f"{f['status']}{', ' + f['reason'] if f['reason'] else ''}".rstrip(".")
+    done, asked, reached = f["status"] == "done", f["steps_asked"], f["last_step"] or 0
+    unseen, delta, undefined = f["steps_unseen"], f["loss_delta_max"] or 0.0, f["loss_delta_undefined"]
+    rows = [
+        (not done and not (may_stop and f["status"] == "stopped"), f"The run is not done: {ending}."),
+        (f["steps"] == 0, "No step was committed."),
+        (done and asked is not None and reached < asked, f"The run ended at step {reached} of {asked}."),
+        (unseen, f"The log has no commit of {counted(unseen, 'step')} between the first and the last."),
+    ]
+    for name, noun, what in (
+        ("attempts_thrown_away", "attempt", "had work of a survivor thrown away"),
+        ("samples_lost", "sample", "of the committed steps did not enter the model"),
+        ("samples_repeated", "sample", "entered the model more than once"),
+        ("replicas_diverged", "audit", "found a group whose parameters differ from the others'"),
+    ):
+        rows.append((f[name], f"{counted(f[name], noun)} {what}."))
+    rows.append((delta > LOSS_TOLERANCE, f"The loss differs by up to {delta:.3g} from the other run's."))
+    rows.append((undefined, f"In {counted(undefined, 'step')} the loss is finite in one run only."))
+    return [sentence for is_broken, sentence in rows if is_broken]
 
 
 def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
     """The figures of `score` for a terminal: some lines of plain text, then what `verdict` says."""
     f = figures
     faults = ", ".join(f"{count} {name}" for name, count in sorted(f["faults"].items())) or "none"
-    reason = f" ({f['reason']})" if f["reason"] else ""
     asked = f" of {f['steps_asked']}" if f["steps_asked"] is not None else ""
     skipped = f", {f['slots_skipped']} skipped as poison" if f["slots_skipped"] else ""
     dropped = f["commits_dropped"]
     given_up = f"; {counted(dropped, 'commit')} given up when the run went back to an older state" if dropped else ""
     lines = [
-        ("run", f"{f['status']}{reason} after {_seconds(f['wall_s'])}"),
+        *_ending(f),
         ("faults", faults),
         ("steps", f"{f['steps']}{asked}{given_up}"),
         ("attempts", f"{f['attempts']}, {f['attempts_thrown_away']} thrown away"),
@@ -229,10 +221,6 @@ def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
         share = f"{f['payload_share']:.1%} of a synchronous step's gradients"
         kept = f"{f['kept_bytes'] / 2**20:.3f} MiB of workers' own states to the run directory"
         lines.append(("rounds", f"of {f['inner_steps']} inner steps; {per_step}, {share}; {kept}"))
-    if f["give_ups"]:
-        lines.append(("given up", "; ".join(f["give_ups"].values())))
-    elif f["status"] == "failed" and f["error"]:
-        lines.append(("error", f["error"]))
     if f["loss_delta_steps"]:
         largest = "unknown" if f["loss_delta_max"] is None else f"{f['loss_delta_max']:.3g}"
         lines.append(("loss", f"differs by at most {largest} over {counted(f['loss_delta_steps'], 'step')}"))
@@ -243,21 +231,24 @@ def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
         lines.append(("findings", "; ".join(filter(None, (counts, judged(f))))))
     if f["snapshots"]:
         lines.append(("memory", f["snapshots"]))
-    text = [f"{name:<9} {value}" for name, value in lines]
-    return "\n".join([*text, *(verdict(f, may_stop) or ["Every step happened with its whole batch, exactly once."])])
+    kept = ["Every step happened with its whole batch, exactly once."]
+    return "\n".join([_table(lines), *(verdict(f, may_stop) or kept)])
 
 
 def plain_summary(figures: dict[str, Any], run_dir: Path) -> str:
     """For a run without fault tolerance, whose steps and losses are torchtitan's to tell."""
-    f = figures
-    reason = f" ({f['reason']})" if f["reason"] else ""
-    lines = [
-        ("run", f"{f['status']}{reason} after {_seconds(f['wall_s'])}"),
-        ("deaths", str(f["deaths"])),
-        ("steps", f"see {run_dir}/logs/group-0/rank-0.log: without fault tolerance torchtitan alone tells of them"),
-    ]
-    if f["error"]:
-        lines.append(("error", f["error"]))
+    log = f"see {run_dir}/logs/group-0/rank-0.log: without fault tolerance torchtitan alone tells of them"
+    return _table([*_ending(figures), ("steps", log)])
+
+
+def _ending(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    """How the run ended, and what was wrong then."""
+    reason = f" ({figures['reason']})" if figures["reason"] else ""
+    ending = ("run", f"{figures['status']}{reason} after {_seconds(figures['wall_s'])}")
+    return [ending, *(("wrong", sentence) for sentence in figures["troubles"])]
+
+
+def _table(lines: Iterable[tuple[str, str]]) -> str:
     return "\n".join(f"{name:<9} {value}" for name, value in lines)
 
 

@@ -8,45 +8,41 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Set
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 MOST_CONNECTIONS = 16
 CONNECTION_S = 10.0
 
-Document = tuple[str, bytes]
-"""Its content type and its bytes."""
 
+def serve(listening: socket.socket, paths: Set[str], kind: str, document: Callable[[], bytes]) -> None:
+    """Serve one document of a content type under some paths on a listening socket, in threads of its own, until this
+    process ends."""
+    host = listening.getsockname()[0]
+    names = {host.lower(), "localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
 
-class Server:
-    """Serves documents by path on a listening socket, in threads of its own, until its process ends."""
+    class Handler(BaseHTTPRequestHandler):
+        timeout = CONNECTION_S
 
-    def __init__(self, listening: socket.socket, documents: Mapping[str, Callable[[], Document]]):
-        host = listening.getsockname()[0]
-        names = {host.lower(), "localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
+        def do_GET(self) -> None:
+            if not is_ours(self.headers.get("Host", ""), names):
+                self.send_error(403, f"ask for this machine as {host} or localhost")
+            elif self.path.split("?")[0] not in paths:
+                self.send_error(404)
+            else:
+                data = document()
+                self.send_response(200)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(data)))
+                self.send_header("Cache-Control", "no-store")
+                self.end_headers()
+                self.wfile.write(data)
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = CONNECTION_S
+        def log_message(self, format: str, *args: object) -> None:
+            return
 
-            def do_GET(self) -> None:
-                if not is_ours(self.headers.get("Host", ""), names):
-                    self.send_error(403, f"ask for this machine as {host} or localhost")
-                elif (make := documents.get(self.path.split("?")[0])) is None:
-                    self.send_error(404)
-                else:
-                    kind, data = make()
-                    self.send_response(200)
-                    self.send_header("Content-Type", kind)
-                    self.send_header("Content-Length", str(len(data)))
-                    self.send_header("Cache-Control", "no-store")
-                    self.end_headers()
-                    self.wfile.write(data)
-
-            def log_message(self, format: str, *args: object) -> None:
-                return
-
-        threading.Thread(target=_Bounded(listening, Handler).serve_forever, name="http", daemon=True).start()
+    threading.Thread(target=_Bounded(listening, Handler).serve_forever, name="http", daemon=True).start()
 
 
 def is_ours(host: str, names: set[str]) -> bool:
@@ -68,31 +64,27 @@ class _Bounded(ThreadingHTTPServer):
     def __init__(self, listening: socket.socket, handler: type[BaseHTTPRequestHandler]):
         self._open: dict[Any, float] = {}
         """Connections, and when each has to end, on the monotonic clock."""
-        self._lock = threading.Lock()
         super().__init__(listening.getsockname(), handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listening
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        with self._lock:
-            if len(self._open) >= MOST_CONNECTIONS:
-                return False
-            self._open[request] = time.monotonic() + CONNECTION_S
-            return True
+        if len(self._open) >= MOST_CONNECTIONS:
+            return False
+        self._open[request] = time.monotonic() + CONNECTION_S
+        return True
 
     def service_actions(self) -> None:
         """Called every half second: end the connections that took too long, however slowly they still send."""
-        with self._lock:
-            late = [request for request, until in self._open.items() if time.monotonic() > until]
-        for request in late:
-            try:
-                request.shutdown(socket.SHUT_RDWR)
-            except OSError:  # it has just ended
-                continue
+        for request, until in list(self._open.items()):
+            if time.monotonic() > until:
+                try:
+                    request.shutdown(socket.SHUT_RDWR)
+                except OSError:  # it has just ended
+                    continue
 
     def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._open.pop(request, None)
+        self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -4,7 +4,6 @@ The definitions are those of docs/report.md. A group that takes part alternates 
 they took and how they ended, and what lies between them.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,22 +43,16 @@ class Session:
         return max(0.0, (self.end if self.done is None else self.done) - self.trains)
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """A time in one state; wall time in seconds."""
-
-    begin: float
-    end: float
-    state: str
-
-
 class Lane:
-    """What one group does in one session, from the events of its rank 0 in order. `begin`: when that began, wall time
-    in seconds."""
+    """What one group does in one session, from the events of its rank 0 in order.
 
-    def __init__(self, begin: float) -> None:
-        self._new: list[Stretch] = []
-        self._at = begin
+    Args:
+        begin: when that began, wall time in seconds.
+        spent: seconds by state, to which each time that has ended is added.
+    """
+
+    def __init__(self, begin: float, spent: dict[str, float]) -> None:
+        self._at, self._spent = begin, spent
         self._begun = False
         self._alive = False
         self._ended = False
@@ -67,22 +60,16 @@ class Lane:
     def _until(self, t: float, state: str) -> None:
         """What has not been accounted for up to `t` was `state`."""
         if t > self._at:
-            self._new.append(Stretch(self._at, t, state))
+            self._spent[state] += t - self._at
             self._at = t
 
-    def take(self, event: dict[str, Any]) -> list[Stretch]:
-        """The stretches that end with an event."""
-        self._take(event)
-        new, self._new = self._new, []
-        return new
+    def close(self, end: float) -> None:
+        """The session ends: a group that is down by then, and that nobody has ended, is away until then."""
+        if not self._alive and not self._ended:
+            self._until(end, self._away)
 
-    def rest(self, end: float) -> list[Stretch]:
-        """What is left until the session's end, if the group is down by then."""
-        if self._alive or self._ended or end <= self._at:
-            return []
-        return [Stretch(self._at, end, self._away)]
-
-    def _take(self, event: dict[str, Any]) -> None:
+    def take(self, event: dict[str, Any]) -> None:
+        """Take note of one event of its group."""
         t = event["t"]
         match event["kind"]:
             case "worker_ready":
@@ -121,13 +108,3 @@ class Lane:
     def _away(self) -> str:
         """What a group does that has no process that trains."""
         return "restarting" if self._begun else "start-up"
-
-
-def split(by_group: Mapping[int, Sequence[Stretch]]) -> dict[str, Any]:
-    """Seconds in each state: of all groups together, and of each."""
-    each = {group: dict.fromkeys(STATES, 0.0) for group in by_group}
-    for group, parts in by_group.items():
-        for part in parts:
-            each[group][part.state] += part.end - part.begin
-    totals = {f"{state.replace('-', '_')}_s": sum(times[state] for times in each.values()) for state in STATES}
-    return totals | {"time_by_group": {str(group): times for group, times in each.items()}}

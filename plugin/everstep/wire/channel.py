@@ -14,13 +14,13 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import xxhash
+from cryptography.exceptions import InvalidTag
 
-from everstep.wire.sealing import TAG_BYTES, Sealer, SealError
+from everstep.wire.sealing import TAG_BYTES, Sealer
 
 CHUNK_BYTES = 1 << 18  # is sealed and sent, or received and opened, while it is in the processor's cache
 RANGE_BYTES = 8 << 20  # what one request asks for; the next is asked for before the last has arrived
 FRAME_LIMIT_BYTES = 64 << 20
-_MAX_IOV = 512
 _FRAME, _CHUNK = 0, 1
 _HEAD = struct.Struct("<BQI")  # what it is, offset of a chunk, bytes that follow
 
@@ -83,18 +83,6 @@ def format_address(host: str, port: int) -> str:
 def _timeval(timeout: timedelta) -> bytes:
     s = max(timeout.total_seconds(), 0.001)
     return struct.pack("@ll", int(s), int(s % 1 * 1_000_000))
-
-
-def _pending(views: Sequence[bytes | memoryview]) -> list[memoryview]:
-    return [memoryview(view).cast("B") for view in views if len(view)]
-
-
-def _drop(pending: list[memoryview], sent: int) -> None:
-    """Take so many bytes off the front."""
-    while pending and sent >= pending[0].nbytes:
-        sent -= pending.pop(0).nbytes
-    if sent:
-        pending[0] = pending[0][sent:]
 
 
 def encoded(message: dict[str, Any]) -> bytes:
@@ -178,26 +166,20 @@ class Channel:
         self.receive_into(memoryview(data))
         return bytes(data)
 
-    def send(self, views: Sequence[bytes | memoryview]) -> None:
-        """Send the buffers in order, without joining them."""
-        pending = _pending(views)
-        while pending:
-            try:
-                _drop(pending, self._sock.sendmsg(pending[:_MAX_IOV]))
-            except BlockingIOError:
-                raise self._silent() from None
-            except OSError as error:
-                raise WireError(f"the connection to {self.peer} broke: {error}") from error
-
     def _send_record(self, kind: int, offset: int, views: Sequence[memoryview]) -> None:
         head = _HEAD.pack(kind, offset, sum(view.nbytes for view in views))
-        self.send([head, self._outgoing.seal(head, views)])
+        try:
+            self._sock.sendall(self._outgoing.seal(head, views))
+        except BlockingIOError:
+            raise self._silent() from None
+        except OSError as error:
+            raise WireError(f"the connection to {self.peer} broke: {error}") from error
 
     def _open(self, head: bytes, sealed: memoryview, into: Sequence[memoryview]) -> None:
         try:
             self._incoming.open(head, sealed, into)
-        except SealError as error:
-            raise WireError(f"what {self.peer} sent was altered on the way: {error}") from error
+        except InvalidTag:
+            raise WireError(f"what {self.peer} sent was altered on the way") from None
 
     def send_frame(self, message: dict[str, Any] | bytes) -> None:
         """Send a message, or what `encoded` made of it: one that many are told need not be encoded for each."""

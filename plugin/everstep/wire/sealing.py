@@ -7,15 +7,10 @@ use AVX-512 for GCM and is three times as slow; TLS of the standard library uses
 import struct
 from collections.abc import Sequence
 
-from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 KEY_BYTES, TAG_BYTES = 32, 16
 _NONCE = struct.Struct("<Q4x")
-
-
-class SealError(ValueError):
-    """A record that is not what the other side sealed."""
 
 
 class Sealer:
@@ -29,20 +24,21 @@ class Sealer:
     def __init__(self, key: bytes) -> None:
         self._aes, self._count = AESGCM(key[:16]), 0
 
-    def seal(self, head: bytes, views: Sequence[memoryview]) -> bytes:
-        """What to send after `head` for these bytes: TAG_BYTES more than they are."""
-        return self._aes.encrypt(self._nonce(), views[0] if len(views) == 1 else b"".join(views), head)
+    def seal(self, head: bytes, views: Sequence[memoryview]) -> bytearray:
+        """What to send for these bytes: `head`, and TAG_BYTES more than they are."""
+        body = views[0] if len(views) == 1 else b"".join(views)
+        record = bytearray(len(head) + len(body) + TAG_BYTES)
+        record[: len(head)] = head
+        self._aes.encrypt_into(self._nonce(), body, head, memoryview(record)[len(head) :])
+        return record
 
     def open(self, head: bytes, sealed: memoryview, into: Sequence[memoryview]) -> None:
-        """Put what was sealed into these buffers, which it fills. Raises SealError; what the buffers hold then is
-        not to be used."""
-        try:
-            if len(into) == 1:
-                self._aes.decrypt_into(self._nonce(), sealed, head, into[0])
-                return
-            body = memoryview(self._aes.decrypt(self._nonce(), sealed, head))
-        except InvalidTag:
-            raise SealError("it does not match its authentication code") from None
+        """Put what was sealed into these buffers, which it fills. Raises cryptography.exceptions.InvalidTag; what the
+        buffers hold then is not to be used."""
+        if len(into) == 1:
+            self._aes.decrypt_into(self._nonce(), sealed, head, into[0])
+            return
+        body = memoryview(self._aes.decrypt(self._nonce(), sealed, head))
         for view in into:
             view[:], body = body[: view.nbytes], body[view.nbytes :]
 

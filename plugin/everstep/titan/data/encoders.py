@@ -6,33 +6,34 @@ from pathlib import Path
 
 import numpy as np
 
-from everstep.data.byte_ids import ByteEncoder
-from everstep.data.pack import Encoder
+from everstep.data.byte_ids import BYTES, Encoder
 
 
-class HuggingFaceEncoder:
+def _hugging_face(directory: Path) -> Encoder:
     """The ids that torchtitan's HuggingFaceTokenizer gives with add_bos and add_eos, encoded on all cores."""
+    # Here, because it imports torch, which packing bytes does without.
+    from everstep.titan.data.names import HuggingFaceTokenizer
 
-    def __init__(self, directory: Path):
-        # Here, because it imports torch, which packing bytes does without.
-        from everstep.titan.data.names import HuggingFaceTokenizer
+    theirs = HuggingFaceTokenizer(tokenizer_path=str(directory))
+    tokenizer = theirs.tokenizer
+    before = _added(theirs.bos_id, theirs.hf_adds_bos)
+    after = _added(theirs.eos_id, theirs.hf_adds_eos)
 
-        tokenizer = HuggingFaceTokenizer(tokenizer_path=str(directory))
-        self._tokenizer = tokenizer.tokenizer
-        self._before = _added(tokenizer.bos_id, tokenizer.hf_adds_bos)
-        self._after = _added(tokenizer.eos_id, tokenizer.hf_adds_eos)
+    def encode(texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = tokenizer.encode_batch_fast(list(texts))
+        return [np.array([*before, *encoding.ids, *after], np.uint32) for encoding in encodings]
+
+    return Encoder(
         # get_vocab_size() counts ids; where a vocabulary has gaps the largest id is what a model must hold.
-        self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
-        self.identity = {
+        vocab_size=max(theirs.get_vocab().values(), default=-1) + 1,
+        identity={
             "kind": "huggingface",
-            "sha256": hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest(),
-            "bos_id": tokenizer.bos_id,
-            "eos_id": tokenizer.eos_id,
-        }
-
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts))
-        return [np.array([*self._before, *encoding.ids, *self._after], np.uint32) for encoding in encodings]
+            "sha256": hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
+            "bos_id": theirs.bos_id,
+            "eos_id": theirs.eos_id,
+        },
+        encode=encode,
+    )
 
 
 def _added(token_id: int | None, tokenizer_adds_it: bool) -> list[int]:
@@ -42,7 +43,7 @@ def _added(token_id: int | None, tokenizer_adds_it: bool) -> list[int]:
 def encoder_for(tokenizer: str) -> Encoder:
     """The encoder that `--tokenizer` names. Raises ValueError in one sentence."""
     if tokenizer == "bytes":
-        return ByteEncoder()
+        return BYTES
     path = Path(tokenizer)
     if path.name == "tokenizer.json" and path.is_file():
         path = path.parent
@@ -52,7 +53,7 @@ def encoder_for(tokenizer: str) -> Encoder:
             "that file, or `bytes`."
         )
     try:
-        return HuggingFaceEncoder(path)
+        return _hugging_face(path)
     except FileNotFoundError as error:
         raise ValueError(str(error)) from None
     except Exception as error:

@@ -1,12 +1,13 @@
-"""What attention checks cover, cost and found reaches everybody who looks: report, page, status, view and metrics."""
+"""What attention checks and snapshots say reaches everybody who looks: report, page, status, view, metrics, curves."""
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from everstep.launch.status import status as status_of
 from everstep.launch.view import RunState
-from everstep.report.account import Now
+from everstep.report import metrics
+from everstep.report.account import Now, read
 from everstep.report.curves import scalars_of
-from everstep.report.metrics import Metrics
 from everstep.report.page import write_page
 from everstep.report.score import score, summary
 from everstep.run.events import read_events
@@ -16,6 +17,7 @@ UNFIT = "rank 1 on host a refused slot 3 of step 2 2 times: layer 4 wq.y (modera
 NARROW = "Another group got the same: bounds are widened."
 COVERED = "12 of 12 parts checked, 1.5% of the time, each layer in 3.0% of the slots"
 JUDGED = "1 rank sent away as unfit, 1 slot accepted with findings, 1 slot not finite on any group"
+PROTECTED = "protected: step 1, 1 steps old, survives any 1 of hosts a b"
 
 
 def found(action, rank=1):
@@ -25,6 +27,8 @@ def found(action, rank=1):
 @pytest.fixture
 def run_dir(tmp_path):
     story = Timeline().add(0.0, "run_started", role="supervisor", groups=2, steps=4, ranks_per_group=2, seed=0)
+    for group in (0, 1):
+        story.add(0.2, "keeper_found", group, None, host="ab"[group], pid=7, address="h:1")
     story.start(0.5, 0, 1).commit(1, 1, [0, 1])
     for rank, (overhead, rate) in enumerate(((0.01, 0.03), (0.015, 0.05))):
         story.add(1.1, "attention_schedule", 0, 1, rank=rank, coverage="12 of 12", overhead=0.5, rate=1.0)
@@ -34,35 +38,37 @@ def run_dir(tmp_path):
     story.add(1.3, "slot_refused", 0, 2, slot=3, reason="attention findings")
     story.add(1.4, "unfit", 0, 2, rank=1, slot=3, reason=UNFIT)
     for group in (0, 1):
+        story.add(1.4, "snapshot_protected", group, 1, members=[0, 1], survives=1, exposed=[])
         story.add(1.5, "slot_accepted", group, 2, slot=1, reason=NARROW)
         story.add(1.6, "not_finite", group, 2, slot=2, reason="it is not finite")
+    for damage in ({"slot": "x"}, {"slot": None}, {"reason": None}):  # events that somebody else wrote
+        story.add(1.7, "slot_accepted", 0, 2, **({"slot": 7, "reason": NARROW} | damage))
     story.commit(2, 2, [0, 1])
     for group in (0, 1):
         story.add(3, "agent_ended", group, role="agent", status="done", reason="")
     return story.write(tmp_path)
 
 
-def test_the_report_counts_what_was_found_and_says_what_is_checked(run_dir):
+def test_report_and_page(run_dir):
     figures = score(run_dir)
     assert [figures[f"findings_{name}"] for name in ("corrected", "recomputed", "refused")] == [0, 1, 1]
     assert [figures[name] for name in ("ranks_unfit", "slots_accepted", "slots_not_finite")] == [1, 1, 1]
-    assert figures["attention_coverage"] == "12 of 12"
     assert (figures["attention_overhead"], figures["attention_rate"]) == (0.015, 0.03)
     lines = summary(figures).splitlines()
     assert f"attention {COVERED}" in lines
     assert f"findings  0 corrected, 1 recomputed, 1 refused; {JUDGED}" in lines
-
-
-def test_the_page_names_who_was_sent_away_first_and_the_counts_below(run_dir):
-    text = write_page(run_dir).read_text()
-    top, rest = text.split('class="cards"', 2)[0], text.split("<h2>Attention check</h2>")[1]
+    assert f"memory    {PROTECTED}" in lines
+    top, rest = write_page(run_dir).read_text().split('class="cards"', 2)
     assert UNFIT.rstrip(".") in top
+    assert PROTECTED in top
     for sentence in (COVERED, JUDGED, "1 refused"):
         assert sentence in rest
 
 
-def test_status_and_view_tell_of_it(run_dir):
-    assert f"checks  attention: {COVERED}; {JUDGED}" in status_of(run_dir).splitlines()
+def test_status_and_view(run_dir):
+    said = status_of(run_dir).splitlines()
+    assert f"checks  attention: {COVERED}; {JUDGED}" in said
+    assert f"memory  {PROTECTED}" in said
     state = RunState()
     lines = [line.split(" ", 1)[1] for line in map(state.apply, read_events(run_dir)) if ":" in line[:3]]
     assert [line for line in lines if line.startswith("attention: 12 of 12")], "once it is known"
@@ -71,34 +77,49 @@ def test_status_and_view_tell_of_it(run_dir):
     assert [UNFIT, f"group 1: {NARROW}"] == [line for line in lines if line.endswith((UNFIT, f"1: {NARROW}"))]
 
 
-def test_metrics_and_curves_have_it(run_dir):
+def test_metrics_and_curves(run_dir):
     now, points = Now(), []
-    metrics = Metrics(now, 2, 1)
     for event in read_events(run_dir):
         before = now.commits
         now.take(event)
         if now.commits > before:
             points.append(scalars_of(event, now.checking))
-
-    def of(name, **labels):
-        return metrics.registry.get_sample_value(f"everstep_{name}", labels)
-
-    assert of("findings_total", action="refused") == 1
-    assert [of("events_total", kind=kind) for kind in ("unfit", "slot_accepted", "not_finite")] == [1, 2, 2]
-    assert (of("attention_parts_checked"), of("attention_overhead")) == (12, 0.015)
-    assert of("attention_rate") == 0.03
+    families = text_string_to_metric_families(metrics.text(now, 2, 1).decode())
+    of = {(line.name[9:], *line.labels.values()): line.value for family in families for line in family.samples}
+    assert of["findings_total", "refused"] == 1
+    assert [of["events_total", kind] for kind in ("unfit", "slot_accepted", "not_finite")] == [1, 2, 2]
+    assert [of[f"attention_{name}",] for name in ("parts_checked", "overhead", "rate")] == [12, 0.015, 0.03]
+    assert [of[f"snapshot_{name}",] for name in ("protected_step", "age_steps", "survives_hosts")] == [1, 1, 1]
     first, last = points
     assert not [name for name in first if name.startswith("attention/")]
-    assert {name: value for name, value in last.items() if name.startswith("attention/")} == {
-        "attention/findings": 2.0,
-        "attention/ranks_unfit": 1.0,
-        "attention/overhead": 0.015,
-        "attention/rate": 0.03,
+    assert {name[10:]: value for name, value in last.items() if name.startswith("attention/")} == {
+        "findings": 2.0,
+        "ranks_unfit": 1.0,
+        "overhead": 0.015,
+        "rate": 0.03,
     }
 
 
-@pytest.mark.parametrize("damage", [{"slot": "x"}, {"slot": None}, {"reason": None}])
-def test_an_event_that_somebody_else_wrote_is_passed_over(tmp_path, damage):
-    event = {"slot": 1, "reason": NARROW} | damage
-    story = Timeline().start(0, 0).commit(1, 1, [0]).add(2, "slot_accepted", 0, 2, **event)
-    assert score(story.write(tmp_path))["slots_accepted"] == 0
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (("snapshot_protected", 7, {"members": [0, 1, 2], "survives": 1, "exposed": [0]}),
+         "protected: step 7, 1 steps old, survives any 1 of hosts b c, NOT the loss of a"),
+        (("snapshot_protected", 8, {"members": [0], "survives": 0, "exposed": [0]}),
+         "protected: step 8, 0 steps old, survives all trainers, NOT the loss of a"),
+        (("snapshot_protected", 8, {"members": [0, 3], "survives": 1, "exposed": []}),
+         "protected: step 8, 0 steps old, survives any 1 of hosts (group 3) a"),
+        (("snapshot", 8, {}), "protected: step 5, 3 steps old, survives any 1 of hosts a b c"),
+        (("run_started", None, {"groups": 3}), ""),
+    ],
+)  # fmt: skip
+def test_the_line_on_snapshots_says_what_is_coded_and_nothing_newer(event, line):
+    told = Timeline()
+    for group in range(3):
+        told.add(0.5, "keeper_found", group, None, host="abc"[group], pid=7, address="h:1")
+    for step in range(1, 9):
+        told.commit(float(step), step, groups=(0, 1, 2))
+    told.add(6.2, "snapshot_protected", 0, 5, members=[0, 1, 2], survives=1, exposed=[])
+    kind, step, fields = event
+    told.add(9.0, kind, 0, step, **fields)
+    assert read(told.events).protection.line() == line
