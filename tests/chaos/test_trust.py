@@ -18,7 +18,6 @@ from everstep.chaos.view import Proc, View
 from everstep.run import typed
 from everstep.run.directory import RunDir, holder_of
 from everstep.run.events import EventLog
-from everstep.run.files import read_json, write_json
 from everstep.run.token import UnsafeError, run_token
 from everstep.run.typed import UnfitError
 from everstep.snapshot.peers import Place
@@ -92,15 +91,6 @@ def test_the_launcher_is_who_holds_the_lock(tmp_path, victim):
     run.unlock()
     reader.kill()
     reader.wait()
-
-
-def test_a_draft_is_nobodys_link(tmp_path):
-    path, victim = tmp_path / "state.json", tmp_path / "victim"
-    victim.write_text("precious")
-    (tmp_path / f"state.{os.getpid()}.tmp").symlink_to(victim)
-    write_json(path, {"a": 1})
-    assert victim.read_text() == "precious"
-    assert read_json(path) == {"a": 1}
 
 
 def test_what_is_signalled_is_told_by_type_only():

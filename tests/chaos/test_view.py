@@ -69,13 +69,6 @@ def test_a_group_whose_workers_are_gone_does_not_take_part(told, ending):
     assert 0 not in run.view.taking_part
 
 
-def test_a_group_that_is_left_out_of_a_commit_does_not_take_part_by_it(told):
-    run = told(3)
-    run.tell("workers_started", group=1, incarnation=0, pids=[4])
-    run.commit(1, (0, 2))
-    assert run.view.taking_part == set()
-
-
 def test_faults_that_lose_the_state_say_so_by_never_sparing_anybody(told):
     run = told(3, spared=[0])
     run.take_part(0, 1, 2)

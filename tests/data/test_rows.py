@@ -19,9 +19,12 @@ from everstep.titan.data.tokens import TokenFile
 
 
 @given(st.integers(1, 3000), st.integers(-(2**70), 2**70), st.integers(0, 10**6))
-def test_a_permutation_takes_every_index_to_one_of_its_own(size, seed, epoch):
-    permutation = Permutation(size, seed, epoch)
-    assert sorted(map(permutation, range(size))) == list(range(size))
+def test_a_permutation_takes_every_index_to_one_of_its_own_and_each_epoch_to_another(size, seed, epoch):
+    orders = [
+        list(map(Permutation(size, s, e), range(size))) for s, e in ((seed, epoch), (seed, epoch + 1), (~seed, 0))
+    ]
+    assert all(sorted(order) == list(range(size)) for order in orders)
+    assert size < 30 or len({*map(tuple, orders)}) == 3
 
 
 def test_a_permutation_of_any_size_stays_in_its_range():
@@ -33,12 +36,6 @@ def test_a_permutation_of_any_size_stays_in_its_range():
     assert abs(np.mean(list(images)) / size - 0.5) < 0.03
     with pytest.raises(IndexError, match="outside 0 to"):
         permutation(size)
-
-
-def test_seed_and_epoch_each_give_another_order():
-    orders = {tuple(map(Permutation(100, seed, epoch), range(100))) for seed in range(10) for epoch in range(10)}
-    assert len(orders) == 100
-    assert tuple(range(100)) not in orders
 
 
 def rows_one_by_one(lengths, seq_len):
@@ -133,23 +130,6 @@ def test_plain_iteration_on_all_ranks_reads_in_a_step_what_its_slots_are(build, 
         assert of_slots == of_stock
 
 
-def test_an_epoch_reads_every_row_once_and_the_next_one_in_another_order(build):
-    source = build(local_batch_size=1)
-    source.open_slots(1, 0, 1)
-    epochs = [
-        [rows_of(source.microbatch(epoch * source.rows + i + 1, 0))[0] for i in range(source.rows)]
-        for epoch in range(2)
-    ]
-    in_order = build(local_batch_size=1, shuffle=False)
-    in_order.open_slots(1, 0, 1)
-    every_row = [rows_of(in_order.microbatch(i + 1, 0))[0] for i in range(source.rows)]
-    assert len({str(row) for row in every_row}) > 50
-    for epoch in epochs:
-        assert sorted(map(str, epoch)) == sorted(map(str, every_row))
-        assert epoch != every_row
-    assert epochs[0] != epochs[1]
-
-
 @given(st.data())
 def test_a_batch_does_not_depend_on_what_was_read_before(tmp_path_factory, tokenizer, data):
     path = tmp_path_factory.getbasetemp() / "pure.tokens"
@@ -177,18 +157,6 @@ def test_a_torch_checkpoint_carries_the_position(build, tmp_path):
     again = build()
     dcp.load({"dataloader": again}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
     assert same(next(iter(again)), next(batches))
-
-
-def test_a_position_of_committed_slots_goes_on_under_plain_iteration(build):
-    source = build()
-    source.open_slots(6, 0, 1)
-    source.committed(4)
-    stock = [build(rank, 3) for rank in range(3)]
-    for loader in stock:
-        loader.load_state_dict(source.state_dict())
-    batches = [iter(loader) for loader in stock]
-    read = [next(loader) for _ in range(2) for loader in batches]
-    assert all(same(batch, source.microbatch(5, slot)) for slot, batch in enumerate(read))
 
 
 def test_data_that_a_run_turned_to_is_read_from_its_beginning(build):
@@ -238,20 +206,14 @@ def test_the_standard_librarys_text_needs_no_file_and_fits_the_debug_model(token
     assert inputs["input"].shape == labels.shape == (8, 64)
     assert same((inputs, labels), again.microbatch(3, 2))
     assert source.fingerprint() == again.fingerprint()
-    assert len(source.documents.tokens) > 5_000_000
+    tokens, starts = source.documents.tokens, source.documents.starts
+    assert len(tokens) > 5_000_000
+    assert (tokens[starts[:-1]] == 256).all()
+    assert (tokens[starts[1:] - 1] == 257).all()
+    assert (tokens >= 256).sum() == 2 * len(source.documents)
     source.require_vocab(model_registry("debugmodel").model.vocab_size)
     with pytest.raises(ValueError, match="ids up to 257"):
         source.require_vocab(256)
-
-
-def test_every_document_of_the_standard_library_stands_between_its_marks(tokenizer):
-    place = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, "seq_len": 64, "local_batch_size": 1}
-    documents = StdlibText.Config().build(**place).documents
-    starts, ends = documents.starts[:-1], documents.starts[1:] - 1
-    assert len(documents) > 300
-    assert (documents.tokens[starts] == 256).all()
-    assert (documents.tokens[ends] == 257).all()
-    assert (documents.tokens >= 256).sum() == 2 * len(documents)
 
 
 def test_bytes_come_back_as_the_text_they_were(tokenizer):
