@@ -11,7 +11,7 @@ import pytest
 from damage import damaged
 from everstep.chaos.view import View
 from everstep.launch.view import RunState
-from everstep.report.metrics import Metrics
+from everstep.report import metrics
 from everstep.report.score import score
 from everstep.run.events import EventLog, EventTail, read_events
 
@@ -51,11 +51,10 @@ def a_run(folder, steps=12):
 def read_by_all(folder, scored=True):
     """What the readers of a run do with its events, but for the pages."""
     state, view = RunState(), View(folder)
-    metrics = Metrics(state, 2, 1)
     events = list(read_events(folder))
     for event in events:
         state.apply(event)
-    metrics.text()
+    metrics.text(state, 2, 1)
     view.apply(events)
     if scored:
         score(folder)

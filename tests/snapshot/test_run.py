@@ -80,8 +80,9 @@ def test_a_run_without_room_for_snapshots_trains_and_says_so(tmp_path):
     try:
         run.start()
         run.until(4)
-        unprotected = "UNPROTECTED, no snapshot is coded: snapshots need"
+        unprotected = "UNPROTECTED: no snapshot is coded"
         assert unprotected in run.says("status")
+        assert "was not taken: snapshots need" in run.says("status")
         assert run.process.wait() == 0
         assert "was not taken: snapshots need" in run.console()
         assert unprotected in run.console(), "the summary at the end"

@@ -16,6 +16,8 @@ class Protection:
     """Of the newest snapshot that is coded in all its members; 0: none is."""
     survives: int = 0
     """How many of the hosts that hold it may be lost at once, the exposed ones aside."""
+    _failed: bool = False
+    """Whether a snapshot was not taken or not coded in this start of the run."""
     _committed: int = 0
     _members: tuple[int, ...] = ()
     _exposed: tuple[int, ...] = ()
@@ -27,7 +29,9 @@ class Protection:
         group, step = event.get("group"), event.get("step") or 0
         match event["kind"]:
             case "run_started":
-                self._committed = self.step = 0
+                self._committed, self.step, self._failed = 0, 0, False
+            case "snapshot_failed" | "snapshot_unprotected":
+                self._failed = True
             case "commit":
                 self._committed = max(self._committed, step)
             case "keeper_found" if group is not None:
@@ -42,9 +46,9 @@ class Protection:
         return max(0, self._committed - self.step)
 
     def line(self) -> str:
-        """For people; empty as long as no snapshot is coded: why that is so is a trouble."""
+        """For people; empty as long as nothing is known of snapshots. Why one is not coded is a trouble."""
         if not self.step:
-            return ""
+            return "UNPROTECTED: no snapshot is coded" if self._failed else ""
         found = f"protected: step {self.step:,}, {self.age_steps} steps old, survives "
         safe = [group for group in self._members if group not in self._exposed]
         if safe and self.survives:
