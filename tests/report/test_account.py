@@ -13,14 +13,6 @@ def attempts(run):
     return found.count, found.thrown_away, found.slots_recomputed
 
 
-def retry(*again):
-    """Group 2 dies in step 1; groups 0 and 1 notice at slightly different times and compute its slots."""
-    run = Timeline().start(0, 0, 1, 2)
-    run.attempt(1.0, 1, 0, [0, 1], committed=False).attempt(1.4, 1, 1, [2], took_s=1.4, committed=False)
-    run.attempt(2.0, 1, 0, [4], held=[0, 1], took_s=1.0)
-    return run.attempt(2.0, 1, 1, [3, *again], held=[2], recomputed=again, took_s=0.6)
-
-
 def refused():
     run = Timeline().start(0, 0, 1).add(0.9, "slot_refused", 0, 1, slot=1, reason="a gradient is not finite")
     run.attempt(1, 1, 0, [0, 1], committed=False).attempt(1, 1, 1, [2, 3], committed=False)
@@ -33,28 +25,20 @@ def healed():
     return run.heal(3.5, 0, source=1, step=1).attempt(4, 1, 0, [0, 1], took_s=0.4)
 
 
-def joined():
-    run = Timeline().start(0, 0).attempt(1, 1, 0, [0, 1], committed=False).start(1.2, 1)
-    return run.attempt(1.9, 1, 1, [], took_s=0.6).attempt(2.0, 1, 0, [2, 3], held=[0, 1], took_s=1.0)
-
-
 @pytest.mark.parametrize(
     ("run", "count", "thrown_away", "recomputed"),
     [
-        (retry(), 2, 0, 2),
-        (retry(2), 2, 1, 3),
         (Timeline().start(0, 0).attempt(1, 1, 0, [0, 1], committed=False).attempt(2, 1, 0, [0, 1]), 2, 1, 2),
         (refused(), 2, 0, 2),
         (refused().attempt(3, 2, 0, [0], committed=False).attempt(4, 2, 0, [0], recomputed=[0], took_s=0.5), 4, 1, 3),
         (healed(), 3, 0, 4),
-        (joined(), 2, 0, 2),
         (Timeline().start(0, 0).attempt(1, 1, 0, [], committed=False).attempt(2, 1, 0, range(4)), 2, 0, 0),
         (Timeline().start(0, 0, 1).attempt(1, 1, 0, [0, 1]).attempt(1, 1, 1, [1, 2, 3]), 1, 0, 1),
     ],
     ids=[
-        "a retry throws nothing away", "a survivor computes again what it held", "and does not say so",
+        "a survivor computes again what it held and does not say so",
         "a group of which a slot was refused holds nothing", "but holds what it computes in the next step",
-        "a group that started again or healed holds nothing", "a joiner in a retry makes no third attempt",
+        "a group that started again or healed holds nothing",
         "an attempt that ended before computing", "a slot that two groups compute at once",
     ],
 )  # fmt: skip
@@ -64,20 +48,6 @@ def test_attempts_and_what_they_threw_away(run, count, thrown_away, recomputed):
 
 def final(run):
     return [(commit.step, commit.t) for commit in read(run.events).lineage.final()]
-
-
-def went_back():
-    run = Timeline().start(0, 0, 1, 2)
-    for step in range(1, 9):
-        run.commit(step, step, [0, 1, 2])
-    run.start(20, 0, step=3, source="disk").start(20, 1, step=1, source="fresh").heal(20.5, 1, source=0, step=3)
-    return run.commit(21, 3, [0, 1], by=[1]).commit(21.1, 3, [0, 1], by=[0])
-
-
-def two_of_a_step():
-    run = Timeline().start(0, 0, 1, 2).commit(1, 1, [0, 1, 2])
-    run.commit(2, 2, [0, 1, 2], by=[2]).commit(2.5, 2, [0, 1])
-    return run.start(3, 3).heal(3.5, 3, source=2, step=2).commit(4, 3, [2, 3], by=[3])
 
 
 def told_late():
@@ -104,9 +74,6 @@ def circle():
 @pytest.mark.parametrize(
     ("run", "steps"),
     [
-        (went_back(), [(1, 1), (2, 2), (3, 21)]),
-        (Timeline().start(0, 0).commit(1, 1, [0]).commit(2, 2, [0]).start(5, 0).commit(6, 1, [0]), [(1, 6)]),
-        (two_of_a_step(), [(1, 1), (2, 2), (3, 4)]),
         (told_late(), [(1, 1), (2, 2), (3, 3), (4, 4)]),
         (behind(), [(1, 1), (2, -4)]),
         (behind().commit(-3, 3, [1]).heal(3, 0, 1, step=3).commit(4, 4, [0]), [(1, 1), (2, -4), (3, -3), (4, 4)]),
@@ -116,7 +83,6 @@ def circle():
         (Timeline(), []),
     ],
     ids=[
-        "a run that has not caught up yet", "a start from nothing", "of two commits the one that is named as parent",
         "an old commit that is told late", "the newest step, of a host whose clock is behind", "a chain over that host",
         "a run that was continued elsewhere", "a commit that the log lost", "histories that name each other", "none",
     ],

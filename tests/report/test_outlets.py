@@ -111,7 +111,8 @@ def test_metrics_and_curves(run_dir):
          "protected: step 8, 0 steps old, survives any 1 of hosts (group 3) a"),
         (("snapshot", 8, {}), "protected: step 5, 3 steps old, survives any 1 of hosts a b c"),
         (("run_started", None, {"groups": 3}), ""),
-        (("snapshot_failed", 0, {"reason": "no room"}), "protected: step 5, 3 steps old, survives any 1 of hosts a b c"),
+        (("snapshot_failed", 0, {"reason": "no room"}),
+         "protected: step 5, 3 steps old, survives any 1 of hosts a b c"),
     ],
 )  # fmt: skip
 def test_the_line_on_snapshots_says_what_is_coded_and_nothing_newer(event, line):
