@@ -22,7 +22,7 @@ CUT = {"groups": [1], "cut": [[0, 1]]}
 
 
 def died(reason, error=""):
-    return "workers_died", {"reason": reason, "error": error, "exitcodes": {"0": 1}}
+    return "workers_died", {"reason": reason, "error": error, "exitcodes": {"3": 1}}
 
 
 def failed(reason):
@@ -163,7 +163,7 @@ CAUSES = {
                              "The run failed: every group was given up; group 1 is given up.", None),
     "every group given up, with an error": (
         "run", [died("rank 0 exited with status 1", "KeyError: 'c4'"), failed("every group was given up")],
-        "given up. Last error of a worker: KeyError: 'c4'; its log: logs/group-1/rank-0.log.", None),
+        "given up. Last error of a worker: KeyError: 'c4'; its log: logs/group-1/rank-3.log.", None),
     "a lighthouse that never starts": ("run", [failed("the lighthouse does not start on h:1, see logs/lighthouse.log")],
                                        "The run failed: the lighthouse does not start on h:1, see", None),
     "workers that do not end": ("run", [failed("some workers did not end by themselves when asked to stop.")],

@@ -323,7 +323,8 @@ class Troubles:
                 session.newest = max(session.newest, step)
                 yield from self._commit_told(event, group)
             case "workers_died" if isinstance(group, int) and event.get("error"):
-                log = f"logs/group-{group}/rank-0.log"
+                rank = next(iter(event["exitcodes"]), "0")
+                log = f"logs/group-{group}/rank-{rank}.log"
                 session.error = f" Last error of a worker: {event['error']}; its log: {log}."
             case "training_done" if session.steps is not None and session.newest <= step < session.steps:
                 yield Trouble(
