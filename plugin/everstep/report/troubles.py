@@ -1,13 +1,13 @@
 """Which guarantees of a run are degraded now: for each one sentence with its cause, and what to do.
 
 The console, `everstep status`, the page, Prometheus and the webhook take them from here. Most follow from one event
-(`ROWS`); the others from several (`Troubles`): clocks that differ, snapshots that are skipped again and again, hosts
+(`ROWS`); the others from several (`_Session`): clocks that differ, snapshots that are skipped again and again, hosts
 that a snapshot no longer survives, data that ended.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,14 +208,39 @@ ROWS: dict[str, Row] = {
         "Slot {slot} of step {step} ended the workers of groups {names}: {error}. {then}.",
         who="{step}.{slot}",
     ),
+    # What only several events together say, by the fields that `_Session.noted` adds.
+    "run_ended": Row("run", "The run failed: {cause}.{last_error}", when=lambda event: "last_error" in event),
+    "training_done": Row(
+        "data",
+        "The data ended at step {step} of {steps_asked}. Give more data, let the dataloader repeat it (infinite = "
+        "true), or set [training] steps to what there is.",
+        who="end",
+        when=lambda event: "steps_asked" in event,
+    ),
+    "snapshot_skipped": Row(
+        "snapshots",
+        "Group {group} has taken none of the last {skipped} snapshots: {cause}. A loss of hosts now goes back to the "
+        "last coded one; set a larger [snapshot] interval.",
+        ends=("snapshot_protected",),
+        when=lambda event: event.get("skipped") == SKIPPED,
+    ),
+    "snapshot_protected": Row(
+        "hosts",
+        "The snapshot of step {step} survives the loss of no host; earlier ones survived {survived}. Bring back the "
+        "groups that are gone: groups {sharers} share it.",
+        ends=("snapshot_protected",),
+        when=lambda event: not event["survives"] and event.get("survived", 0) > 0,
+    ),
+    "commit": Row(
+        "clock",
+        "The clocks of groups {first} and {last} differ by {apart_s:.0f} s: training does not mind, but dates and "
+        "times in the report are wrong. Set the clocks of their hosts (NTP).",
+        when=lambda event: event.get("apart_s", 0.0) > CLOCKS_S,
+    ),
 }  # fmt: skip
 """By kind of event."""
-
-
-FOLLOWED = frozenset(ROWS) | {
-    "run_started", "run_ended", "commit", "training_done", "snapshot_skipped", "snapshot_protected",
-}  # fmt: skip
-"""Kinds of events from which troubles follow."""
+FOLLOWED = frozenset((*ROWS, "run_started"))
+"""Kinds of events from which troubles follow, and all that are taken note of."""
 
 
 def trouble(event: Mapping[str, Any]) -> Trouble | None:
@@ -230,7 +255,7 @@ def trouble(event: Mapping[str, Any]) -> Trouble | None:
         _line(row.sentence.format_map(fields)),
         row.ends,
         event.get("group") if row.is_of_a_group else None,
-        event.get("step") if row.guarantee == "finite" else None,
+        event.get("step") if row.guarantee in ("finite", "hosts") else None,
         event["t"] + again_s + GRACE_S if event["kind"] == "resource_shortage" and again_s is not None else math.inf,
     )
 
@@ -250,6 +275,7 @@ def _fields(event: Mapping[str, Any]) -> Fields:
         "coded": "the last coded one" if coded is None else f"step {coded}",
         "names": ", ".join(map(str, event.get("groups") or ())),
         "differ": ", ".join(map(str, event.get("differing") or ())),
+        "sharers": ", ".join(map(str, event.get("members") or ())),
         "cuts": ", ".join(" and ".join(map(str, pair)) for pair in event.get("cut") or ()),
         "diverged": f"the loss is {event['loss']}" if event.get("loss") is not None else cause,
         "then": skips if event.get("action") == "skip" else stops,
@@ -274,6 +300,44 @@ class _Session:
     told: dict[str, dict[int, float]] = field(default_factory=dict)
     """By history of a commit that not all of its groups have told of: by group, its date of the commit."""
 
+    def noted(self, event: Mapping[str, Any]) -> dict[str, Any]:
+        """Take note of an event of rank 0; what those before it add to what it says."""
+        group, step = event.get("group"), event.get("step") or 0
+        match event["kind"]:
+            case "commit" if isinstance(group, int):
+                self.newest = max(self.newest, step)
+                return self._commit_told(event, group)
+            case "workers_died" if isinstance(group, int) and event.get("error"):
+                rank = next(iter(event["exitcodes"]), "0")
+                log = f"logs/group-{group}/rank-{rank}.log"
+                self.error = f" Last error of a worker: {event['error']}; its log: {log}."
+            case "training_done" if self.steps is not None and self.newest <= step < self.steps:
+                return {"steps_asked": self.steps}
+            case "snapshot_skipped" if isinstance(group, int):
+                self.skipped[group] += 1
+                return {"skipped": self.skipped[group]}
+            case "snapshot_protected":
+                self.skipped.clear()
+                self.survived = max(self.survived, event["survives"])
+                return {"survived": self.survived}
+            case "run_ended" if event.get("status") == "failed":
+                return {"last_error": self.error}
+        return {}
+
+    def _commit_told(self, event: Mapping[str, Any], group: int) -> dict[str, Any]:
+        """What the groups' dates of one commit say when they are laid side by side."""
+        if (history := event.get("history")) is None:
+            return {}
+        dates = self.told.setdefault(history, {})
+        dates[group] = event["t"]
+        if len(dates) < len(event["groups"]):
+            if len(self.told) > LATE:
+                del self.told[next(iter(self.told))]
+            return {}
+        del self.told[history]
+        first, last = min(dates, key=dates.__getitem__), max(dates, key=dates.__getitem__)
+        return {"first": first, "last": last, "apart_s": dates[last] - dates[first]} if len(dates) > 1 else {}
+
 
 @dataclass
 class Troubles:
@@ -293,17 +357,20 @@ class Troubles:
             self.now, self._session = {}, _Session(event.get("steps"))
         elif event["kind"] == "run_ended" and event.get("status") != "failed":
             self.now = {key: one for key, one in self.now.items() if key == ("data", "end")}
-        new = []
-        for found in (trouble(event), *self._over_time(event)):
-            if found is None:
-                continue
-            before = self.now.pop((found.guarantee, found.who), None)
-            self.now[found.guarantee, found.who] = found
-            if before is None or before.sentence != found.sentence:
-                new.append(found.sentence)
+        more = {} if event.get("rank") else self._session.noted(event)
+        clocks = self.now.get(("clock", ""))
+        if clocks is not None and "apart_s" in more:  # it is told once, and not anew at each commit
+            if more["apart_s"] <= CLOCKS_S:
+                del self.now["clock", ""]
+            return []
+        found = trouble({**event, **more} if more else event)
+        if found is None:
+            return []
+        before = self.now.pop((found.guarantee, found.who), None)
+        self.now[found.guarantee, found.who] = found
         while len(self.now) > MOST:
             del self.now[next(iter(self.now))]
-        return new
+        return [] if before is not None and before.sentence == found.sentence else [found.sentence]
 
     def count(self, guarantee: str) -> int:
         """How many troubles of that guarantee there are."""
@@ -312,81 +379,6 @@ class Troubles:
     @property
     def sentences(self) -> list[str]:
         return [one.sentence for one in self.now.values()]
-
-    def _over_time(self, event: Mapping[str, Any]) -> Iterator[Trouble]:
-        """What only several events together say."""
-        group, step, session = event.get("group"), event.get("step") or 0, self._session
-        if event.get("rank"):
-            return
-        match event["kind"]:
-            case "commit" if isinstance(group, int):
-                session.newest = max(session.newest, step)
-                yield from self._commit_told(event, group)
-            case "workers_died" if isinstance(group, int) and event.get("error"):
-                rank = next(iter(event["exitcodes"]), "0")
-                log = f"logs/group-{group}/rank-{rank}.log"
-                session.error = f" Last error of a worker: {event['error']}; its log: {log}."
-            case "training_done" if session.steps is not None and session.newest <= step < session.steps:
-                yield Trouble(
-                    "data",
-                    "end",
-                    f"The data ended at step {step} of {session.steps}. Give more data, let the dataloader repeat it "
-                    "(infinite = true), or set [training] steps to what there is.",
-                )
-            case "snapshot_skipped" if isinstance(group, int):
-                session.skipped[group] += 1
-                if session.skipped[group] == SKIPPED:
-                    found = _fields(event)
-                    yield Trouble(
-                        "snapshots",
-                        "",
-                        _line(
-                            f"Group {group} has taken none of the last {SKIPPED} snapshots: {found['cause']}. A loss "
-                            "of hosts now goes back to the last coded one; set a larger [snapshot] interval."
-                        ),
-                        ("snapshot_protected",),
-                    )
-            case "snapshot_protected":
-                session.skipped.clear()
-                self.now.pop(("hosts", ""), None)
-                if not event["survives"] and session.survived:
-                    yield Trouble(
-                        "hosts",
-                        "",
-                        f"The snapshot of step {step} survives the loss of no host; earlier ones survived "
-                        f"{session.survived}. Bring back the groups that are gone: groups "
-                        f"{', '.join(map(str, event['members']))} share it.",
-                    )
-                session.survived = max(session.survived, event["survives"])
-            case "run_ended" if event.get("status") == "failed":
-                yield Trouble("run", "", _line(f"The run failed: {str(event['reason']).rstrip('.')}.{session.error}"))
-
-    def _commit_told(self, event: Mapping[str, Any], group: int) -> Iterator[Trouble]:
-        session, history = self._session, event.get("history")
-        if history is None:
-            return
-        told = session.told.setdefault(history, {})
-        told[group] = event["t"]
-        if len(told) >= len(event["groups"]):
-            del session.told[history]
-            yield from self._compared(told)
-        elif len(session.told) > LATE:
-            del session.told[next(iter(session.told))]
-
-    def _compared(self, dates: Mapping[int, float]) -> Iterator[Trouble]:
-        """What the groups' dates of one commit say when they are laid side by side."""
-        if len(dates) > 1:
-            first, last = min(dates, key=dates.__getitem__), max(dates, key=dates.__getitem__)
-            apart_s = dates[last] - dates[first]
-            if apart_s <= CLOCKS_S:
-                self.now.pop(("clock", ""), None)
-            elif ("clock", "") not in self.now:
-                yield Trouble(
-                    "clock",
-                    "",
-                    f"The clocks of groups {first} and {last} differ by {apart_s:.0f} s: training does not mind, but "
-                    "dates and times in the report are wrong. Set the clocks of their hosts (NTP).",
-                )
 
 
 def _line(text: str) -> str:
