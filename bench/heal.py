@@ -73,7 +73,7 @@ def source(pipe, nbytes: int) -> None:
     while True:
         kind, bytes_per_s = pipe.recv()
         seal_like(kind)
-        pace(server._server._door._listener, bytes_per_s)
+        pace(server._server._listener, bytes_per_s)
         pipe.send(True)
 
 

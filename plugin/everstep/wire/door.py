@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from everstep.wire.channel import Channel, RefusedError, WireError, format_address, parse_address
 from everstep.wire.sealing import Sealer
@@ -263,7 +264,7 @@ class Door:
             sock.close()
 
 
-class Server:
+class Server(Door):
     """A door whose every connection gets a thread that runs `talk(channel)`.
 
     `talk` returns, or raises WireError, when the connection is over; a RefusedError that it raises is told to
@@ -271,28 +272,19 @@ class Server:
     """
 
     def __init__(
-        self,
-        host: str,
-        token: bytes,
-        talk: Callable[[Channel], None],
-        timeout: timedelta,
-        *,
-        purpose: str = "",
-        port: int = 0,
-        on_stranger: Callable[[str], None] = lambda what: None,
+        self, host: str, token: bytes, talk: Callable[[Channel], None], timeout: timedelta, **more: Any
     ) -> None:
-        """As of a `Door`, but for `talk`."""
-        self._talk, self._timeout = talk, timeout
+        """`more`: as of a `Door`."""
+        self._talk = talk
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, Channel] = {}
-        self._closed = False
-        self._door = Door(host, token, self._welcome, timeout, purpose=purpose, port=port, on_stranger=on_stranger)
-        self.address = self._door.address
+        self._shut = False
+        super().__init__(host, token, self._welcome, timeout, **more)
 
     def _welcome(self, channel: Channel, subject: bytes) -> None:
         thread = threading.Thread(target=self._run, args=(channel,), name="wire-peer", daemon=True)
         with self._lock:
-            if self._closed:
+            if self._shut:
                 channel.close()
                 return
             thread.start()
@@ -314,9 +306,9 @@ class Server:
     def shut(self) -> dict[threading.Thread, Channel]:
         """Stop listening and cut every connection; what served them, which may go on with what it is at."""
         with self._lock:
-            self._closed = True
+            self._shut = True
             running = dict(self._threads)
-        self._door.close()
+        super().close()
         for channel in running.values():
             channel.cut()
         return running
