@@ -265,6 +265,7 @@ def test_a_link_beside_out_is_not_written_through(tmp_path, jsonl, out):
     folder.symlink_to(victim)
     assert command(Pack((jsonl,), out), ()) == 1
     assert sorted(victim.iterdir()) == before
+    assert not out.exists()
 
 
 def open_file(path, tokenizer, seq_len=16):

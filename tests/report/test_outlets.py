@@ -9,7 +9,7 @@ from everstep.report import metrics
 from everstep.report.account import Now, read
 from everstep.report.curves import scalars_of
 from everstep.report.page import write_page
-from everstep.report.score import score, summary
+from everstep.report.score import figures_of, score, summary
 from everstep.run.events import read_events
 from timeline import Timeline
 
@@ -125,3 +125,9 @@ def test_the_line_on_snapshots_says_what_is_coded_and_nothing_newer(event, line)
     kind, step, fields = event
     told.add(9.0, kind, 0, step, **fields)
     assert read(told.events).protection.line() == line
+
+
+def test_a_run_whose_snapshots_all_failed_is_unprotected():
+    run = Timeline().commit(1.0, 1, groups=(0,)).add(1.5, "snapshot_failed", 0, 1, reason="no room")
+    run.add(2.0, "run_ended", role="supervisor", status="done", reason="finished")
+    assert figures_of(read(run.events))["snapshots"] == "UNPROTECTED: no snapshot is coded"

@@ -259,6 +259,13 @@ def test_what_is_no_cause_is_no_trouble():
     assert [sentence for event in line.logged for sentence in troubles.take(event)] == []
 
 
+def test_a_host_less_is_told_once_whoever_says_it():
+    troubles, line = Troubles(), Timeline().add(0, "run_started", role="supervisor", groups=2)
+    for step, (kind, fields) in enumerate((CODED, ALONE), start=1):
+        line.add(step, kind, 0, step, **fields).add(step, kind, 1, step, **fields)
+    assert len([sentence for event in line.events for sentence in troubles.take(event)]) == 1
+
+
 def test_a_run_without_a_second_host_has_lost_none():
     troubles = Troubles()
     line = Timeline().add(0, "run_started", role="supervisor", groups=1)
