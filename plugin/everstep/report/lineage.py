@@ -46,23 +46,17 @@ class Commit:
 
 
 def final_lineage(commits: list[Commit]) -> list[Commit]:
-    """The chain of parents that ends in the newest state: the highest step that builds on the last new commit."""
-    children: dict[int, list[Commit]] = {}
-    for commit in commits:
-        if commit.parent is not None:
-            children.setdefault(commit.parent.order, []).append(commit)
-    tip, ahead = None, commits[-1:]
-    known: set[int] = set()
-    while ahead:  # what builds on it may have been logged before it, by a host whose clock is behind
-        commit = ahead.pop()
-        if commit.order not in known:
-            known.add(commit.order)
-            tip = commit if tip is None else max(tip, commit, key=lambda one: (one.step, one.order))
-            ahead += children.get(commit.order, ())
+    """The chain of parents that ends in the newest state: what builds on the last new commit."""
+    child = {commit.parent.order: commit for commit in commits if commit.parent is not None}
+    tip = commits[-1] if commits else None
+    seen: set[int] = set()  # events that contradict each other can make a circle
+    while tip is not None and tip.order in child and tip.order not in seen:
+        seen.add(tip.order)
+        tip = child[tip.order]  # which may have been logged before it, by a host whose clock is behind
     chain: list[Commit] = []
-    known = set()
-    while tip is not None and tip.order not in known:  # events that contradict each other can make a circle
-        known.add(tip.order)
+    seen = set()
+    while tip is not None and tip.order not in seen:
+        seen.add(tip.order)
         chain.append(tip)
         tip = tip.parent
     return chain[::-1]

@@ -8,10 +8,12 @@ whole run: the launcher, or on a cluster the lighthouse's job. No trainer is ask
 
 import json
 import os
+import queue
 import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from pathlib import Path
@@ -108,25 +110,45 @@ def tell(run_dir: Path, fds: dict[str, int], since: float) -> None:
     config = tomllib.loads(text_of(run_dir / "config.toml"))
     ft = {"groups": 1, "min_groups": 1, "notify": ""} | config.get("fault_tolerance", {})
     now = Account() if "page" in fds else Now()
-    sinks = open_sinks(run_dir, config.get("metrics", {}))
+    shortage: list[dict[str, Any]] = []
+
+    def refused(error: OSError) -> None:  # of a full disk
+        shortage.append(_shortage(run_dir, error))
+        print(f"everstep: what is told of the run is not written: {error}", flush=True)
+
+    points: queue.SimpleQueue[tuple[int, float, dict[str, float]] | None] = queue.SimpleQueue()
+
+    def draw() -> None:
+        sinks = open_sinks(run_dir, config.get("metrics", {}))
+        while (point := points.get()) is not None:
+            try:
+                for sink in sinks:
+                    sink.write(*point)
+            except OSError as error:
+                refused(error)
+        for sink in sinks:
+            sink.close()
+
+    drawing = threading.Thread(target=draw, name="curves", daemon=True)  # a server of W&B may be away
+    drawing.start()
     notifier = Notifier(ft["notify"]) if ft["notify"] else None
     served = {"page": NO_PAGE_YET, "metrics": b""}
     for name, fd in fds.items():
         paths = {"/", f"/{name}", "/report.html"}
         serve(socket.socket(fileno=fd), paths, TYPES[name], lambda name=name: served[name])
-    tail, over, due = EventTail(run_dir), False, time.monotonic()
-    shortage: list[dict[str, Any]] = []
+    tail, over, due, started = EventTail(run_dir), False, time.monotonic(), time.time()
     while not over:
         over = bool(select.select([0], [], [], POLL_S if now.counts else FIRST_PAUSE_S)[0])
         new, before = [*tail.new(), *shortage], now.commits
-        shortage, drawn, said = [], [], []
+        shortage.clear()
+        said, earlier = [], []
         for event in new:
-            said += now.take(event)
+            (said if event["t"] >= started else earlier).extend(now.take(event))
             if event["t"] >= since and (event["kind"] == "validation" or now.commits > before):
-                drawn.append((event, scalars_of(event, now.checking)))
+                points.put((event["step"], event["t"], scalars_of(event, now.checking)))
             before = now.commits
-        for sentence in now.troubles.sentences:
-            if notifier is not None and sentence in said:
+        if notifier is not None:  # what was over when this process began is not told
+            for sentence in [*(one for one in now.troubles.sentences if one in earlier), *said]:
                 notifier.tell(f"{run_dir.resolve().name}: {sentence}")
         served["metrics"] = metrics.text(now, ft["groups"], ft["min_groups"])
         try:
@@ -135,14 +157,10 @@ def tell(run_dir: Path, fds: dict[str, int], since: float) -> None:
                 write_report(run_dir, account_of(run_dir) if over else now)
                 served["page"] = (run_dir / "report.html").read_bytes()
                 due = time.monotonic() + max(PAUSE_S, (time.process_time() - began) / SHARE)
-            for event, scalars in drawn:
-                for sink in sinks:
-                    sink.write(event["step"], event["t"], scalars)
-        except OSError as error:  # a full disk
-            shortage = [_shortage(run_dir, error)]
-            print(f"everstep: what is told of the run is not written: {error}", flush=True)
-    for sink in sinks:
-        sink.close()
+        except OSError as error:
+            refused(error)
+    points.put(None)
+    drawing.join(CLOSE_S / 2)
     if notifier is not None:
         notifier.close()
 
