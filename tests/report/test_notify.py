@@ -85,11 +85,13 @@ def test_a_run_tells_each_trouble_once_while_it_lasts_and_nobody_else_sees_the_a
         log.emit("lighthouse_started", address="h:1", pid=7)
         until(lambda: page.exists() and "lighthouse died" not in page.read_text(), "the end of it", 10)
     assert time.monotonic() - begin < 20
+    log.emit("lighthouse_died", exitcode=-9, reason="ended")
+    log.emit("lighthouse_started", address="h:1", pid=7)  # which is over within a moment
     log.emit("run_ended", status="failed", reason="every group was given up")
     teller.close()
-    assert [text.split(":")[0] for text in hook.texts] == [tmp_path.name] * 3
-    assert all("The lighthouse died (-9): no group can join" in text for text in hook.texts[:2])
-    assert hook.texts[2].endswith(": The run failed: every group was given up.")
+    assert [text.split(":")[0] for text in hook.texts] == [tmp_path.name] * 4
+    assert all("The lighthouse died (-9): no group can join" in text for text in hook.texts[:3])
+    assert hook.texts[3].endswith(": The run failed: every group was given up.")
     text = write_page(tmp_path).read_text()
     assert "secret" not in text
     assert "exact = false" in text
