@@ -41,6 +41,8 @@ def test_a_browser_opens_it_without_complaint(tmp_path):
     assert complaints == []
     assert text.count("<svg") == text.count("data-curve=") >= 4
     assert "attempts thrown away" in text
+    for outside in ('src="http', 'href="http', "@import", "<script src"):
+        assert outside not in text, "it needs nothing but itself"
     assert "&lt;b&gt;not markup" in text
 
 
@@ -83,15 +85,6 @@ def test_a_run_that_has_not_committed_anything_has_a_page(tmp_path):
 )
 def test_durations_read_well(seconds, text):
     assert duration(seconds) == text
-
-
-def test_it_needs_nothing_but_itself(tmp_path):
-    line = Timeline().start(0, 0).commit(1, 1, [0])
-    line.add(3, "run_ended", role="supervisor", status="done", reason="").write(tmp_path)
-    text = write_page(tmp_path).read_text()
-    for outside in ('src="http', 'href="http', "@import", "<script src", "location.reload"):
-        assert outside not in text
-    assert "prefers-color-scheme: dark" in text
 
 
 def test_links_where_a_report_writes_are_replaced_and_none_is_shown(tmp_path):
@@ -165,14 +158,3 @@ def test_a_failing_run_looks_failing(tmp_path):
     assert "KeyError: &#39;c4&#39;" in top
     assert "The run failed: every group was given up. Last error of a worker: KeyError" in top
     assert "exactly once" not in top
-
-
-def test_the_three_numbers_come_first_and_a_run_that_went_back_says_so(tmp_path):
-    text = write_page(simulated(tmp_path / "few", 60)).read_text()
-    cards = text[text.index('class="cards"', text.index("</style>")) :]
-    assert cards.index("goodput") < cards.index("ETTR") < cards.index("throughput kept") < cards.index("<span>kills")
-    line = Timeline().start(0, 0).commit(1, 1, [0]).commit(2, 2, [0]).commit(3, 3, [0])
-    line.start(4, 0, step=2, source="disk").commit(5, 2, [0]).write(tmp_path / "back")
-    assert "2 given up when the run went back" in write_page(tmp_path / "back").read_text()
-    said = score.summary(score.score(tmp_path / "back"))
-    assert "steps     2; 2 commits given up when the run went back to an older state" in said

@@ -77,17 +77,6 @@ def test_a_run_that_survived_a_kill_keeps_the_promise():
     assert verdict(figures) == []
 
 
-def test_two_runs_are_compared_over_the_steps_that_both_have(tmp_path):
-    ours = finished_run().write(tmp_path / "ours")
-    theirs = finished_run(loss_shift=0.25).write(tmp_path / "theirs")
-    figures = score(ours, against=theirs)
-    assert figures["loss_delta_max"] == pytest.approx(0.25)
-    assert figures["loss_delta_steps"] == 8
-    assert verdict(figures) == [f"The loss differs by up to {figures['loss_delta_max']} from the other run's."]
-    assert score(ours, against=ours)["loss_delta_max"] == 0
-    assert score(ours)["loss_delta_max"] is None
-
-
 def test_losses_that_are_not_numbers_are_counted_not_subtracted():
     nan, inf = math.nan, math.inf
     delta = loss_delta({1: 1.0, 2: nan, 3: nan, 4: inf, 5: inf, 6: 1.0}, {1: 1.5, 2: nan, 3: 2.0, 4: inf, 5: -inf})
@@ -189,28 +178,13 @@ def test_a_check_fails_with_the_sentences_that_say_what_broke(tmp_path, capsys):
     assert check(kept)[0] == 0
     status, said, complaints = check(broken, kept)
     assert (status, complaints) == (1, "")
-    assert "The loss differs by up to" in said
+    assert "The loss differs by up to 0.25 from the other run's." in said
+    assert "over 8 steps" in said
     status, said, complaints = check(broken, kept, json=True)
     assert status == 1
     assert json.loads(said)["loss_delta_max"] == pytest.approx(0.25)
     assert complaints.startswith("The loss differs by up to")
     assert check(broken, json=True)[2] == ""
-
-
-def test_a_run_that_goes_faster_with_fewer_groups_keeps_no_more_than_all_of_its_throughput():
-    """On fewer cores than groups a step is faster while one of them is dead."""
-    line = Timeline().add(0, "run_started", role="supervisor", groups=2, steps=40).start(0, 0, 1)
-    for step in range(1, 21):
-        line.commit(float(step), step, [0, 1])
-    for step in range(21, 41):
-        line.commit(20 + (step - 20) * 0.5, step, [0])
-    line.add(30, "training_done", 0).add(30, "run_ended", role="supervisor", status="done", reason="")
-    figures = figures_of(read(line.events))
-    assert figures["step_s_median"] == 1.0
-    for name in ("ettr", "goodput", "throughput_kept"):
-        assert 0 < figures[name] <= 1.0, name
-    assert figures["throughput_kept"] == pytest.approx(1.0)
-    assert figures["goodput"] < 0.9, "one of two groups was idle for a third of the time"
 
 
 def test_steps_that_a_restore_took_back_are_lost_and_not_productive():
