@@ -18,7 +18,7 @@ from everstep.run.stops import STOPS
 
 RUN_MARK = "EVERSTEP_LAUNCHER"
 """In the environment of everything that is executed below a launcher."""
-KEPT = ("everstep.snapshot.keeper", "everstep.report.page", "everstep.chaos.signals")
+KEPT = ("everstep.snapshot.keeper", "everstep.report.live", "everstep.chaos.signals")
 """Modules of processes that end otherwise: keepers of snapshots wait for the next start, the page's writer for its
 server, those that end a fault for their injector."""
 
